@@ -248,9 +248,16 @@ class FailureDetector:
         return []
 
     def silent_s(self, key: PeerKey, now: float) -> float:
-        """Return the seconds since a peer was heard; 0 for an unknown peer."""
+        """Return the seconds since a peer was heard; 0 for an unknown peer.
+
+        If the last tick is overdue, this process was paused itself. The time since the
+        tick was due does not count: what arrived meanwhile is still to be read.
+        """
         peer = self._peers.get(key)
-        return 0.0 if peer is None else now - peer.heard_at
+        if peer is None:
+            return 0.0
+        awake_until = math.inf if self._ticked_at is None else self._ticked_at
+        return max(0.0, min(now, awake_until + self._margin_s) - peer.heard_at)
 
     def _heard(self, heard: PeerHeard, now: float) -> list[Finding]:
         peer = self._peers.get(heard.peer)

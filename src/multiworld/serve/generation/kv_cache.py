@@ -141,6 +141,11 @@ class KvCache:
         """Bytes of memory that the keys and values take."""
         return self._memory.nbytes
 
+    @property
+    def lengths(self) -> dict[Hashable, int]:
+        """Number of tokens of each sequence whose keys and values are here."""
+        return dict(self._lengths)
+
     def step(self, rows: Sequence[Rows]) -> Attention:
         """Return the attention of one step; rows from position 0 begin anew.
 

@@ -9,7 +9,7 @@ from multiworld.serve.generation.kv_memory import GROWTH
 from multiworld.serve.generation.scheduler import EngineLimits, Scheduler
 from multiworld.serve.spec.schema import GenerationSpec
 from multiworld.serve.spec.stage import Generation
-from multiworld.serve.transport.routing_table import RoutingTable
+from multiworld.serve.transport.routing_table import ReplicaState, RoutingTable
 
 MIB = 2**20
 
@@ -96,6 +96,9 @@ def adapt(scheduler: Scheduler, replicas: Sequence[int]) -> None:
 def adapt_to(scheduler: Scheduler, table: RoutingTable, replica: str) -> None:
     """Adapt the scheduler of a replica of stage 0 to a routing table.
 
+    Only replicas that are ready count: one that starts computes nothing yet, and one
+    that drains leaves its sequences to the others.
+
     Args:
         scheduler: The scheduler.
         table: The routing table.
@@ -106,4 +109,11 @@ def adapt_to(scheduler: Scheduler, table: RoutingTable, replica: str) -> None:
     if me is None or route is None:
         return
     stages = range(route.stages.get(me.version, 1))
-    adapt(scheduler, [len(table.stage(me.model, me.version, k)) for k in stages])
+    ready = [
+        sum(
+            r.state is ReplicaState.READY or r is me
+            for r in table.stage(me.model, me.version, stage)
+        )
+        for stage in stages
+    ]
+    adapt(scheduler, ready)

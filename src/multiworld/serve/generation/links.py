@@ -40,6 +40,8 @@ class Link:
             that one has told.
         stages: Stages that are prepared for it while it goes on elsewhere; none if it
             has begun here.
+        is_evicted: Whether it was dropped for lack of memory, so that rows of it which
+            are on their way are of no use.
     """
 
     opening: Opening
@@ -48,6 +50,7 @@ class Link:
     logged: int = 0
     sent: int | None = None
     stages: Sequence[int] = ()
+    is_evicted: bool = False
 
     @property
     def earlier(self) -> list[Key]:
@@ -93,7 +96,7 @@ class Link:
 
     def reset(self) -> None:
         """Record that all of it was dropped, here and in later stages."""
-        self.held, self.logged, self.is_known = 0, 0, False
+        self.held, self.logged, self.is_known, self.is_evicted = 0, 0, False, False
         self.sent = None if self.sent is None else 0
 
 
@@ -129,6 +132,10 @@ class Links:
 
     def __iter__(self) -> Iterator[Link]:
         return iter(list(self._links.values()))
+
+    def of(self, stream: StreamId) -> Link | None:
+        """Return a sequence, whichever attempt of it is known."""
+        return self._links.get(stream)
 
     def get(self, key: Key) -> Link | None:
         """Return a sequence, if this attempt of it is known."""

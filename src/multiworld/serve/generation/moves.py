@@ -217,7 +217,7 @@ def _fresh(stream: Stream) -> list[str]:
 
 def _is_free(stream: Stream, now: float) -> bool:
     """Tell whether a stream may be moved."""
-    is_settled = bool(stream.chain) and not stream.via and not stream.losses
+    is_settled = bool(stream.chain) and not stream.via and not stream.losses.counted
     is_idle = stream.move is None and stream.stays_until <= now
     return is_settled and is_idle and not stream.has_ended
 

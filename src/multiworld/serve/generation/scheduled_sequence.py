@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
@@ -28,6 +29,7 @@ class ScheduledSequence:
         is_paused: Whether it is not computed now, as a stage of its chain is replaced.
         route: Replicas by stage that compute it.
         last_step: Number of the last step with a part of it.
+        sample_rows: What the choice of one of its tokens costs, in rows.
     """
 
     key: Key
@@ -43,11 +45,16 @@ class ScheduledSequence:
     is_paused: bool = False
     route: tuple[str, ...] = ()
     last_step: int = 0
+    sample_rows: float = 0.0
 
     @property
     def lacking(self) -> int:
         """Number of tokens that are still to be computed."""
         return len(self.tokens) - self.computed
+
+    def uses(self, replicas: Collection[str]) -> bool:
+        """Tell whether one of some replicas computes it."""
+        return any(name in replicas for name in self.route)
 
 
 def by_route(ready: list[ScheduledSequence]) -> list[ScheduledSequence]:

@@ -14,26 +14,29 @@ recompute, as in vLLM: Kwon et al., "Efficient Memory Management for Large Langu
 Model Serving with PagedAttention", 2023). A sequence of a higher priority preempts one
 of a lower priority for its place, too.
 
-Prompts are computed in an order that gives each tenant its share of the tokens; those
-of one tenant in the order of their arrival. Each step has a token of every running
-sequence first, and the steps under way have no more tokens of prompts together than one
-may have, so a flood of prompts delays running sequences by about that much, and by
-less those of another tenant.
+Places, blocks and the tokens of each step are shared by weight between the tenants that
+have something to compute; a tenant alone may use everything. A tenant that has fewer
+places or blocks than its share preempts for them. Who has had the fewest tokens is
+first in a step, and a step is only as large as the tenant with the smallest part of it
+can wait for (``step_budget``).
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from multiworld.serve.generation.scheduled_sequence import (
     ScheduledSequence,
     by_route,
 )
+from multiworld.serve.generation.step_budget import STEP_ROWS, cost_of, rows_beside
 from multiworld.serve.generation.steps_under_way import StepsUnderWay
+from multiworld.serve.generation.tenant_use import TenantUse
 from multiworld.serve.generation.token_shares import TokenShares
+from multiworld.serve.generation.waiting_line import WaitingLine
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.generation_messages import StepPart
 from multiworld.serve.transport.protocol import Key
@@ -47,6 +50,15 @@ ROWS = 8
 """Sequences of a step below which splitting them saves no time: the time of a step is
 that of reading the weights (SmolLM2 on an EPYC, fp32, one thread: 55 ms with one row,
 99 with eight, 136 with sixteen)."""
+
+SHARED_S, SHARED_TOKENS = 60.0, 64
+"""Seconds for which a second tenant counts as present after its last sequence, and
+tokens of prompts in flight meanwhile. Another one that comes waits for these, at most;
+they take 14 % more time than steps that are full."""
+
+FULL_S, LONGEST_FULL_S = 0.1, 2.0
+"""Seconds for which nothing more goes to a replica that had no memory for a sequence;
+doubles while it goes on having none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +80,23 @@ class EngineLimits:
     blocks: int = 1024
     steps: int = 1
     is_prefill_chunked: bool = True
+
+    def blocks_of(self, tokens: int, granule: int = 1) -> int:
+        """Return the number of blocks that a number of tokens needs.
+
+        One sequence may always have all of them, though they are no whole granules.
+
+        Args:
+            tokens: The number of tokens.
+            granule: Tokens in multiples of which a sequence takes memory.
+        """
+        least = math.ceil(tokens / self.block_size)
+        whole = math.ceil(tokens / granule) * granule
+        return max(least, min(self.blocks, math.ceil(whole / self.block_size)))
+
+
+class TooManyTokensError(Exception):
+    """A sequence needs more blocks than there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +133,11 @@ class Scheduler:
 
     def __init__(self, limits: EngineLimits) -> None:
         self.limits = limits
-        self._waiting: list[ScheduledSequence] = []
-        self._running: list[ScheduledSequence] = []
         self._known: dict[Key, ScheduledSequence] = {}
+        self._line = WaitingLine()  # those that neither run nor are paused
+        self._running: dict[int, ScheduledSequence] = {}  # by number
+        self._suspects: dict[int, ScheduledSequence] = {}
+        self._refilled: dict[int, ScheduledSequence] = {}
         self._steps = StepsUnderWay()
         self._arrivals = 0
         self._free = limits.blocks
@@ -114,6 +145,10 @@ class Scheduler:
         self._planned: set[Key] = set()
         self._reserved: dict[Key, int] = {}
         self._shares = TokenShares()
+        self._use = TenantUse(limits.max_num_seqs, limits.blocks)
+        self._full: dict[str, tuple[float, float]] = {}
+        self._seen: dict[str, float] = {}
+        self._was_alone = False
         self.preemptions, self.granule = 0, 1
         self.steps = limits.steps
         self.withheld = 0
@@ -131,6 +166,7 @@ class Scheduler:
         is_probe: bool = False,
         is_suspect: bool = False,
         route: Sequence[str] = (),
+        sample_rows: float = 0.0,
     ) -> None:
         """Add a sequence; it is computed when it is its turn.
 
@@ -143,30 +179,67 @@ class Scheduler:
             is_probe: Whether it is the next one, however many run.
             is_suspect: Whether it is computed alone until it has a token.
             route: Replicas by stage that compute it.
+            sample_rows: What the choice of one of its tokens costs, in rows.
 
         Raises:
-            ValueError: It needs more blocks than there are.
+            TooManyTokensError: It needs more blocks than there are.
+            ValueError: There is nothing to compute, so it would wait for ever.
         """
+        if computed >= len(tokens):
+            raise ValueError(f"all {computed} tokens of {key} are computed already")
         if self.blocks_of(len(tokens) + 1) > self.limits.blocks:
-            raise ValueError(
+            raise TooManyTokensError(
                 f"{len(tokens)} tokens need {self.blocks_of(len(tokens) + 1)} blocks "
                 f"of {self.limits.block_size}; there are {self.limits.blocks}"
             )
-        self._arrivals += 1
-        sequence = ScheduledSequence(
+        sequence = self._enter(
             key,
-            list(tokens),
-            share,
+            tokens,
             computed=computed,
             refill=min(refill, len(tokens)),
-            number=self._arrivals,
+            share=share,
             is_probe=is_probe,
             is_suspect=is_suspect,
             route=tuple(route),
+            sample_rows=sample_rows,
         )
+        self._wait(sequence)
+
+    def _enter(
+        self, key: Key, tokens: Sequence[int], **facts: Any
+    ) -> ScheduledSequence:
+        """Let a sequence be known; ``facts`` are fields of it."""
+        self._arrivals += 1
+        sequence = ScheduledSequence(key, list(tokens), number=self._arrivals, **facts)
         self._known[key] = sequence
-        self._shares.enter(share)
-        self._waiting.append(sequence)
+        self._shares.enter(sequence.share, self._steps.cost + STEP_ROWS)
+        if sequence.is_suspect:
+            self._suspects[sequence.number] = sequence
+        if sequence.refill:
+            self._refilled[sequence.number] = sequence
+        return sequence
+
+    def _wait(self, sequence: ScheduledSequence) -> None:
+        """Let a sequence wait for its turn, unless it is paused or has its own."""
+        if not sequence.is_paused and not sequence.is_suspect:
+            self._line.add(sequence)
+
+    def _run(self, sequence: ScheduledSequence) -> None:
+        self._line.remove(sequence)
+        self._running[sequence.number] = sequence
+        self._use.add(sequence.share, places=1, blocks=sequence.blocks)
+
+    def _leave(self, sequence: ScheduledSequence) -> int:
+        """Let a sequence not run any more; return the blocks that it had."""
+        blocks, sequence.blocks = sequence.blocks, 0
+        if self._running.pop(sequence.number, None) is not None:
+            self._use.add(sequence.share, places=-1, blocks=-blocks)
+        return blocks
+
+    def _trust(self, sequence: ScheduledSequence) -> None:
+        """Record that a sequence has got a token."""
+        sequence.is_suspect = False
+        self._suspects.pop(sequence.number, None)
 
     def remove(self, key: Key) -> None:
         """Forget a sequence, if it is known.
@@ -174,15 +247,19 @@ class Scheduler:
         It counts as computed in the steps that are under way.
         """
         self._free += self._reserved.pop(key, 0)
+        self._free += self._forget(key)
+
+    def _forget(self, key: Key) -> int:
+        """Forget a sequence, if it is known; return the blocks that it had."""
         sequence = self._known.pop(key, None)
         if sequence is None:
-            return
+            return 0
         self._shares.leave(sequence.share)
-        self._free += sequence.blocks
-        for found in (self._waiting, self._running):
-            if sequence in found:
-                found.remove(sequence)
+        self._line.remove(sequence)
+        self._suspects.pop(sequence.number, None)
+        self._refilled.pop(sequence.number, None)
         self._steps.leave(key)
+        return self._leave(sequence)
 
     # Stages that are replaced.
 
@@ -198,6 +275,7 @@ class Scheduler:
         sequence = self._known.get(key)
         if sequence is not None:
             sequence.is_paused = True
+            self._line.remove(sequence)
             self._steps.leave(key)
 
     def move(
@@ -222,6 +300,7 @@ class Scheduler:
         sequence.key, sequence.tokens, sequence.route = new, list(tokens), tuple(route)
         sequence.computed = min(computed, sequence.computed)
         self._known[new] = sequence
+        self._preempted = [new if key == old else key for key in self._preempted]
 
     def reserve(self, earlier: Iterable[Key], key: Key, tokens: int) -> bool:
         """Take blocks for a sequence that may come, if that many are free.
@@ -265,11 +344,11 @@ class Scheduler:
             share: Its tenant.
             route: Replicas by stage that compute it.
         """
-        self.add(new, tokens, computed=computed, share=share, route=route)
-        sequence = self._known[new]
+        sequence = self._enter(
+            new, tokens, computed=computed, share=share, route=tuple(route)
+        )
         sequence.is_paused, sequence.blocks = True, self._reserved.pop(old)
-        self._waiting.remove(sequence)
-        self._running.append(sequence)
+        self._run(sequence)
 
     def rewind(self, key: Key, computed: int) -> None:
         """Compute a paused sequence again from a token on."""
@@ -289,7 +368,41 @@ class Scheduler:
         sequence.is_paused = sequence.is_under_way = False
         if token is not None:
             sequence.tokens.append(token)
-            sequence.is_suspect = False
+            self._trust(sequence)
+        if sequence.number not in self._running:
+            self._wait(sequence)
+
+    def evict(self, key: Key, replica: str, now: float) -> bool:
+        """Preempt a sequence that a replica of a later stage had no memory for.
+
+        Nothing more goes to that replica for a while.
+
+        Args:
+            key: The sequence; it may be unknown.
+            replica: The replica.
+            now: Monotonic time in seconds.
+
+        Returns:
+            True if its gateway must say how it goes on: a token of it may be on its
+            way, or a stage waits for what was dropped.
+        """
+        until, pause_s = self._full.get(replica, (now, 0.0))
+        is_again = now < until + pause_s
+        pause_s = min(LONGEST_FULL_S, 2 * pause_s) if is_again else FULL_S
+        self._full[replica] = max(until, now + pause_s), pause_s
+        sequence = self._known.get(key)
+        if sequence is None:
+            return False
+        is_elsewhere = sequence.is_paused or key in self._steps
+        self._steps.leave(key)
+        sequence.computed = sequence.refill = 0
+        sequence.is_under_way = False
+        self._refilled.pop(sequence.number, None)
+        if sequence.number in self._running:
+            self.preemptions += 1
+            self._free += self._leave(sequence)
+            self._wait(sequence)
+        return is_elsewhere
 
     # Steps.
 
@@ -308,59 +421,200 @@ class Scheduler:
             if sequence is not None and self._steps.is_waited_for(step, key):
                 if token is not None:
                     sequence.tokens.append(token)
-                    sequence.is_under_way = sequence.is_suspect = False
+                    sequence.is_under_way = False
+                    self._trust(sequence)
                 elif self._steps.samples(step, key):
-                    self.remove(key)  # it gets no more tokens
+                    self._end(key)
             self._steps.came_back(step, key)
         self._steps.left_out(step, routes, lambda key: self._known[key].route)
+
+    def _end(self, key: Key) -> None:
+        """Compute no more of a sequence: it has its last token.
+
+        Its blocks stay its own until its gateway knows, and ends it or goes on with it.
+        """
+        self._reserved[key] = self._forget(key)
 
     def overdue(self, now: float, most_s: float) -> list[Key]:
         """Return sequences whose steps do not come back; see ``StepsUnderWay``."""
         return self._steps.overdue(now, most_s)
 
-    def next_step(self) -> PlannedStep | None:
-        """Return the next step to compute, or None if there is none now."""
+    def excuse(self, now: float) -> None:
+        """Let steps in flight have their time anew: this process was paused."""
+        self._steps.excuse(now)
+
+    @property
+    def has_full(self) -> bool:
+        """True while nothing goes to some replica for lack of memory there."""
+        return bool(self._full)
+
+    def next_step(self, now: float = 0.0) -> PlannedStep | None:
+        """Return the next step to compute, or None if there is none now.
+
+        Args:
+            now: Monotonic time in seconds.
+        """
+        self._full = {n: (t, p) for n, (t, p) in self._full.items() if now < t + p}
         if len(self._steps) >= self.steps:
             return None
-        budget = self.limits.max_num_batched_tokens
-        parts: list[StepPart] = []
         self._planned.clear()
-        suspect = next((s for s in self._known.values() if s.is_suspect), None)
-        if suspect is not None:
+        self._shrink()
+        parts: list[StepPart] = []
+        if self._was_alone and len(self._steps):
+            return None  # a suspect is computed, and nothing beside it
+        suspects = self._ready_suspects()
+        # Steps of suspects and of the others take turns.
+        is_alone = False
+        if suspects and not (self._was_alone and self._plan(parts, now)):
             if len(self._steps):
                 return None  # it must be alone
-            self._suspect(parts, suspect, budget)
-        if not parts:
-            suspect = None
-            self._let_first_in()
-            self._decode(parts, budget)
-            left = budget - sum(part.count for part in parts)
-            self._prefill(parts, min(left, self._prompt_tokens()))
-        if not parts:
+            is_alone = any(self._plan_suspect(parts, one) for one in suspects)
+        if not parts and not self._plan(parts, now):
             return None
+        self._was_alone = is_alone
         preempted, self._preempted = tuple(self._preempted), []
-        number, is_alone = self._steps.begin(parts), suspect is not None
+        rows = sum(part.count for part in parts) + self._sample_rows(parts)
+        number = self._steps.begin(parts, cost_of(rows))
         return PlannedStep(number, tuple(parts), preempted, is_alone=is_alone)
 
-    def _suspect(
-        self, parts: list[StepPart], suspect: ScheduledSequence, budget: int
-    ) -> None:
-        """Add the next part of a suspect, if there is room for it."""
-        if suspect in self._waiting and not self._admit(suspect):
-            return
-        count = self._chunk(suspect, budget, is_alone=True)
-        if count and self._has_room(suspect, count):
-            parts.append(self._take(suspect, count))
+    def _sample_rows(self, parts: Iterable[StepPart]) -> float:
+        return sum(self._known[p.key].sample_rows for p in parts if p.samples)
+
+    def _plan(self, parts: list[StepPart], now: float) -> bool:
+        """Add parts of sequences that are no suspects; tell if there are any."""
+        self._let_first_in()
+        most = self.limits.max_num_batched_tokens
+        demands = self._demands()
+        is_shared = self._has_others(demands, now)
+        if len(demands) > 1:
+            rows = rows_beside(demands, self._steps.cost, most)
+            if rows < STEP_ROWS and len(self._steps):
+                return False  # it would cost more than it computes
+            weights = sum(share.weight for share in demands)
+            self._share(parts, max(1, rows), weights)
+            return bool(parts)
+        self._decode(parts, most)
+        left = most - sum(part.count for part in parts)
+        self._prefill(parts, min(left, self._prompt_tokens(is_shared=is_shared)))
+        return bool(parts)
+
+    def _demands(self) -> dict[Share, float]:
+        """Return the rows that each tenant would have in the next step, if alone."""
+        most = self.limits.max_num_batched_tokens
+        found: dict[Share, float] = {**self._line.tokens(most)}
+        for sequence in self._running.values():
+            if not sequence.is_paused and not sequence.is_suspect:
+                rows = max(1, sequence.lacking) + sequence.sample_rows
+                found[sequence.share] = found.get(sequence.share, 0.0) + rows
+        return found
+
+    def _has_others(self, demands: Iterable[Share], now: float) -> bool:
+        """Tell whether several tenants have been here lately."""
+        self._seen.update((share.tenant, now) for share in demands)
+        if len(self._seen) > 1:
+            since = now - SHARED_S
+            self._seen = {name: at for name, at in self._seen.items() if at >= since}
+        return len(self._seen) > 1
+
+    def _heads(self) -> Iterator[ScheduledSequence]:
+        """Return the first waiting sequence of each tenant that may run."""
+        return self._line.heads(self._full)
+
+    def _shrink(self) -> None:
+        """Preempt until others have the blocks that are left to them."""
+        while self._free < self.withheld and len(self._running) > 1:
+            victim = self._last_to_preempt()
+            if victim is None:
+                return
+            self._preempt(victim)
+
+    def _ready_suspects(self) -> list[ScheduledSequence]:
+        """Return the suspects, the one that was computed least recently first."""
+        found = [s for s in self._suspects.values() if not s.is_paused]
+        return sorted(found, key=lambda s: (s.last_step, s.number))
+
+    def _plan_suspect(self, parts: list[StepPart], suspect: ScheduledSequence) -> bool:
+        """Add the next part of a suspect; tell if there was room for it."""
+        if suspect.number not in self._running and not self._admit(suspect):
+            return False
+        most = self.limits.max_num_batched_tokens
+        count = self._chunk(suspect, most, is_alone=True)
+        if not count or not self._has_room(suspect, count):
+            return False
+        parts.append(self._take(suspect, count))
+        return True
 
     def _let_first_in(self) -> None:
         """Admit waiting sequences of a higher priority than running ones have."""
-        lowest = min((s.share.priority for s in self._running), default=0)
-        for sequence in sorted(
-            (s for s in self._waiting if s.share.priority > lowest and not s.is_paused),
-            key=self._rank,
-        ):
-            if sequence.is_suspect or not self._admit(sequence):
+        lowest = min((s.share.priority for s in self._running.values()), default=0)
+        for sequence in sorted(self._line.above(lowest), key=self._rank):
+            if not self._admit(sequence):
                 return
+
+    # A step of several tenants.
+
+    def _share(self, parts: list[StepPart], rows: int, weights: float) -> None:
+        """Fill the step with rows of all tenants, the one that had the fewest first.
+
+        A tenant with a few next tokens to compute is in every step: a newcomer's prompt
+        does not keep it waiting.
+
+        Args:
+            parts: The parts of the step.
+            rows: Maximum number of rows.
+            weights: Sum of the tenants' weights.
+        """
+        ready: dict[Share, list[ScheduledSequence]] = {}
+        for sequence in self._ready():
+            ready.setdefault(sequence.share, []).append(sequence)
+        for those in ready.values():
+            # Tokens are taken from the end: next ones first, then prompts in order.
+            those.sort(key=lambda s: (s.lacking > 1, s.last_step, s.number))
+            those.reverse()
+        for share, those in ready.items():
+            few = [s for s in those if s.lacking == 1]
+            most = min(STEP_ROWS, max(1.0, rows * share.weight / weights))
+            for sequence in few if len(few) <= most else ():
+                if sequence.number in self._running and self._has_room(sequence, 1):
+                    parts.append(self._take(sequence, 1))
+                    rows -= 1
+            ready[share] = [s for s in those if not s.is_under_way]
+        is_open = True
+        while rows > 0:
+            for those in ready.values():
+                while those and those[-1].number not in self._running:
+                    those.pop()  # it was preempted for another one
+            found = [those[-1] for those in ready.values() if those]
+            heads = self._heads() if is_open else ()
+            behind = {s.share for s in found if s.lacking <= 1}
+            found += [s for s in heads if s.is_probe or s.share not in behind]
+            head = min(found, key=self._rank, default=None)
+            if head is None:
+                return
+            sequence = head
+            if sequence.number in self._running:
+                ready[sequence.share].pop()
+            elif not self._chunk(sequence, rows, is_alone=not parts):
+                is_open = False
+                continue
+            elif not self._admit(sequence):
+                is_open = False  # later ones would overtake it again and again
+                continue
+            count = self._chunk(sequence, rows, is_alone=not parts)
+            is_left = sequence.number in self._running  # not preempted for another one
+            if is_left and count and self._has_room(sequence, count):
+                parts.append(self._take(sequence, count))
+                rows -= count
+
+    def _ready(self) -> list[ScheduledSequence]:
+        """Return the running sequences that a step may have a part of now."""
+        return [
+            s
+            for s in self._running.values()
+            if s.lacking and not (s.is_under_way or s.is_paused or s.is_suspect)
+        ]
+
+    # A step of one tenant.
 
     def _decode(self, parts: list[StepPart], budget: int) -> None:
         """Add a token of each running sequence that waits for none, up to a share.
@@ -368,7 +622,11 @@ class Scheduler:
         Fewer than a share wait until others of their kind come back. During a refill
         nobody waits: steps are computed all the time, and a few rows more cost little.
         """
-        decoding = [s for s in self._running if s.lacking <= 1 and not s.is_paused]
+        decoding = [
+            s
+            for s in self._running.values()
+            if s.lacking <= 1 and not (s.is_paused or s.is_suspect)
+        ]
         groups = min(self.steps, max(1, round(len(decoding) / ROWS)))
         most = min(budget, math.ceil(len(decoding) / groups))
         ready = sum(not s.is_under_way for s in decoding)
@@ -377,82 +635,63 @@ class Scheduler:
         for sequence in by_route([s for s in decoding if not s.is_under_way]):
             if len(parts) >= most:
                 return
-            if sequence not in self._running:
+            if sequence.number not in self._running:
                 continue  # it was preempted for an earlier one
             if sequence.lacking == 1 and self._has_room(sequence, 1):
                 parts.append(self._take(sequence, 1))
 
-    def _prompt_tokens(self) -> int:
+    def _prompt_tokens(self, *, is_shared: bool) -> int:
         """Return the most tokens of prompts in the next step.
 
         All steps under way together have as many as one may have: running sequences
         wait for no more, and a prompt is computed in several stages at once. If nothing
         waits for them and there is more to compute, each step is full. Sequences that
-        were refilled just now wait for those that still are. Beside another tenant's
-        sequences the parts are smaller: these wait for one chunk in all.
+        were refilled just now wait for those that still are.
+
+        Args:
+            is_shared: Whether other tenants were here lately, and may come at any time.
         """
         most = self.limits.max_num_batched_tokens
-        if self.steps == 1 or not self.limits.is_prefill_chunked:
+        if not self.limits.is_prefill_chunked:
+            return most
+        if is_shared:
+            most = min(most, SHARED_TOKENS)
+        if self.steps == 1:
             return most
         if not self._is_refilling:
-            for sequence in self._running:
+            for sequence in self._refilled.values():
                 sequence.refill = 0
-        waited_for = [s for s in self._running if s.lacking <= 1 and not s.refill]
-        prompts = [s for s in self._running if s.lacking > 1] + self._waiting
-        tokens = sum(len(s.tokens) for s in prompts)
-        if not waited_for and (tokens > most or self._is_refilling):
+            self._refilled.clear()
+        running = self._running.values()
+        waited_for = any(s.lacking <= 1 and not s.refill for s in running)
+        lacking = [s for s in running if s.lacking > 1]
+        tokens = sum(len(s.tokens) for s in lacking)
+        tokens += sum(self._line.tokens(most).values())
+        if not waited_for and not is_shared and (tokens > most or self._is_refilling):
             return most
-        parts = self.steps
-        if waited_for and len({s.share for s in (*waited_for, *prompts)}) > 1:
-            parts += 1  # what stage 0 computes when a token comes back counts as well
-        return max(LEAST_PART, math.ceil(min(tokens, most) / parts))
+        return max(LEAST_PART, math.ceil(min(tokens, most) / self.steps))
 
     def _prefill(self, parts: list[StepPart], budget: int) -> None:
-        """Fill the step with parts of prompts, in the order of fair shares."""
-        running = [
-            s
-            for s in self._running
-            if s.lacking > 1 and not s.is_under_way and not s.is_paused
-        ]
-        waiting = self._waiting_by_tenant()
-        while budget > 0 and (running or waiting):
-            heads = [queue[0] for queue in waiting.values()]
-            sequence = min((*running, *heads), key=self._rank)
+        """Fill the step with parts of prompts, in order of arrival; probes first."""
+        running = [s for s in self._ready() if s.lacking > 1]
+        is_open = True
+        while budget > 0:
+            heads = self._heads() if is_open else ()
+            sequence = min((*running, *heads), key=self._rank, default=None)
+            if sequence is None:
+                return
             if sequence in running:
                 running.remove(sequence)  # and it may have been preempted meanwhile
             else:
-                # One that waits to be computed alone is not overtaken.
-                is_alone = sequence.is_suspect
                 fits = self._chunk(sequence, budget, is_alone=not parts) > 0
-                if is_alone or not fits or not self._admit(sequence):
-                    waiting = {}  # later ones would overtake it again and again
+                if not fits or not self._admit(sequence):
+                    is_open = False  # later ones would overtake it again and again
                     continue
-                self._next(waiting, sequence)
             count = self._chunk(sequence, budget, is_alone=not parts)
-            if sequence in self._running and count and self._has_room(sequence, count):
+            is_left = sequence.number in self._running
+            if is_left and count and self._has_room(sequence, count):
                 parts.append(self._take(sequence, count))
                 budget -= count
-
-    def _waiting_by_tenant(self) -> dict[Share, deque[ScheduledSequence]]:
-        found: dict[Share, deque[ScheduledSequence]] = {}
-        for sequence in self._waiting:
-            if sequence.is_probe:
-                found.setdefault(DEFAULT_SHARE, deque()).appendleft(sequence)
-            elif not sequence.is_paused:
-                found.setdefault(sequence.share, deque()).append(sequence)
-        return found
-
-    @staticmethod
-    def _next(
-        waiting: dict[Share, deque[ScheduledSequence]], sequence: ScheduledSequence
-    ) -> None:
-        """Remove a sequence from the head of its tenant's queue."""
-        for share, queue in waiting.items():
-            if queue[0] is sequence:
-                queue.popleft()
-                if not queue:
-                    del waiting[share]
-                return
 
     def _rank(self, sequence: ScheduledSequence) -> tuple[bool, int, float, int]:
         priority, served = self._shares.rank(sequence.share)
@@ -461,16 +700,27 @@ class Scheduler:
     def _admit(self, sequence: ScheduledSequence) -> bool:
         """Let a sequence run, if there is room for all of it; return whether."""
         while not self._fits(sequence):
-            victim = self._last_to_preempt(below=sequence.share.priority)
+            victim = self._victim_for(sequence)
             if victim is None:
                 return False
             self._preempt(victim)
-        self._waiting.remove(sequence)
-        self._running.append(sequence)
+        self._run(sequence)
         return True
+
+    def _victim_for(self, newcomer: ScheduledSequence) -> ScheduledSequence | None:
+        """Return the sequence to preempt for one that waits."""
+        idle = self._idle()
+        below = [s for s in idle if s.share.priority < newcomer.share.priority]
+        if below:
+            return max(below, key=lambda s: (-s.share.priority, s.number))
+        level = [s for s in idle if s.share.priority == newcomer.share.priority]
+        blocks = self.blocks_of(len(newcomer.tokens) + 1)
+        return self._use.victim_for(newcomer, blocks, level)
 
     def _fits(self, sequence: ScheduledSequence) -> bool:
         is_full = self._places <= 0
+        if sequence.uses(self._full):
+            return False
         # All of it must fit, or it would preempt what came before.
         needed = self.blocks_of(len(sequence.tokens) + 1)
         has_room = needed <= self._room(is_only=not self._running)
@@ -492,26 +742,20 @@ class Scheduler:
         sequence.is_under_way = samples
         sequence.last_step = self._steps.last_number + 1
         self._planned.add(sequence.key)
-        self._shares.charge(sequence.share, count)
+        self._shares.charge(sequence.share, count + samples * sequence.sample_rows)
         return StepPart(sequence.key, begin, count, samples)
 
     # Blocks.
 
     def blocks_of(self, tokens: int) -> int:
-        """Return the number of blocks that a number of tokens needs.
-
-        One sequence may always have all of them, though they are no whole granules.
-        """
-        limits = self.limits
-        least = math.ceil(tokens / limits.block_size)
-        whole = math.ceil(tokens / self.granule) * self.granule
-        return max(least, min(limits.blocks, math.ceil(whole / limits.block_size)))
+        """Return the number of blocks that a number of tokens needs."""
+        return self.limits.blocks_of(tokens, self.granule)
 
     def _has_room(self, sequence: ScheduledSequence, count: int) -> bool:
-        """Give a sequence the blocks for more tokens; preempt later ones for it."""
+        """Give a sequence the blocks for more tokens; preempt others for it."""
         needed = self.blocks_of(sequence.computed + count) - sequence.blocks
-        while needed > self._room(is_only=self._running == [sequence]):
-            victim = self._last_to_preempt()
+        while needed > self._room(is_only=len(self._running) == 1):
+            victim = self._use.last(sequence, self._idle())
             if victim is None:
                 return False
             self._preempt(victim)
@@ -519,44 +763,44 @@ class Scheduler:
                 return False
         self._free -= needed
         sequence.blocks += needed
+        self._use.add(sequence.share, blocks=needed)
         return True
 
     def _room(self, *, is_only: bool) -> int:
         """Return the free blocks for a sequence; more if no other one runs."""
         return self._free if is_only else self._free - self.withheld
 
-    def _last_to_preempt(self, below: float = math.inf) -> ScheduledSequence | None:
-        """Return the sequence to preempt first, of those below a priority."""
-        idle = [
+    def _idle(self) -> list[ScheduledSequence]:
+        """Return the running sequences that may be preempted now."""
+        return [
             s
-            for s in self._running
-            if s.share.priority < below
-            and not s.is_paused
+            for s in self._running.values()
+            if not s.is_paused
             and s.key not in self._planned
             and s.key not in self._steps
         ]
+
+    def _last_to_preempt(self) -> ScheduledSequence | None:
+        idle = self._idle()
         return max(idle, key=lambda s: (-s.share.priority, s.number), default=None)
 
     def _preempt(self, sequence: ScheduledSequence) -> None:
         self.preemptions += 1
-        self._running.remove(sequence)
-        self._free += sequence.blocks
-        sequence.blocks = sequence.computed = sequence.refill = 0
+        self._free += self._leave(sequence)
+        sequence.computed = sequence.refill = 0
+        self._refilled.pop(sequence.number, None)
         self._preempted.append(sequence.key)
-        place = next(
-            (n for n, s in enumerate(self._waiting) if s.number > sequence.number),
-            len(self._waiting),
-        )
-        self._waiting.insert(place, sequence)
+        self._wait(sequence)
 
     # What there is.
 
     @property
     def _is_refilling(self) -> bool:
         """True while a sequence lacks tokens here that the other stages have."""
-        lacking = (s for s in self._known.values() if s.computed < s.refill)
+        lacking = (s for s in self._refilled.values() if s.computed < s.refill)
         return any(
-            not s.is_paused and (s in self._running or self._fits(s)) for s in lacking
+            not s.is_paused and (s.number in self._running or self._fits(s))
+            for s in lacking
         )
 
     @property
@@ -573,7 +817,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Number of sequences that wait for their turn."""
-        return len(self._waiting)
+        return len(self._known) - len(self._running)
 
     @property
     def used_blocks(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from multiworld.errors import InvalidRequestError
 from multiworld.serve.generation.alike import fix_linears
 from multiworld.serve.generation.fixed_attention import PIECE, FixedAttention
 from multiworld.serve.generation.grammar import Matcher
@@ -177,8 +178,7 @@ class StageEngine:
                 return self._compute(parts, rows)
         except Exception as error:
             if len(parts) == 1:
-                if not isinstance(error, MissingTokensError):
-                    logger.exception("a sequence failed in this stage")
+                _log(error)
                 return Computed((), failed=((parts[0].key, error),))
         offset, done = 0, []
         for part in parts:
@@ -206,15 +206,21 @@ class StageEngine:
                 f"the last stage returned logits of shape {list(found.shape)}; "
                 f"[wanted, vocabulary] is {[len(flat), self.model.vocabulary]}"
             )
-        tokens, begin = [], 0
+        done, tokens, failed, begin = [], [], [], 0
         for part, each in zip(parts, rows_of, strict=True):
             logits = found[begin : begin + len(each)]
             begin += len(each)
-            if self._tails[part.key[:2]].scores(part):
-                self._score(part, logits)
-            if part.samples:
-                tokens.append(self._sample(part, logits[-1]))
-        return Computed(tuple(parts), tokens=tuple(tokens))
+            try:
+                if self._tails[part.key[:2]].scores(part):
+                    self._score(part, logits)
+                if part.samples:
+                    tokens.append(self._sample(part, logits[-1]))
+            except Exception as error:  # of this sequence, and of no other one
+                _log(error)
+                failed.append((part.key, error))
+            else:
+                done.append(part)
+        return Computed(tuple(done), None, tuple(tokens), tuple(failed))
 
     def _wanted(self, parts: Sequence[StepPart]) -> list[Sequence[int]]:
         """Return the rows of each part whose logits are needed."""
@@ -257,3 +263,11 @@ class StageEngine:
         return TokenItem(
             part.key, index, chosen.token, finish, chosen.logprob, chosen.top, prompt
         )
+
+
+def _log(error: Exception) -> None:
+    """Log the failure of a sequence; not what is its client's fault, or expected."""
+    if isinstance(error, InvalidRequestError):
+        logger.info("a sequence is refused: %s", error)
+    elif not isinstance(error, MissingTokensError):
+        logger.error("a sequence failed in this stage", exc_info=error)

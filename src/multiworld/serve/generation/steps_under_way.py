@@ -8,7 +8,7 @@ comes back, takes a fault of a later stage that nobody has noticed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from multiworld.serve.transport.generation_messages import StepPart
@@ -23,6 +23,7 @@ between two looks."""
 class _Step:
     waits_for: set[Key]
     samples: Collection[Key]
+    cost: float = 0.0
     seen_at: float | None = None
 
 
@@ -40,12 +41,22 @@ class StepsUnderWay:
     def __contains__(self, key: Key) -> bool:
         return any(key in step.waits_for for step in self._steps.values())
 
-    def begin(self, parts: Iterable[StepPart]) -> int:
-        """Add a step; return its number."""
+    @property
+    def cost(self) -> float:
+        """What all steps in flight cost together, in rows."""
+        return sum(step.cost for step in self._steps.values())
+
+    def begin(self, parts: Collection[StepPart], cost: float = 0.0) -> int:
+        """Add a step; return its number.
+
+        Args:
+            parts: Its parts.
+            cost: What it costs, in rows.
+        """
         self.last_number += 1
         waits_for = {part.key for part in parts}
         samples = frozenset(part.key for part in parts if part.samples)
-        self._steps[self.last_number] = _Step(waits_for, samples)
+        self._steps[self.last_number] = _Step(waits_for, samples, cost)
         for key in waits_for:
             self._missing.pop(key, None)
         return self.last_number
@@ -93,6 +104,17 @@ class StepsUnderWay:
             if route and route in routes:
                 self.came_back(number, key)
                 self._missing[key] = None
+
+    def excuse(self, now: float) -> None:
+        """Measure all times from now on.
+
+        Args:
+            now: Time in seconds.
+        """
+        for key, since in self._missing.items():
+            self._missing[key] = None if since is None else now
+        for step in self._steps.values():
+            step.seen_at = None if step.seen_at is None else now
 
     def overdue(self, now: float, most_s: float) -> list[Key]:
         """Return sequences that do not come back; call it again and again.

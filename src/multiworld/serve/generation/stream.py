@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from multiworld.errors import ServeError
+from multiworld.serve.generation.losses import Losses
 from multiworld.serve.generation.prefixes import Digest
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.generation_messages import Sampling, TokenItem
@@ -88,9 +90,10 @@ class Stream:
         session: Name of its session; empty: none.
         fingerprints: Kinds of machines that it was computed on, by stage.
         losses: Replicas that were lost with it since its last token.
-        isolated_losses: Those of them that computed it alone.
         returns: Attempts that came back since its last token.
         is_alone: Whether it is computed now and nothing else is, as a suspect.
+        left: Replicas by stage of the attempt before, if one of them gave it back.
+        was_alone: Whether it was computed alone there.
         not_before: Monotonic time of the next attempt.
         limits: Its time limits besides the deadline.
         began_at: Monotonic time at which it was accepted.
@@ -121,10 +124,11 @@ class Stream:
     prefixes: tuple[Digest, ...] = ()
     session: str = ""
     fingerprints: dict[int, str] = field(default_factory=dict)
-    losses: int = 0
-    isolated_losses: int = 0
+    losses: Losses = field(default_factory=Losses)
     returns: int = 0
     is_alone: bool = False
+    left: tuple[str, ...] = ()
+    was_alone: bool = False
     not_before: float = 0.0
     began_at: float = 0.0
     first_at: float | None = None
@@ -132,13 +136,20 @@ class Stream:
     arrived: deque[TokenItem | ServeError] = field(default_factory=deque)
     has_arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def late(self, now: float) -> str:
-        """Return which time limit has passed; empty if none has."""
+    def late(self, now: float, resumed_at: float = -math.inf) -> str:
+        """Return which time limit has passed; empty if none has.
+
+        Args:
+            now: Monotonic time in seconds.
+            resumed_at: End of the gateway's last pause: no wait for a token began
+                before it.
+        """
         made = len(self.tokens) - self.prompt
         if now > self.deadline_at:
             most = self.sampling.max_tokens
             return f"deadline passed after {made} of at most {most} tokens"
         since = self.began_at if self.first_at is None else self.last_at
+        since = max(since, resumed_at)
         first_s, between_s = self.limits.first_token_s, self.limits.between_tokens_s
         limit_s = first_s if self.first_at is None else between_s
         if limit_s is None or now - since <= limit_s:

@@ -29,6 +29,7 @@ from multiworld.errors import (
     OverloadedError,
     UnknownModelError,
 )
+from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.serve.generation.chains import PREFIX_BLOCK, PREFIX_TOKENS, Chains
 from multiworld.serve.generation.moves import Moves
 from multiworld.serve.generation.prefixes import digests
@@ -51,16 +52,8 @@ TICK_S = 0.05
 """Seconds between checks of deadlines and of silent replicas, while there are
 streams."""
 
-POISON_LOSSES = 3
-"""Replicas that die while they compute a stream alone, without a token in between,
-after which it is poison. Those that had it among others do not count: a host that is
-lost takes several replicas of a chain with it."""
-
 OWED = 65536
 """Most ended sequences that a replica is told of when it connects again."""
-
-SUSPECT_LOSSES = 2
-"""Replicas lost in a row after which it is computed alone, until it has a token."""
 
 KEPT_RETURNS = 3
 """Attempts that may come back in a row before a stream begins anew."""
@@ -101,6 +94,9 @@ class Streams:
         self._chains = Chains(self._edges, random.random)
         self._moves = Moves(name, self._chains, self._tell, self._end_at, self.counts)
         self._is_busy = asyncio.Event()
+        self._pauses = PauseDetector(TICK_S)
+        self._without_token: Counter[str] = Counter()
+        self._came_back: list[Stream] = []
 
     # Clients.
 
@@ -164,6 +160,7 @@ class Streams:
             stream.prefixes = tuple(names)
             stream.session = session and f"{whose}\0{session}"
         self._streams[stream.number] = self._unplaced[stream.number] = stream
+        self._without_token[model] += 1
         self._is_busy.set()
         self._place(stream)
         failed: BaseException | None = None
@@ -175,6 +172,7 @@ class Streams:
             raise
         finally:
             del self._streams[stream.number]
+            self._without_token[model] -= stream.first_at is None
             self._leave_chain(stream)
             self._unplaced.pop(stream.number, None)
             if not stream.via:
@@ -211,15 +209,16 @@ class Streams:
             UnknownModelError: The table has no route for the model.
             OverloadedError: Too many streams wait.
         """
-        waiting = sum(
-            s.model == model and s.first_at is None and not s.has_ended
-            for s in self._streams.values()
-        )
+        waiting = self._without_token[model]
         if waiting >= self._route(model).max_queued_requests + 1:
             self.attainment.arrived[model] += 1
             refused = OverloadedError(f"{waiting} requests wait for {model!r}")
             self.attainment.count(model, refused, is_late=True)
             raise refused
+
+    def without_token(self, model: str) -> int:
+        """Return the number of a model's streams that have no token yet."""
+        return self._without_token[model]
 
     def _route(self, model: str) -> Route:
         route = self.table.routes.get(model)
@@ -312,13 +311,26 @@ class Streams:
             if stream.move is not None and peer in stream.move.chain.replicas:
                 self._moves.give_up(stream, self._clock())
         there = self._at(peer)
-        known_cause = any(stream.is_alone for stream in there)
+        if not is_polite:
+            self._count_loss(peer)
         for stream in there:
-            stream.losses += not is_polite and (stream.is_alone or not known_cause)
-            stream.isolated_losses += not is_polite and stream.is_alone
             stream.returns = 0
             self._again(stream, f"{peer} is gone")
         self._place_waiting()
+
+    def _count_loss(self, replica: str) -> None:
+        """Count the loss of a replica for the streams that it may be the fault of.
+
+        Another replica of a chain may notice it first and give a stream back, so that
+        it is elsewhere by now.
+        """
+        streams = self._streams.values()
+        had = [s for s in streams if replica in s.chain or replica in s.left]
+        alone = [s for s in had if s.is_alone or s.was_alone]
+        for stream in alone or had:
+            is_alone = stream.is_alone or stream.was_alone
+            stream.losses.add(self._clock(), is_alone=is_alone)
+            stream.left, stream.was_alone = (), False
 
     def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
         """Handle the messages of a frame that has arrived.
@@ -339,12 +351,24 @@ class Streams:
                     stream = self._known(key)
                     if stream is not None and stream.attempt == key[2]:
                         _require(outbox.edge.peer in stream.chain[:1], key)
-                        stream.is_alone = True
+                        stream.is_alone = stream.losses.has_begun = True
+                case generation_messages.ComputeBegan(keys):
+                    for key in keys:
+                        self._compute_began(key, outbox.edge.peer)
                 case generation_messages.SequenceFailed(key, error):
                     self._failed(key, error, outbox.edge.peer)
                 case generation_messages.Prepared(key):
                     self._prepared(key, outbox.edge.peer)
-        self._place_waiting()
+        came_back, self._came_back = self._came_back, []
+        for stream in came_back:
+            if stream.number in self._unplaced and stream.not_before <= self._clock():
+                self._place(stream)
+
+    def _compute_began(self, key: Key, replica: str) -> None:
+        stream = self._known(key)
+        if stream is not None and stream.attempt == key[2]:
+            _require(replica in stream.chain, key)
+            stream.losses.has_begun = True
 
     def _at(self, replica: str) -> list[Stream]:
         return [s for s in self._streams.values() if replica in s.chain]
@@ -364,11 +388,13 @@ class Streams:
             self._again(stream, f"token {item.index} came in place of {index}")
             return
         stream.tokens.append(item.token)
-        stream.losses = stream.isolated_losses = stream.returns = 0
-        stream.is_alone = False
+        stream.losses.clear()
+        stream.left, stream.was_alone = (), False
+        stream.returns, stream.is_alone = 0, False
         stream.last_at = self._clock()
         if stream.first_at is None:
             stream.first_at = stream.last_at
+            self._without_token[stream.model] -= 1
             if not stream.via:
                 took_s = stream.first_at - stream.began_at
                 self.timed.first(stream.model, took_s)
@@ -393,7 +419,9 @@ class Streams:
             return
         _require(replica in stream.chain, key)
         if error is None:
+            left, was_alone = stream.chain, stream.is_alone
             self._again(stream, f"{replica} gave it back")
+            stream.left, stream.was_alone = left, was_alone
             return
         self._leave_chain(stream)
         stream.put(error.error())
@@ -405,18 +433,21 @@ class Streams:
         self.counts["replayed"] += not stream.via  # probes are nobody's streams
         logger.info("stream %d again: %s", stream.number, why)
         is_kept = (
-            stream.losses < SUSPECT_LOSSES
+            not stream.losses.is_suspect
             and stream.returns < KEPT_RETURNS
             and not stream.via
         )
         self._leave_chain(stream, is_kept=is_kept)
-        if stream.isolated_losses >= POISON_LOSSES:
-            lost = stream.isolated_losses
+        self._came_back.append(stream)
+        if stream.losses.is_poison:
+            lost = stream.losses.isolated
             stream.put(refusals.poisoned(stream.number, stream.model, lost))
             return
+        stream.not_before = stream.losses.not_before
         if stream.returns:
             pause_s = PAUSE_S * 2.0 ** min(stream.returns, 10)
-            stream.not_before = self._clock() + min(LONGEST_PAUSE_S, pause_s)
+            not_before = self._clock() + min(LONGEST_PAUSE_S, pause_s)
+            stream.not_before = max(stream.not_before, not_before)
         stream.returns += 1
 
     def _leave_chain(self, stream: Stream, *, is_kept: bool = False) -> None:
@@ -465,26 +496,36 @@ class Streams:
 
     def _place_waiting(self) -> None:
         now = self._clock()
+        hopeless: set[tuple[str, str]] = set()
         for stream in list(self._unplaced.values()):
-            if stream.not_before <= now:
-                self._place(stream)
+            kind = stream.model, stream.version
+            if stream.not_before > now or kind in hopeless:
+                continue
+            is_placed = self._place(stream)
+            if not is_placed and not stream.kept and not stream.via:
+                hopeless.add(kind)  # a stage has no replica, for all of them
 
-    def _place(self, stream: Stream) -> None:
-        """Pin a stream to a chain and begin it there, if there is one."""
+    def _place(self, stream: Stream) -> bool:
+        """Pin a stream to a chain and begin it there.
+
+        Returns:
+            False if a stage has no replica for it.
+        """
         if stream.has_ended:
-            return
+            return True
         chain = self._chains.choose(stream)
         if chain is None:
             route = self.table.routes.get(stream.model)
             if route is not None and route.on_demand:
                 self.on_missing(stream.model)
-            return
+            return False
         gone = [name for name in stream.kept if name not in chain.replicas]
         is_kept = len(gone) < len(stream.kept)
         self._end_at(gone, self._key(stream, stream.kept_attempt))
         stream.kept = ()
         del self._unplaced[stream.number]
         self._begin(stream, chain, stream.kept_attempt if is_kept else -1)
+        return True
 
     def _prepared(self, key: Key, replica: str) -> None:
         """Move a stream to its new chain, if that is prepared."""
@@ -524,8 +565,9 @@ class Streams:
             stream.share,
             previous,
             bool(stream.via),
-            stream.losses >= SUSPECT_LOSSES,
+            stream.losses.is_suspect,
             prepared,
+            is_watched=stream.losses.counted > 0,
         )
         self._note_kinds(stream)
         self._chains.enter(stream)
@@ -560,16 +602,26 @@ class Streams:
             if not self._streams:
                 self._is_busy.clear()
                 await self._is_busy.wait()
+                self._pauses.rest()
             await asyncio.sleep(TICK_S)
-            now = self._clock()
-            for stream in list(self._streams.values()):
-                late = stream.late(now)
-                if late and not stream.has_ended:
-                    self._leave_chain(stream)
-                    stream.put(DeadlineExceededError(late))
-            self._look_for_silence()
-            self._move(now)
-            self._place_waiting()
+            self.tick()
+
+    def tick(self) -> None:
+        """Check deadlines and silent replicas, move streams, and place waiting ones.
+
+        After a pause of this process nothing is judged before what arrived is read.
+        """
+        now = self._clock()
+        if self._pauses.look(now):
+            return
+        for stream in list(self._streams.values()):
+            late = stream.late(now, self._pauses.resumed_at)
+            if late and not stream.has_ended:
+                self._leave_chain(stream)
+                stream.put(DeadlineExceededError(late))
+        self._look_for_silence()
+        self._move(now)
+        self._place_waiting()
 
     def _move(self, now: float) -> None:
         """Move streams from replicas that drain or are busy."""
@@ -581,11 +633,11 @@ class Streams:
         self._moves.look(streams, now)
 
     def _look_for_silence(self) -> None:
-        for name, outbox in list(self._edges.items()):
-            is_silent = outbox.silent_s() > SILENT_S
-            silent = self._chains.silent
-            (silent.add if is_silent else silent.discard)(name)
-            if is_silent and self._chains.others_of(name):
+        edges = self._edges.items()
+        silent = {name for name, outbox in edges if outbox.silent_s() > SILENT_S}
+        self._chains.silent = silent  # all, before any stream is placed anew
+        for name in silent:
+            if self._chains.others_of(name):
                 for stream in self._at(name):
                     if not stream.via:
                         self._again(stream, f"{name} is silent")

@@ -2,9 +2,10 @@
 
 Each tenant has a counter of the tokens that were computed for it, of prompts and of
 answers alike, divided by its weight. The tenant with the lowest counter is next. One
-that comes back after a while gets no credit for it: its counter is lifted to the lowest
-of those that are there (the virtual token counter of Sheng et al., "Fairness in Serving
-Large Language Models", 2024).
+that comes back after a while gets hardly any credit for it: its counter is lifted to
+the lowest of those that are there (the virtual token counter of Sheng et al., "Fairness
+in Serving Large Language Models", 2024), less what it may have to wait for: the tokens
+of the steps that have begun before it came.
 """
 
 from __future__ import annotations
@@ -25,11 +26,17 @@ class TokenShares:
         self._present: Counter[str] = Counter()
         self._level = 0.0
 
-    def enter(self, share: Share) -> None:
-        """Record that a sequence of a tenant has come."""
+    def enter(self, share: Share, waits_for: float = 0.0) -> None:
+        """Record that a sequence of a tenant has come.
+
+        Args:
+            share: The tenant.
+            waits_for: Tokens of others that it has to wait for.
+        """
         if not self._present[share.tenant]:
             known = self._served.get(share.tenant, 0.0)
-            self._served[share.tenant] = max(known, self._lowest())
+            level = self._lowest() - waits_for / share.weight
+            self._served[share.tenant] = max(known, level)
         self._present[share.tenant] += 1
 
     def leave(self, share: Share) -> None:
@@ -46,7 +53,7 @@ class TokenShares:
                 if tenant in self._present or served > self._level
             }
 
-    def charge(self, share: Share, tokens: int) -> None:
+    def charge(self, share: Share, tokens: float) -> None:
         """Charge a tenant for tokens that are computed now."""
         self._served[share.tenant] += tokens / share.weight
 

@@ -76,6 +76,7 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
             computed alone until it has a token.
         prepared: Number of the attempt that some replicas were prepared for, and keep
             what they have computed. -1: none.
+        is_watched: Whether the gateway is to be told when anything of it is computed.
     """
 
     key: Key
@@ -88,6 +89,7 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
     is_probe: bool = False
     is_suspect: bool = False
     prepared: int = -1
+    is_watched: bool = False
 
 
 class Begin(Message, frozen=True):
@@ -232,6 +234,20 @@ class Preempted(Message, frozen=True):
     keys: tuple[Key, ...]
 
 
+class KvEvicted(Message, frozen=True):
+    """Stage k → stage k-1 → … → stage 0: a sequence was dropped for lack of memory.
+
+    Stage 0 preempts it, and sends nothing more to that replica for a while.
+
+    Attributes:
+        key: The sequence.
+        replica: The replica that had no memory for it.
+    """
+
+    key: Key
+    replica: str
+
+
 class TokenItem(msgspec.Struct, frozen=True, array_like=True):
     """A generated token.
 
@@ -283,6 +299,15 @@ class Alone(Message, frozen=True):
     key: Key
 
 
+class ComputeBegan(Message, frozen=True):
+    """Replica → gateway: the first rows of watched sequences are computed now.
+
+    A replica of theirs that is lost before that is not lost because of them.
+    """
+
+    keys: tuple[Key, ...]
+
+
 class SequenceFailed(Message, frozen=True):
     """A sequence that a replica cannot go on with: to its gateway.
 
@@ -308,9 +333,11 @@ GenerationMessage = (
     | End
     | Step
     | Preempted
+    | KvEvicted
     | Tokens
     | StepDone
     | Alone
+    | ComputeBegan
     | SequenceFailed
 )
 """Message on an edge of a model that generates text."""

@@ -7,6 +7,7 @@ derives from it which edges to open and which replicas to send work to.
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass, field
 
 
@@ -75,7 +76,7 @@ class Route:
     tpot_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: what is derived from it is kept
 class RoutingTable:
     """The gateways, routes and replicas of a service.
 
@@ -91,6 +92,15 @@ class RoutingTable:
     routes: dict[str, Route] = field(default_factory=dict)
     replicas: dict[str, Replica] = field(default_factory=dict)
 
+    @functools.cached_property
+    def stages(self) -> dict[tuple[str, str, int], list[Replica]]:
+        """Replicas by model, version and stage."""
+        found: dict[tuple[str, str, int], list[Replica]] = {}
+        for replica in self.replicas.values():
+            key = replica.model, replica.version, replica.stage
+            found.setdefault(key, []).append(replica)
+        return found
+
     def stage(self, model: str, version: str, stage: int) -> list[Replica]:
         """Return the replicas of a stage.
 
@@ -99,12 +109,7 @@ class RoutingTable:
             version: Version of the model.
             stage: Number of the stage, from 0.
         """
-        return [
-            replica
-            for replica in self.replicas.values()
-            if (replica.model, replica.version, replica.stage)
-            == (model, version, stage)
-        ]
+        return self.stages.get((model, version, stage), [])
 
 
 @dataclass(frozen=True, slots=True)

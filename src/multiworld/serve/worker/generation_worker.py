@@ -19,12 +19,19 @@ import torch
 from torch import Tensor
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
+from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.serve.generation.fingerprint import fingerprint
+from multiworld.serve.generation.kv_budget import KvBudget
 from multiworld.serve.generation.kv_cache import MissingTokensError
 from multiworld.serve.generation.limits import adapt_to
-from multiworld.serve.generation.links import Link, Links, neighbours_of
+from multiworld.serve.generation.links import Link, Links, StreamId, neighbours_of
 from multiworld.serve.generation.row_log import RowLog
-from multiworld.serve.generation.scheduler import PlannedStep, Scheduler
+from multiworld.serve.generation.sample_costs import sample_rows_of
+from multiworld.serve.generation.scheduler import (
+    PlannedStep,
+    Scheduler,
+    TooManyTokensError,
+)
 from multiworld.serve.generation.stage_engine import Computed
 from multiworld.serve.generation.steps_under_way import GRACE_S
 from multiworld.serve.spec.stage import Generation, Stage, StageContext
@@ -106,9 +113,15 @@ class GenerationWorker:
         self._links = Links(is_last=is_last)
         self._log = RowLog(log_bytes)
         self._sampled: dict[Key, int | None] = {}
+        self._watched: set[Key] = set()
         self._inbox = Inbox(scheduler.limits.max_num_batched_tokens, self._links)
+        self._memory = KvBudget(
+            scheduler.limits.blocks, scheduler.blocks_of, self._rank_of
+        )
+        self._evicted: list[generation_messages.KvEvicted] = []
         self._is_turn_of_inbox = False
         self._has_work = asyncio.Event()
+        self._pauses = PauseDetector(GRACE_S)
         self.counts: Counter[str] = Counter()
         block = scheduler.limits.block_size
         self._prompts = Prompts(prefix_bytes, block, self.counts)
@@ -147,9 +160,18 @@ class GenerationWorker:
         """
         while True:
             await asyncio.sleep(GRACE_S)
-            for key in self._scheduler.overdue(self._clock(), self._overdue_s):
-                logger.warning("%s does not come back from later stages", key)
-                self._give_back(key)
+            self.tick()
+
+    def tick(self) -> None:
+        """Give back what has not come back; let the scheduler try full replicas."""
+        now = self._clock()
+        if self._pauses.look(now):
+            self._scheduler.excuse(now)
+        for key in self._scheduler.overdue(now, self._overdue_s):
+            logger.warning("%s does not come back from later stages", key)
+            self._give_back(key)
+        if self._scheduler.has_full:
+            self._has_work.set()
 
     def table_changed(self, table: RoutingTable) -> None:
         """Use a new routing table; end the sequences of gateways that are gone."""
@@ -178,6 +200,11 @@ class GenerationWorker:
     def is_idle(self) -> bool:
         """True if it knows no sequence."""
         return not len(self._links)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the log, and of the prefixes that are kept."""
+        return self._log.nbytes + self._prompts.nbytes
 
     async def wait_sent(self) -> None:
         """Wait until all messages were sent.
@@ -257,6 +284,8 @@ class GenerationWorker:
                     self._inbox.refill(message, contents[0]["hidden"])
                 case generation_messages.Preempted():
                     self._inbox.add(message)
+                case generation_messages.KvEvicted(key):
+                    self._pass_back(message)
                 case generation_messages.StepDone(number, tokens):
                     self._scheduler.sampled(number, tokens)
                 case generation_messages.Resumed(key, token):
@@ -274,6 +303,9 @@ class GenerationWorker:
                 it begins now.
         """
         link, told = self._links.begin(opening, stages)
+        self._watched.difference_update(link.earlier)
+        if opening.is_watched:
+            self._watched.add(opening.key)
         made = self._engine.open(opening)
         if not link.held:
             self._prompts.find(link)
@@ -373,8 +405,9 @@ class GenerationWorker:
                 is_probe=opening.is_probe,
                 is_suspect=opening.is_suspect,
                 route=opening.chain,
+                sample_rows=sample_rows_of(opening.sampling),
             )
-        except ValueError as error:
+        except TooManyTokensError as error:
             self._fail(key, InvalidRequestError(str(error)))
 
     def _fill(self, link: Link) -> None:
@@ -396,9 +429,11 @@ class GenerationWorker:
         stream = key[:2]
         self._scheduler.remove(key)
         self._sampled.pop(key, None)
+        self._watched.discard(key)
         self._log.drop(stream)
         self._prompts.forget(stream)
         self._engine.free(stream)
+        self._memory.free(stream)
         self._has_work.set()
 
     def _give_back(self, key: Key) -> None:
@@ -418,8 +453,9 @@ class GenerationWorker:
 
     async def _compute_next(self) -> bool:
         """Compute one step; return False if there is none."""
+        self._evict_at_once()
         if self._number == 0 and not (self._is_turn_of_inbox and len(self._inbox)):
-            planned = self._scheduler.next_step()
+            planned = self._scheduler.next_step(self._clock())
             if planned is not None:
                 self._is_turn_of_inbox = True
                 work = self._compute_planned(planned)
@@ -436,6 +472,7 @@ class GenerationWorker:
                 parts, rows, gone = lacking(step.parts, hidden, self._links)
                 for key in gone:
                     self._give_back(key)
+                parts, rows = self._that_fit(parts, rows)
                 work = self._compute_step(step.origin, step.number, parts, rows)
                 await self._or_give_back([part.key for part in parts], work)
             case refills:
@@ -449,6 +486,7 @@ class GenerationWorker:
             await work
         except Exception:
             logger.exception("a step failed; its sequences are given back")
+            self.counts["failed_steps"] += 1
             for key in keys:
                 self._give_back(key)
 
@@ -459,15 +497,86 @@ class GenerationWorker:
             link = self._links.get(key)
             if link is None:
                 continue
-            link.reset()
-            self._prompts.release(link.stream)
-            self._log.drop(link.stream)
-            self._engine.drop(link.stream)
+            self._forget_computed(link)
             if not self._is_last:
                 peer = link.opening.chain[self._number + 1]
                 by_peer.setdefault(peer, []).append(key)
         for peer, those in by_peer.items():
             self._mail.tell(peer, generation_messages.Preempted(tuple(those)))
+
+    # Memory of the stages after the first.
+
+    def _rank_of(self, stream: StreamId) -> tuple[bool, int, int, str]:
+        """Return the rank of a sequence, the same in all stages.
+
+        What is only prepared is dropped first, then what came last.
+        """
+        link = self._links.of(stream)
+        if link is None:
+            return True, 0, stream[1], stream[0]
+        return bool(link.stages), -link.opening.share.priority, stream[1], stream[0]
+
+    def _that_fit(
+        self, parts: list[StepPart], rows: Tensor
+    ) -> tuple[list[StepPart], Tensor]:
+        """Return the parts that there is memory for; drop sequences for them."""
+        for part in parts:
+            if part.begin == 0:  # its memory is freed before it is computed anew
+                self._memory.free(part.key[:2])
+        wanted = {part.key[:2]: part.begin + part.count for part in parts if part.count}
+        evicted = {*self._memory.take(wanted)}
+        for stream in evicted:
+            self._drop(stream)
+        if not any(part.key[:2] in evicted for part in parts):
+            return parts, rows
+        pieces = torch.split(rows, [part.count for part in parts])
+        kept = [n for n, part in enumerate(parts) if part.key[:2] not in evicted]
+        left = torch.cat([pieces[n] for n in kept]) if kept else rows[:0]
+        return [parts[n] for n in kept], left
+
+    def _drop(self, stream: StreamId) -> None:
+        """Drop the keys and values of a sequence for lack of memory."""
+        link = self._links.of(stream)
+        if link is None:
+            return
+        self.counts["evicted"] += 1
+        key = link.key
+        self._forget_computed(link)
+        link.is_evicted = True
+        if link.stages:
+            self._mail.tell(key[0], generation_messages.SequenceFailed(key))
+        else:
+            self._pass_back(generation_messages.KvEvicted(key, self.name))
+
+    def _forget_computed(self, link: Link) -> None:
+        """Drop all that was computed of a sequence here."""
+        link.reset()
+        self._sampled.pop(link.key, None)
+        self._prompts.release(link.stream)
+        self._log.drop(link.stream)
+        self._engine.drop(link.stream)
+        self._memory.free(link.stream)
+
+    def _pass_back(self, evicted: generation_messages.KvEvicted) -> None:
+        """Tell stage 0, through the stages before."""
+        if self._number == 0:
+            self._evicted.append(evicted)  # no step is computed when it is handled
+            return
+        link = self._links.get(evicted.key)
+        if link is not None:
+            self._mail.tell(link.opening.chain[self._number - 1], evicted)
+
+    def _evict_at_once(self) -> None:
+        """Preempt what later stages had no memory for; in stage 0."""
+        evicted, self._evicted = self._evicted, []
+        for each in evicted:
+            if self._links.get(each.key) is None:
+                continue
+            now = self._clock()
+            is_elsewhere = self._scheduler.evict(each.key, each.replica, now)
+            self._preempt([each.key])
+            if is_elsewhere:
+                self._give_back(each.key)
 
     async def _compute_planned(self, planned: PlannedStep) -> None:
         if planned.preempted:
@@ -505,6 +614,8 @@ class GenerationWorker:
             if link is None:
                 continue
             end = refill.begin + len(refill.rows)
+            if link.is_evicted:
+                continue
             lacking = link.lacks(refill.begin, len(refill.rows))
             if lacking is None:
                 self._give_back(refill.key)
@@ -513,7 +624,10 @@ class GenerationWorker:
                 samples = self._is_last and is_all and not link.stages
                 parts.append(StepPart(link.key, end - lacking, lacking, samples))
                 rows.append(refill.rows[-lacking:])
-        computed = await self._compute(parts, torch.cat(rows) if rows else NO_ROWS)
+        whole = torch.cat(rows) if rows else NO_ROWS
+        if self._number > 0:  # stage 0 has reserved the memory
+            parts, whole = self._that_fit(parts, whole)
+        computed = await self._compute(parts, whole)
         self.counts["refilled"] += sum(part.count for part in parts)
         self._deliver(computed.tokens)
         self._sampled.update(
@@ -522,7 +636,7 @@ class GenerationWorker:
         outputs = computed.rows()
         for refill in refills:
             link = self._links.get(refill.key)
-            if link is None:
+            if link is None or link.is_evicted:
                 continue
             if link.stages and self._is_end(link):
                 if refill.is_end:
@@ -545,6 +659,7 @@ class GenerationWorker:
         if not parts:
             return Computed(())
         self._restore(self._links.get(part.key) for part in parts)
+        self._tell_began(parts)
         found = await self._engine.compute(parts, rows)
         self._scheduler.granule = self._engine.granule
         self.counts["steps"] += 1
@@ -568,6 +683,19 @@ class GenerationWorker:
             log = None if self._is_last else self._log
             self._prompts.keep(link, part, self._engine, log)
         return found
+
+    def _tell_began(self, parts: Sequence[StepPart]) -> None:
+        """Tell the gateways of watched sequences, before these can end this process."""
+        if not self._watched:
+            return
+        began: dict[str, list[Key]] = {}
+        for part in parts:
+            if part.key in self._watched:
+                self._watched.discard(part.key)
+                began.setdefault(part.key[0], []).append(part.key)
+        for gateway, keys in began.items():
+            self._mail.tell(gateway, generation_messages.ComputeBegan(tuple(keys)))
+            self._mail.flush(gateway)
 
     def _log_rows(self, link: Link, begin: int, rows: Tensor) -> None:
         """Log the output of a sequence, for a replica that is to replace the next.

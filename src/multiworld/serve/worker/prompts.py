@@ -30,6 +30,11 @@ class Prompts:
         self._names: dict[StreamId, list[Digest]] = {}
         self._found: dict[StreamId, list[Block]] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the beginnings that are kept."""
+        return 0 if self._cache is None else self._cache.nbytes
+
     def find(self, link: Link) -> None:
         """Let a sequence have what is known of its prompt; it is so until ``restore``.
 

@@ -32,7 +32,7 @@ def lacking(
     for part in parts:
         link = links.get(part.key)
         end, offset = offset + part.count, offset + part.count
-        if link is None:
+        if link is None or link.is_evicted:
             continue
         count = link.lacks(part.begin, part.count)
         if count is None:

@@ -61,7 +61,7 @@ def check(
         case generation_messages.End(keys) | generation_messages.Pause(keys):
             if any(key[0] != peer for key in keys):
                 raise MessageError(f"{peer} ends sequences of another gateway")
-        case generation_messages.Held(key):
+        case generation_messages.Held(key) | generation_messages.KvEvicted(key):
             _check_sender([key], stage + 1, peer, links)
         case generation_messages.Refill(key):
             _rows_of(contents)

@@ -1,7 +1,8 @@
 """A simulated service that generates text: real gateways' streams and real workers.
 
 Only the edges and the threads are not real: messages arrive in the order of each edge,
-whenever the test wants, and a step is computed at once.
+whenever the test wants, and a step is computed at once. Processes are killed, stopped
+(SIGSTOP) and continued. After every step and in every turn the limits are checked.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from multiworld.serve.generation.scheduler import EngineLimits, Scheduler
 from multiworld.serve.generation.stage_engine import Chores, StageEngine
 from multiworld.serve.generation.streams import Streams
 from multiworld.serve.spec.stage import Generation, Stage
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.generation_messages import (
     Opening,
     Sampling,
@@ -36,8 +38,8 @@ from multiworld.serve.transport.routing_table import (
 from multiworld.serve.worker.generation_worker import GenerationWorker
 
 WORDS = 97
-OVERDUE_S = 30.0
 GATEWAY = "gateway/1"
+CONTROLLER = "controller"
 FACTS = Generation(
     tokenizer=lambda: None,
     end_tokens=(),
@@ -63,6 +65,11 @@ def back(rows: Any, positions: Any, attention: Any, wanted: Any) -> Any:
     return torch.nn.functional.one_hot(chosen, WORDS).float()
 
 
+def only(rows: Any, positions: Any, attention: Any, wanted: Any) -> Any:
+    """Return logits of the only stage that there is."""
+    return back(rows[:, None].double(), positions, attention, wanted)
+
+
 def mixed(rows: Any, positions: Any, attention: Any) -> Any:
     """Return the sum of all rows so far, each times its position plus one."""
     values = (rows * (positions[:, None] + 1))[None]
@@ -86,8 +93,9 @@ def reference(stages: int, prompt: Sequence[int], count: int) -> list[int]:
 class InlineEngine:
     """An engine that computes at once, in place of one in a thread."""
 
-    def __init__(self, function: Any, is_last: bool) -> None:
+    def __init__(self, function: Any, is_last: bool, limits: EngineLimits) -> None:
         self._engine = StageEngine(function, is_last, FACTS)
+        self._limits, self.most_blocks, self.steps = limits, 0, 0
         self._free: list[Any] = []
         self._drop: list[Any] = []
         self._open: dict[Any, Opening] = {}
@@ -125,7 +133,11 @@ class InlineEngine:
         """Compute a step; messages may arrive while it is computed."""
         await self.tidy()
         self.rows += len(rows)
+        self.steps += 1
         found = self._engine.compute(parts, rows)
+        lengths = self._engine.cache.lengths.values()
+        blocks = sum(self._limits.blocks_of(length) for length in lengths)
+        self.most_blocks = max(blocks, self.most_blocks)
         await asyncio.sleep(0)
         return found
 
@@ -166,8 +178,8 @@ class FakeOutbox:
         """Do nothing: it was sent."""
 
     def silent_s(self) -> float:
-        """Return 0: nobody is silent."""
-        return 0.0
+        """Return the seconds since the peer was stopped, as this process sees it."""
+        return self._net.silent_s(self._here, self.edge.peer)
 
 
 class Net:
@@ -178,6 +190,7 @@ class Net:
         lie: Changes a message of some sender on its way; None: it is lost.
         refused: Messages that were not their sender's to send.
         owners: Processes by name.
+        may_fail: Whether steps may fail unexpectedly.
     """
 
     def __init__(
@@ -187,9 +200,13 @@ class Net:
         limits: EngineLimits,
         log_bytes: int = 1 << 20,
         prefix_bytes: int = 0,
+        gateways: int = 1,
     ) -> None:
         self.chance, self._limits, self._log_bytes = chance, limits, log_bytes
         self._prefix_bytes = prefix_bytes
+        self._stopped: dict[str, float] = {}
+        self._resumed: dict[str, float] = {}
+        self._postponed: list[Callable[[], None]] = []
         self.stages = len(replicas)
         self.queues: dict[tuple[str, str], deque[Any]] = {}
         self.owners: dict[str, Any] = {}
@@ -200,8 +217,13 @@ class Net:
         self.now = 0.0
         self.lie: Callable[[tuple[str, str], Any], Any] = lambda pair, entry: entry
         self.refused: list[Any] = []
-        self.streams = Streams(GATEWAY, clock=lambda: self.now)
-        self.owners[GATEWAY] = self.streams
+        self.may_fail = False
+        self.gateways = {
+            name: Streams(name, clock=lambda: self.now)
+            for name in (f"gateway/{n + 1}" for n in range(gateways))
+        }
+        self.streams = self.gateways[GATEWAY]
+        self.owners.update(self.gateways)
         for stage, count in enumerate(replicas):
             for _ in range(count):
                 self.start(stage)
@@ -214,6 +236,8 @@ class Net:
         name = f"r{stage}.{self._numbers}"
         is_last = stage == self.stages - 1
         functions = [front, *[middle] * (self.stages - 2), back]
+        if is_last and stage == 0:
+            functions = [only]
         worker = GenerationWorker(
             name,
             stage,
@@ -227,7 +251,7 @@ class Net:
             self._prefix_bytes,
             clock=lambda: self.now,
         )
-        engine: Any = InlineEngine(functions[stage], is_last)
+        engine: Any = InlineEngine(functions[stage], is_last, self._limits)
         worker._engine = engine
         self.owners[name] = worker
         self._replicas[name] = Replica(
@@ -252,13 +276,54 @@ class Net:
     def _end_drained(self) -> None:
         for name in self.draining():
             is_told = any(queue for pair, queue in self.queues.items() if name in pair)
-            if self.worker(name).is_idle and not is_told:
+            if self.worker(name).is_idle and not is_told and not self._stopped:
                 self.kill(name)
+
+    def stop(self, name: str) -> None:
+        """Stop a process, or the controller: SIGSTOP."""
+        self._stopped.setdefault(name, self.now)
+
+    def resume(self, name: str) -> None:
+        """Let a stopped process go on: SIGCONT."""
+        if self._stopped.pop(name, None) is None:
+            return
+        self._resumed[name] = self.now
+        if name == CONTROLLER:
+            postponed, self._postponed = self._postponed, []
+            for call in postponed:
+                call()
+            self._table_changed()
+        elif name in self.owners:
+            self.owners[name].table_changed(self.table)
+
+    def stopped(self) -> list[str]:
+        """Return the processes that are stopped."""
+        return sorted(self._stopped)
+
+    def silent_s(self, here: str, peer: str) -> float:
+        """Return for how long a process has not heard of another one."""
+        since = self._stopped.get(peer)
+        if since is None:
+            return 0.0
+        return self.now - max(since, self._resumed.get(here, 0.0))
 
     def kill(self, name: str) -> None:
         """Kill a replica; its peers notice one after the other."""
         self.die(name)
         self.forget(name)
+
+    def replace(self, name: str) -> None:
+        """Kill a replica; the controller starts another one, once it runs."""
+        self.die(name)
+
+        def forget_and_start() -> None:
+            self.forget(name)
+            self.start(int(name[1]))
+
+        if CONTROLLER in self._stopped:
+            self._postponed.append(forget_and_start)
+        else:
+            forget_and_start()
 
     def forget(self, name: str) -> None:
         """Remove a dead replica from the table."""
@@ -268,6 +333,7 @@ class Net:
     def die(self, name: str) -> None:
         """Kill a replica; it stays in the table, where it may still be chosen."""
         del self.owners[name]
+        self._stopped.pop(name, None)
         for here, there in list(self._ends):
             if here == name:
                 self._ends.pop((here, there)).is_up = False
@@ -316,12 +382,13 @@ class Net:
         stages = ((r.version, self.stages) for r in self._replicas.values())
         self.table = RoutingTable(
             number=1,
-            gateways=(GATEWAY,),
+            gateways=tuple(self.gateways),
             routes={"m": Route(self.version, dict(stages), generates=True)},
             replicas=dict(self._replicas),
         )
-        for owner in self.owners.values():
-            owner.table_changed(self.table)
+        for name, owner in self.owners.items():
+            if name not in self._stopped and CONTROLLER not in self._stopped:
+                owner.table_changed(self.table)
 
     def alive(self) -> list[str]:
         """Return the replicas that live."""
@@ -332,7 +399,7 @@ class Net:
         return sorted(
             (a, b)
             for a, b in self._ends
-            if a < b and GATEWAY not in (a, b) and (b, a) in self._ends
+            if a < b and not {a, b} & {*self.gateways} and (b, a) in self._ends
             if a in self.owners and b in self.owners
         )
 
@@ -352,14 +419,16 @@ class Net:
     async def turn(self) -> bool:
         """Let something happen; return False if nothing could."""
         self.now += 0.01
+        self.check()
         if self.chance.random() < 0.1:
-            self.streams._move(self.now)
+            self._tick()
             self._end_drained()
-            for worker in map(self.worker, self.alive()):
-                for key in worker._scheduler.overdue(self.now, OVERDUE_S):
-                    worker._give_back(key)
-        ready = [pair for pair, queue in sorted(self.queues.items()) if queue]
-        workers = self.alive()
+        ready = [
+            pair
+            for pair, queue in sorted(self.queues.items())
+            if queue and pair[1] not in self._stopped
+        ]
+        workers = [name for name in self.alive() if name not in self._stopped]
         self.chance.shuffle(workers)
         if ready and self.chance.random() < 0.7:
             self._deliver(self.chance.choice(ready))
@@ -370,10 +439,30 @@ class Net:
         if ready:
             self._deliver(self.chance.choice(ready))
             return True
-        self.now += 1.0
-        self.streams._place_waiting()
+        self.now += 0.5
+        self._tick()
         await asyncio.sleep(0)
         return any(self.queues.values())
+
+    def _tick(self) -> None:
+        """Let processes that run look at their clocks."""
+        for name, owner in self.owners.items():
+            if name not in self._stopped:
+                owner.tick()
+
+    def check(self) -> None:
+        """Check that every limit holds."""
+        for name in self.alive():
+            worker, limits = self.worker(name), self._limits
+            report = worker.report()
+            assert self.engine(name).most_blocks <= limits.blocks
+            assert self.may_fail or not report.counts.get("failed_steps", 0)
+            assert report.computing <= limits.max_num_seqs or name[1] != "0"
+            assert 0.0 <= report.kv_usage <= 1.0
+            assert worker.kept_bytes <= self._log_bytes + self._prefix_bytes
+        route = self.table.routes["m"]
+        for streams in self.gateways.values():
+            assert streams.without_token("m") <= route.max_queued_requests + 1
 
     async def _compute(self, name: str) -> bool:
         """Let a replica compute a step; messages arrive meanwhile."""
@@ -413,7 +502,7 @@ class Net:
                 return
             idle = 0 if await self.turn() else idle + 1
             await asyncio.sleep(0)
-            assert idle < 200, f"nothing moves: {self.streams._streams}"
+            assert idle < 200, "nothing moves"
         raise AssertionError("it takes too long")
 
 
@@ -425,9 +514,17 @@ class Client:
     """
 
     def __init__(
-        self, net: Net, prompt: Sequence[int], count: int, session: str = ""
+        self,
+        net: Net,
+        prompt: Sequence[int],
+        count: int,
+        session: str = "",
+        gateway: str = GATEWAY,
+        share: Share = DEFAULT_SHARE,
     ) -> None:
         self.items: list[TokenItem] = []
+        self.times: list[float] = []
+        self._streams, self._share = net.gateways[gateway], share
         self._session = session
         self.prompt, self.count = list(prompt), count
         self._net = net
@@ -435,13 +532,18 @@ class Client:
 
     async def _read(self) -> None:
         sampling = Sampling(temperature=0.0, max_tokens=self.count, ignore_eos=True)
-        streams = self._net.streams
-        stream = streams.stream(
-            "m", self.prompt, sampling, deadline_s=1e9, session=self._session
+        stream = self._streams.stream(
+            "m",
+            self.prompt,
+            sampling,
+            deadline_s=1e9,
+            session=self._session,
+            share=self._share,
         )
         async with stream as tokens:
             async for item in tokens:
                 self.items.append(item)
+                self.times.append(self._net.now)
 
     def check(self) -> None:
         """Check that every token is there, once, and right."""

@@ -167,6 +167,7 @@ async def test_replica_hears_only_whose_it_is_to_say(what: str) -> None:
 async def test_step_that_fails_unexpectedly_costs_only_a_replay(place: int) -> None:
     """The process lives, and what it computed is given back."""
     net, clients = await begun(7, [1, 1, 1])
+    net.may_fail = True
     engine: Any = net.engine(net.alive()[place])
     compute, left = engine.compute, [2]
 

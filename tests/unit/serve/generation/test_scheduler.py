@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multiworld.serve.generation.scheduler import EngineLimits, PlannedStep, Scheduler
+from multiworld.serve.generation.scheduler import (
+    EngineLimits,
+    PlannedStep,
+    Scheduler,
+    TooManyTokensError,
+)
+from multiworld.serve.generation.step_budget import cost_of
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.protocol import Key
 
@@ -297,7 +303,7 @@ def test_blocks_that_others_need_are_left_to_them() -> None:
 def test_sequence_that_can_never_fit_is_refused() -> None:
     """And leaves nothing."""
     scheduler = Scheduler(limits(block=2, blocks=3))
-    with pytest.raises(ValueError, match="6 tokens need 4 blocks of 2; there are 3"):
+    with pytest.raises(TooManyTokensError, match="6 tokens need 4 blocks of 2; there"):
         scheduler.add(key(1), [0] * 6)
     assert scheduler.is_idle
 
@@ -366,7 +372,7 @@ def test_every_sequence_gets_its_tokens_and_every_block_comes_back(
 
 
 def test_sequence_that_has_ended_in_the_last_stage_holds_nobody_up() -> None:
-    """Before its gateway says that it ends; its blocks are free at once."""
+    """Before its gateway says that it ends; until then its blocks are not free."""
     scheduler = Scheduler(limits(seqs=8, tokens=64))
     for number in range(8):
         scheduler.add(key(number), [1])
@@ -374,10 +380,70 @@ def test_sequence_that_has_ended_in_the_last_stage_holds_nobody_up() -> None:
     assert first is not None
     done = [(part.key, None if part.key == key(3) else 5) for part in first.parts]
     scheduler.sampled(first.number, done)
-    assert scheduler.used_blocks == 7
+    assert scheduler.used_blocks == 8
     second = scheduler.next_step()
     assert second is not None
     assert [part.key[1] for part in second.parts] == [0, 1, 2, 4, 5, 6, 7]
+    scheduler.remove(key(3))
+    assert scheduler.used_blocks == 7
+
+
+def test_sequence_whose_end_its_gateway_did_not_see_goes_on_without_a_step() -> None:
+    """All its tokens are computed; the last stage chooses the next one again."""
+    scheduler = Scheduler(limits(tokens=64))
+    scheduler.add(key(1), [1, 2])
+    step = scheduler.next_step()
+    assert step is not None
+    scheduler.sampled(step.number, [(key(1), None)])
+    assert scheduler.next_step() is None
+    again = ("gateway/1", 1, 1)
+    assert scheduler.has_reserved(key(1))
+    scheduler.take_over(key(1), again, [1, 2], 2, Share())
+    assert scheduler.next_step() is None
+    scheduler.resume(again, 7)
+    step = scheduler.next_step()
+    assert step is not None
+    assert [(p.key, p.begin, p.count) for p in step.parts] == [(again, 2, 1)]
+    scheduler.remove(again)
+    assert scheduler.used_blocks == 0
+
+
+def test_sequence_with_nothing_to_compute_is_refused() -> None:
+    """It would never be in a step."""
+    scheduler = Scheduler(limits())
+    with pytest.raises(ValueError, match="all 3 tokens of"):
+        scheduler.add(key(1), [1, 2, 3], computed=3)
+    assert scheduler.is_idle
+
+
+def test_preempted_sequence_that_is_renamed_frees_its_blocks_in_all_stages() -> None:
+    """They are told its new name: they know no other any more."""
+    scheduler = Scheduler(limits(tokens=64, block=2, blocks=8))
+    scheduler.add(key(1), [1, 2])
+    scheduler.add(key(2), [1, 2])
+    step = scheduler.next_step()
+    assert step is not None
+    scheduler.sampled(step.number, [(key(1), 5), (key(2), None)])
+    scheduler.remove(key(2))
+    scheduler.add(key(3), [1, 2])
+    scheduler.withheld = 7  # one of them loses its blocks
+    renamed = ("gateway/1", 3, 1)
+    step = scheduler.next_step()
+    assert step is not None
+    scheduler.sampled(step.number, [(p.key, 5) for p in step.parts])
+    scheduler.add(key(4), [1, 2])
+    scheduler.withheld = 0
+    step = scheduler.next_step()
+    assert step is not None
+    scheduler.sampled(step.number, [(p.key, 5) for p in step.parts])
+    scheduler.pause(key(1))
+    scheduler.withheld = 7
+    assert scheduler.next_step() is None, "it is planned without the one that is paused"
+    scheduler.move(key(3), renamed, [1, 2, 5], 2)
+    scheduler.resume(key(1), 7)
+    step = scheduler.next_step()
+    assert step is not None
+    assert renamed in step.preempted
 
 
 def test_probe_waits_for_nobody() -> None:
@@ -393,7 +459,7 @@ def test_probe_waits_for_nobody() -> None:
 
 
 def test_suspect_is_computed_alone_until_it_has_a_token() -> None:
-    """Steps under way come back first, and nothing joins it."""
+    """Steps in flight come back first, and nothing joins it; others take turns."""
     scheduler = Scheduler(limits(seqs=4, tokens=4, steps=2))
     scheduler.add(key(1), [1])
     first = scheduler.next_step()
@@ -409,17 +475,19 @@ def test_suspect_is_computed_alone_until_it_has_a_token() -> None:
         assert [(p.key, p.count) for p in step.parts] == [(key(2), count)]
         assert scheduler.next_step() is None
         scheduler.sampled(step.number, [(key(2), token)])
-    last = scheduler.next_step()
-    assert last is not None
-    assert not last.is_alone
-    assert {p.key for p in last.parts} == {key(1), key(2), key(3)}
+        step = scheduler.next_step()
+        assert step is not None
+        assert not step.is_alone
+        others = {key(1), key(3)} | ({key(2)} if token else set())
+        assert {p.key for p in step.parts} == others
+        scheduler.sampled(step.number, [(which, 5) for which in others])
 
 
 # Tenants.
 
 
-def test_flood_of_long_prompts_delays_another_tenant_by_one_step() -> None:
-    """Its prompt waits for one chunk, and each of its tokens comes with a step."""
+def test_flood_of_long_prompts_delays_another_tenant_by_the_step_in_flight() -> None:
+    """Its prompt is in the next step, and a token of it in every one after that."""
     scheduler = Scheduler(limits(seqs=8, tokens=8))
     pipeline = Pipeline(scheduler)
     wanted = {key(number): 3 for number in range(5)}
@@ -428,7 +496,7 @@ def test_flood_of_long_prompts_delays_another_tenant_by_one_step() -> None:
     pipeline.plan()
     pipeline.finish_one(wanted)
     scheduler.add(key(4), [0] * 4, share=Share("other"))
-    for count in (0, 4, 1, 1):
+    for count in (4, 1, 1):
         step = pipeline.plan()
         assert step is not None
         counts = {part.key: part.count for part in step.parts}
@@ -438,19 +506,75 @@ def test_flood_of_long_prompts_delays_another_tenant_by_one_step() -> None:
     pipeline.run(wanted)
 
 
-@pytest.mark.parametrize(("tenant", "part"), [("own", 80), ("other", 60)])
-def test_parts_of_prompts_are_smaller_beside_another_tenant(
-    tenant: str, part: int
-) -> None:
-    """A token waits for what stage 0 computes, and for its own step in each stage."""
+def test_parts_of_prompts_are_small_beside_a_sequence_that_decodes() -> None:
+    """Beside one of the same tenant, all in flight are as much as one step may have."""
     scheduler = Scheduler(limits(seqs=3, tokens=240, steps=3, blocks=9000))
     pipeline = Pipeline(scheduler)
-    scheduler.add(key(1), [0], share=Share(tenant))
+    scheduler.add(key(1), [0], share=Share("own"))
     assert planned(pipeline) == [{1: 1}]
     scheduler.add(key(2), [0] * 900, share=Share("own"))
-    assert planned(pipeline) == [{2: part}, {2: part}]
+    assert planned(pipeline) == [{2: 80}, {2: 80}]
     pipeline.finish_one({key(1): 99})
-    assert planned(pipeline) == [{1: 1, 2: part}]
+    assert planned(pipeline) == [{1: 1, 2: 80}]
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0, 0.25])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_token_takes_as_much_longer_as_a_tenants_share_is_smaller(
+    steps: int, weight: float
+) -> None:
+    """With a share of one half all that is in flight beside it doubles its step."""
+    scheduler = Scheduler(limits(seqs=90, tokens=240, steps=steps, blocks=9000))
+    pipeline = Pipeline(scheduler)
+    wanted = {key(number): 99 for number in range(80)}
+    scheduler.add(key(0), [0], share=Share("quiet", weight))
+    assert planned(pipeline) == [{0: 1}]
+    scheduler.add(key(1), [0] * 900, share=Share("loud"))
+    for number in range(2, 72):
+        scheduler.add(key(number), [0], share=Share("loud"))
+    limit = cost_of(1) * (weight + 1) / weight
+    for _ in range(40):
+        pipeline.finish_one(wanted)
+        planned(pipeline)
+        parts = [step.parts for step in pipeline.under_way]
+        cost = sum(cost_of(sum(p.count for p in those)) for those in parts)
+        assert 0.7 * limit <= cost <= limit
+        assert any(p.key == key(0) for those in parts for p in those), "in every turn"
+
+
+def test_tenant_that_was_here_lately_finds_little_in_flight() -> None:
+    """Alone for a minute, another one has full steps again."""
+    scheduler = Scheduler(limits(seqs=9, tokens=240, blocks=9000))
+    scheduler.add(key(1), [0], share=Share("quiet"))
+    assert scheduler.next_step(0.0) is not None
+    scheduler.remove(key(1))
+    for number, (now, rows) in enumerate(((1.0, 64), (59.0, 64), (61.0, 240)), 2):
+        scheduler.add(key(number), [0] * 900, share=Share("loud"))
+        step = scheduler.next_step(now)
+        assert step is not None
+        assert sum(part.count for part in step.parts) == rows
+        scheduler.remove(key(number))
+
+
+def test_tenant_below_its_share_preempts_for_places_and_for_blocks() -> None:
+    """The last sequences of the tenant that has most, until both have their share."""
+    for seqs, blocks in ((6, 900), (90, 6)):
+        scheduler = Scheduler(limits(seqs=seqs, tokens=64, block=64, blocks=blocks))
+        pipeline = Pipeline(scheduler)
+        wanted = {key(number): 3 for number in range(12)}
+        for number in range(6):
+            scheduler.add(key(number), [0], share=Share("loud"))
+        pipeline.plan()
+        pipeline.finish_one(wanted)
+        for number in range(6, 12):
+            scheduler.add(key(number), [0], share=Share("quiet", weight=2.0))
+        step = pipeline.plan()
+        assert step is not None
+        assert {part.key[1] for part in step.parts} == {0, 1, 6, 7, 8, 9}
+        assert {which[1] for which in step.preempted} == {2, 3, 4, 5}
+        pipeline.finish_one(wanted)
+        pipeline.run(wanted)
+        assert scheduler.preemptions == 4, "nobody is preempted in turns"
 
 
 def test_tenants_get_tokens_by_their_weights() -> None:
