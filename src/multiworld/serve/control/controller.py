@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from multiworld.errors import LaunchError, MemberLostError, PlacementError
+from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.net.rare_log import RareLog
 from multiworld.serve.control.adoption import adopted
 from multiworld.serve.control.answers import StatusAnswer
@@ -154,6 +155,7 @@ class Controller:
         self._launching: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
+        self._pauses = PauseDetector(TICK_S)
         self._loop = asyncio.get_running_loop()
         self._is_started = self._is_ending = False
         self._may_give_up = old is None
@@ -221,6 +223,8 @@ class Controller:
     async def _tick(self) -> None:
         for number in itertools.count():
             await asyncio.sleep(TICK_S)
+            if self._pauses.look(self._clock()):
+                continue  # what processes sent meanwhile is to be read first
             self._handle(events.Ticked())
             self.placer.check_memory()
             if number % COLLECT_TICKS == 0:

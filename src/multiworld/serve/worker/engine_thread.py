@@ -103,13 +103,18 @@ class EngineThread:
         )
         self._guard.start()
 
-    def _end_if_hung(self) -> None:
+    def _end_if_hung(self, resumed_at: float) -> None:
         """Exit the process if the running step is taken to hang; any thread calls it.
 
         The gateways see it at once, and compute its sequences elsewhere.
+
+        Args:
+            resumed_at: End of the last pause of this process.
         """
         began = self.began_at
-        if began is not None and self._clock() - began > self._compute_s:
+        if began is None:
+            return
+        if self._clock() - max(began, resumed_at) > self._compute_s:
             logger.error("a step takes more than %g s: it hangs", self._compute_s)
             faulthandler.dump_traceback(sys.stderr)
             os._exit(EXIT_HUNG)

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from multiworld.liveness.pause_detector import PauseDetector
+
 EXIT_HUNG = 70
 """Exit code of a replica that exits because its model hangs."""
 
@@ -17,11 +19,13 @@ class HangGuard:
     """Calls a function again and again in a thread of its own, once it is started.
 
     Args:
-        look: Ends the process if something hangs. It must be safe in any thread.
+        look: Ends the process if something hangs. It must be safe in any thread. It
+            gets the monotonic time before which nothing counts: the process was paused.
     """
 
-    def __init__(self, look: Callable[[], None]) -> None:
+    def __init__(self, look: Callable[[float], None]) -> None:
         self._look = look
+        self._pauses = PauseDetector(GUARD_S)
         self._is_started = False
 
     def start(self) -> None:
@@ -35,4 +39,5 @@ class HangGuard:
     def _run(self) -> None:
         while True:
             time.sleep(GUARD_S)
-            self._look()
+            self._pauses.look(time.monotonic())
+            self._look(self._pauses.resumed_at)

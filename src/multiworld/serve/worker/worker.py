@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from multiworld.errors import InvalidRequestError, ServeError
+from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.serve.transport import protocol
 from multiworld.serve.transport.edges import SILENT_S, Outbox
 from multiworld.serve.transport.frames import Entry
@@ -122,6 +123,7 @@ class Worker:
         self._downstream: dict[str, Outbox] = {}
         self._credit = CreditReturns(self._upstream, limits.max_ongoing_requests)
         self._guard = HangGuard(self._end_if_hung)
+        self._pauses = PauseDetector(LOOK_S)
         self._cancelled: OrderedDict[Key, None] = OrderedDict()
         self._arrived = asyncio.Event()
         self._room = asyncio.Event()
@@ -532,9 +534,11 @@ class Worker:
             if self.is_idle:  # an idle replica wakes up for nothing
                 self._is_busy.clear()
                 await self._is_busy.wait()
+                self._pauses.rest()
             await asyncio.sleep(LOOK_S)
-            self._end_if_hung()
             now = self._clock()
+            self._pauses.look(now)
+            self._end_if_hung(self._pauses.resumed_at)
             self._credit.release(self._batcher.expired(now))
             for name, outbox in list(self._downstream.items()):
                 is_silent = outbox.silent_s() > SILENT_S
@@ -543,21 +547,24 @@ class Worker:
             self._return(self._forwarder.give_back())
             self._hand([])
 
-    def _end_if_hung(self) -> None:
+    def _end_if_hung(self, resumed_at: float) -> None:
         """Exit the process if the running batch is taken to hang.
 
         The loop calls this, and the guard's thread, in case the loop itself computes.
+
+        Args:
+            resumed_at: End of the last pause of this process.
         """
         running, now = self._running, self._clock()
-        if running and self._is_hung(running, now):
+        if running and self._is_hung(running, now, resumed_at):
             self._end_process(now)
 
-    def _is_hung(self, running: list[Work], now: float) -> bool:
-        running_s = now - self._running_since
+    def _is_hung(self, running: list[Work], now: float, resumed_at: float) -> bool:
+        running_s = now - max(self._running_since, resumed_at)
         if self._limits.compute_s is not None:
             return running_s > self._limits.compute_s
         last = max(work.deadline_at for work in running)
-        return running_s > HUNG_S and now - last > OVERDUE_S
+        return running_s > HUNG_S and now - max(last, resumed_at) > OVERDUE_S
 
     def _end_process(self, now: float) -> None:
         """Exit at once, because a computing thread cannot be stopped otherwise.

@@ -252,7 +252,7 @@ async def test_quick_stage_that_hangs_ends_its_process(
 def test_guard_starts_one_thread() -> None:
     """However often it is started."""
     before = threading.active_count()
-    guard = HangGuard(lambda: None)
+    guard = HangGuard(lambda resumed_at: None)
     for _ in range(3):
         guard.start()
     assert threading.active_count() == before + 1
