@@ -459,17 +459,20 @@ async def test_model_that_never_ends_ends_its_process(
         b.model.gate.clear()
         await send(g, [item(1, remaining_s=50.0)], 1.0)
         await until(b.model.is_computing.is_set)
-        looks = 0
+        looks, is_paused = 0, False
         real = b.worker._is_hung
 
         def counted(running: list[Work], now: float, resumed_at: float) -> bool:
-            nonlocal looks
+            nonlocal looks, is_paused
             looks += 1
-            if looks == 1:  # the look that finds the pause; the next one is late, too
+            if is_paused:  # the look that finds the pause; the next one is late, too
+                is_paused = False
                 b.clock.advance(advance_s)
             return real(running, now, resumed_at)
 
         monkeypatch.setattr(b.worker, "_is_hung", counted)
+        await until(lambda: looks > 0)
         b.clock.advance(1.0)
-        await until(lambda: looks > 2)
+        is_paused, seen = True, looks
+        await until(lambda: looks > seen + 2)
         assert (EXIT_HUNG in codes) == is_hung
