@@ -28,10 +28,11 @@ TEMPLATE = (
 )
 
 
-def _llama() -> Any:
+def _llama(**other: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True)
+    sizes = {**SIZES, **other}
+    config = LlamaConfig(**sizes, num_key_value_heads=2, tie_word_embeddings=True)
     return LlamaForCausalLM(config)
 
 
@@ -79,7 +80,7 @@ def _gpt2() -> Any:
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes))
 
 
-KINDS: dict[str, Callable[[], Any]] = {
+KINDS: dict[str, Callable[..., Any]] = {
     "llama": _llama,
     "qwen3": _qwen3,
     "mistral": _mistral,
@@ -91,10 +92,10 @@ KINDS: dict[str, Callable[[], Any]] = {
 """Makers of the architectures, by name."""
 
 
-def save_decoder(folder: Path, kind: str = "llama") -> Path:
+def save_decoder(folder: Path, kind: str = "llama", **sizes: int) -> Path:
     """Save a decoder with random weights and a tokenizer; return the folder."""
     torch.manual_seed(7)
-    model = KINDS[kind]().eval()
+    model = KINDS[kind](**sizes).eval()
     for weight in model.parameters():
         if weight.dim() > 1:  # larger than by default, so that tokens differ
             weight.data = torch.randn_like(weight) * 0.2

@@ -111,6 +111,25 @@ class DecoderStage(nn.Module):
         super().__init__()
         self.whole, self._span = whole, span
 
+    def example(self, count: int, seed: int) -> Tensor:
+        """Return random rows as the stage before sends them.
+
+        Args:
+            count: Number of rows.
+            seed: Seed of the random numbers.
+
+        Returns:
+            Token ids, [count], int64; after the first stage hidden states,
+            [count, hidden].
+        """
+        whole: Any = self.whole
+        config = whole.config.get_text_config()
+        chance = torch.Generator().manual_seed(seed)
+        if self._span.is_first:
+            return torch.randint(config.vocab_size, (count,), generator=chance)
+        shape = count, config.hidden_size
+        return torch.randn(shape, generator=chance).to(whole.device, whole.dtype)
+
     def forward(
         self, rows: Tensor, positions: Tensor, attention: Attention, wanted: Tensor
     ) -> Tensor:

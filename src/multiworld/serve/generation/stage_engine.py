@@ -5,6 +5,7 @@ It runs in the compute thread of the replica, and knows no edges.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.generation.alike import fix_linears
 from multiworld.serve.generation.fixed_attention import PIECE, FixedAttention
+from multiworld.serve.generation.fixed_elements import fix_elements
 from multiworld.serve.generation.grammar import Matcher
 from multiworld.serve.generation.kv_cache import KvCache, MissingTokensError, Rows
+from multiworld.serve.generation.layer_trial import check_layers
 from multiworld.serve.generation.links import StreamId
 from multiworld.serve.generation.prefix_cache import Block
 from multiworld.serve.generation.sampler import choose, finish_of
@@ -114,16 +117,25 @@ def engine_of(
         is_last: Whether it is the last one.
         model: Facts about the model.
         is_deterministic: Whether results are not to depend on the batch.
+
+    Raises:
+        ModelFailedError: They depend on it all the same.
     """
-    cache = KvCache(attention=model.attention)
-    if is_deterministic:
-        cache = KvCache(attention=FixedAttention, granule=PIECE)  # until it is known
+    is_module = isinstance(function, nn.Module)
     with torch.inference_mode():
         if isinstance(function, nn.Module):
             pack_linears(function)
             if is_deterministic:
                 fix_linears(function)
-    return StageEngine(function, is_last, model, cache)
+                fix_elements(function)
+    if not is_deterministic:
+        cache = KvCache(attention=model.attention)
+        return StageEngine(function, is_last, model, cache)
+    # The granule is that of the largest piece until the first step.
+    make = functools.partial(KvCache, attention=FixedAttention, granule=PIECE)
+    if is_module and hasattr(function, "example"):
+        check_layers(function, make)  # type: ignore[arg-type]  # it has all of it
+    return StageEngine(function, is_last, model, make())
 
 
 @dataclass(slots=True)

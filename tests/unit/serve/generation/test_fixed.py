@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from multiworld.errors import ModelFailedError
 from multiworld.serve.generation import decoder_stage
 from multiworld.serve.generation.alike import (
     REFERENCE,
@@ -28,8 +29,16 @@ from multiworld.serve.generation.fixed_attention import (
     largest_step,
     padded,
 )
+from multiworld.serve.generation.fixed_elements import (
+    GRAIN,
+    VECTORS,
+    FixedElements,
+    fix_elements,
+    whole_slices,
+)
 from multiworld.serve.generation.kv_cache import KvCache, Rows
 from multiworld.serve.generation.kv_memory import GROWTH
+from multiworld.serve.generation.layer_trial import check_layers
 from multiworld.serve.generation.scheduler import EngineLimits, Scheduler
 from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.models.span import Span
@@ -61,6 +70,8 @@ class Chain:
             if is_packed:
                 pack_linears(stage)
             fix_linears(stage)
+            fix_elements(stage)
+            check_layers(stage, lambda: KvCache(attention=FixedAttention))
         self._caches = [KvCache(attention=FixedAttention) for _ in spans]
 
     def step(self, parts: list[tuple[int, int, list[int]]]) -> torch.Tensor:
@@ -118,6 +129,87 @@ def test_logits_do_not_depend_on_parts_and_neighbours(
                 f"text {number} from {begin}, {len(ids)} of {len(logits)} rows"
             )
             offset += len(ids)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("width", [4_864, 8_192, 14_336, 4_870])
+@pytest.mark.parametrize("threads", [1, 2, 3, 4, 5], indirect=True)
+def test_widths_of_real_models_give_the_same_bits_in_any_chunks(
+    width: int, dtype: str, threads: int, tmp_path: Path
+) -> None:
+    """From some rows on, torch splits their activations over the threads."""
+    folder = save_decoder(
+        tmp_path,
+        intermediate_size=width,
+        num_hidden_layers=1,
+        max_position_embeddings=512,
+    )
+    stage: Any = decoder_stage.load(folder, Span(0, 1, 1), dtype, "cpu")
+    pack_linears(stage)
+    fix_linears(stage)
+    fix_elements(stage)
+    chance = random.Random(f"{width} {dtype} {threads}")
+    text = [chance.randrange(300) for _ in range(200)]
+    whole = logits_of(stage, text, [200])
+    for _ in range(3):
+        sizes = chunks(chance, 200)
+        assert torch.equal(logits_of(stage, text, sizes), whole), sizes
+
+
+def logits_of(stage: Any, text: list[int], sizes: list[int]) -> torch.Tensor:
+    """Return the logits after all tokens of a text, computed in some chunks."""
+    cache, found, begin = KvCache(attention=FixedAttention), [], 0
+    for size in sizes:
+        rows, at = [Rows(0, begin, size)], torch.arange(begin, begin + size)
+        given = torch.tensor(text[begin : begin + size])
+        with torch.inference_mode():
+            found.append(stage(given, at, cache.step(rows), torch.arange(size)))
+        begin += size
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("threads", [3, 5], indirect=True)
+@pytest.mark.parametrize("name", ["silu", "gelu", "tanh", "sigmoid"])
+def test_numbers_have_the_same_bits_wherever_they_stand(
+    name: str, threads: int
+) -> None:
+    """Beside as many others as one likes."""
+    plain = getattr(torch.nn.functional, name)
+    fixed = FixedElements(plain)
+    for width in (64, 100, 4_864):
+        given = torch.randn(97, width, generator=torch.Generator().manual_seed(1))
+        whole = fixed(given)
+        torch.testing.assert_close(whole, plain(given))
+        for begin, end in ((0, 1), (1, 3), (3, 50), (50, 97)):
+            assert torch.equal(fixed(given[begin:end]), whole[begin:end])
+
+
+@given(st.integers(0, 200_000), st.integers(1, 64))
+def test_slices_have_no_rest(count: int, threads: int) -> None:
+    """However many threads torch takes for them."""
+    count = count * VECTORS or VECTORS
+    whole = whole_slices(count, threads)
+    assert 0 < whole <= count
+    slices = min(threads, -(-whole // GRAIN))
+    assert -(-whole // slices) % VECTORS == 0, "each slice but the last"
+    assert whole % VECTORS == 0, "and that as well"
+
+
+@pytest.mark.parametrize("threads", [3], indirect=True)
+def test_layers_whose_rows_depend_on_the_step_are_refused(
+    threads: int, tmp_path: Path
+) -> None:
+    """A function that nobody has made alike: here it counts the rows."""
+    stage: Any = decoder_stage.load(
+        save_decoder(tmp_path), Span(0, 4, 4), "float32", "cpu"
+    )
+    fix_linears(stage)
+    fix_elements(stage)
+    norm = stage.whole.model.norm
+    forward = norm.forward
+    norm.forward = lambda hidden: forward(hidden) * (1 + 1e-7 * hidden.shape[-2])
+    with pytest.raises(ModelFailedError, match="deterministic: true cannot be kept"):
+        check_layers(stage, lambda: KvCache(attention=FixedAttention))
 
 
 def test_default_kernels_do_depend_on_them(tmp_path: Path) -> None:
