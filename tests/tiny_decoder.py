@@ -92,7 +92,12 @@ KINDS: dict[str, Callable[..., Any]] = {
 """Makers of the architectures, by name."""
 
 
-def save_decoder(folder: Path, kind: str = "llama", **sizes: int) -> Path:
+def save_decoder(
+    folder: Path,
+    kind: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    **sizes: int,
+) -> Path:
     """Save a decoder with random weights and a tokenizer; return the folder."""
     torch.manual_seed(7)
     model = KINDS[kind](**sizes).eval()
@@ -100,7 +105,7 @@ def save_decoder(folder: Path, kind: str = "llama", **sizes: int) -> Path:
         if weight.dim() > 1:  # larger than by default, so that tokens differ
             weight.data = torch.randn_like(weight) * 0.2
     model.generation_config.eos_token_id = None
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     save_tokenizer(folder)
     return folder
 

@@ -43,7 +43,8 @@ def examine() -> list[Finding]:
     findings = [_python(), _platform(), _package(), _torch()]
     if findings[-1].status == "fail":
         return findings
-    findings += [_torch_names(), *_backends(), _devices(), _helper(), *_addresses()]
+    findings += [_torch_names(), *_backends(), _devices(), _bfloat16()]
+    findings += [_helper(), *_addresses()]
     findings += [_loopback("direct"), _loopback("gloo")]
     return findings
 
@@ -155,6 +156,20 @@ def _devices() -> Finding:
         return Finding("devices", "ok", "CPU only")
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return Finding("devices", "ok", ", ".join(names))
+
+
+def _bfloat16() -> Finding:
+    try:
+        from multiworld.serve.control.dtypes import SLOW
+        from multiworld.serve.generation.product_speed import bfloat16_cost
+    except ImportError:
+        return Finding("bfloat16", "ok", "not measured: serving is not installed")
+    cost = bfloat16_cost()
+    found = f"{cost:.2g} x the time of float32"
+    if cost <= SLOW:
+        return Finding("bfloat16", "ok", found)
+    remedy = "bfloat16 models are served in float32 here; `dtype:` overrides it"
+    return Finding("bfloat16", "warn", found, remedy)
 
 
 def _helper() -> Finding:

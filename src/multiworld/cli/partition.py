@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from multiworld.cli.options import CONTEXT, JSON, SPEC, new_table, print_table
+from multiworld.serve.control.dtypes import resolved_here
+from multiworld.serve.control.service import measured_machine_of
 from multiworld.serve.generation.limits import limits_by
 from multiworld.serve.generation.text_meter import TextMeter
 from multiworld.serve.models.factory import build_model
@@ -42,7 +44,9 @@ def run(
         repeats: Measurements of each part.
         as_json: Print JSON.
     """
-    chosen, spec = chosen_model(load_spec(path), name, path)
+    app = load_spec(path)
+    chosen, spec = chosen_model(app, name, path)
+    spec = resolved_here(chosen, spec, measured_machine_of(app))
     torch.set_num_threads(spec.stages[0].threads)
     found = _measured(spec, rows, context, repeats)
     if as_json:

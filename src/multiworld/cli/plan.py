@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from multiworld.cli.options import JSON, SPEC, FiniteRange, new_table, print_table
-from multiworld.serve.control.service import machine_of
+from multiworld.serve.control.dtypes import resolve
+from multiworld.serve.control.service import measured_machine_of
 from multiworld.serve.fleet.desired_state import bounds_of
 from multiworld.serve.models.factory import build_model, stage_name
 from multiworld.serve.placement.problem_builder import (
@@ -90,6 +91,7 @@ class PlanShown(msgspec.Struct, frozen=True):
     gateways: int
     listens: str
     processes: int
+    dtypes: dict[str, str] = {}
 
 
 class Outlook(msgspec.Struct, frozen=True):
@@ -104,13 +106,16 @@ class Outlook(msgspec.Struct, frozen=True):
 def run(path: Path, nodes: Path | None, limit_s: float, *, as_json: bool) -> int:
     """Print what a spec would start; return 1 if not all replicas fit."""
     app = load_spec(path)
-    machines = [machine_of(app)] if nodes is None else read_nodes(nodes)
+    machines = [measured_machine_of(app)] if nodes is None else read_nodes(nodes)
+    resolved = resolve(app, machines, {})
+    app = resolved.app
     rows = _rows(app)
     try:
         found = _placed(app, machines, limit_s)
     except ModuleNotFoundError:
         found = None
     plan = _plan(app, [_placed_stage(row, found) for row in rows], machines, found)
+    plan = msgspec.structs.replace(plan, dtypes=resolved.why)
     if as_json:
         click.echo(json.dumps(msgspec.to_builtins(plan), indent=2))
     else:
@@ -233,6 +238,10 @@ def _show(app: AppSpec, plan: PlanShown, found: Outlook | None) -> None:
     for name, notes in plan.notes.items():
         for note in notes:
             console.print(f"model {name}: {note}", soft_wrap=True, markup=False)
+    for name, why in plan.dtypes.items():
+        console.print(
+            f"model {name} is computed in {why}", soft_wrap=True, markup=False
+        )
     for name, gears in plan.gears.items():
         if gears:
             console.print(_scaled(name, gears), soft_wrap=True, markup=False)
@@ -309,7 +318,8 @@ def _expected(app: AppSpec, model: PlannedModel) -> str:
         said += f"serves {_rate(model.served)} of {_rate(model.demand)} rows/s; "
     if model.bottleneck is None or model.at_most is None:
         said += (
-            "bottleneck unknown; give item_ms: or profile: (see `multiworld profile`)"
+            "no stage has a computing time, so the bottleneck is not known; run "
+            "`multiworld profile SPEC --out FILE`, and add `profile: FILE` to the model"
         )
     else:
         number = model.bottleneck

@@ -12,6 +12,8 @@ from rich.table import Table
 
 from multiworld.cli.options import CONTEXT, JSON, SPEC, new_table, print_table
 from multiworld.cli.partition import chosen_model, meter_of
+from multiworld.serve.control.dtypes import resolved_here
+from multiworld.serve.control.service import measured_machine_of
 from multiworld.serve.generation.text_meter import TextMeter
 from multiworld.serve.models.factory import build_model, modules_of
 from multiworld.serve.models.meter import Meter
@@ -42,7 +44,9 @@ def run(
         out: File to write; None for none.
         as_json: Print JSON.
     """
-    name, spec = chosen_model(load_spec(path), name, path)
+    app = load_spec(path)
+    name, spec = chosen_model(app, name, path)
+    spec = resolved_here(name, spec, measured_machine_of(app))
     model = build_model(spec)
     for module in modules_of(spec, model):
         importlib.import_module(module)  # a process without a stage has them, too

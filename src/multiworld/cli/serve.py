@@ -45,7 +45,10 @@ def run(path: Path, state: Path | None, *, as_json: bool, is_verbose: bool) -> i
             stages = " → ".join(
                 f"{s.name or n} x{counts[n]}" for n, s in enumerate(model.stages)
             )
-            console.print(f"  model {name} (version {model.version}): {stages}")
+            line = f"  model {name} (version {model.version}): {stages}"
+            if name in controller.dtypes:
+                line += f", in {controller.dtypes[name]}"
+            console.print(line, soft_wrap=True, markup=False)
         console.print(
             f"  docs {controller.url}/docs · metrics {controller.url}/metrics · "
             f"logs {folder.logs}",

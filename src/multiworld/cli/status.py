@@ -66,6 +66,11 @@ def _shown(found: StatusAnswer) -> Group:
         f"[red]{escape(title)} has no place: {escape(why)}[/]"
         for title, why in found.unplaced.items()
     ]
+    parts += [
+        f"{escape(name)} is computed in {escape(why)}"
+        for name, why in found.dtypes.items()
+        if "(" in why
+    ]
     if found.trouble:
         parts.append(f"[red]{escape(found.trouble)}[/]")
     if found.operations:

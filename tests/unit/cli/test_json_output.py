@@ -207,5 +207,5 @@ def test_nodes_without_a_service_are_this_machine(
     """Without free resources and replicas, which a service would book."""
     monkeypatch.setattr("multiworld.cli.nodes.running", lambda: [])
     (node,) = json.loads(output(monkeypatch, {}, "nodes", "--json"))
-    assert list(node) == list(examples.NODE)[:8]
+    assert list(node) == list(examples.NODE)[:9]
     assert "this machine" in output(monkeypatch, {}, "nodes")

@@ -255,6 +255,7 @@ class StatusAnswer(msgspec.Struct, frozen=True):
         unplaced: Reason for each stage of which a replica has no place.
         failing: Stages whose replicas fail.
         processes: All processes.
+        dtypes: Dtype of each model that generates text, and why.
         reports: Report of each process that answered, by its name; left out unless they
             were asked for.
     """
@@ -274,6 +275,7 @@ class StatusAnswer(msgspec.Struct, frozen=True):
     unplaced: dict[str, str]
     failing: tuple[FailingStage, ...]
     processes: tuple[ProcessShown, ...]
+    dtypes: dict[str, str] = {}
     # Of two types, which have no tag: that of a process says which one it is.
     reports: dict[str, Raw] | UnsetType = UNSET
 
@@ -315,6 +317,8 @@ class NodeShown(msgspec.Struct, frozen=True):
         key: Identifier that the launcher uses for it.
         price: Price per hour, charged if any of it is used; 0 if it is there anyway.
         bandwidth: Bytes a second that it can send to others; None: no limit.
+        bfloat16: Time of a product in bfloat16, as a multiple of that in float32; None:
+            not measured.
         free_cpus: Cores that are not booked.
         free_memory_bytes: Memory that is not booked.
         free_gpu_memory_bytes: GPU memory that is not booked, by the number of the GPU.
@@ -329,6 +333,7 @@ class NodeShown(msgspec.Struct, frozen=True):
     key: str
     price: float
     bandwidth: float | None
+    bfloat16: float | None
     free_cpus: float
     free_memory_bytes: int
     free_gpu_memory_bytes: dict[int, int]

@@ -16,6 +16,7 @@ from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.net.rare_log import RareLog
 from multiworld.serve.control.adoption import adopted
 from multiworld.serve.control.answers import StatusAnswer
+from multiworld.serve.control.dtypes import resolve
 from multiworld.serve.control.fleet_metrics import FleetMetrics
 from multiworld.serve.control.operations import Operations
 from multiworld.serve.control.process_links import REPORT_S, ProcessLinks
@@ -75,6 +76,9 @@ rare_log = RareLog(logger)
 TICK_S = 0.25
 """Seconds between checks of deadlines and of memory."""
 
+FACTS_S = 10.0
+"""Seconds that the machines of a cluster get to say how fast bfloat16 is there."""
+
 COLLECT_TICKS = 20
 """Ticks after which the counts of all processes are collected again."""
 
@@ -117,6 +121,7 @@ class Controller:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.app, self.port, self.store = app, port, store
+        self.dtypes: dict[str, str] = {}
         self.store_trouble = ""
         self._folder, self._launcher, self._clock = folder, launcher, clock
         self.fleet = Reconciler(
@@ -210,6 +215,41 @@ class Controller:
             text = f"{record.name} (process {record.pid}) keeps running"
             self.history.say("adopted", text, record.name)
         return found
+
+    async def decide_dtypes(self) -> None:
+        """Decide in which dtype each model is computed, before memory is booked.
+
+        Machines of a cluster get a while to say what they have measured.
+
+        Raises:
+            SpecError: A model cannot be built.
+
+        Cancellation: Safe.
+        """
+        models = self.app.models.values()
+        is_asked = any(m.generation and m.generation.dtype is None for m in models)
+        if is_asked and self.app.launcher == "ray":
+            try:
+                async with asyncio.timeout(FACTS_S):
+                    await self._nodes_measured()
+            except TimeoutError:
+                logger.warning("not all machines have said how fast bfloat16 is there")
+        self.app = self.resolve(self.app)
+
+    async def _nodes_measured(self) -> None:
+        nodes = self._launcher.nodes
+        while any(node.bfloat16 is None for node in nodes()):  # noqa: ASYNC110 - no event
+            await asyncio.sleep(TICK_S)
+
+    def resolve(self, app: AppSpec) -> AppSpec:
+        """Return a spec whose models name the dtype that they are computed in.
+
+        Raises:
+            SpecError: A model cannot be built.
+        """
+        resolved = resolve(app, self._launcher.nodes(), self._versions.specs)
+        self.dtypes = resolved.why
+        return resolved.app
 
     async def plan_first(self) -> None:
         """Plan the placement of a service that is not started yet.
@@ -320,6 +360,7 @@ class Controller:
                 filter(None, (self._launcher.trouble(), self.store_trouble))
             ),
             operations=self.history.operations(OPERATIONS_SHOWN),
+            dtypes=self.dtypes,
             fleet=self.fleet,
             running=self.processes.running,
             places=self.places,

@@ -43,6 +43,9 @@ class OperationsOwner(Protocol):
 
     app: AppSpec
 
+    def resolve(self, app: AppSpec) -> AppSpec:
+        """Return a spec whose models name the dtype that they are computed in."""
+
     def want(self, desired: DesiredState) -> None:
         """Set the desired state of the service."""
 
@@ -134,6 +137,7 @@ class Operations:
         owner = self._owner
         if app.host == "auto":
             app = app.model_copy(update={"host": owner.app.host})
+        app = owner.resolve(app)
         check_update(owner.app, app, self._versions.specs)
         check_policies(app)
         desired = self._fleet.desired

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
@@ -28,6 +29,7 @@ from multiworld.serve.control.store_process import (
 from multiworld.serve.fleet.record import Record, StateFolder, StoreRecord
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
 from multiworld.serve.gateway.process import allowed_connections, listen
+from multiworld.serve.generation.product_speed import bfloat16_cost
 from multiworld.serve.launchers.base import Launcher, LauncherContext
 from multiworld.serve.launchers.registry import check_launcher, make_launcher
 from multiworld.serve.models.factory import build_model, check_policies, modules_of
@@ -152,6 +154,7 @@ async def _control(
         serving = loop.create_task(admin.serve())
         minding = loop.create_task(_mind_store(controller, folder, env, security))
         try:
+            await controller.decide_dtypes()
             if old is None:
                 await controller.plan_first()
             controller.start(old)
@@ -240,7 +243,7 @@ async def _launcher(
         preload=preload,
         env=env,
         logs=folder.logs,
-        node=machine_of(app),
+        node=await asyncio.to_thread(measured_machine_of, app),
         on_exit=exited,
         on_nodes=nodes_changed,
         is_new=is_new,
@@ -268,6 +271,11 @@ def machine_of(app: AppSpec) -> Node:
     return this_node(
         app.machine.name, app.machine.cpus, None if limit is None else int(limit * MIB)
     )
+
+
+def measured_machine_of(app: AppSpec) -> Node:
+    """Return this machine, and how fast its bfloat16 is."""
+    return dataclasses.replace(machine_of(app), bfloat16=bfloat16_cost())
 
 
 def _preload(app: AppSpec) -> list[str]:

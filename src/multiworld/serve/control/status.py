@@ -58,6 +58,7 @@ class StatusSources:
         store: Address of the store.
         trouble: Trouble of the launcher; empty without any.
         operations: The last operations, oldest first.
+        dtypes: Dtype of each model that generates text, and why.
         fleet: Desired and observed state.
         running: The running processes, by name.
         places: Bookings of the replicas.
@@ -71,6 +72,7 @@ class StatusSources:
     store: str
     trouble: str
     operations: Sequence[HistoryEntry]
+    dtypes: Mapping[str, str]
     fleet: Reconciler
     running: Mapping[str, RunningProcess]
     places: ReplicaBookings
@@ -90,6 +92,7 @@ def status_of(sources: StatusSources) -> StatusAnswer:
         authentication=app.gateway.authentication,
         trouble=sources.trouble,
         operations=tuple(sources.operations),
+        dtypes=dict(sources.dtypes),
         is_ready=is_ready(fleet),
         controller=os.getpid(),
         wanted=fleet.desired,

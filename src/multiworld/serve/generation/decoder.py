@@ -84,6 +84,8 @@ def model(
             max_tokens=longest,
             kv_bytes=[(end - begin) * token for begin, end in cuts],
             weights=functools.partial(weights.name_of, folder, dtype, deterministic),
+            dtype=dtype,
+            weight_bytes=weights.bytes_by_stage(folder, cuts),
         ),
     )
 

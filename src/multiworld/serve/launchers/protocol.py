@@ -169,6 +169,7 @@ class ClusterNode(msgspec.Struct, frozen=True):
         cpus: Number of CPU cores.
         memory_bytes: Bytes of memory.
         gpus: Index, kind and bytes of memory of each GPU.
+        bfloat16: Cost of bfloat16; see ``resources.amounts.Node``.
     """
 
     name: str
@@ -177,6 +178,7 @@ class ClusterNode(msgspec.Struct, frozen=True):
     cpus: float
     memory_bytes: int
     gpus: tuple[tuple[int, str, int], ...] = ()
+    bfloat16: float | None = None
 
 
 class ClusterReady(Line, frozen=True):

@@ -43,6 +43,7 @@ def profile_model(name: str, spec: ModelSpec, meter: Meter) -> ModelProfile:
         device=spec.stages[0].device,
         threads=threads,
         base_bytes=base,
+        dtype=(spec.generation and spec.generation.dtype) or "",
         stages=found,
     )
 

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Set
+import re
+import struct
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 from torch import Tensor
 
 from multiworld.errors import SpecError
+
+LAYER = re.compile(r"\.(\d+)\.")
+"""Number of the layer in the name of a tensor."""
+
+MAX_HEADER = 100_000_000
+"""Maximum bytes of the header of a safetensors file (the format's own limit)."""
 
 INDEX = "model.safetensors.index.json"
 """Name of the index of several files."""
@@ -88,3 +97,43 @@ def name_of(folder: Path, *settings: object) -> str:
         name = found.name if is_of_hub else file.name
         made.update(f"{name}\0{status.st_size}\0{changed}\0".encode())
     return made.hexdigest()
+
+
+def bytes_by_stage(folder: Path, cuts: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the bytes of the weights that each stage of a decoder loads.
+
+    Only the headers of the files are read. What is in no layer counts for the first and
+    the last stage: the embeddings may be the head as well.
+
+    Args:
+        folder: The folder of the model.
+        cuts: First layer of each stage, and the one after its last.
+    """
+    found = [0] * len(cuts)
+    try:
+        headers = [_header(file) for file in files_of(folder)]
+    except (OSError, ValueError, SpecError, struct.error):
+        return found  # loading the model says what is wrong with them
+    for name, begin, end in itertools.chain.from_iterable(headers):
+        layer = LAYER.search(name)
+        if layer is None:
+            for stage in {0, len(cuts) - 1}:
+                found[stage] += end - begin
+            continue
+        for stage, (first, after) in enumerate(cuts):
+            found[stage] += (end - begin) * (first <= int(layer[1]) < after)
+    return found
+
+
+def _header(file: Path) -> list[tuple[str, int, int]]:
+    """Return the name, begin and end of each tensor of a safetensors file."""
+    with file.open("rb") as opened:
+        (size,) = struct.unpack("<Q", opened.read(8))
+        if size > MAX_HEADER:
+            raise ValueError(f"{file} is no safetensors file")
+        tensors = json.loads(opened.read(size))
+    return [
+        (name, *tensor["data_offsets"])
+        for name, tensor in tensors.items()
+        if name != "__metadata__"
+    ]

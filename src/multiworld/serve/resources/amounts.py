@@ -40,6 +40,8 @@ class Node:
         key: Identifier that the launcher uses for it.
         price: Price per hour, charged if any of it is used; 0 if it is there anyway.
         bandwidth: Bytes a second that it can send to others; None: no limit.
+        bfloat16: Time of a product in bfloat16, as a multiple of that in float32; None:
+            not measured.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Node:
     key: str = ""
     price: float = 0.0
     bandwidth: float | None = None
+    bfloat16: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

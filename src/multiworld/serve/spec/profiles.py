@@ -16,6 +16,10 @@ MARGIN = 1.25
 """Bytes booked for each byte measured: other requests may need more memory."""
 
 
+WIDE = "float32"
+"""Dtype of a profile that decides in which dtype the model is served."""
+
+
 class StageProfile(BaseModel):
     """Measured costs of one stage.
 
@@ -55,6 +59,7 @@ class ModelProfile(BaseModel):
         device: Device on which the stages ran.
         threads: Threads that torch used for one operation.
         base_bytes: Memory of the process before it loaded any stage.
+        dtype: Dtype that a model which generates text was measured in.
         stages: Costs of each stage, in order.
     """
 
@@ -65,6 +70,7 @@ class ModelProfile(BaseModel):
     device: str
     threads: int
     base_bytes: int
+    dtype: str = ""
     stages: list[StageProfile]
 
     def memory_mb(self, stage: int) -> float:
@@ -116,7 +122,11 @@ def _with_profile(name: str, spec: ModelSpec, folder: Path) -> ModelSpec:
             "`multiworld profile`"
         )
     stages = [_declared(stage, found, k) for k, stage in enumerate(spec.stages)]
-    return spec.model_copy(update={"stages": stages})
+    generation = spec.generation
+    if generation is not None and generation.dtype is None and found.dtype == WIDE:
+        # Where it was measured, bfloat16 is slow; and its memory is that of float32.
+        generation = generation.model_copy(update={"dtype": WIDE})
+    return spec.model_copy(update={"stages": stages, "generation": generation})
 
 
 def _declared(stage: StageSpec, found: ModelProfile, k: int) -> StageSpec:

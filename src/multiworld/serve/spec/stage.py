@@ -168,6 +168,9 @@ class Generation:
             are.
         attention: Makes the attention of a step, from a ``kv_cache.KvCache`` and the
             ``Rows`` of the step; None: torch's.
+        dtype: Dtype that it is computed in; empty: not known. A model of its folder's
+            dtype bfloat16 is computed in float32 by machines without fast bfloat16.
+        weight_bytes: Bytes of the weights in the folder, by stage; empty: not known.
     """
 
     tokenizer: Callable[[], Any]
@@ -177,6 +180,8 @@ class Generation:
     kv_bytes: Sequence[int]
     weights: Callable[[], str] = str
     attention: Callable[[Any, Any], Any] | None = None
+    dtype: str = ""
+    weight_bytes: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

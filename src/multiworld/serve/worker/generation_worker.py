@@ -105,7 +105,7 @@ class GenerationWorker:
         self._stage_name, self._scheduler, self._clock = stage_name, scheduler, clock
         self._threads, self._is_deterministic = threads, is_deterministic
         self._overdue_s = 2 * (compute_s or HUNG_S)
-        self._weights = model.weights
+        self._weights, self._dtype = model.weights, model.dtype
         self._engine = EngineThread(
             stage, is_last, threads, model, compute_s, is_deterministic, clock
         )
@@ -188,8 +188,9 @@ class GenerationWorker:
         Args:
             device: Torch device of the stage.
         """
-        kind = fingerprint(self._threads, device) if self._is_deterministic else ""
-        return Loaded(kind, self._weights())
+        kind = [fingerprint(self._threads, device)] if self._is_deterministic else []
+        kind += [self._dtype] if self._dtype else []
+        return Loaded(", ".join(kind), self._weights())
 
     @property
     def has_router(self) -> bool:

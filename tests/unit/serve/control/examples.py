@@ -131,6 +131,7 @@ STATUS: dict[str, Any] = {
             name="gateway/1", model="", version="", stage_name="", node="", pid=None
         ),
     ],
+    "dtypes": {"m": "float32 (dtype)"},
 }
 
 WITH_REPORTS: dict[str, Any] = {
@@ -147,6 +148,7 @@ NODE: dict[str, Any] = {
     "key": "here",
     "price": 0.0,
     "bandwidth": None,
+    "bfloat16": None,
     "free_cpus": 3.5,
     "free_memory_bytes": 2000,
     "free_gpu_memory_bytes": {"0": 60},

@@ -109,6 +109,7 @@ class FakeController:
                 store="127.0.0.1:29500",
                 trouble="",
                 operations=self.history.operations(10),
+                dtypes={"m": "float32 (dtype)"},
                 fleet=self.fleet,
                 running={"m/0/1": RunningProcess("m/0/1", 123, 0)},
                 places=self.places,

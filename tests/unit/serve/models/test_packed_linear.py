@@ -11,8 +11,13 @@ from multiworld.serve.models.packed_linear import PackedLinear, pack_linears
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 1, 5, 64])
-def test_packed_module_computes_the_same(rows: int, dtype: torch.dtype) -> None:
-    """Up to the last bits, with and without a bias, and for any leading sizes."""
+def test_packed_module_computes_the_same(
+    rows: int, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Up to the last bits, with and without a bias, and for any leading sizes.
+
+    A processor without fast bfloat16 cannot pack that, and the module stays as it is.
+    """
     module = nn.Sequential(nn.Linear(24, 40, bias=False), nn.GELU(), nn.Linear(40, 7))
     module = module.to(dtype).eval()
     given = torch.randn(2, rows, 24).to(dtype)
@@ -20,7 +25,9 @@ def test_packed_module_computes_the_same(rows: int, dtype: torch.dtype) -> None:
         wanted = module(given)
         pack_linears(module)
         found = module(given)
-    assert isinstance(module[0].forward, PackedLinear)
+    is_packed = isinstance(module[0].forward, PackedLinear)
+    assert is_packed != ("weights are not packed" in caplog.text)
+    assert is_packed or dtype == torch.bfloat16
     assert found.shape == (2, rows, 7)
     assert torch.allclose(found.float(), wanted.float(), rtol=0.02, atol=0.02)
 

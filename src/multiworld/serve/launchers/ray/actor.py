@@ -172,8 +172,10 @@ def wait_exit(pid: int, began: int) -> None:
     os.close(watched)
 
 
-def probe_gpus() -> list[tuple[int, str, int]]:
-    """Return the GPUs of the machine where this runs."""
+def probe_machine() -> tuple[list[tuple[int, str, int]], float]:
+    """Return the GPUs of the machine where this runs, and its cost of bfloat16."""
+    from multiworld.serve.generation.product_speed import bfloat16_cost
     from multiworld.serve.resources.inventory import gpus
 
-    return [(gpu.index, gpu.kind, gpu.memory_bytes) for gpu in gpus()]
+    found = [(gpu.index, gpu.kind, gpu.memory_bytes) for gpu in gpus()]
+    return found, bfloat16_cost()

@@ -49,7 +49,7 @@ from multiworld.serve.launchers.protocol import (
     Sweep,
     WarmNodes,
 )
-from multiworld.serve.launchers.ray.actor import ReplicaHolder, probe_gpus
+from multiworld.serve.launchers.ray.actor import ReplicaHolder, probe_machine
 from multiworld.serve.launchers.ray.warm_nodes import WarmNodePool
 
 PLACE_S = 10.0
@@ -116,7 +116,7 @@ class Bridge:
         self._class = self._remote(ReplicaHolder)
         self._warm = WarmNodePool()
         self._ask: Any = ray.nodes
-        self._gpus: dict[str, list[tuple[int, str, int]]] = {}
+        self._facts: dict[str, tuple[list[tuple[int, str, int]], float]] = {}
         self._asked: set[str] = set()
 
     def claim_service(self) -> None:
@@ -210,26 +210,28 @@ class Bridge:
 
     def _node(self, node: dict[str, Any]) -> ClusterNode:
         has, key = node["Resources"], node["NodeID"]
-        if has.get("GPU") and key not in self._asked:
+        if key not in self._asked:
             self._asked.add(key)
-            self._starters.submit(self._ask_gpus, key)
+            self._starters.submit(self._ask_facts, key)
+        gpus, bfloat16 = self._facts.get(key, ((), None))
         return ClusterNode(
             name=_name(node),
             key=key,
             address=node["NodeManagerAddress"],
             cpus=has.get("CPU", 0.0),
             memory_bytes=int(has.get("memory", 0)),
-            gpus=tuple(self._gpus.get(key, ())),
+            gpus=tuple(gpus) if has.get("GPU") else (),
+            bfloat16=bfloat16,
         )
 
-    def _ask_gpus(self, key: str) -> None:
-        """Ask a machine for its GPUs; later node lists include them."""
+    def _ask_facts(self, key: str) -> None:
+        """Ask a machine what it has and measures; later node lists include that."""
         there = NodeAffinitySchedulingStrategy(key, soft=False)
-        probe = self._remote(num_cpus=0, scheduling_strategy=there)(probe_gpus)
+        probe = self._remote(num_cpus=0, scheduling_strategy=there)(probe_machine)
         try:
-            self._gpus[key] = ray.get(probe.remote(), timeout=GPU_S)
+            self._facts[key] = ray.get(probe.remote(), timeout=GPU_S)
         except Exception as error:  # its GPUs stay unused
-            sys.stderr.write(f"cannot list the GPUs of {key}: {error}\n")
+            sys.stderr.write(f"cannot find out what {key} has: {error}\n")
 
     # Replicas.
 

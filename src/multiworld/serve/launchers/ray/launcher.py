@@ -246,6 +246,7 @@ class RayLauncher:
                 cpus=node.cpus,
                 memory_bytes=node.memory_bytes,
                 gpus=tuple(Gpu(*gpu) for gpu in node.gpus),
+                bfloat16=node.bfloat16,
             )
             for node in found
         }

@@ -1,0 +1,47 @@
+"""The numerics of this package on a processor that plays a smaller one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROCESSORS = {
+    "AVX2": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    },
+    "SSE4.1": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+}
+FILES = (
+    "tests/unit/serve/models/test_packed_linear.py",
+    "tests/unit/serve/generation/test_fixed.py",
+    "tests/unit/serve/generation/test_decoder.py",
+    "tests/unit/serve/control/test_dtypes.py",
+)
+SELECTED = (
+    "test_packed_linear or test_dtypes or numbers or (test_decoder and llama) or "
+    "(widths and 4864) or (neighbours and llama and True)"
+)
+"""All that depends on the processor, for one architecture; others take minutes."""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_numerics_are_right_on_a_smaller_processor(name: str, tmp_path: Path) -> None:
+    """Packed products, deterministic mode and decoders, in a process of their own."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-m", "not heavy", "-k", SELECTED, *FILES]
+    env = {**os.environ, **PROCESSORS[name], "MULTIWORLD_CACHE": str(tmp_path)}
+    for given in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST"):
+        env.pop(given, None)
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
