@@ -78,7 +78,7 @@ WORLD = """
 import sys, time, torch
 from multiworld import blocking, WorldConfig
 rank = int(sys.argv[1])
-config = WorldConfig(join_s=60, silence_s=1.0)
+config = WorldConfig(join_s=60, silence_s=2.0)
 with blocking.WorldManager() as manager:
     world = manager.join("w", rank=rank, size=2, store=sys.argv[2], config=config)
     end = time.monotonic() + 12

@@ -31,8 +31,8 @@ pytestmark = pytest.mark.skipif(
     unavailable() is not None, reason=f"no hosts: {unavailable()}"
 )
 
-CONFIG = WorldConfig(join_s=20, silence_s=1.0)
-NOTICE_S = 10.0
+CONFIG = WorldConfig(join_s=20, silence_s=2.0)
+NOTICE_S = 20.0
 """Hang bound in seconds, not a timing."""
 
 BACKENDS = ["direct", "gloo"]

@@ -31,11 +31,11 @@ from tests import bodies
 from tests.traffic import Traffic
 
 CONFIGS = {
-    "direct": ("direct", WorldConfig(join_s=20, silence_s=1.0)),
-    "gloo": ("gloo", WorldConfig(join_s=20, silence_s=1.0)),
+    "direct": ("direct", WorldConfig(join_s=20, silence_s=2.0)),
+    "gloo": ("gloo", WorldConfig(join_s=20, silence_s=2.0)),
     "gloo-own-p2p": (
         "gloo",
-        WorldConfig(join_s=20, silence_s=1.0, host_p2p="backend"),
+        WorldConfig(join_s=20, silence_s=2.0, host_p2p="backend"),
     ),
 }
 NOTICE_S = 20.0
@@ -252,11 +252,11 @@ async def test_member_with_living_forked_child_is_noticed_at_once(
 
 async def test_busy_main_thread_is_no_loss(stage: Stage) -> None:
     """A member with a blocked event loop and a running process is not lost."""
-    config = WorldConfig(join_s=20, silence_s=1.0)
+    config = WorldConfig(join_s=20, silence_s=2.0)
     world, child = await stage.affected("direct", config)
     child.order("block")
     over = asyncio.ensure_future(world.wait_over())
-    done, _ = await asyncio.wait((over,), timeout=3.5)
+    done, _ = await asyncio.wait((over,), timeout=5.0)
     assert not done
     assert world.is_ready
     child.kill()
@@ -288,7 +288,7 @@ async def test_lost_connection_for_beats_is_no_loss_and_comes_back(
     stage: Stage,
 ) -> None:
     """The end of the heartbeat connection alone is no loss; a new one is opened."""
-    config = WorldConfig(join_s=20, silence_s=1.0)
+    config = WorldConfig(join_s=20, silence_s=2.0)
     world, child = await stage.affected("direct", config)
     for _ in range(2):
         for line in list(
@@ -296,7 +296,7 @@ async def test_lost_connection_for_beats_is_no_loss_and_comes_back(
         ):
             line.sock.shutdown(socket.SHUT_RDWR)
         over = asyncio.ensure_future(world.wait_over())
-        done, _ = await asyncio.wait((over,), timeout=2.5)
+        done, _ = await asyncio.wait((over,), timeout=4.0)
         assert not done
         over.cancel()
     assert world.is_ready

@@ -16,7 +16,7 @@ from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import Child, ProcessFleet
 from tests.citizen import Account, Membership, citizen
 
-SILENCE_S = 1.0
+SILENCE_S = 2.0
 CONFIG = WorldConfig(join_s=30, silence_s=SILENCE_S, stall_s=0.5)
 HANG_S = 60.0
 
