@@ -23,6 +23,7 @@ WINDOWED: dict[str, Any] = {
     "sliding_window": 6,
 }
 TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}"
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
@@ -110,8 +111,14 @@ def save_decoder(
     return folder
 
 
-def save_tokenizer(folder: Path) -> None:
-    """Save a tokenizer whose tokens are bytes, with a chat template."""
+def save_tokenizer(folder: Path, *special: str, template: str = TEMPLATE) -> None:
+    """Save a tokenizer whose tokens are bytes, with a chat template.
+
+    Args:
+        folder: The folder.
+        *special: Control tokens, besides the one that ends a text.
+        template: The chat template.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -122,7 +129,8 @@ def save_tokenizer(folder: Path) -> None:
     fast.decoder = decoders.ByteLevel()
     kind: Any = PreTrainedTokenizerFast
     made = kind(tokenizer_object=fast, eos_token="<end>")
-    made.chat_template = TEMPLATE
+    made.add_special_tokens({"additional_special_tokens": [*special]})
+    made.chat_template = template
     made.save_pretrained(folder)
 
 

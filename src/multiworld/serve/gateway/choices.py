@@ -90,6 +90,7 @@ async def generate(
     limits: TimeLimits,
     share: Share,
     session: str = "",
+    request: str = "",
 ) -> AsyncGenerator[Piece]:
     """Generate all choices at once; yield their pieces as they come.
 
@@ -102,6 +103,7 @@ async def generate(
         limits: Other time limits, of each choice.
         share: The tenant.
         session: Its name of a session, whose streams prefer the same replicas.
+        request: Id of the request, for logs.
 
     Raises:
         ServeError: One choice failed; the others are ended.
@@ -120,6 +122,7 @@ async def generate(
                 limits=limits,
                 share=share,
                 session=session,
+                request=request,
             ) as tokens:
                 async for item in tokens:
                     await asyncio.sleep(0)  # others go on, however many have come

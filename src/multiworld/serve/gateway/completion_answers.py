@@ -165,7 +165,8 @@ def _message(ready: Ready, text: str) -> dict[str, Any]:
             name, arguments = calls.get(found.number, ("", ""))
             calls[found.number] = name + found.name, arguments + found.arguments
     if not calls:
-        return {"role": "assistant", "content": text}
+        # A call that was cut off is no text.
+        return {"role": "assistant", "content": text if parser.is_free else None}
     shown = [
         {
             "id": f"call_{secrets.token_hex(12)}",

@@ -18,8 +18,10 @@ from multiworld.serve.gateway.chat_messages import for_template
 from multiworld.serve.gateway.json_limits import NOT_JSON, check_values
 from multiworld.serve.gateway.tools import Calling, NamedTool, Tool, calling_of
 from multiworld.serve.generation.grammar import (
+    grammar_of_calls,
     grammar_of_choice,
     grammar_of_lark,
+    grammar_of_marked_calls,
     grammar_of_regex,
     grammar_of_schema,
 )
@@ -112,8 +114,16 @@ class _Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     user: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    metadata: Any = None
+    metadata: dict[str, str] | None = None
     store: bool | None = None
+    priority: Any = None
+    length_penalty: Any = None
+    use_beam_search: Any = None
+    include_stop_str_in_output: Any = None
+    spaces_between_special_tokens: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    truncate_prompt_tokens: Any = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     timeout_s: float | None = None
@@ -136,7 +146,17 @@ class ChatBody(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True):
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
-    reasoning_effort: Any = None
+    reasoning_effort: str | None = None
+    verbosity: Any = None
+    moderation: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    best_of: Any = None
+    include_reasoning: Any = None
+    continue_final_message: Any = None
+    documents: Any = None
+    echo: Any = None
+    add_special_tokens: Any = None
     parallel_tool_calls: bool | None = None
     service_tier: Any = None
     web_search_options: Any = None
@@ -159,10 +179,32 @@ _completion = msgspec.json.Decoder(CompletionBody)
 UNSUPPORTED = (
     "chat_template",  # a client's template could compute for ever
     *("functions", "function_call", "modalities"),
-    *("audio", "prediction", "reasoning_effort", "web_search_options", "suffix"),
-    *("metadata", "store", "service_tier"),
+    *("audio", "prediction", "web_search_options", "suffix"),
+    *("store", "service_tier", "verbosity", "moderation", "prompt_cache_options"),
+    *("prompt_cache_retention", "best_of", "priority", "length_penalty"),
+    *("use_beam_search", "include_reasoning", "include_stop_str_in_output"),
+    *("spaces_between_special_tokens", "continue_final_message", "bad_words"),
+    *("documents", "allowed_token_ids", "truncate_prompt_tokens"),
 )
-"""Fields of OpenAI's API that are not supported."""
+"""Fields of OpenAI's API and of vLLM's that are not supported."""
+
+NOTHING: dict[str, Any] = {
+    "verbosity": "medium",
+    "best_of": 1,
+    "priority": 0,
+    "length_penalty": 1.0,
+    "include_reasoning": True,
+    "spaces_between_special_tokens": True,
+    "echo": False,
+    "add_special_tokens": False,
+}
+"""Values of some of them that ask for nothing, besides ``DEFAULTS``."""
+
+MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
+"""Pairs of ``metadata``, and characters of their names and values, as in OpenAI's."""
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+"""Values of ``reasoning_effort``."""
 
 DEFAULTS: tuple[Any, ...] = (
     *(None, False, [], {}, "", "auto", "default"),
@@ -179,8 +221,10 @@ class Structure:
     """The structure of an answer, which is still to be checked.
 
     Attributes:
-        kind: ``json``, ``regex``, ``choice`` or ``grammar``.
-        value: The schema, the expression, the texts or the grammar.
+        kind: ``json``, ``regex``, ``choice``, ``grammar``, ``calls`` or ``marked
+            calls``.
+        value: The schema, the expression, the texts, the grammar, the ``Calling``, or
+            the arguments of ``grammar_of_marked_calls``.
         param: Field that has it.
     """
 
@@ -199,8 +243,24 @@ class Structure:
             "regex": grammar_of_regex,
             "choice": grammar_of_choice,
             "grammar": grammar_of_lark,
+            "calls": _grammar_of_calls,
+            "marked calls": _grammar_of_marked_calls,
         }
         return makers[self.kind](self.value, self.param)
+
+
+def _grammar_of_calls(calling: Calling, param: str) -> str:
+    return grammar_of_calls(calling.forms(), is_single=calling.is_single)
+
+
+def _grammar_of_marked_calls(
+    given: tuple[list[tuple[str, Any]], int, int, tuple[int, ...]], param: str
+) -> str:
+    return grammar_of_marked_calls(*given)
+
+
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields whose default is that of the model's ``generation_config.json``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +283,7 @@ class Wanted:
         calling: How it may call tools; None: it may not.
         session: Requests with the same one, of a tenant, prefer the same replicas;
             empty: none.
+        given: Those of ``DEFAULTED`` that the request names.
     """
 
     model: str
@@ -239,6 +300,7 @@ class Wanted:
     structure: Structure | None = None
     calling: Calling | None = None
     session: str = ""
+    given: frozenset[str] = frozenset()
 
 
 def chat_of(body: bytes | bytearray) -> tuple[ChatBody, Wanted]:
@@ -255,6 +317,8 @@ def chat_of(body: bytes | bytearray) -> tuple[ChatBody, Wanted]:
     tokens = asked.max_tokens
     if asked.max_completion_tokens is not None:
         tokens = asked.max_completion_tokens
+    if asked.reasoning_effort not in (None, *EFFORTS):
+        raise _wrong("reasoning_effort", f"must be one of {', '.join(EFFORTS)}")
     logprobs = None
     if asked.logprobs:
         logprobs = _between("top_logprobs", asked.top_logprobs, 0, MAX_LOGPROBS, 0)
@@ -274,11 +338,13 @@ def _with_tools(asked: ChatBody, wanted: Wanted) -> Wanted:
         return wanted
     calling = replace(calling, is_single=asked.parallel_tool_calls is False)
     structure = wanted.structure
-    if calling.schema is not None:
+    if not calling.is_free:
         if structure is not None or asked.ignore_eos:
             rule = "cannot be given with a structure or with ignore_eos"
             raise _wrong("tool_choice", rule)
-        structure = Structure("json", calling.schema, "tools")
+        structure = Structure("calls", calling, "tools")
+        if calling.named:
+            structure = Structure("json", calling.named_parameters, "tools")
     return replace(wanted, calling=calling, structure=structure)
 
 
@@ -301,8 +367,8 @@ def wanted_of(asked: CompletionBody) -> Wanted:
     logprobs = asked.logprobs
     if logprobs is not None:
         logprobs = int(_between("logprobs", logprobs, 0, MAX_LOGPROBS, 0))
-    if asked.best_of not in (None, asked.n or 1):
-        raise _wrong("best_of", "is not supported; leave it out")
+    if asked.best_of == (asked.n or 1):
+        asked = msgspec.structs.replace(asked, best_of=None)
     tokens = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
     is_prompt_only = bool(asked.echo) and asked.max_tokens == 0
     wanted = _wanted(asked, 1 if is_prompt_only else tokens, logprobs)
@@ -370,8 +436,10 @@ def _named(text: str) -> str:
 
 def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
     for name in UNSUPPORTED:
-        if getattr(asked, name, None) not in DEFAULTS:
+        value = getattr(asked, name, None)
+        if value not in DEFAULTS and value != NOTHING.get(name):
             raise _wrong(name, "is not supported by this server", "unsupported_value")
+    _check_metadata(asked.metadata)
     n = int(_between("n", asked.n, 1, MAX_CHOICES, 1))
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
     is_long = any(len(one) > MAX_STOP for one in stop)
@@ -427,6 +495,7 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
         has_ids=bool(asked.return_token_ids),
         structure=structure_of(asked.response_format, asked.structured_outputs),
         session=session,
+        given=frozenset(n for n in DEFAULTED if getattr(asked, n) is not None),
     )
 
 
@@ -458,6 +527,15 @@ def structure_of(
     if len(found) > 1:
         raise _wrong("structured_outputs", "cannot be given with response_format")
     return found[0] if found else None
+
+
+def _check_metadata(given: dict[str, str] | None) -> None:
+    """Refuse metadata beyond OpenAI's limits; nothing depends on it."""
+    found = given or {}
+    is_long = any(len(k) > MAX_KEY or len(v) > MAX_VALUE for k, v in found.items())
+    if len(found) > MAX_METADATA or is_long:
+        rule = f"must be at most {MAX_METADATA} pairs of names of {MAX_KEY} characters "
+        raise _wrong("metadata", rule + f"and values of {MAX_VALUE}")
 
 
 def _stop_tokens(given: list[int]) -> tuple[int, ...]:

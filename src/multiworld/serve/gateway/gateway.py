@@ -86,7 +86,7 @@ class Gateway:
         self.counts = RequestCounts()
         self.fleet = FleetReport()
         self.ask_fleet: Callable[[], Awaitable[None]] = _nothing
-        self.is_ending = False
+        self.is_ending = self.logs_access = False
 
     async def read_body(
         self, request: AnyRequest, admitted: AdmittedRequest, reservation: Reservation
@@ -383,13 +383,22 @@ class Gateway:
             return self.texts[key]
         loading = self._loading.get(key)
         if loading is None:
-            loading = asyncio.ensure_future(asyncio.to_thread(load))
+            loading = asyncio.ensure_future(asyncio.to_thread(_loaded, load))
             loading.add_done_callback(lambda _: self._loading.pop(key, None))
             self._loading[key] = loading
         text = await asyncio.shield(loading)
         if version in self.models.get(name, {}):  # not dropped meanwhile
             self.texts[key] = text
         return text
+
+
+def _loaded(load: Callable[[], Any]) -> Any:
+    """Load a text frontend, and all that its first use would load."""
+    made = load()
+    prepare = getattr(made, "prepare", None)
+    if prepare is not None:
+        prepare()
+    return made
 
 
 async def _nothing() -> None:

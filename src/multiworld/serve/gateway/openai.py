@@ -27,7 +27,7 @@ from multiworld.serve.gateway.json_limits import (
 )
 from multiworld.serve.gateway.open_inference import NotFiniteError
 from multiworld.serve.gateway.openapi import EMBEDDINGS, OPENAI_KNOWN_MODEL
-from multiworld.serve.gateway.request_body import Body, while_connected
+from multiworld.serve.gateway.request_body import Body, model_named_in, while_connected
 from multiworld.serve.gateway.responses import (
     OFFLOAD_BYTES,
     RENDER_BYTES,
@@ -102,10 +102,14 @@ def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
         ) -> Response:
             nonlocal parsed
             body = await gateway.read_body(request, admitted, reservation)
-            if len(body) >= OFFLOAD_BYTES:
-                parsed = await asyncio.to_thread(_embedding_request, body)
-            else:
-                parsed = _embedding_request(body)
+            try:
+                if len(body) >= OFFLOAD_BYTES:
+                    parsed = await asyncio.to_thread(_embedding_request, body)
+                else:
+                    parsed = _embedding_request(body)
+            except ServeError:
+                admitted.model = model_named_in(body)
+                raise
             del body
             embedding = _embed(gateway, admitted, request, parsed)
             return await while_connected(request, embedding)

@@ -32,6 +32,7 @@ from multiworld.serve.gateway.completion_answers import Ready, events, whole
 from multiworld.serve.gateway.completions import (
     MAX_CHOICES,
     CompletionBody,
+    Structure,
     Wanted,
     chat_of,
     check_fits,
@@ -40,7 +41,11 @@ from multiworld.serve.gateway.completions import (
     prompts_of,
 )
 from multiworld.serve.gateway.gateway import Gateway
-from multiworld.serve.gateway.request_body import Body, while_connected
+from multiworld.serve.gateway.request_body import (
+    Body,
+    model_named_in,
+    while_connected,
+)
 from multiworld.serve.gateway.responses import (
     EventStream,
     json_response,
@@ -48,7 +53,7 @@ from multiworld.serve.gateway.responses import (
     respond,
     timeout_of,
 )
-from multiworld.serve.gateway.tools import Family
+from multiworld.serve.gateway.tools import BEGIN, END, Family
 from multiworld.serve.generation.limits import longest_of
 from multiworld.serve.generation.stream import TimeLimits
 from multiworld.serve.generation.text import GrowingText, Tokenizer
@@ -115,6 +120,7 @@ class _Served:
     longest: int
     limits: TimeLimits
     family: Family | None
+    has_controls: bool
 
 
 async def _served(gateway: Gateway, admitted: AdmittedRequest, name: str) -> _Served:
@@ -135,6 +141,7 @@ async def _served(gateway: Gateway, admitted: AdmittedRequest, name: str) -> _Se
         longest_of(spec, model.generation),
         TimeLimits(spec.first_token_s, spec.between_tokens_s),
         spec.tool_call_parser,
+        spec.control_tokens_in_messages,
     )
 
 
@@ -153,6 +160,8 @@ async def _read_chat(
         begins_answer=asked.add_generation_prompt is not False,
         tools=_shown_tools(wanted),
         options=asked.chat_template_kwargs or {},
+        effort=asked.reasoning_effort,
+        has_controls=served.has_controls,
     )
     return await _ready(gateway, admitted, wanted, served, [tokens], "chatcmpl-")
 
@@ -231,6 +240,36 @@ def _check_scores(prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
         )
 
 
+def _with_defaults(wanted: Wanted, generation: Generation) -> Wanted:
+    """Return a request with the model's own values where it names none."""
+    own = {k: v for k, v in generation.defaults.items() if k not in wanted.given}
+    if not own:
+        return wanted
+    return replace(wanted, sampling=msgspec.structs.replace(wanted.sampling, **own))
+
+
+def _strict(wanted: Wanted, served: _Served) -> Structure:
+    """Return the structure of free text whose tool calls fit their schemas.
+
+    Raises:
+        InvalidRequestError: This model's calls cannot be held to them.
+    """
+    assert wanted.calling is not None
+    token_id = served.tokenizer.fast.token_to_id
+    begin, end = token_id(BEGIN), token_id(END)
+    has_marks = served.family == "hermes" and begin is not None and end is not None
+    if not has_marks or wanted.structure is not None or wanted.sampling.ignore_eos:
+        raise InvalidRequestError(
+            "strict tools are enforced with tool_choice required, or with a name; with "
+            "auto, this model or this request does not allow it",
+            param="tools",
+            code="unsupported_value",
+        )
+    forms = wanted.calling.forms(is_strict=True)
+    ends = served.generation.end_tokens
+    return Structure("marked calls", (forms, begin, end, ends), "tools")
+
+
 async def _ready(
     gateway: Gateway,
     admitted: AdmittedRequest,
@@ -240,12 +279,15 @@ async def _ready(
     prefix: str,
 ) -> Ready:
     is_chat = prefix == "chatcmpl-"
+    wanted = _with_defaults(wanted, served.generation)
+    if wanted.calling is not None and wanted.calling.is_strict:
+        wanted = replace(wanted, structure=_strict(wanted, served))
     if wanted.structure is not None:
         grammar = await asyncio.to_thread(wanted.structure.grammar)
         sampling = msgspec.structs.replace(wanted.sampling, grammar=grammar)
         wanted = replace(wanted, sampling=sampling)
     sampling, calling = wanted.sampling, wanted.calling
-    if calling is not None and calling.schema is None and served.family is None:
+    if calling is not None and calling.is_free and served.family is None:
         raise InvalidRequestError(
             "this model has no tool_call_parser in its spec; name a tool or use "
             "tool_choice: required",
@@ -345,7 +387,11 @@ async def answered(
     async def answer(admitted: AdmittedRequest, reservation: Reservation) -> Response:
         nonlocal ready
         body = await gateway.read_body(request, admitted, reservation)
-        ready = await read(gateway, admitted, request, body)
+        try:
+            ready = await read(gateway, admitted, request, body)
+        except ServeError:
+            admitted.model = model_named_in(body)
+            raise
         del body
         reservation.release()  # a stream may take long
         await gateway.check_poison(
@@ -365,6 +411,7 @@ async def answered(
             ready.limits,
             admitted.tenant.share,
             ready.wanted.session,
+            admitted.id,
         )
         pieces = _watched(gateway, admitted, ready, generated)
         if ready.wanted.is_streamed:
@@ -412,6 +459,7 @@ class _Tool(msgspec.Struct, forbid_unknown_fields=True):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    reasoning_effort: str | None = None
     return_token_strs: bool = False
 
 
@@ -428,6 +476,7 @@ async def _tool(
     async def handle(admitted: AdmittedRequest, reservation: Reservation) -> Response:
         nonlocal asked
         body = await gateway.read_body(request, admitted, reservation)
+        admitted.model = model_named_in(body)
         asked = parsed = decoded(body, _tools)
         if parsed.messages is not None:
             parsed.messages = for_template(parsed.messages)
@@ -450,6 +499,8 @@ def _tokenize(asked: _Tool, served: _Served) -> dict[str, Any]:
             served.longest,
             begins_answer=asked.add_generation_prompt,
             options=asked.chat_template_kwargs or {},
+            effort=asked.reasoning_effort,
+            has_controls=served.has_controls,
         )
     elif asked.prompt is not None:
         tokens = tokenizer.encode(asked.prompt, has_special=asked.add_special_tokens)

@@ -187,6 +187,7 @@ class GatewayProcess:
             self._dispatcher, limits, bodies, self._authenticator, self._streams
         )
         self._gateway.on_poison = self._report_poison
+        self._gateway.logs_access = spec.access_log
         self._gateway.ask_fleet = self._ask_fleet
         self._fleet: asyncio.Future[None] | None = None
         self._numbers = itertools.count(1)
@@ -201,6 +202,7 @@ class GatewayProcess:
         owner = GatewayEdges(self._dispatcher, self._streams)
         self._keeper = EdgeKeeper(manager, args.store, config, owner)
         self._probes: set[asyncio.Task[None]] = set()
+        self._loading: set[asyncio.Task[None]] = set()
         connections = allowed_connections(spec.max_connections)
         self._is_routed = asyncio.Event()
         self._server = EmbeddedServer(
@@ -256,17 +258,18 @@ class GatewayProcess:
             self._agent.tell(self._report(0, has_counts=True))
             await self._agent.flush(LAST_S)
         finally:
-            for task in (*tasks, serving, announcing, *self._probes):
+            for task in (*tasks, serving, announcing, *self._probes, *self._loading):
                 task.cancel()
             await asyncio.gather(*tasks, serving, announcing, return_exceptions=True)
             await self._keeper.close()
 
     async def _serve(self, sock: socket.socket) -> None:
-        """Serve once there is a routing table.
+        """Serve once there is a routing table, and all tokenizers are loaded.
 
         Until then the other gateways on the port serve alone.
         """
         await self._is_routed.wait()
+        await asyncio.gather(*self._loading)
         await self._server.serve(sockets=[sock])
 
     async def _announce_when_up(self) -> None:
@@ -291,6 +294,21 @@ class GatewayProcess:
             return
         self._gateway.models.setdefault(name, {})[spec.version] = model
         self._gateway.specs[name, spec.version] = spec
+        if model.generation is not None or model.text is not None:
+            self._prepare(name, spec.version, model)
+
+    def _prepare(self, name: str, version: str, model: Model) -> None:
+        """Load a model's tokenizer before a request waits for it."""
+
+        async def load() -> None:
+            try:
+                await self._gateway.text(name, version, model)
+            except Exception:  # the first request that needs it tries again
+                logger.exception("the tokenizer of %s cannot be loaded", name)
+
+        task = asyncio.ensure_future(load())
+        self._loading.add(task)
+        task.add_done_callback(self._loading.discard)
 
     async def _obey(self, order: Order) -> None:
         match order:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
+
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.gateway.body_budget import (
     BodyLimits,
@@ -21,6 +23,7 @@ from multiworld.serve.gateway.http_request import (
     AnyRequest,
     Connection,
 )
+from multiworld.serve.gateway.json_limits import NOT_JSON
 
 T = TypeVar("T")
 
@@ -238,3 +241,19 @@ async def while_connected(request: AnyRequest, work: Coroutine[Any, Any, T]) -> 
         raise
     finally:
         connection.on_lost.discard(gone)
+
+
+class _Named(msgspec.Struct):
+    model: Any = None
+
+
+_named = msgspec.json.Decoder(_Named)
+
+
+def model_named_in(body: Body) -> str:
+    """Return the model that a body names, whatever is wrong with the rest of it."""
+    try:
+        found = _named.decode(body).model
+    except (*NOT_JSON, msgspec.ValidationError):
+        return ""
+    return found if isinstance(found, str) else ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import re
+import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -25,6 +27,14 @@ from multiworld.serve.tenants.authenticator import AdmittedRequest
 from multiworld.serve.tenants.timing import Phases
 
 logger = logging.getLogger("multiworld.serve")
+
+access_logger = logging.getLogger("multiworld.access")
+
+REQUEST_ID = "X-Request-Id"
+"""Header with the id of a request: taken, returned and logged."""
+
+GIVEN_ID = re.compile(r"[!-~]{1,128}")
+"""Ids of clients that are taken: they go into a log and a header."""
 
 ASK_TIMING = "x-timing"
 """Header of a request whose answer is to say what its time was spent on."""
@@ -187,18 +197,26 @@ async def respond(
 
     Cancellation: Safe. The request is counted with status ``CLIENT_CLOSED``.
     """
+    number = request_id_of(request)
     try:
         admitted = gateway.authenticator.admit(request.headers)
     except ServeError as error:
         refusal = error_response(error)
-        gateway.counts.add("unknown", "", refusal.status_code, 0.0)
+        refusal.headers[REQUEST_ID] = number
+        is_named = isinstance(name, str) and name in gateway.models
+        is_named &= not isinstance(error, UnauthorizedError)
+        label = str(name) if is_named else "unknown"
+        gateway.counts.add(label, "", refusal.status_code, 0.0)
+        if gateway.logs_access:
+            _log_access(request, number, "-", refusal.status_code, 0.0)
         return refusal
+    admitted.id = number
     reservation = Reservation(gateway.bodies)
 
     def end(status: int) -> Phases | None:
         """Count the request, and free what it holds; return where its time went."""
         reservation.release()
-        model = name() if callable(name) else name
+        model = (name() if callable(name) else name) or admitted.model
         is_known = gateway.may_use(admitted.tenant, model)
         label = model if is_known else "unknown"
         gateway.authenticator.finish(admitted, label, status)
@@ -206,6 +224,8 @@ async def respond(
         phases = admitted.timing.phases(began_at, now)
         tenant = admitted.tenant.name
         gateway.counts.add(label, tenant, status, now - began_at, phases)
+        if gateway.logs_access:
+            _log_access(request, number, tenant or "-", status, now - began_at)
         return phases
 
     status = CLIENT_CLOSED
@@ -216,6 +236,7 @@ async def respond(
             lambda: handler(admitted, reservation), error_response
         )
         status = response.status_code
+        response.headers[REQUEST_ID] = number
     finally:
         if isinstance(response, EventStream):
             response.on_end = end
@@ -225,6 +246,20 @@ async def respond(
     if phases is not None and ASK_TIMING in request.headers:
         response.headers["Server-Timing"] = phases.header
     return response
+
+
+def request_id_of(request: AnyRequest) -> str:
+    """Return the id that a client gave its request, or a new one."""
+    given = request.headers.get(REQUEST_ID.lower(), "")
+    return given if GIVEN_ID.fullmatch(given) else secrets.token_hex(16)
+
+
+def _log_access(
+    request: AnyRequest, number: str, tenant: str, status: int, took_s: float
+) -> None:
+    method, path = request.scope["method"], request.scope["path"]
+    text = "%s %s %s %s %d %.3f s"
+    access_logger.info(text, number, tenant, method, path, status, took_s)
 
 
 CLIENT_CLOSED = 499

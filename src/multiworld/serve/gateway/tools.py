@@ -73,27 +73,36 @@ class Calling:
     is_single: bool = False
 
     @property
-    def schema(self) -> Any:
-        """JSON schema of the whole text; None if it is free."""
-        if self.named:
-            (tool,) = [t for t in self.tools if t.function.name == self.named]
-            return _parameters(tool)
-        if not self.is_required:
-            return None
-        calls = [
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": tool.function.name},
-                    "parameters": _parameters(tool),
-                },
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
+    def is_free(self) -> bool:
+        """True if the model may answer with text."""
+        return not self.named and not self.is_required
+
+    @property
+    def is_strict(self) -> bool:
+        """True if the model may answer with text, and calls must fit their schema."""
+        return self.is_free and any(tool.function.strict for tool in self.tools)
+
+    @property
+    def named_parameters(self) -> Any:
+        """JSON schema of the arguments of the tool that is named."""
+        (tool,) = [t for t in self.tools if t.function.name == self.named]
+        return _parameters(tool)
+
+    def forms(self, *, is_strict: bool = False) -> list[tuple[str, Any]]:
+        """Return the name and the JSON schema of the parameters of each tool.
+
+        Args:
+            is_strict: Whether those of tools that are not strict may be any.
+        """
+        return [
+            (
+                tool.function.name,
+                {"type": "object"}
+                if is_strict and not tool.function.strict
+                else _parameters(tool),
+            )
             for tool in self.tools
         ]
-        most = {"maxItems": 1} if self.is_single else {}
-        return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most}
 
 
 def calling_of(
@@ -163,28 +172,42 @@ class CallParser:
         self._calling, self._family = calling, family
         self._held = ""
         self._is_free = False
+        self._listed = ListedCalls()
         self.calls = 0
+
+    @property
+    def is_free(self) -> bool:
+        """True if the text may be something else than calls."""
+        return self._calling.is_free
 
     def feed(self, text: str) -> Iterator[str | Call]:
         """Yield what more of the text says: text to give out, or calls."""
         self._held += text
         if self._calling.named:
             yield from self._named()
-        elif not self._calling.is_required and self._family == "hermes":
+        elif self._calling.is_required:
+            yield from self._required()
+        elif self._family == "hermes":
             yield from self._marked()
-        elif not self._calling.is_required and self._may_not_be_json():
+        elif self._may_not_be_json():
             yield from self._rest()
 
     def end(self) -> Iterator[str | Call]:
         """Yield what the end of the text says."""
-        if self._calling.named:
-            return
+        if not self._calling.is_free:
+            return  # what is left is a call that was cut off
         found = self._parsed(self._held.removeprefix(BEGIN).removesuffix(END))
         if found is None:
             yield from self._rest()
         else:
             self._held = ""
             yield from self._calls(found)
+
+    def _required(self) -> Iterator[Call]:
+        """Yield the calls of a list, each once it is complete."""
+        text, self._held = self._held, ""
+        for call in self._listed.feed(text):
+            yield from self._calls(self._parsed(call) or [])
 
     def _named(self) -> Iterator[Call]:
         """Yield the arguments of the one call as they come."""
@@ -254,6 +277,30 @@ class CallParser:
             if not (self._calling.is_single and self.calls):
                 yield Call(self.calls, name, text)
                 self.calls += 1
+
+
+class ListedCalls:
+    """Finds the objects of a JSON list in a text, as it grows."""
+
+    def __init__(self) -> None:
+        self._object = ""
+        self._depth = 0
+        self._is_quoted = self._is_escaped = False
+
+    def feed(self, text: str) -> Iterator[str]:
+        """Yield the objects that more of the text completes."""
+        for letter in text:
+            if self._depth or letter == "{":
+                self._object += letter
+            if self._is_quoted:
+                self._is_quoted = letter != '"' or self._is_escaped
+                self._is_escaped = letter == "\\" and not self._is_escaped
+                continue
+            self._is_quoted = letter == '"' and self._depth > 0
+            self._depth += (letter == "{") - (letter == "}" and self._depth > 0)
+            if not self._depth and self._object:
+                yield self._object
+                self._object = ""
 
 
 def _overlap(text: str, mark: str) -> int:

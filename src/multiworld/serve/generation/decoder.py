@@ -15,6 +15,19 @@ from multiworld.serve.models import huggingface, weights
 from multiworld.serve.models.span import Span
 from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
 
+DEFAULTS = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+"""Fields of ``generation_config.json`` that are defaults of requests, as in vLLM, and
+their least and largest values."""
+
+COLDEST = 1e-5
+"""Temperature below which the most likely token is taken."""
+
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of a number, by dtype."""
 
@@ -25,6 +38,7 @@ def model(
     cut: Sequence[int] | None = None,
     dtype: str | None = None,
     deterministic: bool = False,
+    generation_config: str = "auto",
 ) -> Model:
     """Return the decoder in a folder, cut into stages between layers.
 
@@ -36,6 +50,8 @@ def model(
         dtype: Dtype to compute in: ``float32``, ``float16`` or ``bfloat16``; by default
             as in the folder.
         deterministic: Whether texts are to have the same bits whatever happens.
+        generation_config: ``auto``: the folder's ``generation_config.json`` has the
+            defaults of sampling; ``none``: these are OpenAI's.
 
     Raises:
         SpecError: The folder has no usable model, the model has fewer layers than
@@ -86,6 +102,7 @@ def model(
             weights=functools.partial(weights.name_of, folder, dtype, deterministic),
             dtype=dtype,
             weight_bytes=weights.bytes_by_stage(folder, cuts),
+            defaults=_defaults(folder) if generation_config == "auto" else {},
         ),
     )
 
@@ -96,6 +113,32 @@ def _kv_numbers(config: dict[str, Any], folder: Path) -> int:
     hidden = huggingface.number_of(config, huggingface.HIDDEN, folder)
     size = int(config.get("head_dim") or hidden // heads)
     return 2 * size * int(config.get("num_key_value_heads") or heads)
+
+
+def _defaults(folder: Path) -> dict[str, float]:
+    """Return the sampling of the folder's ``generation_config.json``.
+
+    Raises:
+        SpecError: A value is not allowed.
+    """
+    path = folder / "generation_config.json"
+    given = huggingface.read_json(path) if path.exists() else {}
+    found: dict[str, float] = {}
+    for name, (low, high) in DEFAULTS.items():
+        value = given.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int | float) or not low <= value <= high:
+            raise SpecError(
+                f"{path}: {name} is {value!r}; give a number from {low:g} to {high:g}, "
+                "or set generation_config: none in the spec"
+            )
+        found[name] = value
+    if "top_k" in found:
+        found["top_k"] = max(0, int(found["top_k"]))
+    if found.get("temperature", 1.0) < COLDEST:
+        found["temperature"] = 0.0
+    return found
 
 
 def _end_tokens(config: dict[str, Any], folder: Path) -> tuple[int, ...]:

@@ -8,7 +8,9 @@ replica that takes its place gives it the tokens so far.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -20,8 +22,10 @@ import numpy
 import torch
 from torch import Tensor
 
-from multiworld.errors import InvalidRequestError, ModelFailedError
+from multiworld.errors import InvalidRequestError, ModelFailedError, ServeError
 from multiworld.serve.spec.stage import Generation
+
+logger = logging.getLogger("multiworld.serve")
 
 MAX_CHARACTERS = 64 * 1024
 """Most characters of a schema or a grammar."""
@@ -48,13 +52,34 @@ SPACES: Any = {
 }
 """Spaces in JSON, as Python writes it: small models fill any free space for ever."""
 
-LIMIT = "limit"
-"""Word of llguidance's errors about grammars that are too complex."""
-
 NO_TEXT = "NoExtensionBias"
 """Error of llguidance about a grammar that no text ends."""
 
-MISSING = "structured output needs llguidance and jsonschema-rs; pip install both"
+MISSING = (
+    "this server has no structured output: llguidance or jsonschema-rs is not installed"
+)
+
+MAX_ROW = 10_000
+"""Most alternatives at one place (``max_items_in_row`` of llguidance)."""
+
+NO_SUCH_TOKEN = "doesn't satisfy the grammar"
+"""Words of llguidance's error about a token that a structure does not allow; all others
+are about the structure."""
+
+
+class NoStructureError(ServeError):
+    """Structured output is not installed on this server."""
+
+    status = 501
+
+
+def import_grammars() -> None:
+    """Import what structures need, if it is installed: the first one does not wait."""
+    for name in ("llguidance", "jsonschema_rs"):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            logger.info("%s is not installed: no structured output", name)
 
 
 def grammar_of_schema(schema: Any, param: str) -> str:
@@ -70,12 +95,12 @@ def grammar_of_schema(schema: Any, param: str) -> str:
     """
     if not isinstance(schema, dict):
         raise _invalid("is not an object", param)
-    matcher, text = _matcher(param), json.dumps(schema)
+    matcher, text = _matcher(), json.dumps(schema)
     _check_length(text, param)
     try:
         from jsonschema_rs import ValidationError
     except ImportError as error:
-        raise InvalidRequestError(MISSING, param=param) from error
+        raise NoStructureError(MISSING) from error
     try:
         _schemas().validate(schema)
     except ValidationError as error:
@@ -105,7 +130,7 @@ def grammar_of_regex(regex: str, param: str) -> str:
     Raises:
         InvalidRequestError: It is not valid.
     """
-    matcher = _matcher(param)
+    matcher = _matcher()
     _check_length(regex, param)
     return _checked(matcher.grammar_from_regex(regex), param)
 
@@ -120,7 +145,7 @@ def grammar_of_lark(grammar: str, param: str) -> str:
     Raises:
         InvalidRequestError: It is not valid; the line is named.
     """
-    matcher = _matcher(param)
+    matcher = _matcher()
     _check_length(grammar, param)
     if "%json" in grammar or grammar.lstrip().startswith("{"):
         raise _invalid('has a JSON schema; give that as "json"', param)
@@ -141,6 +166,72 @@ def grammar_of_choice(choices: Sequence[str], param: str) -> str:
         raise _invalid("must be a list of texts that are not empty", param)
     lines = " | ".join(json.dumps(choice) for choice in choices)
     return grammar_of_lark(f"start: {lines}", param)
+
+
+def grammar_of_calls(tools: Sequence[tuple[str, Any]], *, is_single: bool) -> str:
+    """Return the grammar of a list of tool calls, as JSON.
+
+    The text may end after each call, so that a small model does not have to invent
+    more of them; and what was cut off has all the calls before that.
+
+    Args:
+        tools: Name and JSON schema of the parameters of each tool.
+        is_single: Whether there is one call at most.
+
+    Raises:
+        InvalidRequestError: A schema is not valid, or cannot be enforced.
+    """
+    for _, parameters in tools:
+        grammar_of_schema(parameters, "tools")
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "parameters": parameters},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for name, parameters in tools
+    ]
+    schema = json.dumps({"x-guidance": SPACES, "anyOf": calls})
+    more = "" if is_single else '(", " call)* '
+    text = f'start: "[" call {more}"]"?\ncall: %json {schema}\n'
+    return _checked(_matcher().grammar_from_lark(text), "tools")
+
+
+def grammar_of_marked_calls(
+    tools: Sequence[tuple[str, Any]], begin: int, end: int, ends: Sequence[int]
+) -> str:
+    """Return the grammar of free text with tool calls between two tokens.
+
+    Args:
+        tools: Name and JSON schema of the arguments of each tool.
+        begin: Token before a call.
+        end: Token after it.
+        ends: Tokens that end the text.
+
+    Raises:
+        InvalidRequestError: A schema is not valid, or cannot be enforced.
+    """
+    for _, parameters in tools:
+        grammar_of_schema(parameters, "tools")
+    others = ",".join(map(str, sorted({begin, *ends})))
+    forms = [
+        f'"\\n{{\\"name\\": {_quoted(name)}, \\"arguments\\": " '
+        f"%json {json.dumps({'x-guidance': SPACES, **parameters})} "
+        f'"}}\\n"'
+        for name, parameters in tools
+    ]
+    inside = "\n    | ".join(forms)
+    text = (
+        f"start: free (call free)*\nfree: (<[^{others}]>)*\n"
+        f"call: <[{begin}]> inside <[{end}]>\ninside: {inside}\n"
+    )
+    return _checked(_matcher().grammar_from_lark(text), "tools")
+
+
+def _quoted(name: str) -> str:
+    """Return a name as JSON, within a text of Lark's form."""
+    return json.dumps(json.dumps(name))[1:-1]
 
 
 def _are_few_multiples(schema: Any) -> bool:
@@ -181,21 +272,21 @@ def _schemas() -> Any:
     )
 
 
-def _matcher(param: str) -> Any:
+def _matcher() -> Any:
     """Return llguidance's matcher, which makes and checks grammars.
 
     Raises:
-        InvalidRequestError: It is not installed.
+        NoStructureError: It is not installed.
     """
     try:
         from llguidance import LLMatcher
     except ImportError as error:
-        raise InvalidRequestError(MISSING, param=param) from error
+        raise NoStructureError(MISSING) from error
     return LLMatcher
 
 
 def _checked(grammar: str, param: str) -> str:
-    why = _matcher(param).validate_grammar(grammar)
+    why = _matcher().validate_grammar(grammar)
     if why and not why.startswith("WARNING"):
         raise _invalid(f"cannot be enforced: {_short(why)}", param)
     return grammar
@@ -260,7 +351,9 @@ class Matchers:
                 n_vocab=self._model.vocabulary,
                 eos_token=list(self._model.end_tokens) or None,
             )
-        limits = LLParserLimits(step_max_items=MAX_ITEMS, verbose_errors=False)
+        limits = LLParserLimits(
+            step_max_items=MAX_ITEMS, max_items_in_row=MAX_ROW, verbose_errors=False
+        )
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
 
 
@@ -298,7 +391,7 @@ class Matcher:
             self._consumed = []
         for token in tokens[len(self._consumed) :]:
             if not matcher.consume_token(token):
-                if LIMIT in matcher.get_error():
+                if NO_SUCH_TOKEN not in matcher.get_error():
                     self._check(matcher)
                 why = _short(matcher.get_error())
                 raise ModelFailedError(f"structured output failed: {why}")

@@ -201,7 +201,7 @@ class Moves:
 
     def give_up(self, stream: Stream, now: float) -> None:
         """Drop what is prepared for a stream, and move it later."""
-        logger.info("stream %d is not moved yet", stream.number)
+        logger.info("%s is not moved yet", stream.name)
         self._counts["given_up"] += 1
         self.drop(stream)
         pause_s = RETRY_S * 2.0 ** min(stream.given_up, 5)

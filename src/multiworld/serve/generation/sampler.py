@@ -87,6 +87,10 @@ def _adjusted(
 ) -> Tensor:
     """Return the logits with penalties and biases; ``logits`` itself without any."""
     scores = logits
+    if sampling.logit_bias:  # before the penalties, as in vLLM
+        scores = scores.clone()
+        biased = torch.tensor(list(sampling.logit_bias))
+        scores[biased] += torch.tensor(list(sampling.logit_bias.values()))
     if sampling.repetition_penalty != 1.0:
         scores = scores.clone()
         seen = torch.tensor(sorted(set(tokens)))
@@ -101,10 +105,6 @@ def _adjusted(
             torch.tensor(list(tokens[prompt:])), return_counts=True
         )
         scores[made] -= sampling.presence_penalty + sampling.frequency_penalty * times
-    if sampling.logit_bias:
-        scores = scores.clone()
-        biased = torch.tensor(list(sampling.logit_bias))
-        scores[biased] += torch.tensor(list(sampling.logit_bias.values()))
     return scores
 
 
@@ -113,33 +113,34 @@ def _drawn(scores: Tensor, sampling: Sampling, index: int) -> int:
     at = uniform(sampling.seed, sampling.choice, index)
     probabilities = scores.to(torch.float64).softmax(-1)
     has_limits = sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0
+    least = sampling.min_p * float(probabilities.max())
     if not has_limits:
         return _inverse(probabilities, at)
     # To sort the whole vocabulary takes longer than all the rest.
     for most in (sampling.top_k,) if sampling.top_k else (FEW, len(scores)):
         which = scores.topk(min(most, len(scores))).indices
         likely = probabilities[which]
-        kept = _kept(likely, sampling)
+        # min_p is first, then top_k and top_p, as in vLLM: each of what is left.
+        whole = likely if sampling.top_k else probabilities
+        kept = _kept(likely, sampling, least, float(whole[whole >= least].sum()))
         if not bool(kept[-1]):
             break  # those after it do not stay either
     return int(which[_inverse(likely * kept, at)])
 
 
-def _kept(likely: Tensor, sampling: Sampling) -> Tensor:
+def _kept(likely: Tensor, sampling: Sampling, least: float, whole: float) -> Tensor:
     """Return which of the most likely tokens stay, the first one always.
 
     Args:
         likely: Their probabilities, the largest first.
-        sampling: Says how many, or how likely they must be.
+        sampling: Says how many there may be.
+        least: Least probability.
+        whole: Sum of the probabilities that ``top_p`` is a share of.
     """
-    kept = torch.ones_like(likely, dtype=torch.bool)
+    kept = likely >= least
     if sampling.top_p < 1.0:
-        # A token stays if those before it do not sum up to top_p; with top_k they are
-        # a share of those that are left.
-        whole = likely.sum() if sampling.top_k else 1.0
+        # A token stays if those before it do not sum up to top_p.
         kept &= likely.cumsum(0) - likely < sampling.top_p * whole
-    if sampling.min_p > 0.0:
-        kept &= likely >= sampling.min_p * likely[0]
     kept[0] = True
     return kept
 

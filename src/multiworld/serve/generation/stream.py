@@ -88,6 +88,7 @@ class Stream:
         share: Its tenant.
         prefixes: Names of the prefixes of its prompt, the shortest first.
         session: Name of its session; empty: none.
+        request: Id of its request; empty: none.
         fingerprints: Kinds of machines that it was computed on, by stage.
         losses: Replicas that were lost with it since its last token.
         returns: Attempts that came back since its last token.
@@ -123,6 +124,7 @@ class Stream:
     share: Share = DEFAULT_SHARE
     prefixes: tuple[Digest, ...] = ()
     session: str = ""
+    request: str = ""
     fingerprints: dict[int, str] = field(default_factory=dict)
     losses: Losses = field(default_factory=Losses)
     returns: int = 0
@@ -156,6 +158,12 @@ class Stream:
             return ""
         what = "first token" if self.first_at is None else f"token after {made}"
         return f"no {what} within {limit_s:g} s"
+
+    @property
+    def name(self) -> str:
+        """Its name in logs."""
+        request = self.request or "without a request"
+        return f"request {request}, stream {self.number}"
 
     def next_attempt(self) -> int:
         """Return the number of a new attempt."""

@@ -111,6 +111,7 @@ class Streams:
         limits: TimeLimits = NO_LIMITS,
         share: Share = DEFAULT_SHARE,
         session: str = "",
+        request: str = "",
         via: dict[int, str] | None = None,
         version: str | None = None,
     ) -> AsyncIterator[AsyncIterator[TokenItem]]:
@@ -124,6 +125,7 @@ class Streams:
             limits: Its other time limits.
             share: Its tenant.
             session: Streams of a tenant's session prefer the same replicas.
+            request: Id of its request, for logs.
             via: For a probe: replicas by stage that it must go through.
             version: For a probe: version of the model; None: the active one.
 
@@ -152,6 +154,7 @@ class Streams:
             via or {},
             limits,
             share=share,
+            request=request,
             began_at=self._clock(),
         )
         if via is None:
@@ -431,7 +434,7 @@ class Streams:
     def _again(self, stream: Stream, why: str) -> None:
         """Make another attempt at a stream, with what is left of its chain."""
         self.counts["replayed"] += not stream.via  # probes are nobody's streams
-        logger.info("stream %d again: %s", stream.number, why)
+        logger.info("%s again: %s", stream.name, why)
         is_kept = (
             not stream.losses.is_suspect
             and stream.returns < KEPT_RETURNS
@@ -583,9 +586,9 @@ class Streams:
                 stream.fingerprints[stage] = found
                 self.counts["other_kind"] += 1
                 logger.warning(
-                    "stream %d goes on with another kind of machine in stage %d, and "
-                    "may go on differently: %s in place of %s",
-                    stream.number,
+                    "%s goes on with another kind of machine in stage %d, and may go "
+                    "on differently: %s in place of %s",
+                    stream.name,
                     stage,
                     found or "an unknown one",
                     before or "an unknown one",

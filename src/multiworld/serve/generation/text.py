@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,10 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
 from multiworld.errors import InvalidRequestError
+from multiworld.serve.generation.control_tokens import ControlTokens
+from multiworld.serve.generation.grammar import import_grammars
+
+logger = logging.getLogger("multiworld.serve")
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 """Names of the tokens of single bytes in SentencePiece's models."""
@@ -49,6 +54,36 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
+
+    @functools.cached_property
+    def _controls(self) -> tuple[ControlTokens, frozenset[int]]:
+        """The control tokens, and their ids."""
+        added = self.fast.get_added_tokens_decoder()
+        found = {number: t.content for number, t in added.items() if t.special}
+        return ControlTokens({*found.values()}), frozenset(found)
+
+    @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that the chat template reads."""
+        from jinja2 import meta
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        given = self._slow.chat_template
+        found: set[str] = set()
+        for text in given.values() if isinstance(given, dict) else [given or ""]:
+            environment = _compile_jinja_template(text).environment
+            found |= meta.find_undeclared_variables(environment.parse(text))
+        return frozenset(found)
+
+    def prepare(self) -> None:
+        """Load all that a chat needs, so that the first one does not wait for it."""
+        if self.longest and self._slow.chat_template is not None:
+            try:
+                self.chat([{"role": "user", "content": "."}], 2**31)
+                assert self.variables is not None
+            except Exception:  # of a template that wants other messages
+                logger.info("a chat template refuses a message", exc_info=True)
+        import_grammars()
 
     @functools.cached_property
     def longest(self) -> int:
@@ -125,6 +160,8 @@ class Tokenizer:
         begins_answer: bool = True,
         tools: Sequence[dict[str, Any]] = (),
         options: Mapping[str, Any] = MappingProxyType({}),
+        effort: str | None = None,
+        has_controls: bool = False,
     ) -> list[int]:
         """Return the tokens of a chat.
 
@@ -135,10 +172,12 @@ class Tokenizer:
             begins_answer: Whether the assistant's answer is to follow.
             tools: Tools that it may call, as OpenAI's API has them.
             options: Values of further variables of the template.
+            effort: Value of ``reasoning_effort``, for a template that reads it.
+            has_controls: Whether control tokens in the messages are control tokens.
 
         Raises:
             InvalidRequestError: The model has no chat template, the template refuses
-                the messages, has no such variable, or they cannot fit.
+                the messages, has no such variable, shows no tools, or they cannot fit.
         """
         if self._slow.chat_template is None:
             raise InvalidRequestError(
@@ -146,20 +185,51 @@ class Tokenizer:
                 param="messages",
             )
         self._check_options(options)
+        if tools and "tools" not in self.variables:
+            raise InvalidRequestError(
+                "the chat template of this model shows it no tools, so it cannot call "
+                "any; leave tools out, or use another model",
+                param="tools",
+                code="unsupported_value",
+            )
+        if effort is not None and "reasoning_effort" in self.variables:
+            options = {"reasoning_effort": effort, **options}
+        controls, ids = self._controls
+        marks = controls.marks()
         try:
+            given = self._known_roles(messages), list(tools), dict(options)
+            given = given if has_controls else tuple(map(marks.put, given))
+            shown, shown_tools, shown_options = given
             text = self._slow.apply_chat_template(
-                messages,
-                tools=list(tools) or None,
+                shown,
+                tools=shown_tools or None,
                 tokenize=False,
                 add_generation_prompt=begins_answer,
-                **options,
+                **shown_options,
             )
         except Exception as error:  # of the template
             raise InvalidRequestError(
                 f"the chat template refuses the messages: {error}", param="messages"
             ) from error
         self.check_length(len(str(text)), longest, "messages")  # with its tools
-        return self.encode(str(text), has_special=False)
+        if marks.is_used:
+            return marks.encoded(str(text), self._encode_all, ids)
+        found = self.encode(str(text), has_special=False)
+        if self.fast.normalizer is not None and not has_controls:
+            controls.check(str(text), sum(token in ids for token in found))
+        return found
+
+    def _encode_all(self, texts: list[str]) -> list[list[int]]:
+        made = self.fast.encode_batch(texts, add_special_tokens=False)
+        return [each.ids for each in made]
+
+    def _known_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages; a developer's are the system's for older templates."""
+        if "developer" in str(self._slow.chat_template):
+            return messages
+        return [
+            {**m, "role": "system"} if m["role"] == "developer" else m for m in messages
+        ]
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         taken = {"messages", *signature(self._slow.apply_chat_template).parameters}

@@ -38,6 +38,7 @@ def build_model(spec: ModelSpec) -> Model:
     if spec.generation is not None:
         offered["dtype"] = spec.generation.dtype
         offered["deterministic"] = spec.generation.deterministic
+        offered["generation_config"] = spec.generation.generation_config
     taken = {k: v for k, v in offered.items() if v is not None and _takes(function, k)}
     made = _call_factory(function, factory, {**taken, **spec.options})
     if isinstance(made, Module):

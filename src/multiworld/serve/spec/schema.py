@@ -200,7 +200,14 @@ class GenerationSpec(_Strict):
     prefix_cache_memory_mb: Annotated[float, Field(ge=0, le=1e8)] = 128.0
     """Memory in each replica for the beginnings of prompts, in MiB."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Datatype to compute in; by default as in the folder."""
+    """Datatype to compute in; by default as in the folder, but float32 for a folder in
+    bfloat16 if a machine of the service computes that more slowly."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """`auto`: `generation_config.json` in the folder has the defaults of temperature,
+    top_p, top_k, min_p and repetition_penalty. `none`: they are OpenAI's."""
+    control_tokens_in_messages: bool = False
+    """`true`: control tokens such as `<|im_end|>` in what messages and tools say are
+    control tokens, as in vLLM. By default they are plain text there."""
     deterministic: bool = False
     """`true`: a text depends neither on what it is computed with, nor on lost replicas:
     it is bit for bit that of an undisturbed run on the same kind of processor, with the
@@ -351,6 +358,9 @@ class GatewaySpec(_Strict):
     answered with 408."""
     shutdown_s: Seconds = 30.0
     """Seconds that accepted requests get to finish at a shutdown."""
+    access_log: bool = False
+    """`true`: a line in the gateway's log for every request: its id (header
+    `X-Request-Id`), tenant, method, path, status and seconds."""
     tls_certificate: str | None = None
     """PEM file with the certificate chain; turns HTTPS on. Needs `tls_key`."""
     tls_key: str | None = None

@@ -171,6 +171,8 @@ class Generation:
         dtype: Dtype that it is computed in; empty: not known. A model of its folder's
             dtype bfloat16 is computed in float32 by machines without fast bfloat16.
         weight_bytes: Bytes of the weights in the folder, by stage; empty: not known.
+        defaults: Values of ``temperature``, ``top_p``, ``top_k``, ``min_p`` and
+            ``repetition_penalty`` for requests that name none.
     """
 
     tokenizer: Callable[[], Any]
@@ -182,6 +184,7 @@ class Generation:
     attention: Callable[[Any, Any], Any] | None = None
     dtype: str = ""
     weight_bytes: Sequence[int] = ()
+    defaults: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

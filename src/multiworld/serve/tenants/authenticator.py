@@ -58,6 +58,8 @@ class AdmittedRequest:
         generated_tokens: Tokens that were generated for it so far.
         is_refused: It was counted as refused.
         timing: Its times in the pipeline.
+        id: Its id, of the client or new.
+        model: Name of the model that it names, if it was refused before it was read.
     """
 
     tenant: Tenant
@@ -69,6 +71,8 @@ class AdmittedRequest:
     generated_tokens: int = 0
     is_refused: bool = False
     timing: Timing = field(default_factory=Timing)
+    id: str = ""
+    model: str = ""
 
 
 class Authenticator:

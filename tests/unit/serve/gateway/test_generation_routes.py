@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -36,6 +38,7 @@ class PlayedStreams(Streams):
         prompts: Prompts that were asked for.
         samplings: How each was to be sampled.
         sessions: Session of each.
+        requests: Id of the request of each.
         quarantined: Tenants and models.
     """
 
@@ -48,6 +51,7 @@ class PlayedStreams(Streams):
         self.prompts: list[list[int]] = []
         self.samplings: list[Sampling] = []
         self.sessions: list[str] = []
+        self.requests: list[str] = []
         self.quarantined: list[tuple[str, str]] = []
 
     def check_room(self, model: str) -> None:
@@ -65,6 +69,7 @@ class PlayedStreams(Streams):
         self.prompts.append(list(tokens))
         self.samplings.append(sampling)
         self.sessions.append(more["session"])
+        self.requests.append(more["request"])
         yield self._items(sampling)
 
     async def _items(self, sampling: Sampling) -> AsyncIterator[TokenItem]:
@@ -98,7 +103,12 @@ class Played:
         streams: What it generates.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *tenants: str) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *tenants: str,
+        defaults: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         self.fake = Fake(*(Tenant(name=name) for name in tenants))
         self.streams = self.fake.gateway.streams = PlayedStreams()
         facts = Generation(
@@ -107,6 +117,7 @@ class Played:
             vocabulary=300,
             max_tokens=200,
             kv_bytes=[1],
+            defaults=defaults,
         )
         stage = Stage(load=lambda context: lambda tensors: tensors)
         self.fake.serve(g=Model(stages=[stage], generation=facts))
@@ -122,7 +133,8 @@ class Played:
     ) -> tuple[int, Any]:
         """Return the status of an answer, and its content or the events of it."""
         async with self.fake.client(tenant) as client:
-            answer = await client.post(path, json={"model": "g", **body})
+            named = {} if path.startswith("/v2") else {"model": "g"}
+            answer = await client.post(path, json={**named, **body})
         if answer.headers["content-type"].startswith("text/event-stream"):
             return answer.status_code, answer.text.split("\n\n")[:-1]
         return answer.status_code, answer.json()
@@ -286,7 +298,103 @@ async def test_one_call_is_all_if_no_more_are_wanted(
     assert len(calls) == 1 + is_parallel
     await played.post(CHAT, {**asked, "tool_choice": "required"})
     grammar = played.streams.samplings[-1].grammar
-    assert ("maxItems" in grammar) is not is_parallel
+    assert ("call)*" in grammar) is is_parallel
+
+
+REQUIRED = '[{"name": "f", "parameters": {"a": 1}}, {"name": "f", "parame'
+
+
+async def test_calls_before_a_cut_are_answered_and_the_rest_is_no_text(
+    tokenizer: Tokenizer,
+) -> None:
+    """Whole and streamed; the reason of the end says that it was cut."""
+    played = Played(tokenizer)
+    played.streams.text = list(tokenizer.encode(REQUIRED, has_special=False))
+    asked = {"messages": PROMPT, "tools": TOOLS, "tool_choice": "required"}
+    _, answer = await played.post(CHAT, asked)
+    (choice,) = answer["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "length")
+    found = await played.choices(CHAT, asked)
+    assert not any(c["delta"].get("content") for c in found)
+    calls = [c for choice in found for c in choice["delta"].get("tool_calls", ())]
+    assert [c["function"]["arguments"] for c in calls] == ['{"a": 1}']
+    assert found[-1]["finish_reason"] == "length"
+    played.streams.text = list(tokenizer.encode("[{", has_special=False))
+    _, answer = await played.post(CHAT, asked)
+    assert answer["choices"][0]["message"]["content"] is None
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v2/models/g/generate"])
+async def test_defaults_of_the_model_are_those_of_requests(
+    tokenizer: Tokenizer, path: str
+) -> None:
+    """A field that a request names counts; null is no value."""
+    own = {"temperature": 0.25, "top_k": 20, "min_p": 0.125}
+    played = Played(tokenizer, defaults=own)
+    played.streams.text = [7]
+    body: dict[str, Any] = {"prompt": "hi"}
+    if path == CHAT:
+        body = {"messages": PROMPT}
+    elif path.endswith("generate"):
+        body = {"text_input": "hi", "parameters": {}}
+    assert (await played.post(path, body))[0] == 200
+    sampling = played.streams.samplings[-1]
+    assert (sampling.temperature, sampling.top_k, sampling.min_p) == (0.25, 20, 0.125)
+    named: dict[str, Any] = {"temperature": 0.5, "top_k": None, "min_p": 0.0}
+    if path.endswith("generate"):
+        body["parameters"] = {k: v for k, v in named.items() if v is not None}
+    else:
+        body |= named
+    assert (await played.post(path, body))[0] == 200
+    sampling = played.streams.samplings[-1]
+    assert (sampling.temperature, sampling.top_k, sampling.min_p) == (0.5, 20, 0.0)
+
+
+async def test_strict_tools_are_enforced_or_refused(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """By a structure, where the marks of calls are tokens of the model."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    function = {"name": "f", "parameters": schema, "strict": True}
+    asked = {"messages": PROMPT, "tools": [{"type": "function", "function": function}]}
+    refused, answer = await Played(tokenizer).post(CHAT, asked)
+    assert (refused, answer["error"]["param"]) == (400, "tools")
+    assert "strict tools are enforced with tool_choice" in answer["error"]["message"]
+    save_tokenizer(tmp_path, "<tool_call>", "</tool_call>")
+    played = Played(Tokenizer(tmp_path))
+    played.streams.text = [7]
+    assert (await played.post(CHAT, asked))[0] == 200
+    assert "call: <[" in played.streams.samplings[-1].grammar
+
+
+async def test_request_id_is_taken_returned_and_told_to_the_streams(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On every answer, and in the log of access; a bad one is replaced."""
+    played = Played(tokenizer)
+    played.streams.text = [7]
+    gateway = played.fake.gateway
+    gateway.logs_access = True
+    caplog.set_level("INFO", "multiworld.access")
+    async with played.fake.client("") as client:
+        for given, body, status in (
+            ("my-id", {"messages": PROMPT}, 200),
+            ("my-id", {"messages": PROMPT, "stream": True}, 200),
+            ("my-id", {"messages": 1}, 400),
+            ("bad id", {"messages": PROMPT}, 200),
+        ):
+            answer = await client.post(
+                CHAT, json={"model": "g", **body}, headers={"X-Request-Id": given}
+            )
+            assert answer.status_code == status
+            found = answer.headers["x-request-id"]
+            assert (found == given) is (given == "my-id")
+            assert f"{found} - POST {CHAT} {status} " in caplog.text
+    assert played.streams.requests[:2] == ["my-id", "my-id"]
+    counted = [(labels, n) for _, labels, n in gateway.counts.counted()]
+    assert (("g", "400"), 1) in counted, "of the model that it names"
 
 
 async def test_call_that_was_cut_says_so(tokenizer: Tokenizer) -> None:
@@ -421,7 +529,12 @@ async def test_slow_stream_is_kept_alive_by_comments(
         ),
         ({"messages": PROMPT, "stop_token_ids": [*range(1025)]}, "stop_token_ids"),
         ({"messages": PROMPT, "service_tier": "flex"}, "service_tier"),
-        ({"messages": PROMPT, "metadata": {"a": "b"}}, "metadata"),
+        ({"messages": PROMPT, "metadata": {"a": 1}}, "metadata"),
+        ({"messages": PROMPT, "metadata": {"a" * 65: "b"}}, "metadata"),
+        ({"messages": PROMPT, "reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"messages": PROMPT, "verbosity": "low"}, "verbosity"),
+        ({"messages": PROMPT, "best_of": 2}, "best_of"),
+        ({"messages": PROMPT, "use_beam_search": True}, "use_beam_search"),
         ({"messages": PROMPT, "prompt_cache_key": "x" * 257}, "prompt_cache_key"),
     ],
 )
@@ -550,7 +663,11 @@ async def test_values_that_ask_for_nothing_are_taken(tokenizer: Tokenizer) -> No
     played.streams.text = [7]
     nothing = {
         "store": False,
-        "metadata": {},
+        "metadata": {"a": "b"},
+        "verbosity": None,
+        "best_of": 1,
+        "reasoning_effort": "low",
+        "length_penalty": 1.0,
         "service_tier": "auto",
         "modalities": ["text"],
         "user": "u",

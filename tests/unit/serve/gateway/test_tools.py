@@ -125,16 +125,30 @@ def test_schemas_are_those_of_the_tools() -> None:
     """All of them, or the named one."""
     required = calling_of(TOOLS, "required")
     assert required is not None
-    names = [c["properties"]["name"] for c in required.schema["items"]["anyOf"]]
-    assert names == [{"const": "weather"}, {"const": "now"}]
+    assert [name for name, _ in required.forms()] == ["weather", "now"]
+    assert required.forms()[0][1] == PLACE
     named = calling_of(TOOLS, NamedTool("function", NamedFunction("weather")))
     assert named is not None
-    assert named.schema == PLACE
+    assert named.named_parameters == PLACE
     assert calling_of(TOOLS, "none") is None
     assert calling_of(None, None) is None
     free = calling_of(TOOLS, None)
     assert free is not None
-    assert free.schema is None
+    assert free.is_free
+
+
+@given(st.integers(0, 200), st.lists(st.integers(0, 500), max_size=30))
+def test_cut_list_of_calls_has_those_that_are_complete(
+    count: int, at: list[int]
+) -> None:
+    """And no text, wherever it is cut."""
+    calls = [{"name": "now", "parameters": {"a": '}]{\\"' * n}} for n in range(3)]
+    text = json.dumps(calls)
+    ends = [len(json.dumps(calls[: n + 1])) - 1 for n in range(3)]
+    required = Calling(tuple(TOOLS), is_required=True)
+    said, found = parsed(required, None, cut(text[:count], at))
+    assert said == ""
+    assert len(found) == sum(end <= count for end in ends)
 
 
 @pytest.mark.parametrize(

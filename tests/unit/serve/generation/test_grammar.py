@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -262,3 +263,76 @@ def test_least_tokens_give_way_to_a_structure_that_ends() -> None:
     sampling = Sampling(temperature=0.0, min_tokens=9)
     logits = torch.zeros(6)
     assert choose(logits, sampling, [1], 1, (4,), allowed).token == 4
+
+
+TOOLS: list[tuple[str, Any]] = [("f", SCHEMA), ("g", {"type": "object"})]
+
+
+def accepted(matcher: Matcher, tokenizer: Tokenizer, text: str) -> list[bool]:
+    """Return after which characters of a text it may end; all of them are allowed."""
+    tokens, may_end = [], []
+    for token in tokenizer.encode(text, has_special=False):
+        allowed = matcher.allowed(tokens)
+        assert bool(allowed[token]), (text, len(tokens))
+        may_end.append(bool(allowed[0]))
+        tokens.append(token)
+    return [*may_end, bool(matcher.allowed(tokens)[0])]
+
+
+def test_text_may_end_after_each_required_call(
+    matchers: Matchers, tokenizer: Tokenizer
+) -> None:
+    """So that a small model need not invent more; one call is there at least."""
+    call = '{"name": "g", "parameters": {"a": 1}}'
+    text = f"[{call}, {call}]"
+    grammar = grammars.grammar_of_calls(TOOLS, is_single=False)
+    ends = accepted(matchers.begin(grammar), tokenizer, text)
+    assert [n for n, end in enumerate(ends) if end] == [38, 77, 78]
+    single = matchers.begin(grammars.grammar_of_calls(TOOLS, is_single=True))
+    tokens = tokenizer.encode(f"[{call}", has_special=False)
+    after = single.allowed(tokens)
+    assert not bool(after[tokenizer.encode(",", has_special=False)[0]])
+
+
+def test_marked_calls_have_their_schema_and_the_rest_is_free(tmp_path: Path) -> None:
+    """Only between the tokens that mark a call."""
+    save_tokenizer(tmp_path, "<tool_call>", "</tool_call>")
+    marked = Tokenizer(tmp_path)
+    vocabulary = marked.fast.get_vocab_size()
+    facts = Generation(
+        tokenizer=lambda: marked,
+        end_tokens=(0,),
+        vocabulary=vocabulary,
+        max_tokens=1000,
+        kv_bytes=[1],
+    )
+    ids = marked.fast.get_vocab()
+    begin, end = ids["<tool_call>"], ids["</tool_call>"]
+    grammar = grammars.grammar_of_marked_calls(TOOLS, begin, end, [0])
+    call = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+    accepted(Matchers(facts).begin(grammar), marked, f"say é {call} and {call}")
+    wrong = marked.encode('<tool_call>\n{"name": "h', has_special=False)
+    matcher = Matchers(facts).begin(grammar)
+    assert not bool(matcher.allowed(wrong[:-1])[wrong[-1]])
+
+
+def test_grammar_of_many_alternatives_is_taken(matchers: Matchers) -> None:
+    """Six thousand of them in one place."""
+    lines = " | ".join(f'"a{number}"' for number in range(6000))
+    matcher = matchers.begin(grammar_of_lark(f"start: {lines}", "grammar"))
+    assert re.fullmatch(r"a\d{1,4}", text_of(matchers, generated(matcher, 3)))
+
+
+def test_missing_library_is_the_servers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request can mend it."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(grammars.NoStructureError, match="not installed") as found:
+        grammar_of_regex("a+", "structured_outputs")
+    assert found.value.status == 501
+    grammars.import_grammars()
+
+
+def text_of(matchers: Matchers, tokens: list[int]) -> str:
+    """Return the text of generated tokens."""
+    found: str = matchers._model.tokenizer().decode(tokens)
+    return found

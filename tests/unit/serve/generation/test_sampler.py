@@ -164,3 +164,19 @@ def test_last_token_says_why_it_is_the_last() -> None:
     assert finish_of(9, 3, sampling, (9,)) == "stop"
     assert finish_of(8, 3, sampling, (9,)) == "length"
     assert finish_of(8, 2, sampling, (9,)) == ""
+
+
+def test_bias_is_added_before_the_penalties() -> None:
+    """As in vLLM: (1 + 2) / 2 is less than 2.25, and 1 / 2 + 2 would be more."""
+    sampling = Sampling(temperature=0.0, repetition_penalty=2.0, logit_bias={0: 2.0})
+    assert choose(torch.tensor([1.0, 2.25]), sampling, [0], 1, ()).token == 1
+
+
+def test_min_p_is_first_and_top_p_is_a_share_of_what_is_left() -> None:
+    """As in vLLM: only the first one has half of 0.5, and it is all of the rest."""
+    logits = torch.tensor([0.5, 0.2, 0.15, 0.15]).log()
+    drawn = {
+        choose(logits, Sampling(top_p=0.7, min_p=0.45, seed=seed), [0], 1, ()).token
+        for seed in range(50)
+    }
+    assert drawn == {0}
