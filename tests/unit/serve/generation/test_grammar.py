@@ -270,7 +270,8 @@ TOOLS: list[tuple[str, Any]] = [("f", SCHEMA), ("g", {"type": "object"})]
 
 def accepted(matcher: Matcher, tokenizer: Tokenizer, text: str) -> list[bool]:
     """Return after which characters of a text it may end; all of them are allowed."""
-    tokens, may_end = [], []
+    tokens: list[int] = []
+    may_end: list[bool] = []
     for token in tokenizer.encode(text, has_special=False):
         allowed = matcher.allowed(tokens)
         assert bool(allowed[token]), (text, len(tokens))
