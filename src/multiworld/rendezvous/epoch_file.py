@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import IO
 
 from multiworld.errors import ConfigError
+from multiworld.rendezvous.messages import MAX_EPOCH
+from multiworld.rendezvous.registry import RESERVE
 
 FORMAT = 1
 """Format of the file; lines before the first release with formats have none."""
@@ -97,7 +99,9 @@ def _read(path: Path) -> dict[str, int]:
                 break  # torn: the machine lost power during the write
             rule = f"it is not a file that a store wrote (line {number}: {error})"
             raise ConfigError("state", str(path), rule) from error
-        epochs[world] = max(epoch, epochs.get(world, 0))
+        # An earlier release took any epoch that a member claimed to have seen.
+        credible = min(epoch, MAX_EPOCH - RESERVE)
+        epochs[world] = max(credible, epochs.get(world, 0))
     return epochs
 
 

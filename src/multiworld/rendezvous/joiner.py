@@ -29,6 +29,7 @@ from multiworld.rendezvous.messages import (
     Admitted,
     Claim,
     ClaimOutcome,
+    Crowded,
     JoinTimedOut,
     RankTaken,
     SealedMember,
@@ -454,7 +455,7 @@ def _admitted(
 
 def _refusal(
     claim: Newcomer | Survivor,
-    outcome: JoinTimedOut | Stale | RankTaken | TermsDiffer | VersionDiffers,
+    outcome: JoinTimedOut | Stale | RankTaken | TermsDiffer | VersionDiffers | Crowded,
 ) -> Exception:
     where = f"world {claim.world!r}"
     match outcome:
@@ -487,6 +488,12 @@ def _refusal(
                 f"{where}: the members disagree: {detail}; start all of them "
                 "with the same size, backend and options",
                 world=claim.world,
+            )
+        case Crowded(limit):
+            return RendezvousError(
+                f"{where}: the store holds {limit} claims of this process that wait "
+                "for members, and takes no more; start the missing members, or join "
+                "fewer worlds at a time"
             )
         case VersionDiffers(theirs, detail):
             return ProtocolVersionError(

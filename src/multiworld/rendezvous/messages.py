@@ -255,6 +255,12 @@ class VersionDiffers(Message, frozen=True):
     detail: str
 
 
+class Crowded(Message, frozen=True):
+    """The session has this many claims that wait, and may have no more."""
+
+    limit: int
+
+
 class Result(Message, frozen=True):
     """Result of a request about keys."""
 
@@ -266,7 +272,7 @@ class NoValue(Message, frozen=True):
 
 
 ClaimOutcome = (
-    Admitted | JoinTimedOut | Stale | RankTaken | TermsDiffer | VersionDiffers
+    Admitted | JoinTimedOut | Stale | RankTaken | TermsDiffer | VersionDiffers | Crowded
 )
 
 

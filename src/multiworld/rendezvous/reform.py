@@ -82,6 +82,10 @@ class Reform:
         """True once no rank is missing."""
         return bool(self.claims) and not self.missing()
 
+    def remove(self, rank: int) -> None:
+        """Remove the claim of one rank, with its accusations."""
+        del self.claims[rank]
+
     def drop(self, session: int, request: int | None = None) -> None:
         """Remove the claims of a session, with their accusations.
 

@@ -22,7 +22,6 @@ that no two ever give out the same epoch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from multiworld.rendezvous.claims import (
     Abandoned,
@@ -44,18 +43,33 @@ from multiworld.rendezvous.claims import (
     Ticked,
     Withdrawn,
 )
+from multiworld.rendezvous.deadlines import Deadlines
 from multiworld.rendezvous.messages import (
+    MAX_EPOCH,
     Admitted,
     ClaimOutcome,
-    JoinTimedOut,
-    RankTaken,
-    Stale,
+    Crowded,
     TermsDiffer,
 )
 from multiworld.rendezvous.reform import Reform, ReformClaim
+from multiworld.rendezvous.session_index import SessionIndex
+from multiworld.rendezvous.world_claims import (
+    Current,
+    Holder,
+    Question,
+    WaitKey,
+    WorldClaims,
+    expired_survivors,
+    mismatch,
+    stale,
+    taken,
+    timed_out,
+    wait_key,
+)
 
 __all__ = [
     "ASK_S",
+    "MAX_CLAIMS",
     "Abandoned",
     "Announced",
     "Answered",
@@ -82,41 +96,12 @@ only holders whose session is open, so an answer takes one round trip and one it
 of the holder's event loop."""
 
 
-@dataclass(slots=True)
-class _Holder:
-    uid: str
-    session: SessionKey | None
-    request: RequestKey = 0
+RESERVE = 1 << 40
+"""Epochs below ``MAX_EPOCH`` that nobody can claim to have seen: a false announcement
+leaves so many for joins."""
 
-
-@dataclass(slots=True)
-class _Current:
-    epoch: int
-    holders: dict[int, _Holder]
-    reforms: int | None = None  # epoch of the incarnation whose survivors it is of
-    members: int = 0  # those that have not withdrawn their claims
-
-
-@dataclass(slots=True)
-class _World:
-    current: _Current | None = None
-    forming: dict[int, Claimed] = field(default_factory=dict)
-    reforming: Reform | None = None
-
-    @property
-    def waits(self) -> bool:
-        """True while a claim waits for other members."""
-        return bool(self.forming) or self.reforming is not None
-
-
-@dataclass(slots=True)
-class _Asking:
-    claims: list[Claimed]
-    world: str
-    epoch: int
-    rank: int
-    deadline: float
-    holder: SessionKey
+MAX_CLAIMS = 4096
+"""Claims of one session that wait at a time, at most."""
 
 
 def key_prefix(world: str, epoch: int, nonce: int) -> str:
@@ -144,11 +129,13 @@ class Registry:
     """
 
     def __init__(self, highest: dict[str, int] | None = None) -> None:
-        self._worlds: dict[str, _World] = {}
+        self._worlds: dict[str, WorldClaims] = {}
         self._highest: dict[str, int] = dict(highest or {})
         self._void: dict[str, int] = {}
-        self._forming: set[str] = set()
-        self._asking: dict[int, _Asking] = {}
+        self._sessions = SessionIndex()
+        self._deadlines = Deadlines[WaitKey]()
+        self._ask_deadlines = Deadlines[int]()
+        self._asking: dict[int, Question] = {}
         self._prefixes: dict[str, str] = {}
         self._asks = 0
 
@@ -159,11 +146,29 @@ class Registry:
             happening: The input.
             now: Current time, in seconds on a monotonic clock.
         """
+        name = self._world_of(happening)
+        actions = self._apply(happening, now)
+        if name is not None:
+            actions += self._tidy(name)
+        for action in actions:
+            if isinstance(action, Reply):
+                is_admitted = isinstance(action.outcome, Admitted)
+                self._sessions.answer(
+                    action.session, action.request, is_admitted=is_admitted
+                )
+        return actions
+
+    def _world_of(self, happening: Happening) -> str | None:
+        """Return the world that a happening is about; None if it is not about one."""
+        if isinstance(happening, Answered):
+            asking = self._asking.get(happening.ask)
+            return None if asking is None else asking.world
+        return getattr(happening, "world", None)
+
+    def _apply(self, happening: Happening, now: float) -> list[Action]:
         match happening:
-            case Claimed():
-                return self._claim(happening, now)
-            case ReformClaim():
-                return self._reform(happening)
+            case Claimed() | ReformClaim():
+                return self._received(happening, now)
             case Announced():
                 return self._announced(happening)
             case Left():
@@ -181,47 +186,75 @@ class Registry:
 
     def waiting_count(self) -> int:
         """Return the number of claims that wait for other members."""
-        return sum(len(_claims_of(world)) for _, world in self._waiting_worlds())
+        return len(self._deadlines)
 
     def next_deadline(self) -> float | None:
         """Return the time at which ``Ticked`` is due, or None if nothing waits."""
-        deadlines = [
-            claim.deadline
-            for _, world in self._waiting_worlds()
-            for claim in _claims_of(world)
-        ]
-        deadlines += [asking.deadline for asking in self._asking.values()]
-        return min(deadlines, default=None)
+        deadlines = (self._deadlines.next(), self._ask_deadlines.next())
+        return min((at for at in deadlines if at is not None), default=None)
 
-    def _waiting_worlds(self) -> list[tuple[str, _World]]:
-        live = self._worlds
-        self._forming = {n for n in self._forming if n in live and live[n].waits}
-        return [(name, self._worlds[name]) for name in self._forming]
+    # Sessions.
+
+    def _received(self, claim: Claimed | ReformClaim, now: float) -> list[Action]:
+        if self._sessions.waiting_count(claim.session) >= MAX_CLAIMS:
+            return [Reply(claim.session, claim.request, Crowded(MAX_CLAIMS))]
+        self._sessions.wait(claim.session, claim.request, claim.world)
+        seen = claim.epoch if isinstance(claim, ReformClaim) else claim.seen
+        if not self._is_credible(claim.world, seen):
+            why = f"epoch {seen} is beyond what any store gives out"
+            return [Reply(claim.session, claim.request, TermsDiffer(why))]
+        if isinstance(claim, ReformClaim):
+            return self._reform(claim)
+        return self._claim(claim, now)
+
+    def _is_credible(self, name: str, epoch: int) -> bool:
+        """Tell whether an epoch that a member has seen leaves room for further ones."""
+        return epoch <= self._highest.get(name, 0) or epoch < MAX_EPOCH - RESERVE
+
+    def _add_rank(self, session: SessionKey, name: str, rank: int) -> None:
+        self._sessions.add_rank(session, name, rank)
+        self._worlds[name].sessions.add(session)
+
+    def _drop_holder(self, current: Current | None, rank: int) -> None:
+        holder = None if current is None else current.holders.pop(rank, None)
+        if holder is not None:
+            self._sessions.forget(holder.session, holder.request)
+
+    def _wait(
+        self, claim: Claimed | ReformClaim, rival: Claimed | ReformClaim | None
+    ) -> None:
+        """Note that a claim waits, perhaps in place of an earlier one of its member."""
+        if rival is not None:
+            self._sessions.forget(rival.session, rival.request)
+        self._deadlines.set(wait_key(claim), claim.deadline)
+        self._add_rank(claim.session, claim.world, claim.rank)
 
     # Claims.
 
     def _claim(self, claim: Claimed, now: float) -> list[Action]:
-        world = self._worlds.setdefault(claim.world, _World())
+        world = self._worlds.setdefault(claim.world, WorldClaims())
         current = world.current
         holder = current.holders.get(claim.rank) if current else None
         if current is None or holder is None:
             return self._admit(world, claim)
         if holder.uid == claim.uid:  # it keeps its rank until the next is complete
             return self._admit(world, claim)
-        if holder.session is None:
-            del current.holders[claim.rank]
-            return self._admit(world, claim)
-        return self._ask(current, holder.session, claim, now)
+        return self._ask(world, current, holder.session, claim, now)
 
     def _ask(
-        self, current: _Current, holder: SessionKey, claim: Claimed, now: float
+        self,
+        world: WorldClaims,
+        current: Current,
+        holder: SessionKey,
+        claim: Claimed,
+        now: float,
     ) -> list[Action]:
-        for asking in self._asking.values():
-            if (asking.world, asking.rank) == (claim.world, claim.rank):
-                asking.claims.append(claim)
-                return []
+        self._add_rank(claim.session, claim.world, claim.rank)
+        if claim.rank in world.asking:
+            self._asking[world.asking[claim.rank]].claims.append(claim)
+            return []
         self._asks += 1
-        self._asking[self._asks] = _Asking(
+        self._asking[self._asks] = Question(
             [claim],
             claim.world,
             current.epoch,
@@ -229,46 +262,59 @@ class Registry:
             min(now + ASK_S, claim.deadline),
             holder,
         )
+        world.asking[claim.rank] = self._asks
+        self._ask_deadlines.set(self._asks, self._asking[self._asks].deadline)
         return [AskHolder(holder, self._asks, claim.world, current.epoch, claim.rank)]
+
+    def _asked(self, ask: int) -> Question:
+        """Remove a question that is answered, or that nobody will answer."""
+        asking = self._asking.pop(ask)
+        self._ask_deadlines.drop(ask)
+        self._worlds[asking.world].asking.pop(asking.rank, None)
+        return asking
 
     def _answered(self, answer: Answered, now: float) -> list[Action]:
         asking = self._asking.get(answer.ask)
         if asking is None or asking.holder != answer.session:
             return []  # too late, or of one that was not asked
-        del self._asking[answer.ask]
+        self._asked(answer.ask)
         if answer.holds:
-            return [_taken(claim) for claim in asking.claims]
+            return [taken(claim) for claim in asking.claims]
         return self._vacate(asking, now)
 
-    def _vacate(self, asking: _Asking, now: float) -> list[Action]:
+    def _vacate(self, asking: Question, now: float) -> list[Action]:
         world = self._worlds.get(asking.world)
         current = None if world is None else world.current
         if current is not None and current.epoch == asking.epoch:
-            current.holders.pop(asking.rank, None)
+            self._drop_holder(current, asking.rank)
         actions: list[Action] = []
         for claim in asking.claims:
             actions += self._claim(claim, now)
         return actions
 
-    def _admit(self, world: _World, claim: Claimed) -> list[Action]:
+    def _admit(self, world: WorldClaims, claim: Claimed) -> list[Action]:
         rival = world.forming.get(claim.rank)
         if rival is not None and rival.uid != claim.uid:
-            return [_taken(claim)]
+            return [taken(claim)]
         world.forming[claim.rank] = claim
-        self._forming.add(claim.world)
-        terms = {(c.size, c.terms, c.place) for c in world.forming.values()}
-        if len(terms) > 1:
-            return self._dissolve(claim.world, _mismatch(world.forming))
+        self._wait(claim, rival)
+        others = (c for rank, c in world.forming.items() if rank != claim.rank)
+        other = next(others, claim)  # the others agree with each other
+        terms = other.size, other.terms, other.place
+        if terms != (claim.size, claim.terms, claim.place):
+            return self._dissolve(claim.world, mismatch(world.forming))
         if len(world.forming) < claim.size:
             return self._notify(claim, is_gone=False)
         claims = [world.forming[rank] for rank in sorted(world.forming)]
+        for each in claims:
+            self._deadlines.drop(wait_key(each))
         world.forming = {}
         seen = max(claim.seen for claim in claims)
         return self._complete(world, claims, claim.fresh_nonce, seen)
 
     def _complete(
         self,
-        world: _World,
+        world: WorldClaims,
         claims: Sequence[Claimed | ReformClaim],
         nonce: int,
         seen: int,
@@ -278,19 +324,22 @@ class Registry:
         self._highest[name] = epoch
         ranks = enumerate(claims)
         holders = {
-            rank: _Holder(claim.uid, claim.session, claim.request)
+            rank: Holder(claim.uid, claim.session, claim.request)
             for rank, claim in ranks
         }
         first = claims[0]
         reforms = first.epoch if isinstance(first, ReformClaim) else None
-        world.current = _Current(epoch, holders, reforms, len(claims))
+        for rank in list(world.current.holders) if world.current else ():
+            self._drop_holder(world.current, rank)
+        world.current = Current(epoch, holders, reforms, len(claims))
+        for rank, claim in enumerate(claims):
+            self._add_rank(claim.session, name, rank)
         self._void.pop(name, None)
         members = tuple(claim.member.at(rank) for rank, claim in enumerate(claims))
         outcome = Admitted(epoch, nonce, members)
         actions = [*self._forget(name), Remember(name, epoch)]
         if world.reforming is not None:  # a newer incarnation exists without them
-            late = world.reforming.claims.values()
-            actions += [_stale(claim, epoch) for claim in late]
+            actions += self._outdated(world.reforming, epoch)
             world.reforming = None
         self._prefixes[name] = key_prefix(name, epoch, nonce)
         return [*actions, *(Reply(c.session, c.request, outcome) for c in claims)]
@@ -314,60 +363,74 @@ class Registry:
                 is_gone=is_gone,
             )
             for holder in current.holders.values()
-            if holder.session is not None and holder.uid not in waiting
+            if holder.uid not in waiting
         ]
 
     # Reforming, and recovery after a restart of the store.
 
     def _reform(self, claim: ReformClaim) -> list[Action]:
-        world = self._worlds.setdefault(claim.world, _World())
+        world = self._worlds.setdefault(claim.world, WorldClaims())
         current = self._highest.get(claim.world, 0)
         if current > claim.epoch and self._void.get(claim.world) != claim.epoch:
-            return [*self._tidy(claim.world), _stale(claim, current)]
+            return [*self._tidy(claim.world), stale(claim, current)]
         actions: list[Action] = []
         reform = world.reforming
         if reform is None or reform.epoch < claim.epoch:
             # A store that has lost its state learns the epoch from the survivors.
             self._highest[claim.world] = max(current, claim.epoch)
             if reform is not None:
-                late = reform.claims.values()
-                actions += [_stale(claim_, claim.epoch) for claim_ in late]
+                actions += self._outdated(reform, claim.epoch)
             reform = world.reforming = Reform(claim.epoch, claim.size)
         return [*actions, *self._add_survivor(world, reform, claim)]
 
+    def _outdated(self, reform: Reform, epoch: int) -> list[Action]:
+        late = list(reform.claims.values())
+        for claim in late:
+            self._deadlines.drop(wait_key(claim))
+        return [stale(claim, epoch) for claim in late]
+
     def _add_survivor(
-        self, world: _World, reform: Reform, claim: ReformClaim
+        self, world: WorldClaims, reform: Reform, claim: ReformClaim
     ) -> list[Action]:
         if reform.accuses(claim):
-            return [_stale(claim, claim.epoch)]
-        if any(other.terms != claim.terms for other in reform.claims.values()):
+            return [stale(claim, claim.epoch)]
+        other = next(iter(reform.claims.values()), claim)
+        if other.terms != claim.terms:
             return [Reply(claim.session, claim.request, TermsDiffer(claim.terms))]
+        self._wait(claim, reform.claims.get(claim.rank))
         reform.accept(claim)
-        self._forming.add(claim.world)
         return self._settle(world)
 
-    def _settle(self, world: _World) -> list[Action]:
+    def _settle(self, world: WorldClaims) -> list[Action]:
         reform = world.reforming
         if reform is None or not reform.is_settled:
             return []
         world.reforming = None
         claims = reform.members()
+        for claim in claims:
+            self._deadlines.drop(wait_key(claim))
         nonce = claims[-1].fresh_nonce
         return self._complete(world, claims, nonce, reform.epoch)
 
     def _announced(self, announced: Announced) -> list[Action]:
         name, epoch = announced.world, announced.epoch
+        if not self._is_credible(name, epoch):
+            return []
         self._highest[name] = max(self._highest.get(name, 0), epoch)
-        world = self._worlds.setdefault(name, _World())
+        world = self._worlds.setdefault(name, WorldClaims())
         if world.current is None or world.current.epoch < epoch:
-            world.current = _Current(epoch, {})
+            for rank in list(world.current.holders) if world.current else ():
+                self._drop_holder(world.current, rank)
+            world.current = Current(epoch, {})
         if world.current.epoch > epoch:
             return []
         holder = world.current.holders.get(announced.rank)
-        if holder is None or holder.session is None or holder.uid == announced.uid:
-            world.current.holders[announced.rank] = _Holder(
+        if holder is None or holder.uid == announced.uid:
+            self._drop_holder(world.current, announced.rank)
+            world.current.holders[announced.rank] = Holder(
                 announced.uid, announced.session
             )
+            self._add_rank(announced.session, name, announced.rank)
         actions: list[Action] = [Remember(name, self._highest[name])]
         for claim in world.forming.values():
             notes = self._notify(claim, is_gone=False)
@@ -389,6 +452,7 @@ class Registry:
         claims, world.forming = list(world.forming.values()), {}
         actions: list[Action] = []
         for claim in claims:
+            self._deadlines.drop(wait_key(claim))
             actions += self._notify(claim, is_gone=True)
             actions.append(Reply(claim.session, claim.request, outcome))
         return actions
@@ -401,9 +465,8 @@ class Registry:
             return []
         holder = world.current.holders.get(left.rank)
         if holder is not None and holder.session == left.session:
-            del world.current.holders[left.rank]
-            for rank in left.lost:
-                world.current.holders.pop(rank, None)
+            for rank in (left.rank, *left.lost):
+                self._drop_holder(world.current, rank)
         return self._tidy(left.world)
 
     def _tidy(self, name: str) -> list[Action]:
@@ -411,25 +474,24 @@ class Registry:
         world = self._worlds.get(name)
         if world is None or world.waits:
             return []
-        holders = [] if world.current is None else list(world.current.holders.values())
-        if any(holder.session is not None for holder in holders):
-            return []
-        if any(asking.world == name for asking in self._asking.values()):
+        if world.asking or (world.current is not None and world.current.holders):
             return []
         del self._worlds[name]
+        self._sessions.forget_world(name, world.sessions)
         return self._forget(name)
 
     def _withdraw(self, withdrawn: Withdrawn) -> list[Action]:
-        session, request = withdrawn.session, withdrawn.request
-        for asking in self._asking.values():
-            asking.claims = [
-                c for c in asking.claims if (c.session, c.request) != (session, request)
-            ]
-        actions = self._drop_claims(session, request)
-        for name in list(self._worlds):
-            actions += self._abandon(name, session, request)
-            actions += self._tidy(name)
-        return actions
+        key, request = withdrawn.session, withdrawn.request
+        name = self._sessions.forget(key, request)
+        world = None if name is None else self._worlds.get(name)
+        if name is None or world is None:
+            return []
+        actions: list[Action] = []
+        for rank in self._sessions.ranks(key, name):
+            actions += self._drop_claims(world, rank, key, request)
+        actions += self._settle(world)
+        actions += self._abandon(name, key, request)
+        return [*actions, *self._tidy(name)]
 
     def _abandon(
         self, name: str, session: SessionKey, request: RequestKey
@@ -446,71 +508,86 @@ class Registry:
                 session,
                 request,
             ):
-                del holders[rank]
+                self._drop_holder(current, rank)
                 current.members -= 1
                 if not current.members and current.reforms is not None:
                     self._void[name] = current.reforms
                 return [
                     Abandoned(other.session, name, current.epoch, rank)
-                    for other in holders.values()
-                    if other.session is not None
+                    for other in current.holders.values()
                 ]
         return []
 
     def _drop_claims(
-        self, session: SessionKey, request: RequestKey | None
+        self,
+        world: WorldClaims,
+        rank: int,
+        session: SessionKey,
+        request: RequestKey | None,
     ) -> list[Action]:
-        """Remove the claims of a session; ``request`` selects one of them."""
+        """Remove a session's claims on a rank; ``request`` selects one of them."""
+
+        def is_dropped(claim: Claimed | ReformClaim | None) -> bool:
+            if claim is None or claim.session != session:
+                return False
+            return request in (None, claim.request)
+
+        if rank in world.asking:
+            asking = self._asking[world.asking[rank]]
+            asking.claims = [c for c in asking.claims if not is_dropped(c)]
         actions: list[Action] = []
-        for _, world in self._waiting_worlds():
-            for rank, claim in list(world.forming.items()):
-                if claim.session == session and request in (None, claim.request):
-                    del world.forming[rank]
-                    actions += self._notify(claim, is_gone=True)
-            if world.reforming is not None:
-                world.reforming.drop(session, request)
-                if not world.reforming.claims:
-                    world.reforming = None
-                actions += self._settle(world)
+        claim = world.forming.get(rank)
+        if claim is not None and is_dropped(claim):
+            del world.forming[rank]
+            self._deadlines.drop(wait_key(claim))
+            actions += self._notify(claim, is_gone=True)
+        reform = world.reforming
+        survivor = None if reform is None else reform.claims.get(rank)
+        if reform is not None and survivor is not None and is_dropped(survivor):
+            reform.remove(rank)
+            self._deadlines.drop(wait_key(survivor))
+            if not reform.claims:
+                world.reforming = None
         return actions
 
-    def _session_ended(self, session: SessionKey, now: float) -> list[Action]:
-        actions = self._drop_claims(session, None)
-        for world in self._worlds.values():
-            if world.current is not None:
-                for holder in world.current.holders.values():
-                    if holder.session == session:
-                        holder.session = None
-        for ask, asking in list(self._asking.items()):
-            asking.claims = [c for c in asking.claims if c.session != session]
-            if self._holder_is_gone(asking):
-                del self._asking[ask]
-                actions += self._vacate(asking, now)
-        for name in list(self._worlds):
+    def _session_ended(self, key: SessionKey, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for name, ranks in self._sessions.end(key).items():
+            world = self._worlds[name]
+            world.sessions.discard(key)
+            for rank in ranks:
+                actions += self._drop_claims(world, rank, key, None)
+            actions += self._settle(world)
+            holders = {} if world.current is None else world.current.holders
+            for rank in ranks:
+                if rank in holders and holders[rank].session == key:
+                    del holders[rank]
+            for ask in list(world.asking.values()):
+                if self._holder_is_gone(self._asking[ask]):
+                    actions += self._vacate(self._asked(ask), now)
             actions += self._tidy(name)
         return actions
 
-    def _holder_is_gone(self, asking: _Asking) -> bool:
+    def _holder_is_gone(self, asking: Question) -> bool:
         world = self._worlds.get(asking.world)
         current = None if world is None else world.current
         if current is None or current.epoch != asking.epoch:
             return True
-        holder = current.holders.get(asking.rank)
-        return holder is None or holder.session is None
+        return asking.rank not in current.holders
 
     def _tick(self, now: float) -> list[Action]:
         actions: list[Action] = []
-        for ask, asking in list(self._asking.items()):
-            if asking.deadline <= now:
-                del self._asking[ask]
-                actions += self._vacate(asking, now)
-        for name, world in self._waiting_worlds():
+        for ask in self._ask_deadlines.take_due(now):
+            actions += self._vacate(self._asked(ask), now)
+        due = self._deadlines.take_due(now)
+        for name in dict.fromkeys(name for name, _, _ in due):
+            world = self._worlds[name]
             actions += self._expire(world, now)
-            actions += _expire_reforming(world, now)
+            actions += expired_survivors(world, now)
             actions += self._tidy(name)
         return actions
 
-    def _expire(self, world: _World, now: float) -> list[Action]:
+    def _expire(self, world: WorldClaims, now: float) -> list[Action]:
         late = [claim for claim in world.forming.values() if claim.deadline <= now]
         present = sorted(world.forming)
         actions: list[Action] = []
@@ -518,47 +595,5 @@ class Registry:
             del world.forming[claim.rank]
             actions += self._notify(claim, is_gone=True)
             missing = [rank for rank in range(claim.size) if rank not in present]
-            actions.append(_timeout(claim, present, missing))
+            actions.append(timed_out(claim, present, missing))
         return actions
-
-
-def _expire_reforming(world: _World, now: float) -> list[Action]:
-    reform = world.reforming
-    if reform is None:
-        return []
-    late = [claim for claim in reform.claims.values() if claim.deadline <= now]
-    present, missing = sorted(reform.claims), reform.missing()
-    for claim in late:
-        reform.drop(claim.session, claim.request)
-    if not reform.claims:
-        world.reforming = None
-    return [_timeout(claim, present, missing) for claim in late]
-
-
-def _claims_of(world: _World) -> list[Claimed | ReformClaim]:
-    reforming = world.reforming
-    survivors = [] if reforming is None else list(reforming.claims.values())
-    return [*world.forming.values(), *survivors]
-
-
-def _timeout(
-    claim: Claimed | ReformClaim, present: list[int], missing: list[int]
-) -> Reply:
-    outcome = JoinTimedOut(tuple(present), tuple(missing))
-    return Reply(claim.session, claim.request, outcome)
-
-
-def _stale(claim: ReformClaim, current: int) -> Reply:
-    return Reply(claim.session, claim.request, Stale(current))
-
-
-def _taken(claim: Claimed) -> Reply:
-    return Reply(claim.session, claim.request, RankTaken())
-
-
-def _mismatch(forming: dict[int, Claimed]) -> TermsDiffer:
-    asked = "; ".join(
-        f"rank {rank} asked for size {claim.size}, {claim.terms}"
-        for rank, claim in sorted(forming.items())
-    )
-    return TermsDiffer(asked)

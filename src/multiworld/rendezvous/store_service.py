@@ -272,12 +272,15 @@ class StoreService:
         deadlines = (self._registry.next_deadline(), self._values.next_deadline())
         wanted = min((d for d in deadlines if d is not None), default=None)
         if self._timer is not None:
+            if self._timer.when() == wanted:
+                return
             self._timer.cancel()
             self._timer = None
         if wanted is not None:
             self._timer = self._loop.call_at(wanted, self._tick)
 
     def _tick(self) -> None:
+        self._timer = None
         self._answer(self._values.expire(self._loop.time()))
         self._handle(registry.Ticked())
 

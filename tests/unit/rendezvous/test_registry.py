@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from multiworld.rendezvous.messages import (
+    MAX_EPOCH,
     Admitted,
+    Crowded,
     JoinTimedOut,
     RankTaken,
     Stale,
@@ -18,6 +25,8 @@ from multiworld.rendezvous.messages import (
 from multiworld.rendezvous.reform import ReformClaim
 from multiworld.rendezvous.registry import (
     ASK_S,
+    MAX_CLAIMS,
+    RESERVE,
     Abandoned,
     Announced,
     Answered,
@@ -569,3 +578,115 @@ def test_withdrawn_claims_leave_nothing_behind() -> None:
         bench.claim(1, 0)
         bench.handle(Withdrawn(1, bench.requests))
     assert bench.registry._worlds == {}
+
+
+def lines_of(call: Callable[[], object]) -> int:
+    """Return how many lines of code a call runs."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def claim_of(session: int, request: int, world: str, rank: int) -> Claimed:
+    """Return a claim on a rank of a world of two."""
+    return Claimed(
+        session=session,
+        request=request,
+        world=world,
+        rank=rank,
+        size=2,
+        terms="t",
+        uid=f"u{session}",
+        seen=0,
+        deadline=30.0 + request,
+        member=sealed_of(rank, f"u{session}"),
+        fresh_nonce=request,
+        place=(0, 1),
+    )
+
+
+def work_beside(waiting: int) -> dict[str, int]:
+    """Return the lines of code for each message, beside claims that wait."""
+    registry = Registry()
+    for number in range(waiting):
+        registry.handle(claim_of(1, number + 1, f"x{number}", 0), 0.0)
+    messages: dict[str, tuple[Any, float]] = {
+        "claim": (claim_of(2, 1, "w", 0), 0.0),
+        "completed": (claim_of(3, 1, "w", 1), 0.0),
+        "left": (Left(2, "w", 1, 0), 0.0),
+        "withdrawn": (Withdrawn(1, waiting // 2), 0.0),
+        "session ended": (SessionEnded(3), 0.0),
+        "ticked": (Ticked(), 31.0),
+    }
+
+    def handle(happening: Any, now: float) -> None:
+        registry.handle(happening, now)
+        registry.next_deadline()
+
+    return {
+        name: lines_of(functools.partial(handle, *given))
+        for name, given in messages.items()
+    }
+
+
+def test_work_for_a_message_does_not_grow_with_the_claims_that_wait() -> None:
+    """Whatever the message is about."""
+    few, many = work_beside(10), work_beside(1000)
+    assert many == few
+
+
+def test_session_has_a_limit_of_claims_that_wait() -> None:
+    """Others are not affected, and one that is answered makes room."""
+    registry = Registry()
+    for number in range(MAX_CLAIMS):
+        registry.handle(claim_of(1, number + 1, f"x{number}", 0), 0.0)
+    one_more = claim_of(1, MAX_CLAIMS + 1, "w", 0)
+    assert registry.handle(one_more, 0.0) == [
+        Reply(1, MAX_CLAIMS + 1, Crowded(MAX_CLAIMS))
+    ]
+    assert registry.handle(claim_of(2, 1, "x0", 1), 0.0)
+    assert registry.handle(one_more, 0.0) == []
+    assert registry.waiting_count() == MAX_CLAIMS
+
+
+@pytest.mark.parametrize("epoch", [MAX_EPOCH - 1, MAX_EPOCH - RESERVE])
+def test_epoch_that_leaves_no_room_is_not_believed(epoch: int) -> None:
+    """Announced, or seen by a member; the next join has an epoch that can be used."""
+    bench = Bench()
+    announced = Announced(session=9, world="w", epoch=epoch, rank=0, uid="u9")
+    assert bench.handle(announced) == []
+    (reply,) = bench.claim(1, 0, seen=epoch)
+    assert isinstance(reply.outcome, TermsDiffer)
+    bench.claim(1, 0)
+    assert admitted_epochs(bench.claim(2, 1)) == [1, 1]
+
+
+def admitted_epochs(actions: list[Any]) -> list[int]:
+    """Return the epochs that members were admitted to."""
+    outcomes = [action.outcome for action in actions if isinstance(action, Reply)]
+    return [outcome.epoch for outcome in outcomes if isinstance(outcome, Admitted)]
+
+
+def test_highest_epoch_that_is_believed_leaves_room_for_many_joins() -> None:
+    """A lie costs no more than that."""
+    bench = Bench()
+    lie = MAX_EPOCH - RESERVE - 1
+    bench.handle(Announced(session=9, world="w", epoch=lie, rank=0, uid="u9"))
+    bench.handle(SessionEnded(9))
+    for _ in range(100):
+        bench.claim(1, 0)
+        one, other = admitted_epochs(bench.claim(2, 1))
+        assert one == other < MAX_EPOCH - RESERVE // 2
+        for session in (1, 2):
+            bench.handle(SessionEnded(session))

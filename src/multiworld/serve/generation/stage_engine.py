@@ -263,8 +263,9 @@ class StageEngine:
         tail = self._tails[part.key[:2]]
         opening = tail.opening
         del tail.tokens[part.begin + part.count :]  # it is computed again
-        made = tail.tokens[opening.prompt :]
-        allowed = None if tail.matcher is None else tail.matcher.allowed(made)
+        allowed = None
+        if tail.matcher is not None:
+            allowed = tail.matcher.allowed(tail.tokens[opening.prompt :])
         chosen = choose(
             logits, opening.sampling, tail.tokens, opening.prompt, tail.ends, allowed
         )

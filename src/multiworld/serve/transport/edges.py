@@ -59,6 +59,10 @@ OUTBOX_LIMIT = 4096
 senders, so only a bug reaches this limit."""
 
 
+class OutboxFullError(MultiWorldError):
+    """Too many messages wait on an edge; to lose one of them would be worse."""
+
+
 class Outbox:
     """Messages to send on one incarnation of an edge, in order.
 
@@ -76,13 +80,14 @@ class Outbox:
         self._pending: deque[Entry] = deque()
         self._is_due = False
         self._rest: Awaitable[None] | None = None
+        self._resting: asyncio.Future[None] | None = None
         self._failure: Exception | None = None
         self._has_rest = asyncio.Event()
         self._waiters: list[asyncio.Future[None]] = []
 
     def put(self, message: EdgeMessage, contents: Sequence[Tensors] = ()) -> None:
         """Queue a message; it is sent in this turn of the loop, or dropped if the edge
-        has failed.
+        has failed. An edge on which too many wait fails.
 
         Args:
             message: The message.
@@ -107,7 +112,9 @@ class Outbox:
         if self._failure is not None:
             return
         if len(self._pending) >= OUTBOX_LIMIT:
-            logger.error("edge %s: outbox full, message dropped", self.edge.world)
+            text = f"edge {self.edge.world}: {OUTBOX_LIMIT} messages wait to be sent"
+            logger.error("%s; the edge is closed", text)
+            self._fail(OutboxFullError(text))
             return
         self._pending.append((message, contents))
 
@@ -139,6 +146,8 @@ class Outbox:
         self._failure = error
         self._pending.clear()
         self._has_rest.set()
+        if self._resting is not None:
+            self._resting.cancel()  # its peer may never take the frame
 
     def _turn(self) -> None:
         self._is_due = False
@@ -173,11 +182,15 @@ class Outbox:
             await self._has_rest.wait()
             self._has_rest.clear()
             if self._rest is not None:
+                self._resting = asyncio.ensure_future(self._rest)
                 try:
-                    await self._rest
+                    await self._resting
+                except asyncio.CancelledError:
+                    if self._failure is None:
+                        raise
                 except Exception as error:
                     self._fail(error)
-                self._rest = None
+                self._rest = self._resting = None
             self.flush()
             if self._failure is not None:
                 raise self._failure

@@ -16,7 +16,7 @@ from multiworld.config import WorldConfig
 from multiworld.errors import WorldBrokenError
 from multiworld.serve.transport import edges as module
 from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.edges import EdgeKeeper, Outbox
+from multiworld.serve.transport.edges import EdgeKeeper, Outbox, OutboxFullError
 from multiworld.serve.transport.frames import Entry, unpack
 from multiworld.serve.transport.protocol import FRAMES, AnswerItem, Answers, Cancel
 from multiworld.serve.transport.routing_table import Edge
@@ -189,21 +189,26 @@ async def test_send_that_fails_is_raised_where_the_end_is_waited_for() -> None:
         assert outbox.silent_s() == 0.0
 
 
-async def test_full_outbox_drops_what_is_too_much(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_stuck", [False, True])
+async def test_full_outbox_fails_the_edge(
+    monkeypatch: pytest.MonkeyPatch, is_stuck: bool
 ) -> None:
-    """Only a bug can fill it; it is logged, and memory stays bounded."""
+    """To lose one message would be worse; also while the peer takes none."""
     monkeypatch.setattr(module, "OUTBOX_LIMIT", 2)
-    async with Arena("memory") as arena:
-        left, right = await arena.world(2)
+    async with Arena("memory", config=RENDEZVOUS) as arena:
+        left, _ = await arena.world(2)
         outbox = Outbox(EDGE, left)
+        running = asyncio.ensure_future(outbox.run())
+        if is_stuck:
+            outbox.put(cancel(9))
+            outbox.flush()  # nobody receives it
+            await settle()
         for number in range(4):
             outbox.put(cancel(number))
-        assert [r.message for r in caplog.records] == [
-            "edge edge:g>a: outbox full, message dropped"
-        ] * 2
-        outbox.flush()
-        assert await frame(right) == [0, 1]
+        with pytest.raises(OutboxFullError, match="2 messages wait to be sent"):
+            await asyncio.wait_for(running, HANG_S)
+        outbox.put(cancel(5))
+        assert outbox.is_idle
 
 
 # The keeper.

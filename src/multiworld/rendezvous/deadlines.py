@@ -1,0 +1,55 @@
+"""Deadlines by key, with the earliest one at hand. Pure.
+
+A heap orders the deadlines. A key whose deadline was dropped or moved leaves its entry
+in the heap until it comes to the top, or until most entries are of that kind.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key")
+
+SPARE = 64
+"""Outdated entries beyond the number of keys before the heap is built anew."""
+
+
+class Deadlines(Generic[Key]):
+    """Deadlines by key. Each operation takes logarithmic time, amortized."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Key, tuple[float, int, Key]] = {}
+        self._heap: list[tuple[float, int, Key]] = []
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def set(self, key: Key, at: float) -> None:
+        """Set or move the deadline of ``key``."""
+        entry = self._entries[key] = (at, next(self._numbers), key)
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self._entries) + SPARE:
+            self._heap = list(self._entries.values())
+            heapq.heapify(self._heap)
+
+    def drop(self, key: Key) -> None:
+        """Remove the deadline of ``key``, if it has one."""
+        self._entries.pop(key, None)
+
+    def next(self) -> float | None:
+        """Return the earliest deadline, or None if there is none."""
+        while self._heap and self._entries.get(self._heap[0][2]) is not self._heap[0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def take_due(self, now: float) -> list[Key]:
+        """Remove the keys whose deadline has passed; return them, earliest first."""
+        due: list[Key] = []
+        while (at := self.next()) is not None and at <= now:
+            key = heapq.heappop(self._heap)[2]
+            del self._entries[key]
+            due.append(key)
+        return due

@@ -1,0 +1,116 @@
+"""The claims on one name, and who holds its ranks. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from multiworld.rendezvous.claims import (
+    Action,
+    Claimed,
+    Reply,
+    RequestKey,
+    SessionKey,
+)
+from multiworld.rendezvous.messages import (
+    JoinTimedOut,
+    RankTaken,
+    Stale,
+    TermsDiffer,
+)
+from multiworld.rendezvous.reform import Reform, ReformClaim
+
+WaitKey = tuple[str, bool, int]
+"""World, whether the claim is a survivor's, and rank: a claim that waits."""
+
+
+@dataclass(slots=True)
+class Holder:
+    """A member of an incarnation that was admitted."""
+
+    uid: str
+    session: SessionKey
+    request: RequestKey = 0
+
+
+@dataclass(slots=True)
+class Current:
+    """The incarnation that was admitted last, while a session holds a rank of it."""
+
+    epoch: int
+    holders: dict[int, Holder]
+    reforms: int | None = None  # epoch of the incarnation whose survivors it is of
+    members: int = 0  # those that have not withdrawn their claims
+
+
+@dataclass(slots=True)
+class WorldClaims:
+    """Claims on the ranks of one name, and who holds them."""
+
+    current: Current | None = None
+    forming: dict[int, Claimed] = field(default_factory=dict)
+    reforming: Reform | None = None
+    asking: dict[int, int] = field(default_factory=dict)  # question by rank
+    sessions: set[SessionKey] = field(default_factory=set)  # those with a rank here
+
+    @property
+    def waits(self) -> bool:
+        """True while a claim waits for other members."""
+        return bool(self.forming) or self.reforming is not None
+
+
+@dataclass(slots=True)
+class Question:
+    """Claims that wait until the holder of their rank has answered."""
+
+    claims: list[Claimed]
+    world: str
+    epoch: int
+    rank: int
+    deadline: float
+    holder: SessionKey
+
+
+def expired_survivors(world: WorldClaims, now: float) -> list[Action]:
+    """Remove survivors that waited too long; return their answers."""
+    reform = world.reforming
+    if reform is None:
+        return []
+    late = [claim for claim in reform.claims.values() if claim.deadline <= now]
+    present, missing = sorted(reform.claims), reform.missing()
+    for claim in late:
+        reform.drop(claim.session, claim.request)
+    if not reform.claims:
+        world.reforming = None
+    return [timed_out(claim, present, missing) for claim in late]
+
+
+def wait_key(claim: Claimed | ReformClaim) -> WaitKey:
+    """Return the key of a claim among those that wait."""
+    return claim.world, isinstance(claim, ReformClaim), claim.rank
+
+
+def timed_out(
+    claim: Claimed | ReformClaim, present: list[int], missing: list[int]
+) -> Reply:
+    """Return the answer to a claim that waited too long."""
+    outcome = JoinTimedOut(tuple(present), tuple(missing))
+    return Reply(claim.session, claim.request, outcome)
+
+
+def stale(claim: ReformClaim, current: int) -> Reply:
+    """Return the answer to a survivor of an earlier incarnation."""
+    return Reply(claim.session, claim.request, Stale(current))
+
+
+def taken(claim: Claimed) -> Reply:
+    """Return the answer to a claim on a rank that is held."""
+    return Reply(claim.session, claim.request, RankTaken())
+
+
+def mismatch(forming: dict[int, Claimed]) -> TermsDiffer:
+    """Return the outcome of claims that do not agree."""
+    asked = "; ".join(
+        f"rank {rank} asked for size {claim.size}, {claim.terms}"
+        for rank, claim in sorted(forming.items())
+    )
+    return TermsDiffer(asked)
