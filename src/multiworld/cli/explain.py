@@ -26,6 +26,10 @@ SILENT = "does not answer: it is stopped, busy in a long call, or cut off"
 """Explanation of a process that sent no report."""
 
 
+LONG_S = 0.1
+"""Seconds from which a step is worth a word."""
+
+
 def run(service: Service, last: int, *, snapshots: bool, as_json: bool) -> int:
     """Print the activity of each process, and the last decisions with their reasons."""
     found = service.ask("GET", "/status", StatusAnswer, params={"reports": True})
@@ -92,7 +96,11 @@ def _explained(process: ProcessShown, found: StatusAnswer) -> str:
         gateway = found.gateway_report(process.name)
         return SILENT if gateway is None else _gateway_work(gateway)
     worker = found.worker_report(process.name)
-    return SILENT if worker is None else _worker_work(worker)
+    if worker is None:
+        return SILENT
+    if process.model in found.dtypes:
+        return _generator_work(worker)
+    return _worker_work(worker)
 
 
 def _gateway_work(report: GatewayReport) -> str:
@@ -104,6 +112,17 @@ def _gateway_work(report: GatewayReport) -> str:
         f"{' (' + ', '.join(at) + ')' if at else ''}, {waiting} waiting to be "
         f"sent{silent}"
     )
+
+
+def _generator_work(report: WorkerReport) -> str:
+    parts = []
+    if report.computing:
+        parts.append(f"generates {_count(report.computing, 'sequence')}")
+    if report.computing_s >= LONG_S:
+        parts.append(f"its step has taken {report.computing_s:.1f} s so far")
+    if report.queued:
+        parts.append(f"{_count(report.queued, 'sequence')} waiting")
+    return "; ".join(parts) or "waits for work from upstream"
 
 
 def _worker_work(report: WorkerReport) -> str:

@@ -23,24 +23,60 @@ from multiworld.serve.load.breakdown import (
     cpu_in,
     phases_in,
 )
-from multiworld.serve.load.generator import Load, Target, embeddings, inference
+from multiworld.serve.load.generator import (
+    Load,
+    Target,
+    chats,
+    embeddings,
+    inference,
+)
 from multiworld.serve.load.summary import Sample, Summary, summarise
 
 LOOK_S = 0.2
 
 
 def target_of(
-    url: str, model: str, texts: Path | None, body: Path | None, text: str
+    url: str,
+    model: str,
+    texts: Path | None,
+    body: Path | None,
+    text: str,
+    max_tokens: int | None = None,
 ) -> Target:
-    """Return what to send."""
+    """Return what to send.
+
+    Args:
+        url: URL of the service.
+        model: Name of the model.
+        texts: File with texts, one a line; None: ``text``.
+        body: File with a body of the Open Inference Protocol; None: send texts.
+        text: Text to send.
+        max_tokens: Tokens of an answer, for a model that generates text; None: it
+            embeds.
+    """
     if body is not None:
         return inference(url, model, [body.read_bytes()])
-    if texts is None:
-        return embeddings(url, model, [text])
-    lines = [line for line in texts.read_text().splitlines() if line.strip()]
+    lines = [text]
+    if texts is not None:
+        lines = [line for line in texts.read_text().splitlines() if line.strip()]
     if not lines:
         raise click.ClickException(f"{texts} has no line with text")
+    if max_tokens is not None:
+        return chats(url, model, lines, max_tokens)
     return embeddings(url, model, lines)
+
+
+async def _generates(target: Target, url: str, model: str) -> bool:
+    """Tell whether a model generates text; False if nothing says so."""
+    where = f"{url.rstrip('/')}/v1/models/{model}"
+    try:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.get(where, headers=target.headers, ssl=target.tls) as response,
+        ):
+            return "max_model_len" in await response.json()
+    except (aiohttp.ClientError, ValueError, TypeError):
+        return False
 
 
 def trusting(target: Target, ca: Path | None) -> Target:
@@ -209,6 +245,18 @@ def _table(found: Summary, rate: float) -> Table:
     table.add_column()
     table.add_row("answered", str(found.answered))
     table.add_row("failed", f"[red]{found.failed}[/]" if found.failed else "0")
+    if found.cut:
+        table.add_row("cut streams", f"[red]{found.cut}[/]")
+    for title, p50_s, p99_s in (
+        ("first token", found.first_p50_s, found.first_p99_s),
+        ("between tokens", found.gap_p50_s, found.gap_p99_s),
+    ):
+        if p50_s is not None and p99_s is not None:
+            table.add_row(f"{title}, p50", f"{p50_s * 1000:.1f} ms")
+            table.add_row(f"{title}, p99", f"{p99_s * 1000:.1f} ms")
+    if found.gap_max_s is not None:
+        table.add_row("longest pause", f"{found.gap_max_s * 1000:.1f} ms")
+        table.add_row("whole answers:", "")
     if found.answered:
         table.add_row("p50", f"{found.p50_s * 1000:.1f} ms")
         table.add_row("p99", f"{found.p99_s * 1000:.1f} ms")
@@ -240,12 +288,19 @@ def _table(found: Summary, rate: float) -> Table:
 @click.option(
     "--texts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Texts to embed, one a line, in turn.",
+    help="Texts to embed, or to begin chats with, one a line, in turn.",
 )
 @click.option(
     "--body",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A JSON body of the Open Inference Protocol to send instead of texts.",
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1, 100_000),
+    default=64,
+    show_default=True,
+    help="Tokens of an answer, for a model that generates text.",
 )
 @click.option(
     "--ca",
@@ -270,6 +325,7 @@ def load(
     seconds: float,
     texts: Path | None,
     body: Path | None,
+    max_tokens: int,
     ca: Path | None,
     key: str | None,
     breakdown: bool,
@@ -277,11 +333,18 @@ def load(
 ) -> None:
     """Send requests to MODEL at URL at a steady rate, and print a summary.
 
+    A model that generates text is asked for streamed chats, greedily; the summary has
+    the times to the first token and between tokens, and the streams that were cut.
+
     Open loop: a request leaves when it is due, whatever became of earlier ones, and
     its latency counts from then. Ctrl-C ends the run and prints the summary of what was
     answered. The exit status is 1 if a request failed.
     """
     target = target_of(url, model, texts, body, "The quick brown fox.")
     target = with_key(trusting(target, ca), key)
+    if body is None and asyncio.run(_generates(target, url, model)):
+        prompt = "Tell me about the quick brown fox."
+        target = target_of(url, model, texts, None, prompt, max_tokens)
+        target = with_key(trusting(target, ca), key)
     metrics = f"{url.rstrip('/')}/metrics" if breakdown else None
     sys.exit(run(target, rate, seconds, as_json=as_json, metrics=metrics))

@@ -94,7 +94,8 @@ def print_table(table: Table) -> None:
         else:
             least.append(min(longest_word, WORD_WIDTH))
     total = sum(widths) + 2 * len(widths)  # a space and a divider for each
-    while total > console.width:
+    # Into a file or a pipe nothing is folded: other programs read it line by line.
+    while console.is_terminal and total > console.width:
         slack = [(w, n) for n, w in enumerate(widths) if w > least[n]]
         if not slack:
             break

@@ -58,7 +58,11 @@ def run(path: Path, state: Path | None, *, as_json: bool, is_verbose: bool) -> i
             "  Ctrl-C ends the service; `multiworld status` shows its processes"
         )
 
-    return asyncio.run(run_service(app, folder, up))
+    def progress(text: str) -> None:
+        if not as_json and not is_verbose:
+            console.print(f"  {text}", soft_wrap=True, markup=False, highlight=False)
+
+    return asyncio.run(run_service(app, folder, up, progress))
 
 
 @click.command()

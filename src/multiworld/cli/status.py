@@ -30,7 +30,7 @@ def run(service: Service, *, as_json: bool, watch: bool) -> int:
     if as_json:
         print_json(found)
     elif not watch:
-        Console().print(_shown(found))
+        _print(found)
     else:
         _watch(service, found)
     return 0 if found.is_ready else 1
@@ -74,7 +74,7 @@ def _shown(found: StatusAnswer) -> Group:
     if found.trouble:
         parts.append(f"[red]{escape(found.trouble)}[/]")
     if found.operations:
-        parts.append("last operations:")
+        parts.append("last events:")
     for event in found.operations[-OPERATIONS_SHOWN:]:
         at = time.strftime("%H:%M:%S", time.localtime(event.at))
         parts.append(f"  {at} {event.kind}: {escape(event.text)}")
@@ -85,14 +85,11 @@ def _processes(found: StatusAnswer) -> Table:
     state = "[green]ready[/]" if found.is_ready else "[red]not ready[/]"
     title = f"{found.app} is {state} at {found.url}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    # Never cut: other commands take these names.
-    table.add_column("process", no_wrap=True, overflow="ignore")
-    table.add_column("stage", no_wrap=True, overflow="ignore")
-    table.add_column("phase", no_wrap=True)
-    for heading in ("since", "pid", "version"):
-        table.add_column(heading)
-    for heading in ("queued", "busy", "done"):
-        table.add_column(heading, justify="right")
+    # Nothing is cut: other commands take these names.
+    for heading in ("process", "stage", "phase", "since", "pid", "version"):
+        table.add_column(heading, no_wrap=True, overflow="ignore")
+    for heading in ("queued", "busy", "done", "lost"):
+        table.add_column(heading, justify="right", no_wrap=True, overflow="ignore")
     for process in found.processes:
         color = PHASES.get(process.phase, "red")
         table.add_row(
@@ -103,8 +100,16 @@ def _processes(found: StatusAnswer) -> Table:
             str(process.pid or "-"),
             process.version or "-",
             *_work(process, found),
+            str(process.restarts),
         )
     return table
+
+
+def _print(found: StatusAnswer) -> None:
+    """Print a status as wide as the terminal, or wider rather than cut a heading."""
+    console = Console()
+    least = console.measure(_processes(found)).minimum
+    Console(width=max(console.width, least)).print(_shown(found))
 
 
 def _work(process: ProcessShown, found: StatusAnswer) -> tuple[str, str, str]:
@@ -114,7 +119,7 @@ def _work(process: ProcessShown, found: StatusAnswer) -> tuple[str, str, str]:
         if gateway is None:
             return "0", "?", "0"
         waiting = sum(gateway.waiting.values())
-        answered = gateway.counts.get("answered", 0)
+        answered = gateway.counts.get("answered", 0) + sum(gateway.texts.values())
         return str(waiting), str(gateway.in_flight), str(answered)
     worker = found.worker_report(process.name)
     if worker is None:
@@ -128,7 +133,10 @@ def _work(process: ProcessShown, found: StatusAnswer) -> tuple[str, str, str]:
 @click.option("--watch", is_flag=True, help="Keep updating the display until Ctrl-C.")
 @JSON
 def status(app: str | None, state: Path | None, watch: bool, as_json: bool) -> None:
-    """Show the processes of a service and its last operations.
+    """Show the processes of a service and its last events.
+
+    `done` counts requests, and texts that have ended; `lost`, the processes of the
+    stage that were lost.
 
     Exits with 1 if the service is not ready.
     """

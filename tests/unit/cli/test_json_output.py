@@ -14,8 +14,8 @@ from tests.unit.serve.control.service import CannedService
 
 STATUS = "/status?reports=true"
 PROCESSES = {
-    "m/0/1": "has been computing 2 requests for 0.250 s; 1 request waiting to be "
-    "computed",
+    "m/0/1": "generates 2 sequences; its step has taken 0.2 s so far; 1 sequence "
+    "waiting",
     "gateway/1": "3 requests in flight (2 at m/0/1), 1 waiting to be sent",
 }
 DECIDED = {"decisions": [examples.DECISION], "thoughts": [examples.THOUGHT]}

@@ -213,6 +213,7 @@ class ProcessShown(msgspec.Struct, frozen=True):
         gpu: Number of its GPU; None on the CPU.
         crashes: Failures in a row of its stage.
         log: Path of its log.
+        restarts: Replicas of its stage that were lost since the controller began.
     """
 
     name: str
@@ -229,6 +230,7 @@ class ProcessShown(msgspec.Struct, frozen=True):
     gpu: int | None
     crashes: int
     log: str
+    restarts: int = 0
 
     @property
     def is_gateway(self) -> bool:

@@ -204,7 +204,7 @@ class Controller:
                     self.fleet.remember(name, desired_state_of(app).models[name])
 
     def _adopt(self, old: Record) -> list[Process]:
-        found = []
+        found: list[Process] = []
         for record, running, process in adopted(
             old.processes, self._versions.specs, self._launcher, self._clock()
         ):
@@ -212,8 +212,14 @@ class Controller:
             if record.model:
                 self.placer.restore(record)
             found.append(process)
-            text = f"{record.name} (process {record.pid}) keeps running"
-            self.history.say("adopted", text, record.name)
+        kept = {process.name for process in found}
+        gone = sorted({record.name for record in old.processes} - kept)
+        text = f"{len(kept)} processes of the controller before keep running"
+        if kept:
+            text += f" ({', '.join(sorted(kept))})"
+        if gone:
+            text += f"; {len(gone)} had ended: {', '.join(gone)}"
+        self.history.say("adopted", text)
         return found
 
     async def decide_dtypes(self) -> None:

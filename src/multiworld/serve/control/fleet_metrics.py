@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 
 from multiworld.serve.fleet.history import History
 from multiworld.serve.fleet.state import Process
@@ -72,8 +72,12 @@ class FleetMetrics:
             dict(self._history.kinds),
             reports.workers,
             gateways,
-            self._totals.sums(without=name),
+            (*self._totals.sums(without=name), *self._events()),
         )
+
+    def _events(self) -> Iterator[Counted]:
+        for labels, count in self._history.counts.items():
+            yield "fleet_events", labels, count
 
     def heard(self, name: str, report: Report) -> None:
         """Keep the counts of a process; the last ones may come after its end."""

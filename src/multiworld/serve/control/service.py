@@ -26,7 +26,10 @@ from multiworld.serve.control.store_process import (
     start_store,
     store_answers,
 )
+from multiworld.serve.fleet.entries import HistoryEntry
+from multiworld.serve.fleet.reconciler import Reconciler
 from multiworld.serve.fleet.record import Record, StateFolder, StoreRecord
+from multiworld.serve.fleet.state import ProcessPhase
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
 from multiworld.serve.gateway.process import allowed_connections, listen
 from multiworld.serve.generation.product_speed import bfloat16_cost
@@ -47,6 +50,9 @@ PRELOAD = [
 ]
 """Modules that the fork server imports for every service."""
 
+OnProgress = Callable[[str], object]
+"""Callback with a line about the start of a service, for people."""
+
 OnUp = Callable[[Controller, Startup], None]
 """Callback with the controller of a service that is ready, and the times of its
 start."""
@@ -64,7 +70,12 @@ ELSEWHERE = "198.51.100.1"
 """An address on another network that no host has (RFC 5737: for documentation)."""
 
 
-async def run_service(app: AppSpec, folder: StateFolder, on_up: OnUp) -> int:
+async def run_service(
+    app: AppSpec,
+    folder: StateFolder,
+    on_up: OnUp,
+    on_progress: OnProgress = lambda text: None,
+) -> int:
     """Serve until a signal or ``multiworld shutdown``; return the exit code.
 
     The signals are SIGINT, SIGTERM and, unless it is ignored as with ``nohup``, SIGHUP.
@@ -75,6 +86,7 @@ async def run_service(app: AppSpec, folder: StateFolder, on_up: OnUp) -> int:
         folder: The service's state folder.
         on_up: Called with the controller, and the times of the start, when everything
             is ready.
+        on_progress: Called with what was done so far, until then.
 
     Raises:
         ServeError: The service cannot be started; started processes are ended again.
@@ -87,13 +99,15 @@ async def run_service(app: AppSpec, folder: StateFolder, on_up: OnUp) -> int:
     folder.lock()
     held = folder.hold()
     try:
-        return await _run(app, folder, on_up)
+        return await _run(app, folder, on_up, on_progress)
     finally:
         os.close(held)
 
 
-async def _run(app: AppSpec, folder: StateFolder, on_up: OnUp) -> int:
-    startup = Startup(process_began())
+async def _run(
+    app: AppSpec, folder: StateFolder, on_up: OnUp, on_progress: OnProgress
+) -> int:
+    startup = Startup(process_began(), on_phase=on_progress)
     startup.end("to import torch")
     old = folder.load()
     allowed_connections(app.gateway.max_connections)
@@ -111,7 +125,7 @@ async def _run(app: AppSpec, folder: StateFolder, on_up: OnUp) -> int:
         with reserved:
             startup.end("to start the store")
             up = partial(_say_up, startup, on_up)
-            await _control(app, folder, up, preload, env, port, store, old)
+            await _control(app, folder, up, preload, env, port, store, old, on_progress)
     except ServeError:
         if old is None:
             await end_store(store)  # no process of this service is left
@@ -119,7 +133,31 @@ async def _run(app: AppSpec, folder: StateFolder, on_up: OnUp) -> int:
     return 0
 
 
+class Progress:
+    """Tells what becomes of the processes of a service that starts.
+
+    Args:
+        fleet: Its processes.
+        on_progress: Called with a line about each event.
+    """
+
+    KINDS = ("ready", "lost", "unplaced", "probe failed", "adopted")
+
+    def __init__(self, fleet: Reconciler, on_progress: OnProgress) -> None:
+        self._fleet, self._on_progress = fleet, on_progress
+
+    def happened(self, entry: HistoryEntry) -> None:
+        """Tell an event."""
+        if entry.kind not in self.KINDS:
+            return
+        processes = self._fleet.processes.values()
+        ready = sum(p.phase is ProcessPhase.READY for p in processes)
+        count = f"{ready} of {len(processes)} processes are ready"
+        self._on_progress(f"{count}: {entry.kind}: {entry.text}")
+
+
 def _say_up(startup: Startup, on_up: OnUp, controller: Controller) -> None:
+    controller.history.on_event = lambda entry: None
     startup.end_ready(controller.fleet.processes.values())
     controller.history.say("up", f"everything is ready after {startup}")
     on_up(controller, startup)
@@ -134,6 +172,7 @@ async def _control(
     port: int,
     store: StoreRecord,
     old: Record | None,
+    on_progress: OnProgress,
 ) -> None:
     """Run the controller until a signal or a request ends the service."""
     ended = asyncio.Event()
@@ -150,6 +189,8 @@ async def _control(
         )
         controller = Controller(folder, app, manager, launcher, store, port, old)
         holder.append(controller)
+        progress = Progress(controller.fleet, on_progress)
+        controller.history.on_event = progress.happened
         admin = _admin(controller, folder, ended)
         serving = loop.create_task(admin.serve())
         minding = loop.create_task(_mind_store(controller, folder, env, security))

@@ -16,12 +16,16 @@ class Startup:
     Args:
         began: Time at which it began, by ``clock``.
         clock: Returns the monotonic time in seconds.
+        on_phase: Called with the end of each phase, in words.
     """
 
     def __init__(
-        self, began: float, clock: Callable[[], float] = time.monotonic
+        self,
+        began: float,
+        clock: Callable[[], float] = time.monotonic,
+        on_phase: Callable[[str], object] = lambda text: None,
     ) -> None:
-        self._clock, self._began = clock, began
+        self._clock, self._began, self._on_phase = clock, began, on_phase
         self._phases: list[tuple[str, float]] = []
         self._entered = began
 
@@ -34,6 +38,7 @@ class Startup:
         """
         now = self._clock() if at is None else max(at, self._entered)
         self._phases.append((phase, now - self._entered))
+        self._on_phase(f"{now - self._entered:.1f} s {phase}")
         self._entered = now
 
     def end_ready(self, processes: Iterable[Process]) -> None:

@@ -143,6 +143,7 @@ def _shown(process: Process, sources: StatusSources) -> ProcessShown:
         gpu=None if booking is None else booking.spot.gpu,
         crashes=sources.fleet.backoff.failures(post),
         log=str(sources.log_of(name)),
+        restarts=sources.fleet.losses[post],
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 
 from multiworld.serve.fleet.entries import HistoryEntry
 
@@ -22,8 +23,13 @@ OPERATIONS = (
     "drain requested",
     "chaos",
     "move",
+    "lost",
+    "outgrown",
+    "node lost",
+    "quarantined",
+    "adopted",
 )
-"""Kinds of events by which people or policies changed what runs."""
+"""Kinds of events by which what runs has changed, on purpose or not."""
 
 BAD = ("lost", "probe failed", "rolled back", "unplaced", "outgrown", "launcher")
 """Kinds of events that are logged as warnings."""
@@ -34,11 +40,15 @@ class History:
 
     Attributes:
         kinds: Number of events so far, by kind.
+        counts: The same by kind, model and stage; empty where an event is of neither.
+        on_event: Called with each event.
     """
 
     def __init__(self) -> None:
         self._entries: deque[HistoryEntry] = deque(maxlen=EVENTS)
         self.kinds: Counter[str] = Counter()
+        self.counts: Counter[tuple[str, str, str]] = Counter()
+        self.on_event: Callable[[HistoryEntry], object] = lambda entry: None
 
     def say(self, kind: str, text: str, name: str = "") -> None:
         """Record and log an event.
@@ -49,8 +59,11 @@ class History:
             name: Name of the process concerned; empty if there is none.
         """
         number = self._entries[-1].number + 1 if self._entries else 1
-        self._entries.append(HistoryEntry(number, time.time(), kind, text, name))
+        entry = HistoryEntry(number, time.time(), kind, text, name)
+        self._entries.append(entry)
         self.kinds[kind] += 1
+        self.counts[kind, *_stage_of(name)] += 1
+        self.on_event(entry)
         level = logging.WARNING if kind in BAD else logging.INFO
         logger.log(level, "%s: %s", kind, text)
 
@@ -67,3 +80,9 @@ class History:
     def since(self, number: int) -> list[HistoryEntry]:
         """Return the events after the event with this number."""
         return [entry for entry in self._entries if entry.number > number]
+
+
+def _stage_of(process: str) -> tuple[str, str]:
+    """Return the model and the number of the stage in the name of a replica."""
+    parts = process.rsplit("/", 2)
+    return (parts[0], parts[1]) if len(parts) == 3 else ("", "")

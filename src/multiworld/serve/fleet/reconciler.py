@@ -8,6 +8,7 @@ become ready is rolled back.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -100,6 +101,7 @@ class Reconciler:
         self.unplaced: dict[StageKey, str] = {}
         self.start_s: dict[StageKey, float] = {}
         self._retry_at: dict[StageKey, float] = {}
+        self.losses: Counter[StageKey] = Counter()
         self._lost: dict[StageKey, int] = {}
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -236,6 +238,7 @@ class Reconciler:
         ready_s = now - process.since if process.phase is ProcessPhase.READY else None
         key, cause = _key_of(process), event.cause or event.why
         self._lost[key] = self._lost.get(key, 0) + 1
+        self.losses[key] += 1
         pause_s = self.backoff.record_failure(key, ready_s, now, cause)
         text = f"{event.name}: {event.why}"
         if pause_s:

@@ -65,6 +65,10 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         "Requests answered later, given up or refused by a full queue.",
         ("model",),
     ),
+    "fleet_events": (
+        "Events of the fleet, by kind (lost, ready, scale, updated, …).",
+        ("kind", "model", "stage"),
+    ),
     "router_events": ("Answers, replays and refusals, by kind.", ("kind",)),
     "stream_events": ("Tokens and replays of streams, by kind.", ("kind",)),
     "texts": ("Streams that have ended.", ("model",)),
@@ -145,14 +149,6 @@ def _families(
     yield from _latencies(sums)
     yield from _gateways(gateways, table)
     yield from _replicas(fleet.replicas, table)
-    events = CounterMetricFamily(
-        "multiworld_fleet_events",
-        "Events of the fleet, by kind (lost, ready, scale, updated, …).",
-        labels=["kind"],
-    )
-    for kind, count in fleet.events.items():
-        events.add_metric([kind], count)
-    yield events
     cpu = CounterMetricFamily(
         "multiworld_process_cpu_seconds", "CPU time of a process.", labels=["process"]
     )

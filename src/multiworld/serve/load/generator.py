@@ -33,12 +33,14 @@ class Target:
         bodies: Request bodies, sent in turn.
         headers: HTTP headers of every request.
         tls: Certificates to trust for HTTPS; True for those that the system trusts.
+        is_stream: Whether the answers are streams of server-sent events, as OpenAI's.
     """
 
     url: str
     bodies: list[bytes]
     headers: dict[str, str]
     tls: ssl.SSLContext | bool = True
+    is_stream: bool = False
 
 
 def embeddings(base: str, model: str, texts: list[str]) -> Target:
@@ -52,6 +54,32 @@ def embeddings(base: str, model: str, texts: list[str]) -> Target:
     bodies = [orjson.dumps({"model": model, "input": text}) for text in texts]
     url = f"{base.rstrip('/')}/v1/embeddings"
     return Target(url, bodies, {"Content-Type": "application/json"})
+
+
+def chats(base: str, model: str, prompts: list[str], max_tokens: int) -> Target:
+    """Return a target that streams chats, one prompt per request.
+
+    Args:
+        base: Base URL of the service.
+        model: Name of the model.
+        prompts: What the user says, in turn.
+        max_tokens: Maximum number of tokens of an answer.
+    """
+    bodies = [
+        orjson.dumps(
+            {
+                "model": model,
+                "messages": [{"role": "user", "content": prompt}],
+                "max_tokens": max_tokens,
+                "temperature": 0,
+                "stream": True,
+            }
+        )
+        for prompt in prompts
+    ]
+    url = f"{base.rstrip('/')}/v1/chat/completions"
+    headers = {"Content-Type": "application/json"}
+    return Target(url, bodies, headers, is_stream=True)
 
 
 def inference(base: str, model: str, bodies: list[bytes]) -> Target:
@@ -146,22 +174,66 @@ class Load:
         body = target.bodies[number % len(target.bodies)]
         status, is_right, error = 0, None, ""
         phases: dict[str, float] | None = None
+        times: list[float] = []
+        is_cut = False
         try:
             async with http.post(
                 target.url, data=body, headers=target.headers
             ) as response:
-                content = await response.read()
                 status = response.status
+                if target.is_stream and status == 200:
+                    is_cut = True
+                    error = await _streamed(response, times, loop.time)
+                    is_cut, content = bool(error), b""
+                else:
+                    content = await response.read()
                 phases = phases_of(response.headers.get("Server-Timing"))
             if status != 200:
                 error = content[:200].decode(errors="replace")
-            elif self._check is not None:
+            elif self._check is not None and not target.is_stream:
                 is_right, error = _checked(self._check, number, content)
         except (aiohttp.ClientError, TimeoutError, ValueError) as problem:
             error = f"{type(problem).__name__}: {problem}"
         latency_s = loop.time() - self.began_at - due_s
-        due_s += self.offset_s
-        self.samples.append(Sample(due_s, latency_s, status, is_right, error, phases))
+        since = self.began_at + due_s
+        parts = tuple(time - since for time in times)
+        self.samples.append(
+            Sample(
+                due_s + self.offset_s,
+                latency_s,
+                status,
+                is_right,
+                error,
+                phases,
+                parts,
+                is_cut,
+            )
+        )
+
+
+async def _streamed(
+    response: aiohttp.ClientResponse, times: list[float], clock: Callable[[], float]
+) -> str:
+    """Read a stream; return why it is not whole, or an empty text.
+
+    Args:
+        response: The response.
+        times: Gets the time of each part that has text or a tool call.
+        clock: Returns the time in seconds.
+    """
+    is_finished = False
+    async for line in response.content:
+        if not line.startswith(b"data: {"):
+            continue
+        event = orjson.loads(line[len(b"data: ") :])
+        if "error" in event:
+            return str(event["error"].get("message", event["error"]))
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or {}
+            if delta.get("content") or delta.get("tool_calls"):
+                times.append(clock())
+            is_finished |= choice.get("finish_reason") is not None
+    return "" if is_finished else "the stream was cut"
 
 
 def _checked(check: Check, number: int, content: bytes) -> tuple[bool, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,8 @@ class Sample:
         is_right: Result of the check; None if it was not checked.
         error: Error text; empty if the request was answered.
         phases: Seconds by what the service spent them on, if it was asked for that.
+        times: Of a stream, seconds from when it was due to each of its parts.
+        is_cut: Whether a stream ended before its end.
     """
 
     due_s: float
@@ -28,11 +31,13 @@ class Sample:
     is_right: bool | None = None
     error: str = ""
     phases: Mapping[str, float] | None = None
+    times: tuple[float, ...] = ()
+    is_cut: bool = False
 
     @property
     def is_answered(self) -> bool:
-        """Tell whether the request was answered with status 200."""
-        return self.status == 200
+        """Tell whether the request was answered with status 200, and wholly."""
+        return self.status == 200 and not self.is_cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,12 @@ class Summary:
         max_s: Greatest latency in seconds, of answered requests.
         statuses: Number of requests by HTTP status.
         errors: Number of requests by error text, the ten most frequent.
+        cut: Streams that ended before their end.
+        first_p50_s: Median of the times to the first part of a stream, in seconds.
+        first_p99_s: 99 % quantile of those.
+        gap_p50_s: Median of the times between two parts of a stream, in seconds.
+        gap_p99_s: 99 % quantile of those.
+        gap_max_s: Greatest of those.
     """
 
     sent: int
@@ -60,6 +71,12 @@ class Summary:
     max_s: float
     statuses: dict[int, int]
     errors: dict[str, int]
+    cut: int = 0
+    first_p50_s: float | None = None
+    first_p99_s: float | None = None
+    gap_p50_s: float | None = None
+    gap_p99_s: float | None = None
+    gap_max_s: float | None = None
 
 
 def quantile(values: Sequence[float], q: float) -> float:
@@ -74,6 +91,8 @@ def summarise(samples: Iterable[Sample]) -> Summary:
     """Return the summary of a run, or of a part of one."""
     everything = list(samples)
     latencies = [s.latency_s for s in everything if s.is_answered]
+    first = [s.times[0] for s in everything if s.times]
+    gaps = [b - a for s in everything for a, b in itertools.pairwise(s.times)]
     return Summary(
         sent=len(everything),
         answered=len(latencies),
@@ -84,4 +103,10 @@ def summarise(samples: Iterable[Sample]) -> Summary:
         max_s=max(latencies, default=math.nan),
         statuses=dict(sorted(Counter(s.status for s in everything).items())),
         errors=dict(Counter(s.error for s in everything if s.error).most_common(10)),
+        cut=sum(s.is_cut for s in everything),
+        first_p50_s=quantile(first, 0.5) if first else None,
+        first_p99_s=quantile(first, 0.99) if first else None,
+        gap_p50_s=quantile(gaps, 0.5) if gaps else None,
+        gap_p99_s=quantile(gaps, 0.99) if gaps else None,
+        gap_max_s=max(gaps, default=None),
     )

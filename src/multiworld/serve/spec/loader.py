@@ -60,6 +60,8 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
             why = f"line 1: its aliases unfold into over {MAX_NODES} values; use fewer"
             raise _spec_error(where, [why])
         data = yaml.safe_load(text)
+    except SpecError:
+        raise
     except yaml.YAMLError as error:
         raise _spec_error(where, [_describe_yaml_error(error)]) from error
     except RecursionError:

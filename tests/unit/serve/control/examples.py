@@ -79,6 +79,7 @@ def process(**changes: Any) -> dict[str, Any]:
         "gpu": None,
         "crashes": 0,
         "log": "/logs/m-0-1.log",
+        "restarts": 0,
     }
     return {**shown, **changes}
 

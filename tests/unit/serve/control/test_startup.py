@@ -51,3 +51,11 @@ def test_this_process_has_begun() -> None:
     began = process_began()
     assert began < time.monotonic()
     assert process_began() == pytest.approx(began, abs=0.5)
+
+
+def test_end_of_each_phase_is_told() -> None:
+    """While the service starts."""
+    clock, told = Clock(), list[str]()
+    startup = Startup(8.0, clock, told.append)
+    startup.end("to import torch")
+    assert told == ["2.0 s to import torch"]

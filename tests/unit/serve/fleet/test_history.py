@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from multiworld.serve.fleet.entries import HistoryEntry
 from multiworld.serve.fleet.history import BAD, EVENTS, History
 
 
@@ -42,3 +43,21 @@ def test_what_is_bad_is_logged_as_a_warning(
     (record,) = caplog.records
     assert record.getMessage() == f"{kind}: 100 % of it"
     assert (record.levelno == logging.WARNING) == (kind in BAD)
+
+
+def test_losses_are_counted_by_model_and_stage_and_are_among_the_last_events() -> None:
+    """An alert says which stage it is about; other events have neither."""
+    history, seen = History(), list[HistoryEntry]()
+    history.on_event = seen.append
+    history.say("lost", "m/0/7: it was killed", "m/0/7")
+    history.say("lost", "gateway/1: it was killed", "gateway/1")
+    history.say("scale", "m/0: from 1 to 2 replicas")
+    history.say("ready", "m/0/8", "m/0/8")
+    assert history.counts == {
+        ("lost", "m", "0"): 1,
+        ("lost", "", ""): 1,
+        ("scale", "", ""): 1,
+        ("ready", "m", "0"): 1,
+    }
+    assert [entry.kind for entry in history.operations(9)] == ["lost", "lost", "scale"]
+    assert len(seen) == 4

@@ -155,6 +155,7 @@ def test_counts_of_routers_and_refusals_are_shown_without_their_gateway() -> Non
     """They are sums."""
     found = shown(
         ("router_events", ("replayed",), 5),
+        ("fleet_events", ("lost", "m", "0"), 2),
         ("attained", ("m",), 6),
         ("missed", ("m",), 7),
         ("refused", ("acme", "rpm_limit"), 8),
@@ -162,6 +163,8 @@ def test_counts_of_routers_and_refusals_are_shown_without_their_gateway() -> Non
         ("of a later release", ("x",), 1),
     )
     assert found["multiworld_router_events_total", of(kind="replayed")] == 5
+    lost = of(kind="lost", model="m", stage="0")
+    assert found["multiworld_fleet_events_total", lost] == 2
     assert found["multiworld_attained_total", of(model="m")] == 6
     assert found["multiworld_missed_total", of(model="m")] == 7
     labels = of(tenant="acme", why="rpm_limit")
@@ -192,7 +195,6 @@ def test_reports_of_replicas_are_shown() -> None:
     assert found["multiworld_batch_rows_sum", of(**OF_REPLICA)] == 30
     assert found["multiworld_batch_rows_count", of(**OF_REPLICA)] == 10
     assert found["multiworld_batch_seconds_sum", of(**OF_REPLICA)] == 1.5
-    assert found["multiworld_fleet_events_total", of(kind="lost")] == 2
     assert found["multiworld_process_cpu_seconds_total", of(process="m/0/1")] == 2.5
     unknown = of(model="", version="", stage="", replica="new")
     assert found["multiworld_replica_queued", unknown] == 0

@@ -526,7 +526,7 @@ FLEET = FleetReport(
     {"lost": 3},
     {},
     {"gateway/2": GatewayReport(in_flight=7)},
-    (("attained", ("m",), 5.0),),
+    (("attained", ("m",), 5.0), ("fleet_events", ("lost", "m", "1"), 3.0)),
 )
 
 
@@ -544,7 +544,8 @@ async def test_metrics_are_those_of_the_whole_service() -> None:
         await g.told(FleetAsked)
         await g.order(FLEET)
         for text in [await scrape for scrape in scrapes]:
-            assert 'multiworld_fleet_events_total{kind="lost"} 3.0' in text
+            lost = '{kind="lost",model="m",stage="1"} 3.0'
+            assert f"multiworld_fleet_events_total{lost}" in text
             assert 'multiworld_in_flight{gateway="gateway/2"} 7.0' in text
             assert f'multiworld_in_flight{{gateway="{ME}"}} 0.0' in text
             assert 'multiworld_attained_total{model="m"} 5.0' in text

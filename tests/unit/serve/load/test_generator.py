@@ -12,7 +12,7 @@ from aiohttp import web
 
 from multiworld.serve.load import generator
 from multiworld.serve.load.generator import Load, Target, embeddings, inference
-from multiworld.serve.load.summary import summarise
+from multiworld.serve.load.summary import Sample, summarise
 from tests.ports import free_port
 from tests.unit.waiting import until
 
@@ -183,3 +183,39 @@ async def test_answer_that_is_not_json_is_wrong(server: Server) -> None:
     load = Load(server.target(), 1.0, lambda *_: True, due=[0.0])
     found = summarise(await load.run())
     assert found.wrong + found.failed == 1
+
+
+@pytest.mark.parametrize(
+    ("end", "is_cut"),
+    [
+        (b'{"choices":[{"delta":{},"finish_reason":"stop"}]}', False),
+        (b'{"choices":[]}', True),
+        (b'{"error":{"message":"its stage is lost"}}', True),
+    ],
+)
+async def test_streams_are_timed_and_those_without_an_end_are_cut(
+    server: Server, end: bytes, is_cut: bool
+) -> None:
+    """A cut one is no answer, although its status says so."""
+    part = b'data: {"choices":[{"delta":{"content":"x"},"finish_reason":null}]}\n\n'
+    server.body = part * 3 + b": alive\n\ndata: " + end + b"\n\ndata: [DONE]\n\n"
+    target = Target(server.url, [b"{}"], {}, is_stream=True)
+    samples = await Load(target, 1.0, due=[0.0, 0.0]).run()
+    assert [len(sample.times) for sample in samples] == [3, 3]
+    found = summarise(samples)
+    assert (found.cut, found.answered) == ((2, 0) if is_cut else (0, 2))
+    assert found.first_p50_s is not None
+    assert found.gap_max_s is not None
+
+
+def test_times_of_streams_are_those_of_all_of_them() -> None:
+    """From when each was due, and between its own parts."""
+    samples = [
+        Sample(0.0, 1.0, 200, times=(0.25, 0.5, 1.0)),
+        Sample(0.0, 2.0, 200, times=(0.75, 2.0)),
+        Sample(0.0, 1.0, 500),
+    ]
+    found = summarise(samples)
+    assert (found.first_p50_s, found.first_p99_s) == (0.25, 0.75)
+    assert (found.gap_p50_s, found.gap_p99_s, found.gap_max_s) == (0.5, 1.25, 1.25)
+    assert summarise([]).first_p50_s is None
