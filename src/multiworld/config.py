@@ -116,13 +116,13 @@ class WorldConfig:
         ):
             value = getattr(self, name)
             if not _is_number(value) or not value > 0:
-                raise ConfigError(name, value, "seconds, more than 0")
+                raise ConfigError(name, value, "give seconds, more than 0")
         for name in ("join_s", "close_s", "operation_s"):
             if getattr(self, name) > MAX_WAIT_S:
-                rule = f"seconds, at most {MAX_WAIT_S:g}"
+                rule = f"give seconds, at most {MAX_WAIT_S:g}"
                 raise ConfigError(name, getattr(self, name), rule)
         if self.heartbeat_s >= self.silence_s:
-            rule = f"seconds, less than silence_s, which is {self.silence_s:g}"
+            rule = f"give less than silence_s ({self.silence_s:g} s)"
             raise ConfigError("heartbeat_s", self.heartbeat_s, rule)
         for name in (
             "eager_bytes",
@@ -132,14 +132,16 @@ class WorldConfig:
         ):
             value = getattr(self, name)
             if not is_int(value) or value < 0:
-                raise ConfigError(name, value, "bytes, 0 or more")
+                raise ConfigError(name, value, "give bytes, 0 or more")
         for name in ("payload_checksum", "embed_store"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(name, getattr(self, name), "a bool")
+                raise ConfigError(name, getattr(self, name), "give True or False")
         if self.heartbeat not in ("process", "thread"):
-            raise ConfigError("heartbeat", self.heartbeat, "'process' or 'thread'")
+            rule = "use 'process' or 'thread'"
+            raise ConfigError("heartbeat", self.heartbeat, rule)
         if self.host_p2p not in ("direct", "backend"):
-            raise ConfigError("host_p2p", self.host_p2p, "'direct' or 'backend'")
+            rule = "use 'direct' or 'backend'"
+            raise ConfigError("host_p2p", self.host_p2p, rule)
 
     def replace(self, **changes: Any) -> WorldConfig:
         """Return a copy with some fields changed.

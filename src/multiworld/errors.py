@@ -125,12 +125,12 @@ class ConfigError(MultiWorldError, ValueError):
     Attributes:
         field: Name of the parameter.
         value: The value given, as ``repr`` shows it, shortened if it is long or deep.
-        rule: The values that are allowed.
+        rule: What to give instead.
     """
 
     def __init__(self, field: str, value: object, rule: str) -> None:
         self.field, self.value, self.rule = field, _SHORT.repr(value), rule
-        super().__init__(f"{field}={self.value} is not allowed: {rule}")
+        super().__init__(f"{field} is {self.value}; {rule}")
 
 
 class WorldError(MultiWorldError):

@@ -187,12 +187,6 @@ assert not [name for name in sys.modules if name.startswith(("rich", "click"))]
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", LIBRARY)
-def test_no_file_is_too_long(name: str) -> None:
-    """No file has more than 600 lines."""
-    assert len(modules()[name].read_text().splitlines()) <= 600
-
-
 @pytest.mark.parametrize(
     "name", [name for name in LIBRARY if name.startswith("multiworld.serve.")]
 )

@@ -43,7 +43,7 @@ def encode_object(obj: Any, what: str) -> bytes:
     try:
         return json.dumps(obj, separators=(",", ":"), allow_nan=True).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        rule = f"plain data (str, int, float, bool, None, list, dict): {error}"
+        rule = f"send plain data (str, int, float, bool, None, list, dict): {error}"
         raise ConfigError(what, obj, rule) from error
 
 
@@ -98,7 +98,7 @@ def lay_out(tensors: Mapping[str, Tensor], meta: Meta) -> Layout:
     entries, pieces, offset = [], [], 0
     for name, given in tensors.items():
         if not isinstance(name, str):
-            raise ConfigError("a tensor's name", name, "a str")
+            raise ConfigError("a tensor's name", name, "give a str")
         tensor = plain(require_host(given, f"tensor {name!r}"))
         entries.append([name, code_of(tensor), list(tensor.shape), offset])
         pieces.append((offset, tensor))
@@ -135,7 +135,10 @@ def unpack_bundle(packed: Tensor, length: int, source: int) -> Bundle:
         }
         return Bundle(tensors, dict(meta), source)
     except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise TensorMismatchError("a bundle's manifest is malformed") from error
+        raise TensorMismatchError(
+            f"rank {source} sent a bundle whose manifest cannot be read ({error}); use "
+            "one release of multiworld everywhere"
+        ) from error
 
 
 def tensor_at(packed: Tensor, begin: int, code: int, shape: Sequence[int]) -> Tensor:

@@ -64,11 +64,22 @@ def _context(tls: Tls, is_server: bool) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
+    for name in ("certificate", "key", "authority"):
+        path = getattr(tls, name)
+        try:
+            with open(path, "rb"):
+                pass
+        except OSError as error:
+            rule = f"it cannot be read ({error.strerror}); give a PEM file"
+            raise ConfigError(f"tls.{name}", str(path), rule) from error
     try:
         context.load_cert_chain(tls.certificate, tls.key)
         context.load_verify_locations(tls.authority)
     except OSError as error:
-        raise ConfigError("tls", str(tls), f"readable PEM files ({error})") from error
+        rule = f"it cannot be used with its key and its authority ({error}); give PEM "
+        raise ConfigError(
+            "tls.certificate", str(tls.certificate), rule + "files that belong together"
+        ) from error
     return context
 
 

@@ -97,8 +97,8 @@ of the holder's event loop."""
 
 
 RESERVE = 1 << 40
-"""Epochs below ``MAX_EPOCH`` that nobody can claim to have seen: a false announcement
-leaves so many for joins."""
+"""Epochs below ``MAX_EPOCH`` that nobody can claim to have seen. After a false
+announcement there are this many left for joins."""
 
 MAX_CLAIMS = 4096
 """Claims of one session that wait at a time, at most."""

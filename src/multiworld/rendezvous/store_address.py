@@ -71,7 +71,9 @@ def parse_store(text: str) -> StoreAddresses:
         raise ConfigError("store", text, RULE)
     parts = [part.strip() for part in text.split(",")]
     if len(parts) > MAX_STORES or len(set(parts)) < len(parts):
-        raise ConfigError("store", text, f"at most {MAX_STORES} different addresses")
+        raise ConfigError(
+            "store", text, f"give at most {MAX_STORES} different addresses"
+        )
     places = [(number, len(parts)) for number in range(len(parts))]
     stores = tuple(
         _parse_one(part, place, text) for part, place in zip(parts, places, strict=True)

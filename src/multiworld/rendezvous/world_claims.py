@@ -71,7 +71,12 @@ class Question:
 
 
 def expired_survivors(world: WorldClaims, now: float) -> list[Action]:
-    """Remove survivors that waited too long; return their answers."""
+    """Remove survivors that waited too long; return their answers.
+
+    Args:
+        world: The world.
+        now: Current time, in seconds.
+    """
     reform = world.reforming
     if reform is None:
         return []
@@ -92,13 +97,24 @@ def wait_key(claim: Claimed | ReformClaim) -> WaitKey:
 def timed_out(
     claim: Claimed | ReformClaim, present: list[int], missing: list[int]
 ) -> Reply:
-    """Return the answer to a claim that waited too long."""
+    """Return the answer to a claim that waited too long.
+
+    Args:
+        claim: The claim.
+        present: Ranks that have come.
+        missing: Ranks that have not.
+    """
     outcome = JoinTimedOut(tuple(present), tuple(missing))
     return Reply(claim.session, claim.request, outcome)
 
 
 def stale(claim: ReformClaim, current: int) -> Reply:
-    """Return the answer to a survivor of an earlier incarnation."""
+    """Return the answer to a survivor of an earlier incarnation.
+
+    Args:
+        claim: Its claim.
+        current: Epoch of the current incarnation.
+    """
     return Reply(claim.session, claim.request, Stale(current))
 
 

@@ -306,7 +306,7 @@ class Admission:
         local.check()
         size = local.incarnation.size
         if not is_int(to) or not size < to <= MAX_SIZE:
-            rule = f"an int from {size + 1} to {MAX_SIZE}; the present size is {size}"
+            rule = f"give an int from {size + 1} to {MAX_SIZE}: the size is {size} now"
             raise ConfigError("to", to, rule)
         deadline = self._loop.time() + local.request.config.join_s
         await self._enter_again(local, deadline)

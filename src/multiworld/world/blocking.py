@@ -64,6 +64,7 @@ class _Loop:
 
     def call(self, step: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run ``step`` on the loop, wait for it and return its result."""
+        name = getattr(step, "__qualname__", "the operation")
         try:
             _check_outside_a_loop()
         except ConfigError:
@@ -75,7 +76,10 @@ class _Loop:
         except TimeoutError:
             if not future.done():
                 self._cancel(future)
-                raise TimeoutError(f"not done within {timeout_s:g} s") from None
+                raise TimeoutError(
+                    f"{name} was not done within {timeout_s:g} s, and was cancelled; "
+                    "give a larger timeout_s"
+                ) from None
             raise
         except BaseException:
             if not future.done():

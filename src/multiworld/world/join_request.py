@@ -129,7 +129,8 @@ def _device_of(device: torch.device | str) -> torch.device:
     try:
         return torch.device(device)
     except RuntimeError as error:
-        raise ConfigError("device", device, "a torch device such as 'cpu'") from error
+        rule = "give a torch device, such as 'cpu'"
+        raise ConfigError("device", device, rule) from error
 
 
 def _is_unicode(text: str) -> bool:
@@ -143,18 +144,20 @@ def _is_unicode(text: str) -> bool:
 def _check(request: JoinRequest) -> None:
     name, rank, size = request.name, request.rank, request.size
     if not isinstance(name, str) or not name:
-        raise ConfigError("name", name, "a non-empty str")
+        raise ConfigError("name", name, "give a non-empty str")
     if len(name) > MAX_NAME:
-        raise ConfigError("name", f"{name[:20]}...", f"at most {MAX_NAME} characters")
+        rule = f"give at most {MAX_NAME} characters"
+        raise ConfigError("name", f"{name[:20]}...", rule)
     if not _is_unicode(name):
-        raise ConfigError("name", name, "Unicode text, without lone surrogates")
+        raise ConfigError("name", name, "give Unicode text, without lone surrogates")
     if not is_int(size) or not 1 <= size <= MAX_SIZE:
-        raise ConfigError("size", size, f"an int from 1 to {MAX_SIZE}")
+        raise ConfigError("size", size, f"give an int from 1 to {MAX_SIZE}")
     if not is_int(rank) or not 0 <= rank < size:
-        rule = f"an int from 0 to {size - 1} in a world of {size}"
+        rule = f"give an int from 0 to {size - 1}: the world has size {size}"
         raise ConfigError("rank", rank, rule)
     if not isinstance(request.config, WorldConfig):
-        raise ConfigError("config", request.config, "a WorldConfig")
+        rule = "give a multiworld.WorldConfig, such as WorldConfig(join_s=30)"
+        raise ConfigError("config", request.config, rule)
     backend, device = request.backend, request.device
     if (backend == "memory") != request.where.is_local:
         raise ConfigError(

@@ -352,7 +352,10 @@ class World(CollectiveMethods):
         Cancellation: As for ``recv``.
         """
         if self.size == 1:
-            raise ConfigError("recv_any", self.size, "a world with other members")
+            rule = (
+                f"recv_any needs another member in world {self.name!r}: join it with "
+            )
+            raise ConfigError("size", self.size, rule + "size 2 or more")
         with self._receiving(None, tag):
             received = await self._life.backend.recv(out, None, tag)
             return received.source, received.tensor
@@ -582,7 +585,7 @@ class World(CollectiveMethods):
         if peer is not None:
             self._check_rank(peer, self_too=self_too)
         if not is_int(tag) or not 0 <= tag <= MAX_TAG:
-            raise ConfigError("tag", tag, "an int from 0 to 2**63-1")
+            raise ConfigError("tag", tag, "give an int from 0 to 2**63-1")
         return self._pending
 
     def _receiving(self, src: int | None, tag: int) -> _Pending:

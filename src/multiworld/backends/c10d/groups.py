@@ -82,7 +82,7 @@ def make_registered(name: str) -> GroupMaker:
     def make(store: Store, rank: int, size: int, host: str, timeout_s: float) -> Any:
         if plugin.extended_api:
             raise ConfigError(
-                "backend", name, "a backend registered without extended_api"
+                "backend", name, "use a backend registered without extended_api"
             )
         return plugin.creator_fn(store, rank, size, timedelta(seconds=timeout_s))
 
@@ -119,7 +119,7 @@ def check_backend(name: str, device: torch.device) -> None:
         return
     usable = [k for k in known if k in ("direct", "memory", *plugins)]
     usable += [k for k in ("gloo", "nccl") if dist.is_backend_available(k)]
-    raise ConfigError("backend", name, f"one of {', '.join(dict.fromkeys(usable))}")
+    raise ConfigError("backend", name, f"use one of {', '.join(dict.fromkeys(usable))}")
 
 
 class Group:

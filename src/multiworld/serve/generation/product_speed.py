@@ -1,4 +1,4 @@
-"""How fast this machine's bfloat16 is. Shell.
+"""Speed of this machine's products in bfloat16. Shell.
 
 oneDNN has fast products for bfloat16 only on some processors (AVX512, or instructions
 of its own); elsewhere it emulates them, several times slower than float32.

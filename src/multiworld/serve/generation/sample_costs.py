@@ -1,4 +1,4 @@
-"""What the choice of a token costs, by what was asked for. Pure.
+"""Costs of the choice of a token, by what was asked for. Pure.
 
 The unit is a row: what a step takes longer for one more sequence (4.7 ms for SmolLM2 on
 an EPYC with one thread, where these costs were measured; 49,152 words).

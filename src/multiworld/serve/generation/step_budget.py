@@ -1,4 +1,4 @@
-"""How much a step may compute beside other tenants' sequences. Pure.
+"""Limits of a step beside other tenants' sequences. Pure.
 
 A step costs about as much as ``STEP_ROWS`` rows besides its rows. A tenant with a share
 of one half gets a step in at most twice the time that it takes alone, whatever others

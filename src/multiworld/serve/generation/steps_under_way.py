@@ -43,7 +43,7 @@ class StepsUnderWay:
 
     @property
     def cost(self) -> float:
-        """What all steps in flight cost together, in rows."""
+        """Cost of all steps in flight together, in rows."""
         return sum(step.cost for step in self._steps.values())
 
     def begin(self, parts: Collection[StepPart], cost: float = 0.0) -> int:

@@ -353,7 +353,8 @@ class Streams:
                 case generation_messages.Alone(key):
                     stream = self._known(key)
                     if stream is not None and stream.attempt == key[2]:
-                        _require(outbox.edge.peer in stream.chain[:1], key)
+                        peer = outbox.edge.peer
+                        _require(peer in stream.chain[:1], key, peer)
                         stream.is_alone = stream.losses.has_begun = True
                 case generation_messages.ComputeBegan(keys):
                     for key in keys:
@@ -370,7 +371,7 @@ class Streams:
     def _compute_began(self, key: Key, replica: str) -> None:
         stream = self._known(key)
         if stream is not None and stream.attempt == key[2]:
-            _require(replica in stream.chain, key)
+            _require(replica in stream.chain, key, replica)
             stream.losses.has_begun = True
 
     def _at(self, replica: str) -> list[Stream]:
@@ -385,7 +386,7 @@ class Streams:
         if stream is None or item.key[2] != stream.attempt or not stream.chain:
             return  # of an earlier attempt
         is_one_more = item.index < stream.sampling.max_tokens
-        _require(is_one_more and replica == stream.chain[-1], item.key)
+        _require(is_one_more and replica == stream.chain[-1], item.key, replica)
         index = len(stream.tokens) - stream.prompt
         if item.index != index:
             self._again(stream, f"token {item.index} came in place of {index}")
@@ -413,14 +414,15 @@ class Streams:
         if stream is None:
             return
         if stream.move is not None and key[2] == stream.move.attempt:
-            _require(replica in {*stream.move.chain.replicas, *stream.chain}, key)
+            known = {*stream.move.chain.replicas, *stream.chain}
+            _require(replica in known, key, replica)
             if error is None and replica in stream.chain:
                 self._moves.not_filled(stream, replica, self._clock())
             else:
                 self._moves.give_up(stream, self._clock())
         if key[2] != stream.attempt or not stream.chain:
             return
-        _require(replica in stream.chain, key)
+        _require(replica in stream.chain, key, replica)
         if error is None:
             left, was_alone = stream.chain, stream.is_alone
             self._again(stream, f"{replica} gave it back")
@@ -535,7 +537,7 @@ class Streams:
         stream = self._known(key)
         if stream is None or stream.move is None or stream.move.attempt != key[2]:
             return
-        _require(replica in stream.move.chain.replicas, key)
+        _require(replica in stream.move.chain.replicas, key, replica)
         if not self._moves.prepared(stream, key[2], self._clock()):
             return
         self.counts["moved"] += 1
@@ -646,7 +648,10 @@ class Streams:
                         self._again(stream, f"{name} is silent")
 
 
-def _require(is_theirs: bool, key: Key) -> None:
+def _require(is_theirs: bool, key: Key, replica: str) -> None:
     """Check that a message is its sender's to send; else its edge is closed."""
     if not is_theirs:
-        raise protocol.MessageError(f"a replica has no say in {key}, or not this one")
+        raise protocol.MessageError(
+            f"{replica} sent a message about sequence {key[1]} (attempt {key[2]}) of "
+            f"{key[0]}, which it does not compute, or that it may not send"
+        )

@@ -28,14 +28,26 @@ class TenantUse:
         self._blocks: Counter[Share] = Counter()
 
     def add(self, share: Share, *, places: int = 0, blocks: int = 0) -> None:
-        """Record that a tenant has more, or less, of something."""
+        """Record that a tenant has more, or less, of something.
+
+        Args:
+            share: The tenant.
+            places: Number of places.
+            blocks: Number of blocks.
+        """
         for uses, count in ((self._places, places), (self._blocks, blocks)):
             uses[share] += count
             if not uses[share]:
                 del uses[share]
 
     def of(self, share: Share, *, places: int = 0, blocks: int = 0) -> float:
-        """Return the use of a tenant, if it had some more."""
+        """Return the use of a tenant, if it had some more.
+
+        Args:
+            share: The tenant.
+            places: Number of places.
+            blocks: Number of blocks.
+        """
         most_places, most_blocks = self._limits
         used = (
             (self._places[share] + places) / most_places,

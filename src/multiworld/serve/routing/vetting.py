@@ -60,7 +60,10 @@ def check(
             | protocol.Stuck(attempts, stage)
         ):
             if stage != replica.stage + 1:
-                raise MessageError(f"{peer} has no say in what stage {stage} does")
+                raise MessageError(
+                    f"{peer} reports on stage {stage}; only stage {replica.stage + 1} "
+                    "comes after it"
+                )
             _checked(attempts, replica, sent)
         case protocol.Failed(attempt):
             _checked([attempt], replica, sent)

@@ -21,10 +21,13 @@ class HangGuard:
     Args:
         look: Ends the process if something hangs. It must be safe in any thread. It
             gets the monotonic time before which nothing counts: the process was paused.
+        clock: Returns the monotonic time in seconds.
     """
 
-    def __init__(self, look: Callable[[float], None]) -> None:
-        self._look = look
+    def __init__(
+        self, look: Callable[[float], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._look, self._clock = look, clock
         self._pauses = PauseDetector(GUARD_S)
         self._is_started = False
 
@@ -39,5 +42,5 @@ class HangGuard:
     def _run(self) -> None:
         while True:
             time.sleep(GUARD_S)
-            self._pauses.look(time.monotonic())
+            self._pauses.look(self._clock())
             self._look(self._pauses.resumed_at)

@@ -37,7 +37,7 @@ def check(
     stage: int,
     links: Links,
 ) -> None:
-    """Refuse a message that its sender has no say in, or whose rows do not fit.
+    """Reject messages that the sender is not authorised to send, or that do not fit.
 
     Args:
         message: The message.
@@ -92,7 +92,10 @@ def _check_sender(keys: Iterable[Key], stage: int, peer: str, links: Links) -> N
             continue
         chain = link.opening.chain
         if stage >= len(chain) or chain[stage] != peer:
-            raise MessageError(f"{peer} has no say in {key}, whose chain is {chain}")
+            raise MessageError(
+                f"{peer} sent a message about {key} that only stage {stage} of its "
+                f"chain {chain} may send"
+            )
 
 
 def _rows_of(contents: Sequence[Tensors]) -> Tensor:
