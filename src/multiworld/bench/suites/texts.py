@@ -3,7 +3,7 @@
 Deterministic mode, beside the default in the same precision. Then, in three stages in
 bfloat16: one text of nearly all the context that the model has, 256 streams at once
 with and without room for them, and a stream beside another tenant's flood of prompts,
-with the time that one chunk of a prompt takes through all stages.
+and beside its request for 64 answers at once.
 """
 
 from __future__ import annotations
@@ -45,8 +45,14 @@ CHUNK, FLOOD_PROMPT, AT_ONCE, READ = 256, 1500, 8, 64
 """Tokens of a step, tokens of a prompt of the flood, prompts of it at once, and tokens
 of the stream that is read meanwhile."""
 
-CHUNKS = 5
-"""Chunks that are timed in a round."""
+CHOICES, CHOICE_TOKENS = 64, 400
+"""Answers of one request, and tokens of each."""
+
+QUIET_PROMPTS, FIRST_TOKENS = (32, 128), 5
+"""Tokens of the prompts whose first token is timed, and how often in a round."""
+
+ALONE_NAME, LOUD = "alone", ("beside a flood", "beside 64 choices")
+"""Names of the contenders: the quiet tenant alone, and beside the loud one."""
 
 FILL_S = 3.0
 """Seconds after which a flood has filled the service."""
@@ -218,23 +224,26 @@ def _flooded(folder: Path, options: Options, on_step: OnStep) -> None:
         async def measure(http: Http, url: str) -> None:
             draw = random.Random(0)
 
-            def tell(who: str, found: list[float]) -> None:
-                for sample_s in found:
-                    kind = "between two tokens by tokens of a chunk"
-                    sample = kind, CHUNK, who, "ms", 1000 * sample_s
-                    on_step(("sample", sample))
-
-            async def read() -> list[float]:
-                tokens = drawn(draw, 32)
-                return gaps(await times_of(http, url, tokens, READ, key=quiet))
+            async def look(who: str) -> None:
+                for prompt in QUIET_PROMPTS:
+                    for _ in range(FIRST_TOKENS):
+                        tokens = drawn(draw, prompt)
+                        (first_s,) = await times_of(http, url, tokens, 1, key=quiet)
+                        kind = "first token of a quiet tenant by tokens of its prompt"
+                        sample = kind, prompt, who, "ms", 1000 * first_s
+                        on_step(("sample", sample))
+                tokens = drawn(draw, QUIET_PROMPTS[0])
+                times = await times_of(http, url, tokens, READ, key=quiet)
+                for gap_s in gaps(times):
+                    kind = "between two tokens of a quiet tenant"
+                    on_step(("sample", (kind, READ, who, "ms", 1000 * gap_s)))
 
             for _ in range(options.rounds):
-                for _ in range(CHUNKS):
-                    tokens = drawn(draw, CHUNK)
-                    tell("a chunk", await times_of(http, url, tokens, 1, key=quiet))
-                tell("alone", await read())
+                await look(ALONE_NAME)
                 async with _flood(http, url, loud):
-                    tell("beside a flood", await read())
+                    await look(LOUD[0])
+                async with _choices(http, url, loud):
+                    await look(LOUD[1])
 
         asyncio.run(_with_session(url, measure))
 
@@ -254,3 +263,33 @@ async def _flood(http: Http, url: str, key: str) -> AsyncIterator[None]:
         yield
         for task in tasks:
             task.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _choices(http: Http, url: str, key: str) -> AsyncIterator[None]:
+    """Ask for many answers at once, again and again, until the end of the block."""
+    body = {
+        "model": "m",
+        "prompt": drawn(random.Random(2), 32),
+        "n": CHOICES,
+        "max_tokens": CHOICE_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    headers = {"Authorization": f"Bearer {key}"}
+
+    async def send() -> None:
+        while True:
+            where = f"{url}/v1/completions"
+            async with http.post(where, json=body, headers=headers) as answer:
+                async for _ in answer.content:
+                    pass
+
+    task = asyncio.create_task(send())
+    try:
+        await asyncio.sleep(FILL_S)
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
