@@ -23,7 +23,7 @@ WINDOWED: dict[str, Any] = {
     "sliding_window": 6,
 }
 TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}\n{% endif %}"
+    "{% for t in tools or [] %}{{ t['function']['name'] }} {% endfor %}"
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )

@@ -525,7 +525,9 @@ def test_prompt_that_kills_workers_is_found_and_answered_alone(
             in refused.json()["error"]["message"]
         )
         for k, found in enumerate(good):
-            (choice,) = found.result().json()["choices"]
+            answer = found.result()
+            assert answer.status_code == 200, answer.text
+            (choice,) = answer.json()["choices"]
             assert choice["token_ids"] == [(6 + k + n) % 200 for n in range(150)]
         outgrown = service.events("outgrown")
         assert bool(outgrown) == (poison == GROW)

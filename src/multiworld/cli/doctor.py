@@ -165,7 +165,7 @@ def _bfloat16() -> Finding:
     except ImportError:
         return Finding("bfloat16", "ok", "not measured: serving is not installed")
     cost = bfloat16_cost()
-    found = f"{cost:.2g} x the time of float32"
+    found = f"{round(cost, 2):g} times the time of float32"
     if cost <= SLOW:
         return Finding("bfloat16", "ok", found)
     remedy = "bfloat16 models are served in float32 here; `dtype:` overrides it"

@@ -85,11 +85,12 @@ def _processes(found: StatusAnswer) -> Table:
     state = "[green]ready[/]" if found.is_ready else "[red]not ready[/]"
     title = f"{found.app} is {state} at {found.url}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.padding = 0, 1, 0, 0
     # Nothing is cut: other commands take these names.
     for heading in ("process", "stage", "phase", "since", "pid", "version"):
-        table.add_column(heading, no_wrap=True, overflow="ignore")
+        table.add_column(heading, no_wrap=True)
     for heading in ("queued", "busy", "done", "lost"):
-        table.add_column(heading, justify="right", no_wrap=True, overflow="ignore")
+        table.add_column(heading, justify="right", no_wrap=True)
     for process in found.processes:
         color = PHASES.get(process.phase, "red")
         table.add_row(
@@ -108,7 +109,8 @@ def _processes(found: StatusAnswer) -> Table:
 def _print(found: StatusAnswer) -> None:
     """Print a status as wide as the terminal, or wider rather than cut a heading."""
     console = Console()
-    least = console.measure(_processes(found)).minimum
+    unbound = console.options.update(max_width=1_000)
+    least = console.measure(_processes(found), options=unbound).maximum
     Console(width=max(console.width, least)).print(_shown(found))
 
 

@@ -152,8 +152,9 @@ class Progress:
             return
         processes = self._fleet.processes.values()
         ready = sum(p.phase is ProcessPhase.READY for p in processes)
+        said = entry.text if entry.kind == "ready" else f"{entry.kind}: {entry.text}"
         count = f"{ready} of {len(processes)} processes are ready"
-        self._on_progress(f"{count}: {entry.kind}: {entry.text}")
+        self._on_progress(f"{count}: {said}")
 
 
 def _say_up(startup: Startup, on_up: OnUp, controller: Controller) -> None:

@@ -315,17 +315,20 @@ class Streams:
                 self._moves.give_up(stream, self._clock())
         there = self._at(peer)
         if not is_polite:
-            self._count_loss(peer)
+            there += self._count_loss(peer)
         for stream in there:
             stream.returns = 0
             self._again(stream, f"{peer} is gone")
         self._place_waiting()
 
-    def _count_loss(self, replica: str) -> None:
+    def _count_loss(self, replica: str) -> list[Stream]:
         """Count the loss of a replica for the streams that it may be the fault of.
 
         Another replica of a chain may notice it first and give a stream back, so that
         it is elsewhere by now.
+
+        Returns:
+            Streams that are elsewhere, and now have to be computed alone or not at all.
         """
         streams = self._streams.values()
         had = [s for s in streams if replica in s.chain or replica in s.left]
@@ -334,6 +337,8 @@ class Streams:
             is_alone = stream.is_alone or stream.was_alone
             stream.losses.add(self._clock(), is_alone=is_alone)
             stream.left, stream.was_alone = (), False
+        moved = [s for s in alone or had if replica not in s.chain]
+        return [s for s in moved if s.losses.is_suspect and not s.has_ended]
 
     def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
         """Handle the messages of a frame that has arrived.

@@ -218,7 +218,7 @@ class GenerationSpec(_Strict):
     multiworld.serve.generation.kv_cache.Attention. Not together with `deterministic`.
     """
     tool_call_parser: Literal["hermes", "llama3_json"] | None = None
-    """The form in which the model calls a tool: `hermes` (Hermes, Qwen, SmolLM) or
+    """The form in which the model calls a tool: `hermes` (Hermes, Qwen) or
     `llama3_json`. By default it calls only tools that a request names or requires."""
     ttft_ms: Annotated[float, Field(gt=0, le=8.64e7)] | None = None
     """Objective: milliseconds within which the first token of a text should come.

@@ -307,6 +307,26 @@ async def test_host_with_two_replicas_of_a_chain_makes_no_suspects(seed: int) ->
     await freed(net)
 
 
+async def test_loss_that_is_noticed_late_ends_the_next_attempt() -> None:
+    """The stage after it gave the stream back, which is computed elsewhere by now."""
+    net = Net(random.Random(2), [2, 1], LIMITS)
+    await net.connected()
+    net.lie = lambda pair, entry: None if isinstance(entry[0], Tokens) else entry
+    client = Client(net, [5, 6, 7], 20)
+    await asyncio.sleep(0)
+    (stream,) = net.streams._streams.values()
+    await net.settle(lambda: bool(stream.chain))
+    (other,) = {n for n in net.alive() if n.startswith("r0")} - {*stream.chain}
+    stream.losses.counted, stream.losses.isolated = 3, 2
+    stream.losses.has_begun = True
+    stream.left, stream.was_alone = (other,), True
+    net.kill(other)
+    await net.settle(client.task.done)
+    with pytest.raises(RequestPoisonedError, match="3 replicas died"):
+        await client.task
+    await freed(net)
+
+
 async def test_suspect_and_the_others_take_turns() -> None:
     """A long prompt that is computed alone lets the others have a token in between."""
     net = Net(random.Random(4), [1, 1], LIMITS)
