@@ -32,7 +32,7 @@ from multiworld.serve.generation.scheduled_sequence import (
     ScheduledSequence,
     by_route,
 )
-from multiworld.serve.generation.step_budget import STEP_ROWS, cost_of, rows_beside
+from multiworld.serve.generation.step_budget import STEP_ROWS, StepBudget, cost_of
 from multiworld.serve.generation.steps_under_way import StepsUnderWay
 from multiworld.serve.generation.tenant_use import TenantUse
 from multiworld.serve.generation.token_shares import TokenShares
@@ -51,10 +51,10 @@ ROWS = 8
 that of reading the weights (SmolLM2 on an EPYC, fp32, one thread: 55 ms with one row,
 99 with eight, 136 with sixteen)."""
 
-SHARED_S, SHARED_TOKENS = 60.0, 64
+SHARED_S, SHARED_TOKENS = 60.0, 48
 """Seconds for which a second tenant counts as present after its last sequence, and
-tokens of prompts in flight meanwhile. Another one that comes waits for these, at most;
-they take 14 % more time than steps that are full."""
+tokens in flight meanwhile. Another one that comes waits for these, at most; they take a
+fifth more time than steps that are full."""
 
 FULL_S, LONGEST_FULL_S = 0.1, 2.0
 """Seconds for which nothing more goes to a replica that had no memory for a sequence;
@@ -487,13 +487,15 @@ class Scheduler:
         demands = self._demands()
         is_shared = self._has_others(demands, now)
         if len(demands) > 1:
-            rows = rows_beside(demands, self._steps.cost, most)
-            if rows < STEP_ROWS and len(self._steps):
+            budget = StepBudget(demands, self._steps.cost, most)
+            ready = {s.share for s in (*self._ready(), *self._heads())}
+            rows = max(map(budget.left, ready), default=0)
+            if len(self._steps) and rows < STEP_ROWS:
                 return False  # it would cost more than it computes
-            weights = sum(share.weight for share in demands)
-            self._share(parts, max(1, rows), weights)
+            self._share(parts, budget)
             return bool(parts)
-        self._decode(parts, most)
+        flying = int(self._steps.cost - STEP_ROWS * len(self._steps))
+        self._decode(parts, max(0, SHARED_TOKENS - flying) if is_shared else most)
         left = most - sum(part.count for part in parts)
         self._prefill(parts, min(left, self._prompt_tokens(is_shared=is_shared)))
         return bool(parts)
@@ -553,7 +555,7 @@ class Scheduler:
 
     # A step of several tenants.
 
-    def _share(self, parts: list[StepPart], rows: int, weights: float) -> None:
+    def _share(self, parts: list[StepPart], budget: StepBudget) -> None:
         """Fill the step with rows of all tenants, the one that had the fewest first.
 
         A tenant with a few next tokens to compute is in every step: a newcomer's prompt
@@ -561,8 +563,7 @@ class Scheduler:
 
         Args:
             parts: The parts of the step.
-            rows: Maximum number of rows.
-            weights: Sum of the tenants' weights.
+            budget: Rows that each of them may have.
         """
         ready: dict[Share, list[ScheduledSequence]] = {}
         for sequence in self._ready():
@@ -573,14 +574,14 @@ class Scheduler:
             those.reverse()
         for share, those in ready.items():
             few = [s for s in those if s.lacking == 1]
-            most = min(STEP_ROWS, max(1.0, rows * share.weight / weights))
-            for sequence in few if len(few) <= most else ():
+            most = budget.left(share) * share.weight / budget.weights
+            for sequence in few if len(few) <= min(STEP_ROWS, max(1.0, most)) else ():
                 if sequence.number in self._running and self._has_room(sequence, 1):
                     parts.append(self._take(sequence, 1))
-                    rows -= 1
+                    budget.take(1)
             ready[share] = [s for s in those if not s.is_under_way]
         is_open = True
-        while rows > 0:
+        while True:
             for those in ready.values():
                 while those and those[-1].number not in self._running:
                     those.pop()  # it was preempted for another one
@@ -588,10 +589,13 @@ class Scheduler:
             heads = self._heads() if is_open else ()
             behind = {s.share for s in found if s.lacking <= 1}
             found += [s for s in heads if s.is_probe or s.share not in behind]
+            # A step has a row at least.
+            found = [s for s in found if budget.left(s.share) or not parts]
             head = min(found, key=self._rank, default=None)
             if head is None:
                 return
             sequence = head
+            rows = max(budget.left(sequence.share), int(not parts))
             if sequence.number in self._running:
                 ready[sequence.share].pop()
             elif not self._chunk(sequence, rows, is_alone=not parts):
@@ -604,7 +608,7 @@ class Scheduler:
             is_left = sequence.number in self._running  # not preempted for another one
             if is_left and count and self._has_room(sequence, count):
                 parts.append(self._take(sequence, count))
-                rows -= count
+                budget.take(count)
 
     def _ready(self) -> list[ScheduledSequence]:
         """Return the running sequences that a step may have a part of now."""
