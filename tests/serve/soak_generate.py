@@ -1,8 +1,9 @@
 """Soak test of text generation: random faults under streams, for a given time.
 
 ``python -m tests.serve.soak_generate --minutes 30`` (or ``make soak-generate``).
-Kills, stops, drains, scales and updates at random, while streams of a small decoder run
-all the time, in deterministic mode: the most likely tokens are compared with
+Kills, stops, drains, scales and updates at random, and pauses of the gateway, the
+controller and replicas, while streams of a small decoder run all the time, in
+deterministic mode: the most likely tokens are compared with
 transformers' own; sampled and structured texts, with the probability of every token,
 with an undisturbed run. Prompts begin alike, so that they are found in caches. Then
 streams run for a fifth of that time without faults. Prints the streams that were cut
@@ -15,8 +16,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -64,7 +68,9 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 """Parameters of the texts, by kind."""
-FAULTS = {"kill": 6, "stop": 2, "drain": 2, "scale": 2, "update": 1}
+FAULTS = {"kill": 6, "stop": 2, "pause": 6, "drain": 2, "scale": 2, "update": 1}
+PAUSED_S = (0.3, 1.5)
+"""Least and most seconds for which a process is paused: SIGSTOP, then SIGCONT."""
 
 
 Text = tuple[list[tuple[int, float]], float]
@@ -244,6 +250,8 @@ class Soak:
         service = self._service
         if fault in ("kill", "stop"):
             service.break_replica(fault, stage)
+        elif fault == "pause":
+            self._pause()
         elif fault == "drain":
             names = [p.name for p in service.status().processes if p.model]
             name = self._random.choice(names)
@@ -254,6 +262,21 @@ class Soak:
             model = service.spec["models"]["m"]
             model["version"] = str(int(model["version"]) + 1)
             service.update(yaml.safe_dump(service.spec, sort_keys=False))
+
+    def _pause(self) -> None:
+        """Stop the gateway, the controller or a replica, and let it go on."""
+        processes = self._service.status().processes
+        kind = self._random.choice(("gateway", "controller", "replica"))
+        if kind == "controller":
+            assert self._service.process is not None
+            pid = self._service.process.pid
+        else:
+            found = [p.pid for p in processes if p.is_gateway == (kind == "gateway")]
+            pid = self._random.choice([pid for pid in found if pid])
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(self._random.uniform(*PAUSED_S))
+            os.kill(pid, signal.SIGCONT)
 
 
 def soak(folder: Path, seed: int, minutes: float) -> Outcome:
