@@ -18,6 +18,10 @@ never marks a stream as poison."""
 SUSPECT_LOSSES = 2
 """Losses in a row after which a stream is computed alone, until it has a token."""
 
+UNBEGUN_LOSSES = 3
+"""Losses in a row before anything was computed that do not count: it may be what
+comes before computing that ends the replicas."""
+
 APART_S = 2.0
 """Seconds between two losses that both count."""
 
@@ -30,6 +34,7 @@ class Losses:
         counted: Losses that count.
         isolated: Those of them in which the stream was computed alone.
         last_at: Monotonic time of the last loss that counts.
+        unbegun: Losses that did not count because nothing was computed before.
         has_begun: Whether anything of it was computed since the last loss.
         not_before: Monotonic time of the next attempt. A stream that may be the cause
             of a loss waits until the next loss would count, or it could take one
@@ -39,6 +44,7 @@ class Losses:
     counted: int = 0
     isolated: int = 0
     last_at: float = -math.inf
+    unbegun: int = 0
     has_begun: bool = False
     not_before: float = -math.inf
 
@@ -50,7 +56,8 @@ class Losses:
             is_alone: Whether the stream was computed then, and nothing else was.
         """
         has_begun, self.has_begun = self.has_begun, False
-        if self.counted and not has_begun:
+        if self.counted and not has_begun and self.unbegun < UNBEGUN_LOSSES:
+            self.unbegun += 1
             return
         if now - self.last_at < APART_S:
             self.not_before = self.last_at + APART_S
@@ -63,7 +70,7 @@ class Losses:
 
     def clear(self) -> None:
         """Forget all losses: the stream has a new token."""
-        self.counted = self.isolated = 0
+        self.counted = self.isolated = self.unbegun = 0
         self.not_before = -math.inf
 
     @property

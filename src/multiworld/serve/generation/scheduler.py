@@ -147,6 +147,7 @@ class Scheduler:
         self._shares = TokenShares()
         self._use = TenantUse(limits.max_num_seqs, limits.blocks)
         self._full: dict[str, tuple[float, float]] = {}
+        self._shunned: set[str] = set()
         self._seen: dict[str, float] = {}
         self._was_alone = False
         self.preemptions, self.granule = 0, 1
@@ -333,6 +334,7 @@ class Scheduler:
         computed: int,
         share: Share,
         route: Sequence[str] = (),
+        sample_rows: float = 0.0,
     ) -> None:
         """Add a sequence that has come from another replica, paused.
 
@@ -343,9 +345,15 @@ class Scheduler:
             computed: Number of those that were computed here.
             share: Its tenant.
             route: Replicas by stage that compute it.
+            sample_rows: What the choice of one of its tokens costs, in rows.
         """
         sequence = self._enter(
-            new, tokens, computed=computed, share=share, route=tuple(route)
+            new,
+            tokens,
+            computed=computed,
+            share=share,
+            route=tuple(route),
+            sample_rows=sample_rows,
         )
         sequence.is_paused, sequence.blocks = True, self._reserved.pop(old)
         self._run(sequence)
@@ -387,9 +395,10 @@ class Scheduler:
             way, or a stage waits for what was dropped.
         """
         until, pause_s = self._full.get(replica, (now, 0.0))
-        is_again = now < until + pause_s
-        pause_s = min(LONGEST_FULL_S, 2 * pause_s) if is_again else FULL_S
-        self._full[replica] = max(until, now + pause_s), pause_s
+        if now >= until:  # otherwise what was on its way to it comes back
+            pause_s = min(LONGEST_FULL_S, max(FULL_S, 2 * pause_s))
+            self._full[replica] = now + pause_s, pause_s
+        self._look_at_full(now)
         sequence = self._known.get(key)
         if sequence is None:
             return False
@@ -446,7 +455,13 @@ class Scheduler:
     @property
     def has_full(self) -> bool:
         """True while nothing goes to some replica for lack of memory there."""
-        return bool(self._full)
+        return bool(self._shunned)
+
+    def _look_at_full(self, now: float) -> None:
+        """Forget replicas that had memory again for as long as they were left alone."""
+        full = self._full.items()
+        self._full = {name: (t, p) for name, (t, p) in full if now < t + p}
+        self._shunned = {name for name, (until, _) in self._full.items() if now < until}
 
     def next_step(self, now: float = 0.0) -> PlannedStep | None:
         """Return the next step to compute, or None if there is none now.
@@ -454,7 +469,7 @@ class Scheduler:
         Args:
             now: Monotonic time in seconds.
         """
-        self._full = {n: (t, p) for n, (t, p) in self._full.items() if now < t + p}
+        self._look_at_full(now)
         if len(self._steps) >= self.steps:
             return None
         self._planned.clear()
@@ -487,7 +502,8 @@ class Scheduler:
         demands = self._demands()
         is_shared = self._has_others(demands, now)
         if len(demands) > 1:
-            budget = StepBudget(demands, self._steps.cost, most)
+            is_limited = self.limits.is_prefill_chunked
+            budget = StepBudget(demands, self._steps.cost, most, is_limited=is_limited)
             ready = {s.share for s in (*self._ready(), *self._heads())}
             rows = max(map(budget.left, ready), default=0)
             if len(self._steps) and rows < STEP_ROWS:
@@ -520,7 +536,7 @@ class Scheduler:
 
     def _heads(self) -> Iterator[ScheduledSequence]:
         """Return the first waiting sequence of each tenant that may run."""
-        return self._line.heads(self._full)
+        return self._line.heads(self._shunned)
 
     def _shrink(self) -> None:
         """Preempt until others have the blocks that are left to them."""
@@ -576,12 +592,15 @@ class Scheduler:
             few = [s for s in those if s.lacking == 1]
             most = budget.left(share) * share.weight / budget.weights
             for sequence in few if len(few) <= min(STEP_ROWS, max(1.0, most)) else ():
+                if budget.is_spent:
+                    break
                 if sequence.number in self._running and self._has_room(sequence, 1):
                     parts.append(self._take(sequence, 1))
                     budget.take(1)
             ready[share] = [s for s in those if not s.is_under_way]
         is_open = True
-        while True:
+        had = {self._known[part.key].share for part in parts}
+        while not budget.is_spent:
             for those in ready.values():
                 while those and those[-1].number not in self._running:
                     those.pop()  # it was preempted for another one
@@ -589,13 +608,14 @@ class Scheduler:
             heads = self._heads() if is_open else ()
             behind = {s.share for s in found if s.lacking <= 1}
             found += [s for s in heads if s.is_probe or s.share not in behind]
-            # A step has a row at least.
-            found = [s for s in found if budget.left(s.share) or not parts]
+            # Each tenant has a row at least.
+            found = [s for s in found if budget.left(s.share) or s.share not in had]
             head = min(found, key=self._rank, default=None)
             if head is None:
                 return
             sequence = head
-            rows = max(budget.left(sequence.share), int(not parts))
+            rows = max(budget.left(sequence.share), int(sequence.share not in had))
+            had.add(sequence.share)
             if sequence.number in self._running:
                 ready[sequence.share].pop()
             elif not self._chunk(sequence, rows, is_alone=not parts):
@@ -703,32 +723,43 @@ class Scheduler:
 
     def _admit(self, sequence: ScheduledSequence) -> bool:
         """Let a sequence run, if there is room for all of it; return whether."""
-        while not self._fits(sequence):
-            victim = self._victim_for(sequence)
-            if victim is None:
-                return False
+        victims = self._victims_for(sequence)
+        if victims is None:
+            return False
+        for victim in victims:
             self._preempt(victim)
         self._run(sequence)
         return True
 
-    def _victim_for(self, newcomer: ScheduledSequence) -> ScheduledSequence | None:
-        """Return the sequence to preempt for one that waits."""
-        idle = self._idle()
-        below = [s for s in idle if s.share.priority < newcomer.share.priority]
-        if below:
-            return max(below, key=lambda s: (-s.share.priority, s.number))
-        level = [s for s in idle if s.share.priority == newcomer.share.priority]
-        blocks = self.blocks_of(len(newcomer.tokens) + 1)
-        return self._use.victim_for(newcomer, blocks, level)
+    def _victims_for(
+        self, newcomer: ScheduledSequence
+    ) -> list[ScheduledSequence] | None:
+        """Return the sequences to preempt for one that waits; None: it cannot run."""
+        if newcomer.uses(self._shunned):
+            return None
+        needed = self.blocks_of(len(newcomer.tokens) + 1)
+        found: list[ScheduledSequence] = []
+        use, idle = self._use.copy(), self._idle()
+        while not self._fits(newcomer, found):
+            victim = _victim_for(newcomer, needed, use, idle)
+            if victim is None:
+                return None
+            idle.remove(victim)
+            found.append(victim)
+            use.add(victim.share, places=-1, blocks=-victim.blocks)
+        return found
 
-    def _fits(self, sequence: ScheduledSequence) -> bool:
-        is_full = self._places <= 0
-        if sequence.uses(self._full):
+    def _fits(
+        self, sequence: ScheduledSequence, gone: Sequence[ScheduledSequence] = ()
+    ) -> bool:
+        """Tell whether a sequence may run, once some running ones are preempted."""
+        if sequence.uses(self._shunned):
             return False
         # All of it must fit, or it would preempt what came before.
         needed = self.blocks_of(len(sequence.tokens) + 1)
-        has_room = needed <= self._room(is_only=not self._running)
-        return has_room and (sequence.is_probe or not is_full)
+        room = self._room(is_only=len(gone) == len(self._running))
+        has_place = sequence.is_probe or self._places + len(gone) > 0
+        return has_place and needed <= room + sum(s.blocks for s in gone)
 
     def _chunk(
         self, sequence: ScheduledSequence, budget: int, *, is_alone: bool
@@ -841,3 +872,17 @@ class Scheduler:
     def tokens(self, key: Key) -> list[int]:
         """Return all tokens of a sequence."""
         return self._known[key].tokens
+
+
+def _victim_for(
+    newcomer: ScheduledSequence,
+    blocks: int,
+    use: TenantUse,
+    idle: list[ScheduledSequence],
+) -> ScheduledSequence | None:
+    """Return the next sequence to preempt for one that waits."""
+    below = [s for s in idle if s.share.priority < newcomer.share.priority]
+    if below:
+        return max(below, key=lambda s: (-s.share.priority, s.number))
+    level = [s for s in idle if s.share.priority == newcomer.share.priority]
+    return use.victim_for(newcomer, blocks, level)

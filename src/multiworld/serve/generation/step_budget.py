@@ -35,23 +35,35 @@ class StepBudget:
         demands: Rows that each tenant would have in the next step, if it were alone.
         in_flight: What the steps in flight cost, in rows.
         most: Maximum number of rows of any step.
+        is_limited: Whether prompts may be cut into parts; one that may not is computed
+            beside whatever else there is.
     """
 
     def __init__(
-        self, demands: Mapping[Share, float], in_flight: float, most: int
+        self,
+        demands: Mapping[Share, float],
+        in_flight: float,
+        most: int,
+        *,
+        is_limited: bool = True,
     ) -> None:
         self.weights = sum(share.weight for share in demands)
         first = max((share.priority for share in demands), default=0)
         self._limits = {
             share: cost_of(demand) * (1 + BESIDE * (self.weights / share.weight - 1))
             for share, demand in demands.items()
-            if share.priority == first
+            if share.priority == first and is_limited
         }
         self._cost, self._most, self.used = in_flight + STEP_ROWS, most, 0
 
     def take(self, rows: int) -> None:
         """Record rows that are in the step."""
         self.used += rows
+
+    @property
+    def is_spent(self) -> bool:
+        """True if the step has as many rows as any may have."""
+        return self.used >= self._most
 
     def left(self, share: Share) -> int:
         """Return the number of rows that a tenant may still have, 0 or more."""

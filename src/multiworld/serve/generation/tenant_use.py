@@ -27,6 +27,12 @@ class TenantUse:
         self._places: Counter[Share] = Counter()
         self._blocks: Counter[Share] = Counter()
 
+    def copy(self) -> TenantUse:
+        """Return a copy, to try what would follow from something."""
+        copied = TenantUse(*self._limits)
+        copied._places, copied._blocks = self._places.copy(), self._blocks.copy()
+        return copied
+
     def add(self, share: Share, *, places: int = 0, blocks: int = 0) -> None:
         """Record that a tenant has more, or less, of something.
 
@@ -99,6 +105,13 @@ class TenantUse:
             or self._places[s.share] > 1
             or s.number > grower.number
         ]
+
+        first = grower.share.priority
+        later = [
+            s for s in found if s.number > grower.number and s.share.priority <= first
+        ]
+        if later and self._places[grower.share] == 1:
+            found = later  # it is its tenant's only one itself
 
         def rank(sequence: ScheduledSequence) -> tuple[int, float, int]:
             share = sequence.share

@@ -334,9 +334,15 @@ class GenerationWorker:
             if self._scheduler.knows(old):
                 self._scheduler.move(old, key, tokens, link.held, route)
             elif self._scheduler.has_reserved(old):
-                share = link.opening.share
-                held = link.held
-                self._scheduler.take_over(old, key, tokens, held, share, route)
+                self._scheduler.take_over(
+                    old,
+                    key,
+                    tokens,
+                    link.held,
+                    link.opening.share,
+                    route,
+                    sample_rows_of(link.opening.sampling),
+                )
         return True
 
     def _is_end(self, link: Link) -> bool:

@@ -725,3 +725,79 @@ def test_sequence_that_does_not_come_gives_its_blocks_back() -> None:
     assert not scheduler.reserve([], key(2), 1)
     scheduler.remove(key(1))
     assert scheduler.reserve([], key(2), 1)
+
+
+@pytest.mark.parametrize(
+    ("weight", "chunked", "steps"),
+    [(16.0, True, 1), (16.0, True, 3), (1.0, False, 1), (1.0, False, 3)],
+)
+def test_tenant_beside_a_heavier_one_or_with_a_whole_prompt_comes_on(
+    weight: float, chunked: bool, steps: int
+) -> None:
+    """It has a row of each step at least, or its prompt as a whole."""
+    scheduler = Scheduler(
+        limits(seqs=9, tokens=240, blocks=9000, steps=steps, chunked=chunked)
+    )
+    pipeline = Pipeline(scheduler)
+    wanted = {key(0): 999, key(1): 1}
+    scheduler.add(key(0), [0], share=Share("heavy", weight))
+    assert planned(pipeline) == [{0: 1}]
+    scheduler.add(key(1), [0] * 60, share=Share("light"))
+    for _ in range(200):
+        pipeline.finish_one(wanted)
+        planned(pipeline)
+    assert key(1) in pipeline.ended
+
+
+def test_long_sequence_is_not_preempted_for_later_ones_of_other_tenants() -> None:
+    """Alone of its tenant it ends, though its tenant uses most."""
+    scheduler = Scheduler(limits(seqs=9, tokens=64, block=16, blocks=100, steps=1))
+    pipeline = Pipeline(scheduler)
+    wanted = {key(0): 100}
+    scheduler.add(key(0), [0] * 960, share=Share("long"))
+    for number in range(1, 20):
+        share = Share("other", 1.0) if number % 2 else Share("third", 1.0)
+        wanted[key(number)] = 100
+        scheduler.add(key(number), [0] * 400, share=share)
+    for _ in range(1_500):
+        pipeline.plan()
+        pipeline.finish_one(wanted)
+        if key(0) in pipeline.ended:
+            break
+    assert key(0) in pipeline.ended
+    assert scheduler.preemptions < 50
+
+
+def test_nobody_is_preempted_for_one_that_cannot_run() -> None:
+    """Of a higher priority, but through a replica that has no memory now."""
+    scheduler = Scheduler(limits(seqs=20, tokens=64, blocks=100))
+    pipeline = Pipeline(scheduler)
+    for number in range(20):
+        scheduler.add(key(number), [0], route=("front", "back"))
+    planned(pipeline)
+    pipeline.finish_one({key(number): 9 for number in range(20)})
+    scheduler.evict(key(30), "other back", 0.0)
+    first = Share("first", priority=1)
+    scheduler.add(key(21), [0], share=first, route=("front", "other back"))
+    planned(pipeline)
+    assert scheduler.preemptions == 0
+    assert scheduler.running == 20
+
+
+def test_replica_without_memory_is_tried_again_less_and_less_often() -> None:
+    """Several sequences that come back from it at once are one attempt."""
+    scheduler = Scheduler(limits(seqs=9, blocks=100))
+    now, pauses = 0.0, []
+    for _ in range(4):
+        for number in range(3):
+            scheduler.evict(key(number), "back", now)
+        begun = now
+        while scheduler.has_full:
+            now += 0.01
+            scheduler.next_step(now)
+        pauses.append(round(now - begun, 1))
+    assert pauses == [0.1, 0.2, 0.4, 0.8]
+    scheduler.next_step(now + 0.9)
+    scheduler.evict(key(1), "back", now + 0.9)
+    scheduler.next_step(now + 1.05)
+    assert not scheduler.has_full
