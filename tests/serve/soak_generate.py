@@ -99,7 +99,7 @@ class Outcome:
         return is_whole and not self.grown
 
 
-def spec_of(folder: Path) -> dict[str, Any]:
+def spec_of(folder: Path, threads: int) -> dict[str, Any]:
     """Return the spec of a small decoder in three stages."""
     return {
         "app": "soak",
@@ -115,7 +115,9 @@ def spec_of(folder: Path) -> dict[str, Any]:
                     "deterministic": True,
                 },
                 "deadline_s": 60.0,
-                "stages": [{"name": name, "replicas": 2} for name in STAGES],
+                "stages": [
+                    {"name": name, "replicas": 2, "threads": threads} for name in STAGES
+                ],
             }
         },
         "gateway": {"port": 0},
@@ -279,13 +281,13 @@ class Soak:
             os.kill(pid, signal.SIGCONT)
 
 
-def soak(folder: Path, seed: int, minutes: float) -> Outcome:
+def soak(folder: Path, seed: int, minutes: float, threads: int) -> Outcome:
     """Run a soak in a new folder; return what it found."""
     outcome = Outcome(seed, minutes)
     model = save_decoder(folder / "model")
     # By default its end is the token of a quotation mark.
     (model / "generation_config.json").write_text('{"eos_token_id": 0}')
-    with served(folder / "service", spec_of(model)) as service:
+    with served(folder / "service", spec_of(model, threads)) as service:
         asyncio.run(Soak(service, model, outcome).run())
     return outcome
 
@@ -295,10 +297,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="of each replica")
     given = parser.parse_args()
     end_as_ctrl_c()
     with tempfile.TemporaryDirectory() as folder:
-        outcome = soak(Path(folder), given.seed, given.minutes)
+        outcome = soak(Path(folder), given.seed, given.minutes, given.threads)
     shown = asdict(outcome)
     pauses = sorted(shown.pop("pauses_s"))
     for share in (0.5, 0.99, 1.0):
