@@ -25,12 +25,12 @@ def test_nothing_is_lost_under_random_faults(
 
 @pytest.mark.heavy
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("seed", "minutes"), [(1, 0.2), (2, 3.0)])
+@pytest.mark.parametrize(("seed", "minutes", "threads"), [(1, 0.2, 1), (2, 3.0, 4)])
 def test_no_stream_is_cut_under_random_faults(
-    tmp_path: Path, seed: int, minutes: float
+    tmp_path: Path, seed: int, minutes: float, threads: int
 ) -> None:
     """And no token is repeated, missing or different."""
-    outcome = soak_generate(tmp_path, seed, minutes)
+    outcome = soak_generate(tmp_path, seed, minutes, threads)
     assert outcome.is_good, outcome
     assert sum(outcome.faults.values()) >= 5 * minutes
     assert outcome.streams > 50 * minutes
