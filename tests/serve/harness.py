@@ -224,6 +224,15 @@ class Served:
         ]
         return found[0]
 
+    def heartbeat_helpers(self) -> list[int]:
+        """Return the process IDs of the heartbeat helpers of all processes."""
+        return [
+            child.pid
+            for process in self.status().processes
+            for child in psutil.Process(process.pid).children()
+            if any("heartbeat_helper" in word for word in child.cmdline())
+        ]
+
     def store(self) -> int:
         """Return the process ID of the store."""
         pid: int = self._store_record()["pid"]

@@ -226,6 +226,53 @@ async def test_stream_goes_on_without_store_and_fork_server(
     await is_whole(service)
 
 
+@pytest.mark.parametrize("which", ["store", "fork server", "controller", "heartbeat"])
+async def test_stream_goes_on_while_a_helper_is_stopped_and_goes_on(
+    service: Served, pieces: list[str], which: str
+) -> None:
+    """For longer than the silence after which a peer is given up."""
+    stopped = {
+        "store": lambda: [service.store()],
+        "fork server": lambda: [service.fork_server()],
+        "controller": lambda: [service.process.pid] if service.process else [],
+        "heartbeat": service.heartbeat_helpers,
+    }[which]()
+    assert stopped
+    async with client(service) as api:
+        streams = [Stream(api) for _ in range(4)]
+        for stream in streams:
+            await stream.has(2)
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(1.5)
+        finally:
+            for pid in stopped:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+        assert [await stream.end() for stream in streams] == [pieces] * 4
+        assert await Stream(api).end() == pieces
+    await is_whole(service)
+
+
+@pytest.mark.parametrize("room", [1, 0])
+def test_prompt_may_be_as_long_as_the_context_less_one_token(
+    service: Served, room: int
+) -> None:
+    """It is answered with that token; one that leaves no room is refused."""
+    listed = httpx.get(f"{service.url}/v1/models", timeout=WAIT_S).json()["data"]
+    prompt = [5] * (listed[0]["max_model_len"] - room)
+    body = {"model": "m", "prompt": prompt, "max_tokens": 1, "ignore_eos": True}
+    answer = post(service, "/v1/completions", body)
+    if room:
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 1
+        assert answer.json()["choices"][0]["finish_reason"] == "length"
+    else:
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
 async def test_client_that_hangs_up_frees_its_sequence(service: Served) -> None:
     """Within a moment; the replicas know it no more."""
     async with client(service) as api:
