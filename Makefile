@@ -76,14 +76,14 @@ soak-generate: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --group bench
-	$(BIN)/multiworld bench --out benchmarks/results $(ARGS)
+	$(BIN)/python -m benchmarks --out benchmarks/results $(ARGS)
 
 bench-detection: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --group bench
-	$(BIN)/python -m multiworld.bench.studies.detection $(ARGS)
+	$(BIN)/python -m benchmarks.studies.detection $(ARGS)
 
 bench-serving: $(STAMP)
-	$(BIN)/multiworld bench serving --out benchmarks/results $(ARGS)
+	$(BIN)/python -m benchmarks serving --out benchmarks/results $(ARGS)
 
 # The wheel outside the source tree, in several Pythons and torches; one: CELLS="3.11x2.13".
 matrix:

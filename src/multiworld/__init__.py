@@ -11,7 +11,7 @@ member was lost; all other worlds carry on.
         x = await world.recv(src=1)
 
 Importing this package has no side effect and does not import torch: a name is resolved
-when a program first uses it. Shell.
+when a program first uses it.
 """
 
 from __future__ import annotations

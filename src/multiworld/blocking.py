@@ -1,4 +1,4 @@
-"""Worlds without an event loop: alias of ``multiworld.world.blocking``. Shell."""
+"""Worlds without an event loop: alias of ``multiworld.world.blocking``."""
 
 from __future__ import annotations
 

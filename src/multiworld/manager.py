@@ -1,4 +1,4 @@
-"""Alias of ``multiworld.world.manager``, under the prototype's name. Shell."""
+"""Alias of ``multiworld.world.manager``, under the prototype's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shared secret and TLS: alias of ``multiworld.net.security``. Shell."""
+"""A shared secret and TLS: alias of ``multiworld.net.security``."""
 
 from __future__ import annotations
 

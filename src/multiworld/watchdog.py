@@ -1,4 +1,4 @@
-"""Alias of ``multiworld.liveness.watchdog``, the name that pymultiworld uses. Shell."""
+"""Alias of ``multiworld.liveness.watchdog``, the name that pymultiworld uses."""
 
 from __future__ import annotations
 

@@ -13,21 +13,21 @@ import torch
 
 from multiworld.backends.direct import header
 from multiworld.errors import ServeError
-from multiworld.liveness.messages import Broken, ManagerHello, control_messages
+from multiworld.liveness.manager_messages import Broken, ManagerHello, control_messages
 from multiworld.net import frames
 from multiworld.net.handshake import HandshakeError, decode_hello
-from multiworld.rendezvous import messages
+from multiworld.rendezvous import store_messages
 from multiworld.rendezvous.store_service import StoreService
-from multiworld.serve.gateway.completions import (
+from multiworld.serve.gateway.embeddings import _embedding_request
+from multiworld.serve.gateway.http_responses import openai_error
+from multiworld.serve.gateway.open_inference import parse
+from multiworld.serve.generation.api.completions import (
     chat_of,
     completion_of,
     decoded,
     prompts_of,
 )
-from multiworld.serve.gateway.open_inference import parse
-from multiworld.serve.gateway.openai import _embedding_request
-from multiworld.serve.gateway.responses import openai_error
-from multiworld.serve.gateway.triton_generate import GenerateBody
+from multiworld.serve.generation.api.triton_generate import GenerateBody
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.transport import frames as edge_frames
 from multiworld.serve.transport.frames import Entry
@@ -209,14 +209,14 @@ async def test_messages_of_stores_and_links() -> None:
             claim_of(1, 0, 2),
             claim_of(2, 1, 2),
             survivor_of(3, 0, 2, lost=(1,)),
-            messages.Announce("w", 1, 0, "u"),
-            messages.Leave("w", 1, 0, (1,)),
-            messages.Withdraw(1),
-            messages.HoldsAnswer(1, holds=True),
-            messages.GetValues(4, ("k",), 0.1),
-            messages.SetValue(5, "k", "v"),
-            messages.CompareSet(6, "k", "v", "w"),
-            messages.AddAmount(7, "n", 3),
+            store_messages.Announce("w", 1, 0, "u"),
+            store_messages.Leave("w", 1, 0, (1,)),
+            store_messages.Withdraw(1),
+            store_messages.HoldsAnswer(1, holds=True),
+            store_messages.GetValues(4, ("k",), 0.1),
+            store_messages.SetValue(5, "k", "v"),
+            store_messages.CompareSet(6, "k", "v", "w"),
+            store_messages.AddAmount(7, "n", 3),
             Broken(1, 2, "it was lost", "no answer", 1.5),
         )
     ]
@@ -226,7 +226,7 @@ async def test_messages_of_stores_and_links() -> None:
     def check(content: bytes) -> None:
         nonlocal session
         for read in (
-            lambda: frames.decode_body(content, messages.replies),
+            lambda: frames.decode_body(content, store_messages.replies),
             lambda: frames.decode_body(content, control_messages),
         ):
             with contextlib.suppress(frames.FrameError):
@@ -234,7 +234,7 @@ async def test_messages_of_stores_and_links() -> None:
         with contextlib.suppress(frames.FrameError, HandshakeError):
             decode_hello(content, hellos)
         try:
-            message = frames.decode_body(content, messages.requests)
+            message = frames.decode_body(content, store_messages.requests)
         except frames.FrameError:
             service.close_session(session)
             session = service.open_session(lambda message: None)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from multiworld.bench.contenders import stream
-from multiworld.bench.members import free_ports
-from multiworld.bench.rivals import contender, environment
-from multiworld.bench.rivals.contender import Apart
-from multiworld.bench.rivals.environment import Rival
+from benchmarks.contenders import stream
+from benchmarks.members import free_ports
+from benchmarks.rivals import contender, environment
+from benchmarks.rivals.contender import Apart
+from benchmarks.rivals.environment import Rival
 
 END = f"""
 import sys

@@ -1,4 +1,4 @@
-"""``multiworld bench`` measures every contender and writes the results."""
+"""``python -m benchmarks`` measures every contender and writes the results."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from multiworld.bench import members
-from multiworld.bench.members import Options
-from multiworld.bench.runner import SUITES
-from multiworld.bench.suites import nccl
+from benchmarks import members
+from benchmarks.members import Options
+from benchmarks.runner import SUITES
+from benchmarks.suites import nccl
 
 pytestmark = pytest.mark.timeout(200)
 
 
 def bench(*words: str, code: int = 0) -> str:
-    command = [sys.executable, "-m", "multiworld.cli.main", "bench", *words]
+    command = [sys.executable, "-m", "benchmarks", *words]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=180, check=False
     )
@@ -85,8 +85,8 @@ def test_data_path_is_measured_without_what_serving_needs() -> None:
     program = (
         "import sys\n"
         "sys.modules['aiohttp'] = sys.modules['yaml'] = None\n"
-        "from multiworld.bench.members import Options\n"
-        "from multiworld.bench.runner import run_suite\n"
+        "from benchmarks.members import Options\n"
+        "from benchmarks.runner import run_suite\n"
         "run_suite('serving', Options(1, True), lambda *_: None)\n"
     )
     done = subprocess.run(

@@ -25,7 +25,7 @@ from multiworld import (
     WorldManager,
 )
 from multiworld.net import frames
-from multiworld.net.messages import Answer
+from multiworld.net.handshake_messages import Answer
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import ProcessFleet, no_leaks
 from tests import bodies

@@ -25,7 +25,7 @@ from multiworld import (
 )
 from multiworld.incarnation.event_hub import QUEUE_LIMIT, EventHub
 from multiworld.incarnation.lifecycle import Failed
-from multiworld.liveness.messages import Left, WorldMessage
+from multiworld.liveness.manager_messages import Left, WorldMessage
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import Arena, ProcessFleet, no_leaks
 from tests import bodies

@@ -32,9 +32,9 @@ from multiworld import (
 )
 from multiworld.liveness.control_link import SocketLink
 from multiworld.net import frames
-from multiworld.net.messages import Proof
+from multiworld.net.handshake_messages import Proof
 from multiworld.rendezvous.membership import Address
-from multiworld.rendezvous.messages import Claim, SealedMember, SurvivorClaim
+from multiworld.rendezvous.store_messages import Claim, SealedMember, SurvivorClaim
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import no_leaks
 from tests.conftest import certificates

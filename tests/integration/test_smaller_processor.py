@@ -20,8 +20,8 @@ PROCESSORS = {
 }
 FILES = (
     "tests/unit/serve/models/test_packed_linear.py",
-    "tests/unit/serve/generation/test_fixed.py",
-    "tests/unit/serve/generation/test_decoder.py",
+    "tests/unit/serve/generation/replica/test_batch_invariance.py",
+    "tests/unit/serve/generation/models/test_decoder.py",
     "tests/unit/serve/control/test_dtypes.py",
 )
 SELECTED = (
@@ -31,7 +31,7 @@ SELECTED = (
 """All that depends on the processor, for one architecture; others take minutes."""
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_numerics_are_right_on_a_smaller_processor(name: str, tmp_path: Path) -> None:
     """Packed products, deterministic mode and decoders, in a process of their own."""

@@ -15,7 +15,7 @@ from tests.meta.imports import SOURCE
 DECLARED = SOURCE / "backends" / "collectives.py"
 FACADE = SOURCE / "world" / "blocking_collectives.py"
 
-HEAD = '''"""The collectives for programs without an event loop. Shell.
+HEAD = '''"""The collectives for programs without an event loop.
 
 Written by ``python -m tests.meta.blocking_facade`` from ``backends.collectives``.
 """

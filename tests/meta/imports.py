@@ -59,14 +59,10 @@ def outside(name: str) -> set[str]:
     return tops - {"multiworld", "__future__"}
 
 
-def kind(name: str) -> str:
-    """Return "pure" or "shell", as the module's docstring says, or ""."""
+def is_pure(name: str) -> bool:
+    """Return whether the module's docstring says that it is pure."""
     doc = ast.get_docstring(tree(modules()[name])) or ""
-    words = doc.replace("\n", " ").split(" ")
-    for word in words:
-        if word in ("Pure.", "Shell."):
-            return word.strip(".").lower()
-    return ""
+    return "Pure." in doc.split()
 
 
 def cycles() -> list[list[str]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from multiworld.serve.generation.text import Tokenizer
+from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
 from tests.tiny_decoder import save_tokenizer
 

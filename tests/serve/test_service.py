@@ -17,7 +17,7 @@ import yaml
 from multiworld.serve.control.answers import Drained
 from multiworld.serve.control.client import Service
 from multiworld.serve.fleet.entries import HistoryEntry
-from multiworld.serve.worker.hang_guard import EXIT_HUNG
+from multiworld.serve.replica.hang_guard import EXIT_HUNG
 from tests.serve.harness import (
     WAIT_S,
     Served,

@@ -1,4 +1,4 @@
-"""A message that arrives, and a receive that waits for one. Shell."""
+"""A message that arrives, and a receive that waits for one."""
 
 from __future__ import annotations
 

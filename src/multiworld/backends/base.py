@@ -1,4 +1,4 @@
-"""Interfaces of a backend, and of the world that it serves. Shell."""
+"""Interfaces of a backend, and of the world that it serves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from multiworld.backends.collective import Collectives
 from multiworld.config import WorldConfig
 from multiworld.incarnation.lifecycle import Happening
-from multiworld.liveness.messages import BackendMessage
+from multiworld.liveness.manager_messages import BackendMessage
 from multiworld.net.security import Security
 from multiworld.net.streams import Stream
 from multiworld.rendezvous.membership import Incarnation

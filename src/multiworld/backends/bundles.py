@@ -1,4 +1,4 @@
-"""Bytes of objects and bundles. Shell.
+"""Bytes of objects and bundles.
 
 A bundle is several named tensors and metadata in one message: a manifest in JSON, then
 the tensors, each at an aligned offset.

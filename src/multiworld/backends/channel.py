@@ -1,4 +1,4 @@
-"""A channel: one mailbox, and a lane to each other member. Shell.
+"""A channel: one mailbox, and a lane to each other member.
 
 Point-to-point messages and collectives each have a channel of their own, so that a
 message nobody receives cannot block a collective.

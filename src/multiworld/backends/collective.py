@@ -1,4 +1,4 @@
-"""The parts of a collective: its declaration, a call, what members agree on. Shell.
+"""The parts of a collective: its declaration, a call, what members agree on.
 
 The collectives themselves are declared in ``backends.collectives``.
 """

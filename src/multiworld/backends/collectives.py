@@ -1,4 +1,4 @@
-"""The collectives: each declared once, with its signature and its steps. Shell.
+"""The collectives: each declared once, with its signature and its steps.
 
 To add one, write a method of ``CollectiveMethods`` (what ``World`` offers) and below it
 a function that ``declare`` turns into the declaration (how it runs over lanes). What

@@ -1,4 +1,4 @@
-"""Wire codes of torch's dtypes, and views of tensors as memory. Shell."""
+"""Wire codes of torch's dtypes, and views of tensors as memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Algorithms of collectives over lanes, and their order. Shell.
+"""Algorithms of collectives over lanes, and their order.
 
 Sources: binomial trees for broadcast and reduce, recursive doubling for short
 all-reduces, pairwise exchange for reduce-scatter, all-gather and all-to-all, and for
@@ -45,7 +45,7 @@ from multiworld.backends.reduction import (
 )
 from multiworld.errors import MemberLeftError, TensorMismatchError
 from multiworld.incarnation.lifecycle import Failed
-from multiworld.liveness.messages import EndCollectives
+from multiworld.liveness.manager_messages import EndCollectives
 
 CHUNK_BYTES = 2 * 1024 * 1024
 """Most bytes that a member reduces before it passes the result on. Operand and result

@@ -1,4 +1,4 @@
-"""The mailbox, which matches messages with receives. Shell.
+"""The mailbox, which matches messages with receives.
 
 This module does no I/O and never waits. Messages of one source and tag are matched in
 the order they were sent, receives in the order they were posted. A message without a

@@ -1,4 +1,4 @@
-"""The ``memory`` backend: several ranks inside one process, for tests. Shell.
+"""The ``memory`` backend: several ranks inside one process, for tests.
 
 A send puts its message into the receiver's mailbox, on the same event loop. With
 ``WorldConfig(eager_bytes=0)`` every send waits until its message is received (the
@@ -20,7 +20,7 @@ from multiworld.backends.channel import Channel
 from multiworld.backends.channel import Lane as AnyLane
 from multiworld.backends.direct.header import TENSOR
 from multiworld.backends.dtypes import DTYPES, memory_of
-from multiworld.backends.messages import COLLECTIVE, P2P, MessageBackend
+from multiworld.backends.message_backend import COLLECTIVE, P2P, MessageBackend
 from multiworld.backends.offload import in_thread
 
 _Key = tuple[int, int]  # nonce, rank

@@ -1,4 +1,4 @@
-"""Threads for large copies and reductions, off the event loop. Shell."""
+"""Threads for large copies and reductions, off the event loop."""
 
 from __future__ import annotations
 

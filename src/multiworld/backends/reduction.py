@@ -1,4 +1,4 @@
-"""Reduce operations on host tensors. Shell."""
+"""Reduce operations on host tensors."""
 
 from __future__ import annotations
 

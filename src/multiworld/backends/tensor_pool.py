@@ -1,4 +1,4 @@
-"""A pool of memory for large received tensors. Shell.
+"""A pool of memory for large received tensors.
 
 New memory costs a page fault for every 4 KiB, which can take ten times as long as the
 copy into it. The pool therefore reuses the memory of a large received tensor for the

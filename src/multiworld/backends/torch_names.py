@@ -1,4 +1,4 @@
-"""Private names of torch that multiworld uses; no other module uses any. Shell.
+"""Private names of torch that multiworld uses; no other module uses any.
 
 torch may rename them in any release. ``check`` therefore looks all of them up before
 they are used: the first world on c10d and the first traced model call it, and so does

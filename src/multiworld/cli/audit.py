@@ -1,4 +1,4 @@
-"""``multiworld audit``: shows administrative operations on a service. Shell."""
+"""``multiworld audit``: shows administrative operations on a service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``multiworld chaos``: injects a fault into a replica. Shell."""
+"""``multiworld chaos``: injects a fault into a replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``multiworld demo``: injects faults under load and counts lost requests. Shell."""
+"""``multiworld demo``: injects faults under load and counts lost requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``multiworld doctor``: checks the installation, and proposes remedies. Shell."""
+"""``multiworld doctor``: checks the installation, and proposes remedies."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _devices() -> Finding:
 def _bfloat16() -> Finding:
     try:
         from multiworld.serve.control.dtypes import SLOW
-        from multiworld.serve.generation.product_speed import bfloat16_cost
+        from multiworld.serve.generation.replica.matmul_speed import bfloat16_cost
     except ImportError:
         return Finding("bfloat16", "ok", "not measured: serving is not installed")
     cost = bfloat16_cost()

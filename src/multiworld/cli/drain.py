@@ -1,4 +1,4 @@
-"""``multiworld drain``: replaces one process without losing a request. Shell."""
+"""``multiworld drain``: replaces one process without losing a request."""
 
 from __future__ import annotations
 

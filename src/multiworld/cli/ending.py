@@ -1,4 +1,4 @@
-"""Lets signals end a command as Ctrl-C does, with what it has started. Shell."""
+"""Lets signals end a command as Ctrl-C does, with what it has started."""
 
 from __future__ import annotations
 

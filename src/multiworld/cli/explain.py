@@ -1,4 +1,4 @@
-"""``multiworld explain``: shows which process waits for which, and why. Shell."""
+"""``multiworld explain``: shows which process waits for which, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``multiworld load``: sends requests at a steady rate, prints a summary. Shell."""
+"""``multiworld load``: sends requests at a steady rate, prints a summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``multiworld logs``: prints the end of the logs of processes. Shell."""
+"""``multiworld logs``: prints the end of the logs of processes."""
 
 from __future__ import annotations
 

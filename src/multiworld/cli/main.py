@@ -1,4 +1,4 @@
-"""The ``multiworld`` command, which finds the module of a command by its name. Shell.
+"""The ``multiworld`` command, which finds the module of a command by its name.
 
 The command ``multiworld NAME`` is the function ``NAME`` in ``cli/NAME.py``. It is
 imported when it is called, so ``--help`` needs no optional package.
@@ -40,11 +40,10 @@ COMMANDS = {
     "audit": "Show the last administrative operations and their outcomes.",
     "shutdown": "End a service after it has answered the accepted requests.",
     "store": "Run the store at which members of worlds meet.",
-    "bench": "Measure this machine's data path beside the alternatives.",
 }
 """One line of help for each command, in the order of ``--help``."""
 
-EXTRAS = {"demo": "demo", "bench": "serve"}
+EXTRAS = {"demo": "demo"}
 """Extra to install for a command; ``serve`` for the others."""
 
 

@@ -1,4 +1,4 @@
-"""``multiworld nodes``: shows the machines of a service. Shell."""
+"""``multiworld nodes``: shows the machines of a service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options, tables and requests that several commands share. Shell."""
+"""Options, tables and requests that several commands share."""
 
 from __future__ import annotations
 

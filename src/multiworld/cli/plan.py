@@ -1,4 +1,4 @@
-"""``multiworld plan``: shows which replicas a spec would start, and where. Shell."""
+"""``multiworld plan``: shows which replicas a spec would start, and where."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``m8d-post-setup``, which needs to do nothing here. Shell.
+"""``m8d-post-setup``, which needs to do nothing here.
 
 pymultiworld patched the installed PyTorch with its command of this name.
 """

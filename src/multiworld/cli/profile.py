@@ -1,4 +1,4 @@
-"""``multiworld profile``: measures time and memory of the stages of a model. Shell."""
+"""``multiworld profile``: measures time and memory of the stages of a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from multiworld.cli.options import CONTEXT, JSON, SPEC, new_table, print_table
 from multiworld.cli.partition import chosen_model, meter_of
 from multiworld.serve.control.dtypes import resolved_here
 from multiworld.serve.control.service import measured_machine_of
-from multiworld.serve.generation.text_meter import TextMeter
+from multiworld.serve.generation.replica.stage_meter import TextMeter
 from multiworld.serve.models.factory import build_model, modules_of
 from multiworld.serve.models.meter import Meter
 from multiworld.serve.models.profiler import profile_model

@@ -1,4 +1,4 @@
-"""``multiworld resources``: shows what every replica books and uses. Shell."""
+"""``multiworld resources``: shows what every replica books and uses."""
 
 from __future__ import annotations
 

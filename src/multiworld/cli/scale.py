@@ -1,4 +1,4 @@
-"""``multiworld scale``: sets the number of replicas of a stage. Shell."""
+"""``multiworld scale``: sets the number of replicas of a stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``multiworld schema``: prints the JSON Schema of a spec. Shell."""
+"""``multiworld schema``: prints the JSON Schema of a spec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``multiworld serve``: runs the service of a spec in the foreground. Shell."""
+"""``multiworld serve``: runs the service of a spec in the foreground."""
 
 from __future__ import annotations
 

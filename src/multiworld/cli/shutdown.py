@@ -1,4 +1,4 @@
-"""``multiworld shutdown``: ends a service, even without its controller. Shell."""
+"""``multiworld shutdown``: ends a service, even without its controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``multiworld simulate``: replays a trace against autoscaling policies. Shell."""
+"""``multiworld simulate``: replays a trace against autoscaling policies."""
 
 from __future__ import annotations
 

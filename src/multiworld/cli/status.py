@@ -1,4 +1,4 @@
-"""``multiworld status``: shows the processes of a service. Shell."""
+"""``multiworld status``: shows the processes of a service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``multiworld store``: runs the store at which members of worlds meet. Shell."""
+"""``multiworld store``: runs the store at which members of worlds meet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``multiworld tenants``: manages tenants, keys and limits; shows usage. Shell."""
+"""``multiworld tenants``: manages tenants, keys and limits; shows usage."""
 
 from __future__ import annotations
 

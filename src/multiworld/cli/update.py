@@ -1,4 +1,4 @@
-"""``multiworld update``: updates a running service to another spec. Shell."""
+"""``multiworld update``: updates a running service to another spec."""
 
 from __future__ import annotations
 

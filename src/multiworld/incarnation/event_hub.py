@@ -1,4 +1,4 @@
-"""The hub that hands events to subscribers. Shell.
+"""The hub that hands events to subscribers.
 
 It keeps a bounded queue for each subscriber: one that does not read loses the oldest
 events (and is told how many), and never slows a world down.

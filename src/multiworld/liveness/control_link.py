@@ -1,4 +1,4 @@
-"""Control links: messages between two managers. Shell.
+"""Control links: messages between two managers.
 
 A ``SocketLink`` connects two processes (or two managers of one process) over a socket.
 A ``LocalLink`` connects two managers of one process without a socket, for the
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from multiworld.liveness.messages import Bye, ControlMessage, control_messages
+from multiworld.liveness.manager_messages import Bye, ControlMessage, control_messages
 from multiworld.net.framed_connection import ENDED, FramedConnection
 from multiworld.net.streams import Stream
 

@@ -1,4 +1,4 @@
-"""A manager's listener, and the dialing of other managers. Shell.
+"""A manager's listener, and the dialing of other managers.
 
 Control links, heartbeats and data lanes all arrive at one listener: a TCP port on the
 interface in use, and an abstract Unix socket for the same host. Each connection begins
@@ -15,7 +15,7 @@ import socket
 from collections import Counter
 from typing import Any
 
-from multiworld.liveness.messages import HeartbeatHello, ManagerHello
+from multiworld.liveness.manager_messages import HeartbeatHello, ManagerHello
 from multiworld.net.frames import FrameError
 from multiworld.net.handshake import HandshakeError, dialing
 from multiworld.net.listener import Acceptor, Listener, read_frame

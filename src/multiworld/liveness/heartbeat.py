@@ -1,4 +1,4 @@
-"""The owner's side of the heartbeat helper, a process or a thread. Shell."""
+"""The owner's side of the heartbeat helper, a process or a thread."""
 
 from __future__ import annotations
 

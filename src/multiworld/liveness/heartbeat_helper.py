@@ -1,4 +1,4 @@
-"""The heartbeat helper: sends and reads heartbeats outside the owner's GIL. Shell.
+"""The heartbeat helper: sends and reads heartbeats outside the owner's GIL.
 
 It runs as a script in a helper process (``python -I -S -E heartbeat_helper.py FD SIGN
 PID TID HEARTBEAT_S``) or in a thread, and uses the standard library only.

@@ -1,4 +1,4 @@
-"""Heartbeat connections to the peers. Shell.
+"""Heartbeat connections to the peers.
 
 Each peer has one connection for heartbeats besides its control link and, between hosts,
 a UDP socket. The helper of ``Heartbeat`` uses both; this module creates, replaces and
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiworld.liveness import heartbeat_helper
 from multiworld.liveness.control_link import Link, LinkKey
 from multiworld.liveness.heartbeat import Heartbeat, HeartbeatReport, Mode
-from multiworld.liveness.messages import DatagramsAt
+from multiworld.liveness.manager_messages import DatagramsAt
 
 
 @dataclass(slots=True)

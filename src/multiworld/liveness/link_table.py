@@ -1,4 +1,4 @@
-"""Control links of a manager to its peers: listening, dialing, accepting. Shell.
+"""Control links of a manager to its peers: listening, dialing, accepting.
 
 Two processes have one link and one heartbeat connection, however many worlds they
 share. Of two managers, the one with the smaller uid dials, so two connections never
@@ -21,7 +21,7 @@ from multiworld.liveness.control_link import Link, LinkKey, LocalLink, SocketLin
 from multiworld.liveness.endpoint import Endpoint, dialing_filenos, reach
 from multiworld.liveness.heartbeat import HeartbeatReport, Mode
 from multiworld.liveness.heartbeat_links import HeartbeatLinks
-from multiworld.liveness.messages import (
+from multiworld.liveness.manager_messages import (
     ControlMessage,
     DatagramsAt,
     HeartbeatHello,
@@ -32,7 +32,7 @@ from multiworld.liveness.messages import (
     WorldMessage,
 )
 from multiworld.net.handshake import HandshakeError, refusal
-from multiworld.net.messages import Hello
+from multiworld.net.handshake_messages import Hello
 from multiworld.net.security import Security
 from multiworld.net.streams import Stream
 from multiworld.rendezvous.membership import Address, Member

@@ -1,4 +1,4 @@
-"""Data connections that wait for a world, and worlds that wait for them. Shell."""
+"""Data connections that wait for a world, and worlds that wait for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watchdog of a manager: detects lost peers and tells their worlds. Shell.
+"""The watchdog of a manager: detects lost peers and tells their worlds.
 
 It joins three parts: ``LinkTable`` (connections to peer managers), ``WorldTable``
 (which world a message or connection is for) and ``FailureDetector`` (who is lost).
@@ -30,7 +30,7 @@ from multiworld.liveness.failure_detector import (
 )
 from multiworld.liveness.heartbeat import HeartbeatReport, Mode
 from multiworld.liveness.link_table import LinkTable
-from multiworld.liveness.messages import LaneHello, WorldMessage
+from multiworld.liveness.manager_messages import LaneHello, WorldMessage
 from multiworld.liveness.world_table import WorldPort, WorldTable
 from multiworld.net.security import Security
 from multiworld.net.streams import Stream

@@ -1,4 +1,4 @@
-"""Incarnations that a manager takes part in, and where their messages go. Shell.
+"""Incarnations that a manager takes part in, and where their messages go.
 
 Messages and data connections may arrive before their incarnation is known here, or
 after it has ended. The early ones wait for a while; the late ones are refused.
@@ -16,7 +16,7 @@ import msgspec
 from multiworld.liveness.control_link import LinkKey
 from multiworld.liveness.early_messages import EarlyMessages
 from multiworld.liveness.failure_detector import Finding
-from multiworld.liveness.messages import WorldMessage
+from multiworld.liveness.manager_messages import WorldMessage
 from multiworld.liveness.pending_lanes import PendingLanes
 from multiworld.net.streams import Stream
 

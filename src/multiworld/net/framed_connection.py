@@ -1,4 +1,4 @@
-"""A connection that carries frames in both directions, without a task. Shell."""
+"""A connection that carries frames in both directions, without a task."""
 
 from __future__ import annotations
 

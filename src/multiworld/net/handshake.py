@@ -1,4 +1,4 @@
-"""The handshake that begins every connection: hello, challenge, proof. Shell.
+"""The handshake that begins every connection: hello, challenge, proof.
 
 ::
 
@@ -27,7 +27,7 @@ import msgspec
 
 from multiworld.net import frames
 from multiworld.net.frames import FrameError
-from multiworld.net.messages import Answer, Hello, Proof
+from multiworld.net.handshake_messages import Answer, Hello, Proof
 from multiworld.net.security import Security
 
 HELLO_BYTES = 16 * 1024

@@ -1,4 +1,4 @@
-"""The listener: accepts connections, authenticates and refuses them. Shell.
+"""The listener: accepts connections, authenticates and refuses them.
 
 A ``Listener`` accepts on its sockets and hands over only connections that completed the
 handshake. It closes and counts all others, and logs a sample of them. A connection that
@@ -28,7 +28,7 @@ from multiworld.net.handshake import (
     decode_hello,
     refusal,
 )
-from multiworld.net.messages import Answer, Hello
+from multiworld.net.handshake_messages import Answer, Hello
 from multiworld.net.refusals import Refusals
 from multiworld.net.security import Security
 from multiworld.net.streams import (

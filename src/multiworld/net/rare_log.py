@@ -1,4 +1,4 @@
-"""Logging of errors that may repeat many times a second, such as a full disk. Shell."""
+"""Logging of errors that may repeat many times a second, such as a full disk."""
 
 from __future__ import annotations
 

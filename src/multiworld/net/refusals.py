@@ -1,4 +1,4 @@
-"""Counts and log lines of refused connections. Shell.
+"""Counts and log lines of refused connections.
 
 A port scanner must not fill the log. So the first refusal of each kind is logged, and
 then at most one every ten seconds, with the number of those that were not.

@@ -1,4 +1,4 @@
-"""Authentication of peers and encryption: a shared secret and TLS. Shell.
+"""Authentication of peers and encryption: a shared secret and TLS.
 
 Programs pass a ``Security`` to a ``WorldManager`` or to a store, or the environment
 sets it. The command line never does, because other users of the machine could read the

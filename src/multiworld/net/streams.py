@@ -1,4 +1,4 @@
-"""Non-blocking streams: connected sockets, plain or under TLS. Shell.
+"""Non-blocking streams: connected sockets, plain or under TLS.
 
 A ``TlsStream`` has those methods of a non-blocking socket that lanes and links use.
 Like a socket, it raises ``BlockingIOError`` where it would have to wait. ``pending``

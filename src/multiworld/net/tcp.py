@@ -1,4 +1,4 @@
-"""Socket options and name resolution of TCP connections. Shell."""
+"""Socket options and name resolution of TCP connections."""
 
 from __future__ import annotations
 

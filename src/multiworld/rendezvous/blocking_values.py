@@ -1,4 +1,4 @@
-"""A blocking connection to a store's values, for threads without an event loop. Shell.
+"""A blocking connection to a store's values, for threads without an event loop.
 
 c10d calls its store from C++ threads and waits inside the call. A lock makes sure that
 one thread at a time uses a connection.
@@ -16,9 +16,9 @@ from multiworld.errors import StoreUnreachableError, WorldTimeoutError
 from multiworld.net import frames
 from multiworld.net.handshake import HandshakeError, dialing
 from multiworld.net.security import Security
-from multiworld.rendezvous import messages
-from multiworld.rendezvous.messages import StoreHello, ValueRequest
+from multiworld.rendezvous import store_messages
 from multiworld.rendezvous.store_address import StoreAddress
+from multiworld.rendezvous.store_messages import StoreHello, ValueRequest
 from multiworld.rendezvous.store_session import refused_by
 
 R = TypeVar("R")
@@ -101,7 +101,9 @@ class BlockingValues:
             self._requests += 1
             message = msgspec.structs.replace(message, request=self._requests)
             waits_s = (
-                message.deadline_s if isinstance(message, messages.GetValues) else 0.0
+                message.deadline_s
+                if isinstance(message, store_messages.GetValues)
+                else 0.0
             )
             try:
                 outcome = self._outcome(message, waits_s + SLACK_S)
@@ -110,7 +112,7 @@ class BlockingValues:
                 # request.
                 self._sock.close()
                 raise
-        if isinstance(outcome, messages.NoValue):
+        if isinstance(outcome, store_messages.NoValue):
             raise WorldTimeoutError(f"the store got no value in time for {message}")
         if not isinstance(outcome.value, kind):
             raise self._unreachable(frames.FrameError(f"it answered {outcome}"))
@@ -118,15 +120,15 @@ class BlockingValues:
 
     def _outcome(
         self, message: ValueRequest, timeout_s: float
-    ) -> messages.Result | messages.NoValue:
+    ) -> store_messages.Result | store_messages.NoValue:
         try:
             self._sock.settimeout(timeout_s)
             answer = self._exchange(frames.encode(message))
-            reply = frames.decode_body(answer, messages.replies)
+            reply = frames.decode_body(answer, store_messages.replies)
         except (OSError, frames.FrameError) as error:
             raise self._unreachable(error) from error
-        if isinstance(reply, messages.Reply) and isinstance(
-            reply.outcome, messages.Result | messages.NoValue
+        if isinstance(reply, store_messages.Reply) and isinstance(
+            reply.outcome, store_messages.Result | store_messages.NoValue
         ):
             return reply.outcome
         raise self._unreachable(frames.FrameError(f"it answered {reply}"))

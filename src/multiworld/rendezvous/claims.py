@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from multiworld.rendezvous.messages import ClaimOutcome, SealedMember
 from multiworld.rendezvous.reform import ReformClaim
+from multiworld.rendezvous.store_messages import ClaimOutcome, SealedMember
 
 SessionKey = int
 RequestKey = int

@@ -1,4 +1,4 @@
-"""A file with the highest epoch of every name. Shell.
+"""A file with the highest epoch of every name.
 
 A store that restarts with the same file continues its numbers. The file has one line
 for each change, ``{"world": name, "epoch": number}``. A start rewrites it without
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO
 
 from multiworld.errors import ConfigError
-from multiworld.rendezvous.messages import MAX_EPOCH
 from multiworld.rendezvous.registry import RESERVE
+from multiworld.rendezvous.store_messages import MAX_EPOCH
 
 FORMAT = 1
 """Format of the file; lines before the first release with formats have none."""

@@ -1,4 +1,4 @@
-"""A manager's way from a claim to an admitted incarnation. Shell.
+"""A manager's way from a claim to an admitted incarnation.
 
 ``Joiner`` keeps the sessions and the embedded stores of one manager. It counts their
 users: a session closes with the last world that met there, and an embedded store with
@@ -25,7 +25,8 @@ from multiworld.errors import (
 from multiworld.net import frames
 from multiworld.net.security import Security
 from multiworld.rendezvous.membership import Incarnation, Member
-from multiworld.rendezvous.messages import (
+from multiworld.rendezvous.store_address import StoreAddresses
+from multiworld.rendezvous.store_messages import (
     Admitted,
     Claim,
     ClaimOutcome,
@@ -38,7 +39,6 @@ from multiworld.rendezvous.messages import (
     TermsDiffer,
     VersionDiffers,
 )
-from multiworld.rendezvous.store_address import StoreAddresses
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.rendezvous.store_service import StoreService
 from multiworld.rendezvous.store_session import (

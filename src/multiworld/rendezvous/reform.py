@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from multiworld.rendezvous.messages import SealedMember
+from multiworld.rendezvous.store_messages import SealedMember
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,15 +44,15 @@ from multiworld.rendezvous.claims import (
     Withdrawn,
 )
 from multiworld.rendezvous.deadlines import Deadlines
-from multiworld.rendezvous.messages import (
+from multiworld.rendezvous.reform import Reform, ReformClaim
+from multiworld.rendezvous.session_index import SessionIndex
+from multiworld.rendezvous.store_messages import (
     MAX_EPOCH,
     Admitted,
     ClaimOutcome,
     Crowded,
     TermsDiffer,
 )
-from multiworld.rendezvous.reform import Reform, ReformClaim
-from multiworld.rendezvous.session_index import SessionIndex
 from multiworld.rendezvous.world_claims import (
     Current,
     Holder,

@@ -1,4 +1,4 @@
-"""Server of a store on a TCP port. Shell."""
+"""Server of a store on a TCP port."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import socket
 from multiworld.net.framed_connection import FramedConnection
 from multiworld.net.frames import FrameError
 from multiworld.net.handshake import HandshakeError
+from multiworld.net.handshake_messages import Hello
 from multiworld.net.listener import Listener
-from multiworld.net.messages import Hello
 from multiworld.net.security import Security
 from multiworld.net.streams import Stream
 from multiworld.net.tcp import resolve
-from multiworld.rendezvous.messages import (
+from multiworld.rendezvous.store_messages import (
     StoreHello,
     StoreMessage,
     StoreRequest,

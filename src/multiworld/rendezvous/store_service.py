@@ -1,4 +1,4 @@
-"""The store: the registry and the values, behind sessions. Shell.
+"""The store: the registry and the values, behind sessions.
 
 A session is anything that can take a message: a TCP connection (``StoreServer``) or a
 member of the same process (``LocalConnection`` in ``store_session``). One service
@@ -14,10 +14,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 from multiworld.net.rare_log import RareLog
-from multiworld.rendezvous import messages, registry
-from multiworld.rendezvous.messages import ClaimOutcome, StoreMessage, StoreRequest
+from multiworld.rendezvous import registry, store_messages
 from multiworld.rendezvous.reform import ReformClaim
 from multiworld.rendezvous.registry import Registry
+from multiworld.rendezvous.store_messages import (
+    ClaimOutcome,
+    StoreMessage,
+    StoreRequest,
+)
 from multiworld.rendezvous.values import Answer, Values
 
 logger = logging.getLogger("multiworld.store")
@@ -104,36 +108,36 @@ class StoreService:
         if session not in self._sessions:
             return
         match message:
-            case messages.Claim() | messages.SurvivorClaim():
+            case store_messages.Claim() | store_messages.SurvivorClaim():
                 if problem := _problem(message):
                     self._refuse_claim(session, message, problem)
                 else:
                     self._when_settled(session, self._claim(session, message))
-            case messages.Announce(world, epoch, rank, uid):
+            case store_messages.Announce(world, epoch, rank, uid):
                 self._handle(
                     registry.Announced(
                         session=session, world=world, epoch=epoch, rank=rank, uid=uid
                     )
                 )
-            case messages.Leave(world, epoch, rank, lost):
+            case store_messages.Leave(world, epoch, rank, lost):
                 left = registry.Left(session, world, epoch, rank, frozenset(lost))
                 self._handle(left)
-            case messages.Withdraw(request):
+            case store_messages.Withdraw(request):
                 deferred = self._deferred.pop((session, request), None)
                 if deferred is not None:
                     deferred.cancel()
                 self._handle(registry.Withdrawn(session, request))
-            case messages.HoldsAnswer(ask, holds):
+            case store_messages.HoldsAnswer(ask, holds):
                 self._handle(registry.Answered(session, ask, holds))
             case _:
                 self._value(session, message)
 
     def _claim(
-        self, session: int, claim: messages.Claim | messages.SurvivorClaim
+        self, session: int, claim: store_messages.Claim | store_messages.SurvivorClaim
     ) -> registry.Claimed | ReformClaim:
         deadline = self._loop.time() + claim.deadline_s
         fresh_nonce = secrets.randbits(63) | 1
-        if isinstance(claim, messages.Claim):
+        if isinstance(claim, store_messages.Claim):
             return registry.Claimed(
                 session=session,
                 request=claim.request,
@@ -167,20 +171,20 @@ class StoreService:
     def _refuse_claim(
         self,
         session: int,
-        claim: messages.Claim | messages.SurvivorClaim,
+        claim: store_messages.Claim | store_messages.SurvivorClaim,
         problem: str,
     ) -> None:
         """Refuse a claim that cannot be met, and tell all that wait for its world."""
         detail = f"rank {claim.rank} of {claim.size} was refused: {problem}"
-        outcome = messages.TermsDiffer(detail)
-        self._send(session, messages.Reply(claim.request, outcome))
+        outcome = store_messages.TermsDiffer(detail)
+        self._send(session, store_messages.Reply(claim.request, outcome))
         self.refuse(claim.world, outcome)
 
     def _when_settled(
         self, session: int, claim: registry.Claimed | ReformClaim
     ) -> None:
         """Acknowledge a claim at once; handle it when the settling time is over."""
-        self._send(session, messages.ClaimReceived(claim.request))
+        self._send(session, store_messages.ClaimReceived(claim.request))
         wait_s = self._settled_at - self._loop.time()
         if wait_s <= 0:
             self._handle(claim)
@@ -199,15 +203,17 @@ class StoreService:
         for action in self._registry.handle(happening, self._loop.time()):
             match action:
                 case registry.Reply(session, request, outcome):
-                    self._send(session, messages.Reply(request, outcome))
+                    self._send(session, store_messages.Reply(request, outcome))
                 case registry.AskHolder(session, ask, world, epoch, rank):
-                    self._send(session, messages.AskHolds(ask, world, epoch, rank))
+                    self._send(
+                        session, store_messages.AskHolds(ask, world, epoch, rank)
+                    )
                 case registry.Notify():
                     self._notify(action)
                 case registry.Remember(world, epoch):
                     self._remember(world, epoch)
                 case registry.Abandoned(session, world, epoch, rank):
-                    self._send(session, messages.MemberGaveUp(world, epoch, rank))
+                    self._send(session, store_messages.MemberGaveUp(world, epoch, rank))
                 case registry.Forget(prefix):
                     self._values.delete_prefix(prefix)
         self._arm()
@@ -221,45 +227,49 @@ class StoreService:
             rare_log.error("cannot store the epochs of worlds", error)
 
     def _notify(self, note: registry.Notify) -> None:
-        waits = messages.NewcomerWaits(
+        waits = store_messages.NewcomerWaits(
             note.world, note.epoch, note.rank, note.size, note.is_gone
         )
         self._send(note.session, waits)
 
     # Values.
 
-    def _value(self, session: int, message: messages.ValueRequest) -> None:
+    def _value(self, session: int, message: store_messages.ValueRequest) -> None:
         request = message.request
         values, answers = self._values, list[Answer]()
         result: bool | int | str | None = None
         match message:
-            case messages.GetValues(_, keys, deadline_s):
+            case store_messages.GetValues(_, keys, deadline_s):
                 deadline = self._loop.time() + deadline_s
                 self._answer(values.get((session, request), list(keys), deadline))
                 self._arm()
                 return
-            case messages.SetValue(_, key, value):
+            case store_messages.SetValue(_, key, value):
                 answers = values.set(key, value)
-            case messages.CheckKeys(_, keys):
+            case store_messages.CheckKeys(_, keys):
                 result = values.check(list(keys))
-            case messages.AddAmount(_, key, amount):
+            case store_messages.AddAmount(_, key, amount):
                 result, answers = values.add(key, amount)
-            case messages.CompareSet(_, key, expected, desired):
+            case store_messages.CompareSet(_, key, expected, desired):
                 result, answers = values.compare_set(key, expected, desired)
-            case messages.DeleteKey(_, key):
+            case store_messages.DeleteKey(_, key):
                 result = values.delete(key)
-            case messages.CountKeys():
+            case store_messages.CountKeys():
                 result = values.count()
-        self._send(session, messages.Reply(request, messages.Result(result)))
+        self._send(
+            session, store_messages.Reply(request, store_messages.Result(result))
+        )
         self._answer(answers)
 
     def _answer(self, answers: list[Answer]) -> None:
         for answer in answers:
             session, request = answer.waiter
-            outcome: messages.Result | messages.NoValue = messages.NoValue()
+            outcome: store_messages.Result | store_messages.NoValue = (
+                store_messages.NoValue()
+            )
             if answer.values is not None:
-                outcome = messages.Result(answer.values)
-            self._send(session, messages.Reply(request, outcome))
+                outcome = store_messages.Result(answer.values)
+            self._send(session, store_messages.Reply(request, outcome))
 
     def _send(self, session: int, message: StoreMessage) -> None:
         deliver = self._sessions.get(session)
@@ -285,11 +295,11 @@ class StoreService:
         self._handle(registry.Ticked())
 
 
-def _problem(claim: messages.Claim | messages.SurvivorClaim) -> str:
+def _problem(claim: store_messages.Claim | store_messages.SurvivorClaim) -> str:
     """Return why the fields of a claim do not go together, or ""."""
     if claim.rank >= claim.size:
         return "the rank is out of range"
-    if isinstance(claim, messages.SurvivorClaim) and any(
+    if isinstance(claim, store_messages.SurvivorClaim) and any(
         lost >= claim.size for lost in claim.lost
     ):
         return "a lost rank is out of range"

@@ -1,4 +1,4 @@
-"""A manager's session with a store. Shell.
+"""A manager's session with a store.
 
 One session serves every world that the manager has at that store. While it is open, it
 answers the store's question whether this process still holds a rank. Losing it harms no
@@ -30,7 +30,8 @@ from multiworld.net.listener import read_frame
 from multiworld.net.security import Security
 from multiworld.net.streams import Stream, start_tls, write_all
 from multiworld.net.tcp import resolve, tune
-from multiworld.rendezvous.messages import (
+from multiworld.rendezvous.store_address import StoreAddress, StoreAddresses
+from multiworld.rendezvous.store_messages import (
     Announce,
     AskHolds,
     Claim,
@@ -48,7 +49,6 @@ from multiworld.rendezvous.messages import (
     Withdraw,
     replies,
 )
-from multiworld.rendezvous.store_address import StoreAddress, StoreAddresses
 from multiworld.rendezvous.store_service import StoreService
 
 logger = logging.getLogger("multiworld.store")

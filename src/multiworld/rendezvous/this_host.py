@@ -1,4 +1,4 @@
-"""Identity of the host of this process. Shell."""
+"""Identity of the host of this process."""
 
 from __future__ import annotations
 

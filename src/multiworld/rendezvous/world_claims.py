@@ -11,13 +11,13 @@ from multiworld.rendezvous.claims import (
     RequestKey,
     SessionKey,
 )
-from multiworld.rendezvous.messages import (
+from multiworld.rendezvous.reform import Reform, ReformClaim
+from multiworld.rendezvous.store_messages import (
     JoinTimedOut,
     RankTaken,
     Stale,
     TermsDiffer,
 )
-from multiworld.rendezvous.reform import Reform, ReformClaim
 
 WaitKey = tuple[str, bool, int]
 """World, whether the claim is a survivor's, and rank: a claim that waits."""

@@ -1,4 +1,4 @@
-"""The description of a model: alias of ``multiworld.serve.spec.stage``. Shell."""
+"""The description of a model: alias of ``multiworld.serve.spec.stage``."""
 
 from __future__ import annotations
 

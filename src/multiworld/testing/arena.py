@@ -1,4 +1,4 @@
-"""All members of a world in one process: one manager each, one event loop. Shell."""
+"""All members of a world in one process: one manager each, one event loop."""
 
 from __future__ import annotations
 

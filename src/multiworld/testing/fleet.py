@@ -1,4 +1,4 @@
-"""Real processes that start in about 10 ms, to kill and stop on purpose. Shell.
+"""Real processes that start in about 10 ms, to kill and stop on purpose.
 
 They are forked from a fork server that has imported torch but has run none of it: if it
 had run any parallel operation, every child would hang. A child runs an ``async``

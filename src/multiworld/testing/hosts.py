@@ -1,4 +1,4 @@
-"""Emulated hosts and their network on one machine, to break on purpose. Shell.
+"""Emulated hosts and their network on one machine, to break on purpose.
 
 Every host is a network namespace with its own interface on a bridge. The bridge is in
 another namespace, so the machine's own network stays untouched. A process runs on a

@@ -1,4 +1,4 @@
-"""Leak checks: threads, descriptors, tasks and child processes. Shell."""
+"""Leak checks: threads, descriptors, tasks and child processes."""
 
 from __future__ import annotations
 

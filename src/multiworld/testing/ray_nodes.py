@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine, whose nodes can be killed and stopped. Shell.
+"""A Ray cluster on this machine, whose nodes can be killed and stopped.
 
 ``import multiworld.testing`` does not import this module, because it needs
 ``multiworld-elastic[ray]``.

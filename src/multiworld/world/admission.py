@@ -1,4 +1,4 @@
-"""Admission to worlds: joining them and changing their size. Shell.
+"""Admission to worlds: joining them and changing their size.
 
 ``Admission`` keeps the incarnations of one manager, meets the other members at the
 store, and opens each incarnation that it was admitted to. The store alone decides about
@@ -25,13 +25,13 @@ from multiworld.incarnation.lifecycle import Phase, WasLost
 from multiworld.liveness.watchdog import WatchDog
 from multiworld.rendezvous.joiner import Joiner, Newcomer, Survivor, meet
 from multiworld.rendezvous.membership import Incarnation, Member, MemberUnreachableError
-from multiworld.rendezvous.messages import (
+from multiworld.rendezvous.store_address import StoreAddresses
+from multiworld.rendezvous.store_messages import (
     MAX_SIZE,
     Announce,
     MemberGaveUp,
     NewcomerWaits,
 )
-from multiworld.rendezvous.store_address import StoreAddresses
 from multiworld.rendezvous.store_session import StoreSession
 from multiworld.world.join_request import JoinRequest
 from multiworld.world.local_member import LocalMember, ManagerServices

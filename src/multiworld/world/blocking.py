@@ -1,4 +1,4 @@
-"""Worlds for programs that have no event loop. Shell.
+"""Worlds for programs that have no event loop.
 
 Porting a send/recv loop takes a line or two::
 

@@ -1,4 +1,4 @@
-"""The collectives for programs without an event loop. Shell.
+"""The collectives for programs without an event loop.
 
 Written by ``python -m tests.meta.blocking_facade`` from ``backends.collectives``.
 """

@@ -1,4 +1,4 @@
-"""Operations by a world's name, for programs written for pymultiworld. Shell."""
+"""Operations by a world's name, for programs written for pymultiworld."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of a join: their defaults and their checks. Shell."""
+"""The arguments of a join: their defaults and their checks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 from multiworld.config import WorldConfig, is_int
 from multiworld.errors import ConfigError
-from multiworld.rendezvous.messages import MAX_SIZE
 from multiworld.rendezvous.store_address import StoreAddresses, parse_store
+from multiworld.rendezvous.store_messages import MAX_SIZE
 
 MAX_NAME = 1024
 """Characters in a world's name, at most."""

@@ -1,4 +1,4 @@
-"""This process's member of one incarnation: joining, health, the end. Shell.
+"""This process's member of one incarnation: joining, health, the end.
 
 ``LocalMember`` carries out the decisions of ``lifecycle``. The watchdog delivers
 control messages and verdicts to it (``WorldPort``), the backend sees it as its world
@@ -36,7 +36,7 @@ from multiworld.incarnation.lifecycle import (
     WasLost,
     handle,
 )
-from multiworld.liveness import messages as control
+from multiworld.liveness import manager_messages as control
 from multiworld.liveness.failure_detector import (
     DetectionLimits,
     Finding,

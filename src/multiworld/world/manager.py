@@ -1,4 +1,4 @@
-"""Manager of a process's worlds: joins, finds and closes them. Shell.
+"""Manager of a process's worlds: joins, finds and closes them.
 
 A ``WorldManager`` belongs to one event loop. It owns the listener, the links and the
 heartbeat of the process (``WatchDog``), its sessions with the stores (``Joiner``) and

@@ -1,4 +1,4 @@
-"""Staying in a world: join, and join again after every fault. Shell.
+"""Staying in a world: join, and join again after every fault.
 
 ``RETRIED`` lists the errors after which another attempt makes sense, and ``pause_s``
 gives the backoff between attempts.

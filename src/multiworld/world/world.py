@@ -1,4 +1,4 @@
-"""A world: the operations of one member on one incarnation. Shell.
+"""A world: the operations of one member on one incarnation.
 
 The methods check their arguments and call the backend. A broken world stays broken; a
 new join of the same name opens the next epoch, with another ``World`` object.

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from multiworld.bench.samples import BenchReport, interval
+from benchmarks.samples import BenchReport, interval
 
 
 def report() -> BenchReport:

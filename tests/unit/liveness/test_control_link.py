@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from multiworld.liveness.control_link import Link, LinkKey, LocalLink, SocketLink
-from multiworld.liveness.messages import (
+from multiworld.liveness.manager_messages import (
     Bye,
     ControlMessage,
     DatagramsAt,

@@ -13,7 +13,7 @@ import pytest
 from multiworld import Security, Tls
 from multiworld.liveness import endpoint as endpoint_module
 from multiworld.liveness.endpoint import Endpoint, dial, dialing_filenos, reach
-from multiworld.liveness.messages import (
+from multiworld.liveness.manager_messages import (
     HeartbeatHello,
     LaneHello,
     LinkHello,
@@ -21,7 +21,7 @@ from multiworld.liveness.messages import (
 )
 from multiworld.net import frames
 from multiworld.net.handshake import HandshakeError
-from multiworld.net.messages import Answer, Hello
+from multiworld.net.handshake_messages import Answer, Hello
 from multiworld.net.streams import Stream, TlsStream
 from multiworld.rendezvous.membership import Address
 from multiworld.testing import no_leaks

@@ -14,7 +14,7 @@ import pytest
 from multiworld.liveness.control_link import LinkKey
 from multiworld.liveness.heartbeat import HeartbeatReport
 from multiworld.liveness.heartbeat_links import HeartbeatLinks
-from multiworld.liveness.messages import ControlMessage, DatagramsAt
+from multiworld.liveness.manager_messages import ControlMessage, DatagramsAt
 from multiworld.testing import no_leaks
 
 SEAL = b"s" * 32

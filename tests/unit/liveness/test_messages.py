@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from multiworld.liveness.messages import (
+from multiworld.liveness.manager_messages import (
     Broken,
     Bye,
     ControlMessage,

@@ -12,7 +12,7 @@ import pytest
 
 from multiworld.net import frames
 from multiworld.net.framed_connection import ENDED, FramedConnection
-from multiworld.net.messages import Message
+from multiworld.net.handshake_messages import Message
 from tests.unit.waiting import turns, until
 from tests.wire import frame_of
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld.net import frames
-from multiworld.net.messages import Message
+from multiworld.net.handshake_messages import Message
 
 
 class Parcel(Message, frozen=True):

@@ -10,7 +10,7 @@ import pytest
 from multiworld.net import frames
 from multiworld.net.frames import PROTOCOL_VERSION
 from multiworld.net.handshake import HandshakeError, accepting, decode_hello, dialing
-from multiworld.net.messages import Answer, Hello, Proof
+from multiworld.net.handshake_messages import Answer, Hello, Proof
 from multiworld.net.security import Security
 from tests.wire import frame_of
 

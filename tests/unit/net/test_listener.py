@@ -14,8 +14,8 @@ import pytest
 from multiworld import Security, Tls
 from multiworld.net import frames, listener
 from multiworld.net.handshake import HandshakeError, dialing, refusal
+from multiworld.net.handshake_messages import Answer, Hello
 from multiworld.net.listener import Listener, read_frame
-from multiworld.net.messages import Answer, Hello
 from multiworld.net.streams import Stream, TlsStream, start_tls, write_all
 from multiworld.net.tcp import tune
 from tests.unit.waiting import until

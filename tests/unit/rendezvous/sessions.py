@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 
 from multiworld.net import frames
-from multiworld.net.messages import Answer
+from multiworld.net.handshake_messages import Answer
 from multiworld.rendezvous.membership import Address, Member
-from multiworld.rendezvous.messages import (
+from multiworld.rendezvous.store_address import StoreAddresses, parse_store
+from multiworld.rendezvous.store_messages import (
     Announce,
     Claim,
     MemberGaveUp,
@@ -23,7 +24,6 @@ from multiworld.rendezvous.messages import (
     SealedMember,
     SurvivorClaim,
 )
-from multiworld.rendezvous.store_address import StoreAddresses, parse_store
 
 WELCOME = frames.encode(Answer(multiworld=frames.PROTOCOL_VERSION, ok=True))
 """A store's side of the handshake, without a secret."""

@@ -18,10 +18,11 @@ from multiworld import (
     WrongSecretError,
 )
 from multiworld.net import frames
-from multiworld.net.messages import Answer
+from multiworld.net.handshake_messages import Answer
 from multiworld.rendezvous import blocking_values
 from multiworld.rendezvous.blocking_values import BlockingValues
-from multiworld.rendezvous.messages import (
+from multiworld.rendezvous.store_address import parse_store
+from multiworld.rendezvous.store_messages import (
     AddAmount,
     CheckKeys,
     ClaimReceived,
@@ -33,7 +34,6 @@ from multiworld.rendezvous.messages import (
     SetValue,
     ValueRequest,
 )
-from multiworld.rendezvous.store_address import parse_store
 from multiworld.rendezvous.store_server import StoreServer
 from tests.ports import free_port
 from tests.unit.rendezvous.sessions import (

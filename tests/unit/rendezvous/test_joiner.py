@@ -22,7 +22,8 @@ from multiworld.net import frames
 from multiworld.rendezvous import joiner as joiner_module
 from multiworld.rendezvous.joiner import Joiner, Newcomer, Survivor, meet
 from multiworld.rendezvous.membership import Incarnation
-from multiworld.rendezvous.messages import (
+from multiworld.rendezvous.store_address import StoreAddresses, parse_store
+from multiworld.rendezvous.store_messages import (
     Admitted,
     ClaimOutcome,
     ClaimReceived,
@@ -35,7 +36,6 @@ from multiworld.rendezvous.messages import (
     TermsDiffer,
     VersionDiffers,
 )
-from multiworld.rendezvous.store_address import StoreAddresses, parse_store
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.rendezvous.store_session import StoreSession
 from multiworld.testing import no_leaks

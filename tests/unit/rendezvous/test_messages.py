@@ -10,8 +10,8 @@ import pytest
 
 from multiworld.config import MAX_WAIT_S
 from multiworld.net import frames
-from multiworld.rendezvous import messages
-from multiworld.rendezvous.messages import (
+from multiworld.rendezvous import store_messages
+from multiworld.rendezvous.store_messages import (
     MAX_EPOCH,
     MAX_SIZE,
     AddAmount,
@@ -86,7 +86,7 @@ def body_of(message: msgspec.Struct) -> bytes:
 )
 def test_store_reads_what_a_member_sent(message: msgspec.Struct) -> None:
     """Every request arrives as it was."""
-    assert frames.decode_body(body_of(message), messages.requests) == message
+    assert frames.decode_body(body_of(message), store_messages.requests) == message
 
 
 OUTCOMES: list[ClaimOutcome | Result | NoValue] = [
@@ -114,7 +114,7 @@ OUTCOMES: list[ClaimOutcome | Result | NoValue] = [
 )
 def test_member_reads_what_a_store_sent(message: msgspec.Struct) -> None:
     """Every reply and notice arrives as it was, a bool as a bool."""
-    found = frames.decode_body(body_of(message), messages.replies)
+    found = frames.decode_body(body_of(message), store_messages.replies)
     assert found == message
     if isinstance(found, Reply) and isinstance(found.outcome, Result):
         assert isinstance(message, Reply)
@@ -178,7 +178,7 @@ GARBAGE: list[Any] = [
 def test_garbage_is_no_request(value: object) -> None:
     """Fields that are missing, of another type, or out of range."""
     with pytest.raises(frames.FrameError):
-        frames.decode_body(json.dumps(value).encode(), messages.requests)
+        frames.decode_body(json.dumps(value).encode(), store_messages.requests)
 
 
 def test_what_a_claim_lacks_makes_it_none() -> None:
@@ -189,7 +189,7 @@ def test_what_a_claim_lacks_makes_it_none() -> None:
                 key: value for key, value in values_of(claim).items() if key != name
             }
             with pytest.raises(frames.FrameError):
-                frames.decode_body(json.dumps(rest).encode(), messages.requests)
+                frames.decode_body(json.dumps(rest).encode(), store_messages.requests)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_number_beyond_a_float_is_no_request(
     body = json.dumps(values_of(message, **{field: "here"}))
     wrong = body.replace('"here"', number).encode()
     with pytest.raises(frames.FrameError):
-        frames.decode_body(wrong, messages.requests)
+        frames.decode_body(wrong, store_messages.requests)
 
 
 @pytest.mark.parametrize(
@@ -231,9 +231,9 @@ def test_number_beyond_a_float_is_no_request(
 def test_what_is_no_json_is_no_message(body: bytes) -> None:
     """Neither side stumbles over it, nor over JSON that is nested without end."""
     with pytest.raises(frames.FrameError):
-        frames.decode_body(body, messages.requests)
+        frames.decode_body(body, store_messages.requests)
     with pytest.raises(frames.FrameError):
-        frames.decode_body(body, messages.replies)
+        frames.decode_body(body, store_messages.replies)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_what_is_no_json_is_no_message(body: bytes) -> None:
 def test_garbage_is_no_reply(value: object) -> None:
     """A question without its fields is a violation, as any other message is."""
     with pytest.raises(frames.FrameError):
-        frames.decode_body(json.dumps(value).encode(), messages.replies)
+        frames.decode_body(json.dumps(value).encode(), store_messages.replies)
 
 
 def test_sealed_member_keeps_its_proof_at_another_rank() -> None:
@@ -267,6 +267,6 @@ def test_sealed_member_keeps_its_proof_at_another_rank() -> None:
 def test_both_claims_are_told_apart() -> None:
     """The tag decides, not the fields."""
     for claim in (CLAIM, SURVIVOR):
-        found = frames.decode_body(body_of(claim), messages.requests)
+        found = frames.decode_body(body_of(claim), store_messages.requests)
         assert type(found) is type(claim)
     assert {type(CLAIM), type(SURVIVOR)} == {Claim, SurvivorClaim}

@@ -12,16 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.rendezvous.messages import (
-    MAX_EPOCH,
-    Admitted,
-    Crowded,
-    JoinTimedOut,
-    RankTaken,
-    Stale,
-    TermsDiffer,
-    VersionDiffers,
-)
 from multiworld.rendezvous.reform import ReformClaim
 from multiworld.rendezvous.registry import (
     ASK_S,
@@ -43,6 +33,16 @@ from multiworld.rendezvous.registry import (
     Ticked,
     Withdrawn,
     next_epoch,
+)
+from multiworld.rendezvous.store_messages import (
+    MAX_EPOCH,
+    Admitted,
+    Crowded,
+    JoinTimedOut,
+    RankTaken,
+    Stale,
+    TermsDiffer,
+    VersionDiffers,
 )
 from tests.unit.rendezvous.sessions import sealed_of
 

@@ -18,8 +18,8 @@ from multiworld.net.handshake import dialing
 from multiworld.net.listener import read_frame
 from multiworld.net.streams import write_all
 from multiworld.net.tcp import tune
-from multiworld.rendezvous import messages, store_server
-from multiworld.rendezvous.messages import (
+from multiworld.rendezvous import store_messages, store_server
+from multiworld.rendezvous.store_messages import (
     Admitted,
     CheckKeys,
     ClaimReceived,
@@ -83,7 +83,7 @@ class Client:
 
     async def hear(self) -> StoreMessage:
         message: StoreMessage
-        message = frames.decode_body(await self.receive(), messages.replies)
+        message = frames.decode_body(await self.receive(), store_messages.replies)
         return message
 
     async def hear_end(self) -> None:

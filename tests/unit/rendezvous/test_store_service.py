@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from multiworld.rendezvous.messages import (
+from multiworld.rendezvous.registry import key_prefix
+from multiworld.rendezvous.store_messages import (
     AddAmount,
     Admitted,
     Announce,
@@ -37,7 +38,6 @@ from multiworld.rendezvous.messages import (
     VersionDiffers,
     Withdraw,
 )
-from multiworld.rendezvous.registry import key_prefix
 from multiworld.rendezvous.store_service import StoreService
 from tests.unit.rendezvous.sessions import claim_of, sealed_of, survivor_of
 from tests.unit.waiting import turns, until

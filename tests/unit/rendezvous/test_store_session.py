@@ -15,9 +15,10 @@ from multiworld import (
 )
 from multiworld.errors import RendezvousError
 from multiworld.net import frames
-from multiworld.net.messages import Answer
+from multiworld.net.handshake_messages import Answer
 from multiworld.rendezvous import store_session
-from multiworld.rendezvous.messages import (
+from multiworld.rendezvous.store_address import StoreAddresses, parse_store
+from multiworld.rendezvous.store_messages import (
     Admitted,
     Announce,
     AskHolds,
@@ -37,7 +38,6 @@ from multiworld.rendezvous.messages import (
     SurvivorClaim,
     Withdraw,
 )
-from multiworld.rendezvous.store_address import StoreAddresses, parse_store
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.rendezvous.store_session import (
     SessionLostError,

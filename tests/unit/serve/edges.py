@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from multiworld.serve.inference.replica.executor import Executor
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.edges import Outbox
 from multiworld.serve.transport.frames import Entry, lay_out, unpack
-from multiworld.serve.transport.messages import receive
 from multiworld.serve.transport.protocol import FRAMES, Codec
 from multiworld.serve.transport.routing_table import Edge
-from multiworld.serve.worker.executor import Executor
+from multiworld.serve.transport.world_messages import receive
 from multiworld.testing import Arena
 from multiworld.world.world import World
 

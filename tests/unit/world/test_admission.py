@@ -22,8 +22,8 @@ from multiworld import (
     WorldManager,
 )
 from multiworld.rendezvous import joiner
-from multiworld.rendezvous.messages import MemberGaveUp, NewcomerWaits
 from multiworld.rendezvous.store_address import parse_store
+from multiworld.rendezvous.store_messages import MemberGaveUp, NewcomerWaits
 from multiworld.testing import Arena, no_leaks
 from multiworld.world import admission as admission_module
 from multiworld.world.admission import Admission

@@ -23,7 +23,7 @@ from multiworld.events import (
     MemberWaiting,
 )
 from multiworld.liveness.failure_detector import Resumed, Stalled, Verdict
-from multiworld.liveness.messages import Broken, EndCollectives, OpenLane
+from multiworld.liveness.manager_messages import Broken, EndCollectives, OpenLane
 from multiworld.testing import Arena, no_leaks
 from multiworld.world import local_member
 from multiworld.world.local_member import LocalMember

@@ -1,4 +1,4 @@
-"""The ``c10d`` backend: Gloo, NCCL, or any backend registered with torch. Shell.
+"""The ``c10d`` backend: Gloo, NCCL, or any backend registered with torch.
 
 Every c10d world also has the ``direct`` data path. Host tensors, bundles and objects go
 point to point over it (see ``WorldConfig.host_p2p``). Other tensors go over the native
@@ -25,8 +25,8 @@ from multiworld.backends.base import (
     Received,
     WorldView,
 )
-from multiworld.backends.c10d.collectives import GroupCollectives
 from multiworld.backends.c10d.flat import as_bytes, on_device
+from multiworld.backends.c10d.group_collectives import GroupCollectives
 from multiworld.backends.c10d.groups import Group, check_backend
 from multiworld.backends.c10d.store import C10dStore
 from multiworld.backends.c10d.threads import in_thread
@@ -35,7 +35,7 @@ from multiworld.backends.direct.backend import DirectBackend
 from multiworld.backends.dtypes import CODES, DTYPES
 from multiworld.errors import TensorMismatchError, UnsupportedOperationError
 from multiworld.incarnation.lifecycle import Failed
-from multiworld.liveness.messages import BackendMessage
+from multiworld.liveness.manager_messages import BackendMessage
 from multiworld.rendezvous.blocking_values import BlockingValues
 from multiworld.rendezvous.registry import key_prefix
 

@@ -1,4 +1,4 @@
-"""Flat views of tensors, and copies back into tensors. Shell."""
+"""Flat views of tensors, and copies back into tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reductions of dtypes that Gloo lacks, through dtypes that it has. Shell."""
+"""Reductions of dtypes that Gloo lacks, through dtypes that it has."""
 
 from __future__ import annotations
 

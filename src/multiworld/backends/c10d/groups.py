@@ -1,4 +1,4 @@
-"""Native c10d process groups: making, aborting and freeing them. Shell.
+"""Native c10d process groups: making, aborting and freeing them.
 
 A ``Group`` wraps one native group: a ``ProcessGroupGloo``, a ``ProcessGroupNCCL``, or
 the group that a registered creator returns. Making one blocks and may fail half way, so

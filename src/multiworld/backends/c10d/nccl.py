@@ -1,4 +1,4 @@
-"""NCCL groups whose failure does not end the process. Shell.
+"""NCCL groups whose failure does not end the process.
 
 NCCL's constraints, and the answers to them:
 

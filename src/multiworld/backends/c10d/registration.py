@@ -1,4 +1,4 @@
-"""Registration of a world's group with ``torch.distributed``. Shell.
+"""Registration of a world's group with ``torch.distributed``.
 
 After ``register``, functions with ``group=``, functional collectives, DeviceMesh and
 DTensor accept the group; ``unregister`` undoes it. There are two pitfalls:

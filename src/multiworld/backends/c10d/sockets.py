@@ -1,4 +1,4 @@
-"""Sockets of one Gloo world: finding them and shutting them down. Shell.
+"""Sockets of one Gloo world: finding them and shutting them down.
 
 ``ProcessGroupGloo.abort()`` releases no waiter. Shutting down duplicates of the world's
 connected sockets does, on both sides and within milliseconds. They are found by

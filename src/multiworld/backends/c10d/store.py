@@ -1,4 +1,4 @@
-"""The multiworld store as a ``Store`` of c10d. Shell.
+"""The multiworld store as a ``Store`` of c10d.
 
 c10d calls it while a group is made, from the thread that makes the group or from one of
 c10d's own, and waits inside the call. Closing the connection ends such a wait with an
@@ -15,7 +15,7 @@ from torch.distributed import Store
 
 from multiworld.config import MAX_WAIT_S
 from multiworld.rendezvous.blocking_values import BlockingValues
-from multiworld.rendezvous.messages import (
+from multiworld.rendezvous.store_messages import (
     AddAmount,
     CheckKeys,
     CompareSet,

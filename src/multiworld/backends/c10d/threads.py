@@ -1,4 +1,4 @@
-"""Blocking calls in threads of their own. Shell."""
+"""Blocking calls in threads of their own."""
 
 from __future__ import annotations
 

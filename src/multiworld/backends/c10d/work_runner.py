@@ -1,4 +1,4 @@
-"""Works of a native group, awaited without blocking the event loop. Shell.
+"""Works of a native group, awaited without blocking the event loop.
 
 A collective completes a future. A send or receive offers only a blocking wait, so each
 pending one has a thread. Every waiter here is released when the world ends, even if the

@@ -1,11 +1,11 @@
-"""The ``direct`` backend: Unix sockets on one host, TCP between hosts. Shell."""
+"""The ``direct`` backend: Unix sockets on one host, TCP between hosts."""
 
 from __future__ import annotations
 
 from multiworld.backends.channel import Channel
 from multiworld.backends.channel import Lane as AnyLane
 from multiworld.backends.direct.lane import Lane
-from multiworld.backends.messages import MessageBackend
+from multiworld.backends.message_backend import MessageBackend
 
 
 class DirectBackend(MessageBackend):

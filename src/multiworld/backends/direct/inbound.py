@@ -1,4 +1,4 @@
-"""The receiving half of a lane: parses bytes into messages. Shell.
+"""The receiving half of a lane: parses bytes into messages.
 
 This module does no I/O. The lane reads into ``buffers`` and reports the number of bytes
 with ``advance``. A large payload is read straight into the message's tensor; everything

@@ -1,4 +1,4 @@
-"""A lane: one connection that carries the messages of two members. Shell.
+"""A lane: one connection that carries the messages of two members.
 
 The reader stays registered with the loop, so a message, a fin or the end of the
 connection is noticed even if nobody waits for it. It pauses only while the mailbox has

@@ -1,4 +1,4 @@
-"""The shared memory of a lane: a ring to send through, and the peer's window. Shell.
+"""The shared memory of a lane: a ring to send through, and the peer's window.
 
 The descriptor of a ring travels over the lane's Unix socket once; from then on the
 socket carries headers, and the bell that says that a slot is free.

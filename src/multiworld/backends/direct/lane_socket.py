@@ -1,4 +1,4 @@
-"""The connection of a lane, and its registration with the event loop. Shell."""
+"""The connection of a lane, and its registration with the event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that a sender lends: the receiver's tensor lies in it, without a copy. Shell.
+"""Memory that a sender lends: the receiver's tensor lies in it, without a copy.
 
 A block is a ``memfd`` that both processes have mapped. The sender copies a message into
 a free block, and the receiver's tensor *is* that memory. When the last tensor, view or

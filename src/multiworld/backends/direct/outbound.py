@@ -1,4 +1,4 @@
-"""The sending half of a lane: turns messages into bytes. Shell.
+"""The sending half of a lane: turns messages into bytes.
 
 This module does no I/O. Messages go out one after the other, each in frames of at most
 ``FRAGMENT_BYTES`` (``SLOT_BYTES`` in shared memory). The lane writes the pieces that

@@ -1,4 +1,4 @@
-"""Shared memory for large payloads between two processes of one host. Shell.
+"""Shared memory for large payloads between two processes of one host.
 
 Each direction of a lane has a ring of slots in a ``memfd``. Its descriptor is passed
 over the lane's Unix socket with the first large message. The sender copies a fragment

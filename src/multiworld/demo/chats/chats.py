@@ -1,4 +1,4 @@
-"""Chats that stream at once, and when each of their tokens came. Shell."""
+"""Chats that stream at once, and when each of their tokens came."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparison of the chats with the undisturbed model in this process. Shell.
+"""Comparison of the chats with the undisturbed model in this process.
 
 Once with transformers' own forward pass, which rounds otherwise, and once with one
 undisturbed stage of the same kernels: ``deterministic: true`` promises its very tokens.
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from multiworld.demo.chats.chats import Chat
-from multiworld.serve.generation import decoder_stage
-from multiworld.serve.generation.kv_cache import Rows
-from multiworld.serve.generation.stage_engine import engine_of
+from multiworld.serve.generation.models import decoder_stage
+from multiworld.serve.generation.replica.kv_cache import Rows
+from multiworld.serve.generation.replica.stage_engine import engine_of
 from multiworld.serve.models.span import Span
 from multiworld.serve.spec.stage import Generation
 

@@ -1,4 +1,4 @@
-"""Picture of the chat demo: tokens over time, with the events marked. Shell."""
+"""Picture of the chat demo: tokens over time, with the events marked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Terminal output of the chat demo. Shell."""
+"""Terminal output of the chat demo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Picture of the demo's timeline: load, latency, ready replicas and events. Shell."""
+"""Picture of the demo's timeline: load, latency, ready replicas and events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the cluster demo from start to report. Shell."""
+"""Runs the cluster demo from start to report."""
 
 from __future__ import annotations
 

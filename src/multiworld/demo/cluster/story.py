@@ -1,4 +1,4 @@
-"""Events of the cluster demo, and the replicas that they moved. Shell."""
+"""Events of the cluster demo, and the replicas that they moved."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from multiworld.serve.control.answers import (
     Updated,
 )
 from multiworld.serve.fleet.entries import HistoryEntry
-from multiworld.serve.gateway.process import USAGE_S
+from multiworld.serve.processes.gateway import USAGE_S
 from multiworld.serve.tenants.records import UsageSum
 from multiworld.testing.ray_nodes import RayNodes
 

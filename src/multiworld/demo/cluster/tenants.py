@@ -1,4 +1,4 @@
-"""The demo's three tenants and their loads. Shell."""
+"""The demo's three tenants and their loads."""
 
 from __future__ import annotations
 

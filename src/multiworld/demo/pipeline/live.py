@@ -1,4 +1,4 @@
-"""A load that runs while a story is played. Shell."""
+"""A load that runs while a story is played."""
 
 from __future__ import annotations
 

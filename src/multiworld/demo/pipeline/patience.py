@@ -1,4 +1,4 @@
-"""Patience: waiting for as long as something moves. Shell."""
+"""Patience: waiting for as long as something moves."""
 
 from __future__ import annotations
 

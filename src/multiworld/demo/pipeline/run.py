@@ -1,4 +1,4 @@
-"""Runs the pipeline demo from start to report. Shell."""
+"""Runs the pipeline demo from start to report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Terminal output of the demo, while it runs and at the end. Shell."""
+"""Terminal output of the demo, while it runs and at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events of the pipeline demo, and how the service recovered from each. Shell."""
+"""Events of the pipeline demo, and how the service recovered from each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts of very different lengths, and their reference embeddings. Shell."""
+"""Texts of very different lengths, and their reference embeddings."""
 
 from __future__ import annotations
 

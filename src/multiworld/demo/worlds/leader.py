@@ -1,4 +1,4 @@
-"""Leader of the demo: has one world with each worker, and kills a worker. Shell.
+"""Leader of the demo: has one world with each worker, and kills a worker.
 
 Phases: both workers serve. The second is killed (SIGKILL). The first serves alone until
 a replacement has joined under the broken world's name. Both serve again.

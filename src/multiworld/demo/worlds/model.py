@@ -1,4 +1,4 @@
-"""A small ResNet for 8x8 images of handwritten digits, and its training. Shell.
+"""A small ResNet for 8x8 images of handwritten digits, and its training.
 
 Shapes: B batch, C channels, H and W pixels. Images are [B, 1, 8, 8] float32 in 0..1.
 """

@@ -1,4 +1,4 @@
-"""Terminal output of the demo: a live table or plain lines, and a summary. Shell."""
+"""Terminal output of the demo: a live table or plain lines, and a summary."""
 
 from __future__ import annotations
 

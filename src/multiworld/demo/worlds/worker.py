@@ -1,4 +1,4 @@
-"""Worker of the demo: joins its world and classifies the leader's images. Shell."""
+"""Worker of the demo: joins its world and classifies the leader's images."""
 
 from __future__ import annotations
 

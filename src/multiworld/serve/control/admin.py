@@ -1,4 +1,4 @@
-"""The controller's admin interface: HTTP on a Unix socket of its user alone. Shell."""
+"""The controller's admin interface: HTTP on a Unix socket of its user alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses of the admin interface. Shell."""
+"""Responses of the admin interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes of the admin interface for tenants, usage and the audit log. Shell."""
+"""Routes of the admin interface for tenants, usage and the audit log."""
 
 from __future__ import annotations
 

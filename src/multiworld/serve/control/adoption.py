@@ -1,4 +1,4 @@
-"""Processes that an earlier controller left running. Shell."""
+"""Processes that an earlier controller left running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A blocking client for the controller of a running service. Shell."""
+"""A blocking client for the controller of a running service."""
 
 from __future__ import annotations
 

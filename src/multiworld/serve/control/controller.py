@@ -1,4 +1,4 @@
-"""The controller of a service: carries out what the ``Reconciler`` decides. Shell."""
+"""The controller of a service: carries out what the ``Reconciler`` decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dtype that a version of a model is computed in. Shell.
+"""The dtype that a version of a model is computed in.
 
 It is decided once for a version, from what its hosts measured: replicas that compute in
 several dtypes would make different tokens of one text. Everything else (bookings,

@@ -1,4 +1,4 @@
-"""Metrics of all processes of a service, at its controller. Shell."""
+"""Metrics of all processes of a service, at its controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations of administrators on a service: scale, update, drain, chaos. Shell."""
+"""Operations of administrators on a service: scale, update, drain, chaos."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The controller's side of the control worlds, one with each process. Shell."""
+"""The controller's side of the control worlds, one with each process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Protocol
 
 from multiworld.errors import MemberLostError, WorldBrokenError, WorldClosedError
 from multiworld.serve.transport.control_agent import control_world
-from multiworld.serve.transport.messages import receive
 from multiworld.serve.transport.process_args import world_config
 from multiworld.serve.transport.protocol import (
     NEWS,
@@ -22,6 +21,7 @@ from multiworld.serve.transport.protocol import (
     Report,
     Reports,
 )
+from multiworld.serve.transport.world_messages import receive
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
 

@@ -1,4 +1,4 @@
-"""The processes of a service: starts, signals and ends them. Shell."""
+"""The processes of a service: starts, signals and ends them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeper of a service's record: writes the newest one, in a thread. Shell."""
+"""Keeper of a service's record: writes the newest one, in a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole service in the foreground: store, fork server, controller, admin. Shell."""
+"""A whole service in the foreground: store, fork server, controller, admin."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from multiworld.serve.control.admin import make_admin
 from multiworld.serve.control.controller import Controller
 from multiworld.serve.control.startup import Startup, process_began
 from multiworld.serve.control.store_process import (
+    CHECK_S,
+    HUNG_AFTER_CHECKS,
     end_store,
     kill_store,
     start_store,
@@ -31,11 +33,11 @@ from multiworld.serve.fleet.reconciler import Reconciler
 from multiworld.serve.fleet.record import Record, StateFolder, StoreRecord
 from multiworld.serve.fleet.state import ProcessPhase
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
-from multiworld.serve.gateway.process import allowed_connections, listen
-from multiworld.serve.generation.product_speed import bfloat16_cost
+from multiworld.serve.generation.replica.matmul_speed import bfloat16_cost
 from multiworld.serve.launchers.base import Launcher, LauncherContext
 from multiworld.serve.launchers.registry import check_launcher, make_launcher
 from multiworld.serve.models.factory import build_model, check_policies, modules_of
+from multiworld.serve.processes.gateway import allowed_connections, listen
 from multiworld.serve.resources.amounts import MIB, Node
 from multiworld.serve.resources.inventory import this_node
 from multiworld.serve.spec.datatypes import example_of
@@ -46,7 +48,7 @@ from multiworld.world.manager import WorldManager
 PRELOAD = [
     "torch",
     "multiworld.serve.launchers.entry",
-    "multiworld.serve.gateway.process",
+    "multiworld.serve.processes.gateway",
 ]
 """Modules that the fork server imports for every service."""
 
@@ -59,12 +61,6 @@ start."""
 
 logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
-
-STORE_LOOK_S = 1.0
-"""Seconds between checks of whether the store runs and answers."""
-
-STORE_MISSED = 3
-"""Checks in a row that the store leaves unanswered until it counts as hung."""
 
 ELSEWHERE = "198.51.100.1"
 """An address on another network that no host has (RFC 5737: for documentation)."""
@@ -219,9 +215,9 @@ async def _mind_store(
     """
     missed = 0
     while True:
-        await asyncio.sleep(STORE_LOOK_S)
+        await asyncio.sleep(CHECK_S)
         missed = 0 if await store_answers(controller.store, security) else missed + 1
-        if missed >= STORE_MISSED:
+        if missed >= HUNG_AFTER_CHECKS:
             missed = 0
             controller.store_trouble = "the store hangs and is replaced"
             logger.error(

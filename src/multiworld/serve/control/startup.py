@@ -1,4 +1,4 @@
-"""Times of a service's start, by phase, for people. Shell."""
+"""Times of a service's start, by phase, for people."""
 
 from __future__ import annotations
 

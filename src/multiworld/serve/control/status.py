@@ -1,4 +1,4 @@
-"""The state of a service as answers of the controller and as its record. Shell."""
+"""The state of a service as answers of the controller and as its record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store of a service: a process of its own that outlives the controller. Shell."""
+"""The store of a service: a process of its own that outlives the controller."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ START_S = 30.0
 
 ANSWER_S = 1.5
 """Seconds in which a store must answer."""
+
+CHECK_S = 1.0
+"""Seconds between checks of whether the store runs and answers."""
+
+HUNG_AFTER_CHECKS = 3
+"""Unanswered checks in a row after which the store counts as hung and is replaced."""
 
 END_S = 5.0
 """Seconds to wait for the store to exit after SIGTERM."""

@@ -1,4 +1,4 @@
-"""The tenants of a running service: changes, storage, news to gateways. Shell."""
+"""The tenants of a running service: changes, storage, news to gateways."""
 
 from __future__ import annotations
 

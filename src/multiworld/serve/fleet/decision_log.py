@@ -1,4 +1,4 @@
-"""Log of a service's decisions, with the snapshots they are based on. Shell."""
+"""Log of a service's decisions, with the snapshots they are based on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""History of a service: its last events, numbered, for people. Shell."""
+"""History of a service: its last events, numbered, for people."""
 
 from __future__ import annotations
 

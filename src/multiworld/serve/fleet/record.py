@@ -1,4 +1,4 @@
-"""Record of a service on disk, from which a new controller continues. Shell."""
+"""Record of a service on disk, from which a new controller continues."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""HTTP application of a gateway. Shell."""
+"""HTTP application of a gateway."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -14,13 +15,10 @@ import multiworld
 from multiworld.errors import ServeError
 from multiworld.serve.gateway import open_inference
 from multiworld.serve.gateway.body_budget import Reservation
+from multiworld.serve.gateway.embeddings import add_openai
 from multiworld.serve.gateway.gateway import Gateway, require_tensors
 from multiworld.serve.gateway.hot_routes import HotRoutes
-from multiworld.serve.gateway.openai import add_openai
-from multiworld.serve.gateway.openai_generation import add_generation
-from multiworld.serve.gateway.openapi import INFER, KNOWN_MODEL
-from multiworld.serve.gateway.request_body import JSON_LENGTH, while_connected
-from multiworld.serve.gateway.responses import (
+from multiworld.serve.gateway.http_responses import (
     OFFLOAD_BYTES,
     RENDER_BYTES,
     error_response,
@@ -28,24 +26,26 @@ from multiworld.serve.gateway.responses import (
     respond,
     timeout_of,
 )
+from multiworld.serve.gateway.openapi import INFER, KNOWN_MODEL
+from multiworld.serve.gateway.request_body import JSON_LENGTH, while_connected
 from multiworld.serve.gateway.routes import allowed, finish_routes
-from multiworld.serve.gateway.triton_generate import (
-    add_generate,
-    tensors_of,
-    type_of,
-)
+from multiworld.serve.gateway.triton_routes import PLATFORM, add_triton, tensors_of
 from multiworld.serve.spec.dedicated import is_dedicated
 from multiworld.serve.tenants.authenticator import AdmittedRequest
-
-PLATFORM = "multiworld_pytorch"
-"""Platform of every model in the Open Inference Protocol."""
 
 SERVER = {"name": "multiworld", "version": multiworld.__version__}
 """Server metadata in the Open Inference Protocol."""
 
 
-def make_app(gateway: Gateway) -> HotRoutes:
-    """Return the HTTP application of a gateway."""
+def make_app(
+    gateway: Gateway, more: Iterable[Callable[[FastAPI, Gateway], None]] = ()
+) -> HotRoutes:
+    """Return the HTTP application of a gateway.
+
+    Args:
+        gateway: The gateway.
+        more: Functions that add further routes.
+    """
     app = FastAPIOffline(  # /docs works without internet access
         title="multiworld",
         version=multiworld.__version__,
@@ -56,9 +56,9 @@ def make_app(gateway: Gateway) -> HotRoutes:
     _health(app, gateway)
     _inference(app, hot, gateway)
     add_openai(app, hot, gateway)
-    add_generation(app, gateway)
-    add_generate(app, gateway)
-    _triton(app, gateway)
+    for add in more:
+        add(app, gateway)
+    add_triton(app, gateway)
     _errors(app)
     finish_routes(app)
     return hot
@@ -76,70 +76,6 @@ def _errors(app: FastAPI) -> None:
             return json_response({"error": text}, status, headers)
         kind = {"type": "invalid_request_error", "param": None, "code": None}
         return json_response({"error": {"message": text, **kind}}, status, headers)
-
-
-def _triton(app: FastAPI, gateway: Gateway) -> None:
-    """Add the routes that Triton's clients know beyond the protocol."""
-
-    @app.get("/v2/models/{name}/config", tags=["inference"], openapi_extra=KNOWN_MODEL)
-    @app.get(
-        "/v2/models/{name}/versions/{version}/config",
-        tags=["inference"],
-        openapi_extra=KNOWN_MODEL,
-    )
-    async def config(
-        name: str, request: Request, version: str | None = None
-    ) -> Response:
-        """Return the configuration of a model, as far as it has one here."""
-        try:
-            tenant = gateway.authenticator.identify(request.headers)
-            current, model = gateway.model(name, version, tenant)
-        except ServeError as error:
-            return error_response(error)
-        inputs, outputs = tensors_of(model)
-        fields = {
-            key: [
-                {"name": s.name, "data_type": type_of(s.datatype), "dims": s.shape}
-                for s in found
-            ]
-            for key, found in (("input", inputs), ("output", outputs))
-        }
-        shown = {"name": name, "platform": PLATFORM, "backend": "multiworld"}
-        versions = {"specific": {"versions": [current]}}
-        return json_response({**shown, **fields, "version_policy": versions})
-
-    @app.post("/v2/repository/index", tags=["inference"])
-    async def index(request: Request) -> Response:
-        """List the models that the client may use, with their states."""
-        try:
-            tenant = gateway.authenticator.identify(request.headers)
-            found = [gateway.model(n, None, tenant) for n in gateway.names(tenant)]
-        except ServeError as error:
-            return error_response(error)
-        rows = [
-            {
-                "name": name,
-                "version": version,
-                "state": "READY"
-                if gateway.is_ready(gateway.route(name, tenant))
-                else "UNAVAILABLE",
-                "reason": "",
-            }
-            for name, (version, _) in zip(gateway.names(tenant), found, strict=True)
-        ]
-        return json_response(rows)
-
-    async def absent() -> Response:
-        """Refuse what this server does another way: see the text of the error."""
-        text = (
-            "not offered here; Prometheus metrics are at /metrics, models are changed "
-        )
-        return json_response({"error": f"{text}with `multiworld update`"}, 501)
-
-    for path in ("/v2/models/stats", "/v2/models/{name}/stats"):
-        app.add_api_route(path, absent, methods=["GET"], include_in_schema=False)
-    path = "/v2/repository/models/{name}/{action}"
-    app.add_api_route(path, absent, methods=["POST"], include_in_schema=False)
 
 
 def _health(app: FastAPI, gateway: Gateway) -> None:

@@ -1,4 +1,4 @@
-"""A uvicorn server for a process that handles signals itself. Shell."""
+"""A uvicorn server for a process that handles signals itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State that the HTTP routes of a gateway share. Shell."""
+"""State that the HTTP routes of a gateway share."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from multiworld.serve.gateway.http_request import AnyRequest
 from multiworld.serve.gateway.metrics import render
 from multiworld.serve.gateway.request_body import Body, read_body
 from multiworld.serve.gateway.request_counts import RequestCounts
+from multiworld.serve.generation.gateway.stream_router import Streams
 from multiworld.serve.generation.limits import longest_of
-from multiworld.serve.generation.streams import Streams
-from multiworld.serve.routing.dispatcher import NO_MODEL, Dispatcher
+from multiworld.serve.inference.gateway.dispatcher import NO_MODEL, Dispatcher
 from multiworld.serve.spec.dedicated import is_dedicated, route_of
 from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.spec.stage import Model, Tensors

@@ -1,4 +1,4 @@
-"""Routes that most requests take, without the layers of FastAPI. Shell.
+"""Routes that most requests take, without the layers of FastAPI.
 
 FastAPI's middleware and routing cost as much as all that the gateway does itself for a
 small request. The same endpoints are routes of the FastAPI application as well, which

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with limits on headers, time and connections. Shell."""
+"""uvicorn's HTTP protocol with limits on headers, time and connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request of the hot routes, and what its connection tells about it. Shell."""
+"""A request of the hot routes, and what its connection tells about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a service, as each of its gateways shows them. Shell.
+"""Prometheus metrics of a service, as each of its gateways shows them.
 
 Counters are sums over all gateways and replicas, those that have ended included; the
 controller adds them up. Gauges are shown for each process.
@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 import multiworld
 from multiworld.serve.gateway.request_counts import ENDS
-from multiworld.serve.generation.stream_counts import ENDS as STREAM_ENDS
+from multiworld.serve.generation.gateway.stream_counts import ENDS as STREAM_ENDS
 from multiworld.serve.transport.protocol import (
     ROWS_BOUNDS,
     SECONDS_BOUNDS,

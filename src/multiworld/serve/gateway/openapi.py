@@ -1,4 +1,4 @@
-"""OpenAPI descriptions of bodies that the gateway parses itself, for speed. Shell."""
+"""OpenAPI descriptions of bodies that the gateway parses itself, for speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request bodies: reading within limits, cancelling on disconnect. Shell."""
+"""Request bodies: reading within limits, cancelling on disconnect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HEAD, a summary and a description for every route of the gateway. Shell."""
+"""HEAD, a summary and a description for every route of the gateway."""
 
 from __future__ import annotations
 

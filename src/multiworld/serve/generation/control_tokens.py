@@ -1,4 +1,4 @@
-"""Control tokens in a chat: of the template only, not of what users write. Shell.
+"""Control tokens in a chat: of the template only, not of what users write.
 
 A chat template writes control tokens, such as ``<|im_end|>``, around what messages say.
 If a message has the same characters, they must become ordinary tokens, or it could end

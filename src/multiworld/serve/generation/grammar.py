@@ -1,4 +1,4 @@
-"""Texts of a given structure: which tokens may come next. Shell.
+"""Texts of a given structure: which tokens may come next.
 
 llguidance turns a JSON schema, a regular expression or a Lark grammar into a matcher,
 which says before each token which ones are allowed. The last stage keeps it; another

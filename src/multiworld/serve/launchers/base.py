@@ -1,4 +1,4 @@
-"""Interface of launchers, which start, signal and watch processes. Shell.
+"""Interface of launchers, which start, signal and watch processes.
 
 It is small, so that a cluster's scheduler can implement it. ``registry`` chooses the
 launcher of a service.

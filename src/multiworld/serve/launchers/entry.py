@@ -1,4 +1,4 @@
-"""The entry point of every process of a service: a gateway, or a replica. Shell."""
+"""The entry point of every process of a service: a gateway, or a replica."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import os
 import sys
 from pathlib import Path
 
+from multiworld.serve.inference.replica.rank_group import LEADER, fork_ranks
+from multiworld.serve.processes.replica import run_follower, run_worker
 from multiworld.serve.transport.process_args import ProcessArgs
-from multiworld.serve.worker.process import run_follower, run_worker
-from multiworld.serve.worker.rank_group import LEADER, fork_ranks
 
 OOM_SCORE = 500
 """Makes the kernel, out of memory, kill a replica before a gateway or the store."""
@@ -34,7 +34,7 @@ def main(text: str) -> int:
         fcntl.flock(os.open(args.alive, os.O_RDONLY), fcntl.LOCK_SH)
     if args.role == "gateway":
         # Not at the top, because replicas need no web server.
-        from multiworld.serve.gateway.process import run_gateway
+        from multiworld.serve.processes.gateway import run_gateway
 
         return asyncio.run(run_gateway(args))
     assert args.spec is not None

@@ -1,4 +1,4 @@
-"""Fork server: imports a service's modules once and forks its processes. Shell.
+"""Fork server: imports a service's modules once and forks its processes.
 
 Importing torch and a model's code takes seconds; a fork takes about 10 ms. So a stage
 scales up quickly. The fork server has a single thread, because a fork copies no other.

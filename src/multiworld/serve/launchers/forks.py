@@ -1,4 +1,4 @@
-"""The fork server as its user sees it: starts it, orders forks, replaces it. Shell."""
+"""The fork server as its user sees it: starts it, orders forks, replaces it."""
 
 from __future__ import annotations
 

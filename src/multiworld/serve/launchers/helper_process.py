@@ -1,4 +1,4 @@
-"""Helper process of the controller, connected by lines on a socket. Shell."""
+"""Helper process of the controller, connected by lines on a socket."""
 
 from __future__ import annotations
 

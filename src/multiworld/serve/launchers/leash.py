@@ -1,4 +1,4 @@
-"""A leash: the kernel kills a process as soon as nobody holds its leash. Shell.
+"""A leash: the kernel kills a process as soon as nobody holds its leash.
 
 The leash is a pipe. The process that wears it has the read end, and its holders have
 the write end. When the last holder exits, however it does, the kernel sends the wearer

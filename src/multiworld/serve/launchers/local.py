@@ -1,4 +1,4 @@
-"""Launcher that starts processes on this machine through a fork server. Shell."""
+"""Launcher that starts processes on this machine through a fork server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launchers by name, or by the import path of their factory. Shell.
+"""Launchers by name, or by the import path of their factory.
 
 To add a launcher, write a module with ``async def make(context) -> Launcher`` and name
 it here. A launcher outside this package is used with ``launcher: package.module:make``.

@@ -1,4 +1,4 @@
-"""Load generator that sends HTTP requests when they are due. Shell."""
+"""Load generator that sends HTTP requests when they are due."""
 
 from __future__ import annotations
 

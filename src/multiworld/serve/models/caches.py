@@ -1,4 +1,4 @@
-"""The folder for what is made once on a machine and kept. Shell."""
+"""The folder for what is made once on a machine and kept."""
 
 from __future__ import annotations
 

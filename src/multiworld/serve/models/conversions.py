@@ -1,4 +1,4 @@
-"""Conversions of weights that transformers knows, built when this is imported. Shell.
+"""Conversions of weights that transformers knows, built when this is imported.
 
 transformers compiles a thousand regular expressions at the first load of a model in a
 process, which takes 0.1 to 0.2 s. Where the fork server imports this module, they are

@@ -1,4 +1,4 @@
-"""The model factory: builds a model and its stages from a spec. Shell."""
+"""The model factory: builds a model and its stages from a spec."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from multiworld.serve.spec.stage import Model, Stage
 HUGGINGFACE = "multiworld.serve.models.huggingface:model"
 """Factory of models that are given by ``path``."""
 
-DECODER = "multiworld.serve.generation.decoder:model"
+DECODER = "multiworld.serve.generation.models.decoder:model"
 """Factory of models that are given by ``path`` and generate text."""
 
 

@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub, fetched once into the hub's own cache. Shell."""
+"""Models on the Hugging Face hub, fetched once into the hub's own cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A transformer in a Hugging Face folder on disk, cut between layers. Shell.
+"""A transformer in a Hugging Face folder on disk, cut between layers.
 
 Supports models with one chain of layers: encoders (BERT and its relatives), and
 decoders without a cache. ``transformer_stage`` lists the tested architectures, and

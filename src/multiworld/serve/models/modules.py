@@ -1,4 +1,4 @@
-"""Cuts an ``nn.Module`` into the stages of a model. Shell."""
+"""Cuts an ``nn.Module`` into the stages of a model."""
 
 from __future__ import annotations
 

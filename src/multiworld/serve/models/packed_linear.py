@@ -1,4 +1,4 @@
-"""Matrix products with weights that are packed once, for CPUs. Shell.
+"""Matrix products with weights that are packed once, for CPUs.
 
 oneDNN computes with blocks of a matrix, and torch's ``linear`` packs the weights into
 them at every call. Packed once, a product of 4 to 16 rows takes half to three quarters

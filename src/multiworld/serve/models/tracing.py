@@ -1,4 +1,4 @@
-"""The cutter of an ``nn.Module``: finds the parts, traces, and loads one stage. Shell.
+"""The cutter of an ``nn.Module``: finds the parts, traces, and loads one stage.
 
 If the weights are in a file, the module is built on fake tensors, which use no memory.
 ``torch.distributed.pipelining`` traces it once, and the graph of one stage is kept.

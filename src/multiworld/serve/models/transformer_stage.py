@@ -1,4 +1,4 @@
-"""One stage of a transformers model, loaded by transformers' own loader. Shell.
+"""One stage of a transformers model, loaded by transformers' own loader.
 
 A subclass of the model's class replaces, in ``__init__``, the modules of other stages
 with modules without weights. ``from_pretrained`` then builds the rest on ``meta`` and

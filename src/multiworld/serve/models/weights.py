@@ -1,4 +1,4 @@
-"""Reader for single tensors in safetensors files, and their name. Shell."""
+"""Reader for single tensors in safetensors files, and their name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors and sizes that go from stage to stage of a traced module. Shell."""
+"""The tensors and sizes that go from stage to stage of a traced module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manager of placements: carries out what bookings, policy and solvers decide. Shell.
+"""Manager of placements: carries out what bookings, policy and solvers decide.
 
 It admits models, plans placements, moves replicas, follows the machines, and ends
 replicas that use more memory than they booked.

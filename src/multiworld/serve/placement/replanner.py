@@ -1,4 +1,4 @@
-"""Replanner: runs the solvers in a thread whenever something has changed. Shell."""
+"""Replanner: runs the solvers in a thread whenever something has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inventory of this machine: cores, memory and GPUs. Shell."""
+"""Inventory of this machine: cores, memory and GPUs."""
 
 from __future__ import annotations
 

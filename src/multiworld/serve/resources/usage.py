@@ -1,4 +1,4 @@
-"""Resource usage of a process, from Linux's ``/proc``. Shell."""
+"""Resource usage of a process, from Linux's ``/proc``."""
 
 from __future__ import annotations
 

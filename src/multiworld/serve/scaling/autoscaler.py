@@ -1,4 +1,4 @@
-"""Autoscaler: asks each model's scaling policy and applies its decisions. Shell.
+"""Autoscaler: asks each model's scaling policy and applies its decisions.
 
 The policies decide from samples of all processes' reports. A model that is scaled to
 zero is decided about as soon as a gateway reports a request for it.

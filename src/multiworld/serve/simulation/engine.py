@@ -1,4 +1,4 @@
-"""Discrete-event simulation of a served model: queues, batches, replicas. Shell.
+"""Discrete-event simulation of a served model: queues, batches, replicas.
 
 It follows the rules of the real parts: a bounded queue at the router, windows to the
 replicas of the next stage, the less loaded of two replicas drawn at random, batches of
@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from multiworld.serve.generation.scheduler import EngineLimits
-from multiworld.serve.routing.load_balancer import Chance, choose
+from multiworld.serve.core.load_balancer import Chance, choose
+from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.scaling.limits import within
 from multiworld.serve.scaling.samples import PERIODS
 from multiworld.serve.scaling.snapshot import (

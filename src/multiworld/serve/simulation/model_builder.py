@@ -1,4 +1,4 @@
-"""Simulation models, built from a spec and measured computing times. Shell."""
+"""Simulation models, built from a spec and measured computing times."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Oracle: the best fleet at every moment, given all future arrivals. Shell."""
+"""Oracle: the best fleet at every moment, given all future arrivals."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from multiworld.serve.routing.load_balancer import Chance
+from multiworld.serve.core.load_balancer import Chance
 from multiworld.serve.scaling import reference_policies
 from multiworld.serve.simulation.arrival import Arrival
 from multiworld.serve.simulation.engine import PipelineModel

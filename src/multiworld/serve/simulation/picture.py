@@ -1,4 +1,4 @@
-"""Plot of a simulated run: load, replicas, latencies. Shell."""
+"""Plot of a simulated run: load, replicas, latencies."""
 
 from __future__ import annotations
 

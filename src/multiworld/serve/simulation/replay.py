@@ -1,4 +1,4 @@
-"""Replay of traces in a simulation. Shell."""
+"""Replay of traces in a simulation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from multiworld.serve.routing.load_balancer import Chance
+from multiworld.serve.core.load_balancer import Chance
 from multiworld.serve.simulation.arrival import Arrival
 from multiworld.serve.simulation.engine import (
     Pipeline,

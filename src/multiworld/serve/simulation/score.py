@@ -1,4 +1,4 @@
-"""Score of a simulated run: goodput, SLO attainment, cost. Shell."""
+"""Score of a simulated run: goodput, SLO attainment, cost."""
 
 from __future__ import annotations
 

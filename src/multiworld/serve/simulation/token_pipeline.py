@@ -1,4 +1,4 @@
-"""Discrete-event simulation of a model that generates text. Shell.
+"""Discrete-event simulation of a model that generates text.
 
 Each replica of stage 0 has the real scheduler; steps go through the stages as in a real
 pipeline, and each takes the time that was measured for its tokens. A text is pinned to
@@ -12,16 +12,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from multiworld.serve.generation.chains import (
+from multiworld.serve.core.load_balancer import Chance
+from multiworld.serve.generation.engine_limits import EngineLimits
+from multiworld.serve.generation.gateway.chain_selection import (
     NEW_S,
     SPLIT,
     Schedulers,
     surplus_of,
 )
-from multiworld.serve.generation.limits import adapt
-from multiworld.serve.generation.moves import AT_ONCE, WORTH
-from multiworld.serve.generation.scheduler import EngineLimits, Scheduler
-from multiworld.serve.routing.load_balancer import Chance
+from multiworld.serve.generation.gateway.moves import AT_ONCE, WORTH
+from multiworld.serve.generation.replica.pipeline_share import adapt
+from multiworld.serve.generation.replica.scheduler import Scheduler
 from multiworld.serve.scaling.snapshot import Sample, StageSeen
 from multiworld.serve.simulation.arrival import Arrival
 from multiworld.serve.simulation.engine import (

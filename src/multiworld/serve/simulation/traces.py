@@ -1,4 +1,4 @@
-"""Traces of requests, read from files or generated. Shell.
+"""Traces of requests, read from files or generated.
 
 It reads the Azure LLM inference traces (``TIMESTAMP,ContextTokens,GeneratedTokens``;
 https://github.com/Azure/AzurePublicDataset), BurstGPT (``Timestamp,Model,Request

@@ -1,4 +1,4 @@
-"""The dtype names of the Open Inference Protocol, and example inputs. Shell."""
+"""The dtype names of the Open Inference Protocol, and example inputs."""
 
 from __future__ import annotations
 

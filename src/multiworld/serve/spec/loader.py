@@ -1,4 +1,4 @@
-"""Loader for YAML specs: reports every mistake with its line and a remedy. Shell."""
+"""Loader for YAML specs: reports every mistake with its line and a remedy."""
 
 from __future__ import annotations
 

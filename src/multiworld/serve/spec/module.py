@@ -1,4 +1,4 @@
-"""An ``nn.Module`` as a model: the description of it. Shell.
+"""An ``nn.Module`` as a model: the description of it.
 
 ::
 

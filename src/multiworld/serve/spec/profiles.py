@@ -1,4 +1,4 @@
-"""Profiles: measured costs of a model, and how they complete a spec. Shell."""
+"""Profiles: measured costs of a model, and how they complete a spec."""
 
 from __future__ import annotations
 

@@ -214,8 +214,8 @@ class GenerationSpec(_Strict):
     same torch and the same number of threads."""
     attention: str | None = Field(default=None, pattern=FACTORY)
     """`package.module:Class` (or function) that makes the attention of a step from the
-    cache and the rows of the step: a kernel of your own in place of torch's; see
-    multiworld.serve.generation.kv_cache.Attention. Not together with `deterministic`.
+    cache and the rows of the step, in place of torch's. Not with `deterministic`. See
+    multiworld.serve.generation.replica.kv_cache.Attention.
     """
     tool_call_parser: Literal["hermes", "llama3_json"] | None = None
     """The form in which the model calls a tool: `hermes` (Hermes, Qwen) or

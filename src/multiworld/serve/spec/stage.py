@@ -1,4 +1,4 @@
-"""The description of a model: its stages, inputs and outputs, and batching. Shell.
+"""The description of a model: its stages, inputs and outputs, and batching.
 
 A factory returns a ``Model`` (or just a list of stages). The factory runs in every
 process of the service, so it must be cheap: it does not load weights. The ``load`` of a
@@ -155,7 +155,7 @@ class Generation:
     """Facts about a model that generates text.
 
     Its stages are loaded as functions ``(rows, positions, attention, wanted)``; see
-    ``multiworld.serve.generation.decoder_stage.DecoderStage.forward``.
+    ``multiworld.serve.generation.models.decoder_stage.DecoderStage.forward``.
 
     Attributes:
         tokenizer: Loads the tokenizer, which runs in the gateway.

@@ -1,4 +1,4 @@
-"""Authenticator of a gateway: API keys, limits, quarantine and usage. Shell.
+"""Authenticator of a gateway: API keys, limits, quarantine and usage.
 
 It reads clocks and makes digests; its parts decide.
 """

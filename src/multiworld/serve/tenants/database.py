@@ -1,4 +1,4 @@
-"""Database of tenants, usage and the audit log of a service, in SQLite. Shell.
+"""Database of tenants, usage and the audit log of a service, in SQLite.
 
 Its methods block. It is one file in the service's folder. The file remains when the
 service is shut down, unlike the service's record.

@@ -1,4 +1,4 @@
-"""API keys and their digests. Shell.
+"""API keys and their digests.
 
 Only the digest of a key is stored. A plain SHA-256 suffices: slow hashes protect
 passwords that can be guessed, and a key has 256 random bits.

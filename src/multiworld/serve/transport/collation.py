@@ -1,4 +1,4 @@
-"""Collation of requests into one batch, and splitting of its outputs. Shell."""
+"""Collation of requests into one batch, and splitting of its outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connection of a process to the controller, over its control world. Shell."""
+"""Connection of a process to the controller, over its control world."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 
 from multiworld.config import WorldConfig
 from multiworld.errors import WorldBrokenError, WorldClosedError
-from multiworld.serve.transport.messages import receive
 from multiworld.serve.transport.protocol import (
     NEWS,
     ORDERS,
@@ -19,6 +18,7 @@ from multiworld.serve.transport.protocol import (
     News,
     Order,
 )
+from multiworld.serve.transport.world_messages import receive
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
 

@@ -1,4 +1,4 @@
-"""The edges of a process, kept as the routing table demands. Shell.
+"""The edges of a process, kept as the routing table demands.
 
 Each edge has a task that stays in the edge's world while the table contains the edge.
 It joins again after a fault (``WorldManager.keep``) and passes each incarnation to the

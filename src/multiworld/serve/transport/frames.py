@@ -1,4 +1,4 @@
-"""Frames: what one process sends another in one turn of its loop. Shell.
+"""Frames: what one process sends another in one turn of its loop.
 
 A frame has any number of messages, with the tensors of those that carry requests or
 answers. Layout: version and length of the header (``_LEAD``); the header, which is the

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from multiworld.config import WorldConfig
+from multiworld.config import SERVICE_HEARTBEAT_S, WorldConfig
 from multiworld.serve.spec.schema import AppSpec, GatewaySpec, ModelSpec
 
 JOIN_S = 10.0
 """Most seconds that a process waits for the other member of a world."""
-
-HEARTBEAT_S = 0.2
-"""Seconds between heartbeats, unless ``silence_s`` is short: an idle process and its
-helper take 0.4 % of a core for them."""
 
 
 class ProcessArgs(BaseModel):
@@ -74,7 +70,7 @@ def world_config(silence_s: float, join_s: float = JOIN_S) -> WorldConfig:
     """
     return WorldConfig(
         silence_s=silence_s,
-        heartbeat_s=min(HEARTBEAT_S, silence_s / 5),
+        heartbeat_s=min(SERVICE_HEARTBEAT_S, silence_s / 5),
         join_s=join_s,
         embed_store=False,
     )

@@ -7,7 +7,7 @@ returns at once.
 
 from __future__ import annotations
 
-from multiworld.testing.contract import collectives, endings, messages
+from multiworld.testing.contract import collective_checks, endings, point_to_point
 from multiworld.testing.contract.harness import CHECKS, Check, check
 
-__all__ = ["CHECKS", "Check", "check", "collectives", "endings", "messages"]
+__all__ = ["CHECKS", "Check", "check", "collective_checks", "endings", "point_to_point"]

@@ -1,4 +1,4 @@
-"""Checks of leaving, closing and cancelling. Shell."""
+"""Checks of leaving, closing and cancelling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools that the checks of the contract share. Shell."""
+"""Tools that the checks of the contract share."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ from multiworld.serve.gateway.body_budget import BodyBudget, BodyLimits
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.hot_routes import HotRoutes
 from multiworld.serve.gateway.http_request import CONNECTION, Connection
-from multiworld.serve.routing.dispatcher import Dispatcher
+from multiworld.serve.inference.gateway.dispatcher import Dispatcher
+from multiworld.serve.processes.gateway import ROUTES
 from multiworld.serve.spec.stage import Model, Stage, Tensors, TensorSpec
 from multiworld.serve.tenants.authenticator import Authenticator
 from multiworld.serve.tenants.directory import Key, Tenant
@@ -152,7 +153,7 @@ class Fake:
         bodies = BodyBudget(4 * max_body_bytes)
         self.gateway = Gateway(self.dispatcher, limits, bodies, authenticator)
         self.serve(m=MODEL, t=TEXT)
-        self.app = make_app(self.gateway)
+        self.app = make_app(self.gateway, ROUTES)
 
     def serve(
         self, version: str = "1", on_demand: tuple[int, ...] = (), **models: Model

@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 
-from multiworld.serve.generation.scheduler import EngineLimits, Scheduler
-from multiworld.serve.generation.stage_engine import Chores, StageEngine
-from multiworld.serve.generation.streams import Streams
+from multiworld.serve.generation.engine_limits import EngineLimits
+from multiworld.serve.generation.gateway.stream_router import Streams
+from multiworld.serve.generation.replica.generation_worker import GenerationWorker
+from multiworld.serve.generation.replica.scheduler import Scheduler
+from multiworld.serve.generation.replica.stage_engine import Chores, StageEngine
 from multiworld.serve.spec.stage import Generation, Stage
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.generation_messages import (
@@ -35,7 +37,6 @@ from multiworld.serve.transport.routing_table import (
     RoutingTable,
     edges_of,
 )
-from multiworld.serve.worker.generation_worker import GenerationWorker
 
 WORDS = 97
 GATEWAY = "gateway/1"
@@ -219,7 +220,7 @@ class Net:
         self.refused: list[Any] = []
         self.may_fail = False
         self.gateways = {
-            name: Streams(name, clock=lambda: self.now)
+            name: Streams(name, lambda: self.now, chance.random)
             for name in (f"gateway/{n + 1}" for n in range(gateways))
         }
         self.streams = self.gateways[GATEWAY]

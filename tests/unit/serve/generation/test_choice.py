@@ -8,18 +8,27 @@ from dataclasses import replace
 
 import pytest
 
-from multiworld.serve.generation.chains import (
+from multiworld.serve.generation.engine_limits import EngineLimits
+from multiworld.serve.generation.gateway.chain_selection import (
     NEW_S,
     PREFIX_BLOCK,
     Chains,
     Uneven,
     surplus_of,
 )
-from multiworld.serve.generation.limits import adapt_to, steps_for
+from multiworld.serve.generation.gateway.stream import (
+    NO_LIMITS,
+    Chain,
+    Stream,
+    TimeLimits,
+)
 from multiworld.serve.generation.prefixes import digests
-from multiworld.serve.generation.scheduled_sequence import ScheduledSequence, by_route
-from multiworld.serve.generation.scheduler import EngineLimits, Scheduler
-from multiworld.serve.generation.stream import NO_LIMITS, Chain, Stream, TimeLimits
+from multiworld.serve.generation.replica.pipeline_share import adapt_to, steps_for
+from multiworld.serve.generation.replica.scheduled_sequence import (
+    ScheduledSequence,
+    by_route,
+)
+from multiworld.serve.generation.replica.scheduler import Scheduler
 from multiworld.serve.transport.generation_messages import Sampling
 from multiworld.serve.transport.routing_table import (
     Replica,

@@ -24,8 +24,8 @@ from multiworld.serve.generation.grammar import (
     grammar_of_regex,
     grammar_of_schema,
 )
-from multiworld.serve.generation.sampler import choose
-from multiworld.serve.generation.text import Tokenizer
+from multiworld.serve.generation.replica.sampler import choose
+from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.transport.generation_messages import Sampling
 from tests.tiny_decoder import VOCABULARY, save_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from multiworld.serve.generation.scheduler import EngineLimits
+from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport import generation_messages as messages
 from multiworld.serve.transport.frames import lay_out, unpack

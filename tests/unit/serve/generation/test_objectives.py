@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from multiworld.errors import OverloadedError
-from multiworld.serve.generation.scheduler import EngineLimits
+from multiworld.serve.generation.engine_limits import EngineLimits
 from tests.unit.serve.generation.simulated_chains import Client, Net
 
 LIMITS = EngineLimits(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from multiworld.serve.routing.load_balancer import Chance
+from multiworld.serve.core.load_balancer import Chance
 from multiworld.serve.scaling import reference_policies
 from multiworld.serve.scaling.snapshot import StageLimits
 from multiworld.serve.simulation.arrival import Arrival

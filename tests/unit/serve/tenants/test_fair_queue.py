@@ -9,15 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiworld.errors import OverloadedError
-from multiworld.serve.routing.actions import Dispatch, Reject
-from multiworld.serve.routing.events import (
+from multiworld.serve.inference.gateway.actions import Dispatch, Reject
+from multiworld.serve.inference.gateway.events import (
     Begun,
     Connected,
     Submitted,
     TableChanged,
     Withdrawn,
 )
-from multiworld.serve.routing.router import Router
+from multiworld.serve.inference.gateway.router import Router
+from multiworld.serve.inference.replica.batch_queue import BatchQueue, Work
+from multiworld.serve.inference.replica.forwarder import FinishedWork, Forwarder
 from multiworld.serve.tenants.fair_queue import FairQueue, Share
 from multiworld.serve.transport.routing_table import (
     Replica,
@@ -25,9 +27,7 @@ from multiworld.serve.transport.routing_table import (
     Route,
     RoutingTable,
 )
-from multiworld.serve.worker.batch_queue import BatchQueue, Work
-from multiworld.serve.worker.forwarder import FinishedWork, Forwarder
-from tests.unit.serve.routing.test_router import validate
+from tests.unit.serve.inference.gateway.test_router import validate
 
 FLOOD, SELDOM = Share("flood"), Share("seldom")
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from multiworld.errors import InvalidRequestError, ModelFailedError, ServeError
+from multiworld.serve.inference.replica.batch_queue import Work
+from multiworld.serve.inference.replica.executor import Executor
 from multiworld.serve.spec.stage import Stage, StageContext, Tensors
 from multiworld.serve.transport.collation import (
     collate,
@@ -18,8 +20,6 @@ from multiworld.serve.transport.collation import (
     rows_of,
     split,
 )
-from multiworld.serve.worker.batch_queue import Work
-from multiworld.serve.worker.executor import Executor
 
 RAGGED = {"ids": -1, "out": 0.0}
 

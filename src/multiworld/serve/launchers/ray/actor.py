@@ -1,4 +1,4 @@
-"""The actors of a service: one warms a machine, one holds each rank. Shell.
+"""The actors of a service: one warms a machine, one holds each rank.
 
 A ``NodeLauncher`` keeps a fork server on a machine and forks replicas from it, so that
 they need not import torch and the model's code. Each rank of a replica also has a
@@ -174,7 +174,7 @@ def wait_exit(pid: int, began: int) -> None:
 
 def probe_machine() -> tuple[list[tuple[int, str, int]], float]:
     """Return the GPUs of the machine where this runs, and its cost of bfloat16."""
-    from multiworld.serve.generation.product_speed import bfloat16_cost
+    from multiworld.serve.generation.replica.matmul_speed import bfloat16_cost
     from multiworld.serve.resources.inventory import gpus
 
     found = [(gpu.index, gpu.kind, gpu.memory_bytes) for gpu in gpus()]

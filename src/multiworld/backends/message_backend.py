@@ -1,0 +1,517 @@
+"""Operations over lanes, as ``direct`` and ``memory`` share them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from multiworld.backends.arrivals import Description, allocate
+from multiworld.backends.base import (
+    Bundle,
+    Handler,
+    Meta,
+    Peek,
+    Received,
+    WorldView,
+)
+from multiworld.backends.bundles import (
+    decode_object,
+    encode_object,
+    lay_out,
+    unpack_bundle,
+)
+from multiworld.backends.channel import Channel, Lane
+from multiworld.backends.direct import header as wire
+from multiworld.backends.dtypes import (
+    DTYPES,
+    UINT8,
+    code_of,
+    is_plain,
+    memory_of,
+    plain,
+    require_host,
+    require_receivable,
+)
+from multiworld.backends.lane_collectives import LaneCollectives
+from multiworld.backends.offload import offload, size_of
+from multiworld.errors import (
+    TensorMismatchError,
+    UnsupportedOperationError,
+)
+from multiworld.incarnation.lifecycle import Failed, Finished
+from multiworld.liveness.manager_messages import (
+    BackendMessage,
+    EndCollectives,
+    OpenLane,
+)
+
+P2P, COLLECTIVE = "p2p", "collective"
+
+
+class MessageBackend:
+    """A backend that moves messages over lanes. Subclasses define how a lane opens."""
+
+    def __init__(self, view: WorldView) -> None:
+        self._view = view
+        others = [m.rank for m in view.incarnation.members if m.rank != view.rank]
+        budget = view.config.unexpected_bytes
+        self._others = others
+        self._p2p = Channel(others, budget)
+        self._collective = Channel(others, budget)
+        self.collectives = LaneCollectives(
+            view, self._collective, self._collective_lane
+        )
+        self._opening: dict[int, asyncio.Task[Lane]] = {}
+        self._turns: dict[int, asyncio.Lock] = {}
+        self._in_turn: dict[int, int] = {}
+        self._is_over = False
+
+    async def _open_lane(self, rank: int, name: str, channel: Channel) -> Lane:
+        """Open a lane of ``channel`` to ``rank``; ``name`` is the channel's name."""
+        raise NotImplementedError
+
+    async def open(self) -> None:
+        """Open a lane to every other member.
+
+        Cancellation: Safe; call ``close_nowait`` afterwards.
+        """
+        loop = asyncio.get_running_loop()
+        opening = [loop.create_task(self._open_p2p(rank)) for rank in self._others]
+        try:
+            await asyncio.gather(*opening)
+        finally:
+            for task in opening:
+                task.cancel()
+            await asyncio.gather(*opening, return_exceptions=True)
+
+    async def _open_p2p(self, rank: int) -> None:
+        lane = await self._open_lane(rank, P2P, self._p2p)
+        self._p2p.lanes[rank] = lane
+        if self._is_over:
+            lane.close_nowait()
+
+    # Point to point.
+
+    async def send(self, tensor: Tensor, dst: int, tag: int) -> None:
+        """Send one tensor.
+
+        Args:
+            tensor: Any shape and strides, on the host.
+            dst: Rank of the receiver.
+            tag: Tag of the message.
+
+        Raises:
+            TensorMismatchError: The tensor is not on the host, or its dtype or layout
+                cannot be sent.
+
+        Cancellation: Withdraws what is left of the message; the world stays usable.
+        """
+        tensor = require_host(tensor, "the tensor to send")
+        code = code_of(tensor)
+        turn = self._turns.get(dst)
+        if turn is None and is_plain(tensor):
+            await self._send_plain(tensor, code, dst, tag)
+            return
+        async with self._turn(dst):
+            tensor = await offload(size_of(tensor), plain, tensor)
+            await self._send_plain(tensor, code, dst, tag)
+
+    async def _send_plain(self, tensor: Tensor, code: int, dst: int, tag: int) -> None:
+        memory = memory_of(tensor)
+        shape = tuple(tensor.shape)
+        description = Description(wire.TENSOR, code, shape, len(memory), tag, 0)
+        await self._p2p.lanes[dst].send(description, memory, tensor)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, dst: int) -> AsyncIterator[None]:
+        """Keep sends to ``dst`` in call order while one of them is being prepared."""
+        turn = self._turns.setdefault(dst, asyncio.Lock())
+        self._in_turn[dst] = self._in_turn.get(dst, 0) + 1
+        try:
+            async with turn:
+                yield
+        finally:
+            self._in_turn[dst] -= 1
+            if not self._in_turn[dst]:
+                del self._turns[dst]
+
+    async def recv(self, out: Tensor | None, src: int | None, tag: int) -> Received:
+        """Receive one tensor, into ``out`` or into a new one.
+
+        Args:
+            out: Tensor on the host to fill, of the sent dtype and number of elements;
+                any shape and strides. None: a new tensor.
+            src: Rank of the sender; None: any member.
+            tag: Tag of the message.
+
+        Raises:
+            TensorMismatchError: The message does not fit ``out``, or is a bundle or an
+                object. It stays first in its queue.
+
+        Cancellation: Loses no message; the content of ``out`` is undefined.
+        """
+        if src is not None:
+            found = await self._p2p.next_from(src, tag)
+            if found is not None:
+                tensor = _target(out, found)
+                if tensor is not None:
+                    self._p2p.lanes[src].take(memory_of(tensor))
+                    return Received(tensor if out is None else out, src)
+        if out is None:
+            receive = self._p2p.post(src, tag, _check_tensor, _nowhere)
+            arrival = await self._p2p.wait(receive)
+            return Received(arrival.tensor, arrival.source)
+        given, out = out, require_host(out, "the tensor to receive into")
+        fits = _Fits(out)
+        receive = self._p2p.post(src, tag, fits.check, fits.place)
+        arrival = await self._p2p.wait(receive, settles=False)
+        try:
+            if not arrival.is_borrowed:
+                tensor = arrival.tensor.view(out.shape)
+                await offload(size_of(out), out.copy_, tensor)
+        except asyncio.CancelledError:
+            self._p2p.mailbox.cancel(receive)
+            raise
+        self._p2p.mailbox.settle(receive)
+        return Received(given, arrival.source)
+
+    async def send_bundle(
+        self, tensors: Mapping[str, Tensor], meta: Meta, dst: int, tag: int
+    ) -> None:
+        """Send several named tensors and metadata as one message.
+
+        Args:
+            tensors: Tensors by name; any dtypes and shapes, on the host.
+            meta: JSON data.
+            dst: Rank of the receiver.
+            tag: Tag of the message.
+
+        Raises:
+            TensorMismatchError: A tensor cannot be sent.
+            ConfigError: A name is not a str, or ``meta`` is not JSON data.
+
+        Cancellation: Withdraws what is left of the message; the world stays usable.
+        """
+        layout = lay_out(tensors, meta)
+        async with self._turn(dst):
+            packed = await offload(layout.size, layout.pack)
+            size, label = packed.numel(), len(layout.manifest)
+            description = Description(wire.BUNDLE, UINT8, (), size, tag, label)
+            await self._p2p.lanes[dst].send(description, memory_of(packed), packed)
+
+    async def recv_bundle(self, src: int | None, tag: int) -> Bundle:
+        """Receive a bundle; from any member if ``src`` is None.
+
+        Raises:
+            TensorMismatchError: The message is not a bundle, and stays first in its
+                queue; or its manifest is malformed.
+
+        Cancellation: Loses no message.
+        """
+        receive = self._p2p.post(src, tag, _check_bundle, _nowhere)
+        arrival = await self._p2p.wait(receive)
+        length = arrival.description.label
+        return unpack_bundle(arrival.tensor, length, arrival.source)
+
+    async def send_object(self, obj: Any, dst: int, tag: int) -> None:
+        """Send JSON data.
+
+        Args:
+            obj: The data.
+            dst: Rank of the receiver.
+            tag: Tag of the message.
+
+        Raises:
+            ConfigError: ``obj`` is not JSON data.
+
+        Cancellation: Withdraws what is left of the message; the world stays usable.
+        """
+        body = bytearray(encode_object(obj, "the object to send"))
+        memory = memoryview(body)
+        description = Description(wire.OBJECT, UINT8, (), len(body), tag, 0)
+        if dst not in self._turns:
+            await self._p2p.lanes[dst].send(description, memory, body)
+            return
+        async with self._turn(dst):
+            await self._p2p.lanes[dst].send(description, memory, body)
+
+    async def recv_object(self, src: int | None, tag: int) -> Any:
+        """Receive JSON data; from any member if ``src`` is None.
+
+        Raises:
+            TensorMismatchError: The message is not an object, and stays first in its
+                queue; or it is not JSON.
+
+        Cancellation: Loses no message.
+        """
+        receive = self._p2p.post(src, tag, _check_object, _nowhere)
+        arrival = await self._p2p.wait(receive)
+        return decode_object(bytes(arrival.memory))
+
+    def handle(
+        self, src: int, tag: int, handler: Handler, peek: Peek | None = None
+    ) -> None:
+        """Pass each tensor from ``src`` with this tag to ``handler`` as it arrives.
+
+        Args:
+            src: Rank of the sender.
+            tag: Tag of the tensors.
+            handler: Takes each tensor.
+            peek: May take the bytes of a uint8 tensor in place of ``handler``.
+        """
+        self._p2p.mailbox.handle(src, tag, handler, peek)
+
+    # Lanes for collectives.
+
+    async def _collective_lane(self, rank: int) -> None:
+        """Open the lane for collectives with ``rank``, at its first use."""
+        if rank in self._collective.lanes:
+            return
+        if self._is_over:  # nothing would end the wait for a lane any more
+            raise self._view.broken_error()
+        # A lane that the member opened before it left still brings what it sent.
+        if self._view.has_left(rank) and not self._has_lane(rank):
+            raise self._view.left_error(rank)
+        if not self._view.dials(rank) and rank not in self._opening:
+            self._view.tell(rank, OpenLane(self._view.incarnation.nonce))
+        task = self._start_opening(rank)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled() and self._is_over:
+                raise self._view.broken_error() from None
+            if task.cancelled() and self._view.has_left(rank):
+                raise self._view.left_error(rank) from None
+            raise
+        except OSError as error:
+            # The control link soon reports which member was lost.
+            if self._view.has_left(rank):
+                raise self._view.left_error(rank) from error
+            self._view.trouble(rank, str(error))
+            await self._view.wait_over()
+            raise self._view.broken_error() from error
+
+    def _start_opening(self, rank: int) -> asyncio.Task[Lane]:
+        if rank not in self._opening:
+            task = asyncio.get_running_loop().create_task(
+                self._open_collective(rank), name="multiworld collective lane"
+            )
+            self._opening[rank] = task
+            task.add_done_callback(_retrieve)
+        return self._opening[rank]
+
+    async def _open_collective(self, rank: int) -> Lane:
+        lane = await self._open_lane(rank, COLLECTIVE, self._collective)
+        if self._is_over:
+            lane.close_nowait()
+            raise self._view.broken_error()
+        self._collective.lanes[rank] = lane
+        if self._view.has_left(rank):
+            lane.fail_sends(lambda: self._view.left_error(rank))
+        return lane
+
+    def _has_lane(self, rank: int) -> bool:
+        """Tell whether the member has opened a lane for collectives already."""
+        return self._view.has_lane(rank, COLLECTIVE)
+
+    def on_message(self, rank: int, message: BackendMessage) -> None:
+        """Open a lane, or fail collectives, as another member asks."""
+        if self._is_over:
+            return
+        match message:
+            case OpenLane():
+                self._start_opening(rank)
+            case EndCollectives(number=number, left=left):
+                self.collectives.end_from(number, left)
+
+    # The end.
+
+    def lane_ended(self, rank: int, evidence: str) -> None:
+        """Handle a connection that ended without a final frame.
+
+        If the member has left, fail operations that need it. Otherwise report trouble:
+        the control link decides.
+        """
+        if self._is_over:
+            return
+        if self._view.has_left(rank):  # it left before all its data was sent
+            self._p2p.member_left(rank, lambda: self._view.left_error(rank))
+            if rank in self._collective.lanes:
+                self._collective.member_left(rank, lambda: self._view.left_error(rank))
+        else:
+            self._view.trouble(rank, evidence)
+
+    def lane_corrupt(self, rank: int, evidence: str) -> None:
+        """Break the world: a corrupt frame arrived, so no data can be trusted."""
+        reason = f"a corrupt frame arrived from rank {rank}"
+        self._view.report(Failed(reason, evidence))
+
+    def lane_finished(self, rank: int) -> None:
+        """Handle the final frame of a member."""
+        self._view.report(Finished(rank))
+        for channel in (self._p2p, self._collective):
+            lane = channel.lanes.get(rank)
+            if lane is not None and lane.is_finished:
+                channel.mailbox.end(rank, self._view.left_error)
+                lane.fail_sends(lambda: self._view.left_error(rank))
+
+    def member_left(self, rank: int) -> None:
+        """Fail sends to a member that left; its messages can still be received."""
+        self._p2p.member_left(rank, lambda: self._view.left_error(rank))
+        if rank in self._collective.lanes or not self._has_lane(rank):
+            self._collective.member_left(rank, lambda: self._view.left_error(rank))
+        opening = self._opening.get(rank)
+        if opening is not None and not self._has_lane(rank):
+            opening.cancel()
+
+    def abort(self) -> None:
+        """Fail all operations with ``WorldView.broken_error`` and free everything."""
+        self._is_over = True
+        self._cancel_opening()
+        self._p2p.abort(self._view.broken_error)
+        self._collective.abort(self._view.broken_error)
+
+    def has_message(self, src: int | None, tag: int) -> bool:
+        """Tell whether a complete message waits for a receive, in a broken world too.
+
+        Args:
+            src: Rank of the sender; None: any.
+            tag: Tag of the message.
+        """
+        return self._p2p.mailbox.has_message(src, tag)
+
+    def begin_close(self) -> None:
+        """Queue a final frame on every lane."""
+        for lane in self._lanes():
+            lane.begin_close(self._view.broken_error)
+
+    async def close(self) -> None:
+        """Queue a final frame on every lane and wait until all sent data has left.
+
+        Cancellation: Data may stay unsent; call ``close_nowait`` afterwards.
+        """
+        self.begin_close()
+        await asyncio.gather(*(lane.wait_drained() for lane in self._lanes()))
+
+    def close_nowait(self) -> None:
+        """Free everything; TCP connections linger until the other side has read."""
+        self._is_over = True
+        self._cancel_opening()
+        for channel in (self._p2p, self._collective):
+            channel.mailbox.abort(self._view.broken_error)
+        for lane in self._lanes():
+            lane.fail_sends(self._view.broken_error)
+            if lane.finish_close(self._view.config.close_s):
+                self._view.linger(lane)
+
+    def drop_messages(self) -> None:
+        """Drop what has arrived and was not received: the world is closed."""
+        for channel in (self._p2p, self._collective):
+            channel.mailbox.clear()
+
+    def _cancel_opening(self) -> None:
+        for task in self._opening.values():
+            task.cancel()
+
+    def _lanes(self) -> list[Lane]:
+        return [*self._p2p.lanes.values(), *self._collective.lanes.values()]
+
+    def filenos(self) -> list[int]:
+        """Return the file descriptors that a forked child must close."""
+        return self._p2p.filenos() + self._collective.filenos()
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """Unavailable; only c10d worlds have a process group.
+
+        Raises:
+            UnsupportedOperationError: Always.
+        """
+        raise UnsupportedOperationError(
+            "this world's backend has no c10d process group; join it with "
+            "backend='gloo' (or 'nccl')"
+        )
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Retrieve a background task's error, so that asyncio does not log it.
+
+    The task's awaiters get it, too.
+    """
+    if not task.cancelled():
+        task.exception()
+
+
+def _target(out: Tensor | None, found: Description) -> Tensor | None:
+    """Return a tensor that a message can be copied into at once, if there is one."""
+    if found.kind != wire.TENSOR:
+        return None
+    if out is None:
+        return allocate(found)
+    out = require_host(out, "the tensor to receive into")
+    fits = code_of(out) == found.dtype and out.nbytes == found.size
+    return out if fits and is_plain(out) else None
+
+
+# Checks of the messages that a receive accepts.
+
+
+def _nowhere(_: Description) -> Tensor | None:
+    return None
+
+
+class _Fits:
+    """The check of a receive into a given tensor."""
+
+    def __init__(self, out: Tensor) -> None:
+        if not out.is_contiguous():
+            require_receivable(out, "the tensor to receive into")
+        self._out = out
+        self._code = code_of(out)
+        self._size = out.numel() * out.element_size()
+
+    def check(self, source: int, found: Description) -> Exception | None:
+        if found.kind != wire.TENSOR:
+            return _wrong_kind(source, found, "a tensor")
+        if (found.dtype, found.size) == (self._code, self._size):
+            return None
+        return TensorMismatchError(
+            f"rank {source} sent {_describe(found)}, but the tensor to receive into "
+            f"holds {self._out.numel()} of {self._out.dtype}; the message is "
+            "still there: receive it with a tensor that fits, or with none"
+        )
+
+    def place(self, found: Description) -> Tensor | None:
+        return self._out if is_plain(self._out) else None
+
+
+def _describe(found: Description) -> str:
+    return f"{list(found.shape)} of {DTYPES[found.dtype]}"
+
+
+def _wrong_kind(source: int, found: Description, wanted: str) -> TensorMismatchError:
+    receiver = {wire.TENSOR: "recv", wire.BUNDLE: "recv_bundle"}
+    call = receiver.get(found.kind, "recv_object")
+    return TensorMismatchError(
+        f"rank {source} sent {wire.KIND_NAMES[found.kind]}, not {wanted}; the message "
+        f"is still there: receive it with {call}"
+    )
+
+
+def _check_tensor(source: int, found: Description) -> Exception | None:
+    return None if found.kind == wire.TENSOR else _wrong_kind(source, found, "a tensor")
+
+
+def _check_bundle(source: int, found: Description) -> Exception | None:
+    return None if found.kind == wire.BUNDLE else _wrong_kind(source, found, "a bundle")
+
+
+def _check_object(source: int, found: Description) -> Exception | None:
+    return (
+        None if found.kind == wire.OBJECT else _wrong_kind(source, found, "an object")
+    )

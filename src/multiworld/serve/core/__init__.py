@@ -1,0 +1,1 @@
+"""What both kinds of work share: loss counting, load balancing, SLO attainment."""

@@ -1,0 +1,307 @@
+"""OpenAI-compatible routes: models and embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from torch import Tensor
+
+from multiworld.backends.dtypes import memory_of, plain
+from multiworld.errors import InvalidRequestError, ServeError
+from multiworld.serve.gateway.body_budget import Reservation
+from multiworld.serve.gateway.gateway import Gateway
+from multiworld.serve.gateway.hot_routes import HotRoutes
+from multiworld.serve.gateway.http_responses import (
+    OFFLOAD_BYTES,
+    RENDER_BYTES,
+    json_response,
+    openai_error_response,
+    respond,
+    timeout_of,
+)
+from multiworld.serve.gateway.json_limits import (
+    NOT_JSON,
+    check_objects,
+    check_values,
+    decode,
+)
+from multiworld.serve.gateway.open_inference import NotFiniteError
+from multiworld.serve.gateway.openapi import EMBEDDINGS, OPENAI_KNOWN_MODEL
+from multiworld.serve.gateway.request_body import Body, model_named_in, while_connected
+from multiworld.serve.spec.stage import Model, Tensors
+from multiworld.serve.tenants.authenticator import AdmittedRequest
+from multiworld.serve.tenants.directory import Tenant
+
+MAX_TEXTS = 2048
+"""Most texts in one request; the same as OpenAI's limit."""
+
+MAX_TOKENS = 300_000
+"""Most token ids in one request; the same as OpenAI's limit."""
+
+WINDOW = 32
+"""Most texts of one request under way at once, so that it does not fill the queue."""
+
+Token = Annotated[int, msgspec.Meta(ge=0)]
+
+
+def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
+    """Add the OpenAI-compatible routes to an application.
+
+    Args:
+        app: The application.
+        hot: Gets the routes that most requests take.
+        gateway: The gateway.
+    """
+
+    began_at = int(time.time())
+
+    def shown(name: str, tenant: Tenant) -> dict[str, Any]:
+        found = {"id": name, "object": "model", "created": began_at}
+        found["owned_by"] = "multiworld"
+        most = gateway.max_tokens(name, tenant)
+        return found if most is None else {**found, "max_model_len": most}
+
+    @app.get("/v1/models", tags=["openai"])
+    async def models(request: Request) -> Response:
+        """List the models that the client may use.
+
+        ``max_model_len``, as in vLLM, is there for those that generate text.
+        """
+        try:
+            tenant = gateway.authenticator.identify(request.headers)
+        except ServeError as error:
+            return openai_error_response(error)
+        data = [shown(name, tenant) for name in gateway.names(tenant)]
+        return json_response({"object": "list", "data": data})
+
+    @app.get("/v1/models/{name}", tags=["openai"], openapi_extra=OPENAI_KNOWN_MODEL)
+    async def model(name: str, request: Request) -> Response:
+        """Return one model."""
+        try:
+            tenant = gateway.authenticator.identify(request.headers)
+            gateway.model(name, None, tenant)
+        except ServeError as error:
+            return openai_error_response(error)
+        return json_response(shown(name, tenant))
+
+    @app.post("/v1/embeddings", tags=["openai"], openapi_extra=EMBEDDINGS)
+    async def embeddings(request: Request) -> Response:
+        """Embed texts."""
+        parsed: EmbeddingRequest | None = None
+
+        async def answer(
+            admitted: AdmittedRequest, reservation: Reservation
+        ) -> Response:
+            nonlocal parsed
+            body = await gateway.read_body(request, admitted, reservation)
+            try:
+                if len(body) >= OFFLOAD_BYTES:
+                    parsed = await asyncio.to_thread(_embedding_request, body)
+                else:
+                    parsed = _embedding_request(body)
+            except ServeError:
+                admitted.model = model_named_in(body)
+                raise
+            del body
+            embedding = _embed(gateway, admitted, request, parsed)
+            return await while_connected(request, embedding)
+
+        def name() -> str:
+            return "" if parsed is None else parsed.model
+
+        return await respond(gateway, request, name, answer, openai_error_response)
+
+    hot.post("/v1/embeddings", embeddings)
+
+
+class _Body(msgspec.Struct, frozen=True):
+    model: Any = None
+    input: msgspec.Raw = msgspec.Raw()
+    encoding_format: Any = "float"
+    dimensions: Any = None
+
+
+_bodies = msgspec.json.Decoder(_Body)
+_texts = msgspec.json.Decoder(list[str])
+_text = msgspec.json.Decoder(str)
+_tokens = msgspec.json.Decoder(list[Token])
+_token_lists = msgspec.json.Decoder(list[list[Token]])
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    """A parsed request for embeddings.
+
+    Attributes:
+        model: Name of the model.
+        inputs: Texts, or arrays of tokens.
+        dimensions: Length of the vectors that the client wants; None: the model's.
+        is_base64: Whether vectors are sent as Base64 of 32-bit floats.
+    """
+
+    model: str
+    inputs: list[str] | list[list[int]]
+    dimensions: int | None
+    is_base64: bool
+
+
+def _embedding_request(body: Body) -> EmbeddingRequest:
+    check_objects(body)
+    payload = decode(body, _bodies)
+    if not isinstance(payload.model, str):
+        raise InvalidRequestError(
+            'body has no "model"; give the name of a model',
+            param="model",
+            code="missing_required_parameter",
+        )
+    inputs = _inputs(bytes(payload.input))
+    if len(inputs) > MAX_TEXTS:
+        raise _invalid("input", f"has more than {MAX_TEXTS} texts; split it")
+    if payload.encoding_format not in ("float", "base64"):
+        raise _invalid("encoding_format", 'must be "float" or "base64"')
+    dimensions = payload.dimensions
+    if dimensions is not None and type(dimensions) is not int:
+        raise _invalid("dimensions", "must be an integer")
+    is_base64 = payload.encoding_format == "base64"
+    return EmbeddingRequest(payload.model, inputs, dimensions, is_base64)
+
+
+def _inputs(given: bytes) -> list[str] | list[list[int]]:
+    """Return the texts or arrays of tokens of a request.
+
+    Their number is bounded before they are decoded.
+    """
+    try:
+        if given.startswith(b'"'):
+            return _not_empty([_text.decode(given)])
+        first = given[1:].lstrip(b" \t\r\n")[:1]
+        if first == b'"':
+            check_values(given)
+            return _not_empty(_texts.decode(given))
+        if given.count(b",") > MAX_TOKENS or given.count(b"[") > MAX_TEXTS + 1:
+            raise _invalid(
+                "input", f"has more than {MAX_TOKENS} tokens or {MAX_TEXTS} arrays"
+            )
+        if first == b"[":
+            return _not_empty(_token_lists.decode(given))
+        return _not_empty([_tokens.decode(given)])
+    except NOT_JSON:
+        raise _invalid(
+            "input", "must be a text, an array of token ids, or a list of them"
+        ) from None
+
+
+Input = TypeVar("Input", str, list[int])
+
+
+def _not_empty(inputs: list[Input]) -> list[Input]:
+    if not inputs or not all(inputs):
+        raise _invalid(
+            "input", "must hold texts or arrays of token ids, none of them empty"
+        )
+    return inputs
+
+
+def _invalid(param: str, rule: str) -> InvalidRequestError:
+    return InvalidRequestError(f'"{param}" {rule}', param=param, code="invalid_value")
+
+
+def _check_dimensions(dimensions: int | None, model: Model) -> None:
+    size = next((s.shape[-1] for s in model.outputs if s.name == model.embedding), -1)
+    if dimensions is not None and dimensions != size:
+        rule = f"is {dimensions}, but this model returns {size}; leave it out"
+        raise _invalid("dimensions", rule)
+
+
+def _encoded(frontend: Any, inputs: list[str] | list[list[int]]) -> list[Tensors]:
+    """Return the inputs of stage 0 for each text or array of tokens."""
+    if isinstance(inputs[0], str):
+        return [frontend.encode(text) for text in inputs]
+    encode = getattr(frontend, "encode_tokens", None)
+    if encode is None:
+        raise _invalid("input", "must be text: this model takes no arrays of tokens")
+    return [encode(tokens) for tokens in inputs]
+
+
+async def _embed(
+    gateway: Gateway,
+    admitted: AdmittedRequest,
+    request: Request,
+    parsed: EmbeddingRequest,
+) -> Response:
+    name = parsed.model
+    version, model = gateway.model(name, None, admitted.tenant)
+    deadline_s = timeout_of(request)
+    if deadline_s is None:
+        served = gateway.route(name, admitted.tenant)
+        deadline_s = gateway.dispatcher.table.routes[served].deadline_s
+    clock = gateway.authenticator.clock
+    deadline_at = clock() + deadline_s
+    _check_dimensions(parsed.dimensions, model)
+    if model.generation is not None:
+        raise _invalid("model", "generates text and embeds none; use another model")
+    frontend = await gateway.text(name, version, model)
+    size = sum(map(len, parsed.inputs))
+    if size >= OFFLOAD_BYTES // 16:
+        inputs = await asyncio.to_thread(_encoded, frontend, parsed.inputs)
+    else:
+        inputs = _encoded(frontend, parsed.inputs)
+    window = asyncio.Semaphore(WINDOW)
+
+    async def one(tensors: Tensors) -> Tensors:
+        async with window:
+            left_s = max(0.001, deadline_at - clock())
+            return await gateway.infer(admitted, name, version, tensors, left_s)
+
+    if len(inputs) == 1:
+        answers = [await one(inputs[0])]
+    else:
+        answers = await _all(map(one, inputs))
+    tokens = sum(next(iter(tensors.values())).numel() for tensors in inputs)
+    vectors = [answer[model.embedding][0] for answer in answers]
+    render = partial(_render, name, vectors, tokens, is_base64=parsed.is_base64)
+    size = sum(vector.numel() for vector in vectors)
+    if 4 * size >= RENDER_BYTES:
+        return await asyncio.to_thread(render)
+    return render()
+
+
+async def _all(parts: Iterable[Coroutine[Any, Any, Tensors]]) -> list[Tensors]:
+    """Return all answers, or cancel the others once one fails."""
+    tasks = [asyncio.ensure_future(part) for part in parts]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _render(
+    name: str, vectors: list[Tensor], tokens: int, *, is_base64: bool
+) -> Response:
+    data = []
+    for number, given in enumerate(vectors):
+        vector = plain(given.float())
+        if is_base64:
+            shown: Any = base64.b64encode(bytes(memory_of(vector))).decode()
+        elif bool(vector.isfinite().all()):
+            shown = vector.tolist()
+        else:
+            raise NotFiniteError(
+                f"embedding {number} has NaN or an infinity, which JSON cannot carry; "
+                'use encoding_format "base64"'
+            )
+        data.append({"object": "embedding", "index": number, "embedding": shown})
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return json_response(
+        {"object": "list", "data": data, "model": name, "usage": usage}
+    )

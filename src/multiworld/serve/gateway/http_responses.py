@@ -1,0 +1,311 @@
+"""HTTP responses: admission, counting, and the forms of errors."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import orjson
+from fastapi import Response
+from fastapi.responses import StreamingResponse
+
+from multiworld.errors import (
+    InvalidRequestError,
+    ServeError,
+    UnauthorizedError,
+    UnknownModelError,
+)
+from multiworld.serve.gateway.body_budget import Reservation
+from multiworld.serve.gateway.gateway import Gateway
+from multiworld.serve.gateway.http_request import AnyRequest
+from multiworld.serve.tenants.authenticator import AdmittedRequest
+from multiworld.serve.tenants.timing import Phases
+
+logger = logging.getLogger("multiworld.serve")
+
+access_logger = logging.getLogger("multiworld.access")
+
+REQUEST_ID = "X-Request-Id"
+"""Header with the id of a request: taken, returned and logged."""
+
+GIVEN_ID = re.compile(r"[!-~]{1,128}")
+"""Ids of clients that are taken: they go into a log and a header."""
+
+ASK_TIMING = "x-timing"
+"""Header of a request whose answer is to say what its time was spent on."""
+
+OFFLOAD_BYTES = 64 * 1024
+"""Bytes from which a body is parsed in a thread, so that it does not block the loop."""
+
+RENDER_BYTES = 32 * 1024
+"""Bytes of tensors from which an answer is rendered in a thread."""
+
+BUG = "internal error of the gateway; see its log"
+"""Text of an error that nobody foresaw."""
+
+REFUSALS = {
+    "tpm_limit": ("tokens", "rate_limit_exceeded"),
+    "tokens_per_day": ("insufficient_quota", "insufficient_quota"),
+    "tokens_per_month": ("insufficient_quota", "insufficient_quota"),
+}
+"""Type and code of errors in OpenAI's API, by the limit that is reached."""
+
+MAX_TEXT = 1000
+"""Most characters of an error's text."""
+
+
+def json_response(data: Any, status: int = 200, headers: Any = None) -> Response:
+    """Return a JSON response.
+
+    Args:
+        data: Content, as ``orjson`` encodes it.
+        status: HTTP status.
+        headers: Additional headers by name; None: none.
+    """
+    return Response(orjson.dumps(data), status, headers, "application/json")
+
+
+def _retry(error: ServeError) -> dict[str, str]:
+    after_s = getattr(error, "retry_after_s", None)
+    found = {} if after_s is None else {"Retry-After": str(max(1, math.ceil(after_s)))}
+    if isinstance(error, UnauthorizedError):
+        found["WWW-Authenticate"] = "Bearer"
+    return found
+
+
+def text_of(error: ServeError) -> str:
+    """Return the text of an error, which may quote what a client has sent, cut."""
+    return _cut(str(error))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + " …"
+
+
+def error_response(error: ServeError) -> Response:
+    """Return an error in the form of the Open Inference Protocol."""
+    return json_response({"error": text_of(error)}, error.status, _retry(error))
+
+
+def openai_error_response(error: ServeError) -> Response:
+    """Return an error in the form of OpenAI's API."""
+    return json_response({"error": openai_error(error)}, error.status, _retry(error))
+
+
+def openai_error(error: ServeError) -> dict[str, Any]:
+    """Return the error object of OpenAI's API."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    param, code = getattr(error, "param", ""), getattr(error, "code", "")
+    if isinstance(error, UnknownModelError):
+        param, code = "model", "model_not_found"
+    if error.status == 429:
+        limit = getattr(error, "limit", "")
+        kind, code = REFUSALS.get(limit, ("requests", "rate_limit_exceeded"))
+    if isinstance(error, UnauthorizedError):
+        code = "invalid_api_key"
+    return {
+        "message": text_of(error),
+        "type": kind,
+        "param": _cut(param) or None,
+        "code": code or None,
+    }
+
+
+class EventStream(StreamingResponse):
+    """A response of server-sent events, as OpenAI's clients expect them.
+
+    Args:
+        events: The events. If they raise a ``ServeError``, that is the last one.
+
+    Attributes:
+        last: Event after the last one.
+        on_end: Called once with the status to count, when the stream has ended.
+    """
+
+    last = b"data: [DONE]\n\n"
+
+    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+        self.on_end: Callable[[int], object] = lambda status: None
+        super().__init__(
+            self._all(events), headers=SSE_HEADERS, media_type="text/event-stream"
+        )
+
+    @staticmethod
+    def error_of(error: ServeError) -> Any:
+        """Return what the last event of a failed stream says."""
+        return openai_error(error)
+
+    async def _all(self, events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+        status = CLIENT_CLOSED
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    yield event
+            status = 200
+        except ServeError as error:
+            status = error.status
+            yield event_of({"error": self.error_of(error)})
+        except Exception:
+            status = 500
+            logger.exception("a stream failed")
+            yield event_of({"error": self.error_of(ServeError(BUG))})
+        finally:
+            self.on_end(status)
+        if self.last:
+            yield self.last
+
+
+SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Headers of a stream of events, so that no proxy holds it back."""
+
+
+def event_of(content: Any) -> bytes:
+    """Return a server-sent event.
+
+    Args:
+        content: Its content, as ``orjson`` encodes it.
+    """
+    return b"data: %b\n\n" % orjson.dumps(content)
+
+
+Handler = Callable[[AdmittedRequest, Reservation], Awaitable[Response]]
+"""Answers an admitted request, whose body takes memory from the reservation."""
+
+
+async def respond(
+    gateway: Gateway,
+    request: AnyRequest,
+    name: str | Callable[[], str],
+    handler: Handler,
+    error_response: Callable[[ServeError], Response],
+) -> Response:
+    """Admit a request, answer it, and count it, whatever its outcome.
+
+    One that is answered with an ``EventStream`` is counted when that ends.
+
+    Args:
+        gateway: The gateway.
+        request: The HTTP request.
+        name: Name of the model, or a function that returns it after the answer.
+        handler: Answers the admitted request.
+        error_response: Renders an error.
+
+    Cancellation: Safe. The request is counted with status ``CLIENT_CLOSED``.
+    """
+    number = request_id_of(request)
+    try:
+        admitted = gateway.authenticator.admit(request.headers)
+    except ServeError as error:
+        refusal = error_response(error)
+        refusal.headers[REQUEST_ID] = number
+        is_named = isinstance(name, str) and name in gateway.models
+        is_named &= not isinstance(error, UnauthorizedError)
+        label = str(name) if is_named else "unknown"
+        gateway.counts.add(label, "", refusal.status_code, 0.0)
+        if gateway.logs_access:
+            _log_access(request, number, "-", refusal.status_code, 0.0)
+        return refusal
+    admitted.id = number
+    reservation = Reservation(gateway.bodies)
+
+    def end(status: int) -> Phases | None:
+        """Count the request, and free what it holds; return where its time went."""
+        reservation.release()
+        model = (name() if callable(name) else name) or admitted.model
+        is_known = gateway.may_use(admitted.tenant, model)
+        label = model if is_known else "unknown"
+        gateway.authenticator.finish(admitted, label, status)
+        began_at, now = admitted.started_at, gateway.authenticator.clock()
+        phases = admitted.timing.phases(began_at, now)
+        tenant = admitted.tenant.name
+        gateway.counts.add(label, tenant, status, now - began_at, phases)
+        if gateway.logs_access:
+            _log_access(request, number, tenant or "-", status, now - began_at)
+        return phases
+
+    status = CLIENT_CLOSED
+    response: Response | None = None
+    phases = None
+    try:
+        response = await _handled(
+            lambda: handler(admitted, reservation), error_response
+        )
+        status = response.status_code
+        response.headers[REQUEST_ID] = number
+    finally:
+        if isinstance(response, EventStream):
+            response.on_end = end
+        else:
+            admitted.bytes_out = 0 if response is None else len(response.body)
+            phases = end(status)
+    if phases is not None and ASK_TIMING in request.headers:
+        response.headers["Server-Timing"] = phases.header
+    return response
+
+
+def request_id_of(request: AnyRequest) -> str:
+    """Return the id that a client gave its request, or a new one."""
+    given = request.headers.get(REQUEST_ID.lower(), "")
+    return given if GIVEN_ID.fullmatch(given) else secrets.token_hex(16)
+
+
+def _log_access(
+    request: AnyRequest, number: str, tenant: str, status: int, took_s: float
+) -> None:
+    method, path = request.scope["method"], request.scope["path"]
+    text = "%s %s %s %s %d %.3f s"
+    access_logger.info(text, number, tenant, method, path, status, took_s)
+
+
+CLIENT_CLOSED = 499
+"""Status counted for a request whose client disconnected; it is nginx's."""
+
+
+async def _handled(
+    answer: Callable[[], Awaitable[Response]],
+    error_response: Callable[[ServeError], Response],
+) -> Response:
+    try:
+        return await answer()
+    except ServeError as error:
+        return error_response(error)
+    except Exception:
+        logger.exception("gateway failed to handle a request")
+        return error_response(ServeError(BUG))
+
+
+def timeout_of(
+    request: AnyRequest, timeout_s: Any = None, timeout_us: Any = None
+) -> float | None:
+    """Return the client's timeout of a request in seconds; None: it gave none.
+
+    Args:
+        request: The HTTP request; its header ``X-Timeout-S`` counts if the body has no
+            ``timeout_s``.
+        timeout_s: ``timeout_s`` in its body.
+        timeout_us: ``timeout`` in its body: microseconds, as Triton's clients send it.
+
+    Raises:
+        InvalidRequestError: The timeout is not valid.
+    """
+    given = timeout_s
+    if given is None:
+        given = request.headers.get("x-timeout-s")
+    if given is None:
+        given = timeout_us / 1e6 if type(timeout_us) is int else timeout_us
+    if given is None:
+        return None
+    try:
+        seconds = -1.0 if isinstance(given, bool) else float(given)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 < seconds <= 86400:
+        raise InvalidRequestError(
+            f"timeout {given!r} is not valid; give seconds, above 0 and at most 86400"
+        )
+    return seconds

@@ -1,0 +1,104 @@
+"""Triton's routes for configurations and the repository index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import FastAPI, Request, Response
+
+from multiworld.errors import ServeError
+from multiworld.serve.gateway.gateway import Gateway
+from multiworld.serve.gateway.http_responses import error_response, json_response
+from multiworld.serve.gateway.openapi import KNOWN_MODEL
+from multiworld.serve.spec.stage import Model, TensorSpec
+
+PLATFORM = "multiworld_pytorch"
+"""Platform of every model in the Open Inference Protocol."""
+
+TEXT_INPUTS = [TensorSpec("text_input", "BYTES", (1,))]
+TEXT_OUTPUTS = [TensorSpec("text_output", "BYTES", (1,))]
+"""Input and output of a model that generates text, in the body of ``generate``."""
+
+
+def tensors_of(model: Model) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
+    """Return the inputs and the outputs of a model, as its metadata lists them.
+
+    Args:
+        model: The model.
+    """
+    if model.generation is not None:
+        return TEXT_INPUTS, TEXT_OUTPUTS
+    return model.inputs, model.outputs
+
+
+def type_of(datatype: str) -> str:
+    """Return Triton's name of a datatype in a model's configuration.
+
+    Args:
+        datatype: Datatype of the Open Inference Protocol.
+    """
+    return "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
+
+
+def add_triton(app: FastAPI, gateway: Gateway) -> None:
+    """Add the routes that Triton's clients know beyond the protocol."""
+
+    @app.get("/v2/models/{name}/config", tags=["inference"], openapi_extra=KNOWN_MODEL)
+    @app.get(
+        "/v2/models/{name}/versions/{version}/config",
+        tags=["inference"],
+        openapi_extra=KNOWN_MODEL,
+    )
+    async def config(
+        name: str, request: Request, version: str | None = None
+    ) -> Response:
+        """Return the configuration of a model, as far as it has one here."""
+        try:
+            tenant = gateway.authenticator.identify(request.headers)
+            current, model = gateway.model(name, version, tenant)
+        except ServeError as error:
+            return error_response(error)
+        inputs, outputs = tensors_of(model)
+        fields = {
+            key: [
+                {"name": s.name, "data_type": type_of(s.datatype), "dims": s.shape}
+                for s in found
+            ]
+            for key, found in (("input", inputs), ("output", outputs))
+        }
+        shown = {"name": name, "platform": PLATFORM, "backend": "multiworld"}
+        versions = {"specific": {"versions": [current]}}
+        return json_response({**shown, **fields, "version_policy": versions})
+
+    @app.post("/v2/repository/index", tags=["inference"])
+    async def index(request: Request) -> Response:
+        """List the models that the client may use, with their states."""
+        try:
+            tenant = gateway.authenticator.identify(request.headers)
+            found = [gateway.model(n, None, tenant) for n in gateway.names(tenant)]
+        except ServeError as error:
+            return error_response(error)
+        rows = [
+            {
+                "name": name,
+                "version": version,
+                "state": "READY"
+                if gateway.is_ready(gateway.route(name, tenant))
+                else "UNAVAILABLE",
+                "reason": "",
+            }
+            for name, (version, _) in zip(gateway.names(tenant), found, strict=True)
+        ]
+        return json_response(rows)
+
+    async def absent() -> Response:
+        """Refuse what this server does another way: see the text of the error."""
+        text = (
+            "not offered here; Prometheus metrics are at /metrics, models are changed "
+        )
+        return json_response({"error": f"{text}with `multiworld update`"}, 501)
+
+    for path in ("/v2/models/stats", "/v2/models/{name}/stats"):
+        app.add_api_route(path, absent, methods=["GET"], include_in_schema=False)
+    path = "/v2/repository/models/{name}/{action}"
+    app.add_api_route(path, absent, methods=["POST"], include_in_schema=False)

@@ -1,0 +1,1 @@
+"""HTTP API of text generation: OpenAI's routes and Triton's."""

@@ -1,0 +1,345 @@
+"""Answers to completion requests, whole and as events, in OpenAI's form."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from fastapi import Response
+
+from multiworld.serve.gateway.http_responses import event_of, json_response
+from multiworld.serve.generation.api.choices import (
+    Choice,
+    Piece,
+    chat_logprobs,
+    text_logprobs,
+)
+from multiworld.serve.generation.api.completions import Wanted
+from multiworld.serve.generation.api.tools import CallParser, Family
+from multiworld.serve.generation.gateway.stream import TimeLimits
+from multiworld.serve.generation.tokenizer import Tokenizer
+from multiworld.serve.transport.generation_messages import TokenItem
+
+KEEP_ALIVE_S = 10.0
+"""Seconds without a token after which a streamed answer gets a comment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A request that was checked.
+
+    Attributes:
+        wanted: What it wants.
+        served: Name of the model that serves it.
+        version: Version of the model.
+        tokenizer: Tokenizer of the model.
+        choices: Its choices.
+        is_chat: Whether it is a chat completion.
+        echoes: Text that each choice begins with.
+        id: Id of the answer.
+        made_at: Time of the answer, in seconds since the epoch.
+        limits: Time limits of its streams.
+        family: Template family of the model's tool calls.
+    """
+
+    wanted: Wanted
+    served: str
+    version: str
+    tokenizer: Tokenizer
+    choices: tuple[Choice, ...]
+    is_chat: bool
+    echoes: tuple[str, ...]
+    id: str
+    made_at: int
+    limits: TimeLimits
+    family: Family | None = None
+
+    def parser(self) -> CallParser | None:
+        """Return what finds the tool calls in one choice; None if there are none."""
+        calling = self.wanted.calling
+        return None if calling is None else CallParser(calling, self.family)
+
+    def head(self, *, is_chunk: bool = False) -> dict[str, Any]:
+        """Return the fields with which each answer, or chunk of one, begins."""
+        kind = "text_completion"
+        if self.is_chat:
+            kind = "chat.completion.chunk" if is_chunk else "chat.completion"
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.made_at,
+            "model": self.wanted.model,
+        }
+
+
+async def whole(ready: Ready, pieces: AsyncGenerator[Piece]) -> Response:
+    """Return the whole answer, once all choices have ended.
+
+    Args:
+        ready: The request.
+        pieces: What is generated.
+
+    Raises:
+        ServeError: A choice failed.
+
+    Cancellation: Safe. The streams end, and their replicas are told.
+    """
+    texts = list(ready.echoes)
+    async for piece in pieces:
+        texts[piece.choice.index] += piece.text
+    if ready.wanted.sampling.logprobs is not None:  # rendering takes long
+        return await asyncio.to_thread(_rendered, ready, texts)
+    return _rendered(ready, texts)
+
+
+def _rendered(ready: Ready, texts: Sequence[str]) -> Response:
+    found = [
+        _choice(ready, choice, text, choice.items, choice.finish)
+        for choice, text in zip(ready.choices, texts, strict=True)
+    ]
+    return json_response({**ready.head(), "choices": found, "usage": _usage(ready)})
+
+
+def _usage(ready: Ready) -> dict[str, int]:
+    prompts = {id(choice.prompt): len(choice.prompt) for choice in ready.choices}
+    made = sum(len(choice.items) for choice in ready.choices)
+    asked = sum(prompts.values())
+    return {
+        "prompt_tokens": asked,
+        "completion_tokens": made,
+        "total_tokens": asked + made,
+    }
+
+
+def _choice(
+    ready: Ready,
+    choice: Choice,
+    text: str,
+    items: Sequence[TokenItem],
+    finish: str,
+) -> dict[str, Any]:
+    """Return a choice of an answer that is not streamed."""
+    found: dict[str, Any] = {"index": choice.index, "finish_reason": finish or None}
+    if ready.wanted.has_ids:
+        found["token_ids"] = [item.token for item in items]
+        found["prompt_token_ids"] = list(choice.prompt)
+    has_logprobs = ready.wanted.sampling.logprobs is not None
+    if ready.is_chat:
+        found["message"] = _message(ready, text)
+        if "tool_calls" in found["message"] and finish != "length":
+            found["finish_reason"] = "tool_calls"
+        found["logprobs"] = (
+            chat_logprobs(ready.tokenizer, items) if has_logprobs else None
+        )
+    else:
+        found["text"] = text
+        found["logprobs"] = (
+            text_logprobs(
+                ready.tokenizer,
+                items,
+                len(ready.echoes[choice.index]),
+                choice.prompt if ready.wanted.echo else (),
+                choice.scores,
+            )
+            if has_logprobs
+            else None
+        )
+    return found
+
+
+def _message(ready: Ready, text: str) -> dict[str, Any]:
+    """Return the message of a chat completion, with the tools that it calls."""
+    parser = ready.parser()
+    if parser is None:
+        return {"role": "assistant", "content": text}
+    said, calls = "", dict[int, tuple[str, str]]()
+    for found in (*parser.feed(text), *parser.end()):
+        if isinstance(found, str):
+            said += found
+        else:
+            name, arguments = calls.get(found.number, ("", ""))
+            calls[found.number] = name + found.name, arguments + found.arguments
+    if not calls:
+        # A call that was cut off is no text.
+        return {"role": "assistant", "content": text if parser.is_free else None}
+    shown = [
+        {
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+        for name, arguments in calls.values()
+    ]
+    content = said if said.strip() else None
+    return {"role": "assistant", "content": content, "tool_calls": shown}
+
+
+# Streaming.
+
+
+async def events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[bytes]:
+    """Yield a streamed answer as server-sent events.
+
+    Args:
+        ready: The request.
+        pieces: What is generated.
+
+    Raises:
+        ServeError: A choice failed.
+
+    Cancellation: Safe. The streams end, and their replicas are told.
+    """
+    begun: set[int] = set()
+    parsers = [ready.parser() for _ in ready.choices]
+    held: list[list[Piece]] = [[] for _ in ready.choices]
+    async with aclosing(kept_alive(pieces)) as found:
+        async for piece in found:
+            if piece is None:
+                yield b": still generating\n\n"
+            else:
+                if piece.choice.index not in begun:
+                    begun.add(piece.choice.index)
+                    first = _first_event(ready, piece.choice)
+                    if first:
+                        yield first
+                number = piece.choice.index
+                parser = parsers[number]
+                if parser is None:
+                    yield _piece_event(ready, piece)
+                    continue
+                held[number].append(piece)
+                for event in _parsed_events(ready, held[number], parser):
+                    yield event
+    if ready.wanted.has_usage:
+        yield event_of(
+            {**ready.head(is_chunk=True), "choices": [], "usage": _usage(ready)}
+        )
+
+
+async def kept_alive(pieces: AsyncGenerator[Piece]) -> AsyncGenerator[Piece | None]:
+    """Yield pieces, and None whenever none came for a while.
+
+    Args:
+        pieces: What is generated.
+
+    Cancellation: Safe. The streams end.
+    """
+    waiting: asyncio.Future[Piece] | None = None
+    try:
+        while True:
+            if waiting is None:
+                waiting = asyncio.ensure_future(anext(pieces))
+            done, _ = await asyncio.wait([waiting], timeout=KEEP_ALIVE_S)
+            if not done:
+                yield None
+                continue
+            try:
+                piece = waiting.result()
+            except StopAsyncIteration:
+                return
+            waiting = None
+            yield piece
+    finally:
+        if waiting is not None:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        await pieces.aclose()
+
+
+def _first_event(ready: Ready, choice: Choice) -> bytes:
+    """Return what comes before the first token of a choice; empty if nothing does.
+
+    It comes with that token, because clients take it for the time of the first one.
+    """
+    prompt = {"prompt_token_ids": list(choice.prompt)} if ready.wanted.has_ids else {}
+    if ready.is_chat:
+        delta = {"role": "assistant", "content": ""}
+        return _event(ready, choice, delta, more=prompt)
+    echo = ready.echoes[choice.index]
+    return _event(ready, choice, echo, more=prompt) if echo or prompt else b""
+
+
+def _parsed_events(
+    ready: Ready, held: list[Piece], parser: CallParser
+) -> Iterator[bytes]:
+    """Yield the events of a text that may call tools.
+
+    A token may end nothing that can be shown yet; the next event has it then.
+
+    Args:
+        ready: The request.
+        held: Pieces of one choice that no event has had yet; those that get one are
+            removed. The last one is not parsed yet.
+        parser: Finds its tool calls.
+    """
+    piece = held[-1]
+    found = [*parser.feed(piece.text), *(parser.end() if piece.finish else ())]
+    deltas: list[dict[str, Any]] = []
+    for each in found:
+        if isinstance(each, str):
+            deltas.append({"content": each})
+            continue
+        function = {"name": each.name} if each.name else {}
+        call: dict[str, Any] = {"index": each.number}
+        if each.name:
+            call |= {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+        call["function"] = {**function, "arguments": each.arguments}
+        deltas.append({"tool_calls": [call]})
+    for delta in deltas:
+        yield _event(ready, piece.choice, delta, held)
+        held.clear()
+    if piece.finish:
+        has_calls = parser.calls and piece.finish != "length"
+        finish = "tool_calls" if has_calls else piece.finish
+        yield _event(ready, piece.choice, {}, held, finish)
+
+
+def _piece_event(ready: Ready, piece: Piece) -> bytes:
+    shown: Any = {"content": piece.text} if ready.is_chat else piece.text
+    if ready.is_chat and not piece.text and piece.finish:
+        shown = {}
+    pieces = [] if piece.choice.is_prompt_only else [piece]
+    return _event(ready, piece.choice, shown, pieces, piece.finish)
+
+
+def _event(
+    ready: Ready,
+    choice: Choice,
+    delta: Any,
+    pieces: Sequence[Piece] = (),
+    finish: str = "",
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> bytes:
+    """Return the event for some pieces of a choice.
+
+    Args:
+        ready: The request.
+        choice: The choice.
+        delta: What to show of it.
+        pieces: The pieces whose tokens it tells of.
+        finish: Why the choice has ended; empty if it goes on.
+        more: Further fields of the choice.
+    """
+    items = [piece.item for piece in pieces]
+    found: dict[str, Any] = {"index": choice.index}
+    found["delta" if ready.is_chat else "text"] = delta
+    logprobs = None
+    if items and items[0].logprob is not None:
+        offset = len(ready.echoes[choice.index]) + pieces[0].offset
+        logprobs = (
+            chat_logprobs(ready.tokenizer, items)
+            if ready.is_chat
+            else text_logprobs(ready.tokenizer, items, offset)
+        )
+    found |= {"logprobs": logprobs, "finish_reason": finish or None, **more}
+    if ready.wanted.has_ids:
+        found["token_ids"] = [item.token for item in items]
+    chunk = {**ready.head(is_chunk=True), "choices": [found]}
+    if ready.wanted.has_usage:
+        chunk["usage"] = None
+    return event_of(chunk)

@@ -1,0 +1,166 @@
+"""Triton's routes ``generate`` and ``generate_stream``.
+
+Fields and meanings are those of Triton's generate extension and of its vLLM backend.
+https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/docs/protocol/extension_generate.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+
+from multiworld.errors import InvalidRequestError, ServeError
+from multiworld.serve.gateway.gateway import Gateway
+from multiworld.serve.gateway.http_responses import (
+    EventStream,
+    error_response,
+    event_of,
+    json_response,
+    text_of,
+)
+from multiworld.serve.gateway.openapi import KNOWN_MODEL
+from multiworld.serve.gateway.request_body import Body
+from multiworld.serve.generation.api.choices import Piece
+from multiworld.serve.generation.api.completion_answers import Ready, kept_alive
+from multiworld.serve.generation.api.completions import (
+    CompletionBody,
+    decoded,
+    invalid,
+    wanted_of,
+)
+from multiworld.serve.generation.api.openai_routes import (
+    Form,
+    Reader,
+    answered,
+    read_completion,
+)
+from multiworld.serve.tenants.authenticator import AdmittedRequest
+
+EXCLUDES = "exclude_input_in_output"
+"""Parameter that leaves the prompt out of the answer, as in Triton's vLLM backend."""
+
+
+class GenerateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of a request.
+
+    Attributes:
+        text_input: The prompt.
+        id: Id of the request, which the answer repeats.
+        parameters: Fields of a text completion, but for the model and the prompt.
+        stream: Ignored but for its type: the route decides.
+    """
+
+    text_input: str
+    id: str = ""
+    parameters: dict[str, Any] = {}
+    stream: bool | None = None
+
+
+_bodies = msgspec.json.Decoder(GenerateBody)
+
+FIXED = ("model", "prompt", "n", "best_of", "echo", "stream", "stream_options")
+"""Fields of a text completion that a request cannot set."""
+
+
+class _Events(EventStream):
+    last = b""
+
+    @staticmethod
+    def error_of(error: ServeError) -> Any:
+        """Return the text of the error, as Triton does."""
+        return text_of(error)
+
+
+def add_generate(app: FastAPI, gateway: Gateway) -> None:
+    """Add the routes to an application.
+
+    Args:
+        app: The application.
+        gateway: The gateway.
+    """
+
+    def add(path: str, *, is_streamed: bool) -> None:
+        async def generate(
+            name: str, request: Request, version: str | None = None
+        ) -> Response:
+            """Continue a text, as Triton's generate extension has it."""
+            read = _reader(name, version, is_streamed)
+            return await answered(gateway, request, read, _form(name))
+
+        for prefix in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+            app.add_api_route(
+                f"{prefix}/{path}",
+                generate,
+                methods=["POST"],
+                tags=["inference"],
+                name=path,
+                openapi_extra=KNOWN_MODEL,
+            )
+
+    add("generate", is_streamed=False)
+    add("generate_stream", is_streamed=True)
+
+
+def _reader(name: str, version: str | None, is_streamed: bool) -> Reader:
+    async def read(
+        gateway: Gateway, admitted: AdmittedRequest, request: Request, body: Body
+    ) -> Ready:
+        gateway.model(name, version, admitted.tenant)
+        asked: GenerateBody = decoded(body, _bodies)
+        given = dict(asked.parameters)
+        is_excluded = given.pop(EXCLUDES, False)
+        for field in FIXED:
+            if field in given and field != "stream":
+                raise InvalidRequestError(
+                    f'"parameters" has {field!r}, which this route does not take',
+                    param="parameters",
+                )
+        given.pop("stream", None)
+        fields = {**given, "model": name, "prompt": asked.text_input}
+        try:
+            completion = msgspec.convert(fields, CompletionBody)
+        except msgspec.ValidationError as error:
+            raise invalid(error) from error
+        wanted = replace(
+            wanted_of(completion), is_streamed=is_streamed, echo=not is_excluded
+        )
+        ready = await read_completion(gateway, admitted, completion, wanted)
+        return replace(ready, id=asked.id)
+
+    return read
+
+
+def _form(name: str) -> Form:
+    def shown(ready: Ready, text: str) -> dict[str, Any]:
+        head = {"id": ready.id} if ready.id else {}
+        return {
+            **head,
+            "model_name": name,
+            "model_version": ready.version,
+            "text_output": text,
+        }
+
+    async def whole(ready: Ready, pieces: AsyncGenerator[Piece]) -> Response:
+        text = ready.echoes[0]
+        async for piece in pieces:
+            text += piece.text
+        return json_response(shown(ready, text))
+
+    async def events(
+        ready: Ready, pieces: AsyncGenerator[Piece]
+    ) -> AsyncGenerator[bytes]:
+        before = ready.echoes[0]
+        async with aclosing(kept_alive(pieces)) as found:
+            async for piece in found:
+                if piece is None:
+                    yield b": still generating\n\n"
+                elif piece.text or piece.finish:
+                    yield event_of(shown(ready, before + piece.text))
+                    before = ""
+
+    return Form(whole, events, error_response, _Events)

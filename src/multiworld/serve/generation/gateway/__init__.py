@@ -1,0 +1,1 @@
+"""Streams at the gateway: placement, delivered tokens, moves and recovery."""

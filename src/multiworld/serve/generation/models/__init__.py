@@ -1,0 +1,1 @@
+"""Decoders that generate text, cut between layers."""

@@ -1,0 +1,165 @@
+"""A decoder in a Hugging Face folder, cut between layers, that generates text.
+
+This module runs in every process of the service, so it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from multiworld.errors import SpecError
+from multiworld.serve.models import huggingface, weights
+from multiworld.serve.models.span import Span
+from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
+
+DEFAULTS = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+"""Fields of ``generation_config.json`` that are defaults of requests, as in vLLM, and
+their least and largest values."""
+
+COLDEST = 1e-5
+"""Temperature below which the most likely token is taken."""
+
+SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of a number, by dtype."""
+
+
+def model(
+    path: str,
+    stages: int = 1,
+    cut: Sequence[int] | None = None,
+    dtype: str | None = None,
+    deterministic: bool = False,
+    generation_config: str = "auto",
+) -> Model:
+    """Return the decoder in a folder, cut into stages between layers.
+
+    Args:
+        path: The folder.
+        stages: Number of stages.
+        cut: First layer of every stage but the first; by default the stages have equal
+            numbers of layers, as far as possible.
+        dtype: Dtype to compute in: ``float32``, ``float16`` or ``bfloat16``; by default
+            as in the folder.
+        deterministic: Whether texts are to have the same bits whatever happens.
+        generation_config: ``auto``: the folder's ``generation_config.json`` has the
+            defaults of sampling; ``none``: these are OpenAI's.
+
+    Raises:
+        SpecError: The folder has no usable model, the model has fewer layers than
+            stages, ``cut`` does not fit, or the model cannot be deterministic.
+    """
+    folder = Path(path).expanduser()
+    config = huggingface.read_json(folder / "config.json")
+    layers = huggingface.number_of(config, huggingface.LAYERS, folder)
+    cuts = huggingface.cuts_of(layers, stages, cut, folder)
+    dtype = dtype or str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    if dtype not in SIZES:
+        raise SpecError(f"{folder}: dtype {dtype!r} is not one of {', '.join(SIZES)}")
+    if deterministic and config.get("attn_logit_softcapping"):
+        raise SpecError(
+            f"{folder}: the model caps the scores of its attention, which cannot be "
+            "deterministic here; remove `deterministic: true`"
+        )
+    if not (folder / "tokenizer.json").exists():
+        raise SpecError(
+            f"{folder}: there is no tokenizer.json; transformers writes it when it "
+            "saves the model's tokenizer"
+        )
+    token = _kv_numbers(config, folder) * SIZES[dtype]
+    longest = int(
+        config.get("max_position_embeddings") or config.get("n_positions") or 2**20
+    )
+    return Model(
+        stages=[
+            Stage(
+                load=functools.partial(_load, folder, Span(begin, end, layers), dtype),
+                name=huggingface.title_of(begin, end),
+            )
+            for begin, end in cuts
+        ],
+        preload=[
+            *huggingface.preloaded_modules(str(config.get("model_type", ""))),
+            "multiworld.serve.generation.models.decoder_stage",
+        ],
+        parts=functools.partial(
+            model, path, layers, dtype=dtype, deterministic=deterministic
+        ),
+        generation=Generation(
+            tokenizer=functools.partial(_tokenizer, folder),
+            end_tokens=_end_tokens(config, folder),
+            vocabulary=huggingface.number_of(config, ("vocab_size",), folder),
+            max_tokens=longest,
+            kv_bytes=[(end - begin) * token for begin, end in cuts],
+            weights=functools.partial(weights.name_of, folder, dtype, deterministic),
+            dtype=dtype,
+            weight_bytes=weights.bytes_by_stage(folder, cuts),
+            defaults=_defaults(folder) if generation_config == "auto" else {},
+        ),
+    )
+
+
+def _kv_numbers(config: dict[str, Any], folder: Path) -> int:
+    """Return the numbers that one layer keeps for one token: its key and value."""
+    heads = huggingface.number_of(config, ("num_attention_heads", "n_head"), folder)
+    hidden = huggingface.number_of(config, huggingface.HIDDEN, folder)
+    size = int(config.get("head_dim") or hidden // heads)
+    return 2 * size * int(config.get("num_key_value_heads") or heads)
+
+
+def _defaults(folder: Path) -> dict[str, float]:
+    """Return the sampling of the folder's ``generation_config.json``.
+
+    Raises:
+        SpecError: A value is not allowed.
+    """
+    path = folder / "generation_config.json"
+    given = huggingface.read_json(path) if path.exists() else {}
+    found: dict[str, float] = {}
+    for name, (low, high) in DEFAULTS.items():
+        value = given.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int | float) or not low <= value <= high:
+            raise SpecError(
+                f"{path}: {name} is {value!r}; give a number from {low:g} to {high:g}, "
+                "or set generation_config: none in the spec"
+            )
+        found[name] = value
+    if "top_k" in found:
+        found["top_k"] = max(0, int(found["top_k"]))
+    if found.get("temperature", 1.0) < COLDEST:
+        found["temperature"] = 0.0
+    return found
+
+
+def _end_tokens(config: dict[str, Any], folder: Path) -> tuple[int, ...]:
+    path = folder / "generation_config.json"
+    found = huggingface.read_json(path) if path.exists() else {}
+    ends = found.get("eos_token_id", config.get("eos_token_id"))
+    if ends is None:
+        return ()
+    return tuple(ends) if isinstance(ends, list) else (int(ends),)
+
+
+def _load(
+    folder: Path, span: Span, dtype: str, context: StageContext
+) -> Callable[..., Any]:
+    """Load one stage; see ``decoder_stage.load``."""
+    from multiworld.serve.generation.models import decoder_stage
+
+    return decoder_stage.load(folder, span, dtype, context.device)
+
+
+def _tokenizer(folder: Path) -> Any:
+    from multiworld.serve.generation.tokenizer import Tokenizer
+
+    return Tokenizer(folder)

@@ -1,0 +1,1 @@
+"""Sequences at a replica: scheduling, KV cache, sampling and recovery."""

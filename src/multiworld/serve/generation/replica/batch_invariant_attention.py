@@ -1,0 +1,349 @@
+"""Attention that gives each row the same bits, whatever it is computed with.
+
+torch's kernel for CPUs goes over the keys in pieces of 512, from the first key on.
+Every call here has a number of rows, and of keys in its last piece, with which this
+machine was found to compute alike; keys that a row must not see count as nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from multiworld.serve.generation.replica.batch_invariant_sizes import OUTPUTS, cover
+from multiworld.serve.generation.replica.hardware_fingerprint import known
+from multiworld.serve.generation.replica.kv_cache import Batch, KvCache, Rows
+from multiworld.serve.generation.replica.kv_memory import PLACES
+
+PIECE = 512
+"""Keys that torch's kernel takes at once (kvSplitSize in FlashAttentionKernel.cpp)."""
+
+KEYS = (64, 128, 192, 256, 320, 384, 448, PIECE)
+"""Numbers of keys in the last piece that are tried."""
+
+ROWS = (4, 16, 64, 256)
+"""Numbers of rows that are tried."""
+
+REFERENCE = 16
+"""Number of rows with which the others are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of calls that give the same bits.
+
+    Attributes:
+        rows: Numbers of rows, ascending.
+        keys: Numbers of keys in the last piece, ascending.
+        texts: Most sequences in a call, with the fewest rows of each.
+    """
+
+    rows: tuple[int, ...]
+    keys: tuple[int, ...]
+    texts: int
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
+) -> Tensor:
+    """Return torch's attention.
+
+    Args:
+        query: Shape [batch, heads, rows, size].
+        key: Shape [batch, heads, keys, size].
+        value: Like ``key``.
+        mask: True for the keys that a row sees, [rows, keys], or of each batch.
+        scale: Factor of the scores.
+    """
+    return functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scale
+    )
+
+
+@functools.cache
+def alike_sizes(
+    heads: int, size: int, value_size: int, dtype: torch.dtype, threads: int
+) -> Sizes:
+    """Return the sizes of calls with which attention gives the same bits.
+
+    Args:
+        heads: Number of key heads.
+        size: Size of a query and a key.
+        value_size: Size of a value.
+        dtype: Their dtype.
+        threads: Threads of torch; another number may have other sizes.
+    """
+    what = f"attention of {heads} heads of {size} and {value_size}, {dtype}"
+    trial = functools.partial(_Trial, heads, size, value_size, dtype)
+    keys = known(f"{what}: keys of {KEYS}", threads, lambda: trial().keys())
+    rows = known(
+        f"{what}: rows of {ROWS} with {keys}", threads, lambda: trial().rows(keys)
+    )
+    texts = known(
+        f"{what}: texts up to {PLACES} with {keys} and {rows}",
+        threads,
+        lambda: trial().texts(rows, keys),
+    )
+    return Sizes(tuple(rows), tuple(keys), max(texts))
+
+
+class _Trial:
+    """Attention on random numbers, in calls of several sizes.
+
+    Args:
+        heads: Number of key heads.
+        size: Size of a query and a key.
+        value_size: Size of a value.
+        dtype: Their dtype.
+    """
+
+    def __init__(
+        self, heads: int, size: int, value_size: int, dtype: torch.dtype
+    ) -> None:
+        self._chance = torch.Generator().manual_seed(0)
+        self._batch = max(1, -(-OUTPUTS // (heads * max(ROWS) * value_size)))
+        self._query = self._drawn(dtype, self._batch, heads, max(ROWS), size)
+        self._key = self._drawn(dtype, 1, heads, PIECE, size)
+        self._value = self._drawn(dtype, 1, heads, PIECE, value_size)
+
+    def _drawn(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._chance).to(dtype)
+
+    def keys(self) -> list[int]:
+        """Return the numbers of keys that give the bits of a whole piece."""
+        return [
+            keys
+            for keys in KEYS
+            if self._is_alike(REFERENCE, keys, self._positions(keys))
+        ]
+
+    def rows(self, keys: Sequence[int]) -> list[int]:
+        """Return the numbers of rows that do so with each of some numbers of keys."""
+        return [
+            rows
+            for rows in ROWS
+            if all(self._is_alike(rows, most, self._positions(most)) for most in keys)
+        ] or [REFERENCE]
+
+    def texts(self, rows: Sequence[int], keys: Sequence[int]) -> list[int]:
+        """Return the numbers of sequences in a call that give the bits of one.
+
+        Args:
+            rows: Numbers of rows that do so.
+            keys: Numbers of keys that do so.
+        """
+        extremes = list(product({rows[0], rows[-1]}, {keys[0], keys[-1]}))
+        found = [1]
+        for count in range(2, PLACES + 1):
+            if not all(self._are_same(count, *sizes) for sizes in extremes):
+                break
+            found.append(count)
+        return found
+
+    def _are_same(self, count: int, rows: int, keys: int) -> bool:
+        """Tell whether some sequences give the same bits together as one by one."""
+        heads, size, values = (*self._key.shape[1::2], self._value.shape[3])
+        dtype = self._key.dtype
+        key = self._drawn(dtype, count, heads, 2 * keys, size)[:, :, :keys]
+        value = self._drawn(dtype, count, heads, 2 * keys, values)[:, :, :keys]
+        for _ in range(-(-OUTPUTS // (PLACES * count * heads * rows * values))):
+            query = self._drawn(dtype, count, heads, rows, size)
+            at = torch.randint(0, keys, (count, 1, rows, 1), generator=self._chance)
+            mask = torch.arange(keys) <= at
+            with torch.inference_mode():
+                together = attend(query, key, value, mask, 1.0)
+                alone = [
+                    attend(query[here], key[here], value[here], mask[here], 1.0)
+                    for here in (slice(n, n + 1) for n in range(count))
+                ]
+            if not torch.equal(together, torch.cat(alone)):
+                return False
+        return True
+
+    def _positions(self, keys: int) -> Tensor:
+        return torch.randint(0, keys, (max(ROWS),), generator=self._chance)
+
+    def _is_alike(self, rows: int, keys: int, at: Tensor) -> bool:
+        wanted = self._computed(REFERENCE, PIECE, at)
+        return torch.equal(self._computed(rows, keys, at), wanted)
+
+    def _computed(self, rows: int, keys: int, at: Tensor) -> Tensor:
+        """Return the attention of all queries, in calls of some rows and keys."""
+        masks = torch.split(torch.arange(keys)[None] <= at[:, None], rows)
+        seen_keys = self._key[:, :, :keys].expand(self._batch, -1, -1, -1)
+        seen_values = self._value[:, :, :keys].expand(self._batch, -1, -1, -1)
+        queries = torch.split(self._query, rows, 2)
+        with torch.inference_mode():
+            parts = [
+                attend(query, seen_keys, seen_values, mask, 1.0)
+                for query, mask in zip(queries, masks, strict=True)
+            ]
+        return torch.cat(parts, 2)
+
+
+class FixedAttention:
+    """Attention of one step in fixed sizes: single rows together, others one by one.
+
+    Args:
+        cache: Keys and values of the stage.
+        rows: The rows of the step, in order.
+    """
+
+    def __init__(self, cache: KvCache, rows: Sequence[Rows]) -> None:
+        self._cache, self._rows = cache, rows
+        self._batches: list[Batch] | None = None
+        self._others: list[tuple[int, Rows, Tensor]] = []
+        self._masks: dict[object, Tensor] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Keep the keys and values, and attend.
+
+        Args:
+            layer: As for ``kv_cache.Attention.attend``, and so are the others.
+            query: Queries.
+            key: Keys.
+            value: Values.
+            scale: Factor of the scores.
+            window: Most tokens that a row sees.
+            softcap: Not supported here.
+
+        Raises:
+            ValueError: The scores are to be capped.
+        """
+        if softcap is not None:
+            raise ValueError("deterministic: true does not support capped scores")
+        heads, size = key.shape[0], query.shape[2]
+        factor = size**-0.5 if scale is None else scale
+        threads = torch.get_num_threads()
+        sizes = alike_sizes(heads, size, value.shape[2], key.dtype, threads)
+        room = functools.partial(padded, sizes.keys)
+        if self._batches is None:
+            self._cache.granule = largest_step(sizes.keys)
+            most = sizes.texts if len(query) // heads <= sizes.rows[0] else 1
+            self._batches, others = self._cache.batches(self._rows, room, most)
+            self._others = [(n, r, torch.tensor([r.begin])) for n, r in others]
+        found = query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
+        for batch in self._batches:
+            memory = self._cache.append_batch(batch, layer, key, value)
+            length = room(int(batch.at[0]) + 1)
+            keys, values = (each[:, :, :length] for each in memory)
+            queries = query.index_select(1, batch.rows).transpose(0, 1)
+            out = self._in_tiles(
+                queries[:, :, None], keys, values, batch.at, sizes.rows, window, factor
+            )
+            found.index_copy_(0, batch.rows, out[:, :, 0])
+        for offset, rows, begins in self._others:
+            here = slice(offset, offset + rows.count)
+            length = room(rows.begin + rows.count)
+            keys, values = self._cache.append(
+                rows, layer, key[:, here], value[:, here], room=length
+            )
+            out = self._in_tiles(
+                query[None, :, here],
+                keys[None],
+                values[None],
+                begins,
+                sizes.rows,
+                window,
+                factor,
+            )
+            found[here] = out[0].transpose(0, 1)
+        return found
+
+    def _in_tiles(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        begins: Tensor,
+        sizes: Sequence[int],
+        window: int | None,
+        scale: float,
+    ) -> Tensor:
+        """Return the outputs of some sequences, [sequences, heads, rows, size].
+
+        Args:
+            query: Shape [sequences, heads, rows, size].
+            key: Shape [sequences, key heads, keys, size].
+            value: Like ``key``.
+            begins: Position of the first row of each sequence.
+            sizes: Numbers of rows of a call.
+            window: Most tokens that a row sees.
+            scale: Factor of the scores.
+        """
+        texts, heads, count, _ = query.shape
+        # The rows of a group of heads see the same keys: they are rows of one head.
+        group = heads // key.shape[1]
+        queries = query.reshape(texts, key.shape[1], group * count, -1)
+        tiles = cover(sizes, group * count)
+        lacking = sum(tiles) - group * count
+        if lacking:
+            queries = functional.pad(queries, (0, 0, 0, lacking))
+        mask = self._mask(begins, count, group, sum(tiles), key.shape[2], window)
+        parts, begin = [], 0
+        for tile in tiles:
+            here = slice(begin, begin + tile)
+            parts.append(
+                attend(queries[:, :, here], key, value, mask[:, :, here], scale)
+            )
+            begin += tile
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        return out[:, :, : group * count].reshape(texts, heads, count, -1)
+
+    def _mask(
+        self,
+        begins: Tensor,
+        count: int,
+        group: int,
+        rows: int,
+        length: int,
+        window: int | None,
+    ) -> Tensor:
+        """Return which keys each row sees, [sequences, 1, rows, keys]."""
+        form = (id(begins), group, window)  # they are kept as long as this
+        mask = self._masks.get(form)
+        if mask is None:
+            at = torch.arange(count).repeat(group)
+            at = functional.pad(at, (0, rows - len(at))) + begins[:, None]
+            of = torch.arange(length)
+            mask = of <= at[..., None]
+            if window is not None:
+                mask &= of > at[..., None] - window
+            mask = self._masks[form] = mask[:, None]
+        return mask
+
+
+def largest_step(keys: Sequence[int]) -> int:
+    """Return by how many keys ``padded`` rounds up at most, and one.
+
+    Args:
+        keys: As for ``padded``.
+    """
+    return max(after - before for before, after in pairwise((0, *keys)))
+
+
+def padded(keys: Sequence[int], end: int) -> int:
+    """Return the number of keys of a call that is to see some keys.
+
+    Args:
+        keys: Numbers of keys that the last piece may have, ascending.
+        end: Number of keys to see.
+    """
+    pieces, rest = divmod(end, PIECE)
+    return pieces * PIECE + (next(k for k in keys if k >= rest) if rest else 0)

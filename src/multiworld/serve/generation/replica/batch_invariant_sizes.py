@@ -1,0 +1,139 @@
+"""Sizes of operations that a machine computes alike, bit for bit.
+
+A kernel may add up the numbers of a row in another order when the operation has more
+rows or more columns, and then the row comes out with other last bits. Which sizes are
+affected depends on the processor, the library and the number of threads. So they are
+tried once, when a stage is loaded: a size is used only if every row of it has the bits
+that it has in an operation of the reference size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from multiworld.serve.generation.replica.hardware_fingerprint import known
+from multiworld.serve.models.packed_linear import PackedLinear
+
+ROWS = (4, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256)
+"""Numbers of rows that are tried; fewer than 4 take kernels of their own."""
+
+REFERENCE = 16
+"""Number of rows with which the others are compared."""
+
+OUTPUTS = 250_000
+"""Least numbers to compare for each size: in bfloat16 few of them show a difference."""
+
+MOST_PRODUCTS = 1e9
+"""Most multiplications to try a size with: a few hundredths of a second on one core."""
+
+
+def cover(sizes: Sequence[int], count: int) -> list[int]:
+    """Return the sizes of operations that together have room for some rows.
+
+    Args:
+        sizes: Sizes that may be used, ascending.
+        count: Number of rows.
+    """
+    found = [sizes[-1]] * (count // sizes[-1])
+    rest = count % sizes[-1]
+    if rest:
+        found.append(next(size for size in sizes if size >= rest))
+    return found
+
+
+def alike_rows(function: Callable[[Tensor], Tensor], example: Tensor) -> list[int]:
+    """Return the numbers of rows with which a function gives every row the same bits.
+
+    Args:
+        function: Takes [rows, inputs] and returns [rows, outputs], row by row.
+        example: A tensor of the dtype and device of its inputs, [1, inputs].
+    """
+    width = example.shape[1]
+    outputs = function(example).shape[1]
+    most = max(REFERENCE, int(MOST_PRODUCTS / (width * outputs)))
+    alike = [size for size in ROWS if size <= most]
+    chance = torch.Generator().manual_seed(0)
+    count = max(alike)
+    for _ in range(max(1, -(-OUTPUTS // (count * outputs)))):
+        given = torch.randn(count + REFERENCE, width, generator=chance).to(example)
+        wanted = torch.cat([function(part) for part in torch.split(given, REFERENCE)])
+        for size in list(alike):
+            # At another place than in the reference, too.
+            for begin in (0, REFERENCE // 2 + 1):
+                here = slice(begin, begin + size)
+                if not torch.equal(function(given[here].contiguous()), wanted[here]):
+                    alike.remove(size)
+                    break
+    return alike or [REFERENCE]
+
+
+class FixedRows:
+    """A function of rows that gives each row the same bits, whatever the others are.
+
+    Args:
+        function: Takes [rows, inputs] and returns [rows, outputs], row by row.
+        sizes: Numbers of rows with which it does so, ascending.
+    """
+
+    def __init__(
+        self, function: Callable[[Tensor], Tensor], sizes: Sequence[int]
+    ) -> None:
+        self._function, self._sizes = function, list(sizes)
+
+    def __call__(self, given: Tensor) -> Tensor:
+        """Return the outputs, [..., outputs].
+
+        Args:
+            given: Shape [..., inputs].
+        """
+        rows = given.reshape(-1, given.shape[-1])
+        found = []
+        begin = 0
+        for size in cover(self._sizes, len(rows)):
+            part = rows[begin : begin + size]
+            lacking = size - len(part)
+            if lacking:
+                part = torch.cat([part, part.new_zeros(lacking, part.shape[1])])
+            out = self._function(part)
+            found.append(out[: size - lacking] if lacking else out)
+            begin += size
+        if not found:  # no rows, such as logits that nobody needs in this step
+            found.append(self._function(rows))
+        out = found[0] if len(found) == 1 else torch.cat(found)
+        return out.reshape(*given.shape[:-1], out.shape[-1])
+
+
+def fix_linears(module: nn.Module) -> None:
+    """Let every matrix product of a module give each row the same bits.
+
+    Args:
+        module: Its ``Linear`` modules, and transformers' ``Conv1D``, are changed.
+    """
+    sizes: dict[str, list[int]] = {}
+    for found in module.modules():
+        is_product = isinstance(found, nn.Linear) or type(found).__name__ == "Conv1D"
+        weight = getattr(found, "weight", None)
+        if not is_product or not isinstance(weight, Tensor):
+            continue
+        packed = found.forward if isinstance(found.forward, PackedLinear) else None
+        if packed is not None:
+            width, shape = packed.inputs, f"({packed.outputs}, {packed.inputs}) packed"
+        else:
+            width = weight.shape[1 if isinstance(found, nn.Linear) else 0]
+            shape = str(tuple(weight.shape))
+        kind = f"{type(found).__name__} {shape} {weight.dtype} on {weight.device.type}"
+        key = f"{kind}, bias {found.bias is not None}"
+        with torch.inference_mode():
+            if key not in sizes:
+                sizes[key] = known(
+                    f"rows of {key}, of {ROWS}",
+                    torch.get_num_threads(),
+                    functools.partial(
+                        alike_rows, found.forward, weight.new_zeros(1, width)
+                    ),
+                )
+        found.forward = FixedRows(found.forward, sizes[key])

@@ -1,0 +1,74 @@
+"""The kind of machine on which results are bit for bit the same."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from multiworld.serve.models.caches import cache_folder
+
+
+@functools.cache
+def processor() -> str:
+    """Return the name of the processor, with its model number."""
+    found: dict[str, str] = {}
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if not line.strip():
+            break  # the other cores are alike
+        found[name.strip()] = value.strip()
+    names = ("model name", "cpu family", "model", "stepping")
+    return " ".join(found.get(name, "") for name in names)
+
+
+def fingerprint(threads: int, device: str = "cpu") -> str:
+    """Return what results depend on besides the model and its inputs.
+
+    Args:
+        threads: Threads that torch uses for one operation.
+        device: Torch device.
+    """
+    if device.startswith("cuda"):
+        machine = torch.cuda.get_device_name(device)
+    else:
+        machine = f"{processor()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{machine}, torch {torch.__version__}, {threads} threads"
+
+
+def known(what: str, threads: int, find: Callable[[], list[int]]) -> list[int]:
+    """Return what was found out about this kind of machine; find it out once.
+
+    Args:
+        what: Name of the fact; it names all that the fact depends on.
+        threads: Threads that torch uses for one operation.
+        find: Finds it out.
+    """
+    name = f"{what}, {fingerprint(threads)}"
+    digest = hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
+    path = cache_folder() / "alike" / f"{digest}.json"
+    try:
+        kept = json.loads(path.read_text())
+        if kept["name"] == name:
+            return [int(size) for size in kept["sizes"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # it was not found out yet, or the file is damaged
+    sizes = find()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps({"name": name, "sizes": sizes}))
+        fresh.replace(path)
+    except OSError:
+        pass  # it is found out again next time
+    return sizes

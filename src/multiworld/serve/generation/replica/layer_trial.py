@@ -1,0 +1,92 @@
+"""Trial of whole layers: rows have the same bits in steps of any shape.
+
+Products, attention and activations are made so, each for itself. Whether that suffices
+for a model shows only when its layers are computed in several ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from multiworld.errors import ModelFailedError
+from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
+
+Part = tuple[int, int]
+"""A sequence, 0 or 1, and a number of its next rows."""
+
+STEPS: tuple[tuple[tuple[Part, ...], ...], ...] = (
+    (((0, 61),), *(((0, 1),),) * 3),
+    (((0, 17), (1, 30)), ((1, 1), (0, 1)), ((0, 46), (1, 2))),
+    (((1, 40),), ((0, 64), (1, 1))),
+)
+"""Ways to compute 64 rows of sequence 0, some of them beside another sequence."""
+
+COUNT = 64
+"""Rows of each sequence."""
+
+
+class TriedStage(Protocol):
+    """A stage that knows what its rows look like."""
+
+    def example(self, count: int, seed: int) -> Tensor:
+        """Return random rows as the stage before sends them.
+
+        Args:
+            count: Number of rows.
+            seed: Seed of the random numbers.
+
+        Returns:
+            Token ids, [count], int64; after the first stage hidden states,
+            [count, hidden].
+        """
+
+    def __call__(
+        self, rows: Tensor, positions: Tensor, attention: object, wanted: Tensor
+    ) -> Tensor:
+        """Compute the stage; see ``decoder_stage.DecoderStage.forward``."""
+
+
+def check_layers(stage: TriedStage, cache: Callable[[], KvCache]) -> None:
+    """Check that rows have the same bits whatever they are computed with.
+
+    Args:
+        stage: The stage; all that can be made so is.
+        cache: Makes an empty cache.
+
+    Raises:
+        ModelFailedError: They have not.
+    """
+    given = [stage.example(COUNT, seed) for seed in (0, 1)]
+    with torch.inference_mode():
+        wanted = _computed(stage, cache(), given, ((((0, COUNT),)),))
+        for steps in STEPS:
+            if not torch.equal(_computed(stage, cache(), given, steps), wanted):
+                raise ModelFailedError(
+                    "deterministic: true cannot be kept: on this machine the layers "
+                    f"give a row other bits in another step ({torch.get_num_threads()} "
+                    "threads); set threads: 1 for the stage, or remove deterministic"
+                )
+
+
+def _computed(
+    stage: TriedStage,
+    cache: KvCache,
+    given: Sequence[Tensor],
+    steps: Sequence[Sequence[Part]],
+) -> Tensor:
+    """Return the outputs of all rows of sequence 0, [rows, outputs]."""
+    done, found = [0, 0], []
+    for parts in steps:
+        rows = [Rows(number, done[number], count) for number, count in parts]
+        x = torch.cat([given[n][done[n] : done[n] + count] for n, count in parts])
+        at = torch.cat([torch.arange(r.begin, r.begin + r.count) for r in rows])
+        out = stage(x, at, cache.step(rows), torch.arange(len(at)))
+        pieces = torch.split(out, [count for _, count in parts])
+        found += [p for (n, _), p in zip(parts, pieces, strict=True) if n == 0]
+        for number, count in parts:
+            done[number] += count
+    return torch.cat(found)

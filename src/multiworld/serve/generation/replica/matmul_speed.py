@@ -1,0 +1,62 @@
+"""Speed of this machine's products in bfloat16.
+
+oneDNN has fast products for bfloat16 only on some processors (AVX512, or instructions
+of its own); elsewhere it emulates them, several times slower than float32.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+from multiworld.serve.generation.replica.hardware_fingerprint import known
+from multiworld.serve.models.packed_linear import PackedLinear
+
+SIZE, ROWS, RUNS = 1024, 16, 9
+"""Width of the product that is timed, its rows, and how often it runs."""
+
+EMULATED = 100.0
+"""Result where the weights cannot even be packed."""
+
+VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
+"""Environment variables by which a processor plays a smaller one."""
+
+
+def bfloat16_cost() -> float:
+    """Return the time of a product in bfloat16, as a multiple of that in float32.
+
+    It is measured once for each kind of machine, in about a tenth of a second on one
+    thread, and kept in the user's cache.
+    """
+    played = ", ".join(f"{name}={os.environ.get(name, '')}" for name in VARIABLES)
+    (percent,) = known(
+        f"bfloat16 beside float32 in percent, {played}",
+        1,
+        lambda: [round(100 * _measured())],
+    )
+    return percent / 100
+
+
+def _measured() -> float:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _best_s(torch.bfloat16) / _best_s(torch.float32)
+    except RuntimeError:  # there is no kernel that packs such weights
+        return EMULATED
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _best_s(dtype: torch.dtype) -> float:
+    with torch.inference_mode():
+        product = PackedLinear(torch.ones(SIZE, SIZE, dtype=dtype), None)
+        given = torch.ones(ROWS, SIZE, dtype=dtype)
+        found = []
+        for _ in range(RUNS):
+            began = time.perf_counter()
+            product(given)
+            found.append(time.perf_counter() - began)
+    return min(found)

@@ -1,0 +1,112 @@
+"""Checks that a message about texts is its sender's to send.
+
+Every attempt of a sequence has a key of its own, and its chain never changes. So it is
+known who may say what of it: its gateway lets it begin and end; the stage before sends
+it on; the stage after tells what it has; the last stage samples. A message of another
+sender, or whose rows are not those that it lists, shows a fault there, and the edge to
+it is closed. What is said of a sequence that is not known here is harmless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from multiworld.serve.generation.replica.recovery import Links
+from multiworld.serve.spec.stage import Tensors
+from multiworld.serve.transport import generation_messages
+from multiworld.serve.transport.edge_messages import EdgeMessage
+from multiworld.serve.transport.generation_messages import Opening, StepPart
+from multiworld.serve.transport.protocol import Key, MessageError
+
+OF_LATER_STAGES = (
+    generation_messages.Refill,
+    generation_messages.Step,
+    generation_messages.Preempted,
+)
+OF_STAGE_0 = (generation_messages.StepDone, generation_messages.Resumed)
+"""Messages that only these get."""
+
+
+def check(
+    message: EdgeMessage,
+    contents: Sequence[Tensors],
+    peer: str,
+    name: str,
+    stage: int,
+    links: Links,
+) -> None:
+    """Reject messages that the sender is not authorised to send, or that do not fit.
+
+    Args:
+        message: The message.
+        contents: Its tensors.
+        peer: Name of the sender.
+        name: Name of this replica.
+        stage: Number of its stage.
+        links: The sequences here.
+
+    Raises:
+        MessageError: See above.
+    """
+    if isinstance(message, OF_LATER_STAGES if stage == 0 else OF_STAGE_0):
+        raise MessageError(f"{peer} sends stage {stage} a {type(message).__name__}")
+    match message:
+        case generation_messages.Begin(openings):
+            for opening in openings:
+                _check_opening(opening, peer, name, stage)
+        case generation_messages.Prepare(opening):
+            _check_opening(opening, peer, name, stage)
+        case generation_messages.End(keys) | generation_messages.Pause(keys):
+            if any(key[0] != peer for key in keys):
+                raise MessageError(f"{peer} ends sequences of another gateway")
+        case generation_messages.Held(key) | generation_messages.KvEvicted(key):
+            _check_sender([key], stage + 1, peer, links)
+        case generation_messages.Refill(key):
+            _rows_of(contents)
+            _check_sender([key], stage - 1, peer, links)
+        case generation_messages.Step(_, _, parts):
+            _check_step(parts, _rows_of(contents))
+            _check_sender([part.key for part in parts], stage - 1, peer, links)
+        case generation_messages.Preempted(keys):
+            _check_sender(keys, stage - 1, peer, links)
+        case generation_messages.StepDone(_, tokens):
+            _check_sender([key for key, _ in tokens], -1, peer, links)
+        case generation_messages.Resumed(key):
+            _check_sender([key], -1, peer, links)
+
+
+def _check_opening(opening: Opening, peer: str, name: str, stage: int) -> None:
+    is_here = opening.chain[stage : stage + 1] == (name,)
+    has_prompt = 0 < opening.prompt <= len(opening.tokens)
+    if opening.key[0] != peer or not is_here or not has_prompt:
+        raise MessageError(f"{peer} begins a sequence that cannot be: {opening.key}")
+
+
+def _check_sender(keys: Iterable[Key], stage: int, peer: str, links: Links) -> None:
+    """Check that a replica has a stage in the chains of sequences that are known."""
+    for key in keys:
+        link = links.get(key)
+        if link is None:
+            continue
+        chain = link.opening.chain
+        if stage >= len(chain) or chain[stage] != peer:
+            raise MessageError(
+                f"{peer} sent a message about {key} that only stage {stage} of its "
+                f"chain {chain} may send"
+            )
+
+
+def _rows_of(contents: Sequence[Tensors]) -> Tensor:
+    found = contents[0].get("hidden") if contents else None
+    if found is None or found.ndim != 2:
+        raise MessageError("hidden states have two dimensions")
+    return found
+
+
+def _check_step(parts: Sequence[StepPart], hidden: Tensor) -> None:
+    if len({part.key for part in parts}) < len(parts):
+        raise MessageError("a step has a sequence twice")
+    if sum(part.count for part in parts) != len(hidden):
+        raise MessageError(f"a step of {parts} has {len(hidden)} rows")

@@ -1,0 +1,91 @@
+"""The edges of a replica that generates text, and what it sends on them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from multiworld.serve.transport.edge_messages import EdgeMessage
+from multiworld.serve.transport.edges import Outbox
+from multiworld.serve.transport.routing_table import RoutingTable
+
+POSTPONED = 4096
+"""Most messages that wait for a gateway which is still to connect."""
+
+
+class Mail:
+    """The connected peers of one replica.
+
+    Attributes:
+        table: The routing table in use.
+    """
+
+    def __init__(self) -> None:
+        self.table = RoutingTable()
+        self._edges: dict[str, Outbox] = {}
+        self._postponed: dict[str, deque[EdgeMessage]] = {}
+
+    def __contains__(self, peer: str) -> bool:
+        return peer in self._edges
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._edges)
+
+    def table_changed(self, table: RoutingTable) -> None:
+        """Use a new routing table."""
+        self.table = table
+        for name in self._postponed.keys() - {*table.gateways, *self._edges}:
+            del self._postponed[name]
+
+    def up(self, outbox: Outbox) -> None:
+        """Use a new incarnation of an edge."""
+        peer = outbox.edge.peer
+        self._edges[peer] = outbox
+        for message in self._postponed.pop(peer, ()):
+            outbox.put(message)
+
+    def down(self, outbox: Outbox) -> bool:
+        """Stop using an incarnation of an edge; return whether it was in use."""
+        peer = outbox.edge.peer
+        if self._edges.get(peer) is not outbox:
+            return False
+        del self._edges[peer]
+        return True
+
+    def of_stage(self, stage: int) -> tuple[str, ...]:
+        """Return the connected replicas of a stage."""
+        known = self.table.replicas
+        return tuple(
+            sorted(n for n in self._edges if n in known and known[n].stage == stage)
+        )
+
+    def tell(
+        self, peer: str, message: EdgeMessage, hidden: Tensor | None = None
+    ) -> None:
+        """Send a message; a gateway that is still to connect gets it then.
+
+        Args:
+            peer: The receiver.
+            message: The message.
+            hidden: Its rows, [rows, hidden].
+        """
+        outbox = self._edges.get(peer)
+        if outbox is not None:
+            outbox.put(message, () if hidden is None else [{"hidden": hidden}])
+        elif peer in self.table.gateways:
+            self._postponed.setdefault(peer, deque(maxlen=POSTPONED)).append(message)
+
+    def flush(self, peer: str) -> None:
+        """Send what waits for a peer at once, if it is connected."""
+        if peer in self._edges:
+            self._edges[peer].flush()
+
+    async def wait_sent(self) -> None:
+        """Wait until all messages were sent.
+
+        Cancellation: Safe.
+        """
+        for outbox in list(self._edges.values()):
+            await outbox.wait_sent()

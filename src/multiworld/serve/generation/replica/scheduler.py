@@ -1,0 +1,859 @@
+"""The scheduler of steps, in a replica of stage 0. Pure.
+
+It does continuous batching: every step takes one token of each running sequence that
+waits for none of its own, and fills the rest of the token budget with parts of prompts
+(chunked prefill). Several steps are under way at once, up to one for each stage, so
+that the pipeline is full: each takes an equal part of the running sequences. But a step
+that reads all weights for one row takes almost as long as for eight, so few sequences
+are not split: they go in one step, and wait for each other.
+
+Memory is counted in blocks of ``block_size`` tokens. If a running sequence needs a
+block and none is free, the sequence that came last is preempted: its blocks are
+freed, and it is computed again from its tokens when there is room (preemption by
+recompute, as in vLLM: Kwon et al., "Efficient Memory Management for Large Language
+Model Serving with PagedAttention", 2023). A sequence of a higher priority preempts one
+of a lower priority for its place, too.
+
+Places, blocks and the tokens of each step are shared by weight between the tenants that
+have something to compute; a tenant alone may use everything. A tenant that has fewer
+places or blocks than its share preempts for them. Who has had the fewest tokens is
+first in a step, and a step is only as large as the tenant with the smallest part of it
+can wait for (``step_budget``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from multiworld.serve.generation.engine_limits import EngineLimits
+from multiworld.serve.generation.replica.scheduled_sequence import (
+    ScheduledSequence,
+    by_route,
+)
+from multiworld.serve.generation.replica.step_budget import (
+    STEP_ROWS,
+    StepBudget,
+    cost_of,
+)
+from multiworld.serve.generation.replica.steps_in_flight import StepsUnderWay
+from multiworld.serve.generation.replica.tenant_use import TenantUse
+from multiworld.serve.generation.replica.token_shares import TokenShares
+from multiworld.serve.generation.replica.waiting_queue import WaitingLine
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
+from multiworld.serve.transport.generation_messages import StepPart
+from multiworld.serve.transport.protocol import Key
+
+LEAST_PART = 32
+"""Least tokens of a part of a prompt that is cut for the sake of the pipeline. A step
+costs about as much as nine tokens besides (see ``ROWS``), so parts of 32 take 28 % more
+time in all."""
+
+ROWS = 8
+"""Sequences of a step below which splitting them saves no time: the time of a step is
+that of reading the weights (SmolLM2 on an EPYC, fp32, one thread: 55 ms with one row,
+99 with eight, 136 with sixteen)."""
+
+SHARED_S, SHARED_TOKENS = 60.0, 48
+"""Seconds for which a second tenant counts as present after its last sequence, and
+tokens in flight meanwhile. Another one that comes waits for these, at most; they take a
+fifth more time than steps that are full."""
+
+FULL_S, LONGEST_FULL_S = 0.1, 2.0
+"""Seconds for which nothing more goes to a replica that had no memory for a sequence;
+doubles while it goes on having none."""
+
+
+class TooManyTokensError(Exception):
+    """A sequence needs more blocks than there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A step to compute now.
+
+    Attributes:
+        number: Its number at this scheduler.
+        parts: Its parts; each sequence has at most one.
+        preempted: Sequences that were preempted, before this step.
+        is_alone: Whether it has a suspect, and nothing else is under way.
+    """
+
+    number: int
+    parts: tuple[StepPart, ...]
+    preempted: tuple[Key, ...] = ()
+    is_alone: bool = False
+
+
+class Scheduler:
+    """Decides which tokens of which sequences the next step computes.
+
+    Args:
+        limits: Its limits.
+
+    Attributes:
+        limits: See above.
+        steps: Most steps under way at once; as many as in ``limits`` at first.
+        withheld: Blocks that are left to other schedulers; but one sequence may have
+            all, so that it can end.
+        granule: Tokens in multiples of which a sequence takes memory.
+        preemptions: Number of preemptions so far.
+    """
+
+    def __init__(self, limits: EngineLimits) -> None:
+        self.limits = limits
+        self._known: dict[Key, ScheduledSequence] = {}
+        self._line = WaitingLine()  # those that neither run nor are paused
+        self._running: dict[int, ScheduledSequence] = {}  # by number
+        self._suspects: dict[int, ScheduledSequence] = {}
+        self._refilled: dict[int, ScheduledSequence] = {}
+        self._steps = StepsUnderWay()
+        self._arrivals = 0
+        self._free = limits.blocks
+        self._preempted: list[Key] = []
+        self._planned: set[Key] = set()
+        self._reserved: dict[Key, int] = {}
+        self._shares = TokenShares()
+        self._use = TenantUse(limits.max_num_seqs, limits.blocks)
+        self._full: dict[str, tuple[float, float]] = {}
+        self._shunned: set[str] = set()
+        self._seen: dict[str, float] = {}
+        self._was_alone = False
+        self.preemptions, self.granule = 0, 1
+        self.steps = limits.steps
+        self.withheld = 0
+
+    # Sequences.
+
+    def add(
+        self,
+        key: Key,
+        tokens: Sequence[int],
+        *,
+        computed: int = 0,
+        refill: int = 0,
+        share: Share = DEFAULT_SHARE,
+        is_probe: bool = False,
+        is_suspect: bool = False,
+        route: Sequence[str] = (),
+        sample_rows: float = 0.0,
+    ) -> None:
+        """Add a sequence; it is computed when it is its turn.
+
+        Args:
+            key: Gateway, stream and attempt.
+            tokens: Its tokens so far; at least one.
+            computed: Number of tokens that need not be computed; fewer than all.
+            refill: Number of tokens that the other stages have.
+            share: Its tenant.
+            is_probe: Whether it is the next one, however many run.
+            is_suspect: Whether it is computed alone until it has a token.
+            route: Replicas by stage that compute it.
+            sample_rows: What the choice of one of its tokens costs, in rows.
+
+        Raises:
+            TooManyTokensError: It needs more blocks than there are.
+            ValueError: There is nothing to compute, so it would wait for ever.
+        """
+        if computed >= len(tokens):
+            raise ValueError(f"all {computed} tokens of {key} are computed already")
+        if self.blocks_of(len(tokens) + 1) > self.limits.blocks:
+            raise TooManyTokensError(
+                f"{len(tokens)} tokens need {self.blocks_of(len(tokens) + 1)} blocks "
+                f"of {self.limits.block_size}; there are {self.limits.blocks}"
+            )
+        sequence = self._enter(
+            key,
+            tokens,
+            computed=computed,
+            refill=min(refill, len(tokens)),
+            share=share,
+            is_probe=is_probe,
+            is_suspect=is_suspect,
+            route=tuple(route),
+            sample_rows=sample_rows,
+        )
+        self._wait(sequence)
+
+    def _enter(
+        self, key: Key, tokens: Sequence[int], **facts: Any
+    ) -> ScheduledSequence:
+        """Let a sequence be known; ``facts`` are fields of it."""
+        self._arrivals += 1
+        sequence = ScheduledSequence(key, list(tokens), number=self._arrivals, **facts)
+        self._known[key] = sequence
+        self._shares.enter(sequence.share, self._steps.cost + STEP_ROWS)
+        if sequence.is_suspect:
+            self._suspects[sequence.number] = sequence
+        if sequence.refill:
+            self._refilled[sequence.number] = sequence
+        return sequence
+
+    def _wait(self, sequence: ScheduledSequence) -> None:
+        """Let a sequence wait for its turn, unless it is paused or has its own."""
+        if not sequence.is_paused and not sequence.is_suspect:
+            self._line.add(sequence)
+
+    def _run(self, sequence: ScheduledSequence) -> None:
+        self._line.remove(sequence)
+        self._running[sequence.number] = sequence
+        self._use.add(sequence.share, places=1, blocks=sequence.blocks)
+
+    def _leave(self, sequence: ScheduledSequence) -> int:
+        """Let a sequence not run any more; return the blocks that it had."""
+        blocks, sequence.blocks = sequence.blocks, 0
+        if self._running.pop(sequence.number, None) is not None:
+            self._use.add(sequence.share, places=-1, blocks=-blocks)
+        return blocks
+
+    def _trust(self, sequence: ScheduledSequence) -> None:
+        """Record that a sequence has got a token."""
+        sequence.is_suspect = False
+        self._suspects.pop(sequence.number, None)
+
+    def remove(self, key: Key) -> None:
+        """Forget a sequence, if it is known.
+
+        It counts as computed in the steps that are under way.
+        """
+        self._free += self._reserved.pop(key, 0)
+        self._free += self._forget(key)
+
+    def _forget(self, key: Key) -> int:
+        """Forget a sequence, if it is known; return the blocks that it had."""
+        sequence = self._known.pop(key, None)
+        if sequence is None:
+            return 0
+        self._shares.leave(sequence.share)
+        self._line.remove(sequence)
+        self._suspects.pop(sequence.number, None)
+        self._refilled.pop(sequence.number, None)
+        self._steps.leave(key)
+        return self._leave(sequence)
+
+    # Stages that are replaced.
+
+    def knows(self, key: Key) -> bool:
+        """Tell whether a sequence is known."""
+        return key in self._known
+
+    def pause(self, key: Key) -> None:
+        """Compute nothing of a sequence until ``resume``, if it is known.
+
+        What is under way of it does not come back.
+        """
+        sequence = self._known.get(key)
+        if sequence is not None:
+            sequence.is_paused = True
+            self._line.remove(sequence)
+            self._steps.leave(key)
+
+    def move(
+        self,
+        old: Key,
+        new: Key,
+        tokens: Sequence[int],
+        computed: int,
+        route: Sequence[str] = (),
+    ) -> None:
+        """Rename a sequence, and pause it.
+
+        Args:
+            old: Its key so far.
+            new: Its key from now on.
+            tokens: Its tokens, all that were delivered.
+            computed: Number of those that were computed here.
+            route: Replicas by stage that compute it from now on.
+        """
+        self.pause(old)
+        sequence = self._known.pop(old)
+        sequence.key, sequence.tokens, sequence.route = new, list(tokens), tuple(route)
+        sequence.computed = min(computed, sequence.computed)
+        self._known[new] = sequence
+        self._preempted = [new if key == old else key for key in self._preempted]
+
+    def reserve(self, earlier: Iterable[Key], key: Key, tokens: int) -> bool:
+        """Take blocks for a sequence that may come, if that many are free.
+
+        Args:
+            earlier: Its keys so far; their blocks count.
+            key: Its key.
+            tokens: Number of its tokens.
+
+        Returns:
+            Whether there is room for it.
+        """
+        self._free += sum(self._reserved.pop(old, 0) for old in earlier)
+        needed = self.blocks_of(tokens + 1)
+        if needed > self._free - self.withheld or self._places <= 0:
+            return False
+        self._free -= needed
+        self._reserved[key] = needed
+        return True
+
+    def has_reserved(self, key: Key) -> bool:
+        """Tell whether there are blocks for a sequence that may come."""
+        return key in self._reserved
+
+    def take_over(
+        self,
+        old: Key,
+        new: Key,
+        tokens: Sequence[int],
+        computed: int,
+        share: Share,
+        route: Sequence[str] = (),
+        sample_rows: float = 0.0,
+    ) -> None:
+        """Add a sequence that has come from another replica, paused.
+
+        Args:
+            old: The key that it has blocks under.
+            new: Its key from now on.
+            tokens: Its tokens so far.
+            computed: Number of those that were computed here.
+            share: Its tenant.
+            route: Replicas by stage that compute it.
+            sample_rows: What the choice of one of its tokens costs, in rows.
+        """
+        sequence = self._enter(
+            new,
+            tokens,
+            computed=computed,
+            share=share,
+            route=tuple(route),
+            sample_rows=sample_rows,
+        )
+        sequence.is_paused, sequence.blocks = True, self._reserved.pop(old)
+        self._run(sequence)
+
+    def rewind(self, key: Key, computed: int) -> None:
+        """Compute a paused sequence again from a token on."""
+        sequence = self._known[key]
+        sequence.computed = min(computed, sequence.computed)
+
+    def resume(self, key: Key, token: int | None) -> None:
+        """Go on with a paused sequence, if it is known.
+
+        Args:
+            key: The sequence.
+            token: Its next token, if the last stage has sampled it.
+        """
+        sequence = self._known.get(key)
+        if sequence is None or not sequence.is_paused:
+            return
+        sequence.is_paused = sequence.is_under_way = False
+        if token is not None:
+            sequence.tokens.append(token)
+            self._trust(sequence)
+        if sequence.number not in self._running:
+            self._wait(sequence)
+
+    def evict(self, key: Key, replica: str, now: float) -> bool:
+        """Preempt a sequence that a replica of a later stage had no memory for.
+
+        Nothing more goes to that replica for a while.
+
+        Args:
+            key: The sequence; it may be unknown.
+            replica: The replica.
+            now: Monotonic time in seconds.
+
+        Returns:
+            True if its gateway must say how it goes on: a token of it may be on its
+            way, or a stage waits for what was dropped.
+        """
+        until, pause_s = self._full.get(replica, (now, 0.0))
+        if now >= until:  # otherwise what was on its way to it comes back
+            pause_s = min(LONGEST_FULL_S, max(FULL_S, 2 * pause_s))
+            self._full[replica] = now + pause_s, pause_s
+        self._look_at_full(now)
+        sequence = self._known.get(key)
+        if sequence is None:
+            return False
+        is_elsewhere = sequence.is_paused or key in self._steps
+        self._steps.leave(key)
+        sequence.computed = sequence.refill = 0
+        sequence.is_under_way = False
+        self._refilled.pop(sequence.number, None)
+        if sequence.number in self._running:
+            self.preemptions += 1
+            self._free += self._leave(sequence)
+            self._wait(sequence)
+        return is_elsewhere
+
+    # Steps.
+
+    def sampled(self, step: int, tokens: Iterable[tuple[Key, int | None]]) -> None:
+        """Record what the last stage has computed of a step.
+
+        Args:
+            step: Number of the step.
+            tokens: Sequences that came out of the last stage, each with its next token;
+                None if its prompt is not complete yet, or if it has ended there.
+        """
+        came = dict(tokens)
+        routes = {self._known[key].route for key in came if key in self._known}
+        for key, token in came.items():
+            sequence = self._known.get(key)
+            if sequence is not None and self._steps.is_waited_for(step, key):
+                if token is not None:
+                    sequence.tokens.append(token)
+                    sequence.is_under_way = False
+                    self._trust(sequence)
+                elif self._steps.samples(step, key):
+                    self._end(key)
+            self._steps.came_back(step, key)
+        self._steps.left_out(step, routes, lambda key: self._known[key].route)
+
+    def _end(self, key: Key) -> None:
+        """Compute no more of a sequence: it has its last token.
+
+        Its blocks stay its own until its gateway knows, and ends it or goes on with it.
+        """
+        self._reserved[key] = self._forget(key)
+
+    def overdue(self, now: float, most_s: float) -> list[Key]:
+        """Return sequences whose steps do not come back; see ``StepsUnderWay``."""
+        return self._steps.overdue(now, most_s)
+
+    def excuse(self, now: float) -> None:
+        """Let steps in flight have their time anew: this process was paused."""
+        self._steps.excuse(now)
+
+    @property
+    def has_full(self) -> bool:
+        """True while nothing goes to some replica for lack of memory there."""
+        return bool(self._shunned)
+
+    def _look_at_full(self, now: float) -> None:
+        """Forget replicas that had memory again for as long as they were left alone."""
+        full = self._full.items()
+        self._full = {name: (t, p) for name, (t, p) in full if now < t + p}
+        self._shunned = {name for name, (until, _) in self._full.items() if now < until}
+
+    def next_step(self, now: float = 0.0) -> PlannedStep | None:
+        """Return the next step to compute, or None if there is none now.
+
+        Args:
+            now: Monotonic time in seconds.
+        """
+        self._look_at_full(now)
+        if len(self._steps) >= self.steps:
+            return None
+        self._planned.clear()
+        self._shrink()
+        parts: list[StepPart] = []
+        if self._was_alone and len(self._steps):
+            return None  # a suspect is computed, and nothing beside it
+        suspects = self._ready_suspects()
+        # Steps of suspects and of the others take turns.
+        is_alone = False
+        if suspects and not (self._was_alone and self._plan(parts, now)):
+            if len(self._steps):
+                return None  # it must be alone
+            is_alone = any(self._plan_suspect(parts, one) for one in suspects)
+        if not parts and not self._plan(parts, now):
+            return None
+        self._was_alone = is_alone
+        preempted, self._preempted = tuple(self._preempted), []
+        rows = sum(part.count for part in parts) + self._sample_rows(parts)
+        number = self._steps.begin(parts, cost_of(rows))
+        return PlannedStep(number, tuple(parts), preempted, is_alone=is_alone)
+
+    def _sample_rows(self, parts: Iterable[StepPart]) -> float:
+        return sum(self._known[p.key].sample_rows for p in parts if p.samples)
+
+    def _plan(self, parts: list[StepPart], now: float) -> bool:
+        """Add parts of sequences that are no suspects; tell if there are any."""
+        self._let_first_in()
+        most = self.limits.max_num_batched_tokens
+        demands = self._demands()
+        is_shared = self._has_others(demands, now)
+        if len(demands) > 1:
+            is_limited = self.limits.is_prefill_chunked
+            budget = StepBudget(demands, self._steps.cost, most, is_limited=is_limited)
+            ready = {s.share for s in (*self._ready(), *self._heads())}
+            rows = max(map(budget.left, ready), default=0)
+            if len(self._steps) and rows < STEP_ROWS:
+                return False  # it would cost more than it computes
+            self._share(parts, budget)
+            return bool(parts)
+        flying = int(self._steps.cost - STEP_ROWS * len(self._steps))
+        self._decode(parts, max(0, SHARED_TOKENS - flying) if is_shared else most)
+        left = most - sum(part.count for part in parts)
+        self._prefill(parts, min(left, self._prompt_tokens(is_shared=is_shared)))
+        return bool(parts)
+
+    def _demands(self) -> dict[Share, float]:
+        """Return the rows that each tenant would have in the next step, if alone."""
+        most = self.limits.max_num_batched_tokens
+        found: dict[Share, float] = {**self._line.tokens(most)}
+        for sequence in self._running.values():
+            if not sequence.is_paused and not sequence.is_suspect:
+                rows = max(1, sequence.lacking) + sequence.sample_rows
+                found[sequence.share] = found.get(sequence.share, 0.0) + rows
+        return found
+
+    def _has_others(self, demands: Iterable[Share], now: float) -> bool:
+        """Tell whether several tenants have been here lately."""
+        self._seen.update((share.tenant, now) for share in demands)
+        if len(self._seen) > 1:
+            since = now - SHARED_S
+            self._seen = {name: at for name, at in self._seen.items() if at >= since}
+        return len(self._seen) > 1
+
+    def _heads(self) -> Iterator[ScheduledSequence]:
+        """Return the first waiting sequence of each tenant that may run."""
+        return self._line.heads(self._shunned)
+
+    def _shrink(self) -> None:
+        """Preempt until others have the blocks that are left to them."""
+        while self._free < self.withheld and len(self._running) > 1:
+            victim = self._last_to_preempt()
+            if victim is None:
+                return
+            self._preempt(victim)
+
+    def _ready_suspects(self) -> list[ScheduledSequence]:
+        """Return the suspects, the one that was computed least recently first."""
+        found = [s for s in self._suspects.values() if not s.is_paused]
+        return sorted(found, key=lambda s: (s.last_step, s.number))
+
+    def _plan_suspect(self, parts: list[StepPart], suspect: ScheduledSequence) -> bool:
+        """Add the next part of a suspect; tell if there was room for it."""
+        if suspect.number not in self._running and not self._admit(suspect):
+            return False
+        most = self.limits.max_num_batched_tokens
+        count = self._chunk(suspect, most, is_alone=True)
+        if not count or not self._has_room(suspect, count):
+            return False
+        parts.append(self._take(suspect, count))
+        return True
+
+    def _let_first_in(self) -> None:
+        """Admit waiting sequences of a higher priority than running ones have."""
+        lowest = min((s.share.priority for s in self._running.values()), default=0)
+        for sequence in sorted(self._line.above(lowest), key=self._rank):
+            if not self._admit(sequence):
+                return
+
+    # A step of several tenants.
+
+    def _share(self, parts: list[StepPart], budget: StepBudget) -> None:
+        """Fill the step with rows of all tenants, the one that had the fewest first.
+
+        A tenant with a few next tokens to compute is in every step: a newcomer's prompt
+        does not keep it waiting.
+
+        Args:
+            parts: The parts of the step.
+            budget: Rows that each of them may have.
+        """
+        ready: dict[Share, list[ScheduledSequence]] = {}
+        for sequence in self._ready():
+            ready.setdefault(sequence.share, []).append(sequence)
+        for those in ready.values():
+            # Tokens are taken from the end: next ones first, then prompts in order.
+            those.sort(key=lambda s: (s.lacking > 1, s.last_step, s.number))
+            those.reverse()
+        for share, those in ready.items():
+            few = [s for s in those if s.lacking == 1]
+            most = budget.left(share) * share.weight / budget.weights
+            for sequence in few if len(few) <= min(STEP_ROWS, max(1.0, most)) else ():
+                if budget.is_spent:
+                    break
+                if sequence.number in self._running and self._has_room(sequence, 1):
+                    parts.append(self._take(sequence, 1))
+                    budget.take(1)
+            ready[share] = [s for s in those if not s.is_under_way]
+        is_open = True
+        had = {self._known[part.key].share for part in parts}
+        while not budget.is_spent:
+            for those in ready.values():
+                while those and those[-1].number not in self._running:
+                    those.pop()  # it was preempted for another one
+            found = [those[-1] for those in ready.values() if those]
+            heads = self._heads() if is_open else ()
+            behind = {s.share for s in found if s.lacking <= 1}
+            found += [s for s in heads if s.is_probe or s.share not in behind]
+            # Each tenant has a row at least.
+            found = [s for s in found if budget.left(s.share) or s.share not in had]
+            head = min(found, key=self._rank, default=None)
+            if head is None:
+                return
+            sequence = head
+            rows = max(budget.left(sequence.share), int(sequence.share not in had))
+            had.add(sequence.share)
+            if sequence.number in self._running:
+                ready[sequence.share].pop()
+            elif not self._chunk(sequence, rows, is_alone=not parts):
+                is_open = False
+                continue
+            elif not self._admit(sequence):
+                is_open = False  # later ones would overtake it again and again
+                continue
+            count = self._chunk(sequence, rows, is_alone=not parts)
+            is_left = sequence.number in self._running  # not preempted for another one
+            if is_left and count and self._has_room(sequence, count):
+                parts.append(self._take(sequence, count))
+                budget.take(count)
+
+    def _ready(self) -> list[ScheduledSequence]:
+        """Return the running sequences that a step may have a part of now."""
+        return [
+            s
+            for s in self._running.values()
+            if s.lacking and not (s.is_under_way or s.is_paused or s.is_suspect)
+        ]
+
+    # A step of one tenant.
+
+    def _decode(self, parts: list[StepPart], budget: int) -> None:
+        """Add a token of each running sequence that waits for none, up to a share.
+
+        Fewer than a share wait until others of their kind come back. During a refill
+        nobody waits: steps are computed all the time, and a few rows more cost little.
+        """
+        decoding = [
+            s
+            for s in self._running.values()
+            if s.lacking <= 1 and not (s.is_paused or s.is_suspect)
+        ]
+        groups = min(self.steps, max(1, round(len(decoding) / ROWS)))
+        most = min(budget, math.ceil(len(decoding) / groups))
+        ready = sum(not s.is_under_way for s in decoding)
+        if ready < min(most, len(decoding)) and not self._is_refilling:
+            return  # the others are under way
+        for sequence in by_route([s for s in decoding if not s.is_under_way]):
+            if len(parts) >= most:
+                return
+            if sequence.number not in self._running:
+                continue  # it was preempted for an earlier one
+            if sequence.lacking == 1 and self._has_room(sequence, 1):
+                parts.append(self._take(sequence, 1))
+
+    def _prompt_tokens(self, *, is_shared: bool) -> int:
+        """Return the most tokens of prompts in the next step.
+
+        All steps under way together have as many as one may have: running sequences
+        wait for no more, and a prompt is computed in several stages at once. If nothing
+        waits for them and there is more to compute, each step is full. Sequences that
+        were refilled just now wait for those that still are.
+
+        Args:
+            is_shared: Whether other tenants were here lately, and may come at any time.
+        """
+        most = self.limits.max_num_batched_tokens
+        if not self.limits.is_prefill_chunked:
+            return most
+        if is_shared:
+            most = min(most, SHARED_TOKENS)
+        if self.steps == 1:
+            return most
+        if not self._is_refilling:
+            for sequence in self._refilled.values():
+                sequence.refill = 0
+            self._refilled.clear()
+        running = self._running.values()
+        waited_for = any(s.lacking <= 1 and not s.refill for s in running)
+        lacking = [s for s in running if s.lacking > 1]
+        tokens = sum(len(s.tokens) for s in lacking)
+        tokens += sum(self._line.tokens(most).values())
+        if not waited_for and not is_shared and (tokens > most or self._is_refilling):
+            return most
+        return max(LEAST_PART, math.ceil(min(tokens, most) / self.steps))
+
+    def _prefill(self, parts: list[StepPart], budget: int) -> None:
+        """Fill the step with parts of prompts, in order of arrival; probes first."""
+        running = [s for s in self._ready() if s.lacking > 1]
+        is_open = True
+        while budget > 0:
+            heads = self._heads() if is_open else ()
+            sequence = min((*running, *heads), key=self._rank, default=None)
+            if sequence is None:
+                return
+            if sequence in running:
+                running.remove(sequence)  # and it may have been preempted meanwhile
+            else:
+                fits = self._chunk(sequence, budget, is_alone=not parts) > 0
+                if not fits or not self._admit(sequence):
+                    is_open = False  # later ones would overtake it again and again
+                    continue
+            count = self._chunk(sequence, budget, is_alone=not parts)
+            is_left = sequence.number in self._running
+            if is_left and count and self._has_room(sequence, count):
+                parts.append(self._take(sequence, count))
+                budget -= count
+
+    def _rank(self, sequence: ScheduledSequence) -> tuple[bool, int, float, int]:
+        priority, served = self._shares.rank(sequence.share)
+        return not sequence.is_probe, priority, served, sequence.number
+
+    def _admit(self, sequence: ScheduledSequence) -> bool:
+        """Let a sequence run, if there is room for all of it; return whether."""
+        victims = self._victims_for(sequence)
+        if victims is None:
+            return False
+        for victim in victims:
+            self._preempt(victim)
+        self._run(sequence)
+        return True
+
+    def _victims_for(
+        self, newcomer: ScheduledSequence
+    ) -> list[ScheduledSequence] | None:
+        """Return the sequences to preempt for one that waits; None: it cannot run."""
+        if newcomer.uses(self._shunned):
+            return None
+        needed = self.blocks_of(len(newcomer.tokens) + 1)
+        found: list[ScheduledSequence] = []
+        use, idle = self._use.copy(), self._idle()
+        while not self._fits(newcomer, found):
+            victim = _victim_for(newcomer, needed, use, idle)
+            if victim is None:
+                return None
+            idle.remove(victim)
+            found.append(victim)
+            use.add(victim.share, places=-1, blocks=-victim.blocks)
+        return found
+
+    def _fits(
+        self, sequence: ScheduledSequence, gone: Sequence[ScheduledSequence] = ()
+    ) -> bool:
+        """Tell whether a sequence may run, once some running ones are preempted."""
+        if sequence.uses(self._shunned):
+            return False
+        # All of it must fit, or it would preempt what came before.
+        needed = self.blocks_of(len(sequence.tokens) + 1)
+        room = self._room(is_only=len(gone) == len(self._running))
+        has_place = sequence.is_probe or self._places + len(gone) > 0
+        return has_place and needed <= room + sum(s.blocks for s in gone)
+
+    def _chunk(
+        self, sequence: ScheduledSequence, budget: int, *, is_alone: bool
+    ) -> int:
+        """Return how many tokens of a sequence to compute now."""
+        if self.limits.is_prefill_chunked:
+            return min(sequence.lacking, budget)
+        fits = sequence.lacking <= budget or is_alone
+        return sequence.lacking if fits else 0
+
+    def _take(self, sequence: ScheduledSequence, count: int) -> StepPart:
+        begin = sequence.computed
+        sequence.computed += count
+        samples = sequence.lacking == 0
+        sequence.is_under_way = samples
+        sequence.last_step = self._steps.last_number + 1
+        self._planned.add(sequence.key)
+        self._shares.charge(sequence.share, count + samples * sequence.sample_rows)
+        return StepPart(sequence.key, begin, count, samples)
+
+    # Blocks.
+
+    def blocks_of(self, tokens: int) -> int:
+        """Return the number of blocks that a number of tokens needs."""
+        return self.limits.blocks_of(tokens, self.granule)
+
+    def _has_room(self, sequence: ScheduledSequence, count: int) -> bool:
+        """Give a sequence the blocks for more tokens; preempt others for it."""
+        needed = self.blocks_of(sequence.computed + count) - sequence.blocks
+        while needed > self._room(is_only=len(self._running) == 1):
+            victim = self._use.last(sequence, self._idle())
+            if victim is None:
+                return False
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        self._free -= needed
+        sequence.blocks += needed
+        self._use.add(sequence.share, blocks=needed)
+        return True
+
+    def _room(self, *, is_only: bool) -> int:
+        """Return the free blocks for a sequence; more if no other one runs."""
+        return self._free if is_only else self._free - self.withheld
+
+    def _idle(self) -> list[ScheduledSequence]:
+        """Return the running sequences that may be preempted now."""
+        return [
+            s
+            for s in self._running.values()
+            if not s.is_paused
+            and s.key not in self._planned
+            and s.key not in self._steps
+        ]
+
+    def _last_to_preempt(self) -> ScheduledSequence | None:
+        idle = self._idle()
+        return max(idle, key=lambda s: (-s.share.priority, s.number), default=None)
+
+    def _preempt(self, sequence: ScheduledSequence) -> None:
+        self.preemptions += 1
+        self._free += self._leave(sequence)
+        sequence.computed = sequence.refill = 0
+        self._refilled.pop(sequence.number, None)
+        self._preempted.append(sequence.key)
+        self._wait(sequence)
+
+    # What there is.
+
+    @property
+    def _is_refilling(self) -> bool:
+        """True while a sequence lacks tokens here that the other stages have."""
+        lacking = (s for s in self._refilled.values() if s.computed < s.refill)
+        return any(
+            not s.is_paused and (s.number in self._running or self._fits(s))
+            for s in lacking
+        )
+
+    @property
+    def _places(self) -> int:
+        """Number of sequences that may still run."""
+        taken = len(self._running) + len(self._reserved)
+        return self.limits.max_num_seqs - taken
+
+    @property
+    def running(self) -> int:
+        """Number of sequences that run."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Number of sequences that wait for their turn."""
+        return len(self._known) - len(self._running)
+
+    @property
+    def used_blocks(self) -> int:
+        """Number of blocks in use."""
+        return self.limits.blocks - self._free
+
+    @property
+    def usage(self) -> float:
+        """Share of its blocks that are in use, from 0 to 1."""
+        return min(1.0, self.used_blocks / (self.limits.blocks - self.withheld))
+
+    @property
+    def is_idle(self) -> bool:
+        """True if there is no sequence."""
+        return not self._known
+
+    def tokens(self, key: Key) -> list[int]:
+        """Return all tokens of a sequence."""
+        return self._known[key].tokens
+
+
+def _victim_for(
+    newcomer: ScheduledSequence,
+    blocks: int,
+    use: TenantUse,
+    idle: list[ScheduledSequence],
+) -> ScheduledSequence | None:
+    """Return the next sequence to preempt for one that waits."""
+    below = [s for s in idle if s.share.priority < newcomer.share.priority]
+    if below:
+        return max(below, key=lambda s: (-s.share.priority, s.number))
+    level = [s for s in idle if s.share.priority == newcomer.share.priority]
+    return use.victim_for(newcomer, blocks, level)

@@ -1,0 +1,293 @@
+"""The computation of one replica: its stage for the steps that arrive.
+
+It runs in the compute thread of the replica, and knows no edges.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from multiworld.errors import InvalidRequestError
+from multiworld.serve.generation.grammar import Matcher
+from multiworld.serve.generation.replica.batch_invariant_attention import (
+    PIECE,
+    FixedAttention,
+)
+from multiworld.serve.generation.replica.batch_invariant_elements import fix_elements
+from multiworld.serve.generation.replica.batch_invariant_sizes import fix_linears
+from multiworld.serve.generation.replica.kv_cache import (
+    KvCache,
+    MissingTokensError,
+    Rows,
+)
+from multiworld.serve.generation.replica.layer_trial import check_layers
+from multiworld.serve.generation.replica.prefix_cache import Block
+from multiworld.serve.generation.replica.recovery import StreamId
+from multiworld.serve.generation.replica.sampler import choose, finish_of
+from multiworld.serve.models.packed_linear import pack_linears
+from multiworld.serve.spec.stage import Generation
+from multiworld.serve.transport.generation_messages import Opening, StepPart, TokenItem
+from multiworld.serve.transport.protocol import Key
+
+logger = logging.getLogger("multiworld.serve")
+
+StageFunction = Callable[[Tensor, Tensor, object, Tensor], Tensor]
+"""A stage: (rows, positions, attention, wanted) to hidden states or logits; see
+``decoder_stage.DecoderStage.forward``."""
+
+
+@dataclass(slots=True)
+class Tail:
+    """A sequence at the last stage.
+
+    Attributes:
+        opening: The sequence, as it began.
+        tokens: Its prompt, and all tokens so far.
+        ends: Tokens that end it.
+        matcher: Its structure; None: any.
+        scored: Probabilities of the tokens of its prompt so far, if they were asked
+            for; see ``TokenItem``.
+    """
+
+    opening: Opening
+    tokens: list[int]
+    ends: tuple[int, ...]
+    matcher: Matcher | None = None
+    scored: list[tuple[float, tuple[tuple[int, float], ...]]] = field(
+        default_factory=list
+    )
+
+    def scores(self, part: StepPart) -> bool:
+        """Tell whether the tokens after each row of a part are to be scored."""
+        is_asked = self.opening.sampling.prompt_logprobs is not None
+        return is_asked and part.begin < self.opening.prompt - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The outcome of a step.
+
+    Attributes:
+        parts: The parts that were computed.
+        hidden: Hidden states of their rows, [rows, hidden]; None in the last stage.
+        tokens: Tokens that were sampled.
+        failed: Parts that the model raised an error for.
+    """
+
+    parts: tuple[StepPart, ...]
+    hidden: Tensor | None = None
+    tokens: tuple[TokenItem, ...] = ()
+    failed: tuple[tuple[Key, Exception], ...] = ()
+
+    def rows(self) -> dict[Key, Tensor]:
+        """Return the hidden states of each part, [rows, hidden]."""
+        if self.hidden is None:
+            return {}
+        pieces = torch.split(self.hidden, [part.count for part in self.parts])
+        return {p.key: rows for p, rows in zip(self.parts, pieces, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class Chores:
+    """Chores of an engine before its next step.
+
+    Attributes:
+        free: Streams to forget.
+        drop: Streams whose keys and values are dropped; they are computed again later.
+        open: Sequences that begin, or go on as another attempt, each with its
+            structure; None: any.
+        restore: Streams that begin with blocks which were computed before, each with
+            the blocks and the number of their tokens.
+    """
+
+    free: Sequence[StreamId] = ()
+    drop: Sequence[StreamId] = ()
+    open: Sequence[tuple[Opening, Matcher | None]] = ()
+    restore: Mapping[StreamId, tuple[Sequence[Block], int]] = field(
+        default_factory=dict
+    )
+
+
+def engine_of(
+    function: StageFunction, *, is_last: bool, model: Generation, is_deterministic: bool
+) -> StageEngine:
+    """Return the engine of a stage that was loaded; its weights are packed.
+
+    Args:
+        function: The stage.
+        is_last: Whether it is the last one.
+        model: Facts about the model.
+        is_deterministic: Whether results are not to depend on the batch.
+
+    Raises:
+        ModelFailedError: They depend on it all the same.
+    """
+    is_module = isinstance(function, nn.Module)
+    with torch.inference_mode():
+        if isinstance(function, nn.Module):
+            pack_linears(function)
+            if is_deterministic:
+                fix_linears(function)
+                fix_elements(function)
+    if not is_deterministic:
+        cache = KvCache(attention=model.attention)
+        return StageEngine(function, is_last, model, cache)
+    # The granule is that of the largest piece until the first step.
+    make = functools.partial(KvCache, attention=FixedAttention, granule=PIECE)
+    if is_module and hasattr(function, "example"):
+        check_layers(function, make)  # type: ignore[arg-type]  # it has all of it
+    return StageEngine(function, is_last, model, make())
+
+
+@dataclass(slots=True)
+class StageEngine:
+    """A loaded stage with the keys and values of its sequences.
+
+    Attributes:
+        function: The stage.
+        is_last: Whether it returns logits.
+        model: Facts about the model.
+        cache: Keys and values.
+    """
+
+    function: StageFunction
+    is_last: bool
+    model: Generation
+    cache: KvCache = field(default_factory=KvCache)
+    _tails: dict[StreamId, Tail] = field(default_factory=dict)
+
+    def tidy(self, chores: Chores) -> None:
+        """Do what is due before a step."""
+        for stream in chores.free:
+            self.cache.free(stream)
+            self._tails.pop(stream, None)
+        for stream in chores.drop:
+            self.cache.free(stream)
+        for stream, (blocks, tokens) in chores.restore.items():
+            self.cache.restore(stream, [block.layers for block in blocks], tokens)
+        for opening, matcher in chores.open if self.is_last else ():
+            self._open(opening, matcher)
+
+    def _open(self, opening: Opening, matcher: Matcher | None) -> None:
+        sampling = opening.sampling
+        own = () if sampling.ignore_eos else self.model.end_tokens
+        ends = (*own, *sampling.stop_token_ids)
+        tail = Tail(opening, list(opening.tokens), ends, matcher)
+        known = self._tails.get(opening.key[:2])
+        if known is not None and opening.previous >= 0:
+            tail.scored = known.scored
+        self._tails[opening.key[:2]] = tail
+
+    def compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:
+        """Compute a step; if it fails, each of its parts alone.
+
+        Args:
+            parts: The parts of the step.
+            rows: Token ids, [rows], or hidden states, [rows, hidden]; of all parts in
+                order.
+        """
+        try:
+            with torch.inference_mode():
+                return self._compute(parts, rows)
+        except Exception as error:
+            if len(parts) == 1:
+                _log(error)
+                return Computed((), failed=((parts[0].key, error),))
+        offset, done = 0, []
+        for part in parts:
+            done.append(self.compute([part], rows[offset : offset + part.count]))
+            offset += part.count
+        found = [one.hidden for one in done if one.hidden is not None]
+        return Computed(
+            tuple(part for one in done for part in one.parts),
+            torch.cat(found) if found else None,
+            tuple(token for one in done for token in one.tokens),
+            tuple(failure for one in done for failure in one.failed),
+        )
+
+    def _compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:
+        positions = torch.cat([torch.arange(p.begin, p.begin + p.count) for p in parts])
+        attention = self.cache.step([Rows(p.key[:2], p.begin, p.count) for p in parts])
+        rows_of = self._wanted(parts) if self.is_last else []
+        flat = [row for each in rows_of for row in each]
+        wanted = torch.tensor(flat, dtype=torch.int64)
+        found = self.function(rows, positions, attention, wanted)
+        if not self.is_last:
+            return Computed(tuple(parts), hidden=found)
+        if found.shape != (len(flat), self.model.vocabulary):
+            raise ValueError(
+                f"the last stage returned logits of shape {list(found.shape)}; "
+                f"[wanted, vocabulary] is {[len(flat), self.model.vocabulary]}"
+            )
+        done, tokens, failed, begin = [], [], [], 0
+        for part, each in zip(parts, rows_of, strict=True):
+            logits = found[begin : begin + len(each)]
+            begin += len(each)
+            try:
+                if self._tails[part.key[:2]].scores(part):
+                    self._score(part, logits)
+                if part.samples:
+                    tokens.append(self._sample(part, logits[-1]))
+            except Exception as error:  # of this sequence, and of no other one
+                _log(error)
+                failed.append((part.key, error))
+            else:
+                done.append(part)
+        return Computed(tuple(done), None, tuple(tokens), tuple(failed))
+
+    def _wanted(self, parts: Sequence[StepPart]) -> list[Sequence[int]]:
+        """Return the rows of each part whose logits are needed."""
+        found: list[Sequence[int]] = []
+        end = 0
+        for part in parts:
+            end += part.count
+            if self._tails[part.key[:2]].scores(part):
+                found.append(range(end - part.count, end))
+            else:
+                found.append([end - 1] if part.samples else [])
+        return found
+
+    def _score(self, part: StepPart, logits: Tensor) -> None:
+        """Keep the probabilities of the tokens of the prompt after these rows."""
+        tail = self._tails[part.key[:2]]
+        del tail.scored[part.begin :]  # they are computed again
+        most = tail.opening.sampling.prompt_logprobs or 0
+        end = min(part.begin + part.count, tail.opening.prompt - 1)
+        for place in range(part.begin, end):
+            logprobs = logits[place - part.begin].log_softmax(-1)
+            top = logprobs.topk(most)
+            pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+            token = tail.tokens[place + 1]
+            tail.scored.append((float(logprobs[token]), tuple(pairs)))
+
+    def _sample(self, part: StepPart, logits: Tensor) -> TokenItem:
+        tail = self._tails[part.key[:2]]
+        opening = tail.opening
+        del tail.tokens[part.begin + part.count :]  # it is computed again
+        allowed = None
+        if tail.matcher is not None:
+            allowed = tail.matcher.allowed(tail.tokens[opening.prompt :])
+        chosen = choose(
+            logits, opening.sampling, tail.tokens, opening.prompt, tail.ends, allowed
+        )
+        index = len(tail.tokens) - opening.prompt
+        tail.tokens.append(chosen.token)
+        finish = finish_of(chosen.token, index + 1, opening.sampling, tail.ends)
+        prompt = tuple(tail.scored) if index == 0 else ()
+        return TokenItem(
+            part.key, index, chosen.token, finish, chosen.logprob, chosen.top, prompt
+        )
+
+
+def _log(error: Exception) -> None:
+    """Log the failure of a sequence; not what is its client's fault, or expected."""
+    if isinstance(error, InvalidRequestError):
+        logger.info("a sequence is refused: %s", error)
+    elif not isinstance(error, MissingTokensError):
+        logger.error("a sequence failed in this stage", exc_info=error)

@@ -1,0 +1,93 @@
+"""The messages with what came out of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from multiworld.serve.generation.replica.recovery import Links
+from multiworld.serve.generation.replica.stage_engine import Computed
+from multiworld.serve.transport.generation_messages import (
+    Step,
+    StepDone,
+    StepPart,
+    TokenItem,
+    Tokens,
+)
+from multiworld.serve.transport.protocol import Key
+
+NO_ROWS = torch.empty(0, 0)
+"""Hidden states of no rows."""
+
+
+def by_gateway(tokens: Iterable[TokenItem]) -> Iterator[tuple[str, Tokens]]:
+    """Yield the gateways that sampled tokens are for, each with its message."""
+    found: dict[str, list[TokenItem]] = {}
+    for item in tokens:
+        found.setdefault(item.key[0], []).append(item)
+    for gateway, items in found.items():
+        yield gateway, Tokens(tuple(items))
+
+
+def outcome(
+    number: int,
+    parts: Sequence[StepPart],
+    tokens: Sequence[TokenItem],
+    refilled: dict[Key, int | None],
+) -> StepDone:
+    """Return what the scheduler of a step is told.
+
+    Args:
+        number: Number of the step.
+        parts: Its parts.
+        tokens: Tokens that were sampled.
+        refilled: Tokens that were sampled before, from rows of a refill; those of the
+            step are removed.
+    """
+    sampled = {t.key: None if t.finish else t.token for t in tokens}
+    for part in parts:
+        if part.samples and part.key in refilled:
+            sampled[part.key] = refilled.pop(part.key)
+    return StepDone(number, tuple((part.key, sampled.get(part.key)) for part in parts))
+
+
+def steps_on(
+    stage: int,
+    origin: str,
+    number: int,
+    parts: Sequence[StepPart],
+    found: Computed,
+    links: Links,
+) -> Iterator[tuple[str, Step, Tensor]]:
+    """Yield the parts of a step for the next replicas of their chains.
+
+    Rows that the next stage has are left out.
+
+    Args:
+        stage: Number of this stage.
+        origin: Replica of stage 0 that has scheduled the step.
+        number: Number of the step there.
+        parts: Its parts.
+        found: What came out of it.
+        links: The sequences of this stage; what is sent of them is recorded.
+
+    Yields:
+        The replica, the step for it, and its rows, [rows, hidden].
+    """
+    rows_of = found.rows()
+    failed = {key for key, _ in found.failed}
+    by_peer: dict[str, list[StepPart]] = {}
+    for part in parts:
+        link = links.get(part.key)
+        if link is None or part.key in failed:
+            continue
+        count = link.unsent(part.begin, part.count)
+        begin = part.begin + part.count - count
+        on = StepPart(part.key, begin, count, part.samples)
+        by_peer.setdefault(link.opening.chain[stage + 1], []).append(on)
+    for peer, ons in by_peer.items():
+        pieces = [rows_of[on.key][-on.count :] for on in ons if on.count]
+        hidden = torch.cat(pieces) if pieces else NO_ROWS
+        yield peer, Step(origin, number, tuple(ons)), hidden

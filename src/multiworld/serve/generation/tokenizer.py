@@ -1,0 +1,327 @@
+"""Text and tokens: tokenizer, chat template, and text that grows by tokens."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import reprlib
+from collections.abc import Mapping, Sequence
+from inspect import signature
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.decoders import DecodeStream
+
+from multiworld.errors import InvalidRequestError
+from multiworld.serve.generation.control_tokens import ControlTokens
+from multiworld.serve.generation.grammar import import_grammars
+
+logger = logging.getLogger("multiworld.serve")
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+"""Names of the tokens of single bytes in SentencePiece's models."""
+
+
+def _letters() -> dict[str, int]:
+    """Return the byte of each letter in byte-level tokens, as GPT-2 writes them."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    found = {chr(byte): byte for byte in plain}
+    return found | {chr(256 + nth): byte for nth, byte in enumerate(others)}
+
+
+BYTE_OF = _letters()
+
+
+class Tokenizer:
+    """The tokenizer and the chat template in a Hugging Face folder.
+
+    Args:
+        folder: The folder, with ``tokenizer.json``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.fast = FastTokenizer.from_file(str(folder / "tokenizer.json"))
+        self.fast.no_padding()
+        self.fast.no_truncation()
+
+    @functools.cached_property
+    def _slow(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
+
+    @functools.cached_property
+    def _controls(self) -> tuple[ControlTokens, frozenset[int]]:
+        """The control tokens, and their ids."""
+        added = self.fast.get_added_tokens_decoder()
+        found = {number: t.content for number, t in added.items() if t.special}
+        return ControlTokens({*found.values()}), frozenset(found)
+
+    @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that the chat template reads."""
+        from jinja2 import meta
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        given = self._slow.chat_template
+        found: set[str] = set()
+        for text in given.values() if isinstance(given, dict) else [given or ""]:
+            environment = _compile_jinja_template(text).environment
+            found |= meta.find_undeclared_variables(environment.parse(text))
+        return frozenset(found)
+
+    def prepare(self) -> None:
+        """Load all that a chat needs, so that the first one does not wait for it."""
+        if self.longest and self._slow.chat_template is not None:
+            try:
+                self.chat([{"role": "user", "content": "."}], 2**31)
+                assert self.variables is not None
+            except Exception:  # of a template that wants other messages
+                logger.info("a chat template refuses a message", exc_info=True)
+        import_grammars()
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Most characters of a token."""
+        return max(map(len, self.fast.get_vocab()), default=1)
+
+    def check_length(self, characters: int, tokens: int, param: str = "prompt") -> None:
+        """Refuse a text that cannot fit, before it costs the time to read it.
+
+        Args:
+            characters: Number of its characters.
+            tokens: Most tokens that it may have.
+            param: Field that has it.
+
+        Raises:
+            InvalidRequestError: It has more characters than that number of the longest
+                token.
+        """
+        if characters > tokens * self.longest:
+            raise InvalidRequestError(
+                f"this model takes at most {tokens} tokens; the text has {characters} "
+                "characters",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def encode(self, text: str, *, has_special: bool = True) -> list[int]:
+        """Return the tokens of a text.
+
+        Args:
+            text: The text.
+            has_special: Whether to add the tokens that begin and end a text.
+        """
+        # A batch, because that runs without the GIL.
+        (made,) = self.fast.encode_batch([text], add_special_tokens=has_special)
+        found: list[int] = made.ids
+        return found
+
+    def decode(self, tokens: Sequence[int], *, skips_special: bool = True) -> str:
+        """Return the text of tokens.
+
+        Args:
+            tokens: Token ids.
+            skips_special: Whether to leave special tokens out.
+        """
+        return str(self.fast.decode(list(tokens), skip_special_tokens=skips_special))
+
+    def piece(self, token: int) -> str:
+        """Return the text of one token, special or not.
+
+        A part of a character is ``bytes:\\x…``, as in OpenAI's API.
+        """
+        text = self.decode([token], skips_special=False)
+        if "\ufffd" in text:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.raw(token))
+        return text
+
+    def raw(self, token: int) -> bytes:
+        """Return the bytes of one token, which may be part of a character."""
+        name = self.fast.id_to_token(token) or ""
+        byte = BYTE_TOKEN.fullmatch(name)
+        if byte is not None:
+            return bytes([int(byte[1], 16)])
+        text = self.decode([token], skips_special=False)
+        if "\ufffd" in text and all(letter in BYTE_OF for letter in name):
+            return bytes(BYTE_OF[letter] for letter in name)
+        return text.encode()
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        longest: int,
+        *,
+        begins_answer: bool = True,
+        tools: Sequence[dict[str, Any]] = (),
+        options: Mapping[str, Any] = MappingProxyType({}),
+        effort: str | None = None,
+        has_controls: bool = False,
+    ) -> list[int]:
+        """Return the tokens of a chat.
+
+        Args:
+            messages: The messages, as OpenAI's API has them, but for the arguments of
+                tool calls, which are what their JSON says.
+            longest: Most tokens that they may have.
+            begins_answer: Whether the assistant's answer is to follow.
+            tools: Tools that it may call, as OpenAI's API has them.
+            options: Values of further variables of the template.
+            effort: Value of ``reasoning_effort``, for a template that reads it.
+            has_controls: Whether control tokens in the messages are control tokens.
+
+        Raises:
+            InvalidRequestError: The model has no chat template, the template refuses
+                the messages, has no such variable, shows no tools, or they cannot fit.
+        """
+        if self._slow.chat_template is None:
+            raise InvalidRequestError(
+                "this model has no chat template; use /v1/completions",
+                param="messages",
+            )
+        self._check_options(options)
+        if tools and "tools" not in self.variables:
+            raise InvalidRequestError(
+                "the chat template of this model shows it no tools, so it cannot call "
+                "any; leave tools out, or use another model",
+                param="tools",
+                code="unsupported_value",
+            )
+        if effort is not None and "reasoning_effort" in self.variables:
+            options = {"reasoning_effort": effort, **options}
+        controls, ids = self._controls
+        marks = controls.marks()
+        try:
+            given = self._known_roles(messages), list(tools), dict(options)
+            given = given if has_controls else tuple(map(marks.put, given))
+            shown, shown_tools, shown_options = given
+            text = self._slow.apply_chat_template(
+                shown,
+                tools=shown_tools or None,
+                tokenize=False,
+                add_generation_prompt=begins_answer,
+                **shown_options,
+            )
+        except Exception as error:  # of the template
+            raise InvalidRequestError(
+                f"the chat template refuses the messages: {error}", param="messages"
+            ) from error
+        self.check_length(len(str(text)), longest, "messages")  # with its tools
+        if marks.is_used:
+            return marks.encoded(str(text), self._encode_all, ids)
+        found = self.encode(str(text), has_special=False)
+        if self.fast.normalizer is not None and not has_controls:
+            controls.check(str(text), sum(token in ids for token in found))
+        return found
+
+    def _encode_all(self, texts: list[str]) -> list[list[int]]:
+        made = self.fast.encode_batch(texts, add_special_tokens=False)
+        return [each.ids for each in made]
+
+    def _known_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages; a developer's are the system's for older templates."""
+        if "developer" in str(self._slow.chat_template):
+            return messages
+        return [
+            {**m, "role": "system"} if m["role"] == "developer" else m for m in messages
+        ]
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        taken = {"messages", *signature(self._slow.apply_chat_template).parameters}
+        words = set(re.findall(r"\w+", str(self._slow.chat_template)))
+        for name in options:
+            if name in taken or name not in words:
+                raise InvalidRequestError(
+                    f"the chat template has no {reprlib.repr(name)} to set",
+                    param="chat_template_kwargs",
+                    code="invalid_value",
+                )
+
+
+class GrowingText:
+    """Text that grows token by token, up to a stop string.
+
+    No character is cut, and what may be the beginning of a stop string is held back.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        stop: Texts that end it; they are not part of it.
+        skips_special: Whether to leave special tokens out.
+        min_tokens: Tokens before which no text ends it.
+
+    Attributes:
+        text: The text so far that was given out.
+        is_stopped: True once a stop string was found.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        skips_special: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self._tokenizer, self._fast = tokenizer, tokenizer.fast
+        self._skips_special, self._min_tokens = skips_special, min_tokens
+        self._tokens: list[int] = []
+        self._stream = DecodeStream(skip_special_tokens=skips_special)
+        self._stop = tuple(filter(None, stop))
+        self._held = ""
+        self.text = ""
+        self.is_stopped = False
+
+    def add(self, token: int) -> str:
+        """Add a token; return the text that can be given out now."""
+        if self.is_stopped:
+            return ""
+        self._tokens.append(token)
+        self._held += self._stream.step(self._fast, token) or ""
+        return self._give_out(is_end=False)
+
+    def end(self) -> str:
+        """Return what was held back, at the end of the text.
+
+        A character that is not complete is shown as U+FFFD.
+        """
+        if self.is_stopped:
+            return ""
+        whole = self._tokenizer.decode(self._tokens, skips_special=self._skips_special)
+        shown = self.text + self._held
+        if whole.startswith(shown):
+            self._held += whole[len(shown) :]
+        return self._give_out(is_end=True)
+
+    def _give_out(self, *, is_end: bool) -> str:
+        stop = self._stop if len(self._tokens) >= self._min_tokens else ()
+        at = min(
+            (place for s in stop if (place := self._held.find(s)) >= 0),
+            default=-1,
+        )
+        if at >= 0:
+            self.is_stopped = True
+            given, self._held = self._held[:at], ""
+        else:
+            keep = 0 if is_end else _held_back(self._held, stop)
+            cut = len(self._held) - keep
+            given, self._held = self._held[:cut], self._held[cut:]
+        self.text += given
+        return given
+
+
+def _held_back(text: str, stop: Sequence[str]) -> int:
+    """Return how many last characters may begin a stop string."""
+    return max(
+        (
+            length
+            for each in stop
+            for length in range(1, min(len(each), len(text) + 1))
+            if text.endswith(each[:length])
+        ),
+        default=0,
+    )

@@ -1,0 +1,1 @@
+"""Requests with one answer each, at the gateway and at the replica."""

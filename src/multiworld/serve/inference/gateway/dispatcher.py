@@ -1,0 +1,368 @@
+"""Dispatcher of one gateway: carries out the decisions of its router."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from multiworld.errors import ServeError, UnknownModelError
+from multiworld.serve.core.attainment import Attainment
+from multiworld.serve.inference.gateway import actions, events
+from multiworld.serve.inference.gateway.reply_validation import check
+from multiworld.serve.inference.gateway.router import Router
+from multiworld.serve.spec.stage import Tensors
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
+from multiworld.serve.tenants.timing import Timing
+from multiworld.serve.transport import protocol
+from multiworld.serve.transport.collation import rows_of
+from multiworld.serve.transport.edges import SILENT_S, Outbox
+from multiworld.serve.transport.frames import Entry
+from multiworld.serve.transport.protocol import (
+    NOTHING_SPENT,
+    GatewayReport,
+    Spent,
+    WorkItem,
+)
+from multiworld.serve.transport.routing_table import Route, RoutingTable
+
+logger = logging.getLogger("multiworld.serve")
+
+POLL_S, IDLE_S = 0.05, 0.5
+"""Seconds between checks of deadlines and of silent replicas, with and without
+requests."""
+
+NO_MODEL = "no model {!r} is served here; there are: {}"
+"""Error text, with the model's name and the list of those that are served."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One request whose caller waits for the answer."""
+
+    tensors: Tensors
+    deadline_at: float
+    job: events.Submitted
+    answered: asyncio.Future[Tensors]
+    sent_at: float | None = None
+    spent: Spent = NOTHING_SPENT
+
+
+class Dispatcher:
+    """Sends requests to the replicas of the table and returns their answers.
+
+    An ``EdgeOwner``.
+
+    Args:
+        name: Name of its gateway.
+        clock: Returns the monotonic time in seconds.
+
+    Attributes:
+        name: Name of its gateway.
+        table: The routing table in use.
+        counts: Events since the start, by kind: answers, replays, errors by class.
+        on_missing: Called with the name of a model that may scale to zero, again and
+            again, while requests for it arrive or wait and a stage has no replica.
+        asked_at: Monotonic time of the latest request, in seconds.
+    """
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name, self._clock = name, clock
+        self.table = RoutingTable()
+        self._router = Router(random.random)
+        self._calls: dict[int, _Call] = {}
+        self._edges: dict[str, Outbox] = {}
+        self._silent: set[str] = set()
+        self._is_busy = asyncio.Event()
+        self._numbers = itertools.count(1)
+        self.counts: Counter[str] = Counter()
+        self._attainment = Attainment()
+        self.on_missing: Callable[[str], None] = lambda model: None
+        self._latest: Tensors = {}
+        self._spent = NOTHING_SPENT
+        self.asked_at = self._clock()
+
+    # Requests.
+
+    async def infer(
+        self,
+        model: str,
+        tensors: Tensors,
+        *,
+        deadline_s: float | None = None,
+        session: str | None = None,
+        via: dict[int, str] | None = None,
+        share: Share = DEFAULT_SHARE,
+        timing: Timing | None = None,
+    ) -> Tensors:
+        """Return the answer to one request.
+
+        Args:
+            model: Name of the model.
+            tensors: Inputs of stage 0, by name; rows in dimension 0.
+            deadline_s: Seconds until the deadline; None: the model's default.
+            session: Requests of one session go to the same replicas.
+            via: For a probe: replicas by stage that it must go through.
+            share: The tenant, its weight and its priority.
+            timing: Gets the times of the request.
+
+        Raises:
+            UnknownModelError: The table has no route for the model.
+            ServeError: The request was refused or failed; ``multiworld.errors`` lists
+                the subclasses.
+
+        Cancellation: Safe. The request is withdrawn, and its attempts are cancelled.
+        """
+        route = self.table.routes.get(model)
+        if route is None:
+            known = ", ".join(sorted(self.table.routes)) or "none"
+            raise UnknownModelError(NO_MODEL.format(model, known))
+        rows = rows_of(tensors)
+        now = self.asked_at = self._clock()
+        deadline_at = now + (route.deadline_s if deadline_s is None else deadline_s)
+        number = next(self._numbers)
+        job = events.Submitted(
+            number=number,
+            model=model,
+            deadline_at=deadline_at,
+            session=session,
+            via=via,
+            share=share,
+            rows=rows,
+        )
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[Tensors] = loop.create_future()
+        if not self._calls:
+            self._is_busy.set()
+            self._look_for_silence()
+        self._calls[number] = call = _Call(tensors, deadline_at, job, answered)
+        if timing is not None:
+            timing.asked(now)
+        if via is None:
+            self._attainment.arrived[model] += 1
+            if route.on_demand and self.missing(model):
+                self.on_missing(model)
+        try:
+            self._handle(job)
+            answer = await answered
+        except BaseException as error:
+            self._count(job, now, route, error)
+            if not isinstance(error, ServeError):
+                self._handle(events.Withdrawn(number))
+            raise
+        finally:
+            del self._calls[number]
+        self._count(job, now, route, None)
+        if timing is not None:
+            waited_s = 0.0 if call.sent_at is None else call.sent_at - now
+            queued_s = waited_s + call.spent.queued_s
+            timing.answered(self._clock(), queued_s, call.spent.computed_s)
+        return answer
+
+    def _count(
+        self,
+        job: events.Submitted,
+        started_at: float,
+        route: Route,
+        error: BaseException | None,
+    ) -> None:
+        """Count a finished request, unless it is a probe."""
+        if job.via is None:
+            took_s = self._clock() - started_at
+            self._attainment.ended(job.model, took_s, route.objective_s, error)
+
+    async def probe(self, replica: str, tensors: Tensors, limit_s: float) -> None:
+        """Send one request through a replica and wait for its answer.
+
+        Args:
+            replica: Name of the replica.
+            tensors: Inputs of stage 0, by name; rows in dimension 0.
+            limit_s: Seconds until the deadline.
+
+        Raises:
+            UnknownModelError: The table has no such replica.
+            ServeError: The request failed, or missed its deadline.
+
+        Cancellation: Safe. The probe is withdrawn.
+        """
+        known = self.table.replicas.get(replica)
+        if known is None:
+            raise UnknownModelError(f"the routing table has no replica {replica!r}")
+        via = {known.stage: replica}
+        await self.infer(known.model, tensors, deadline_s=limit_s, via=via)
+
+    def quarantine(self, tenant: str, model: str) -> None:
+        """Reject a tenant's waiting requests to a model, dedicated or shared."""
+        for name in (model, f"{model}@{tenant}"):
+            self._handle(events.TenantQuarantined(tenant, name))
+
+    def table_changed(self, table: RoutingTable) -> None:
+        """Apply a new routing table."""
+        self.table = table
+        self._handle(events.TableChanged(table))
+
+    def missing(self, model: str) -> list[int]:
+        """Return the stages of a model that have no usable replica."""
+        return self._router.missing(model)
+
+    @property
+    def in_flight(self) -> int:
+        """Number of requests accepted and not answered."""
+        return len(self._calls)
+
+    def waiting(self, model: str) -> int:
+        """Return the number of requests that were never sent."""
+        return self._router.waiting(model)
+
+    def report(self) -> GatewayReport:
+        """Return what it does at this moment, for ``status`` and ``explain``."""
+        return GatewayReport(
+            in_flight=len(self._calls),
+            load=dict(self._router.load()),
+            waiting={model: self.waiting(model) for model in self.table.routes},
+            pending={m: self._router.pending(m) for m in self.table.routes},
+            silent=tuple(sorted(self._silent)),
+            connected=tuple(sorted(self._edges)),
+            counts=dict(self.counts),
+            arrived=dict(self._attainment.arrived),
+            attained=dict(self._attainment.attained),
+            missed=dict(self._attainment.missed),
+            refused=dict(self._attainment.refused),
+        )
+
+    # Edges.
+
+    def edge_up(self, outbox: Outbox) -> None:
+        """Use a new incarnation of an edge."""
+        peer = outbox.edge.peer
+        self._edges[peer] = outbox
+        self._handle(events.Connected(peer))
+
+    def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
+        """Handle the messages of a frame that has arrived.
+
+        Args:
+            outbox: The edge.
+            frame: The messages.
+
+        Raises:
+            MessageError: The sender has no say in a request.
+        """
+        peer = outbox.edge.peer
+        for message, contents in frame:
+            check(message, contents, peer, self.table, self._router.sent)
+            match message:
+                case protocol.Answers(items):
+                    for item, tensors in zip(items, contents, strict=True):
+                        self._latest, self._spent = tensors, item.spent
+                        self._handle(events.Answered(item.attempt, item.is_last))
+                    self._latest = {}
+                case protocol.Begun(attempts, is_isolated):
+                    self._handle(events.Begun(peer, attempts, is_isolated))
+                case protocol.Dropped(attempts, stage):
+                    self._handle(events.Dropped(attempts, stage))
+                case protocol.Returned(attempts, stage):
+                    dropped = events.Dropped(attempts, stage, is_returned=True)
+                    self._handle(dropped)
+                case protocol.Stuck(attempts):
+                    self._handle(events.Stuck(attempts))
+                case protocol.Failed(attempt, error):
+                    self._handle(events.Failed(attempt, error.error()))
+
+    def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
+        """Stop using an incarnation of an edge.
+
+        Args:
+            outbox: The incarnation.
+            is_polite: Whether the peer left; otherwise it was lost.
+        """
+        peer = outbox.edge.peer
+        if self._edges.get(peer) is outbox:
+            del self._edges[peer]
+            self._silent.discard(peer)
+            self._handle(events.Lost(peer, is_polite))
+
+    async def look(self) -> None:
+        """Check deadlines and silent replicas again and again, until cancelled.
+
+        Cancellation: Safe. Nothing is checked any more.
+        """
+        while True:
+            if not self._calls:
+                self._is_busy.clear()
+                try:
+                    async with asyncio.timeout(IDLE_S):
+                        await self._is_busy.wait()
+                except TimeoutError:
+                    pass
+            await asyncio.sleep(POLL_S)
+            self._handle(events.Ticked())
+            for model, route in self.table.routes.items():
+                is_wanted = route.on_demand and self._router.pending(model)
+                if is_wanted and self.missing(model):
+                    self.on_missing(model)
+            self._look_for_silence()
+
+    def _look_for_silence(self) -> None:
+        for name, outbox in list(self._edges.items()):
+            is_silent = outbox.silent_s() > SILENT_S
+            if is_silent != (name in self._silent):
+                (self._silent.add if is_silent else self._silent.discard)(name)
+                self._handle(events.Silent(name, is_silent))
+
+    # Actions.
+
+    def _handle(self, event: events.Event) -> None:
+        now = self._clock()
+        to_send: dict[str, list[tuple[WorkItem, Tensors]]] = {}
+        for action in self._router.handle(event, now):
+            match action:
+                case actions.Dispatch(replica, (number, nth), is_isolated):
+                    call = self._calls[number]
+                    if call.sent_at is None:
+                        call.sent_at = now
+                    via = call.job.via
+                    item = WorkItem(
+                        (self.name, number, nth),
+                        call.deadline_at - now,
+                        is_isolated,
+                        call.job.session,
+                        {str(k): v for k, v in via.items()} if via else None,
+                        call.job.share,
+                    )
+                    to_send.setdefault(replica, []).append((item, call.tensors))
+                case actions.Cancel(replica, attempt):
+                    if replica in self._edges:
+                        cancel = protocol.Cancel((self.name, *attempt))
+                        self._edges[replica].put(cancel)
+                case actions.Deliver(number, is_last):
+                    if is_last:
+                        self.counts["answered"] += 1
+                        self._deliver(number, self._latest)
+                case actions.Reject(number, error):
+                    self.counts[type(error).__name__] += 1
+                    self._deliver(number, error)
+                case actions.Replayed(number, replica, why):
+                    self.counts["replayed"] += 1
+                    logger.info("request %d at %s again: %s", number, replica, why)
+        for replica, pieces in to_send.items():
+            header = protocol.Work(tuple(item for item, _ in pieces))
+            outbox = self._edges[replica]
+            # Alone, it would wait in vain for others to go in the same frame.
+            put = outbox.put_now if len(self._calls) == 1 else outbox.put
+            put(header, [tensors for _, tensors in pieces])
+
+    def _deliver(self, number: int, what: Tensors | ServeError) -> None:
+        call = self._calls.get(number)
+        if call is None or call.answered.done():  # given up in this turn
+            return
+        if isinstance(what, ServeError):
+            call.answered.set_exception(what)
+        else:
+            call.spent = self._spent
+            call.answered.set_result(what)

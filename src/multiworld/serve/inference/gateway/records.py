@@ -1,0 +1,83 @@
+"""Per-request and per-model state of a router. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from multiworld.serve.inference.gateway.events import Submitted
+from multiworld.serve.tenants.fair_queue import FairQueue
+
+
+@dataclass(slots=True)
+class AttemptState:
+    """Location and progress of one attempt of a request.
+
+    Attributes:
+        replica: The replica that holds the attempt.
+        is_begun: The replica has begun to compute it.
+        is_isolated: It runs in isolation: alone in its batch.
+        is_done: The replica has finished it, because it has begun another batch since.
+    """
+
+    replica: str
+    is_begun: bool = False
+    is_isolated: bool = False
+    is_done: bool = False
+
+
+@dataclass(slots=True)
+class Request:
+    """A request that is not answered yet.
+
+    Attributes:
+        job: The submitted request: model, deadline, tenant share and rows.
+        attempts: Attempts under way, by attempt number.
+        attempted: Attempts made so far; the number of the latest one.
+        is_waiting: It waits in a queue of this router.
+        is_suspect: It may be a poison request, so it runs in isolation.
+        isolated_losses: Replicas that died while they computed it in isolation.
+        queued_losses: Replicas that died with it in their queue.
+        winner: Number of the attempt whose answers are delivered.
+    """
+
+    job: Submitted
+    attempts: dict[int, AttemptState] = field(default_factory=dict)
+    attempted: int = 0
+    is_waiting: bool = False
+    is_suspect: bool = False
+    isolated_losses: int = 0
+    queued_losses: int = 0
+    winner: int | None = None
+
+
+@dataclass(slots=True)
+class Queue:
+    """Waiting requests of one model.
+
+    Attributes:
+        regular: Requests that may share a batch.
+        suspects: Suspects, which run in isolation.
+        probes: Probes. They skip the queue: queued requests may be waiting for the
+            replica that a probe makes ready.
+        unsent: Waiting requests that were never sent; load shedding counts these.
+        unsent_by_tenant: The same, by tenant.
+        weights: Fair-queueing weights of the tenants with unsent requests.
+        isolated: Number of the suspect under way; at most one at a time.
+        isolated_until: End of isolation, in seconds of the router's clock, of each
+            tenant that sent a poison request.
+    """
+
+    regular: FairQueue[int] = field(default_factory=FairQueue)
+    suspects: FairQueue[int] = field(default_factory=FairQueue)
+    probes: list[int] = field(default_factory=list)
+    unsent: int = 0
+    unsent_by_tenant: Counter[str] = field(default_factory=Counter)
+    weights: dict[str, float] = field(default_factory=dict)
+    isolated: int | None = None
+    isolated_until: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing waits."""
+        return not (len(self.regular) or len(self.suspects) or self.probes)

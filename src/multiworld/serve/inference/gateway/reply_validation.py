@@ -1,0 +1,98 @@
+"""Checks that a message about requests is its sender's to send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from multiworld.errors import InvalidRequestError
+from multiworld.serve.inference.gateway.events import Submitted
+from multiworld.serve.spec.stage import Tensors
+from multiworld.serve.transport import protocol
+from multiworld.serve.transport.collation import rows_of
+from multiworld.serve.transport.edge_messages import EdgeMessage
+from multiworld.serve.transport.protocol import Attempt, MessageError
+from multiworld.serve.transport.routing_table import Replica, RoutingTable
+
+Sent = Callable[[int], tuple[Submitted, int] | None]
+"""Function that returns a request that is under way, and how often it was sent."""
+
+
+def check(
+    message: EdgeMessage,
+    contents: Sequence[Tensors],
+    peer: str,
+    table: RoutingTable,
+    sent: Sent,
+) -> None:
+    """Refuse a message of a replica that has no say in its requests.
+
+    They must be requests to the replica's model, and attempts that were made. Only the
+    last stage answers, with a row for each row. What is said of a request that has
+    ended, or by a replica that the table does not have any more, is harmless.
+
+    Args:
+        message: The message.
+        contents: Its tensors.
+        peer: Name of the sender.
+        table: The routing table.
+        sent: Looks up requests.
+
+    Raises:
+        MessageError: See above.
+    """
+    replica = table.replicas.get(peer)
+    if replica is None:
+        return
+    match message:
+        case protocol.Answers(items):
+            route = table.routes.get(replica.model)
+            stages = {} if route is None else route.stages
+            if replica.stage + 1 != stages.get(replica.version, replica.stage + 1):
+                raise MessageError(f"{peer} answers, and is not of the last stage")
+            for item, tensors in zip(items, contents, strict=True):
+                for job in _checked([item.attempt], replica, sent):
+                    _check_rows(job, tensors, peer)
+        case protocol.Begun(attempts):
+            _checked(attempts, replica, sent)
+        case (
+            protocol.Dropped(attempts, stage)
+            | protocol.Returned(attempts, stage)
+            | protocol.Stuck(attempts, stage)
+        ):
+            if stage != replica.stage + 1:
+                raise MessageError(
+                    f"{peer} reports on stage {stage}; only stage {replica.stage + 1} "
+                    "comes after it"
+                )
+            _checked(attempts, replica, sent)
+        case protocol.Failed(attempt):
+            _checked([attempt], replica, sent)
+
+
+def _checked(
+    attempts: Iterable[Attempt], replica: Replica, sent: Sent
+) -> list[Submitted]:
+    """Return the requests of attempts, as far as they have not ended.
+
+    Raises:
+        MessageError: One is to another model, or was never made.
+    """
+    jobs = []
+    for number, nth in attempts:
+        found = sent(number)
+        if found is None:
+            continue
+        job, count = found
+        if job.model != replica.model or not 1 <= nth <= count:
+            raise MessageError(f"{replica.name} never got attempt {nth} of {number}")
+        jobs.append(job)
+    return jobs
+
+
+def _check_rows(job: Submitted, tensors: Tensors, peer: str) -> None:
+    try:
+        rows = rows_of(tensors)
+    except InvalidRequestError as error:
+        raise MessageError(f"{peer} answers with: {error}") from None
+    if rows != job.rows:
+        raise MessageError(f"{peer} answers {job.rows} rows with {rows}")

@@ -1,0 +1,590 @@
+"""Router: dispatch, replay, hedging and isolation of poison requests. Pure.
+
+A router keeps each request until it is answered, and knows which replica holds each of
+its attempts: it chose the first one itself, and every replica reports the batches that
+it *begins*. So when a replica is lost, the router knows what it held:
+
+* A request that was only queued there is replayed at once. After two such losses it
+  becomes a *suspect*.
+* A request that was being computed becomes a suspect at once: it may be a *poison
+  request*, one that kills replicas. Suspects are replayed in *isolation*: one at a
+  time, each alone in its batch, so that no other request is lost with a poison request.
+  A request in isolation while two replicas died is poison, and is refused.
+
+A replica that has been silent for a fraction of a second gets no new work. The requests
+that it holds are *hedged*: a second attempt goes to another replica, and the first
+answer counts. Requests execute at least once; answers are delivered once.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from multiworld.errors import ServeError, UnknownModelError
+from multiworld.serve.core.load_balancer import Chance, choose
+from multiworld.serve.core.refusals import (
+    overloaded,
+    poisoned,
+    quarantined,
+    too_late,
+    without_replica,
+)
+from multiworld.serve.inference.gateway.actions import (
+    Action,
+    Cancel,
+    Deliver,
+    Dispatch,
+    Reject,
+    Replayed,
+)
+from multiworld.serve.inference.gateway.events import (
+    Answered,
+    Begun,
+    Connected,
+    Dropped,
+    Event,
+    Failed,
+    Lost,
+    Silent,
+    Stuck,
+    Submitted,
+    TableChanged,
+    TenantQuarantined,
+    Ticked,
+    Withdrawn,
+)
+from multiworld.serve.inference.gateway.records import AttemptState, Queue, Request
+from multiworld.serve.transport.protocol import Attempt
+from multiworld.serve.transport.routing_table import (
+    ReplicaState,
+    Route,
+    RoutingTable,
+    first_ready,
+)
+
+POISON_LOSSES = 2
+"""Replica losses during isolation that make a request a poison request."""
+
+SUSPECT_LOSSES = 2
+"""Replica losses while queued that make a request a suspect."""
+
+ISOLATION_S = 60.0
+"""Seconds after a poison request during which its tenant's requests to the model run in
+isolation, behind other suspects."""
+
+COMPACT = 1000
+"""Deadlines of ended requests that are kept, because removing each at once is slow."""
+
+
+class Router:
+    """State of one router: its requests, queues, and what each replica holds.
+
+    Args:
+        chance: Source of random numbers in [0, 1) for load balancing.
+    """
+
+    def __init__(self, chance: Chance) -> None:
+        self._chance = chance
+        self._table = RoutingTable()
+        self._requests: dict[int, Request] = {}
+        self._queues: dict[str, Queue] = {}
+        self._held: dict[str, dict[Attempt, None]] = {}
+        self._connected: set[str] = set()
+        self._computing: dict[str, tuple[Attempt, ...]] = {}
+        self._silent: set[str] = set()
+        self._usable_at: dict[tuple[str, str, int], list[str]] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self._now = 0.0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def load(self) -> dict[str, int]:
+        """Return the number of attempts at each replica."""
+        return {name: len(held) for name, held in self._held.items()}
+
+    def waiting(self, model: str) -> int:
+        """Return the number of requests that were never sent."""
+        queue = self._queues.get(model)
+        return 0 if queue is None else queue.unsent
+
+    def pending(self, model: str) -> int:
+        """Return the number of waiting requests, replays included, probes excluded."""
+        queue = self._queues.get(model)
+        return 0 if queue is None else len(queue.regular) + len(queue.suspects)
+
+    def missing(self, model: str) -> list[int]:
+        """Return the stages of a model that have no usable replica."""
+        route = self._table.routes.get(model)
+        return [] if route is None else self._missing(model, route)
+
+    def sent(self, number: int) -> tuple[Submitted, int] | None:
+        """Return a request and how often it was sent; None if it has ended."""
+        request = self._requests.get(number)
+        return None if request is None else (request.job, request.attempted)
+
+    def locations(self, number: int) -> list[str]:
+        """Return the replicas that hold a request, or "waiting"; for error texts."""
+        request = self._requests.get(number)
+        if request is None:
+            return []
+        at = [state.replica for state in request.attempts.values()]
+        return at or ["waiting"]
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Update the state by ``event``; return the actions to carry out, in order."""
+        self._now = now
+        match event:
+            case Submitted():
+                return self._submitted(event)
+            case Begun():
+                return self._begun(event)
+            case Dropped():
+                return self._dropped(event)
+            case Stuck(attempts):
+                return self._stuck(attempts)
+            case Answered(attempt, is_last):
+                return self._answered(attempt, is_last)
+            case Failed((number, attempt), error):
+                return self._failed(number, attempt, error)
+            case TenantQuarantined(tenant, model):
+                return self._tenant_quarantined(tenant, model)
+            case Withdrawn(number):
+                return self._end(number)
+            case Connected(replica):
+                self._connected.add(replica)
+                self._usable_at.clear()
+                return self._pump_all()
+            case Lost():
+                return self._lost(event)
+            case Silent(replica, is_silent):
+                return self._silence_changed(replica, is_silent)
+            case TableChanged(table):
+                self._table = table
+                self._usable_at.clear()
+                return [*self._reject_unserved(), *self._pump_all()]
+            case Ticked():
+                return self._expire(now)
+
+    # Submission and completion.
+
+    def _submitted(self, job: Submitted) -> list[Action]:
+        queue = self._queues.setdefault(job.model, Queue())
+        if job.via is None and self._is_full(queue, job):
+            own = queue.unsent_by_tenant[job.share.tenant]
+            return [Reject(job.number, overloaded(job.model, own))]
+        self._requests[job.number] = request = Request(job)
+        request.is_suspect = job.via is None and self._is_isolated(queue, job)
+        heapq.heappush(self._deadlines, (job.deadline_at, job.number))
+        self._enqueue(request)
+        return self._pump(job.model)
+
+    def _is_full(self, queue: Queue, job: Submitted) -> bool:
+        """Tell whether a request is shed because too many wait.
+
+        One tenant alone may fill the queue up to ``max_queued_requests``. Other
+        tenants then share as much again by weight, at least one request each. So at
+        most twice ``max_queued_requests`` wait, plus one for each tenant.
+        """
+        limit = self._table.routes[job.model].max_queued_requests
+        if queue.unsent < limit or self._has_room(job):
+            return False
+        share = job.share
+        own = queue.unsent_by_tenant[share.tenant]
+        if own == queue.unsent or (own and queue.unsent >= 2 * limit):
+            return True
+        weights = sum({**queue.weights, share.tenant: share.weight}.values())
+        return own >= max(1.0, limit * share.weight / weights)
+
+    def _has_room(self, job: Submitted) -> bool:
+        """Tell whether a request could be sent at once."""
+        queue, route = self._queues[job.model], self._table.routes[job.model]
+        can_send = not queue.unsent and not self._missing(job.model, route)
+        return can_send and self._target(Request(job), route, can_send=True) is not None
+
+    def _reject_unserved(self) -> list[Action]:
+        """Reject requests that wait for a model that is no longer served."""
+        actions: list[Action] = []
+        for model in self._queues.keys() - self._table.routes.keys():
+            for request in list(self._requests.values()):
+                if request.job.model == model and not request.attempts:
+                    error = UnknownModelError(f"model {model!r} is no longer served")
+                    number = request.job.number
+                    actions += [Reject(number, error), *self._end(number)]
+        return actions
+
+    def _answered(self, attempt: Attempt, is_last: bool) -> list[Action]:
+        number, nth = attempt
+        request = self._requests.get(number)
+        if request is None or request.winner not in (None, nth):
+            return []
+        request.winner = nth
+        actions: list[Action] = [Deliver(number, is_last)]
+        if is_last:
+            actions += self._end(number, keep=nth)
+        return actions
+
+    def _failed(self, number: int, nth: int, error: ServeError) -> list[Action]:
+        if number not in self._requests:
+            return []
+        return [Reject(number, error), *self._end(number, keep=nth)]
+
+    def _end(self, number: int, keep: int | None = None) -> list[Action]:
+        """Forget a request and cancel its attempts, except attempt ``keep``."""
+        request = self._requests.pop(number, None)
+        if request is None:
+            return []
+        queue = self._queues[request.job.model]
+        if request.is_waiting:
+            self._dequeue(request)
+        actions: list[Action] = []
+        for nth, state in request.attempts.items():
+            self._held[state.replica].pop((number, nth), None)
+            if nth != keep:
+                actions.append(Cancel(state.replica, (number, nth)))
+        if queue.isolated == number:
+            queue.isolated = None
+        if len(self._deadlines) > 2 * len(self._requests) + COMPACT:
+            left = [entry for entry in self._deadlines if entry[1] in self._requests]
+            heapq.heapify(left)
+            self._deadlines = left
+        return actions + self._pump(request.job.model)
+
+    def _expire(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, number = heapq.heappop(self._deadlines)
+            request = self._requests.get(number)
+            if request is not None:
+                error = self._too_late(request)
+                actions += [Reject(number, error), *self._end(number)]
+        return actions
+
+    def _too_late(self, request: Request) -> ServeError:
+        job = request.job
+        route = self._table.routes.get(job.model)
+        missing = [] if route is None else self._missing(job.model, route)
+        if missing and not request.attempts:
+            return without_replica(job.model, missing[0])
+        at = ", ".join(self.locations(job.number)).replace("waiting", "the gateway")
+        return too_late(job.model, at)
+
+    # Progress.
+
+    def _begun(self, event: Begun) -> list[Action]:
+        models: dict[str, None] = {}
+        for number, nth in event.attempts:
+            request = self._requests.get(number)
+            state = None if request is None else request.attempts.get(nth)
+            if request is None or state is None:
+                continue
+            if self._stage_of(event.replica) >= self._stage_of(state.replica):
+                self._move((number, nth), state, event.replica)
+                state.is_begun, state.is_isolated = True, event.is_isolated
+                state.is_done = False
+            models[request.job.model] = None
+        self._note_done(event)
+        if event.replica not in self._connected:
+            # The replica was lost before its note arrived.
+            return self._lost(Lost(event.replica))
+        return [action for model in models for action in self._pump(model)]
+
+    def _note_done(self, event: Begun) -> None:
+        """Mark the previous batch as done: a replica computes one batch at a time."""
+        for number, nth in self._computing.get(event.replica, ()):
+            request = self._requests.get(number)
+            state = None if request is None else request.attempts.get(nth)
+            is_other = (number, nth) not in event.attempts
+            if state is not None and state.replica == event.replica and is_other:
+                state.is_done = True
+        self._computing[event.replica] = event.attempts
+
+    def _stage_of(self, replica: str) -> int:
+        known = self._table.replicas.get(replica)
+        return -1 if known is None else known.stage
+
+    def _move(self, attempt: Attempt, state: AttemptState, replica: str) -> None:
+        if state.replica != replica:
+            self._held.get(state.replica, {}).pop(attempt, None)
+            state.replica = replica
+        self._held.setdefault(replica, {})[attempt] = None
+
+    # Failures.
+
+    def _lost(self, event: Lost) -> list[Action]:
+        self._connected.discard(event.replica)
+        self._silent.discard(event.replica)
+        self._usable_at.clear()
+        self._computing.pop(event.replica, None)
+        actions: list[Action] = []
+        for number, nth in sorted(self._held.pop(event.replica, {})):
+            request = self._requests[number]
+            state = request.attempts.pop(nth)
+            if not event.is_polite:
+                self._record_loss(request, state)
+            if request.isolated_losses >= POISON_LOSSES:
+                job, losses = request.job, request.isolated_losses
+                self._isolate_tenant(job)
+                actions += [
+                    Reject(number, poisoned(number, job.model, losses)),
+                    *self._end(number),
+                ]
+            else:
+                why = "the replica left" if event.is_polite else "the replica was lost"
+                actions += self._replay(request, event.replica, why)
+        return actions + self._pump_all()
+
+    def _isolate_tenant(self, job: Submitted) -> None:
+        """Isolate a tenant's requests for ``ISOLATION_S``, behind other suspects."""
+        tenant = job.share.tenant
+        if not tenant:
+            return  # clients without a key share this name: one must not slow others
+        self._queues[job.model].isolated_until[tenant] = self._now + ISOLATION_S
+        for request in self._requests_of(tenant, job.model):
+            if request.is_waiting and not request.is_suspect:
+                request.is_suspect = True
+                self._enqueue(request)
+
+    def _tenant_quarantined(self, tenant: str, model: str) -> list[Action]:
+        """Reject a tenant's waiting requests; those under way may still be answered."""
+        actions: list[Action] = []
+        for request in self._requests_of(tenant, model):
+            job = request.job
+            if not request.attempts:
+                actions += [
+                    Reject(job.number, quarantined(model)),
+                    *self._end(job.number),
+                ]
+        return actions
+
+    def _requests_of(self, tenant: str, model: str) -> list[Request]:
+        """Return a tenant's requests to a model, without probes."""
+        key = tenant, model
+        return [
+            request
+            for request in self._requests.values()
+            if (request.job.share.tenant, request.job.model) == key
+            and request.job.via is None
+        ]
+
+    def _is_isolated(self, queue: Queue, job: Submitted) -> bool:
+        """Tell whether the tenant sent a poison request within ``ISOLATION_S``."""
+        return queue.isolated_until.get(job.share.tenant, 0.0) > self._now
+
+    def _record_loss(self, request: Request, state: AttemptState) -> None:
+        if not state.is_begun or state.is_done:
+            request.queued_losses += 1
+            request.is_suspect |= request.queued_losses >= SUSPECT_LOSSES
+            return
+        request.is_suspect = True
+        request.isolated_losses += state.is_isolated
+
+    def _dropped(self, event: Dropped) -> list[Action]:
+        actions: list[Action] = []
+        models: dict[str, None] = {}
+        for number, nth in event.attempts:
+            request = self._requests.get(number)
+            state = None if request is None else request.attempts.get(nth)
+            if request is None or state is None:
+                continue
+            if self._stage_of(state.replica) >= event.stage:
+                continue  # it arrived: its replica reports it, or is lost
+            del request.attempts[nth]
+            self._held[state.replica].pop((number, nth), None)
+            request.queued_losses += not event.is_returned
+            request.is_suspect |= request.queued_losses >= SUSPECT_LOSSES
+            actions += self._replay(
+                request, state.replica, "it did not reach the next stage"
+            )
+            models[request.job.model] = None
+        return actions + [a for model in models for a in self._pump(model)]
+
+    def _replay(self, request: Request, replica: str, why: str) -> list[Action]:
+        """Queue a request for another attempt, unless one is under way."""
+        number = request.job.number
+        queue = self._queues[request.job.model]
+        if queue.isolated == number:
+            queue.isolated = None
+        if request.winner not in request.attempts:
+            request.winner = None
+        if request.is_waiting and request.is_suspect and not request.attempts:
+            self._enqueue(request)  # move it to the suspects
+        if request.attempts or request.is_waiting:
+            return []
+        self._enqueue(request)
+        return [Replayed(number, replica, why)]
+
+    def _silence_changed(self, replica: str, is_silent: bool) -> list[Action]:
+        self._usable_at.clear()
+        if not is_silent:
+            self._silent.discard(replica)
+            return self._pump_all()
+        self._silent.add(replica)
+        return self._stuck(tuple(sorted(self._held.get(replica, {}))))
+
+    def _stuck(self, attempts: tuple[Attempt, ...]) -> list[Action]:
+        """Hedge requests held by or sent to a silent replica, oldest first."""
+        actions: list[Action] = []
+        models: dict[str, None] = {}
+        for number, nth in sorted(attempts):
+            request = self._requests.get(number)
+            if request is None or nth not in request.attempts:
+                continue
+            is_hedged = request.is_waiting or len(request.attempts) > 1
+            if is_hedged or request.is_suspect or request.winner is not None:
+                continue
+            self._enqueue(request)
+            at = request.attempts[nth].replica
+            actions.append(
+                Replayed(number, at, "this replica or the next one is silent")
+            )
+            models[request.job.model] = None
+        return actions + [a for model in models for a in self._pump(model)]
+
+    # Queueing and sending.
+
+    def _enqueue(self, request: Request) -> None:
+        queue = self._queues[request.job.model]
+        was_waiting, request.is_waiting = request.is_waiting, True
+        job, number = request.job, request.job.number
+        if job.via is not None:
+            queue.probes.append(number)
+        else:
+            queue.regular.drop(number)  # it may have become a suspect
+            waiting = queue.suspects if request.is_suspect else queue.regular
+            waiting.put(number, job.share, job.rows, number)
+        if request.attempted == 0 and not was_waiting:
+            queue.unsent += 1
+            queue.unsent_by_tenant[job.share.tenant] += 1
+            queue.weights[job.share.tenant] = job.share.weight
+
+    def _dequeue(self, request: Request) -> None:
+        request.is_waiting = False
+        queue, tenant = self._queues[request.job.model], request.job.share.tenant
+        queue.regular.drop(request.job.number)
+        queue.suspects.drop(request.job.number)
+        if request.attempted:
+            return
+        queue.unsent -= 1
+        queue.unsent_by_tenant[tenant] -= 1
+        if not queue.unsent_by_tenant[tenant]:
+            del queue.unsent_by_tenant[tenant], queue.weights[tenant]
+
+    def _pump_all(self) -> list[Action]:
+        return [action for model in self._queues for action in self._pump(model)]
+
+    def _pump(self, model: str) -> list[Action]:
+        """Send every waiting request that a replica has room for."""
+        queue, route = self._queues[model], self._table.routes.get(model)
+        actions: list[Action] = []
+        if route is None or queue.is_empty:
+            return actions
+        number: int | None
+        for number in queue.probes[:]:
+            probe = self._requests.get(number)
+            if probe is None or not probe.is_waiting:
+                queue.probes.remove(number)
+            elif (replica := self._target(probe, route, can_send=True)) is not None:
+                queue.probes.remove(number)
+                actions.append(self._send(probe, replica))
+        can_send = not self._missing(model, route)
+        if queue.isolated is None and (number := self._next_suspect(queue)) is not None:
+            suspect = self._requests[number]
+            replica = self._target(suspect, route, can_send=can_send)
+            if replica is not None:
+                queue.suspects.take(number)
+                queue.isolated = number
+                actions.append(self._send(suspect, replica))
+        actions += self._send_regular(queue, route, can_send=can_send)
+        return actions
+
+    def _next_suspect(self, queue: Queue) -> int | None:
+        """Return the next suspect; those of isolated tenants come last."""
+        first = queue.suspects.next()
+        if first is None or not queue.isolated_until:
+            return first
+        for number in queue.suspects.order():
+            if not self._is_isolated(queue, self._requests[number].job):
+                return number
+        return first
+
+    def _send_regular(
+        self, queue: Queue, route: Route, *, can_send: bool
+    ) -> list[Action]:
+        """Send regular requests in fair order until there is no room for the next."""
+        actions: list[Action] = []
+        while (number := queue.regular.next()) is not None:
+            request = self._requests[number]
+            replica = self._target(request, route, can_send=can_send)
+            if replica is None:
+                break
+            queue.regular.take(number)
+            actions.append(self._send(request, replica))
+        if number is None or self._requests[number].job.session is None:
+            return actions
+        # Only the replica of its session is full: others need not wait for it.
+        for number in list(queue.regular.order()):
+            request = self._requests[number]
+            replica = self._target(request, route, can_send=can_send)
+            if replica is not None:
+                queue.regular.take(number)
+                actions.append(self._send(request, replica))
+            elif request.job.session is None:
+                break
+        return actions
+
+    def _send(self, request: Request, replica: str) -> Dispatch:
+        self._dequeue(request)
+        request.attempted += 1
+        nth = request.attempted
+        request.attempts[nth] = AttemptState(replica, is_isolated=request.is_suspect)
+        attempt = (request.job.number, nth)
+        self._held.setdefault(replica, {})[attempt] = None
+        return Dispatch(replica, attempt, request.is_suspect)
+
+    def _target(self, request: Request, route: Route, *, can_send: bool) -> str | None:
+        """Return the replica of stage 0 that can take it now, or None."""
+        via = request.job.via
+        if via is not None:
+            return self._probe_target(request.job, via, route)
+        if not can_send:
+            return None
+        usable = self._usable(request.job.model, route.version, 0)
+        load = {name: len(self._held.get(name, ())) for name in usable}
+        open_ = [n for n in usable if load[n] < route.max_ongoing_requests]
+        if request.job.session is None:
+            return choose(open_, load, self._chance)
+        chosen = choose(usable, load, self._chance, request.job.session)
+        return chosen if chosen in open_ else None
+
+    def _probe_target(
+        self, job: Submitted, via: dict[int, str], route: Route
+    ) -> str | None:
+        probed = [self._table.replicas.get(name) for name in via.values()]
+        version = next((r.version for r in probed if r is not None), route.version)
+        if 0 in via:
+            return via[0] if via[0] in self._connected else None
+        replicas = self._table.stage(job.model, version, 0)
+        candidates = first_ready(
+            [r for r in replicas if r.name in self._connected - self._silent]
+        )
+        return choose(candidates, self.load(), self._chance)
+
+    def _missing(self, model: str, route: Route) -> list[int]:
+        """Return the stages of the active version that have no usable replica."""
+        stages = range(route.stages.get(route.version, 0))
+        return [s for s in stages if not self._usable(model, route.version, s)]
+
+    def _usable(self, model: str, version: str, stage: int) -> list[str]:
+        """Return the replicas that are ready, connected and not silent."""
+        key = model, version, stage
+        found = self._usable_at.get(key)
+        if found is None:
+            found = self._usable_at[key] = [
+                replica.name
+                for replica in self._table.stage(model, version, stage)
+                if replica.state is ReplicaState.READY
+                and replica.name in self._connected
+                and replica.name not in self._silent
+            ]
+        return found

@@ -1,0 +1,79 @@
+"""Return of the credit of work to the replicas that sent it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from multiworld.serve.inference.replica.batch_queue import Work
+from multiworld.serve.transport import protocol
+from multiworld.serve.transport.edges import Outbox
+from multiworld.serve.transport.protocol import Key
+
+RELEASE_S = 0.05
+"""Seconds after which the credit of a quick stage's work is returned."""
+
+RELEASE_SHARE = 4
+"""Credit is returned at once when this part of ``max_ongoing_requests`` is owed."""
+
+
+class CreditReturns:
+    """Senders of the work at one replica, which get their credit back.
+
+    Routers are omitted: they give no credit and get notes instead.
+
+    Args:
+        upstream: Connected replicas of the previous stage, by name.
+        max_ongoing: Credit of one sender.
+    """
+
+    def __init__(self, upstream: Mapping[str, Outbox], max_ongoing: int) -> None:
+        self._upstream, self._max_ongoing = upstream, max_ongoing
+        self._source: dict[Key, Outbox] = {}
+        self._owed: dict[Outbox, list[Key]] = {}
+        self._paying: asyncio.TimerHandle | None = None
+
+    def took(self, key: Key, source: Outbox) -> None:
+        """Note where work came from."""
+        self._source[key] = source
+
+    def release(self, works: Sequence[Work]) -> None:
+        """Return the credit of this work."""
+        for source, keys in self._by_source(works).items():
+            source.put(protocol.Released(tuple(keys)))
+
+    def refuse(self, works: Sequence[Work]) -> None:
+        """Return this work, with its credit."""
+        for source, keys in self._by_source(works).items():
+            source.put(protocol.Refused(tuple(keys)))
+
+    def release_soon(self, works: Sequence[Work]) -> None:
+        """Return the credit of this work with that of other work."""
+        for source, keys in self._by_source(works).items():
+            self._owed.setdefault(source, []).extend(keys)
+        if not self._owed:
+            return
+        most = max(map(len, self._owed.values()))
+        if RELEASE_SHARE * most >= self._max_ongoing:
+            self._pay()
+        elif self._paying is None:
+            loop = asyncio.get_running_loop()
+            self._paying = loop.call_later(RELEASE_S, self._pay)
+
+    def _pay(self) -> None:
+        if self._paying is not None:
+            self._paying.cancel()
+            self._paying = None
+        owed, self._owed = self._owed, {}
+        for source, keys in owed.items():
+            if self._upstream.get(source.edge.peer) is source:
+                source.put(protocol.Released(tuple(keys)))
+
+    def _by_source(self, works: Sequence[Work]) -> dict[Outbox, list[Key]]:
+        """Remove the senders of this work; return its keys by sender."""
+        found: dict[Outbox, list[Key]] = {}
+        for work in works:
+            source = self._source.pop(work.key, None)
+            if source is not None and source.edge.peer in self._upstream:
+                found.setdefault(source, []).append(work.key)
+        return found

@@ -1,0 +1,193 @@
+"""Executor: runs a stage on batches, in its own thread.
+
+A request that fails does not fail the other requests of its batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections.abc import Callable, Sequence
+
+import torch
+
+from multiworld.errors import (
+    InvalidRequestError,
+    MemberLeftError,
+    ModelFailedError,
+    ServeError,
+    WorldBrokenError,
+    WorldClosedError,
+)
+from multiworld.serve.inference.replica.batch_queue import Work
+from multiworld.serve.inference.replica.quickness import Quickness
+from multiworld.serve.replica.compute_thread import ComputeThread
+from multiworld.serve.spec.stage import Stage, StageContext, StageFunction, Tensors
+from multiworld.serve.transport.collation import collate, length_of, split
+
+logger = logging.getLogger("multiworld.serve")
+
+LOST = (WorldBrokenError, WorldClosedError, MemberLeftError)
+"""Errors after which the ranks of a replica can no longer work together."""
+
+Outcome = Tensors | ServeError
+"""Outputs of one request, by name; or its error."""
+
+
+class Executor:
+    """Loads one stage and runs it.
+
+    Args:
+        stage: The stage.
+        name: Name of the stage, for errors and logs.
+        threads: Threads that torch uses for one operation.
+    """
+
+    def __init__(self, stage: Stage, name: str, threads: int) -> None:
+        self._stage, self._name, self._threads = stage, name, threads
+        self._thread: ComputeThread | None = None
+        self._quickness = Quickness()
+        self._function: StageFunction | None = None
+        self._share: Callable[[Tensors], None] | None = None
+        self._settle: Callable[[], None] | None = None
+
+    @property
+    def stage(self) -> Stage:
+        """The stage."""
+        return self._stage
+
+    async def compute(self, batch: Tensors) -> None:
+        """Compute a batch whose answer another rank sends.
+
+        Raises:
+            InvalidRequestError: The model refused the request.
+            ModelFailedError: The model raised another error.
+
+        Cancellation: Safe. The computation goes on in its thread; its result is
+            dropped.
+        """
+        assert self._thread is not None
+        await self._thread.call(self._compute_shared, batch)
+
+    def _compute_shared(self, batch: Tensors) -> None:
+        assert self._function is not None
+        try:
+            with torch.inference_mode():
+                self._function(batch)
+        except LOST:
+            raise
+        except Exception as error:
+            raise self._translated(error) from error
+
+    async def load(self, context: StageContext) -> None:
+        """Load the stage, in its thread.
+
+        Raises:
+            Exception: Any error that the model's code raises.
+
+        Cancellation: Loading goes on in its thread; call ``close`` afterwards.
+        """
+        self._thread = ComputeThread()
+        torch.set_num_threads(self._threads)  # of this thread too, for ``run_here``
+        await self._thread.call(self._load, context)
+
+    def _load(self, context: StageContext) -> None:
+        torch.set_num_threads(self._threads)
+        self._share = getattr(context.group, "share", None)
+        self._settle = getattr(context.group, "settle", None)
+        with torch.inference_mode():
+            self._function = self._stage.load(context)
+
+    async def run(self, batch: Sequence[Work]) -> list[Outcome]:
+        """Compute a batch; return the outputs or the error of each piece of work.
+
+        If the batch fails, each of its requests is computed again, alone.
+
+        Raises:
+            WorldBrokenError: A rank of this replica was lost, or one alone raised. The
+                replica must exit; its work is replayed.
+            WorldClosedError: This process closed the world of its ranks.
+            MemberLeftError: A rank of this replica left.
+
+        Cancellation: Safe. The computation goes on in its thread; its result is
+            dropped.
+        """
+        assert self._thread is not None
+        requests = [work.content for work in batch]
+        rows = [work.rows for work in batch]
+        return await self._thread.call(self._run, requests, rows)
+
+    @property
+    def is_quick(self) -> bool:
+        """True if batches take so little time that ``run_here`` costs less."""
+        return self._share is None and self._quickness.is_quick
+
+    def run_here(self, batch: Sequence[Work]) -> list[Tensors] | None:
+        """Compute a batch in the calling thread; return None if it fails.
+
+        Then ``run`` computes it again, and tells a bad request from a stage that works
+        in its own thread only (one that opened a database there, say).
+
+        Args:
+            batch: The pieces of work.
+        """
+        try:
+            return self._compute(
+                [work.content for work in batch], [work.rows for work in batch]
+            )
+        except Exception:
+            return None
+
+    def needs_its_thread(self) -> None:
+        """Stop being quick: what failed here did not fail in the stage's thread."""
+        logger.info("stage %s computes in its own thread only", self._name)
+        self._quickness.forbid()
+
+    def _run(self, requests: list[Tensors], rows: list[int]) -> list[Outcome]:
+        try:
+            return [*self._compute(requests, rows)]
+        except LOST:
+            raise
+        except Exception as error:
+            if self._settle is not None:
+                self._settle()
+            if len(requests) == 1:
+                return [self._translated(error)]
+        # Compute each request alone to find the ones that fail.
+        return [
+            outcome
+            for request, count in zip(requests, rows, strict=True)
+            for outcome in self._run([request], [count])
+        ]
+
+    def _compute(self, requests: list[Tensors], rows: list[int]) -> list[Tensors]:
+        assert self._function is not None
+        ragged = self._stage.ragged
+        lengths = [length_of(request, ragged) for request in requests]
+        with torch.inference_mode():
+            batch = collate(requests, ragged, self._stage.buckets)
+            if self._share is not None:
+                self._share(batch)
+            began_at = time.perf_counter()
+            outputs = self._function(batch)
+            self._quickness.add(time.perf_counter() - began_at)
+            return split(outputs, rows, lengths, ragged, self._name)
+
+    def _translated(self, error: Exception) -> ServeError:
+        if isinstance(error, InvalidRequestError | ModelFailedError):
+            return error
+        logger.warning(
+            "stage %s raised for one request:\n%s",
+            self._name,
+            "".join(traceback.format_exception(error)),
+        )
+        return ModelFailedError(
+            f"stage {self._name!r} raised {type(error).__name__}: {error}",
+            stage=self._name,
+        )
+
+    def close(self) -> None:
+        """Stop the thread, without waiting for a running computation."""
+        if self._thread is not None:
+            self._thread.close()

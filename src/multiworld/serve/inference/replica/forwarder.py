@@ -1,0 +1,239 @@
+"""Forwarding of finished work to the next stage, with backpressure. Pure.
+
+A replica may send another replica only a limited number of pieces of work that the
+receiver has not begun: its *credit*. Other work waits here, and a replica with too much
+waiting work begins no new batch. So a slow stage slows the stages before it, up to the
+gateway.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from multiworld.serve.core.load_balancer import Chance, choose
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, FairQueue, Share
+from multiworld.serve.transport.protocol import NOTHING_SPENT, Key, Spent
+from multiworld.serve.transport.routing_table import Replica, ReplicaState
+
+REFUSED_S = 0.5
+"""Seconds for which a router's work is not sent to a replica that refused it."""
+
+REMEMBERED = 4
+"""Pieces of begun work that are remembered for each receiver, per unit of credit."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FinishedWork:
+    """Outputs of one stage for one request.
+
+    Attributes:
+        key: Router, request number and attempt number.
+        deadline_at: Time in seconds after which nobody wants the answer.
+        is_isolated: It runs in isolation: alone in its batch.
+        session: Work of one session goes to the same replica.
+        via: For a probe: replicas by stage that it must go through.
+        content: The outputs; opaque here.
+        share: The tenant, its weight and its priority.
+        rows: Rows of the request; its cost in fair queueing.
+        spent: Time that it has taken so far.
+        finished_at: Time in seconds at which this stage had computed it.
+    """
+
+    key: Key
+    deadline_at: float
+    is_isolated: bool
+    session: str | None
+    via: dict[str, str] | None
+    content: Any
+    share: Share = DEFAULT_SHARE
+    rows: int = 1
+    spent: Spent = NOTHING_SPENT
+    finished_at: float = 0.0
+
+
+class Forwarder:
+    """Finished work of a replica, on its way to the next stage.
+
+    Args:
+        stage: Number of the next stage.
+        credit: Most pieces of work that a replica there may hold without having begun.
+        chance: Source of random numbers in [0, 1) for load balancing.
+    """
+
+    def __init__(self, stage: int, credit: int, chance: Chance) -> None:
+        self._stage, self._credit, self._chance = stage, credit, chance
+        self._waiting: OrderedDict[Key, FinishedWork] = OrderedDict()
+        self._fair: FairQueue[Key] = FairQueue()
+        self._numbers = itertools.count()
+        self._handed: dict[str, dict[Key, None]] = {}
+        self._begun: dict[str, deque[Key]] = {}
+        self._replicas: dict[str, Replica] = {}
+        self._silent: set[str] = set()
+        self._refusals: dict[tuple[str, str], float] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def handed_count(self) -> int:
+        """Number of pieces of work that were sent and are not begun."""
+        return sum(map(len, self._handed.values()))
+
+    def table_changed(self, replicas: list[Replica]) -> None:
+        """Apply the next stage's replicas of a new routing table."""
+        self._replicas = {replica.name: replica for replica in replicas}
+
+    def give_back(self) -> list[Key]:
+        """Remove and return all waiting work if the next stage has no replicas.
+
+        It goes back to its routers: if this version is being replaced, the next stage
+        may never have replicas again.
+        """
+        if self._replicas:
+            return []
+        returned = list(self._waiting)
+        for key in returned:
+            self.cancel(key)
+        return returned
+
+    def connected(self, name: str) -> None:
+        """Record that the edge to a replica is up."""
+        self._handed[name] = {}
+        self._begun[name] = deque(maxlen=REMEMBERED * self._credit)
+
+    def lost(self, name: str) -> list[Key]:
+        """Record that the edge to a replica ended; return work that may be lost.
+
+        This includes work that it began recently: it notifies this process and the
+        routers separately, and may have died between the two. The routers know which of
+        this work was begun or answered.
+        """
+        self._silent.discard(name)
+        for refusal in [r for r in self._refusals if r[0] == name]:
+            del self._refusals[refusal]
+        return [*self._begun.pop(name, ()), *self._handed.pop(name, ())]
+
+    def silent(self, name: str, *, is_silent: bool) -> list[Key]:
+        """Record that a replica fell silent or resumed; return newly stuck work.
+
+        Args:
+            name: Name of the replica.
+            is_silent: Whether it is silent.
+        """
+        if not is_silent:
+            self._silent.discard(name)
+            return []
+        if name in self._silent or name not in self._handed:
+            return []
+        self._silent.add(name)
+        return list(self._handed[name])
+
+    def begun(self, name: str, keys: Sequence[Key]) -> None:
+        """Record that a replica has begun these pieces of work.
+
+        Args:
+            name: Name of the replica.
+            keys: The pieces of work.
+        """
+        if name not in self._handed:
+            return
+        for key in keys:
+            self._handed[name].pop(key, None)
+        self._begun[name].extend(keys)
+
+    def refused(self, name: str, keys: Sequence[Key], now: float) -> None:
+        """Record that a replica refused work because its router is not connected.
+
+        Work that it does not hold is ignored, so that a replica which invents routers
+        does not make this grow.
+
+        Args:
+            name: Name of the replica.
+            keys: The refused pieces of work.
+            now: Current time, in seconds.
+        """
+        held = self._handed.get(name, {})
+        for key in keys:
+            if key in held:
+                del held[key]
+                self._refusals[name, key[0]] = now + REFUSED_S
+
+    def holder(self, key: Key) -> str | None:
+        """Return the replica that holds a piece of work, or held it recently."""
+        for name, keys in self._handed.items():
+            if key in keys or key in self._begun[name]:
+                return name
+        return None
+
+    def cancel(self, key: Key) -> None:
+        """Remove a piece of waiting work; do nothing if it does not wait."""
+        self._waiting.pop(key, None)
+        self._fair.drop(key)
+
+    def cancel_of(self, router: str) -> None:
+        """Remove all waiting work of one router."""
+        for key in [key for key in self._waiting if key[0] == router]:
+            self.cancel(key)
+
+    def hand(
+        self, finished: list[FinishedWork], now: float
+    ) -> dict[str, list[FinishedWork]]:
+        """Queue finished work; return the work to send now, by replica.
+
+        Args:
+            finished: New work.
+            now: Current time, in seconds.
+        """
+        for piece in finished:
+            self._waiting[piece.key] = piece
+            number = next(self._numbers)
+            self._fair.put(piece.key, piece.share, piece.rows, number)
+        sent: dict[str, list[FinishedWork]] = {}
+        for key in list(self._fair.order()):
+            piece = self._waiting[key]
+            if piece.deadline_at <= now:
+                self.cancel(key)  # its router has answered the client
+                continue
+            name = self._target(piece, now)
+            if name is not None:
+                del self._waiting[key]
+                self._fair.take(key)
+                self._handed[name][key] = None
+                sent.setdefault(name, []).append(piece)
+        return sent
+
+    def _target(self, piece: FinishedWork, now: float) -> str | None:
+        if piece.via is not None and (probed := piece.via.get(str(self._stage))):
+            return probed if probed in self._handed else None
+        load = {name: len(keys) for name, keys in self._handed.items()}
+        open_ = [
+            name
+            for name, count in load.items()
+            if (count < self._credit or piece.session or piece.via is not None)
+            and name in self._replicas
+            and name not in self._silent
+            and self._refusals.get((name, piece.key[0]), 0.0) <= now
+        ]
+        by_state = {
+            state: [n for n in open_ if self._replicas[n].state is state]
+            for state in ReplicaState
+        }
+        # A version that is being replaced finally has only draining replicas. A probe
+        # of the first replicas finds none that is ready.
+        candidates = by_state[ReplicaState.READY]
+        is_any_ready = any(
+            r.state is ReplicaState.READY and name in self._handed
+            for name, r in self._replicas.items()
+        )
+        if not candidates and not is_any_ready:
+            candidates = by_state[ReplicaState.DRAINING]
+            if piece.via is not None:
+                candidates = candidates or by_state[ReplicaState.STARTING]
+        chosen = choose(candidates, load, self._chance, piece.session)
+        if piece.via is not None:
+            return chosen  # what all else waits for may be that this probe arrives
+        return chosen if load.get(chosen or "", 0) < self._credit else None

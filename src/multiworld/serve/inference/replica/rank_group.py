@@ -1,0 +1,262 @@
+"""Replicas of several ranks, one process each.
+
+To other processes, the leader (rank 0) is the replica. It forks the other ranks before
+it starts anything else, and they join a world of their own. The leader sends each batch
+to the other ranks; then every rank computes its part, and they exchange tensors by the
+group's collectives. The loss of any rank is the loss of the replica: the world breaks,
+the leader exits, and the controller starts another replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import random
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from multiworld.config import WorldConfig
+from multiworld.errors import MemberLeftError, MultiWorldError, ServeError
+from multiworld.serve.inference.replica.executor import Executor
+from multiworld.serve.spec.stage import StageContext, Tensors
+from multiworld.world.manager import WorldManager
+from multiworld.world.world import World
+
+logger = logging.getLogger("multiworld.serve")
+
+T = TypeVar("T")
+
+PR_SET_PDEATHSIG = 1
+"""Option of ``prctl``: the signal sent to a process when its parent dies."""
+
+LEADER = 0
+"""Rank of the leader."""
+
+FAILED = 1
+"""Tag of reports of batches that failed; batches have tag 0."""
+
+SETTLED = 2
+"""Tag of the answers to the leader's reports."""
+
+
+class RankGroup:
+    """Collectives of a replica's ranks, for the model's thread; a ``Group``.
+
+    A rank whose part of a batch raises tells the others how many collectives it had
+    begun. A rank that has begun more, or begins another, cancels it, which breaks the
+    world: otherwise that collective would meet one of a later batch, and the answers
+    would be wrong. If all have begun as many, they stay in step.
+
+    Args:
+        world: World of the replica's ranks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._loop = asyncio.get_running_loop()
+        self.rank, self.size = world.rank, world.size
+        self._batch = 0
+        self._begun = 0
+        self._running: asyncio.Task[Any] | None = None
+        self._limits: dict[int, int] = {}
+        self._ended = asyncio.Condition()
+        self._ended_batch = 0
+        peers = range(1, self.size) if self.rank == LEADER else [LEADER]
+        self._watching = [
+            self._loop.create_task(self._watch(peer), name="multiworld rank group")
+            for peer in peers
+        ]
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum ``tensor`` over all ranks, in place, and return it."""
+        # The loop's thread may not write to tensors made in inference mode, which the
+        # model's thread is in.
+        tensor.copy_(self._wait(self._collective(self._all_reduce, tensor)))
+        return tensor
+
+    async def _all_reduce(self, tensor: Tensor) -> Tensor:
+        return await self._world.all_reduce(tensor.clone())
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the ``tensor`` of every rank, in the order of ranks."""
+        return self._wait(self._collective(self._world.all_gather, tensor))
+
+    async def _collective(
+        self, begin: Callable[[Tensor], Coroutine[Any, Any, T]], tensor: Tensor
+    ) -> T:
+        self._begun += 1
+        task = self._running = self._loop.create_task(begin(tensor))
+        if self._is_out_of_step():
+            self._break(task)
+        try:
+            result: T = await task
+            return result
+        except asyncio.CancelledError:
+            if task.cancelled():
+                await self._world.wait_over()
+                self._world.raise_if_over()
+            raise
+        finally:
+            self._running = None
+
+    def _break(self, collective: asyncio.Task[Any]) -> None:
+        """Break the world: cancel a collective, once it has begun."""
+        self._loop.call_soon(collective.cancel)
+
+    def _is_out_of_step(self) -> bool:
+        return self._begun > self._limits.get(self._batch, self._begun)
+
+    async def _watch(self, peer: int) -> None:
+        """Take a rank's reports of batches that failed there, until the world ends."""
+        with contextlib.suppress(MultiWorldError):
+            while True:
+                batch, begun = await self._world.recv_object(src=peer, tag=FAILED)
+                self._limits[batch] = begun
+                if self._is_out_of_step() and self._running is not None:
+                    logger.error("rank %d is out of step with rank %d", self.rank, peer)
+                    self._break(self._running)
+                if self.rank != LEADER:
+                    await self._wait_ended(batch)
+                    await self._world.send_object(batch, dst=LEADER, tag=SETTLED)
+
+    async def _wait_ended(self, batch: int) -> None:
+        async with self._ended:
+            await self._ended.wait_for(lambda: self._ended_batch >= batch)
+
+    def begin(self) -> None:
+        """Begin the next batch; called on the event loop."""
+        self._batch += 1
+        self._begun = 0
+        for batch in [batch for batch in self._limits if batch < self._batch]:
+            del self._limits[batch]
+
+    async def end(self, *, failed: bool) -> None:
+        """Report the end of this rank's part of a batch, if that matters to others.
+
+        Args:
+            failed: True if it raised. The leader then waits until every rank's part of
+                the batch has ended.
+
+        Raises:
+            WorldBrokenError: The ranks are out of step, or one was lost.
+
+        Cancellation:
+            A report may be missing: the replica must exit.
+        """
+        if failed:
+            report = [self._batch, self._begun]
+            others = range(1, self.size) if self.rank == LEADER else [LEADER]
+            for other in others:
+                await self._world.send_object(report, dst=other, tag=FAILED)
+            if self.rank == LEADER:
+                for other in others:
+                    await self._world.recv_object(src=other, tag=SETTLED)
+        async with self._ended:
+            self._ended_batch = self._batch
+            self._ended.notify_all()
+
+    def share(self, batch: Tensors) -> None:
+        """Send the next batch to the other ranks; only the leader may call it."""
+        self._wait(self._share(batch))
+
+    async def _share(self, batch: Tensors) -> None:
+        self.begin()
+        others = range(1, self.size)
+        await asyncio.gather(
+            *(self._world.send_bundle(batch, dst=other) for other in others)
+        )
+
+    def settle(self) -> None:
+        """Bring the ranks into step after the leader's part raised.
+
+        Raises:
+            WorldBrokenError: They are out of step, or one was lost.
+        """
+        self._wait(self.end(failed=True))
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def fork_ranks(count: int) -> int:
+    """Fork the other ranks of a replica; return the rank of the calling process.
+
+    The process must have no other threads yet, because a fork does not copy them.
+    """
+    leader = os.getpid()
+    for rank in range(1, count):
+        if os.fork() == 0:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != leader:
+                os._exit(1)  # the leader died before prctl
+            random.seed()
+            torch.seed()
+            return rank
+    return LEADER
+
+
+async def join_group(
+    manager: WorldManager,
+    name: str,
+    rank: int,
+    size: int,
+    store: str,
+    config: WorldConfig,
+) -> World:
+    """Join the world of a replica's ranks.
+
+    Args:
+        manager: Manager that joins the world.
+        name: Name of the replica.
+        rank: Rank of this process.
+        size: Number of ranks.
+        store: Address of the store.
+        config: Configuration of the world.
+
+    Raises:
+        JoinTimeoutError: A rank did not join in time.
+
+    Cancellation: Safe. The join is withdrawn.
+    """
+    world_name = f"group:{name}"
+    return await manager.join(
+        world_name, rank=rank, size=size, store=store, config=config
+    )
+
+
+async def follow(world: World, runner: Executor, device: str) -> None:
+    """Load the stage, and compute the leader's batches until it leaves.
+
+    Args:
+        world: World of the replica's ranks.
+        runner: Executor of this rank.
+        device: Device that the stage is loaded on.
+
+    Raises:
+        WorldBrokenError: A rank was lost.
+        Exception: Any error that loading the stage raises.
+
+    Cancellation: Safe. A running computation goes on in its thread; its result is
+        dropped.
+    """
+    group = RankGroup(world)
+    await runner.load(StageContext(device=device, group=group))
+    with contextlib.suppress(MemberLeftError):
+        while True:
+            bundle = await world.recv_bundle(src=LEADER)
+            group.begin()
+            failed = False
+            try:
+                await runner.compute(bundle.tensors)
+            except ServeError as error:
+                # If the leader's part raised too, it answers with its error.
+                logger.info("rank %d: %s", world.rank, error)
+                failed = True
+            await group.end(failed=failed)

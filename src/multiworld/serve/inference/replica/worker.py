@@ -1,0 +1,589 @@
+"""One replica of one stage: receives work, computes it and sends it on.
+
+``BatchQueue`` forms the batches, and ``Forwarder`` chooses the next replica. The last
+stage answers to the router of each request. Before a batch is computed, the replica
+announces it to the routers, so that they know what a lost replica was computing. A
+quick stage computes on the event loop, without an announcement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import random
+import sys
+import time
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from multiworld.errors import InvalidRequestError, ServeError
+from multiworld.liveness.pause_detector import PauseDetector
+from multiworld.serve.inference.replica.batch_queue import BatchQueue, Work
+from multiworld.serve.inference.replica.credit_returns import CreditReturns
+from multiworld.serve.inference.replica.executor import Executor, Outcome
+from multiworld.serve.inference.replica.forwarder import FinishedWork, Forwarder
+from multiworld.serve.inference.replica.intake import works_of
+from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
+from multiworld.serve.transport import protocol
+from multiworld.serve.transport.edges import SILENT_S, Outbox
+from multiworld.serve.transport.frames import Entry
+from multiworld.serve.transport.protocol import (
+    ROWS_BOUNDS,
+    SECONDS_BOUNDS,
+    AnswerItem,
+    Attempt,
+    Key,
+    Loaded,
+    RemoteError,
+    Spent,
+    WorkerReport,
+    WorkItem,
+)
+from multiworld.serve.transport.routing_table import RoutingTable
+
+logger = logging.getLogger("multiworld.serve")
+
+CALM_S = 0.001
+"""Seconds since the previous batch from which work is computed as it arrives. Under
+more load it waits one turn of the loop, in which more arrives for the same batch."""
+
+LOOK_S = 0.1
+"""Seconds between checks of deadlines and of silent replicas."""
+
+MAX_CANCELLED = 4096
+"""Most cancelled requests that are remembered, in case their work arrives later."""
+
+TELL_S = 0.1
+"""Most seconds that a batch waits until its announcement is sent; a router that is
+stopped does not read."""
+
+HUNG_S, OVERDUE_S = 30.0, 10.0
+"""Seconds of computing, and seconds after the last deadline of its requests, after
+which a batch is taken to hang."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLimits:
+    """Limits of one replica.
+
+    Attributes:
+        max_batch_size: Most rows in a batch.
+        max_wait_s: Most seconds that the oldest work waits for more work to batch.
+        max_ongoing_requests: Credit: most requests that this replica may have sent to
+            one replica of the next stage and that are not begun there.
+        compute_s: Most seconds for one batch; None: a batch hangs after ``HUNG_S`` and
+            ``OVERDUE_S``.
+    """
+
+    max_batch_size: int = 16
+    max_wait_s: float = 0.0
+    max_ongoing_requests: int = 32
+    compute_s: float | None = None
+
+
+class Worker:
+    """A replica, as the owner of its process's edges.
+
+    Args:
+        name: Its name in the routing table.
+        number: Number of its stage, from 0.
+        is_last: Whether its stage is the last one.
+        runner: Executor of its stage.
+        limits: Limits of the replica.
+        clock: Returns the monotonic time in seconds.
+
+    Attributes:
+        counts: Number of events since the start, by kind.
+        computed_s: Total computing time of all batches, in seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        is_last: bool,
+        runner: Executor,
+        limits: WorkerLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self.name, self._number, self._is_last = name, number, is_last
+        self._runner, self._limits = runner, limits
+        self._batcher = BatchQueue(limits.max_batch_size, limits.max_wait_s)
+        self._forwarder = Forwarder(
+            number + 1, limits.max_ongoing_requests, random.random
+        )
+        self._table = RoutingTable()
+        self._routers: dict[str, Outbox] = {}
+        self._upstream: dict[str, Outbox] = {}
+        self._downstream: dict[str, Outbox] = {}
+        self._credit = CreditReturns(self._upstream, limits.max_ongoing_requests)
+        self._guard = HangGuard(self._end_if_hung)
+        self._pauses = PauseDetector(LOOK_S)
+        self._cancelled: OrderedDict[Key, None] = OrderedDict()
+        self._arrived = asyncio.Event()
+        self._room = asyncio.Event()
+        self._is_waiting = False
+        self._is_busy = asyncio.Event()
+        self._left: tuple[list[Work], bool] | None = None
+        self._running: list[Work] = []
+        self._running_since = 0.0
+        self.counts: Counter[str] = Counter()
+        self.computed_s = 0.0
+        self._batch_rows = [0] * (len(ROWS_BOUNDS) + 1)
+        self._batch_seconds = [0] * (len(SECONDS_BOUNDS) + 1)
+
+    # For the process around it.
+
+    def table_changed(self, table: RoutingTable) -> None:
+        """Apply a new routing table."""
+        self._table = table
+        me = table.replicas.get(self.name)
+        if me is not None:
+            following = table.stage(me.model, me.version, self._number + 1)
+            self._forwarder.table_changed(following)
+            self._return(self._forwarder.give_back())
+            self._hand([])
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the replica has no work left."""
+        busy = len(self._batcher) + len(self._forwarder) + len(self._running)
+        return busy + self._forwarder.handed_count == 0 and self._left is None
+
+    @property
+    def has_router(self) -> bool:
+        """True if a router is connected, so that work may arrive."""
+        return bool(self._routers)
+
+    async def wait_sent(self) -> None:
+        """Wait until all queued messages were sent.
+
+        Cancellation: Safe.
+        """
+        outboxes = {*self._routers.values(), *self._upstream.values()}
+        for outbox in {*outboxes, *self._downstream.values()}:
+            await outbox.wait_sent()
+
+    def loaded(self, device: str) -> Loaded:
+        """Return what the controller is told of the loaded stage.
+
+        Args:
+            device: Torch device of the stage.
+        """
+        return Loaded()
+
+    def report(self) -> WorkerReport:
+        """Return the replica's current state, for ``status`` and ``explain``.
+
+        The process adds its CPU time and memory.
+        """
+        now = self._clock()
+        return WorkerReport(
+            queued=len(self._batcher),
+            computing=len(self._running),
+            probing=self._batcher.probes
+            + sum(work.via is not None for work in self._running),
+            computing_s=now - self._running_since if self._running else 0.0,
+            waiting_for_next=len(self._forwarder),
+            handed=self._forwarder.handed_count,
+            computed_s=self.computed_s,
+            counts=dict(self.counts),
+            batch_rows=tuple(self._batch_rows),
+            batch_seconds=tuple(self._batch_seconds),
+            upstream=tuple(sorted(self._upstream)),
+            routers=tuple(sorted(self._routers)),
+            downstream=tuple(sorted(self._downstream)),
+        )
+
+    # Edges.
+
+    def edge_up(self, outbox: Outbox) -> None:
+        """Handle a new incarnation of an edge."""
+        peer = outbox.edge.peer
+        if not outbox.edge.is_upstream:
+            self._downstream[peer] = outbox
+            self._forwarder.connected(peer)
+            self._hand([])
+        elif peer in self._table.gateways:
+            self._routers[peer] = outbox
+        else:
+            self._upstream[peer] = outbox
+
+    def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
+        """Handle the messages of a frame that has arrived."""
+        has_credit = False
+        for message, contents in frame:
+            match message:
+                case protocol.Work():
+                    stage = self._runner.stage
+                    works = works_of(message, contents, self._clock(), stage)
+                    self._take(works, outbox)
+                case protocol.Cancel(key):
+                    self._cancel(key)
+                case protocol.Released(keys):
+                    self._forwarder.begun(outbox.edge.peer, keys)
+                    has_credit = True
+                case protocol.Refused(keys):
+                    self._forwarder.refused(outbox.edge.peer, keys, self._clock())
+                    self._return(keys)
+                    has_credit = True
+        if has_credit:
+            self._hand([])
+
+    def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
+        """Handle the end of an incarnation of an edge."""
+        peer = outbox.edge.peer
+        if self._downstream.get(peer) is outbox:
+            del self._downstream[peer]
+            self._drop(self._forwarder.lost(peer))
+        elif self._routers.get(peer) is outbox:
+            del self._routers[peer]
+            # Nobody waits for this work any more: a router that reconnects sends it
+            # again.
+            self._credit.release(self._batcher.cancel_of(peer))
+            self._forwarder.cancel_of(peer)
+        else:
+            self._upstream.pop(peer, None)
+
+    def _take(self, works: list[Work], source: Outbox) -> None:
+        refused: list[Work] = []
+        for work in works:
+            self._credit.took(work.key, source)
+            if work.key in self._cancelled:  # the cancel was faster
+                self._credit.release([work])
+            elif work.rows > self._limits.max_batch_size:
+                self._fail(work.key, self._too_many(work.rows))
+                self._credit.release([work])
+            elif work.key[0] in self._routers:
+                self._batcher.add(work)
+                if work.via is not None:
+                    self._room.set()
+            else:
+                refused.append(work)
+        # Work whose router is not connected here goes back to its sender.
+        self._credit.refuse(refused)
+        if len(self._batcher):
+            self._is_busy.set()
+            self._compute_at_once()
+
+    def _too_many(self, rows: int) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"a request with {rows} rows does not fit into a batch of at most "
+            f"{self._limits.max_batch_size} (max_batch_size of stage {self._number}); "
+            "send fewer rows in one request"
+        )
+
+    def _cancel(self, key: Key) -> None:
+        """Cancel a request here, and at the next stage if it was sent there."""
+        self._cancelled[key] = None
+        while len(self._cancelled) > MAX_CANCELLED:
+            self._cancelled.popitem(last=False)
+        work = self._batcher.cancel(key)
+        if work is not None:
+            self.counts["cancelled"] += 1
+            self._credit.release([work])
+        self._forwarder.cancel(key)
+        holder = self._downstream.get(self._forwarder.holder(key) or "")
+        if holder is not None:
+            holder.put(protocol.Cancel(key))
+
+    # Computing.
+
+    async def run(self) -> None:
+        """Compute batches until cancelled.
+
+        Cancellation: A batch that is being computed goes on in its thread; its outputs
+            are dropped.
+        """
+        while True:
+            batch, has_failed = await self._next_batch()
+            if has_failed or not self._is_quick(batch):
+                await self._compute(batch, has_failed=has_failed)
+            elif not self._compute_here(batch):
+                await self._compute(batch, has_failed=True)
+            elif len(self._batcher):
+                await asyncio.sleep(0)
+
+    def _compute_at_once(self) -> None:
+        """Compute what has arrived if the stage is quick, without waking ``run``."""
+        is_free = self._is_waiting and self._left is None and self._has_room
+        is_calm = self._clock() - self._running_since >= CALM_S
+        if is_free and is_calm and self._runner.is_quick:
+            batch = self._batcher.take(self._clock())
+            is_quick = bool(batch) and self._is_quick(batch)
+            if batch and not (is_quick and self._compute_here(batch)):
+                self._left = batch, is_quick
+            elif batch and not len(self._batcher):
+                return
+        self._arrived.set()
+
+    def _is_quick(self, batch: Sequence[Work]) -> bool:
+        return self._runner.is_quick and not batch[0].is_isolated
+
+    def _compute_here(self, batch: list[Work]) -> bool:
+        """Compute a batch of a quick stage on the event loop; return False if it fails.
+
+        Then ``_compute`` computes it again.
+        """
+        self._guard.start()
+        self._running, self._running_since = batch, self._clock()
+        try:
+            outcomes = self._runner.run_here(batch)
+        finally:
+            self._running = []
+        if outcomes is None:
+            return False
+        self._end(batch, outcomes)
+        # Only now: until then, the senders report it as lost or stuck with us.
+        self._credit.release_soon(batch)
+        return True
+
+    async def _compute(self, batch: list[Work], *, has_failed: bool) -> None:
+        """Announce a batch, and compute it in the stage's thread.
+
+        Args:
+            batch: The batch.
+            has_failed: Whether it has failed on the event loop.
+        """
+        self._running, self._running_since = batch, self._clock()
+        try:
+            await self._announce(batch)
+            outcomes = await self._runner.run(batch)
+        finally:
+            self._running = []
+        if has_failed and not any(isinstance(o, Exception) for o in outcomes):
+            self._runner.needs_its_thread()
+        self._end(batch, outcomes)
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._forwarder) < self._limits.max_ongoing_requests
+
+    async def _next_batch(self) -> tuple[list[Work], bool]:
+        """Return the next batch, and whether it has failed on the event loop."""
+        while True:
+            if (left := self._left) is not None:
+                self._left = None
+                return left
+            while not self._has_room:
+                # A probe passes by: the replica that it is to make ready may be what
+                # the outputs wait for.
+                if probe := self._batcher.take_probe():
+                    return probe, False
+                self._room.clear()
+                await self._room.wait()
+            now = self._clock()
+            self._credit.release(self._batcher.expired(now))
+            if batch := self._batcher.take(now):
+                return batch, False
+            self._arrived.clear()
+            due_at = self._batcher.due_at()
+            self._is_waiting = True
+            try:
+                if due_at is None:
+                    await self._arrived.wait()
+                else:
+                    async with asyncio.timeout(max(0.0, due_at - now)):
+                        await self._arrived.wait()
+            except TimeoutError:
+                pass
+            finally:
+                self._is_waiting = False
+
+    def _count(self, batch: list[Work], took_s: float) -> None:
+        self.computed_s += took_s
+        rows = sum(work.rows for work in batch)
+        self.counts["batches"] += 1
+        self.counts["rows"] += rows
+        self.counts["requests"] += len(batch)
+        self._batch_rows[bisect_left(ROWS_BOUNDS, rows)] += 1
+        self._batch_seconds[bisect_left(SECONDS_BOUNDS, took_s)] += 1
+
+    async def _announce(self, batch: list[Work]) -> None:
+        """Announce a batch to its routers before it is computed.
+
+        If the batch kills this process, they know which requests it had. A batch of a
+        quick stage is not announced. If it kills this process, all its work counts as
+        queued here; a request that this happens to twice is computed alone, and
+        announced.
+        """
+        is_isolated = batch[0].is_isolated
+        by_router = _by_router(work.key for work in batch)
+        for router, keys in by_router.items():
+            self._tell(router, protocol.Begun(tuple(keys), is_isolated))
+        boxes = [self._routers[r] for r in by_router if r in self._routers]
+        for box in boxes:
+            box.flush()
+        untold = [box.wait_sent() for box in boxes if not box.is_idle]
+        if untold:
+            try:
+                async with asyncio.timeout(TELL_S):
+                    await asyncio.gather(*untold)
+            except TimeoutError:
+                pass  # compute anyway if a router does not read
+        self._credit.release(batch)
+
+    def _end(self, batch: list[Work], outcomes: Sequence[Outcome]) -> None:
+        began_at, now = self._running_since, self._clock()
+        self._count(batch, now - began_at)
+        finished: list[FinishedWork] = []
+        for work, outcome in zip(batch, outcomes, strict=True):
+            if isinstance(outcome, ServeError):
+                self._fail(work.key, outcome)
+            elif work.key[0] in self._routers and work.key not in self._cancelled:
+                finished.append(
+                    FinishedWork(
+                        work.key,
+                        work.deadline_at,
+                        work.is_isolated,
+                        work.session,
+                        work.via,
+                        outcome,
+                        work.share,
+                        work.rows,
+                        Spent(
+                            work.spent.queued_s + began_at - work.arrived_at,
+                            work.spent.computed_s + now - began_at,
+                        ),
+                        now,
+                    )
+                )
+        if self._is_last:
+            self._answer(finished)
+        else:
+            self._hand(finished, now)
+
+    def _answer(self, finished: list[FinishedWork]) -> None:
+        by_router: dict[str, list[FinishedWork]] = {}
+        for piece in finished:
+            by_router.setdefault(piece.key[0], []).append(piece)
+        for router, pieces in by_router.items():
+            items = tuple(
+                AnswerItem((p.key[1], p.key[2]), spent=p.spent) for p in pieces
+            )
+            outbox = self._routers[router]
+            outbox.put_now(protocol.Answers(items), [piece.content for piece in pieces])
+
+    def _hand(self, finished: list[FinishedWork], now: float | None = None) -> None:
+        if self._is_last:
+            return
+        now = self._clock() if now is None else now
+        for name, pieces in self._forwarder.hand(finished, now).items():
+            items = tuple(
+                WorkItem(
+                    piece.key,
+                    piece.deadline_at - now,
+                    piece.is_isolated,
+                    piece.session,
+                    piece.via,
+                    piece.share,
+                    Spent(
+                        piece.spent.queued_s + now - piece.finished_at,
+                        piece.spent.computed_s,
+                    ),
+                )
+                for piece in pieces
+            )
+            outbox = self._downstream[name]
+            outbox.put_now(protocol.Work(items), [piece.content for piece in pieces])
+        if self._has_room:
+            self._room.set()
+
+    # Notes to the routers.
+
+    def _fail(self, key: Key, error: ServeError) -> None:
+        self.counts["failed"] += 1
+        failed = protocol.Failed((key[1], key[2]), RemoteError.of(error))
+        self._tell(key[0], failed)
+
+    def _drop(self, keys: Iterable[Key]) -> None:
+        self._tell_of(keys, "dropped", protocol.Dropped)
+
+    def _return(self, keys: Iterable[Key]) -> None:
+        self._tell_of(keys, "returned", protocol.Returned)
+
+    def _tell_of(
+        self,
+        keys: Iterable[Key],
+        what: str,
+        kind: type[protocol.Dropped | protocol.Returned | protocol.Stuck],
+    ) -> None:
+        """Count attempts, and report to their routers what the next stage did."""
+        for router, attempts in _by_router(keys).items():
+            self.counts[what] += len(attempts)
+            self._tell(router, kind(tuple(attempts), self._number + 1))
+
+    def _tell(self, router: str, note: protocol.Note) -> None:
+        outbox = self._routers.get(router)
+        if outbox is not None:
+            outbox.put(note)
+
+    async def look(self) -> None:
+        """Check deadlines, silent replicas and a hung model until cancelled.
+
+        Exits the process if the model hangs.
+
+        Cancellation: Safe.
+        """
+        while True:
+            if self.is_idle:  # an idle replica wakes up for nothing
+                self._is_busy.clear()
+                await self._is_busy.wait()
+                self._pauses.rest()
+            await asyncio.sleep(LOOK_S)
+            now = self._clock()
+            self._pauses.look(now)
+            self._end_if_hung(self._pauses.resumed_at)
+            self._credit.release(self._batcher.expired(now))
+            for name, outbox in list(self._downstream.items()):
+                is_silent = outbox.silent_s() > SILENT_S
+                stuck = self._forwarder.silent(name, is_silent=is_silent)
+                self._tell_of(stuck, "stuck", protocol.Stuck)
+            self._return(self._forwarder.give_back())
+            self._hand([])
+
+    def _end_if_hung(self, resumed_at: float) -> None:
+        """Exit the process if the running batch is taken to hang.
+
+        The loop calls this, and the guard's thread, in case the loop itself computes.
+
+        Args:
+            resumed_at: End of the last pause of this process.
+        """
+        running, now = self._running, self._clock()
+        if running and self._is_hung(running, now, resumed_at):
+            self._end_process(now)
+
+    def _is_hung(self, running: list[Work], now: float, resumed_at: float) -> bool:
+        running_s = now - max(self._running_since, resumed_at)
+        if self._limits.compute_s is not None:
+            return running_s > self._limits.compute_s
+        last = max(work.deadline_at for work in running)
+        return running_s > HUNG_S and now - max(last, resumed_at) > OVERDUE_S
+
+    def _end_process(self, now: float) -> None:
+        """Exit at once, because a computing thread cannot be stopped otherwise.
+
+        The routers see a lost replica, and know which requests it was computing.
+        """
+        logger.error(
+            "the model of stage %d hangs: it has computed %d request(s) for %.1f s; "
+            "this replica exits; stack traces of its threads follow",
+            self._number,
+            len(self._running),
+            now - self._running_since,
+        )
+        faulthandler.dump_traceback(sys.stderr)
+        os._exit(EXIT_HUNG)
+
+
+def _by_router(keys: Iterable[Key]) -> dict[str, list[Attempt]]:
+    found: dict[str, list[Attempt]] = {}
+    for router, number, attempt in keys:
+        found.setdefault(router, []).append((number, attempt))
+    return found

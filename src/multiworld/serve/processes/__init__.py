@@ -1,0 +1,1 @@
+"""Composition of the gateway process and of the replica process."""

@@ -1,0 +1,497 @@
+"""Process of a gateway: HTTP server, router and controller connection."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import resource
+import secrets
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+
+import uvicorn
+
+from multiworld.errors import MultiWorldError, ServeError, UnknownModelError
+from multiworld.serve.gateway.app import make_app
+from multiworld.serve.gateway.body_budget import BodyBudget, BodyLimits
+from multiworld.serve.gateway.embedded_server import EmbeddedServer
+from multiworld.serve.gateway.gateway import Gateway
+from multiworld.serve.gateway.http_protocol import bounded
+from multiworld.serve.generation.api.openai_routes import add_generation
+from multiworld.serve.generation.api.triton_generate import add_generate
+from multiworld.serve.generation.gateway.stream_router import Streams
+from multiworld.serve.inference.gateway.dispatcher import Dispatcher
+from multiworld.serve.models.factory import build_model
+from multiworld.serve.processes.gateway_edges import GatewayEdges
+from multiworld.serve.spec.datatypes import example_of
+from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
+from multiworld.serve.spec.stage import Model
+from multiworld.serve.tenants.authenticator import Authenticator, ModelVersion
+from multiworld.serve.tenants.directory import Tenant
+from multiworld.serve.transport.control_agent import ControlAgent
+from multiworld.serve.transport.edges import EdgeKeeper
+from multiworld.serve.transport.process_args import ProcessArgs
+from multiworld.serve.transport.protocol import (
+    AllTenants,
+    Applied,
+    AskReport,
+    Finish,
+    FleetAsked,
+    FleetReport,
+    Loaded,
+    ModelNeeded,
+    ModelsChanged,
+    Order,
+    PoisonFound,
+    Probed,
+    ProbeReplica,
+    Report,
+    TableChanged,
+    TenantsChanged,
+    TokensTold,
+    UsageStored,
+    UsageTold,
+)
+from multiworld.serve.transport.routing_table import RoutingTable, edges_of
+from multiworld.world.manager import WorldManager
+
+logger = logging.getLogger("multiworld.serve")
+
+ROUTES = (add_generation, add_generate)
+"""Functions that add the routes of models that generate text."""
+
+PROBE_S = 10.0
+"""Most seconds that a probe may take."""
+
+PROBE_TOKENS = (1, 1, 1, 1)
+"""Prompt of the probe of a model that generates text."""
+
+POISON = 256
+"""Most poison requests that wait to be reported while there is no controller."""
+
+USAGE_S = 1.0
+"""Seconds between usage reports."""
+
+FLEET_S = 2.0
+"""Seconds to wait for the state of the fleet; after that the last one is shown."""
+
+LAST_S = 0.5
+"""Most seconds to wait until the controller has taken the last report."""
+
+ASK_S = 0.2
+"""Least seconds between two requests for replicas of a model that has none."""
+
+OTHER_FILES = 256
+"""Open files of a gateway besides its clients' connections."""
+
+MIN_CONNECTIONS = 64
+"""Least number of connections that a gateway can be run with."""
+
+BACKLOG = 2048
+"""Most connections that wait to be accepted."""
+
+KEEP_ALIVE_S = 30
+"""Seconds after which an idle HTTP connection is closed."""
+
+LOOK_S = 1.0
+"""Seconds between checks whether the gateway is orphaned."""
+
+ORPHAN_FACTOR = 60
+"""Idle time after which a gateway without a controller exits, as a multiple of
+``orphan_s``; 1 for a gateway that never had a controller."""
+
+
+def listen(spec: GatewaySpec, port: int) -> socket.socket:
+    """Return a socket that shares its port with the other gateways.
+
+    Args:
+        spec: Spec of the gateway; names the address.
+        port: Port number.
+
+    Raises:
+        OSError: The address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in spec.host else socket.AF_INET
+    # asyncio switches Nagle's algorithm off if the protocol is given as TCP. With it,
+    # an answer in two parts waits 40 ms for an acknowledgement.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind((spec.host, port))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def allowed_connections(wanted: int) -> int:
+    """Raise the limit of open files, and return how many connections it allows.
+
+    Args:
+        wanted: Connections that the spec allows; fewer are returned, with a warning, if
+            ``ulimit -n`` does not suffice.
+
+    Raises:
+        ServeError: The limit is too low to run a gateway.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    room = hard - OTHER_FILES
+    if room < MIN_CONNECTIONS:
+        raise ServeError(
+            f"the limit of open files is {hard}; a gateway needs "
+            f"{OTHER_FILES + MIN_CONNECTIONS}: raise it with `ulimit -n`"
+        )
+    if room < wanted:
+        logger.warning(
+            "gateway.max_connections is %d, and the limit of open files allows %d; "
+            "raise it with `ulimit -n`",
+            wanted,
+            room,
+        )
+    return min(wanted, room)
+
+
+class GatewayProcess:
+    """A gateway and its connection to the controller.
+
+    Args:
+        args: Arguments of the process.
+        manager: Manager of the process's worlds.
+    """
+
+    def __init__(
+        self,
+        args: ProcessArgs,
+        manager: WorldManager,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        assert args.gateway is not None
+        self._args, self._spec = args, args.gateway
+        self._dispatcher = Dispatcher(args.name)
+        self._dispatcher.on_missing = self._ask_for
+        self._streams = Streams(args.name)
+        self._streams.on_missing = self._ask_for
+        self._asked_at: dict[str, float] = {}
+        spec = args.gateway
+        mib = 2**20
+        body_bytes = int(spec.max_body_mb * mib)
+        json_bytes = min(int(spec.max_json_mb * mib), body_bytes)
+        limits = BodyLimits(json_bytes, body_bytes)
+        bodies = BodyBudget(int(spec.max_bodies_mb * mib))
+        self._authenticator = Authenticator(
+            needs_key=args.gateway.authentication == "keys"
+        )
+        self._gateway = Gateway(
+            self._dispatcher, limits, bodies, self._authenticator, self._streams
+        )
+        self._gateway.on_poison = self._report_poison
+        self._gateway.logs_access = spec.access_log
+        self._gateway.ask_fleet = self._ask_fleet
+        self._fleet: asyncio.Future[None] | None = None
+        self._numbers = itertools.count(1)
+        self._usage_kept = asyncio.Event()
+        self._meter = secrets.token_hex(8)
+        self._incoming_tenants: dict[str, Tenant] = {}
+        self._poison: deque[PoisonFound] = deque(maxlen=POISON)
+        config = args.config()
+        self._agent = ControlAgent(
+            manager, args.app, args.name, args.store, config, self._obey
+        )
+        owner = GatewayEdges(self._dispatcher, self._streams)
+        self._keeper = EdgeKeeper(manager, args.store, config, owner)
+        self._probes: set[asyncio.Task[None]] = set()
+        self._loading: set[asyncio.Task[None]] = set()
+        connections = allowed_connections(spec.max_connections)
+        self._is_routed = asyncio.Event()
+        self._server = EmbeddedServer(
+            uvicorn.Config(
+                make_app(self._gateway, ROUTES),
+                http=bounded(self._spec.head_s, connections),
+                ws="none",
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=int(self._spec.shutdown_s) or 1,
+                ssl_certfile=self._spec.tls_certificate,
+                ssl_keyfile=self._spec.tls_key,
+                server_header=False,
+                proxy_headers=False,
+            )
+        )
+
+    async def run(self) -> None:
+        """Serve until the controller or a signal ends it, or it is orphaned.
+
+        Raises:
+            OSError: The port cannot be used.
+
+        Cancellation: Stops at once and closes the edges; usage that the controller has
+            not confirmed is lost.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._end)
+        sock = listen(self._spec, self._args.port)
+        tasks = [
+            loop.create_task(body())
+            for body in (
+                self._agent.run,
+                self._dispatcher.look,
+                self._streams.look,
+                self._exit_if_orphaned,
+                self._report_usage,
+            )
+        ]
+        serving = loop.create_task(self._serve(sock))
+        announcing = loop.create_task(self._announce_when_up())
+        try:
+            done, _ = await asyncio.wait(
+                {*tasks, serving}, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                task.result()
+            await self._flush_usage()
+            self._agent.tell(self._report(0, has_counts=True))
+            await self._agent.flush(LAST_S)
+        finally:
+            for task in (*tasks, serving, announcing, *self._probes, *self._loading):
+                task.cancel()
+            await asyncio.gather(*tasks, serving, announcing, return_exceptions=True)
+            await self._keeper.close()
+
+    async def _serve(self, sock: socket.socket) -> None:
+        """Serve once there is a routing table, and all tokenizers are loaded.
+
+        Until then the other gateways on the port serve alone.
+        """
+        await self._is_routed.wait()
+        await asyncio.gather(*self._loading)
+        await self._server.serve(sockets=[sock])
+
+    async def _announce_when_up(self) -> None:
+        while not self._server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(0.005)
+        self._agent.fact(Loaded())
+
+    def _end(self) -> None:
+        self._gateway.is_ending = True
+        self._server.end()
+        self._is_routed.set()
+
+    def _add_model(self, name: str, text: str) -> None:
+        try:
+            spec = ModelSpec.model_validate_json(text)
+            model = build_model(spec)
+        except MultiWorldError as error:
+            logger.error("model %s: %s", name, error)
+            return
+        except Exception:  # of a user's factory; the other models are served
+            logger.exception("model %s cannot be built", name)
+            return
+        self._gateway.models.setdefault(name, {})[spec.version] = model
+        self._gateway.specs[name, spec.version] = spec
+        if model.generation is not None or model.text is not None:
+            self._prepare(name, spec.version, model)
+
+    def _prepare(self, name: str, version: str, model: Model) -> None:
+        """Load a model's tokenizer before a request waits for it."""
+
+        async def load() -> None:
+            try:
+                await self._gateway.text(name, version, model)
+            except Exception:  # the first request that needs it tries again
+                logger.exception("the tokenizer of %s cannot be loaded", name)
+
+        task = asyncio.ensure_future(load())
+        self._loading.add(task)
+        task.add_done_callback(self._loading.discard)
+
+    async def _obey(self, order: Order) -> None:
+        match order:
+            case ModelsChanged(specs):
+                self._models_changed(specs)
+            case TableChanged(table):
+                self._table_changed(table)
+            case AllTenants():
+                self._all_tenants(order)
+            case TenantsChanged(tenants, removed):
+                self._authenticator.directory.put(tenants)
+                for name in removed:
+                    self._authenticator.directory.remove(name)
+                self._gateway.counts.keep_tenants(self._authenticator.directory.tenants)
+            case TokensTold(used):
+                self._authenticator.budgets.told(used)
+            case UsageStored(number):
+                self._authenticator.stored(number)
+                self._usage_kept.set()
+            case PoisonFound(tenant, model, version, digest):
+                self._gateway.poisonous(tenant, (model, version), digest)
+            case ProbeReplica(replica):
+                task = asyncio.ensure_future(self._probe(replica))
+                self._probes.add(task)
+                task.add_done_callback(self._probes.discard)
+            case Finish():
+                self._end()
+            case AskReport(number, has_counts):
+                self._agent.tell(self._report(number, has_counts=has_counts))
+            case FleetReport():
+                self._gateway.fleet = order
+                if self._fleet is not None and not self._fleet.done():
+                    self._fleet.set_result(None)
+
+    def _report(self, number: int, *, has_counts: bool) -> Report:
+        counted = tuple(self._gateway.counted()) if has_counts else ()
+        return Report(number, gateway=self._gateway.report(), counted=counted)
+
+    async def _ask_fleet(self) -> None:
+        """Ask the controller for a ``FleetReport``, and wait for it.
+
+        Cancellation: Safe.
+        """
+        if self._agent.lost_at is not None:
+            return
+        if self._fleet is None or self._fleet.done():
+            self._fleet = asyncio.get_running_loop().create_future()
+            self._agent.tell(FleetAsked(next(self._numbers)))
+        try:
+            async with asyncio.timeout(FLEET_S):
+                await asyncio.shield(self._fleet)
+        except TimeoutError:
+            self._fleet = None
+            logger.warning("the controller did not send the state of the fleet")
+
+    def _models_changed(self, specs: dict[str, dict[str, str]]) -> None:
+        for name, versions in specs.items():
+            for version, text in versions.items():
+                if version not in self._gateway.models.get(name, {}):
+                    self._add_model(name, text)
+
+    def _table_changed(self, table: RoutingTable) -> None:
+        self._dispatcher.table_changed(table)
+        self._streams.table_changed(table)
+        self._keeper.apply(edges_of(table, self._args.name))
+        self._gateway.forget_versions()
+        self._authenticator.gateways = len(table.gateways)
+        self._agent.fact(Applied(table.number))
+        self._is_routed.set()
+
+    def _all_tenants(self, part: AllTenants) -> None:
+        """Replace all tenants once the last part has arrived."""
+        if part.is_first:
+            self._incoming_tenants = {}
+        self._incoming_tenants.update((tenant.name, tenant) for tenant in part.tenants)
+        if part.is_last:
+            self._authenticator.directory.replace_all(self._incoming_tenants)
+            self._gateway.counts.keep_tenants(self._incoming_tenants)
+
+    def _report_poison(
+        self, tenant: str, model_version: ModelVersion, digest: str
+    ) -> None:
+        """Report a poison request, now or once there is a controller.
+
+        The controller tells the other gateways.
+        """
+        self._poison.append(PoisonFound(tenant, *model_version, digest))
+        self._send_pending_poison()
+
+    def _send_pending_poison(self) -> None:
+        while self._poison and self._agent.lost_at is None:
+            self._agent.tell(self._poison.popleft())
+
+    async def _report_usage(self) -> None:
+        """Report usage and pending poison requests to the controller, for ever."""
+        reported_to: object = None
+        while True:
+            await asyncio.sleep(USAGE_S)
+            if self._agent.lost_at is not None:
+                continue
+            self._send_pending_poison()
+            if reported_to is not self._agent.joined_at:
+                reported_to = self._agent.joined_at
+                self._authenticator.meter.resend_all()
+            self._send_due_usage()
+
+    def _send_due_usage(self) -> None:
+        for number, rows in self._authenticator.meter.take_due(self._clock()):
+            self._agent.tell(UsageTold(self._meter, number, rows))
+
+    async def _flush_usage(self) -> None:
+        """Report the remaining usage and wait briefly until it is stored."""
+        if self._agent.lost_at is not None:
+            return
+        self._authenticator.meter.resend_all()
+        try:
+            async with asyncio.timeout(USAGE_S):
+                while not self._authenticator.meter.is_all_confirmed:
+                    self._usage_kept.clear()
+                    self._send_due_usage()
+                    await self._usage_kept.wait()
+        except TimeoutError:
+            logger.warning("the controller did not confirm the last usage report")
+
+    def _ask_for(self, model: str) -> None:
+        """Tell the controller that a request needs a model without replicas."""
+        now = self._clock()
+        if now - self._asked_at.get(model, -ASK_S) >= ASK_S:
+            self._asked_at[model] = now
+            self._agent.tell(ModelNeeded(model))
+
+    async def _probe(self, replica: str) -> None:
+        error: str | None = None
+        try:
+            model = self._model_of(replica)
+            if model.generation is not None:
+                await self._streams.probe(replica, PROBE_TOKENS, PROBE_S)
+            else:
+                await self._dispatcher.probe(replica, example_of(model), PROBE_S)
+        except MultiWorldError as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        self._agent.tell(Probed(replica, error))
+
+    def _model_of(self, replica: str) -> Model:
+        known = self._dispatcher.table.replicas.get(replica)
+        versions = self._gateway.models.get(known.model, {}) if known else {}
+        model = versions.get(known.version) if known else None
+        if model is None:
+            raise UnknownModelError(
+                f"this gateway does not have the model of replica {replica}"
+            )
+        return model
+
+    async def _exit_if_orphaned(self) -> None:
+        """Shut down if there is no controller and there are no requests."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = self._clock()
+            is_busy = self._dispatcher.in_flight or self._streams.in_flight
+            asked_at = now if is_busy else self._dispatcher.asked_at
+            lost_at = self._agent.lost_at
+            factor = ORPHAN_FACTOR if self._agent.was_joined else 1
+            if lost_at is None:
+                continue
+            if now - max(asked_at, lost_at) > factor * self._args.orphan_s:
+                logger.warning("no controller and no client: this gateway exits")
+                self._end()
+
+
+async def run_gateway(args: ProcessArgs) -> int:
+    """Run a gateway; return the exit code of its process.
+
+    Cancellation: As for ``GatewayProcess.run``.
+    """
+    try:
+        async with WorldManager(config=args.config()) as manager:
+            await GatewayProcess(args, manager).run()
+    except (MultiWorldError, OSError) as error:
+        logger.error("%s", error)
+        return 1
+    return 0

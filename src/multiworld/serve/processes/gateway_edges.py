@@ -1,0 +1,45 @@
+"""The edges of a gateway, shared by its dispatcher and its streams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+from multiworld.serve.generation.gateway.stream_router import Streams
+from multiworld.serve.inference.gateway.dispatcher import Dispatcher
+from multiworld.serve.transport.edges import Outbox
+from multiworld.serve.transport.frames import Entry
+from multiworld.serve.transport.generation_messages import GenerationMessage
+
+GENERATION = get_args(GenerationMessage)
+"""Types of the messages of models that generate text."""
+
+
+class GatewayEdges:
+    """Passes what happens on the edges to the dispatcher and the streams.
+
+    An ``EdgeOwner``.
+
+    Args:
+        dispatcher: Sends requests to replicas.
+        streams: Streams of generated text.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, streams: Streams) -> None:
+        self._dispatcher, self._streams = dispatcher, streams
+
+    def edge_up(self, outbox: Outbox) -> None:
+        """Use a new incarnation of an edge."""
+        self._dispatcher.edge_up(outbox)
+        self._streams.edge_up(outbox)
+
+    def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
+        """Handle the messages of a frame; those of one edge are of one kind."""
+        is_generation = isinstance(frame[0][0], GENERATION) if frame else False
+        owner = self._streams if is_generation else self._dispatcher
+        owner.received(outbox, frame)
+
+    def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
+        """Stop using an incarnation of an edge."""
+        self._dispatcher.edge_down(outbox, is_polite=is_polite)
+        self._streams.edge_down(outbox, is_polite=is_polite)

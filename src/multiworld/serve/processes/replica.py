@@ -1,0 +1,401 @@
+"""Process of a replica: its worker and its connection to the controller."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from multiworld.errors import MultiWorldError
+from multiworld.serve.generation.limits import MIB, limits_of, prefix_bytes_of
+from multiworld.serve.generation.replica.generation_worker import GenerationWorker
+from multiworld.serve.generation.replica.scheduler import Scheduler
+from multiworld.serve.inference.replica.executor import Executor
+from multiworld.serve.inference.replica.rank_group import (
+    LEADER,
+    RankGroup,
+    follow,
+    join_group,
+)
+from multiworld.serve.inference.replica.worker import Worker, WorkerLimits
+from multiworld.serve.models.factory import build_model, stage_name
+from multiworld.serve.resources.amounts import Need, mib, needs_of
+from multiworld.serve.resources.usage import outgrows, usage_of
+from multiworld.serve.spec.schema import ModelSpec
+from multiworld.serve.spec.stage import StageContext
+from multiworld.serve.transport.control_agent import ControlAgent
+from multiworld.serve.transport.edges import EdgeKeeper
+from multiworld.serve.transport.process_args import ProcessArgs
+from multiworld.serve.transport.protocol import (
+    Applied,
+    AskReport,
+    Cut,
+    Finish,
+    Order,
+    Outgrown,
+    Report,
+    TableChanged,
+    WorkerReport,
+)
+from multiworld.serve.transport.routing_table import edges_of
+from multiworld.world.manager import WorldManager
+from multiworld.world.world import World
+
+logger = logging.getLogger("multiworld.serve")
+
+LAST_S = 0.5
+"""Most seconds to wait until the controller has taken the last report."""
+
+IDLE_S = 0.1
+"""Seconds without work after which a finishing worker exits."""
+
+LOOK_S = 1.0
+"""Seconds between checks for a controller and gateways."""
+
+SEND_S = 5.0
+"""Most seconds that an exiting worker waits until its messages are sent."""
+
+MEMORY_LOOK_S = 0.1
+"""Seconds between checks of the memory that is used."""
+
+TELL_S = 0.5
+"""Seconds between the report of too much memory and the exit."""
+
+OUTGROWN = 99
+"""Exit code of a process that has used more memory than it booked."""
+
+
+def _credit_of_next(spec: ModelSpec, stage: int) -> int:
+    """Return how many requests a replica of the next stage takes from a sender."""
+    return spec.stages[min(stage + 1, len(spec.stages) - 1)].max_ongoing_requests
+
+
+def _worker_of(
+    args: ProcessArgs,
+) -> tuple[Executor | GenerationWorker, Worker | GenerationWorker]:
+    """Return what loads the stage, and what owns the edges."""
+    assert args.spec is not None
+    model = build_model(args.spec)
+    limits = args.spec.stages[args.stage]
+    stage = model.stages[args.stage]
+    name = stage_name(args.spec, model, args.stage)
+    is_last = args.stage == len(args.spec.stages) - 1
+    if args.spec.generation is not None and model.generation is not None:
+        scheduler = Scheduler(
+            limits_of(args.spec.generation, model.generation, len(model.stages))
+        )
+        made = GenerationWorker(
+            args.name,
+            args.stage,
+            is_last,
+            stage,
+            name,
+            limits.threads,
+            scheduler,
+            model.generation,
+            int(args.spec.generation.backup_memory_mb * MIB),
+            prefix_bytes_of(args.spec.generation),
+            args.spec.generation.deterministic,
+            limits.compute_s,
+        )
+        return made, made
+    runner = Executor(stage, name, limits.threads)
+    worker = Worker(
+        args.name,
+        args.stage,
+        is_last,
+        runner,
+        WorkerLimits(
+            max_batch_size=limits.max_batch_size,
+            max_wait_s=limits.max_wait_ms / 1000,
+            max_ongoing_requests=_credit_of_next(args.spec, args.stage),
+            compute_s=limits.compute_s,
+        ),
+    )
+    return runner, worker
+
+
+class WorkerProcess:
+    """A worker and its connection to the controller.
+
+    Args:
+        args: Arguments of the process.
+        manager: Manager of the process's worlds.
+    """
+
+    def __init__(
+        self,
+        args: ProcessArgs,
+        manager: WorldManager,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        assert args.spec is not None
+        self._args = args
+        self._runner, self._worker = _worker_of(args)
+        config = args.config()
+        self._agent = ControlAgent(
+            manager, args.app, args.name, args.store, config, self._obey
+        )
+        self._manager = manager
+        self._keeper = EdgeKeeper(manager, args.store, config, self._worker)
+        self._is_finishing = asyncio.Event()
+
+    async def run(self) -> None:
+        """Work until the controller or a signal ends it, or it is orphaned.
+
+        Raises:
+            Exception: The stage cannot be loaded, or a part of the worker has a bug.
+
+        Cancellation: Closes the edges and stops at once; work is lost.
+        """
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._is_finishing.set)
+        tasks = [
+            loop.create_task(body())
+            for body in (
+                self._agent.run,
+                self._load,
+                self._worker.look,
+                self._exit_if_orphaned,
+                self._monitor_memory,
+            )
+        ]
+        ending = loop.create_task(self._finish())
+        try:
+            pending = {*tasks, ending}
+            while not ending.done():
+                done, pending = await asyncio.wait(
+                    pending, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    task.result()
+        finally:
+            self._agent.tell(Report(0, worker=self._report()))
+            await self._agent.flush(LAST_S)
+            for task in (*tasks, ending):
+                task.cancel()
+            await asyncio.gather(*tasks, ending, return_exceptions=True)
+            await self._keeper.close()
+            self._runner.close()
+
+    async def _load(self) -> None:
+        assert self._args.spec is not None
+        device = self._args.device
+        began = self._clock()
+        ranks = self._args.spec.stages[self._args.stage].ranks
+        group = None
+        if ranks > 1:
+            config = self._args.config()
+            world = await join_group(
+                self._manager, self._args.name, LEADER, ranks, self._args.store, config
+            )
+            group = RankGroup(world)
+            self._guard = asyncio.get_running_loop().create_task(_exit_with(world))
+        limit_gpu(device, needs_of(self._args.spec)[self._args.stage])
+        await self._runner.load(StageContext(device=device, group=group))
+        logger.info("loaded in %.3f s", self._clock() - began)
+        self._agent.fact(self._worker.loaded(device))
+        await self._worker.run()
+
+    async def _obey(self, order: Order) -> None:
+        match order:
+            case TableChanged(table):
+                self._worker.table_changed(table)
+                self._keeper.apply(edges_of(table, self._args.name))
+                self._agent.fact(Applied(table.number))
+            case Finish():
+                self._is_finishing.set()
+            case AskReport(number):
+                self._agent.tell(Report(number, worker=self._report()))
+            case Cut(seconds):
+                cut(seconds)
+
+    def _report(self) -> WorkerReport:
+        used = usage_of(os.getpid())
+        return msgspec.structs.replace(
+            self._worker.report(),
+            cpu_s=used.cpu_s,
+            memory_bytes=used.memory_bytes,
+            gpu_memory_bytes=gpu_memory_of(self._args.device),
+        )
+
+    async def _exit_if_orphaned(self) -> None:
+        """Finish if there is neither a controller nor a gateway for ``orphan_s``."""
+        alone_since: float | None = None
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = self._clock()
+            if self._agent.lost_at is None or self._worker.has_router:
+                alone_since = None
+            else:
+                alone_since = alone_since or now
+                if now - alone_since > self._args.orphan_s:
+                    logger.warning("no controller and no gateway: this worker exits")
+                    self._is_finishing.set()
+
+    async def _monitor_memory(self) -> None:
+        """Report and exit if this process uses more memory than it booked."""
+        assert self._args.spec is not None
+        limit = memory_limit(self._args)
+        used = await outgrown(limit)
+        self._agent.tell(Outgrown(used, limit))
+        await asyncio.sleep(TELL_S)  # the controller kills this process, if it can
+        os._exit(OUTGROWN)
+
+    async def _finish(self) -> None:
+        await self._is_finishing.wait()
+        idle_since: float | None = None
+        while idle_since is None or self._clock() - idle_since < IDLE_S:
+            await asyncio.sleep(IDLE_S / 4)
+            if not self._worker.is_idle:
+                idle_since = None
+            elif idle_since is None:
+                idle_since = self._clock()
+        try:
+            async with asyncio.timeout(SEND_S):
+                await self._worker.wait_sent()
+        except TimeoutError:
+            pass  # a peer that does not read will see this process as lost
+
+
+def memory_limit(args: ProcessArgs) -> int:
+    """Return the bytes of memory that this process and its forks may use.
+
+    0: no limit.
+    """
+    assert args.spec is not None
+    need = needs_of(args.spec)[args.stage]
+    return need.memory_bytes if args.rank is None else need.memory_bytes // need.ranks
+
+
+async def outgrown(limit: int) -> int:
+    """Wait until this process uses more than ``limit`` bytes; return how many.
+
+    Never returns if ``limit`` is 0.
+
+    Cancellation: Safe.
+    """
+    if not limit:
+        await asyncio.get_running_loop().create_future()
+    while True:
+        await asyncio.sleep(MEMORY_LOOK_S)
+        used = outgrows(os.getpid(), limit)
+        if used:
+            logger.error(
+                "memory limit exceeded: %s used, %s booked; this process exits",
+                mib(used),
+                mib(limit),
+            )
+            return used
+
+
+async def _exit_if_outgrown(limit: int) -> None:
+    await outgrown(limit)
+    os._exit(OUTGROWN)
+
+
+def limit_gpu(device: str, need: Need) -> None:
+    """Limit torch's GPU memory in this process to what the replica books.
+
+    Args:
+        device: Device of the stage.
+        need: Resources that the replica books.
+    """
+    if not device.startswith("cuda") or not need.gpu_memory_bytes:
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    share = need.gpu_memory_bytes / need.ranks / total
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+
+
+def gpu_memory_of(device: str) -> int:
+    """Return the bytes of GPU memory that torch has reserved; 0 without a GPU."""
+    if not device.startswith("cuda"):
+        return 0
+    return torch.cuda.memory_reserved(device)
+
+
+def cut(seconds: float) -> None:
+    """Simulate a lost network for some seconds, without notice to the peers.
+
+    Nothing is read or written and no heartbeats are sent; the model goes on computing.
+    """
+    # This blocks the event loop on purpose, and stops the heartbeat helper.
+    found = subprocess.run(
+        ["pgrep", "-P", str(os.getpid())], capture_output=True, text=True, check=False
+    )
+    helpers = found.stdout.split()
+    # Another process wakes the helper: this one is usually killed meanwhile, and a
+    # stopped helper would not notice that and remain.
+    waking = f"sleep {seconds}; kill -CONT {' '.join(helpers)}"
+    subprocess.Popen(
+        ["sh", "-c", waking],
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    for pid in helpers:
+        os.kill(int(pid), signal.SIGSTOP)
+    time.sleep(seconds)
+
+
+async def _exit_with(world: World) -> None:
+    """Exit when the world of the replica's ranks breaks: they fail together."""
+    await world.wait_over()
+    if world.is_broken:
+        logger.error("a rank of this replica was lost: %r", world)
+        os._exit(1)
+
+
+async def run_follower(args: ProcessArgs, rank: int) -> int:
+    """Run a rank other than the leader; return the exit code of its process.
+
+    Args:
+        args: Arguments of the process.
+        rank: Rank in the replica.
+
+    Cancellation: Closes its worlds; a computation goes on in its thread.
+    """
+    assert args.spec is not None
+    limits = args.spec.stages[args.stage]
+    model = build_model(args.spec)
+    name = stage_name(args.spec, model, args.stage)
+    runner = Executor(model.stages[args.stage], name, limits.threads)
+    # A forked rank's memory counts with its leader's; a separate actor's does not.
+    limit = 0 if args.rank is None else memory_limit(args)
+    guard = asyncio.get_running_loop().create_task(_exit_if_outgrown(limit))
+    try:
+        async with WorldManager(config=args.config()) as manager:
+            world = await join_group(
+                manager, args.name, rank, limits.ranks, args.store, args.config()
+            )
+            await follow(world, runner, args.device)
+    except MultiWorldError as error:
+        logger.error("rank %d: %s", rank, error)
+        return 1
+    finally:
+        guard.cancel()
+    return 0
+
+
+async def run_worker(args: ProcessArgs) -> int:
+    """Run a worker; return the exit code of its process.
+
+    Cancellation: As for ``WorkerProcess.run``.
+    """
+    try:
+        async with WorldManager(config=args.config()) as manager:
+            await WorkerProcess(args, manager).run()
+    except MultiWorldError as error:
+        logger.error("%s", error)
+        return 1
+    return 0

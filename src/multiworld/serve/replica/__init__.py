@@ -1,0 +1,1 @@
+"""Parts of a replica process that both kinds of work use."""

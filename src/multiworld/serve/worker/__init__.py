@@ -1,1 +1,0 @@
-"""Worker: one replica of one stage, with its queue, executor and process."""

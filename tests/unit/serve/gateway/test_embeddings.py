@@ -1,0 +1,278 @@
+"""The OpenAI-compatible routes: embeddings, their limits and their errors."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from multiworld.errors import InvalidRequestError, ModelFailedError
+from multiworld.serve.gateway import embeddings as module
+from multiworld.serve.gateway.embeddings import MAX_TEXTS, WINDOW
+from multiworld.serve.spec.stage import Model, Tensors
+from tests.unit.serve.edges import HANG_S, until
+from tests.unit.serve.gateway.fakes import (
+    MODEL,
+    TEXT,
+    Disconnecting,
+    Fake,
+    FakeText,
+    Hanging,
+    doubled,
+    raising,
+)
+
+
+async def embed(fake: Fake, **asked: Any) -> Any:
+    """Return the answer to a request for embeddings of model ``t``."""
+    async with fake.client() as client:
+        return await client.post("/v1/embeddings", json={"model": "t", **asked})
+
+
+async def test_embeddings_come_in_the_order_of_the_texts() -> None:
+    """With the tokens that they took."""
+    answer = await embed(Fake(), input=["a", "bc"])
+    assert answer.status_code == 200
+    said = answer.json()
+    assert [(row["index"], row["embedding"]) for row in said["data"]] == [
+        (0, [97.0, -97.0]),
+        (1, [197.0, -197.0]),
+    ]
+    assert said["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
+    assert (said["object"], said["model"]) == ("list", "t")
+
+
+async def test_embeddings_in_base64_are_little_endian_floats() -> None:
+    """OpenAI's client asks for these by default."""
+    answer = await embed(Fake(), input="a", encoding_format="base64")
+    packed = base64.b64decode(answer.json()["data"][0]["embedding"])
+    assert struct.unpack("<2f", packed) == (97.0, -97.0)
+
+
+async def test_many_letters_are_encoded_in_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others of this gateway are not held up."""
+    threads: set[int] = set()
+
+    class Watched(FakeText):
+        def encode(self, text: str) -> Tensors:
+            threads.add(threading.get_ident())
+            return super().encode(text)
+
+    monkeypatch.setattr(module, "OFFLOAD_BYTES", 64)
+    fake = Fake()
+    fake.gateway.texts["t", "1"] = Watched()
+    assert (await embed(fake, input="abc")).status_code == 200
+    assert threads == {threading.get_ident()}
+    assert (await embed(fake, input="abcde")).status_code == 200
+    assert len(threads) == 2
+
+
+CODES = {'no "model"': "missing_required_parameter", "takes no text": None}
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"input": ""}, "none of them empty"),
+        ({"input": []}, "none of them empty"),
+        ({"input": ["x", ""]}, "none of them empty"),
+        ({"input": [1, -2]}, "array of token ids"),
+        ({"input": [[1], "x"]}, "array of token ids"),
+        ({"input": [1, "x"]}, "array of token ids"),
+        ({"input": ["x", 1]}, "array of token ids"),
+        ({"input": [[]] * 3000}, "2048 arrays"),
+        ({"input": [1] * 300_002}, "300000 tokens"),
+        ({"input": None}, "must be a text"),
+        ({"input": {"a": 1}}, "must be a text"),
+        ({}, "must be a text"),
+        ({"input": ["x"] * (MAX_TEXTS + 1)}, "more than 2048"),
+        ({"input": "x", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "x", "encoding_format": ["float"]}, "encoding_format"),
+        ({"input": "x", "dimensions": "2"}, "must be an integer"),
+        ({"input": "x", "dimensions": True}, "must be an integer"),
+        ({"input": "x", "dimensions": 3}, "this model returns 2"),
+        ({"input": "x", "model": 7}, 'no "model"'),
+        ({"input": "x", "model": None}, 'no "model"'),
+        ({"input": "x", "model": "m"}, "takes no text"),
+    ],
+)
+async def test_bad_request_is_named_in_openais_form(
+    asked: dict[str, Any], words: str
+) -> None:
+    """Nothing is computed."""
+    fake = Fake()
+    answer = await embed(fake, **asked)
+    assert answer.status_code == 400, answer.text
+    code = CODES.get(words, "invalid_value")
+    error = answer.json()["error"]
+    assert words in error["message"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", code)
+    assert fake.dispatcher.calls == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"model": "t", "input": ["\x80"]}',
+        b'{"model": "t", "input": "\x80"}',
+    ],
+)
+async def test_body_that_is_no_request_is_refused(content: bytes) -> None:
+    """However deep or broken it is."""
+    async with Fake().client() as client:
+        answer = await client.post("/v1/embeddings", content=content)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_unknown_model_has_openais_code() -> None:
+    """The client raises ``NotFoundError``."""
+    async with Fake().client() as client:
+        posted = await client.post(
+            "/v1/embeddings", json={"model": "none", "input": "x"}
+        )
+        got = await client.get("/v1/models/none")
+    for answer in (posted, got):
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "model_not_found"
+
+
+async def test_one_request_has_only_a_window_of_texts_under_way() -> None:
+    """It leaves room in the queue for the others."""
+    fake = Fake()
+    under_way, most = 0, 0
+    gate = asyncio.Event()
+
+    async def answer(model: str, tensors: Tensors) -> Tensors:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await gate.wait()
+        under_way -= 1
+        return await doubled(model, tensors)
+
+    fake.dispatcher.answers = answer
+    asking = asyncio.ensure_future(embed(fake, input=["x"] * (2 * WINDOW)))
+    await until(lambda: under_way == WINDOW)
+    gate.set()
+    assert len((await asyncio.wait_for(asking, HANG_S)).json()["data"]) == 2 * WINDOW
+    assert most == WINDOW
+
+
+async def test_text_that_fails_cancels_the_others_of_its_request() -> None:
+    """The answer is that text's error."""
+    fake = Fake()
+    hanging = Hanging()
+
+    async def answer(model: str, tensors: Tensors) -> Tensors:
+        if tensors["ids"].numel() == 1:
+            await hanging.is_asked.wait()
+            raise ModelFailedError("this one broke")
+        return await hanging(model, tensors)
+
+    fake.dispatcher.answers = answer
+    found = await asyncio.wait_for(embed(fake, input=["long", "x"]), HANG_S)
+    assert found.status_code == 500
+    assert found.json()["error"]["message"] == "this one broke"
+    assert found.json()["error"]["type"] == "server_error"
+    assert hanging.is_cancelled.is_set()
+
+
+async def test_client_that_hangs_up_cancels_all_its_texts() -> None:
+    """None of them goes on."""
+    fake = Fake()
+    hanging = fake.dispatcher.answers = Hanging()
+    asked = b'{"model": "t", "input": ["a", "b"]}'
+    client = Disconnecting(fake.app, "/v1/embeddings", asked)
+    running = asyncio.ensure_future(client.run())
+    await asyncio.wait_for(hanging.is_asked.wait(), HANG_S)
+    client.hang_up()
+    await asyncio.wait_for(running, HANG_S)
+    assert hanging.is_cancelled.is_set()
+    assert fake.requests() == {("t", "499"): 1.0}
+
+
+async def test_all_texts_share_one_deadline() -> None:
+    """That of the header, or of the model."""
+    fake = Fake()
+    async with fake.client(**{"x-timeout-s": "5"}) as client:
+        asked = {"model": "t", "input": ["a", "b"]}
+        await client.post("/v1/embeddings", json=asked)
+    await embed(fake, input="c")
+    left = [call["deadline_s"] for call in fake.dispatcher.calls]
+    assert all(4.0 < seconds <= 5.0 for seconds in left[:2])
+    assert 29.0 < left[2] <= 30.0
+
+
+async def test_tokenizer_that_refuses_a_text_is_the_clients_error() -> None:
+    """One that breaks is the service's; neither ends the gateway."""
+    fake = Fake()
+
+    class Broken:
+        def encode(self, text: str) -> Tensors:
+            if text == "bad":
+                raise InvalidRequestError("no such letters")
+            raise KeyError(text)
+
+    fake.gateway.texts["t", "1"] = Broken()
+    assert (await embed(fake, input="bad")).status_code == 400
+    assert (await embed(fake, input="worse")).status_code == 500
+
+
+async def test_model_without_its_embedding_is_an_error_of_the_service() -> None:
+    """It declares an output that it does not return."""
+    fake = Fake()
+    fake.dispatcher.answers = _other
+    answer = await embed(fake, input="x")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "server_error"
+
+
+async def _other(model: str, tensors: Tensors) -> Tensors:
+    return {"other": torch.ones(1, 2)}
+
+
+async def test_errors_of_one_kind_have_openais_names() -> None:
+    """A full queue is a rate limit to its client."""
+    fake = Fake()
+    fake.dispatcher.answers = raising(ModelFailedError("no"))
+    assert (await embed(fake, input="x")).json()["error"]["type"] == "server_error"
+    async with fake.client() as client:
+        listed = (await client.get("/v1/models")).json()
+    assert [model["id"] for model in listed["data"]] == ["m", "t"]
+    assert all(model["created"] > 1_700_000_000 for model in listed["data"])
+
+
+async def test_tokenizer_is_loaded_once_however_many_ask_for_it() -> None:
+    """It may take seconds, and much memory."""
+    loads = 0
+    gate = threading.Event()
+
+    def load() -> FakeText:
+        nonlocal loads
+        loads += 1
+        gate.wait(HANG_S)
+        return FakeText()
+
+    fake = Fake()
+    fake.serve(m=MODEL, t=Model(stages=TEXT.stages, outputs=TEXT.outputs, text=load))
+    asking = [asyncio.ensure_future(embed(fake, input="x")) for _ in range(2)]
+    await until(lambda: loads)
+    for _ in range(200):  # the second one has come as far
+        await asyncio.sleep(0)
+    gate.set()
+    answers = await asyncio.wait_for(asyncio.gather(*asking), HANG_S)
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert loads == 1

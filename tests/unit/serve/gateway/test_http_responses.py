@@ -1,0 +1,196 @@
+"""HTTP responses: forms of errors, deadlines, and what is counted."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+import pytest
+from fastapi import Request, Response
+
+from multiworld.errors import (
+    InvalidRequestError,
+    ModelFailedError,
+    OverloadedError,
+    ServeError,
+    UnauthorizedError,
+    UnknownModelError,
+)
+from multiworld.serve.gateway.body_budget import Reservation, TooLargeError
+from multiworld.serve.gateway.http_responses import (
+    error_response,
+    json_response,
+    openai_error_response,
+    respond,
+    timeout_of,
+)
+from multiworld.serve.tenants.authenticator import AdmittedRequest
+from multiworld.serve.tenants.directory import Tenant
+from tests.unit.serve.gateway.fakes import Fake
+
+
+def request(**headers: str) -> Request:
+    """Return a request with these headers."""
+    encoded = [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()]
+    return Request({"type": "http", "method": "POST", "headers": encoded})
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (InvalidRequestError("t"), 400, "invalid_request_error", None),
+        (TooLargeError("t"), 413, "invalid_request_error", None),
+        (UnauthorizedError("t"), 401, "invalid_request_error", "invalid_api_key"),
+        (UnknownModelError("t"), 404, "invalid_request_error", "model_not_found"),
+        (OverloadedError("t"), 429, "requests", "rate_limit_exceeded"),
+        (
+            OverloadedError("t", limit="tpm_limit"),
+            *(429, "tokens", "rate_limit_exceeded"),
+        ),
+        (
+            OverloadedError("t", limit="tokens_per_day"),
+            *(429, "insufficient_quota", "insufficient_quota"),
+        ),
+        (ModelFailedError("t"), 500, "server_error", None),
+        (ServeError("t"), 500, "server_error", None),
+    ],
+)
+def test_errors_in_both_forms(
+    error: ServeError, status: int, kind: str, code: str | None
+) -> None:
+    """The same status and headers in both."""
+    plain, openai = error_response(error), openai_error_response(error)
+    assert plain.status_code == openai.status_code == status
+    assert orjson.loads(plain.body) == {"error": "t"}
+    param = "model" if isinstance(error, UnknownModelError) else None
+    found = {"message": "t", "type": kind, "param": param, "code": code}
+    assert orjson.loads(openai.body) == {"error": found}
+    for answer in (plain, openai):
+        is_unauthorized = isinstance(error, UnauthorizedError)
+        assert ("www-authenticate" in answer.headers) == is_unauthorized
+
+
+@pytest.mark.parametrize(
+    ("after_s", "header"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (1.01, "2"), (90, "90")]
+)
+def test_retry_after_is_in_whole_seconds_and_never_zero(
+    after_s: float, header: str
+) -> None:
+    """A zero would have the client back at once."""
+    found = error_response(OverloadedError("t", retry_after_s=after_s))
+    assert found.headers["retry-after"] == header
+
+
+def test_text_of_an_error_cannot_break_its_json() -> None:
+    """It may repeat what the client sent."""
+    text = 'a "quoted" \\ line\n\x00 €'
+    assert orjson.loads(error_response(ServeError(text)).body) == {"error": text}
+    assert json_response({}, 200, {"x-a": "b"}).headers["x-a"] == "b"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "header", "seconds"),
+    [
+        ({}, None, None),
+        ({}, "0.5", 0.5),
+        ({"timeout_s": 2}, "0.5", 2.0),
+        ({"timeout": 1}, None, 1e-6),
+        ({"timeout": 86_400_000_000}, None, 86400.0),
+    ],
+)
+def test_timeout_is_taken_from_parameters_then_the_header(
+    parameters: dict[str, Any], header: str | None, seconds: float | None
+) -> None:
+    """Triton's comes last, in microseconds."""
+    headers = {} if header is None else {"x_timeout_s": header}
+    assert (
+        timeout_of(
+            request(**headers), parameters.get("timeout_s"), parameters.get("timeout")
+        )
+        == seconds
+    )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "header"),
+    [
+        ({"timeout": 0}, None),
+        ({"timeout": -1}, None),
+        ({"timeout": True}, None),
+        ({"timeout": "soon"}, None),
+        ({"timeout": 10**15}, None),
+        ({"timeout_s": float("nan")}, None),
+        ({"timeout_s": [1]}, None),
+        ({}, "1e999"),
+        ({}, "-0"),
+        ({}, "1,5"),
+    ],
+)
+def test_timeout_that_cannot_be_is_refused(
+    parameters: dict[str, Any], header: str | None
+) -> None:
+    """The text repeats it."""
+    headers = {} if header is None else {"x_timeout_s": header}
+    with pytest.raises(InvalidRequestError, match="is not valid; give seconds"):
+        timeout_of(
+            request(**headers), parameters.get("timeout_s"), parameters.get("timeout")
+        )
+
+
+async def test_answer_is_counted_for_its_model_and_its_tenant() -> None:
+    """Bytes that come in and go out, too; a model of another tenant is unknown."""
+    fake = Fake(Tenant(name="acme", models=("m",)))
+    door = fake.gateway.authenticator
+    asked = request(authorization=f"Bearer {fake.keys['acme']}")
+
+    async def handler(admitted: AdmittedRequest, body: Reservation) -> Response:
+        door.count_bytes(admitted, 5)
+        return Response(b"1234567")
+
+    for name in ("m", "t", "none"):
+        await respond(fake.gateway, asked, name, handler, error_response)
+    assert fake.requests() == {("m", "200"): 1.0, ("unknown", "200"): 2.0}
+    rows = [row for _, told in door.meter.take_due(1e9) for row in told]
+    by_model = {row.model: (row.requests, row.bytes_in, row.bytes_out) for row in rows}
+    assert by_model == {"m": (1, 5, 7), "unknown": (2, 10, 14)}
+    assert door.limiter.in_flight("acme") == 0
+
+
+async def test_name_of_the_model_may_be_known_after_the_answer_only() -> None:
+    """It stands in the body."""
+    fake = Fake()
+    parsed: dict[str, str] = {}
+
+    async def handler(admitted: AdmittedRequest, body: Reservation) -> Response:
+        parsed["model"] = "t"
+        return Response(b"")
+
+    def name() -> str:
+        return parsed.get("model", "")
+
+    await respond(fake.gateway, request(), name, handler, error_response)
+    assert fake.requests() == {("t", "200"): 1.0}
+
+
+async def test_cancelled_answer_is_counted_and_its_place_given_back() -> None:
+    """With nginx's status."""
+    fake = Fake(Tenant(name="acme", max_parallel_requests=1))
+    asked = request(x_api_key=fake.keys["acme"])
+    started = asyncio.Event()
+
+    async def handler(admitted: AdmittedRequest, body: Reservation) -> Response:
+        started.set()
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    running = asyncio.ensure_future(
+        respond(fake.gateway, asked, "m", handler, error_response)
+    )
+    await started.wait()
+    assert fake.gateway.authenticator.limiter.in_flight("acme") == 1
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert fake.gateway.authenticator.limiter.in_flight("acme") == 0
+    assert fake.requests() == {("m", "499"): 1.0}

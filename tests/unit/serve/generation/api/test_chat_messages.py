@@ -1,0 +1,107 @@
+"""Messages of chats as chat templates take them."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from multiworld.errors import InvalidRequestError
+from multiworld.serve.generation.api.chat_messages import MAX_ARGUMENTS, for_template
+
+
+def call_of(arguments: Any, **more: Any) -> dict[str, Any]:
+    """Return a tool call as OpenAI's clients send it back."""
+    function = {"name": "weather", "arguments": arguments}
+    return {"id": "call_1", "type": "function", "function": function, **more}
+
+
+def answer_of(*arguments: str) -> dict[str, Any]:
+    """Return an answer that calls a tool, as ``model_dump()`` of the client has it."""
+    return {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "function_call": None,
+        "tool_calls": [call_of(one) for one in arguments],
+    }
+
+
+def test_answers_of_the_client_come_back_as_templates_take_them() -> None:
+    """Arguments are objects, which templates write as JSON themselves."""
+    (found,) = for_template([answer_of('{"city": "Köln", "days": [1, 2]}')])
+    assert found == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [call_of({"city": "Köln", "days": [1, 2]})],
+    }
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Kö', "", "[1]", "7", '{"a": NaN}'])
+def test_arguments_that_are_no_object_stay_as_they_are(arguments: str) -> None:
+    """An answer that ``max_tokens`` cut can be sent back."""
+    (found,) = for_template([answer_of(arguments)])
+    assert found["tool_calls"] == [call_of(arguments)]
+
+
+def test_what_was_given_is_not_changed() -> None:
+    """The messages of the caller keep their form."""
+    given = [answer_of('{"a": 1}')]
+    before = json.dumps(given)
+    for_template(given)
+    assert json.dumps(given) == before
+
+
+def test_parts_are_joined_and_what_is_null_is_left_out() -> None:
+    """Refusals are text as well; no calls are no field."""
+    parts = [{"type": "text", "text": "I "}, {"type": "refusal", "refusal": "will not"}]
+    given: list[dict[str, Any]] = [
+        {"role": "assistant", "content": parts, "tool_calls": []},
+        {"role": "user", "content": "why", "name": None, "tool_calls": None},
+    ]
+    assert for_template(given) == [
+        {"role": "assistant", "content": "I will not"},
+        {"role": "user", "content": "why"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "robot", "content": "hi"},
+        {"role": ["user"], "content": "hi"},
+        {"content": "hi"},
+        {"role": "user"},
+        {"role": "user", "content": None},
+        {"role": "tool", "content": 7},
+        {"role": "user", "content": [{"type": ["text"], "text": "hi"}]},
+        {"role": "user", "content": [{"type": "text"}]},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+        {"role": "user", "content": ["hi"]},
+        {"role": "user", "content": "hi", "tool_calls": [call_of("{}")]},
+        {"role": "assistant", "tool_calls": {"a": 1}},
+        {"role": "assistant", "tool_calls": ["x"]},
+        {"role": "assistant", "tool_calls": [{"function": "x"}]},
+        {"role": "assistant", "tool_calls": [call_of({"city": "Köln"})]},
+        {"role": "assistant", "tool_calls": [call_of("{}", type="custom")]},
+    ],
+)
+def test_other_messages_are_refused(message: dict[str, Any]) -> None:
+    """The field is named."""
+    with pytest.raises(InvalidRequestError, match='"messages"') as caught:
+        for_template([message])
+    assert caught.value.param == "messages"
+
+
+def test_arguments_with_many_values_are_refused_before_they_are_decoded() -> None:
+    """Megabytes of lists in strings hold up nobody, in one call or in many."""
+    lists = '{"a": [' + "[]," * (MAX_ARGUMENTS // 4) + "[]]}"
+    assert for_template([answer_of(lists)])
+    began = time.monotonic()
+    for given in ([answer_of(lists * 40)], [answer_of(*[lists] * 40)]):
+        with pytest.raises(InvalidRequestError, match="values"):
+            for_template(given)
+    assert time.monotonic() - began < 1.0
+    assert for_template([answer_of("[" * 20_000)])

@@ -1,0 +1,751 @@
+"""Routes of models that generate text, over streams that a test plays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from multiworld.errors import RequestPoisonedError, ServeError
+from multiworld.serve.generation.api import completion_answers
+from multiworld.serve.generation.gateway.stream_router import Streams
+from multiworld.serve.generation.tokenizer import Tokenizer
+from multiworld.serve.spec.schema import GenerationSpec, ModelSpec, StageSpec
+from multiworld.serve.spec.stage import Generation, Model, Stage
+from multiworld.serve.tenants.directory import Tenant
+from multiworld.serve.transport.generation_messages import Sampling, TokenItem
+from tests.tiny_decoder import save_tokenizer
+from tests.unit.serve.gateway.fakes import Fake
+
+CHAT = "/v1/chat/completions"
+PROMPT = [{"role": "user", "content": "hi"}]
+
+
+class PlayedStreams(Streams):
+    """Streams whose tokens a test says.
+
+    Attributes:
+        text: The tokens to generate.
+        error: Ends each stream after those; None: it ends well.
+        finish: Why it ends then.
+        wait_s: Seconds before each token.
+        prompts: Prompts that were asked for.
+        samplings: How each was to be sampled.
+        sessions: Session of each.
+        requests: Id of the request of each.
+        quarantined: Tenants and models.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("gateway/1")
+        self.text: list[int] = []
+        self.error: ServeError | None = None
+        self.finish: Any = "length"
+        self.wait_s = 0.0
+        self.prompts: list[list[int]] = []
+        self.samplings: list[Sampling] = []
+        self.sessions: list[str] = []
+        self.requests: list[str] = []
+        self.quarantined: list[tuple[str, str]] = []
+
+    def check_room(self, model: str) -> None:
+        """Have room."""
+
+    def quarantine(self, tenant: str, model: str) -> None:
+        """Take note."""
+        self.quarantined.append((tenant, model))
+
+    @asynccontextmanager
+    async def stream(
+        self, model: str, tokens: Sequence[int], sampling: Sampling, **more: Any
+    ) -> AsyncIterator[AsyncIterator[TokenItem]]:
+        """Generate what the test set."""
+        self.prompts.append(list(tokens))
+        self.samplings.append(sampling)
+        self.sessions.append(more["session"])
+        self.requests.append(more["request"])
+        yield self._items(sampling)
+
+    async def _items(self, sampling: Sampling) -> AsyncIterator[TokenItem]:
+        for index, token in enumerate(self.text):
+            await asyncio.sleep(self.wait_s)
+            is_last = index + 1 == len(self.text) and self.error is None
+            logprob = None if sampling.logprobs is None else -0.5 * index
+            top = ((token, -0.5 * index), (5, float("-inf")))[: sampling.logprobs or 0]
+            finish: Any = self.finish if is_last else ""
+            key = ("gateway/1", 1, 0)
+            scores: Any = ()
+            if index == 0 and sampling.prompt_logprobs is not None:
+                scores = tuple((-1.0 * n, ()) for n in range(1, len(self.prompts[-1])))
+            yield TokenItem(key, index, token, finish, logprob, top, scores)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Return a tokenizer of bytes."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return Tokenizer(folder)
+
+
+class Played:
+    """A gateway with a model that generates what a test says.
+
+    Attributes:
+        streams: What it generates.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *tenants: str,
+        defaults: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        self.fake = Fake(*(Tenant(name=name) for name in tenants))
+        self.streams = self.fake.gateway.streams = PlayedStreams()
+        facts = Generation(
+            tokenizer=lambda: tokenizer,
+            end_tokens=(0,),
+            vocabulary=300,
+            max_tokens=200,
+            kv_bytes=[1],
+            defaults=defaults,
+        )
+        stage = Stage(load=lambda context: lambda tensors: tensors)
+        self.fake.serve(g=Model(stages=[stage], generation=facts))
+        spec = ModelSpec(
+            factory="a:b",
+            stages=[StageSpec(name="all")],
+            generation=GenerationSpec(tool_call_parser="hermes"),
+        )
+        self.fake.gateway.specs["g", "1"] = spec
+
+    async def post(
+        self, path: str, body: dict[str, Any], tenant: str = ""
+    ) -> tuple[int, Any]:
+        """Return the status of an answer, and its content or the events of it."""
+        async with self.fake.client(tenant) as client:
+            named = {} if path.startswith("/v2") else {"model": "g"}
+            answer = await client.post(path, json={**named, **body})
+        if answer.headers["content-type"].startswith("text/event-stream"):
+            return answer.status_code, answer.text.split("\n\n")[:-1]
+        return answer.status_code, answer.json()
+
+    async def choices(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """Return the choices of a streamed answer, chunk by chunk."""
+        status, events = await self.post(path, {**body, "stream": True})
+        assert status == 200, events
+        assert events[-1] == "data: [DONE]"
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+        return [choice for chunk in chunks for choice in chunk["choices"]]
+
+
+# Poison.
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_poison_text_is_told_once_and_not_tried_again(
+    tokenizer: Tokenizer, is_streamed: bool
+) -> None:
+    """Whatever its seed; other texts of its tenant, and the same of another, are."""
+    played = Played(tokenizer, "acme", "beta")
+    told: list[Any] = []
+    played.fake.gateway.on_poison = lambda *found: told.append(found)
+    played.streams.error = RequestPoisonedError("it kills")
+    asked = {"messages": PROMPT, "stream": is_streamed, "temperature": 0.5}
+    status, first = await played.post(CHAT, asked, "acme")
+    assert status == (200 if is_streamed else 500)
+    assert "it kills" in str(first)
+    played.streams.error, played.streams.text = None, [7, 8]
+    status, again = await played.post(CHAT, {**asked, "seed": 7}, "acme")
+    assert status == 500
+    assert "do not retry it" in again["error"]["message"]
+    assert len(played.streams.prompts) == 1
+    assert [found[:2] for found in told] == [("acme", ("g", "1"))]
+    for tenant, more in (("beta", {}), ("acme", {"temperature": 0.6})):
+        status, _ = await played.post(CHAT, {**asked, **more}, tenant)
+        assert status == 200
+
+
+async def test_several_poison_texts_quarantine_their_tenant(
+    tokenizer: Tokenizer,
+) -> None:
+    """On every route of the model; those of it that wait end, too."""
+    played = Played(tokenizer, "acme")
+    played.streams.error = RequestPoisonedError("it kills")
+    for number in range(3):
+        asked = {"prompt": [5 + number], "max_tokens": 3}
+        status, _ = await played.post("/v1/completions", asked, "acme")
+        assert status == 500
+    status, answer = await played.post(CHAT, {"messages": PROMPT}, "acme")
+    assert status == 429
+    assert "quarantined" in answer["error"]["message"]
+    status, _ = await played.post("/v2/models/g/generate", {}, "acme")
+    assert status == 400, "it is read first"
+    async with played.fake.client("acme") as client:
+        text = {"text_input": "hi"}
+        answer = await client.post("/v2/models/g/generate", json=text)
+    assert answer.status_code == 429
+    assert ("acme", "g") in played.streams.quarantined
+
+
+# Streamed answers.
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize("text", ["well", CALL, "so: " + CALL + " and", "<tool_ca"])
+async def test_streamed_calls_tell_of_every_token_once(
+    tokenizer: Tokenizer, text: str
+) -> None:
+    """Ids and probabilities, however long the text of a call is held back."""
+    played = Played(tokenizer)
+    wanted = [*tokenizer.encode(text, has_special=False), 0]
+    played.streams.text, played.streams.finish = wanted, "stop"
+    found = await played.choices(
+        CHAT,
+        {
+            "messages": PROMPT,
+            "tools": TOOLS,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "return_token_ids": True,
+        },
+    )
+    assert [t for choice in found for t in choice["token_ids"]] == wanted
+    scored = [e for c in found if c["logprobs"] for e in c["logprobs"]["content"]]
+    assert [each["logprob"] for each in scored] == [
+        -0.5 * n for n in range(len(wanted))
+    ]
+    for each in scored:
+        assert [top["logprob"] for top in each["top_logprobs"]] == [
+            each["logprob"],
+            -9999.0,
+        ]
+    assert [c["prompt_token_ids"] for c in found if "prompt_token_ids" in c] == [
+        played.streams.prompts[0]
+    ]
+    has_call = CALL in text
+    assert found[-1]["finish_reason"] == ("tool_calls" if has_call else "stop")
+    calls = [c for choice in found for c in choice["delta"].get("tool_calls", ())]
+    assert len(calls) == has_call
+
+
+async def test_text_completion_tells_the_ids_of_its_prompt_once(
+    tokenizer: Tokenizer,
+) -> None:
+    """With the first token."""
+    played = Played(tokenizer)
+    played.streams.text = list(tokenizer.encode("yes", has_special=False))
+    asked = {"prompt": [9, 8, 7], "return_token_ids": True}
+    found = await played.choices("/v1/completions", asked)
+    assert [choice.get("prompt_token_ids") for choice in found] == [
+        [9, 8, 7],
+        *[None] * 3,
+    ]
+    assert [t for choice in found for t in choice["token_ids"]] == list(
+        tokenizer.encode("yes", has_special=False)
+    )
+    assert "".join(choice["text"] for choice in found) == "yes"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": []}</tool_call>',
+        '<tool_call>{"name": {}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "\\ud800"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+    ],
+)
+async def test_text_that_is_almost_a_call_is_given_out(
+    tokenizer: Tokenizer, text: str
+) -> None:
+    """Whole and streamed: a model may write anything."""
+    played = Played(tokenizer)
+    played.streams.text = list(tokenizer.encode(text, has_special=False))
+    asked = {"messages": PROMPT, "tools": TOOLS}
+    status, answer = await played.post(CHAT, asked)
+    assert status == 200, answer
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": text}
+    found = await played.choices(CHAT, asked)
+    assert "".join(c["delta"].get("content", "") for c in found) == text
+
+
+@pytest.mark.parametrize("is_parallel", [True, False])
+async def test_one_call_is_all_if_no_more_are_wanted(
+    tokenizer: Tokenizer, is_parallel: bool
+) -> None:
+    """Whole and streamed; a required one has a structure that says so."""
+    played = Played(tokenizer)
+    played.streams.text = list(tokenizer.encode(CALL + CALL, has_special=False))
+    asked = {"messages": PROMPT, "tools": TOOLS, "parallel_tool_calls": is_parallel}
+    _, answer = await played.post(CHAT, asked)
+    assert len(answer["choices"][0]["message"]["tool_calls"]) == 1 + is_parallel
+    found = await played.choices(CHAT, asked)
+    calls = [c for choice in found for c in choice["delta"].get("tool_calls", ())]
+    assert len(calls) == 1 + is_parallel
+    await played.post(CHAT, {**asked, "tool_choice": "required"})
+    grammar = played.streams.samplings[-1].grammar
+    assert ("call)*" in grammar) is is_parallel
+
+
+REQUIRED = '[{"name": "f", "parameters": {"a": 1}}, {"name": "f", "parame'
+
+
+async def test_calls_before_a_cut_are_answered_and_the_rest_is_no_text(
+    tokenizer: Tokenizer,
+) -> None:
+    """Whole and streamed; the reason of the end says that it was cut."""
+    played = Played(tokenizer)
+    played.streams.text = list(tokenizer.encode(REQUIRED, has_special=False))
+    asked = {"messages": PROMPT, "tools": TOOLS, "tool_choice": "required"}
+    _, answer = await played.post(CHAT, asked)
+    (choice,) = answer["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "length")
+    found = await played.choices(CHAT, asked)
+    assert not any(c["delta"].get("content") for c in found)
+    calls = [c for choice in found for c in choice["delta"].get("tool_calls", ())]
+    assert [c["function"]["arguments"] for c in calls] == ['{"a": 1}']
+    assert found[-1]["finish_reason"] == "length"
+    played.streams.text = list(tokenizer.encode("[{", has_special=False))
+    _, answer = await played.post(CHAT, asked)
+    assert answer["choices"][0]["message"]["content"] is None
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v2/models/g/generate"])
+async def test_defaults_of_the_model_are_those_of_requests(
+    tokenizer: Tokenizer, path: str
+) -> None:
+    """A field that a request names counts; null is no value."""
+    own = {"temperature": 0.25, "top_k": 20, "min_p": 0.125}
+    played = Played(tokenizer, defaults=own)
+    played.streams.text = [7]
+    body: dict[str, Any] = {"prompt": "hi"}
+    if path == CHAT:
+        body = {"messages": PROMPT}
+    elif path.endswith("generate"):
+        body = {"text_input": "hi", "parameters": {}}
+    assert (await played.post(path, body))[0] == 200
+    sampling = played.streams.samplings[-1]
+    assert (sampling.temperature, sampling.top_k, sampling.min_p) == (0.25, 20, 0.125)
+    named: dict[str, Any] = {"temperature": 0.5, "top_k": None, "min_p": 0.0}
+    if path.endswith("generate"):
+        body["parameters"] = {k: v for k, v in named.items() if v is not None}
+    else:
+        body |= named
+    assert (await played.post(path, body))[0] == 200
+    sampling = played.streams.samplings[-1]
+    assert (sampling.temperature, sampling.top_k, sampling.min_p) == (0.5, 20, 0.0)
+
+
+async def test_strict_tools_are_enforced_or_refused(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """By a structure, where the marks of calls are tokens of the model."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    function = {"name": "f", "parameters": schema, "strict": True}
+    asked = {"messages": PROMPT, "tools": [{"type": "function", "function": function}]}
+    refused, answer = await Played(tokenizer).post(CHAT, asked)
+    assert (refused, answer["error"]["param"]) == (400, "tools")
+    assert "strict tools are enforced with tool_choice" in answer["error"]["message"]
+    save_tokenizer(tmp_path, "<tool_call>", "</tool_call>")
+    played = Played(Tokenizer(tmp_path))
+    played.streams.text = [7]
+    assert (await played.post(CHAT, asked))[0] == 200
+    assert "call: <[" in played.streams.samplings[-1].grammar
+
+
+async def test_request_id_is_taken_returned_and_told_to_the_streams(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On every answer, and in the log of access; a bad one is replaced."""
+    played = Played(tokenizer)
+    played.streams.text = [7]
+    gateway = played.fake.gateway
+    gateway.logs_access = True
+    caplog.set_level("INFO", "multiworld.access")
+    async with played.fake.client("") as client:
+        for given, body, status in (
+            ("my-id", {"messages": PROMPT}, 200),
+            ("my-id", {"messages": PROMPT, "stream": True}, 200),
+            ("my-id", {"messages": 1}, 400),
+            ("bad id", {"messages": PROMPT}, 200),
+        ):
+            answer = await client.post(
+                CHAT, json={"model": "g", **body}, headers={"X-Request-Id": given}
+            )
+            assert answer.status_code == status
+            found = answer.headers["x-request-id"]
+            assert (found == given) is (given == "my-id")
+            assert f"{found} - POST {CHAT} {status} " in caplog.text
+    assert played.streams.requests[:2] == ["my-id", "my-id"]
+    counted = [(labels, n) for _, labels, n in gateway.counts.counted()]
+    assert (("g", "400"), 1) in counted, "of the model that it names"
+
+
+async def test_call_that_was_cut_says_so(tokenizer: Tokenizer) -> None:
+    """Clients parse the arguments otherwise."""
+    played = Played(tokenizer)
+    played.streams.text = list(tokenizer.encode('{"a', has_special=False))
+    named = {"type": "function", "function": {"name": "f"}}
+    asked = {"messages": PROMPT, "tools": TOOLS, "tool_choice": named}
+    _, answer = await played.post(CHAT, asked)
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a'
+    found = await played.choices(CHAT, asked)
+    assert found[-1]["finish_reason"] == "length"
+
+
+async def test_stream_that_fails_of_a_bug_says_so_in_the_stream(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rather than be cut."""
+    played = Played(tokenizer)
+    played.streams.text = [7, 8]
+
+    def broken(*_: Any) -> bytes:
+        raise TypeError("of a bug")
+
+    monkeypatch.setattr(completion_answers, "_piece_event", broken)
+    _, events = await played.post(CHAT, {"messages": PROMPT, "stream": True})
+    assert "internal error" in events[-2]
+    assert "of a bug" not in events[-2]
+    assert events[-1] == "data: [DONE]"
+
+
+async def test_probabilities_of_prompts_are_bounded_in_all(
+    tokenizer: Tokenizer,
+) -> None:
+    """However they are asked for: prompts, choices and alternatives."""
+    played = Played(tokenizer)
+    played.streams.text = [7]
+    asked = {"prompt": [[5] * 180] * 3, "max_tokens": 1, "echo": True, "logprobs": 20}
+    status, answer = await played.post("/v1/completions", {**asked, "n": 21})
+    assert (status, answer["error"]["param"]) == (400, "logprobs")
+    status, _ = await played.post("/v1/completions", {**asked, "n": 2})
+    assert status == 200
+
+
+async def test_list_of_models_tells_the_longest_text(tokenizer: Tokenizer) -> None:
+    """Of those that generate text, as vLLM names it."""
+    async with Played(tokenizer).fake.client() as client:
+        listed = (await client.get("/v1/models")).json()["data"]
+        one = (await client.get("/v1/models/g")).json()
+    assert {m["id"]: m.get("max_model_len") for m in listed}["g"] == 200
+    assert one in listed
+    assert one["max_model_len"] == 200
+
+
+@pytest.mark.parametrize("finish", ["length", "stop"])
+async def test_answer_may_be_the_prompt_only(tokenizer: Tokenizer, finish: str) -> None:
+    """Programs that score texts ask for no tokens."""
+    played = Played(tokenizer)
+    played.streams.text, played.streams.finish = [9], finish
+    given = list(tokenizer.encode("abc", has_special=False))
+    asked = {"prompt": given, "max_tokens": 0, "echo": True, "return_token_ids": True}
+    path = "/v1/completions"
+    status, answer = await played.post(path, {**asked, "logprobs": 0})
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    assert choice["text"] == "abc"
+    assert choice["finish_reason"] == "length"
+    assert choice["token_ids"] == []
+    assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -2.0]
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 0,
+        "total_tokens": 3,
+    }
+    ((_, (used,)),) = played.fake.gateway.authenticator.meter.take_due(0.0)
+    assert (used.prompt_tokens, used.generated_tokens) == (3, 0)
+    chunks = await played.choices(path, asked)
+    assert "".join(chunk["text"] for chunk in chunks) == "abc"
+    assert [c["finish_reason"] for c in chunks] == [None, "length"]
+    assert [c["token_ids"] for c in chunks if "token_ids" in c] == [[], []]
+    status, answer = await played.post(path, {**asked, "echo": False})
+    assert (status, answer["error"]["param"]) == (400, "max_tokens")
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v2/models/g/generate_stream"])
+async def test_slow_stream_is_kept_alive_by_comments(
+    tokenizer: Tokenizer, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Proxies close connections on which nothing comes."""
+    monkeypatch.setattr(completion_answers, "KEEP_ALIVE_S", 0.02)
+    played = Played(tokenizer)
+    played.streams.text, played.streams.wait_s = (
+        list(tokenizer.encode("ab", has_special=False)),
+        0.2,
+    )
+    body: dict[str, Any] = {"model": "g", "messages": PROMPT, "stream": True}
+    if path != CHAT:
+        body = {"text_input": "hi"}
+    async with played.fake.client() as client:
+        answer = await client.post(path, json=body)
+    events = answer.text.split("\n\n")
+    comments = [number for number, event in enumerate(events) if event[:1] == ":"]
+    assert len(comments) >= 2
+    assert comments[0] == 0, "before the first token"
+    assert all(event.startswith("data: ") for event in events[:-1] if event[:1] != ":")
+
+
+# Requests.
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages"),
+        ({"messages": PROMPT, "n": 65}, "n"),
+        ({"messages": PROMPT, "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": PROMPT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": PROMPT, "max_completion_tokens": 500}, "messages"),
+        ({"messages": PROMPT, "stop_token_ids": [300]}, "stop_token_ids"),
+        ({"messages": PROMPT, "temperature": -1}, "temperature"),
+        ({"messages": PROMPT, "store": True}, "store"),
+        (
+            {
+                "messages": PROMPT,
+                "stream": True,
+                "stream_options": {"include_obfuscation": True},
+            },
+            "stream_options",
+        ),
+        ({"messages": PROMPT, "stop_token_ids": [*range(1025)]}, "stop_token_ids"),
+        ({"messages": PROMPT, "service_tier": "flex"}, "service_tier"),
+        ({"messages": PROMPT, "metadata": {"a": 1}}, "metadata"),
+        ({"messages": PROMPT, "metadata": {"a" * 65: "b"}}, "metadata"),
+        ({"messages": PROMPT, "reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"messages": PROMPT, "verbosity": "low"}, "verbosity"),
+        ({"messages": PROMPT, "best_of": 2}, "best_of"),
+        ({"messages": PROMPT, "use_beam_search": True}, "use_beam_search"),
+        ({"messages": PROMPT, "prompt_cache_key": "x" * 257}, "prompt_cache_key"),
+    ],
+)
+async def test_chat_that_cannot_be_met_names_the_field(
+    tokenizer: Tokenizer, body: dict[str, Any], param: str
+) -> None:
+    """No replica is asked."""
+    played = Played(tokenizer)
+    status, answer = await played.post(CHAT, body)
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert played.streams.prompts == []
+
+
+async def test_tool_call_comes_back_in_the_next_turn(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the client's own object for it, with null for what it has not."""
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}"
+        "{% endfor %};{% endfor %}"
+    )
+    monkeypatch.setattr(tokenizer._slow, "chat_template", template)
+    played = Played(tokenizer)
+    played.streams.text = [7]
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    call = {"id": "call_1", "type": "function", "function": function}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "7"}
+    status, _ = await played.post(CHAT, {"messages": [*PROMPT, answer, result]})
+    assert status == 200
+    shown = tokenizer.decode(played.streams.prompts[0])
+    assert shown == 'user:hi;assistant:{"a": 1};tool:7;'
+
+
+async def test_variables_of_the_template_can_be_set(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that it has, and none that say how it is used."""
+    template = "{{ messages[0].content }}{{ '!' if enable_thinking else '.' }}"
+    monkeypatch.setattr(tokenizer._slow, "chat_template", template)
+    played = Played(tokenizer)
+    played.streams.text = [7]
+    for is_on, shown in ((True, "hi!"), (False, "hi.")):
+        asked = {"messages": PROMPT, "chat_template_kwargs": {"enable_thinking": is_on}}
+        status, _ = await played.post(CHAT, asked)
+        assert status == 200
+        assert tokenizer.decode(played.streams.prompts.pop()) == shown
+        _, answer = await played.post("/tokenize", asked)
+        assert tokenizer.decode(answer["tokens"]) == shown
+    for name in ("thinking", "messages", "chat_template", "tokenize", "tools", ""):
+        asked = {"messages": PROMPT, "chat_template_kwargs": {name: "x"}}
+        for path in (CHAT, "/tokenize"):
+            status, answer = await played.post(path, asked)
+            assert (status, answer["error"]["param"]) == (400, "chat_template_kwargs")
+    assert played.streams.prompts == []
+
+
+async def test_tools_that_cannot_fit_are_refused_before_they_are_read(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The template has written them, which takes no time; tokens do."""
+    monkeypatch.setattr(tokenizer._slow, "chat_template", "{{ tools | tojson }}")
+    tool = {"type": "function", "function": {"name": "f", "description": "x" * 9000}}
+    asked = {"messages": PROMPT, "tools": [tool], "tool_choice": "required"}
+    status, answer = await Played(tokenizer).post(CHAT, asked)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert "characters" in answer["error"]["message"]
+
+
+async def test_prompts_times_choices_are_bounded(tokenizer: Tokenizer) -> None:
+    """By what all of them are together."""
+    played = Played(tokenizer)
+    played.streams.text = [7]
+    asked = {"prompt": ["a", "b"], "n": 33}
+    status, answer = await played.post("/v1/completions", asked)
+    assert (status, answer["error"]["param"]) == (400, "n")
+    status, answer = await played.post("/v1/completions", {**asked, "n": 3})
+    assert status == 200
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    assert played.streams.prompts == [[65]] * 3 + [[66]] * 3
+    assert answer["usage"]["prompt_tokens"] == 2
+    assert answer["usage"]["completion_tokens"] == 6
+
+
+async def test_limit_of_a_chat_is_its_newer_name_if_both_are_given(
+    tokenizer: Tokenizer,
+) -> None:
+    """max_completion_tokens replaces max_tokens in OpenAI's API."""
+    played = Played(tokenizer)
+    played.streams.text = [7]
+    for fields, most in (
+        ({"max_completion_tokens": 5}, 5),
+        ({"max_tokens": 6}, 6),
+        ({"max_tokens": 6, "max_completion_tokens": 5}, 5),
+    ):
+        assert (await played.post(CHAT, {"messages": PROMPT, **fields}))[0] == 200
+        assert played.streams.samplings[-1].max_tokens == most
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": PROMPT, "x" * 5000: 1},
+        {"messages": PROMPT, "structured_outputs": {"regex": "(" * 5000}},
+        {"messages": PROMPT, "model": "x" * 5000},
+        {
+            "messages": PROMPT,
+            "tools": TOOLS,
+            "tool_choice": {"function": {"name": "x" * 5000}},
+        },
+    ],
+)
+async def test_error_quotes_little_of_what_was_sent(
+    tokenizer: Tokenizer, body: dict[str, Any]
+) -> None:
+    """A large field in a body is no large answer."""
+    status, answer = await Played(tokenizer).post(CHAT, body)
+    assert status in (400, 404)
+    assert len(json.dumps(answer)) < 2500
+
+
+async def test_values_that_ask_for_nothing_are_taken(tokenizer: Tokenizer) -> None:
+    """Clients send them; the session is the tenant's own."""
+    played = Played(tokenizer)
+    played.streams.text = [7]
+    nothing = {
+        "store": False,
+        "metadata": {"a": "b"},
+        "verbosity": None,
+        "best_of": 1,
+        "reasoning_effort": "low",
+        "length_penalty": 1.0,
+        "service_tier": "auto",
+        "modalities": ["text"],
+        "user": "u",
+        "prompt_cache_key": "chat 7",
+        "logit_bias": {},
+    }
+    assert (await played.post(CHAT, {"messages": PROMPT, **nothing}))[0] == 200
+    assert played.streams.sessions == ["chat 7"]
+
+
+async def test_stop_string_ends_the_text_before_it(tokenizer: Tokenizer) -> None:
+    """Also if it comes in several tokens, streamed or whole."""
+    played = Played(tokenizer)
+    played.streams.text = list(tokenizer.encode("one,END,two", has_special=False))
+    asked = {"messages": PROMPT, "stop": ["END"]}
+    status, answer = await played.post(CHAT, asked)
+    (choice,) = answer["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("one,", "stop")
+    found = await played.choices(CHAT, asked)
+    assert "".join(c["delta"].get("content", "") for c in found) == "one,"
+    assert found[-1]["finish_reason"] == "stop"
+    assert status == 200
+
+
+async def test_text_that_is_cut_within_a_letter_shows_whole_letters(
+    tokenizer: Tokenizer,
+) -> None:
+    """Bytes that are no letter are replaced at the end, never before it."""
+    played = Played(tokenizer)
+    letters = tokenizer.encode("aé€", has_special=False)
+    assert len(letters) == 6
+    for count, wanted in ((6, "aé€"), (5, "aé�"), (2, "a�")):
+        played.streams.text = list(letters[:count])
+        found = await played.choices(CHAT, {"messages": PROMPT})
+        shown = [choice["delta"].get("content", "") for choice in found]
+        assert "".join(shown) == wanted
+        assert not any("�" in piece for piece in shown[:-1])
+
+
+async def test_tokens_and_texts_are_turned_into_each_other(
+    tokenizer: Tokenizer,
+) -> None:
+    """A prompt, a chat with its template, and back."""
+    played = Played(tokenizer)
+    status, plain = await played.post("/tokenize", {"prompt": "hi!"})
+    assert status == 200
+    assert plain["count"] == 3
+    assert plain["max_model_len"] == 200
+    body = {"messages": PROMPT, "return_token_strs": True}
+    _, chat = await played.post("/tokenize", body)
+    assert "".join(chat["token_strs"]).replace("Ġ", " ").startswith("user:")
+    _, text = await played.post("/detokenize", {"tokens": plain["tokens"]})
+    assert text == {"prompt": "hi!"}
+    for path, wrong in (
+        ("/tokenize", {}),
+        ("/tokenize", {"messages": [{"role": "robot"}]}),
+        ("/detokenize", {"tokens": [300]}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {}),
+    ):
+        status, _ = await played.post(path, wrong)
+        assert status == 400
+
+
+async def test_chat_shows_the_asked_alternatives_of_each_token(
+    tokenizer: Tokenizer,
+) -> None:
+    """A probability of zero has a number in JSON."""
+    played = Played(tokenizer)
+    played.streams.text = list(tokenizer.encode("ab", has_special=False))
+    asked = {"messages": PROMPT, "logprobs": True, "top_logprobs": 2}
+    _, answer = await played.post(CHAT, asked)
+    first, second = answer["choices"][0]["logprobs"]["content"]
+    assert (first["token"], first["logprob"], second["logprob"]) == ("a", 0.0, -0.5)
+    assert [top["logprob"] for top in second["top_logprobs"]] == [-0.5, -9999.0]
+    assert first["bytes"] == [97]
+    asked = {"prompt": "x", "logprobs": 2}
+    _, answer = await played.post("/v1/completions", asked)
+    found = answer["choices"][0]["logprobs"]
+    assert found["token_logprobs"] == [0.0, -0.5]
+    assert sorted(found["top_logprobs"][1].values()) == [-9999.0, -0.5]

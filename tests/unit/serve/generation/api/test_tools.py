@@ -1,0 +1,168 @@
+"""Tool calls in the text of an answer, however it is cut into pieces."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multiworld.errors import InvalidRequestError
+from multiworld.serve.generation.api.tools import (
+    Call,
+    Calling,
+    CallParser,
+    Family,
+    Function,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    calling_of,
+)
+
+PLACE = {"type": "object", "properties": {"place": {"type": "string"}}}
+TOOLS = [
+    Tool("function", Function("weather", parameters=PLACE)),
+    Tool("function", Function("now")),
+]
+CALL = '{"name": "weather", "arguments": {"place": "Köln </tool"}}'
+
+
+def parsed(
+    calling: Calling, family: Family | None, pieces: list[str]
+) -> tuple[str, list[tuple[str, Any]]]:
+    """Return the text and the calls of an answer that comes in pieces."""
+    parser = CallParser(calling, family)
+    found = [each for piece in pieces for each in parser.feed(piece)]
+    found += parser.end()
+    calls: dict[int, tuple[str, str]] = {}
+    for each in found:
+        if isinstance(each, Call):
+            name, arguments = calls.get(each.number, ("", ""))
+            calls[each.number] = name + each.name, arguments + each.arguments
+    text = "".join(each for each in found if isinstance(each, str))
+    return text, [(name, json.loads(given)) for name, given in calls.values()]
+
+
+def cut(text: str, at: list[int]) -> list[str]:
+    """Return a text in pieces."""
+    places = sorted({0, len(text), *(place % (len(text) + 1) for place in at)})
+    return [text[a:b] for a, b in itertools.pairwise(places)]
+
+
+WEATHER = [("weather", {"place": "Köln </tool"})]
+FREE = Calling(tuple(TOOLS))
+SMALLER, NOTHING = "2 < 3, <tool> and </tool_call>", "<tool_call>nothing</tool_call>"
+
+
+@given(st.lists(st.integers(0, 500), max_size=30))
+@pytest.mark.parametrize(
+    ("family", "text", "said", "calls"),
+    [
+        ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", WEATHER),
+        (
+            "hermes",
+            f'Let me see. <tool_call>{CALL}</tool_call><tool_call>{{"name": "now"}}'
+            "</tool_call>",
+            "Let me see. ",
+            [*WEATHER, ("now", {})],
+        ),
+        (
+            "hermes",
+            "2 < 3, <tool> and </tool_call>",
+            "2 < 3, <tool> and </tool_call>",
+            [],
+        ),
+        (
+            "hermes",
+            "<tool_call>nothing</tool_call>",
+            "<tool_call>nothing</tool_call>",
+            [],
+        ),
+        ("hermes", "it ends in <tool_call", "it ends in <tool_call", []),
+        ("hermes", f"<tool_call>{CALL}", "", WEATHER),
+        ("llama3_json", CALL.replace("arguments", "parameters"), "", WEATHER),
+        ("llama3_json", f"[{CALL}, {CALL}]", "", WEATHER * 2),
+        ("llama3_json", "It is warm. {", "It is warm. {", []),
+        ("llama3_json", '{"name": "unknown"}', '{"name": "unknown"}', []),
+        ("llama3_json", '{"cut', '{"cut', []),
+    ],
+)
+def test_calls_are_found_in_the_text_of_a_family(
+    family: Family, text: str, said: str, calls: list[Any], at: list[int]
+) -> None:
+    """Text that is no call is given out as it is."""
+    found = parsed(FREE, family, cut(text, at))
+    assert (found[0].strip(), found[1]) == (said.strip(), calls)
+
+
+@given(st.lists(st.integers(0, 500), max_size=30))
+def test_required_calls_are_a_list_and_a_named_one_is_its_arguments(
+    at: list[int],
+) -> None:
+    """For any model; the arguments of a named one come as they are made."""
+    text = json.dumps([{"name": "now", "parameters": {"a": 1}}])
+    required = Calling(tuple(TOOLS), is_required=True)
+    assert parsed(required, None, cut(text, at)) == ("", [("now", {"a": 1})])
+    named = Calling(tuple(TOOLS), named="weather")
+    text = '{"place": "Bonn"}'
+    assert parsed(named, None, cut(text, at)) == ("", [("weather", {"place": "Bonn"})])
+
+
+def test_text_without_calls_is_not_held_back() -> None:
+    """More than what may begin a call."""
+    parser = CallParser(FREE, "hermes")
+    assert list(parser.feed("Hello <")) == ["Hello "]
+    assert list(parser.feed("b>")) == ["<b>"]
+    parser = CallParser(FREE, "llama3_json")
+    assert list(parser.feed("Hello {")) == ["Hello {"]
+
+
+def test_schemas_are_those_of_the_tools() -> None:
+    """All of them, or the named one."""
+    required = calling_of(TOOLS, "required")
+    assert required is not None
+    assert [name for name, _ in required.forms()] == ["weather", "now"]
+    assert required.forms()[0][1] == PLACE
+    named = calling_of(TOOLS, NamedTool("function", NamedFunction("weather")))
+    assert named is not None
+    assert named.named_parameters == PLACE
+    assert calling_of(TOOLS, "none") is None
+    assert calling_of(None, None) is None
+    free = calling_of(TOOLS, None)
+    assert free is not None
+    assert free.is_free
+
+
+@given(st.integers(0, 200), st.lists(st.integers(0, 500), max_size=30))
+def test_cut_list_of_calls_has_those_that_are_complete(
+    count: int, at: list[int]
+) -> None:
+    """And no text, wherever it is cut."""
+    calls = [{"name": "now", "parameters": {"a": '}]{\\"' * n}} for n in range(3)]
+    text = json.dumps(calls)
+    ends = [len(json.dumps(calls[: n + 1])) - 1 for n in range(3)]
+    required = Calling(tuple(TOOLS), is_required=True)
+    said, found = parsed(required, None, cut(text[:count], at))
+    assert said == ""
+    assert len(found) == sum(end <= count for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "text"),
+    [
+        (None, "required", "needs tools"),
+        (TOOLS, NamedTool("function", NamedFunction("x")), "names 'x'"),
+        (TOOLS * 2, "auto", "different names"),
+        (TOOLS, "sometimes", "must be none"),
+    ],
+)
+def test_tools_that_do_not_fit_are_refused(
+    tools: list[Tool] | None, choice: Any, text: str
+) -> None:
+    """By name."""
+    with pytest.raises(InvalidRequestError, match=text):
+        calling_of(tools, choice)

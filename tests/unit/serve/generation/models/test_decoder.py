@@ -1,0 +1,180 @@
+"""Decoders cut into stages: token by token what transformers generates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multiworld.errors import SpecError
+from multiworld.serve.generation.models import decoder, decoder_stage
+from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
+from multiworld.serve.models.factory import build_model
+from multiworld.serve.models.packed_linear import pack_linears
+from multiworld.serve.models.span import Span
+from multiworld.serve.spec.schema import GenerationSpec, ModelSpec, StageSpec
+from multiworld.serve.spec.stage import Model, StageContext
+from tests.tiny_decoder import KINDS, greedy, save_decoder
+
+PROMPTS = [[3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41], [9, 8, 7]]
+COUNT = 20
+
+
+class Chain:
+    """Stages in one process, computing steps by hand."""
+
+    def __init__(self, functions: list[Any]) -> None:
+        self.functions = functions
+        self.caches = [KvCache(block_size=4) for _ in functions]
+
+    def step(self, parts: list[tuple[int, int, list[int]]]) -> list[int]:
+        """Compute tokens of sequences; return the most likely next token of each."""
+        rows = [Rows(number, begin, len(ids)) for number, begin, ids in parts]
+        x = torch.tensor([token for *_, ids in parts for token in ids])
+        positions = torch.cat([torch.arange(r.begin, r.begin + r.count) for r in rows])
+        wanted = torch.tensor([r.count for r in rows]).cumsum(0) - 1
+        with torch.inference_mode():
+            for function, cache in zip(self.functions, self.caches, strict=True):
+                x = function(x, positions, cache.step(rows), wanted)
+        found: list[int] = x.argmax(-1).tolist()
+        return found
+
+
+def chain_of(folder: Path, cuts: list[tuple[int, int]]) -> Chain:
+    """Load a decoder, cut by hand."""
+    spans = [Span(begin, end, 4) for begin, end in cuts]
+    stages = [decoder_stage.load(folder, s, "float32", "cpu") for s in spans]
+    for stage in stages:
+        pack_linears(stage)
+    return Chain(stages)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_generate_what_transformers_does(kind: str, tmp_path: Path) -> None:
+    """Two sequences of different lengths in one batch, over three stages."""
+    folder = save_decoder(tmp_path, kind)
+    wanted = [greedy(folder, prompt, COUNT) for prompt in PROMPTS]
+    chain = chain_of(folder, [(0, 2), (2, 3), (3, 4)])
+    texts = [list(prompt) for prompt in PROMPTS]
+    done = [0, 0]
+    for _ in range(COUNT):
+        parts = [(n, done[n], text[done[n] :]) for n, text in enumerate(texts)]
+        done = [len(text) for text in texts]
+        for text, token in zip(texts, chain.step(parts), strict=True):
+            text.append(token)
+    made = [t[len(p) :] for t, p in zip(texts, PROMPTS, strict=True)]
+    assert made == wanted
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
+def test_prompt_in_parts_gives_the_same_tokens(kind: str, tmp_path: Path) -> None:
+    """Also beyond the window of a sliding attention, and computed twice."""
+    folder = save_decoder(tmp_path, kind)
+    prompt = PROMPTS[0]
+    chain = chain_of(folder, [(0, 4)])
+    chain.step([(0, 0, [1, 2, 3, 4, 5])])  # it is dropped when it begins anew
+    begin = 0
+    found = []
+    for end in (1, 4, 9, len(prompt)):
+        found = chain.step([(0, begin, prompt[begin:end])])
+        begin = end
+    assert found == greedy(folder, prompt, 1)
+    used = chain.caches[0].nbytes
+    chain.caches[0].free(0)
+    assert used > 0 == chain.caches[0].nbytes
+
+
+def test_model_of_a_spec_knows_its_ends_and_sizes(tmp_path: Path) -> None:
+    """As its folder has them."""
+    folder = save_decoder(tmp_path)
+    spec = ModelSpec.model_validate(
+        {"path": str(folder), "generation": {}, "stages": [{}, {}], "cut": [1]}
+    )
+    model = build_model(spec)
+    assert model.generation is not None
+    assert model.generation.vocabulary == 300
+    assert model.generation.max_tokens == 256
+    # Key and value of 2 heads of 16 numbers of 4 bytes, for 1 and for 3 layers.
+    assert list(model.generation.kv_bytes) == [256, 768]
+    loaded: Any = model.stages[1].load(StageContext())
+    assert isinstance(loaded, decoder_stage.DecoderStage)
+
+
+def test_encoder_generates_nothing_and_says_so(tmp_path: Path) -> None:
+    """At the start of the stage."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2)
+    config.num_attention_heads, config.intermediate_size = 2, 32
+    BertModel(config).save_pretrained(tmp_path)
+    span = Span(0, 2, 2)
+    (tmp_path / "config.json").write_text(
+        (tmp_path / "config.json").read_text().replace('"bert"', '"vit"')
+    )
+    with pytest.raises(SpecError, match="no language model for vit"):
+        decoder_stage.load(tmp_path, span, "float32", "cpu")
+
+
+def test_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    """With the known ones."""
+    folder = save_decoder(tmp_path)
+    with pytest.raises(SpecError, match="'int8' is not one of float32"):
+        decoder.model(str(folder), dtype="int8")
+
+
+def test_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    """At the start, rather than with every request."""
+    folder = save_decoder(tmp_path)
+    (folder / "tokenizer.json").unlink(missing_ok=True)
+    with pytest.raises(SpecError, match=r"there is no tokenizer\.json"):
+        decoder.model(str(folder))
+
+
+def test_longer_texts_than_the_model_takes_are_refused(tmp_path: Path) -> None:
+    """At the start, with the most that there may be."""
+    folder = save_decoder(tmp_path)
+    most = decoder.model(str(folder)).generation
+    assert most is not None
+
+    def built(tokens: int) -> Model:
+        generation = GenerationSpec(max_model_len=tokens)
+        stages = [StageSpec(name="all")]
+        spec = ModelSpec(path=str(folder), generation=generation, stages=stages)
+        return build_model(spec)
+
+    built(most.max_tokens)
+    with pytest.raises(SpecError, match=f"the model takes {most.max_tokens} tokens"):
+        built(most.max_tokens + 1)
+
+
+def test_model_that_caps_its_scores_is_not_deterministic(tmp_path: Path) -> None:
+    """It says so at the start."""
+    folder = save_decoder(tmp_path, "gemma2")
+    with pytest.raises(SpecError, match="caps the scores"):
+        decoder.model(str(folder), deterministic=True)
+    decoder.model(str(folder))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+def test_bfloat16_chooses_what_transformers_does(kind: str, tmp_path: Path) -> None:
+    """Up to its precision: the chosen token is never much less likely."""
+    from transformers import AutoModelForCausalLM
+
+    folder = save_decoder(tmp_path, kind)
+    spans = [Span(0, 2, 4), Span(2, 4, 4)]
+    chain = Chain([decoder_stage.load(folder, s, "bfloat16", "cpu") for s in spans])
+    text = list(PROMPTS[0])
+    done = 0
+    for _ in range(COUNT):
+        (token,) = chain.step([(0, done, text[done:])])
+        done = len(text)
+        text.append(token)
+    maker: Any = AutoModelForCausalLM
+    model = maker.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    with torch.inference_mode():
+        logits = model(torch.tensor([text])).logits[0].float()
+    for place in range(len(PROMPTS[0]) - 1, len(text) - 1):
+        row = logits[place]
+        assert row[text[place + 1]] >= row.max() - 0.05 * row.std()

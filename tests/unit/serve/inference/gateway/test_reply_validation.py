@@ -1,0 +1,121 @@
+"""Messages about requests of replicas that have a say in them, and of others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from multiworld.serve.inference.gateway.events import Submitted
+from multiworld.serve.inference.gateway.reply_validation import check
+from multiworld.serve.spec.stage import Tensors
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE
+from multiworld.serve.transport import protocol
+from multiworld.serve.transport.edge_messages import EdgeMessage
+from multiworld.serve.transport.protocol import AnswerItem, MessageError, RemoteError
+from multiworld.serve.transport.routing_table import (
+    Replica,
+    ReplicaState,
+    Route,
+    RoutingTable,
+)
+
+READY, DRAINING = ReplicaState.READY, ReplicaState.DRAINING
+TABLE = RoutingTable(
+    1,
+    ("g",),
+    {"m": Route("1", {"1": 2}, 10, 10), "other": Route("1", {"1": 1}, 10, 10)},
+    {
+        "first": Replica("first", "m", "1", 0, READY),
+        "last": Replica("last", "m", "1", 1, READY),
+        "other": Replica("other", "other", "1", 0, READY),
+        "old": Replica("old", "m", "0", 1, DRAINING),
+        "removed": Replica("removed", "removed", "1", 1, DRAINING),
+    },
+)
+JOB = Submitted(
+    number=7, model="m", deadline_at=9.0, share=DEFAULT_SHARE, rows=2, via=None
+)
+ERROR = RemoteError("ModelFailedError", "no")
+
+
+def hear(
+    peer: str,
+    message: EdgeMessage,
+    tensors: Tensors | None = None,
+) -> None:
+    """Check a message; request 7 was sent twice."""
+    contents = [{"x": torch.zeros(2)} if tensors is None else tensors]
+    check(
+        message, contents, peer, TABLE, lambda number: (JOB, 2) if number == 7 else None
+    )
+
+
+@pytest.mark.parametrize("attempt", [(7, 1), (7, 2), (8, 99)])
+@pytest.mark.parametrize(
+    ("peer", "kind"),
+    [
+        ("last", lambda a: protocol.Answers((AnswerItem(a),))),
+        ("first", lambda a: protocol.Begun((a,), False)),
+        ("last", lambda a: protocol.Begun((a,), True)),
+        ("first", lambda a: protocol.Dropped((a,), 1)),
+        ("first", lambda a: protocol.Returned((a,), 1)),
+        ("first", lambda a: protocol.Stuck((a,), 1)),
+        ("first", lambda a: protocol.Failed(a, ERROR)),
+        ("gone", lambda a: protocol.Failed(a, ERROR)),
+        ("old", lambda a: protocol.Answers((AnswerItem(a),))),
+    ],
+)
+def test_replica_speaks_of_what_it_was_sent(
+    peer: str, kind: object, attempt: tuple[int, int]
+) -> None:
+    """And of requests that have ended, which nobody remembers."""
+    assert callable(kind)
+    hear(peer, kind(attempt))
+
+
+def test_replica_of_a_model_that_was_removed_still_answers() -> None:
+    """It was sent requests before."""
+    item = AnswerItem((7, 1))
+    removed = Submitted(
+        number=7, model="removed", deadline_at=9.0, share=DEFAULT_SHARE, rows=2
+    )
+    tensors = [{"x": torch.zeros(2)}]
+    check(protocol.Answers((item,)), tensors, "removed", TABLE, lambda _: (removed, 1))
+
+
+@pytest.mark.parametrize(
+    ("peer", "message"),
+    [
+        ("first", protocol.Answers((AnswerItem((7, 1)),))),
+        ("other", protocol.Answers((AnswerItem((7, 1)),))),
+        ("last", protocol.Answers((AnswerItem((7, 3)),))),
+        ("last", protocol.Answers((AnswerItem((7, 0)),))),
+        ("other", protocol.Begun(((7, 1),), True)),
+        ("other", protocol.Failed((7, 1), ERROR)),
+        ("first", protocol.Failed((7, 77), ERROR)),
+        ("first", protocol.Dropped(((7, 1),), 10**6)),
+        ("first", protocol.Returned(((7, 1),), 0)),
+        ("other", protocol.Stuck(((7, 1),), 1)),
+    ],
+)
+def test_others_have_no_say(peer: str, message: EdgeMessage) -> None:
+    """They are of another model or stage, or the attempt was never made."""
+    with pytest.raises(MessageError):
+        hear(peer, message)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {},
+        {"x": torch.zeros(1)},
+        {"x": torch.zeros(500)},
+        {"x": torch.tensor(1.0)},
+        {"x": torch.zeros(2), "y": torch.zeros(3)},
+    ],
+    ids=str,
+)
+def test_answer_has_a_row_for_each_row(tensors: Tensors) -> None:
+    """Whatever its replica may have computed."""
+    with pytest.raises(MessageError):
+        hear("last", protocol.Answers((AnswerItem((7, 1)),)), tensors)

@@ -1,0 +1,562 @@
+"""The router: replicas answer, die, fall silent, or report too late."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multiworld.errors import (
+    DeadlineExceededError,
+    ModelFailedError,
+    NoReplicaError,
+    OverloadedError,
+    QuarantinedError,
+    RequestPoisonedError,
+)
+from multiworld.serve.inference.gateway.actions import (
+    Action,
+    Cancel,
+    Deliver,
+    Dispatch,
+    Reject,
+    Replayed,
+)
+from multiworld.serve.inference.gateway.events import (
+    Answered,
+    Begun,
+    Connected,
+    Dropped,
+    Event,
+    Failed,
+    Lost,
+    Silent,
+    Stuck,
+    Submitted,
+    TableChanged,
+    TenantQuarantined,
+    Ticked,
+    Withdrawn,
+)
+from multiworld.serve.inference.gateway.router import Router
+from multiworld.serve.tenants.fair_queue import Share
+from multiworld.serve.transport.routing_table import (
+    Replica,
+    ReplicaState,
+    Route,
+    RoutingTable,
+)
+
+READY = ReplicaState.READY
+
+
+def table(
+    *stages: Sequence[str],
+    starting: Sequence[str] = (),
+    queue: int = 100,
+    ongoing: int = 100,
+    version: str = "1",
+) -> RoutingTable:
+    """Return a routing table with these replicas, by stage."""
+    replicas = {
+        name: Replica(
+            name,
+            "m",
+            version,
+            stage,
+            ReplicaState.STARTING if name in starting else READY,
+        )
+        for stage, names in enumerate(stages)
+        for name in names
+    }
+    route = Route(version, {version: len(stages)}, queue, ongoing)
+    return RoutingTable(1, ("g",), {"m": route}, replicas)
+
+
+def validate(router: Router) -> None:
+    """Check the invariants of a router."""
+    for number, request in router._requests.items():
+        assert request.is_waiting or request.attempts, f"{number} is nowhere"
+        for nth, state in request.attempts.items():
+            assert (number, nth) in router._held[state.replica]
+    for replica, held in router._held.items():
+        for number, nth in held:
+            assert router._requests[number].attempts[nth].replica == replica
+    for queue in router._queues.values():
+        assert queue.unsent == queue.unsent_by_tenant.total() >= 0
+
+
+class Run:
+    """A router under test, with its clock."""
+
+    def __init__(self, given: RoutingTable) -> None:
+        self.router = Router(random.Random(3).random)
+        self.now = 0.0
+        self.handle(TableChanged(given))
+        for name in given.replicas:
+            self.handle(Connected(name))
+
+    def handle(self, event: Event) -> list[Action]:
+        """Handle an event, and check the invariants."""
+        actions = self.router.handle(event, self.now)
+        validate(self.router)
+        return actions
+
+    def submit(
+        self, number: int, deadline_at: float = 100.0, tenant: str = ""
+    ) -> list[Action]:
+        """Submit a request."""
+        job = Submitted(
+            number=number, model="m", deadline_at=deadline_at, share=Share(tenant)
+        )
+        return self.handle(job)
+
+
+def dispatched(actions: list[Action]) -> list[tuple[str, int, int, bool]]:
+    """Return the dispatched attempts."""
+    return [
+        (a.replica, *a.attempt, a.is_isolated)
+        for a in actions
+        if isinstance(a, Dispatch)
+    ]
+
+
+def rejected(actions: list[Action]) -> dict[int, type[Exception]]:
+    """Return the rejected requests and their errors."""
+    return {a.number: type(a.error) for a in actions if isinstance(a, Reject)}
+
+
+def test_request_goes_through_and_is_delivered_once() -> None:
+    """A second answer to it is dropped."""
+    run = Run(table(["a"], ["b"]))
+    assert dispatched(run.submit(1)) == [("a", 1, 1, False)]
+    run.handle(Begun("a", ((1, 1),), False))
+    run.handle(Begun("b", ((1, 1),), False))
+    assert run.router.locations(1) == ["b"]
+    assert run.handle(Answered((1, 1), True)) == [Deliver(1, True)]
+    assert run.handle(Answered((1, 1), True)) == []
+    assert len(run.router) == 0
+    assert run.router.load() == {"a": 0, "b": 0}
+
+
+def test_finished_attempt_is_not_suspected_when_its_replica_dies_later() -> None:
+    """Another request's poison does not count against one that was done before."""
+    run = Run(table(["a", "b"], ["c"]))
+    run.submit(1)
+    for _ in range(2):  # now a suspect: two replicas died with it queued
+        at = run.router.locations(1)[0]
+        run.handle(Lost(at))
+        run.handle(Connected(at))
+    attempt = 3
+    for poison in (50, 51, 52):
+        at = run.router.locations(1)[0]
+        run.handle(Begun(at, ((1, attempt),), True))
+        # It is done there and waits for the next stage; then the poison is begun.
+        run.handle(Begun(at, ((poison, 1),), True))
+        actions = run.handle(Lost(at))
+        assert 1 not in rejected(actions)
+        run.handle(Connected(at))
+        attempt += 1
+    assert run.router.locations(1)
+
+
+def _all_suspected(run: Run, deadly: Sequence[int], others: Sequence[int]) -> None:
+    """Kill the only replica, "a", while all of these are in its batch."""
+    for number in deadly:
+        run.submit(number, tenant="deadly")
+    for number in others:
+        run.submit(number, tenant="other")
+    run.handle(Begun("a", tuple((n, 1) for n in (*deadly, *others)), False))
+    run.handle(Lost("a"))
+
+
+def _solos(run: Run, actions: list[Action]) -> list[int]:
+    """Compute isolated requests until none is sent; those below 4 kill the replica."""
+    order = []
+    while solos := [sent for sent in dispatched(actions) if sent[-1]]:
+        ((_, number, attempt, _),) = solos
+        order.append(number)
+        run.handle(Begun("a", ((number, attempt),), True))
+        if number < 4:
+            run.handle(Lost("a"))
+            actions = run.handle(Connected("a"))
+        else:
+            actions = run.handle(Answered((number, attempt), True))
+    return order
+
+
+def test_tenant_of_a_poison_request_is_isolated_behind_other_suspects() -> None:
+    """Suspects of other tenants go first; isolation ends after ``ISOLATION_S``."""
+    run = Run(table(["a"]))
+    _all_suspected(run, [1], [10])
+    assert sorted(_solos(run, run.handle(Connected("a")))) == [1, 1, 10]
+    assert [sent[-1] for sent in dispatched(run.submit(2, tenant="deadly"))] == [True]
+    assert [sent[-1] for sent in dispatched(run.submit(11, tenant="other"))] == [False]
+    assert not dispatched(run.submit(3, tenant="deadly"))
+    run.handle(Begun("a", ((11, 1), (2, 1)), False))
+    run.handle(Lost("a"))
+    order = _solos(run, run.handle(Connected("a")))
+    assert order.index(11) < order.index(3)
+    assert order.count(2) == order.count(3) == 2
+    run.now += 61.0
+    (sent,) = dispatched(run.submit(12, tenant="deadly"))
+    assert not sent[-1], "isolation has ended"
+
+
+def test_quarantine_rejects_the_waiting_requests_of_a_tenant() -> None:
+    """Requests under way and those of other tenants are untouched."""
+    run = Run(table(["a"]))
+    _all_suspected(run, [1, 2], [3, 4])
+    run.handle(Connected("a"))
+    run.handle(Lost("a"))
+    run.submit(7, tenant="deadly")
+    assert rejected(run.handle(TenantQuarantined("deadly", "other model"))) == {}
+    waiting = {n for n in (1, 2, 7) if run.router.locations(n) == ["waiting"]}
+    assert waiting
+    found = rejected(run.handle(TenantQuarantined("deadly", "m")))
+    assert found == dict.fromkeys(waiting, QuarantinedError)
+    assert waiting == {1, 2, 7}
+    assert run.router.locations(3)
+    assert run.router.locations(4)
+    assert rejected(run.handle(TenantQuarantined("deadly", "m"))) == {}
+
+
+def test_stream_is_delivered_in_parts_of_one_attempt() -> None:
+    """Parts of another attempt are dropped."""
+    run = Run(table(["a"]))
+    run.submit(1)
+    assert run.handle(Answered((1, 1), False)) == [Deliver(1, False)]
+    assert run.handle(Answered((1, 2), False)) == []
+    assert run.handle(Answered((1, 1), True)) == [Deliver(1, True)]
+
+
+def test_request_queued_at_a_lost_replica_is_replayed_at_once() -> None:
+    """It did not cause the loss; after a second loss it is a suspect."""
+    run = Run(table(["a", "b"], ["c"]))
+    first = dispatched(run.submit(1))[0][0]
+    other = "b" if first == "a" else "a"
+    actions = run.handle(Lost(first))
+    assert dispatched(actions) == [(other, 1, 2, False)]
+    assert any(isinstance(a, Replayed) for a in actions)
+    run.handle(Connected(first))
+    assert dispatched(run.handle(Lost(other))) == [(first, 1, 3, True)]
+
+
+def test_requests_of_a_lost_batch_are_replayed_in_isolation_one_at_a_time() -> None:
+    """Other requests are dispatched meanwhile."""
+    run = Run(table(["a", "b"]))
+    for number in (1, 2, 3):
+        run.submit(number)
+    held = {n: run.router.locations(n)[0] for n in (1, 2, 3)}
+    victim = max("ab", key=lambda name: sum(at == name for at in held.values()))
+    computed = [n for n, at in held.items() if at == victim]
+    assert len(computed) == 2
+    run.handle(Begun(victim, tuple((n, 1) for n in computed), False))
+    other = "b" if victim == "a" else "a"
+    assert dispatched(run.handle(Lost(victim))) == [(other, computed[0], 2, True)]
+    assert dispatched(run.submit(9)) == [(other, 9, 1, False)]
+    run.handle(Begun(other, ((computed[0], 2),), True))
+    after = run.handle(Answered((computed[0], 2), True))
+    assert dispatched(after) == [(other, computed[1], 2, True)]
+
+
+def test_request_in_isolation_at_two_losses_is_poison() -> None:
+    """Not before the second loss, and no other request."""
+    run = Run(table(["a", "b", "c", "d"]))
+    run.submit(1)
+    for strike in range(3):
+        (at,) = run.router.locations(1)
+        run.handle(Begun(at, ((1, strike + 1),), strike > 0))
+        actions = run.handle(Lost(at))
+        if strike < 2:
+            assert rejected(actions) == {}
+    assert rejected(actions) == {1: RequestPoisonedError}
+    assert len(run.router) == 0
+
+
+def test_queue_is_bounded_and_replays_are_not_refused() -> None:
+    """Only requests that were never sent count."""
+    run = Run(table(["a"], queue=1, ongoing=1))
+    run.submit(1)
+    run.submit(2)
+    assert run.router.waiting("m") == 1
+    actions = run.submit(3)
+    assert rejected(actions) == {3: OverloadedError}
+    run.handle(Lost("a"))  # 1 waits again, but it is not a new request
+    assert rejected(run.submit(4)) == {4: OverloadedError}
+    assert dispatched(run.handle(Connected("a"))) == [("a", 1, 2, False)]
+
+
+def test_nothing_is_sent_while_a_later_stage_has_no_replica() -> None:
+    """Requests wait for one; at their deadline they get 503, not 504."""
+    run = Run(table(["a"], ["b"]))
+    run.handle(Lost("b"))
+    assert dispatched(run.submit(1, deadline_at=5.0)) == []
+    assert dispatched(run.submit(2)) == []
+    run.now = 5.0
+    assert rejected(run.handle(Ticked())) == {1: NoReplicaError}
+    assert dispatched(run.handle(Connected("b"))) == [("a", 2, 1, False)]
+
+
+def test_deadline_ends_a_request_under_way() -> None:
+    """Its attempt is cancelled."""
+    run = Run(table(["a"]))
+    run.submit(1, deadline_at=5.0)
+    run.now = 5.0
+    actions = run.handle(Ticked())
+    assert rejected(actions) == {1: DeadlineExceededError}
+    assert Cancel("a", (1, 1)) in actions
+
+
+def test_withdrawn_request_is_cancelled_where_it_is() -> None:
+    """The router keeps nothing of it."""
+    run = Run(table(["a"], ongoing=1))
+    run.submit(1)
+    run.submit(2)
+    assert run.handle(Withdrawn(2)) == []
+    assert run.handle(Withdrawn(1)) == [Cancel("a", (1, 1))]
+    assert len(run.router) == run.router.waiting("m") == 0
+
+
+def test_silent_replica_gets_nothing_and_its_work_is_hedged() -> None:
+    """The first answer counts; the other attempt is cancelled."""
+    run = Run(table(["a", "b"]))
+    run.submit(1)
+    (at,) = run.router.locations(1)
+    other = "b" if at == "a" else "a"
+    assert dispatched(run.handle(Silent(at, True))) == [(other, 1, 2, False)]
+    assert dispatched(run.handle(Silent(at, True))) == []  # it is hedged already
+    assert dispatched(run.submit(2)) == [(other, 2, 1, False)]
+    actions = run.handle(Answered((1, 1), True))
+    assert actions == [Deliver(1, True), Cancel(other, (1, 2))]
+
+
+def test_hedged_request_outlives_either_replica() -> None:
+    """The loss of one attempt does not cause a third."""
+    run = Run(table(["a", "b"]))
+    run.submit(1)
+    (at,) = run.router.locations(1)
+    other = "b" if at == "a" else "a"
+    run.handle(Silent(at, True))
+    assert dispatched(run.handle(Lost(at))) == []
+    assert dispatched(run.handle(Lost(other))) == []  # no replica is left
+    assert dispatched(run.handle(Connected(at))) != []
+
+
+def test_request_stuck_at_a_later_stage_is_hedged_through_the_same_first_stage() -> (
+    None
+):
+    """A single replica of stage 0 suffices."""
+    run = Run(table(["a"], ["b", "c"]))
+    run.submit(1)
+    run.handle(Begun("a", ((1, 1),), False))
+    assert dispatched(run.handle(Stuck(((1, 1),)))) == [("a", 1, 2, False)]
+    assert dispatched(run.handle(Stuck(((1, 1), (1, 2))))) == []
+
+
+def test_dropped_work_is_sent_again_without_suspicion() -> None:
+    """So is work of a replica that left."""
+    run = Run(table(["a", "b"]))
+    run.submit(1)
+    run.handle(Begun(run.router.locations(1)[0], ((1, 1),), False))
+    assert run.handle(Dropped(((1, 1),), 0)) == []  # it had arrived
+    (sent,) = dispatched(run.handle(Dropped(((1, 1),), 1)))
+    assert sent[1:] == (1, 2, False)
+    run.handle(Begun(sent[0], ((1, 2),), False))
+    (again,) = dispatched(run.handle(Lost(sent[0], is_polite=True)))
+    assert again[1:] == (1, 3, False)
+
+
+def test_returned_work_is_never_suspected() -> None:
+    """However often it comes back."""
+    run = Run(table(["a"], ["b"]))
+    run.submit(1)
+    for attempt in range(1, 6):
+        run.handle(Begun("a", ((1, attempt),), False))
+        dropped = Dropped(((1, attempt),), 1, is_returned=True)
+        assert dispatched(run.handle(dropped)) == [("a", 1, attempt + 1, False)]
+
+
+def test_note_of_a_lost_replica_counts_as_its_loss() -> None:
+    """A note may arrive after the loss of the replica that it is about."""
+    run = Run(table(["a"], ["b", "c"]))
+    run.submit(1)
+    run.handle(Lost("b"))
+    actions = run.handle(Begun("b", ((1, 1),), False))
+    assert dispatched(actions) == [("a", 1, 2, True)]
+
+
+def test_failure_of_the_model_is_the_answer() -> None:
+    """It is not retried."""
+    run = Run(table(["a"]))
+    run.submit(1)
+    actions = run.handle(Failed((1, 1), ModelFailedError("no")))
+    assert rejected(actions) == {1: ModelFailedError}
+    assert len(run.router) == 0
+
+
+def test_probe_skips_the_queue_and_may_use_a_starting_replica() -> None:
+    """Queued requests may wait for the replica that it makes ready."""
+    run = Run(table(["a"], ["b"], starting=["a"]))
+    assert dispatched(run.submit(1)) == []
+    probe = Submitted(number=2, model="m", deadline_at=9.0, via={0: "a"})
+    assert dispatched(run.handle(probe)) == [("a", 2, 1, False)]
+
+
+def test_new_version_gets_unsent_requests() -> None:
+    """Requests under way stay with the old version."""
+    run = Run(table(["a"], ongoing=1))
+    run.submit(1)
+    run.submit(2)
+    both = table(["z"], version="2")
+    old = table(["a"])
+    route = Route("2", {"1": 1, "2": 1}, 100, 1)
+    merged = RoutingTable(2, ("g",), {"m": route}, {**old.replicas, **both.replicas})
+    run.handle(TableChanged(merged))
+    assert dispatched(run.handle(Connected("z"))) == [("z", 2, 1, False)]
+    assert run.handle(Answered((1, 1), True))[0] == Deliver(1, True)
+
+
+# A simulation: whatever the order of events, each request gets one answer.
+
+
+class Fleet:
+    """Replicas of two stages that compute when told, and may be lost at any time."""
+
+    STAGES = (["a0", "a1"], ["b0", "b1"])
+
+    def __init__(self, quick: frozenset[str] = frozenset()) -> None:
+        self.quick = quick
+        self.run = Run(table(*self.STAGES, queue=1000, ongoing=4))
+        self.at: dict[str, list[tuple[int, int, bool]]] = {
+            name: [] for names in self.STAGES for name in names
+        }
+        self.up = set(self.at)
+        self.ended: dict[int, list[Action]] = {}
+
+    def carry_out(self, actions: list[Action]) -> None:
+        """Carry out the router's actions."""
+        for action in actions:
+            match action:
+                case Dispatch(replica, (number, attempt), is_isolated):
+                    assert replica in self.up
+                    self.at[replica].append((number, attempt, is_isolated))
+                case Deliver(number, True) | Reject(number, _):
+                    self.ended.setdefault(number, []).append(action)
+                case Cancel(_, (number, attempt)):  # replicas pass it on
+                    for name, works in self.at.items():
+                        self.at[name] = [w for w in works if w[:2] != (number, attempt)]
+
+    def handle(self, event: Event) -> None:
+        """Send an event to the router."""
+        self.carry_out(self.run.handle(event))
+
+    def compute(self, name: str) -> None:
+        """Let a replica compute its oldest work."""
+        if not self.at[name] or name not in self.up:
+            return
+        number, attempt, is_isolated = self.at[name].pop(0)
+        if is_isolated or name not in self.quick:
+            self.handle(Begun(name, ((number, attempt),), is_isolated))
+        if name in self.STAGES[1]:
+            self.handle(Answered((number, attempt), True))
+            return
+        following = [n for n in self.STAGES[1] if n in self.up]
+        if following:
+            self.at[following[number % len(following)]].append(
+                (number, attempt, is_isolated)
+            )
+        else:
+            self.handle(Dropped(((number, attempt),), 1))
+
+    def lose(self, name: str) -> None:
+        """Lose a replica; it has begun its first work if the number is odd."""
+        if name not in self.up:
+            return
+        begun = [w for w in self.at[name][:1] if w[0] % 2]
+        for number, attempt, is_isolated in begun:
+            if is_isolated or name not in self.quick:
+                self.handle(Begun(name, ((number, attempt),), is_isolated))
+        held = [w[:2] for w in self.at[name]]
+        self.at[name] = []
+        self.up.discard(name)
+        if name in self.STAGES[1]:  # the sender reports both begun and
+            # unbegun work: it cannot tell them apart
+            self.handle(Dropped(tuple(held), 1))
+        self.handle(Lost(name))
+
+    def revive(self, name: str) -> None:
+        """Bring a replica back, without work."""
+        if name not in self.up:
+            self.up.add(name)
+            self.handle(Connected(name))
+
+
+NAMES = [name for names in Fleet.STAGES for name in names]
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.just("")),
+        st.tuples(
+            st.sampled_from(["compute", "compute", "lose", "revive"]),
+            st.sampled_from(NAMES),
+        ),
+        st.tuples(st.sampled_from(["silent", "heard"]), st.sampled_from(NAMES)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(STEPS, st.frozensets(st.sampled_from(NAMES)))
+def test_every_request_ends_exactly_once(
+    steps: list[tuple[str, str]], quick: frozenset[str]
+) -> None:
+    """With an answer, unless it was in isolation at two losses.
+
+    Quick replicas announce only what is computed in isolation.
+    """
+    fleet = Fleet(quick)
+    submitted = 0
+    for what, name in steps:
+        match what:
+            case "submit":
+                submitted += 1
+                fleet.handle(Submitted(number=submitted, model="m", deadline_at=1e9))
+            case "silent" | "heard":
+                if name in fleet.up:
+                    fleet.handle(Silent(name, what == "silent"))
+            case _:
+                getattr(fleet, what)(name)
+    for name in NAMES:
+        fleet.revive(name)
+        fleet.handle(Silent(name, False))
+    for _ in range(20 * (submitted + 1)):
+        for name in NAMES:
+            fleet.compute(name)
+    assert sorted(fleet.ended) == list(range(1, submitted + 1))
+    for actions in fleet.ended.values():
+        assert len(actions) == 1
+        if isinstance(actions[0], Reject):
+            assert isinstance(actions[0].error, RequestPoisonedError)
+    assert len(fleet.run.router) == 0
+    assert not any(fleet.run.router.load().values())
+
+
+def test_events_of_unknown_requests_are_ignored() -> None:
+    """Notes about finished requests often arrive late."""
+    run = Run(table(["a"]))
+    for event in (
+        Begun("a", ((7, 1),), False),
+        Dropped(((7, 1),), 1),
+        Stuck(((7, 1),)),
+        Answered((7, 1), True),
+        Failed((7, 1), ModelFailedError("no")),
+        Withdrawn(7),
+        Lost("stranger"),
+    ):
+        assert run.handle(event) == []
+    with pytest.raises(KeyError):
+        run.handle(Submitted(number=1, model="stranger", deadline_at=1.0))

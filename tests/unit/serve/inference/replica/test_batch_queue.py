@@ -1,0 +1,131 @@
+"""Batching of work at a replica."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multiworld.serve.inference.replica.batch_queue import BatchQueue, Work
+
+
+def work(
+    number: int,
+    *,
+    group: Hashable = "g",
+    rows: int = 1,
+    at: float = 0.0,
+    deadline: float = 100.0,
+    is_isolated: bool = False,
+    router: str = "r",
+    via: dict[str, str] | None = None,
+) -> Work:
+    """Return a piece of work."""
+    key = router, number, 1
+    return Work(key, group, rows, deadline, at, is_isolated, via=via)
+
+
+def numbers(batch: list[Work]) -> list[int]:
+    """Return the request numbers of a batch."""
+    return [w.key[1] for w in batch]
+
+
+def test_batch_without_wait_takes_all_waiting_work() -> None:
+    """An idle replica takes all work that has arrived."""
+    batcher = BatchQueue(4, 0.0)
+    for number in range(3):
+        batcher.add(work(number))
+    assert numbers(batcher.take(0.0)) == [0, 1, 2]
+    assert batcher.take(0.0) == []
+    assert batcher.due_at() is None
+
+
+def test_probe_is_taken_before_all_that_waits() -> None:
+    """One at a time; the others stay in their order."""
+    batcher = BatchQueue(4, 0.0)
+    for number in range(4):
+        batcher.add(work(number, via={"1": "x"} if number in (1, 2) else None))
+    assert numbers(batcher.take_probe()) == [1]
+    assert numbers(batcher.take_probe()) == [2]
+    assert batcher.take_probe() == []
+    assert numbers(batcher.take(0.0)) == [0, 3]
+
+
+def test_batch_when_full_then_the_rest_waits() -> None:
+    """Rows count, not requests; the order is kept."""
+    batcher = BatchQueue(4, 0.0)
+    for number, rows in enumerate((2, 1, 2, 1)):
+        batcher.add(work(number, rows=rows))
+    assert numbers(batcher.take(0.0)) == [0, 1]
+    assert numbers(batcher.take(0.0)) == [2, 3]
+
+
+def test_batch_with_wait_is_due_later_or_when_full() -> None:
+    """The oldest work decides."""
+    batcher = BatchQueue(2, 0.5)
+    batcher.add(work(0, at=1.0))
+    assert batcher.take(1.4) == []
+    assert batcher.due_at() == 1.5
+    batcher.add(work(1, at=1.4))
+    assert numbers(batcher.take(1.4)) == [0, 1]
+    batcher.add(work(2, at=2.0))
+    assert numbers(batcher.take(2.5)) == [2]
+
+
+def test_batch_when_groups_differ_then_one_at_a_time() -> None:
+    """The group of the oldest work first; other work keeps its order."""
+    batcher = BatchQueue(8, 0.0)
+    for number, group in enumerate("abab"):
+        batcher.add(work(number, group=group))
+    assert numbers(batcher.take(0.0)) == [0, 2]
+    assert numbers(batcher.take(0.0)) == [1, 3]
+
+
+def test_suspect_runs_in_isolation_without_waiting() -> None:
+    """No earlier or later work shares its batch."""
+    batcher = BatchQueue(8, 10.0)
+    batcher.add(work(0, is_isolated=True))
+    batcher.add(work(1))
+    batcher.add(work(2, is_isolated=True))
+    assert numbers(batcher.take(0.0)) == [0]
+    assert batcher.take(0.0) == []
+    assert numbers(batcher.take(10.0)) == [1]
+    assert numbers(batcher.take(10.0)) == [2]
+
+
+def test_cancelled_and_expired_work_is_removed() -> None:
+    """By key, by router, by deadline."""
+    batcher = BatchQueue(8, 0.0)
+    batcher.add(work(0))
+    batcher.add(work(1, router="other"))
+    batcher.add(work(2, deadline=5.0))
+    batcher.add(work(3))
+    first = batcher.cancel(("r", 0, 1))
+    assert first is not None
+    assert batcher.cancel(("r", 0, 1)) is None
+    assert numbers(batcher.cancel_of("other")) == [1]
+    assert numbers(batcher.expired(5.0)) == [2]
+    assert numbers(batcher.take(5.0)) == [3]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(1, 4), st.booleans()), max_size=30
+    ),
+    st.integers(4, 8),
+)
+def test_everything_runs_once_within_the_limits(
+    wishes: list[tuple[str, int, bool]], limit: int
+) -> None:
+    """For any order of arrival."""
+    batcher = BatchQueue(limit, 0.0)
+    for number, (group, rows, is_isolated) in enumerate(wishes):
+        batcher.add(work(number, group=group, rows=rows, is_isolated=is_isolated))
+    seen: list[int] = []
+    while batch := batcher.take(0.0):
+        assert sum(w.rows for w in batch) <= limit
+        assert len({w.group for w in batch}) == 1
+        assert len(batch) == 1 or not any(w.is_isolated for w in batch)
+        seen += numbers(batch)
+    assert sorted(seen) == list(range(len(wishes)))

@@ -1,0 +1,478 @@
+"""The worker: work over real edges, routers and replicas that a test plays."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from multiworld.errors import InvalidRequestError
+from multiworld.serve.inference.replica import worker as module
+from multiworld.serve.inference.replica.batch_queue import Work
+from multiworld.serve.inference.replica.executor import Executor
+from multiworld.serve.inference.replica.worker import Worker, WorkerLimits
+from multiworld.serve.replica.hang_guard import EXIT_HUNG
+from multiworld.serve.spec.stage import Stage, StageContext, Tensors
+from multiworld.serve.transport import protocol
+from multiworld.serve.transport.edges import listen
+from multiworld.serve.transport.protocol import (
+    FRAMES,
+    Attempt,
+    Key,
+    Note,
+    WorkItem,
+)
+from multiworld.serve.transport.routing_table import (
+    Edge,
+    Replica,
+    ReplicaState,
+    Route,
+    RoutingTable,
+    edges_of,
+)
+from multiworld.testing import Arena, FakeClock
+from tests.unit.serve.edges import (
+    HANG_S,
+    Peer,
+    QuietOutbox,
+    break_world,
+    close_executor,
+    connect,
+    settle,
+    until,
+)
+
+ME = "me"
+
+
+def table(stage: int, stages: int, *names: str, **states: ReplicaState) -> RoutingTable:
+    """Return a table with this worker at ``stage`` and replicas named ``STAGE-…``."""
+    ready = ReplicaState.READY
+    replicas = {ME: Replica(ME, "m", "1", stage, ready)}
+    for name in names:
+        state = states.get(name.replace("-", "_"), ready)
+        replicas[name] = Replica(name, "m", "1", int(name[0]), state)
+    routes = {"m": Route("1", {"1": stages})}
+    return RoutingTable(1, ("g", "h"), routes, replicas)
+
+
+class FakeModel:
+    """The model of a stage; tests hold it up.
+
+    Attributes:
+        batches: Values that it has computed, by batch.
+        gate: It computes while this is set.
+        is_computing: Set while it computes.
+    """
+
+    def __init__(self) -> None:
+        self.batches: list[list[float]] = []
+        self.gate, self.is_computing = threading.Event(), threading.Event()
+        self.gate.set()
+
+    def load(self, context: StageContext) -> Any:
+        """Return the function of the stage."""
+        return self._compute
+
+    def _compute(self, tensors: Tensors) -> Tensors:
+        self.is_computing.set()
+        assert self.gate.wait(HANG_S)
+        self.is_computing.clear()
+        values = tensors["x"].tolist()
+        self.batches.append(values)
+        if 13.0 in values:
+            raise InvalidRequestError("13 is refused")
+        if 66.0 in values:
+            raise KeyError("as asked")
+        return {"x": tensors["x"] * 2}
+
+
+class Bench:
+    """A worker under test, its edges, and the processes at their other ends."""
+
+    def __init__(
+        self, arena: Arena, stage: int, stages: int, limits: WorkerLimits
+    ) -> None:
+        self._arena = arena
+        self.model, self.clock = FakeModel(), FakeClock()
+        is_last = stage == stages - 1
+        self.executor = Executor(Stage(load=self.model.load), "s", 1)
+        self.worker = Worker(
+            ME, stage, is_last, self.executor, limits, lambda: self.clock.now
+        )
+        self.outboxes: dict[str, QuietOutbox] = {}
+        self.tasks: dict[str, list[asyncio.Task[None]]] = {}
+        self._own: list[asyncio.Task[None]] = []
+
+    async def use(self, given: RoutingTable) -> None:
+        """Apply a table."""
+        self.worker.table_changed(given)
+        self.edges: dict[str, Edge] = edges_of(given, ME)
+
+    async def connect(self, name: str) -> Peer:
+        """Open the edge to a process; return its other end."""
+        outbox, peer = await connect(self._arena, self.edges[name])
+        self.worker.edge_up(outbox)
+        listen(outbox, self.worker)
+        self.tasks[name] = [asyncio.ensure_future(outbox.run())]
+        self.outboxes[name] = outbox
+        return peer
+
+    async def lose(self, name: str) -> None:
+        """Lose the process at the other end of an edge."""
+        outbox, tasks = self.outboxes.pop(name), self.tasks.pop(name)
+        await break_world(outbox.world)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.worker.edge_down(outbox, is_polite=False)
+
+    def start(self) -> None:
+        """Compute, and look at deadlines and silence."""
+        for body in (self.worker.run, self.worker.look):
+            self._own.append(asyncio.ensure_future(body()))
+
+    async def close(self) -> None:
+        """End everything."""
+        self.model.gate.set()
+        tasks = [*self._own, *(t for many in self.tasks.values() for t in many)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await close_executor(self.executor)
+
+
+@asynccontextmanager
+async def bench(
+    stage: int = 0,
+    stages: int = 1,
+    *peers: str,
+    is_started: bool = True,
+    **limits: Any,
+) -> AsyncIterator[Bench]:
+    """Return a worker that computes; ``peers`` are replicas of other stages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "LOOK_S", 0.002)
+        async with Arena("memory") as arena:
+            made = Bench(arena, stage, stages, WorkerLimits(**limits))
+            try:
+                await made.executor.load(StageContext())
+                await made.use(table(stage, stages, *peers))
+                if is_started:
+                    made.start()
+                yield made
+            finally:
+                await made.close()
+
+
+def item(number: int, router: str = "g", **more: Any) -> WorkItem:
+    """Return the header of the first attempt at a request."""
+    return WorkItem((router, number, 1), **{"remaining_s": 50.0, **more})
+
+
+async def send(peer: Peer, items: Sequence[WorkItem], *values: float) -> None:
+    """Send work of one row each."""
+    contents = [{"x": torch.tensor([value])} for value in values]
+    await peer.send_with(protocol.Work(tuple(items)), contents)
+
+
+async def note(peer: Peer) -> Note:
+    """Receive the next note."""
+    found: Note = await peer.receive(Note)
+    return found
+
+
+async def begun(peer: Peer) -> tuple[Attempt, ...]:
+    """Receive a note; return the attempts that it says have begun."""
+    found = await note(peer)
+    assert isinstance(found, protocol.Begun), found
+    return found.attempts
+
+
+async def answers(peer: Peer) -> dict[int, float]:
+    """Receive answers; return their values by number of the request."""
+    header, contents = await peer.receive_with(protocol.Answers)
+    return {
+        one.attempt[0]: tensors["x"].item()
+        for one, tensors in zip(header.items, contents, strict=True)
+    }
+
+
+async def handed(peer: Peer) -> dict[Key, float]:
+    """Receive work that was handed on; return its values by key."""
+    header, contents = await peer.receive_with(protocol.Work)
+    return {
+        one.key: tensors["x"].item()
+        for one, tensors in zip(header.items, contents, strict=True)
+    }
+
+
+def key(number: int, router: str = "g") -> Key:
+    """Return the key of the first attempt at a request."""
+    return (router, number, 1)
+
+
+# A stage that is the first and the last.
+
+
+async def test_batch_is_announced_computed_together_and_answered() -> None:
+    """Each answer has its own row."""
+    async with bench(is_started=False) as b:
+        g = await b.connect("g")
+        await send(g, [item(1), item(2)], 3.0, 4.0)
+        await until(lambda: b.worker.report().queued == 2)
+        assert not b.worker.is_idle
+        b.start()
+        assert await begun(g) == ((1, 1), (2, 1))
+        assert await answers(g) == {1: 6.0, 2: 8.0}
+        assert b.model.batches == [[3.0, 4.0]]
+        await until(lambda: b.worker.is_idle)
+        report = b.worker.report()
+        assert report.counts == {"batches": 1, "rows": 2, "requests": 2}
+        assert (report.routers, report.upstream, report.downstream) == (("g",), (), ())
+        assert b.worker.has_router
+
+
+async def test_batch_of_two_routers_is_told_and_answered_to_each() -> None:
+    """Neither hears of the other's requests."""
+    async with bench(is_started=False) as b:
+        g, h = await b.connect("g"), await b.connect("h")
+        await send(g, [item(1)], 1.0)
+        await send(h, [item(1, "h")], 2.0)
+        await until(lambda: b.worker.report().queued == 2)
+        b.start()
+        assert (await begun(g), await begun(h)) == (((1, 1),), ((1, 1),))
+        assert (await answers(g), await answers(h)) == ({1: 2.0}, {1: 4.0})
+
+
+async def test_request_that_fails_fails_alone() -> None:
+    """Others of its batch are answered; the error says which stage raised it."""
+    async with bench(is_started=False) as b:
+        g = await b.connect("g")
+        await send(g, [item(n) for n in (1, 2, 3)], 1.0, 13.0, 66.0)
+        await until(lambda: b.worker.report().queued == 3)
+        b.start()
+        assert len(await begun(g)) == 3
+        failed = [await note(g), await note(g)]
+        errors = {
+            n.attempt[0]: n.error for n in failed if isinstance(n, protocol.Failed)
+        }
+        assert (errors[2].kind, errors[2].text) == (
+            "InvalidRequestError",
+            "13 is refused",
+        )
+        assert (errors[3].kind, errors[3].stage) == ("ModelFailedError", "s")
+        assert await answers(g) == {1: 2.0}
+        assert b.worker.counts["failed"] == 2
+
+
+async def test_request_with_more_rows_than_a_batch_is_refused() -> None:
+    """It would wait for ever; what comes with it is computed."""
+    async with bench(max_batch_size=2) as b:
+        g = await b.connect("g")
+        header = protocol.Work((item(1), item(2)))
+        contents = [{"x": torch.ones(3)}, {"x": torch.ones(1)}]
+        await g.send_with(header, contents)
+        failed = await note(g)
+        assert isinstance(failed, protocol.Failed)
+        assert "3 rows does not fit into a batch of at most 2" in failed.error.text
+        assert await begun(g) == ((2, 1),)
+        assert await answers(g) == {2: 2.0}
+
+
+async def test_suspect_is_computed_alone() -> None:
+    """The router is told so: it counts its losses by that."""
+    async with bench(is_started=False) as b:
+        g = await b.connect("g")
+        work = [item(1), item(2, is_isolated=True), item(3)]
+        await send(g, work, 1.0, 2.0, 3.0)
+        await until(lambda: b.worker.report().queued == 3)
+        b.start()
+        notes = [await note(g) for _ in range(2)]
+        assert protocol.Begun(((2, 1),), is_isolated=True) in notes
+        assert protocol.Begun(((1, 1), (3, 1)), is_isolated=False) in notes
+
+
+async def test_late_work_is_not_computed() -> None:
+    """Its router has answered already."""
+    async with bench(is_started=False) as b:
+        g = await b.connect("g")
+        await send(g, [item(1, remaining_s=1.0), item(2, remaining_s=9.0)], 1.0, 2.0)
+        await until(lambda: b.worker.report().queued == 2)
+        b.clock.advance(2.0)
+        b.start()
+        assert await begun(g) == ((2, 1),)
+        assert await answers(g) == {2: 4.0}
+
+
+async def test_work_waits_for_company_for_a_while() -> None:
+    """As long as it may, or until the batch is full."""
+    async with bench(max_wait_s=1000.0, max_batch_size=2) as b:
+        g = await b.connect("g")
+        await send(g, [item(1)], 1.0)
+        await settle()
+        assert b.worker.report().queued == 1
+        await send(g, [item(2)], 2.0)
+        assert await begun(g) == ((1, 1), (2, 1))
+
+
+# Cancelling.
+
+
+async def test_cancelled_work_is_taken_from_the_queue() -> None:
+    """What arrives after its cancellation is dropped, too."""
+    async with bench(is_started=False) as b:
+        g = await b.connect("g")
+        await send(g, [item(1), item(2)], 1.0, 2.0)
+        await until(lambda: b.worker.report().queued == 2)
+        await g.send(protocol.Cancel(key(1)))
+        await until(lambda: b.worker.report().queued == 1)
+        await g.send(protocol.Cancel(key(3)))
+        await settle()
+        await send(g, [item(3)], 3.0)
+        await settle()
+        b.start()
+        assert await begun(g) == ((2, 1),)
+        assert await answers(g) == {2: 4.0}
+        assert b.worker.report().queued == 0
+        assert b.worker.counts["cancelled"] == 1
+
+
+async def test_answer_to_what_was_cancelled_meanwhile_is_not_sent() -> None:
+    """The computation itself cannot be stopped."""
+    async with bench(is_started=False) as b:
+        g = await b.connect("g")
+        b.model.gate.clear()
+        await send(g, [item(1), item(2)], 1.0, 2.0)
+        await until(lambda: b.worker.report().queued == 2)
+        b.start()
+        await begun(g)
+        await until(b.model.is_computing.is_set)
+        assert b.worker.report().computing == 2
+        await g.send(protocol.Cancel(key(1)))
+        await settle()
+        b.model.gate.set()
+        assert await answers(g) == {2: 4.0}
+
+
+async def test_cancelled_keys_are_remembered_up_to_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A router that cancels for ever fills no memory."""
+    monkeypatch.setattr(module, "MAX_CANCELLED", 3)
+    async with bench() as b:
+        g = await b.connect("g")
+        for number in range(10):
+            await g.send(protocol.Cancel(key(number)))
+        await settle()
+        await send(g, [item(0), item(9)], 1.0, 2.0)
+        assert await answers(g) == {0: 2.0}
+
+
+# Routers that end.
+
+
+async def test_work_of_a_lost_router_is_dropped() -> None:
+    """Queued or computed: nobody waits for it; another router's is answered."""
+    async with bench(is_started=False, max_batch_size=1) as b:
+        g, h = await b.connect("g"), await b.connect("h")
+        b.model.gate.clear()
+        await send(g, [item(1), item(2)], 1.0, 2.0)
+        await until(lambda: b.worker.report().queued == 2)
+        await send(h, [item(1, "h")], 5.0)
+        await until(lambda: b.worker.report().queued == 3)
+        b.start()
+        await until(b.model.is_computing.is_set)
+        await b.lose("g")
+        b.model.gate.set()
+        assert await answers(h) == {1: 10.0}
+        await until(lambda: b.worker.is_idle)
+        assert b.model.batches == [[1.0], [5.0]]
+        assert b.worker.report().routers == ("h",)
+
+
+async def test_router_that_does_not_read_keeps_nobody_from_computing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is told when it reads again."""
+    monkeypatch.setattr(module, "TELL_S", 0.02)
+    async with bench() as b:
+        g = await b.connect("g")
+        b.tasks["g"][0].cancel()  # its socket is full: nothing leaves the outbox
+        b.outboxes["g"].hold(asyncio.get_running_loop().create_future())
+        await send(g, [item(1)], 1.0)
+        await until(lambda: b.model.batches == [[1.0]])
+
+
+@pytest.mark.parametrize("what", ["no frame", "no work"])
+async def test_message_that_is_not_understood_closes_its_edge(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker goes on with others."""
+    async with bench() as b:
+        g, h = await b.connect("g"), await b.connect("h")
+        if what == "no work":
+            await g.send_with(protocol.Work((item(1),)), [])
+        else:
+            await g.world.send(torch.ones(9), dst=1, tag=FRAMES)
+        await until(lambda: b.outboxes["g"].world.is_closed)
+        assert "closed after an unexpected error" in caplog.text
+        await send(h, [item(1, "h")], 5.0)
+        assert await answers(h) == {1: 10.0}
+
+
+# A model that hangs.
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "advance_s", "is_hung"),
+    [
+        (5.0, 4.0, False),
+        (5.0, 6.0, True),
+        (None, 31.0, False),
+        (None, 59.0, False),
+        (None, 61.0, True),
+    ],
+)
+async def test_model_that_never_ends_ends_its_process(
+    compute_s: float | None,
+    advance_s: float,
+    is_hung: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At its limit, or when nobody can be waiting any more (here: after 60 s).
+
+    A pause of the process itself, here of a second, does not count.
+    """
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(faulthandler, "dump_traceback", lambda file: None)
+    async with bench(compute_s=compute_s) as b:
+        g = await b.connect("g")
+        b.model.gate.clear()
+        await send(g, [item(1, remaining_s=50.0)], 1.0)
+        await until(b.model.is_computing.is_set)
+        looks, is_paused = 0, False
+        real = b.worker._is_hung
+
+        def counted(running: list[Work], now: float, resumed_at: float) -> bool:
+            nonlocal looks, is_paused
+            looks += 1
+            if is_paused:  # the look that finds the pause; the next one is late, too
+                is_paused = False
+                b.clock.advance(advance_s)
+            return real(running, now, resumed_at)
+
+        monkeypatch.setattr(b.worker, "_is_hung", counted)
+        await until(lambda: looks > 0)
+        b.clock.advance(1.0)
+        is_paused, seen = True, looks
+        await until(lambda: looks > seen + 2)
+        assert (EXIT_HUNG in codes) == is_hung
