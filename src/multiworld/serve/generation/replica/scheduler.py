@@ -56,7 +56,7 @@ ROWS = 8
 that of reading the weights (SmolLM2 on an EPYC, fp32, one thread: 55 ms with one row,
 99 with eight, 136 with sixteen)."""
 
-SHARED_S, SHARED_TOKENS = 60.0, 48
+SHARED_S, SHARED_TOKENS = 60.0, 32
 """Seconds for which a second tenant counts as present after its last sequence, and
 tokens in flight meanwhile. Another one that comes waits for these, at most; they take a
 fifth more time than steps that are full."""

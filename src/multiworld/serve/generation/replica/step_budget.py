@@ -16,7 +16,7 @@ STEP_ROWS = 9.0
 """Cost of a step besides its rows, in rows: the reading of the weights (SmolLM2 on an
 EPYC, float32, one thread: 55 ms with one row, 99 with eight, 136 with sixteen)."""
 
-BESIDE = 0.7
+BESIDE = 0.5
 """Part of what others may cost a tenant that is given to them: a newcomer also waits
 for the steps in flight, which were made before it came."""
 
