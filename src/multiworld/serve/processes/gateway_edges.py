@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import get_args
 
-from multiworld.serve.generation.gateway.stream_router import Streams
+from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.inference.gateway.dispatcher import Dispatcher
 from multiworld.serve.transport.edges import Outbox
 from multiworld.serve.transport.frames import Entry

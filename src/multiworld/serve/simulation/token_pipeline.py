@@ -1,9 +1,9 @@
 """Discrete-event simulation of a model that generates text.
 
-Each replica of stage 0 has the real scheduler; steps go through the stages as in a real
-pipeline, and each takes the time that was measured for its tokens. A text is pinned to
-the least loaded replica of each stage. It is moved ahead of time if its replica drains
-or another one is new: the new replica first computes its tokens.
+Each replica of stage 0 has the real scheduler; steps pass through the stages as in a
+real pipeline, and each takes the time that was measured for its tokens. A sequence is
+pinned to the least loaded replica of each stage. It moves proactively if its replica
+drains or another one is new: the new replica first computes its tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.gateway.chain_selection import (
     NEW_S,
     SPLIT,
-    Schedulers,
+    StepSources,
     surplus_of,
 )
 from multiworld.serve.generation.gateway.moves import AT_ONCE, WORTH
@@ -38,15 +38,13 @@ from multiworld.serve.transport.protocol import Key
 
 @dataclass(slots=True, eq=False)
 class Text(Request):
-    """A text that is generated.
+    """A simulated sequence.
 
     Attributes:
-        prompt: Tokens of its prompt.
-        answer: Tokens that will be generated.
-        key: Its key at the scheduler.
-        chain: Replicas by stage; empty while it waits for one.
-        made: Tokens that were generated.
-        first_at: Time of its first token; negative before.
+        answer: Number of tokens to generate.
+        chain: Replicas by stage; empty until placed.
+        made: Tokens generated so far.
+        first_at: Time of the first token; negative before.
         moving: Stage whose replica is being prepared; negative: none.
     """
 
@@ -60,19 +58,12 @@ class Text(Request):
 
     @property
     def tokens(self) -> int:
-        """Number of its tokens so far."""
         return self.prompt + self.made
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """A part of a step that waits at a replica.
-
-    Attributes:
-        origin: Replica of stage 0 that has planned it.
-        number: Its number there.
-        parts: Its parts.
-    """
+    """Part of a step that waits at a replica; stage 0's ``origin`` planned it."""
 
     origin: TextReplica
     number: int
@@ -81,12 +72,7 @@ class SimulatedStep:
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """Tokens that prepare a replica for a text which moves to it.
-
-    Attributes:
-        text: The text.
-        rows: Tokens that are still to be computed.
-    """
+    """Prefill of a sequence that is moving to a replica; ``rows`` tokens remain."""
 
     text: Text
     rows: int
@@ -97,11 +83,8 @@ class TextReplica(Replica):
     """A replica of a stage.
 
     Attributes:
-        scheduler: Plans the steps, in stage 0.
-        work: Steps and preparations that wait.
-        is_busy: Whether it computes.
-        texts: Texts that it has.
-        new_until: Time until which texts are moved to it.
+        scheduler: Plans the steps; None except in stage 0.
+        new_until: Time until which sequences are moved to it.
     """
 
     scheduler: Scheduler | None = None
@@ -112,20 +95,10 @@ class TextReplica(Replica):
 
     @property
     def is_done(self) -> bool:
-        """True if it has nothing to do."""
         return not self.texts and not self.work and not self.is_busy
 
 
 class TokenPipeline(Pipeline):
-    """A model that generates text, in a simulation.
-
-    Args:
-        model: Model to simulate.
-        at: Schedules a function to be called at a time.
-        chance: Source of random choices.
-        room: Room for replicas.
-    """
-
     def __init__(
         self,
         model: PipelineModel,
@@ -141,7 +114,7 @@ class TokenPipeline(Pipeline):
         self._ended = [0, 0, 0]
         self._generated = 0
         self._unplaced: deque[Text] = deque()
-        self._schedulers = Schedulers()
+        self._schedulers = StepSources()
         self._moving: set[Text] = set()
 
     # Replicas.
@@ -157,14 +130,12 @@ class TokenPipeline(Pipeline):
         return replica.is_done
 
     def _at_stage(self, k: int) -> list[TextReplica]:
-        """Return the usable replicas of a stage."""
         found = [r for r in self._live(k) if r.is_ready]
         return [r for r in found if isinstance(r, TextReplica)]
 
-    # Texts.
+    # Sequences.
 
     def arrive(self, arrival: Arrival, now: float) -> None:
-        """Accept or refuse a text."""
         number = len(self._requests) + 1
         text = Text(
             now,
@@ -195,7 +166,6 @@ class TokenPipeline(Pipeline):
             self._missed += 1
 
     def _leave(self, text: Text) -> None:
-        """Forget a text."""
         del self._texts[text.key[:2]]
         if not text.chain:
             self._unplaced.remove(text)
@@ -209,7 +179,7 @@ class TokenPipeline(Pipeline):
         text.chain = []
 
     def _move(self, now: float) -> None:
-        """Place texts, move them, and begin what can begin."""
+        """Place sequences, move them, and start whatever can start."""
         usable = [len(self._at_stage(k)) for k in range(len(self._model.stages))]
         for replica in self._replicas[0]:
             assert isinstance(replica, TextReplica)
@@ -231,7 +201,7 @@ class TokenPipeline(Pipeline):
                 self._leave_if_done(replica, now)
 
     def _least(self, k: int, first: Sequence[TextReplica]) -> TextReplica | None:
-        """Return the replica of a stage that a text gets; see ``generation.chains``."""
+        """Return the best replica of a stage; see ``gateway.chain_selection``."""
 
         def cost(replica: TextReplica) -> tuple[float, float]:
             splits = any(self._schedulers.is_split(replica.name, f.name) for f in first)
@@ -254,7 +224,7 @@ class TokenPipeline(Pipeline):
         super()._ready(replica, now)
 
     def _begin_moves(self, now: float) -> None:
-        """Move texts from replicas that drain, or else one to a new one."""
+        """Move sequences off draining replicas, or else one to a new replica."""
         for replicas in self._replicas:
             for replica in replicas:
                 assert isinstance(replica, TextReplica)
@@ -267,7 +237,7 @@ class TokenPipeline(Pipeline):
                 self._lighten(k, now)
 
     def _lighten(self, k: int, now: float) -> None:
-        """Move a text to a new replica that has less to do."""
+        """Move a sequence to a new replica that is less loaded."""
         usable = self._at_stage(k)
         new = [r for r in usable if r.new_until > now]
         if not new:
@@ -285,7 +255,7 @@ class TokenPipeline(Pipeline):
                 self._prepare(min(worth, key=lambda t: t.tokens), k, least)
 
     def _restart(self, text: Text) -> None:
-        """Let a text that waits begin anew elsewhere."""
+        """Place a sequence that has no token yet elsewhere, from its start."""
         number = text.key[:2]
         self._leave(text)
         text.key = (*number, text.key[2] + 1)
@@ -293,7 +263,6 @@ class TokenPipeline(Pipeline):
         self._unplaced.append(text)
 
     def _prepare(self, text: Text, k: int, target: TextReplica | None = None) -> None:
-        """Begin to move a text to another replica of a stage."""
         target = target or self._least(k, text.chain[:1] if k else ())
         if target is None or target is text.chain[k]:
             return
@@ -303,7 +272,7 @@ class TokenPipeline(Pipeline):
         target.work.append(Preparation(text, text.tokens))
 
     def _switch(self, text: Text, target: TextReplica) -> None:
-        """Let a text go on with the replica that was prepared for it."""
+        """Continue a sequence on the replica that was prepared for it."""
         k, text.moving = text.moving, -1
         old = text.chain[0].scheduler
         self._schedulers.leave(_names(text.chain))
@@ -327,7 +296,6 @@ class TokenPipeline(Pipeline):
     # Steps.
 
     def _begin_work(self, replica: TextReplica, now: float) -> None:
-        """Let a replica compute, if it is idle and has something to do."""
         if replica.is_busy or not replica.is_ready:
             return
         work = self._next_work(replica)
@@ -426,7 +394,6 @@ class TokenPipeline(Pipeline):
         self._ended[2] += text.answer
 
     def _is_good(self, request: Request) -> bool:
-        """Tell whether a text has met the objectives."""
         assert isinstance(request, Text)
         wanted = self._model.text
         if request.ended < 0 or wanted is None:

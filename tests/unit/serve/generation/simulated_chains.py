@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from multiworld.serve.generation.engine_limits import EngineLimits
-from multiworld.serve.generation.gateway.stream_router import Streams
+from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.generation.replica.generation_worker import GenerationWorker
 from multiworld.serve.generation.replica.scheduler import Scheduler
 from multiworld.serve.generation.replica.stage_engine import Chores, StageEngine
@@ -463,7 +463,7 @@ class Net:
             assert worker.kept_bytes <= self._log_bytes + self._prefix_bytes
         route = self.table.routes["m"]
         for streams in self.gateways.values():
-            assert streams.without_token("m") <= route.max_queued_requests + 1
+            assert streams.router.without_token("m") <= route.max_queued_requests + 1
 
     async def _compute(self, name: str) -> bool:
         """Let a replica compute a step; messages arrive meanwhile."""

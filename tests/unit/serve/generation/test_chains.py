@@ -181,7 +181,7 @@ async def test_streams_whose_chain_is_whole_notice_nothing(
     await net.connected()
     clients = [Client(net, [5, 6, n], 40) for n in range(6)]
     await net.settle(lambda: all(len(client.items) > 3 for client in clients))
-    streams = dict(net.streams._streams)
+    streams = dict(net.streams.router.streams)
     name = next(n for n in net.alive() if n.startswith("r1"))
     others = [s for s in streams.values() if name not in s.chain]
     assert 0 < len(others) < 6
@@ -227,7 +227,7 @@ async def _chain_of_a_session(seed: int) -> tuple[str, ...]:
     await whole(net, Client(net, [seed], 3))
     client = Client(net, [5, seed], 20, session="chat 7")
     await net.settle(lambda: len(client.items) > 2)
-    (stream,) = net.streams._streams.values()
+    (stream,) = net.streams.router.streams.values()
     chain = stream.chain
     others = [Client(net, [6, n], 20, session="chat 7") for n in range(8)]
     await asyncio.sleep(0)
@@ -247,7 +247,7 @@ async def test_stream_of_a_host_that_is_lost_is_no_poison(seed: int) -> None:
     gone = net.alive()
     for name in gone:
         net.die(name)
-    await net.settle(lambda: not net.streams._edges)
+    await net.settle(lambda: not net.streams.router.view.connected)
     for name in gone:
         net.start(int(name[1]))
         net.forget(name)
@@ -256,13 +256,13 @@ async def test_stream_of_a_host_that_is_lost_is_no_poison(seed: int) -> None:
 
 
 async def test_stream_that_kills_what_computes_it_alone_is_poison() -> None:
-    """After three of those; before it was with others, and twice in two seconds."""
+    """After two of those; before it was with others, and twice in two seconds."""
     net = Net(random.Random(9), [1, 1], LIMITS)
     await net.connected()
     net.lie = lambda pair, entry: None if isinstance(entry[0], Tokens) else entry
     client = Client(net, [5, 6, 7], 20)
     await asyncio.sleep(0)
-    (stream,) = net.streams._streams.values()
+    (stream,) = net.streams.router.streams.values()
     lost: list[str] = []
 
     def is_due() -> bool:
@@ -276,10 +276,10 @@ async def test_stream_that_kills_what_computes_it_alone_is_poison() -> None:
         lost.append(stream.chain[0])
         net.kill(lost[-1])
         net.start(0)
-        await net.settle(lambda: lost[-1] not in net.streams._edges)
-    with pytest.raises(RequestPoisonedError, match="3 replicas died"):
+        await net.settle(lambda: lost[-1] not in net.streams.router.view.connected)
+    with pytest.raises(RequestPoisonedError, match="2 replicas died"):
         await client.task
-    assert 6 <= len(lost) <= 7
+    assert 5 <= len(lost) <= 6
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -297,14 +297,14 @@ async def test_host_with_two_replicas_of_a_chain_makes_no_suspects(seed: int) ->
         return entry
 
     net.lie = watch
-    chains = [s.chain for s in net.streams._streams.values() if s.chain]
+    chains = [s.chain for s in net.streams.router.streams.values() if s.chain]
     gone = net.chance.choice(chains)[:2]
     net.stop(CONTROLLER)  # it hears of it later than the gateway
     for name in gone:
         net.replace(name)
         for _ in range(net.chance.choice([0, 40])):
             await net.turn()
-    await net.settle(lambda: not {*gone} & {*net.streams._edges})
+    await net.settle(lambda: not {*gone} & {*net.streams.router.view.connected})
     net.resume(CONTROLLER)
     await whole(net, *clients)
     assert not alone
@@ -318,15 +318,15 @@ async def test_loss_that_is_noticed_late_ends_the_next_attempt() -> None:
     net.lie = lambda pair, entry: None if isinstance(entry[0], Tokens) else entry
     client = Client(net, [5, 6, 7], 20)
     await asyncio.sleep(0)
-    (stream,) = net.streams._streams.values()
+    (stream,) = net.streams.router.streams.values()
     await net.settle(lambda: bool(stream.chain))
     (other,) = {n for n in net.alive() if n.startswith("r0")} - {*stream.chain}
-    stream.losses.counted, stream.losses.isolated = 3, 2
+    stream.losses.counted, stream.losses.isolated = 3, 1
     stream.losses.has_begun = True
     stream.left, stream.was_alone = (other,), True
     net.kill(other)
     await net.settle(client.task.done)
-    with pytest.raises(RequestPoisonedError, match="3 replicas died"):
+    with pytest.raises(RequestPoisonedError, match="2 replicas died"):
         await client.task
     await freed(net)
 
@@ -338,7 +338,7 @@ async def test_suspect_and_the_others_take_turns() -> None:
     others = [Client(net, [5, n], 60) for n in range(3)]
     suspect = Client(net, [1, 2, 3] * 40, 5)
     await net.settle(lambda: all(len(client.items) > 2 for client in others))
-    stream = net.streams._streams[4]
+    stream = net.streams.router.streams[4]
     for _ in range(2):  # it may be the cause of two losses
         stream.losses.has_begun = True
         stream.losses.add(net.now - 4.0, is_alone=False)
@@ -546,7 +546,7 @@ async def test_stream_without_a_log_moves_around_what_cannot_fill_its_neighbour(
     await net.connected()
     client = Client(net, [5, 6, 7] * 20, 60)
     await net.settle(lambda: len(client.items) >= 12)
-    (stream,) = net.streams._streams.values()
+    (stream,) = net.streams.router.streams.values()
     before = stream.chain
     net.drain(before[2])
     counts = net.streams.counts
@@ -577,6 +577,7 @@ async def test_replica_that_cannot_be_prepared_leaves_the_stream_where_it_is() -
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32))
 @example(212906137)  # a text begins with a part of a known block
+@example(2025488)  # a replica of stage 0 has no room for what is prepared there
 def test_streams_survive_whatever_happens(seed: int) -> None:
     """Kills, broken edges, scaling, little memory, dropped logs, clients that leave."""
     asyncio.run(survive(random.Random(seed)))

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from multiworld.serve.core.replica_view import ReplicaView
 from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.gateway.chain_selection import (
     NEW_S,
     PREFIX_BLOCK,
-    Chains,
+    ChainSelection,
     Uneven,
     surplus_of,
 )
@@ -51,17 +52,25 @@ def table_of(*counts: int, version: str = "1", weights: str = "w") -> RoutingTab
 
 def stream(number: int = 0) -> Stream:
     """Return a stream."""
-    return Stream(number, "m", "1", [1], 1, Sampling(), 1e9, {}, NO_LIMITS)
+    return Stream(number, "m", "1", [1], 1, Sampling(), 1e9, {}, NO_LIMITS, 0.0)
 
 
-def chains(table: RoutingTable) -> Chains:
+def chains(table: RoutingTable) -> ChainSelection:
     """Return the choice of a gateway that is connected to all."""
-    made = Chains(set(table.replicas), random.Random(0).random)
-    made.table_changed(table, 0.0)
+    made = ChainSelection(ReplicaView(), random.Random(0).random)
+    for name in table.replicas:
+        made.view.connect(name)
+    use(made, table, 0.0)
     return made
 
 
-def placed(made: Chains, count: int) -> list[Stream]:
+def use(made: ChainSelection, table: RoutingTable, now: float) -> None:
+    """Use another routing table."""
+    made.view.table_changed(table)
+    made.table_changed(now)
+
+
+def placed(made: ChainSelection, count: int) -> list[Stream]:
     """Place streams."""
     found = []
     for number in range(count):
@@ -97,12 +106,12 @@ def test_uneven_fleet_is_loaded_evenly_within_a_few_streams() -> None:
 
 
 def test_streams_that_leave_are_forgotten() -> None:
-    """And so are their schedulers."""
+    """And so are the replicas that send their steps."""
     made = chains(table_of(2, 2))
     for one in placed(made, 9):
         made.leave(one.chain)
     assert not any(made.load.values())
-    assert not made._schedulers._of
+    assert not any(made.sources.is_split(name, "") for name in made.load)
 
 
 def test_draining_replica_is_replaced_in_the_chain() -> None:
@@ -110,16 +119,16 @@ def test_draining_replica_is_replaced_in_the_chain() -> None:
     table = table_of(2, 2)
     made = chains(table)
     (one,) = placed(made, 1)
-    assert made.leaving(one) is None
+    assert made.without_draining(one) is None
     gone = one.chain[1]
     old = table.replicas[gone]
     table.replicas[gone] = Replica(gone, "m", "1", 1, ReplicaState.DRAINING)
-    made.table_changed(table, 0.0)
+    use(made, table, 0.0)
     (other,) = {"v1.1.0", "v1.1.1"} - {gone}
-    assert made.leaving(one) == Chain("1", (one.chain[0], other))
+    assert made.without_draining(one) == Chain("1", (one.chain[0], other))
     table.replicas[other] = Replica(other, "m", "1", 1, ReplicaState.DRAINING)
-    made.table_changed(table, 0.0)
-    assert made.leaving(one) is None
+    use(made, table, 0.0)
+    assert made.without_draining(one) is None
     assert old.state is ReplicaState.READY
 
 
@@ -132,8 +141,8 @@ def test_stream_of_a_removed_model_ends_where_it_is() -> None:
         name: Replica(name, "m", "1", k, ReplicaState.DRAINING)
         for k, name in enumerate(one.chain)
     }
-    made.table_changed(RoutingTable(2, (), {}, draining), 0.0)
-    assert made.leaving(one) is None
+    use(made, RoutingTable(2, (), {}, draining), 0.0)
+    assert made.without_draining(one) is None
 
 
 @pytest.mark.parametrize(
@@ -152,9 +161,8 @@ def test_another_version_is_taken_if_it_has_the_same_weights(
     new = table_of(1, 1, version="2", weights=weights)
     route = Route("2", {"1": 2, "2": 2}, generates=True)
     both = RoutingTable(2, (), {"m": route}, {**draining, **new.replicas})
-    fresh = Chains(set(both.replicas), random.Random(0).random)
-    fresh.table_changed(both, 0.0)
-    found = fresh.leaving(one)
+    fresh = chains(both)
+    found = fresh.without_draining(one)
     assert (found == Chain("2", ("v2.0.0", "v2.1.0"))) is is_same
 
 
@@ -165,9 +173,9 @@ def test_new_replica_takes_streams_for_a_while() -> None:
     placed(made, 6)
     grown = table_of(1, 2)
     made = chains(grown)
-    made.table_changed(table, 0.0)
+    use(made, table, 0.0)
     made.load.update({"v1.0.0": 6, "v1.1.0": 6})
-    made.table_changed(grown, 100.0)
+    use(made, grown, 100.0)
     assert list(made.uneven(100.0)) == [Uneven("v1.1.0", "v1.1.1", 3)]
     assert list(made.uneven(101.0 + NEW_S)) == []
 
@@ -225,7 +233,7 @@ def test_stream_stays_on_its_kind_of_machine_while_there_is_one() -> None:
     found = {made.choose(one) for _ in range(20)}
     assert found <= {Chain("1", ("v1.0.0",)), Chain("1", ("v1.0.1",))}
     left = {n: table.replicas[n] for n in ("v1.0.2", "v1.0.3")}
-    made.table_changed(replace(table, replicas=left), 0.0)
+    use(made, replace(table, replicas=left), 0.0)
     assert made.choose(one) in (Chain("1", ("v1.0.2",)), Chain("1", ("v1.0.3",)))
 
 

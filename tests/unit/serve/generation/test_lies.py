@@ -50,7 +50,7 @@ async def whole(net: Net, clients: list[Client]) -> None:
 async def test_sequence_left_out_of_what_came_back_holds_up_no_other(seed: int) -> None:
     """It is given back, and begins anew elsewhere in the end."""
     net, clients = await begun(seed, [1, 1, 2], 4)
-    liar = net.streams._streams[1].chain[2]
+    liar = net.streams.router.streams[1].chain[2]
 
     def lie(pair: tuple[str, str], entry: Any) -> Any:
         message = entry[0]
@@ -92,7 +92,7 @@ LIES: dict[str, Callable[[Key], Any]] = {
 async def test_gateway_hears_only_the_chain_of_a_stream(what: str) -> None:
     """Another replica of the same stage has no say; its edge is closed."""
     net, clients = await begun(5, [2, 1, 2], 3)
-    stream = net.streams._streams[1]
+    stream = net.streams.router.streams[1]
     place = 0 if what == "alone" else 2
     outside = [n for n in net.alive() if n.startswith(f"r{place}.")]
     outside.remove(stream.chain[place])
@@ -105,7 +105,7 @@ async def test_gateway_hears_only_the_chain_of_a_stream(what: str) -> None:
 async def test_tokens_of_another_gateways_stream_are_not_ours() -> None:
     """And none comes after the last one."""
     net, clients = await begun(5, [1, 1])
-    stream = net.streams._streams[1]
+    stream = net.streams.router.streams[1]
     (last,) = [n for n in net.alive() if n.startswith("r1.")]
     index = len(stream.tokens) - stream.prompt
     other = TokenItem(("gateway/2", 1, stream.attempt), index, 1)
@@ -155,7 +155,7 @@ async def test_replica_hears_only_whose_it_is_to_say(what: str) -> None:
     """Everybody else's edge is closed, and the texts are right."""
     net, clients = await begun(7, [1, 1, 1])
     sender, receiver, make = TO_WORKERS[what]
-    stream = net.streams._streams[1]
+    stream = net.streams.router.streams[1]
     entry = make((GATEWAY, 1, stream.attempt))
     here = stream.chain[receiver]
     with pytest.raises(MessageError):

@@ -13,7 +13,7 @@ import msgspec
 
 from multiworld.errors import ServeError
 from multiworld.serve.generation.gateway.stream import TimeLimits
-from multiworld.serve.generation.gateway.stream_router import Streams
+from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.generation.tokenizer import GrowingText, Tokenizer
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.generation_messages import Sampling, TokenItem

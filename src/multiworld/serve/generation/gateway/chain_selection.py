@@ -1,37 +1,34 @@
-"""The choice of the replicas that compute a stream, at one gateway."""
+"""The choice of the replicas that compute a stream, at one gateway. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from multiworld.serve.core.load_balancer import affinity
+from multiworld.serve.core.replica_view import ReplicaView
 from multiworld.serve.generation.gateway.stream import Chain, Stream
 from multiworld.serve.generation.prefixes import TOKENS_PER_STREAM, PrefixRoutes
-from multiworld.serve.transport.routing_table import (
-    Replica,
-    ReplicaState,
-    RoutingTable,
-)
+from multiworld.serve.transport.routing_table import Replica, ReplicaState
 
 PREFIX_BLOCK, PREFIX_TOKENS = 64, 4096
-"""Tokens of a block of a prefix, and of the longest one, for the choice of a chain."""
+"""Tokens of a block of a prefix, and maximum tokens of a prefix, for the choice of a
+chain."""
 
 NEW_S = 60.0
-"""Seconds after which a replica is not new any more, so that streams are only placed on
-it, and not moved to it."""
-
+"""Seconds for which a replica counts as new: streams of busier replicas move to it.
+Later it only gets streams that begin."""
 
 HOME = 2
-"""Streams by which a replica must be busier than another, so that a stream does not go
-where its session prefers."""
+"""Streams by which a replica must be busier than another before a stream goes elsewhere
+than its session prefers."""
 
 SPLIT = 4
-"""Streams by which another replica must be busier, so that one that gets steps of other
-replicas of stage 0 gets those of one more. Each has a step of its own for every token,
-which costs about as much as nine tokens."""
+"""Streams by which another replica must be busier before a replica that computes steps
+of one stage-0 replica gets those of a second. Each sends a step of its own for every
+token, which costs about as much as nine tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +36,7 @@ class Uneven:
     """A new replica, and the busiest one of its stage.
 
     Attributes:
-        busiest: Name of the busiest one.
-        new: Name of the new one.
-        surplus: Streams that the new one should take from it.
+        surplus: Streams that the new one should take over.
     """
 
     busiest: str
@@ -50,18 +45,13 @@ class Uneven:
 
 
 def surplus_of(most: int, least: int) -> int:
-    """Return how many streams a new replica should take from a busy one.
-
-    Args:
-        most: Streams of the busy one.
-        least: Streams of the new one.
-    """
+    """Return how many streams a new replica takes from a busy one, by their loads."""
     is_uneven = most - least >= max(2, most / 2)
     return (most - least) // 2 if is_uneven else 0
 
 
-class Schedulers:
-    """The replicas of stage 0 whose steps each replica computes."""
+class StepSources:
+    """The stage-0 replicas whose steps each replica computes."""
 
     def __init__(self) -> None:
         self._of: dict[str, Counter[str]] = {}
@@ -82,74 +72,63 @@ class Schedulers:
                 del self._of[name]
 
     def is_split(self, name: str, first: str) -> bool:
-        """Tell whether a replica has steps, but none of a certain replica of stage 0.
-
-        Args:
-            name: The replica.
-            first: The one of stage 0.
-        """
+        """Return whether a replica computes steps, but none of ``first``."""
         return name in self._of and first not in self._of[name]
 
 
-class Chains:
-    """The replicas, as one gateway sees them, and its streams at each.
+class ChainSelection:
+    """Chooses chains, and knows the load of each replica.
 
     Args:
-        connected: Replicas that the gateway is connected to.
+        view: The replicas.
         chance: Returns a random number, for the choice among equals.
 
     Attributes:
-        silent: Replicas that have not been heard of.
+        view: See above.
+        sources: The stage-0 replicas whose steps each replica computes.
         load: Streams at each replica, and those that are being moved to it.
     """
 
-    def __init__(self, connected: Container[str], chance: Callable[[], float]) -> None:
-        self._connected, self._chance = connected, chance
-        self._table = RoutingTable()
+    def __init__(self, view: ReplicaView, chance: Callable[[], float]) -> None:
+        self.view, self._chance = view, chance
         self._prefix_routes = PrefixRoutes()
         self._ready_since: dict[str, float] = {}
-        self._schedulers = Schedulers()
-        self.silent: set[str] = set()
+        self.sources = StepSources()
         self.load: Counter[str] = Counter()
 
-    def table_changed(self, table: RoutingTable, now: float) -> None:
-        """Use a new routing table.
-
-        Args:
-            table: The table.
-            now: Monotonic time in seconds.
-        """
-        self._table = table
+    def table_changed(self, now: float) -> None:
+        """Note since when replicas are ready."""
         self._ready_since = {
             name: self._ready_since.get(name, now)
-            for name, replica in table.replicas.items()
+            for name, replica in self.view.table.replicas.items()
             if replica.state is ReplicaState.READY
         }
 
     def enter(self, stream: Stream) -> None:
-        """Record that a stream is computed by its chain from now on."""
+        """Record that a stream's chain computes it from now on."""
         self._prefix_routes.record(stream.prefixes, stream.chain)
-        self._schedulers.enter(stream.chain)
+        self.sources.enter(stream.chain)
         self.load.update(stream.chain)
 
     def leave(self, chain: Sequence[str]) -> None:
-        """Record that a stream is not computed by a chain any more."""
-        self._schedulers.leave(chain)
+        """Record that a chain computes a stream no more."""
+        self.sources.leave(chain)
         self.load.subtract(chain)
 
+    def reserve(self, replicas: Iterable[str]) -> None:
+        """Record that a stream is being moved to some replicas."""
+        self.load.update(replicas)
+
     def release(self, replicas: Iterable[str]) -> None:
-        """Record that a stream is not moved to some replicas."""
+        """Record that a stream is not being moved to some replicas any more."""
         self.load.subtract(replicas)
 
     def choose(self, stream: Stream) -> Chain | None:
-        """Return a replica of each stage for a stream that waits for a chain.
+        """Return a chain for a stream that waits; None if a stage has no replica.
 
-        Those that keep the attempt before stay; others are the least loaded.
-
-        Returns:
-            The chain; None if a stage has no replica.
+        Replicas that keep an earlier attempt stay; others are the least loaded.
         """
-        route = self._table.routes.get(stream.model)
+        route = self.view.table.routes.get(stream.model)
         if route is None:
             return None
         versions = [stream.version]
@@ -161,87 +140,58 @@ class Chains:
                 return found
         return None
 
-    def leaving(self, stream: Stream) -> Chain | None:
-        """Return a chain without the replicas that drain.
+    def without_draining(self, stream: Stream) -> Chain | None:
+        """Return a usable chain to which a stream leaves replicas that drain.
 
-        Returns:
-            The chain, of another version if that has the same weights; None if no
-            replica drains, or there is no other chain.
+        It is of another version if that has the same weights. None if nothing drains,
+        or there is no such chain.
         """
         if not self.is_leaving(stream):
             return None
-        replicas = self._table.replicas
         staying = tuple(
-            name if self._state(name) is ReplicaState.READY else ""
+            name if self.view.state(name) is ReplicaState.READY else ""
             for name in stream.chain
         )
         found = self._complete(stream, stream.version, staying, is_ready=True)
-        route = self._table.routes.get(stream.model)
+        route = self.view.table.routes.get(stream.model)
         if found is not None or route is None or route.version == stream.version:
             return found
-        weights = {replicas[name].weights for name in stream.chain if name in replicas}
         found = self._complete(stream, route.version, (), is_ready=True)
-        if found is None or "" in weights:
+        if found is None:
             return None
-        weights |= {replicas[name].weights for name in found.replicas}
-        return found if len(weights) == 1 else None
+        replicas = self.view.table.replicas
+        both = (*stream.chain, *found.replicas)
+        weights = {replicas[name].weights for name in both if name in replicas}
+        return found if len(weights) == 1 and "" not in weights else None
 
     def is_leaving(self, stream: Stream) -> bool:
-        """Tell whether a replica of a stream's chain drains."""
-        return any(self._state(n) is ReplicaState.DRAINING for n in stream.chain)
+        """Return whether a replica of a stream's chain drains."""
+        states = map(self.view.state, stream.chain)
+        return any(state is ReplicaState.DRAINING for state in states)
 
     def around(self, stream: Stream, chain: Chain, replica: str) -> Chain | None:
-        """Return a chain with another replica in the place of one of its own.
-
-        Args:
-            stream: The stream that the chain is for.
-            chain: The chain.
-            replica: The replica.
-
-        Returns:
-            The chain; None if no other replica is usable.
-        """
+        """Return a usable chain with another replica in the place of one of its own."""
         kept = tuple("" if name == replica else name for name in chain.replicas)
         return self._complete(
             stream, chain.version, kept, is_ready=True, without=replica
         )
 
     def uneven(self, now: float) -> Iterator[Uneven]:
-        """Yield the new replicas that have less to do than others of their stage.
-
-        Args:
-            now: Monotonic time in seconds.
-        """
+        """Yield the new replicas that have less to do than others of their stage."""
         for name, since in self._ready_since.items():
-            if now - since > NEW_S or not self._is_usable(name):
+            if now - since > NEW_S or not self.view.is_usable(name):
                 continue
-            new = self._table.replicas[name]
-            others = self._table.stage(new.model, new.version, new.stage)
+            new = self.view.table.replicas[name]
+            others = self.view.table.stage(new.model, new.version, new.stage)
             busiest = max(others, key=lambda r: self.load[r.name]).name
             surplus = surplus_of(self.load[busiest], self.load[name])
             if surplus:
                 yield Uneven(busiest, name, surplus)
 
     def is_there(self, chain: Chain) -> bool:
-        """Tell whether all replicas of a chain are still there."""
-        known = self._table.replicas
-        return all(n in known and n in self._connected for n in chain.replicas)
-
-    def others_of(self, replica: str) -> bool:
-        """Tell whether another replica of the same stage is usable."""
-        known = self._table.replicas.get(replica)
-        return known is not None and any(
-            self._is_usable(other.name)
-            for other in self._table.stage(known.model, known.version, known.stage)
-        )
-
-    def _state(self, name: str) -> ReplicaState | None:
-        known = self._table.replicas.get(name)
-        return None if known is None else known.state
-
-    def _is_usable(self, name: str) -> bool:
-        is_ready = self._state(name) is ReplicaState.READY
-        return is_ready and name in self._connected and name not in self.silent
+        """Return whether all replicas of a chain are known and connected."""
+        known, connected = self.view.table.replicas, self.view.connected
+        return all(name in known and name in connected for name in chain.replicas)
 
     def _complete(
         self,
@@ -252,16 +202,16 @@ class Chains:
         is_ready: bool = False,
         without: str = "",
     ) -> Chain | None:
-        """Return a chain with the replicas that are kept, as far as they can be.
+        """Return a chain with the replicas to keep, as far as they can be kept.
 
         Args:
-            stream: The stream.
+            stream: The stream that it is for.
             version: Version of the chain.
             kept: Replicas to keep, by stage; empty names are chosen.
-            is_ready: Whether all of it must be usable now.
+            is_ready: All of it must be usable now.
             without: Replica that is not chosen; empty: any may be.
         """
-        route = self._table.routes.get(stream.model)
+        route = self.view.table.routes.get(stream.model)
         if route is None:
             return None  # the model was removed
         found: tuple[str, ...] = ()
@@ -273,17 +223,30 @@ class Chains:
             found += (name,)
         if not found:
             return None
-        if is_ready and not all(self._is_usable(name) for name in found):
+        if is_ready and not all(map(self.view.is_usable, found)):
             return None
         return Chain(version, found)
 
     def _kept(self, kept: Sequence[str], version: str, stage: int) -> str | None:
         """Return the replica of a stage that is to be kept, if it can."""
         name = kept[stage] if stage < len(kept) else ""
-        known = self._table.replicas.get(name)
-        is_there = name in self._connected and name not in self.silent
+        known = self.view.table.replicas.get(name)
+        is_there = name in self.view.connected and name not in self.view.silent
         is_same = known is not None and known.version == version
         return name if is_there and is_same else None
+
+    def _candidates(self, stream: Stream, version: str, stage: int) -> list[Replica]:
+        """Return the replicas of a stage that a stream may use, the best kind first."""
+        usable = [*self.view.usable(stream.model, version, stage)]
+        wanted = stream.via.get(stage)
+        if usable and wanted is None:
+            return usable
+        found = self.view.connected_at(stream.model, version, stage)
+        found = [r for r in found if wanted in (None, r.name)]
+        ready = [r for r in found if r.state is ReplicaState.READY]
+        if stream.via:  # a probe also goes through replicas that are starting
+            ready = ready or found
+        return [r for r in ready if r.name not in self.view.silent] or ready
 
     def _replica(
         self,
@@ -293,20 +256,10 @@ class Chains:
         first: Sequence[str],
         without: str,
     ) -> str | None:
-        wanted = stream.via.get(stage)
-        found = [
-            replica
-            for replica in self._table.stage(stream.model, version, stage)
-            if replica.name in self._connected
-            and replica.name != without
-            and wanted in (None, replica.name)
-        ]
-        usable = [r for r in found if r.state is ReplicaState.READY]
-        if stream.via:  # a probe also goes through others that are starting
-            usable = usable or found
-        usable = [r for r in usable if r.name not in self.silent] or usable
-        alike = stream.fingerprints.get(stage)
-        usable = [r for r in usable if alike in (None, r.fingerprint)] or usable
+        found = self._candidates(stream, version, stage)
+        usable = [r for r in found if r.name != without]
+        same = stream.fingerprints.get(stage)
+        usable = [r for r in usable if same in (None, r.fingerprint)] or usable
         known = self._prefix_routes.matches(stream.prefixes, stage)
         home = ""
         if stream.session and usable:
@@ -315,7 +268,7 @@ class Chains:
         def cost(replica: Replica) -> tuple[float, float]:
             saved = known.get(replica.name, 0) * PREFIX_BLOCK / TOKENS_PER_STREAM
             saved += HOME * (replica.name == home)
-            splits = any(self._schedulers.is_split(replica.name, f) for f in first)
+            splits = any(self.sources.is_split(replica.name, f) for f in first)
             return self.load[replica.name] + SPLIT * splits - saved, self._chance()
 
         return min(usable, key=cost).name if usable else None

@@ -1,39 +1,36 @@
-"""Streams that are moved to other replicas without a pause.
+"""Moves of streams to other replicas without a pause. Pure.
 
-If a replica drains, or another one has less to do, its place in a chain is taken by
-another one that was prepared for it: while the stream goes on, the stage before sends
-the new one what it has logged of it, and the new one computes that. Once it has all but
-a few tokens, the stream becomes another attempt there, and keeps what is prepared.
+If a replica drains, or a new one has less to do, another replica is prepared to take
+its place in a chain: while the stream continues, the stage before sends the new one
+what it has logged, and the new one computes that. Once it lacks only a few tokens, the
+stream becomes another attempt there, and keeps what was prepared.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 
-from multiworld.serve.generation.gateway.chain_selection import Chains
-from multiworld.serve.generation.gateway.stream import Chain, Move, Stream
+from multiworld.serve.generation.gateway.chain_selection import ChainSelection
+from multiworld.serve.generation.gateway.stream import Chain, Move, Phase, Stream
 from multiworld.serve.transport.generation_messages import Opening, Prepare
 from multiworld.serve.transport.protocol import Key
 
-logger = logging.getLogger("multiworld.serve")
-
 AT_ONCE = 4
-"""Most streams that are prepared at once; preparing takes time from others."""
+"""Maximum number of streams being moved at once; preparing takes time from others."""
 
 LAG = 8
-"""Most tokens that may be missing when a stream is moved: they are computed in one
-step, which takes hardly longer than that of one token."""
+"""Maximum number of tokens that the new replicas may lack when a stream moves: one step
+computes them in hardly more time than one token."""
 
 WORTH = 32
-"""Fewest tokens that are still to come, for a move to a replica with less to do."""
+"""Minimum number of tokens still to come for a move to a replica with less to do."""
 
 PREPARE_S = 60.0
 """Seconds after which a preparation is given up."""
 
 RETRY_S = 1.0
-"""Seconds until it is tried again; doubles each time, to 32 times as long."""
+"""Seconds until a move is tried again; doubles each time, to 32 times as long."""
 
 
 class Moves:
@@ -42,43 +39,40 @@ class Moves:
     Args:
         name: Name of the gateway.
         chains: Chooses replicas.
-        tell: Sends a message to a replica.
+        send: Sends a message to a replica.
         end_at: Ends an attempt at some replicas.
-        counts: Counts moves that were given up.
+        counts: Counts the moves that were given up.
     """
 
     def __init__(
         self,
         name: str,
-        chains: Chains,
-        tell: Callable[[str, Prepare], None],
+        chains: ChainSelection,
+        send: Callable[[str, Prepare], None],
         end_at: Callable[[Iterable[str], Key], None],
         counts: Counter[str],
     ) -> None:
         self._name, self._chains, self._counts = name, chains, counts
-        self._tell, self._end_at = tell, end_at
+        self._send, self._end_at = send, end_at
 
-    def look(self, streams: Collection[Stream], now: float) -> None:
-        """Begin moves, and give those up that take too long.
-
-        Args:
-            streams: All streams.
-            now: Monotonic time in seconds.
-        """
+    def tick(
+        self, streams: Collection[Stream], silent: frozenset[str], now: float
+    ) -> None:
+        """Begin moves, and give up those that take too long."""
         moving = 0
         for stream in streams:
             if stream.move is None:
                 continue
-            is_late = now - stream.move.told_at > PREPARE_S
-            if is_late or not self._chains.silent.isdisjoint(_fresh(stream)):
+            is_late = now - stream.move.notified_at > PREPARE_S
+            if is_late or not silent.isdisjoint(incoming(stream)):
                 self.give_up(stream, now)
             else:
                 moving += 1
-        free = [s for s in streams if _is_free(s, now)]
+        free = [stream for stream in streams if is_free(stream, now)]
         for stream in free:
             if moving >= AT_ONCE:
                 return
-            chain = self._chains.leaving(stream)
+            chain = self._chains.without_draining(stream)
             if chain is not None:
                 self._begin(stream, chain, now)
                 moving += 1
@@ -92,38 +86,37 @@ class Moves:
                 self._begin(stream, Chain(stream.version, names), now)
                 return
 
-    def waiting(self, streams: Collection[Stream], now: float) -> Iterator[Stream]:
-        """Yield streams that wait for a busy replica, and had better begin anew.
+    def to_restart(self, streams: Collection[Stream], now: float) -> list[Stream]:
+        """Return streams that would better start over than wait for a busy replica.
 
-        They have no token yet, and are the last that came, so that hardly anything was
-        computed for them.
-
-        Args:
-            streams: All streams.
-            now: Monotonic time in seconds.
+        They are the last that came and have no token, so hardly anything of them was
+        computed.
         """
+        found: list[Stream] = []
         for uneven in self._chains.uneven(now):
             there = [
                 s
                 for s in streams
-                if s.first_at is None and uneven.busiest in s.chain and _is_free(s, now)
+                if s.first_at is None and uneven.busiest in s.chain and is_free(s, now)
             ]
             there.sort(key=lambda s: -s.began_at)
             for stream in there[: uneven.surplus]:
                 stream.stays_until = now + RETRY_S
-                yield stream
+                found.append(stream)
+        return found
 
     def _begin(self, stream: Stream, chain: Chain, now: float) -> None:
         stream.move = Move(chain)
-        self._chains.load.update(_fresh(stream))
+        stream.become(Phase.MOVING)
+        self._chains.reserve(incoming(stream))
         self._prepare(stream, stream.move, now)
 
     def _prepare(self, stream: Stream, move: Move, now: float) -> None:
         """Let the new replicas compute what they lack."""
-        chain, fresh = move.chain.replicas, set(_fresh(stream))
+        chain, fresh = move.chain.replicas, set(incoming(stream))
         stages = tuple(n for n, name in enumerate(chain) if name in fresh)
         prepared, move.attempt = move.attempt, stream.next_attempt()
-        move.tokens, move.told_at = len(stream.tokens), now
+        move.tokens, move.notified_at = len(stream.tokens), now
         move.waits_for = sum(stage + 1 not in stages for stage in stages)
         opening = Opening(
             (self._name, stream.number, move.attempt),
@@ -136,19 +129,10 @@ class Moves:
             prepared=prepared,
         )
         for stage in stages:
-            self._tell(chain[stage], Prepare(opening, stages))
+            self._send(chain[stage], Prepare(opening, stages))
 
     def prepared(self, stream: Stream, attempt: int, now: float) -> bool:
-        """Record that a replica is prepared.
-
-        Args:
-            stream: The stream.
-            attempt: The attempt that it was prepared for.
-            now: Monotonic time in seconds.
-
-        Returns:
-            True if the stream can be moved now.
-        """
+        """Record that a replica is prepared; return whether the stream can move now."""
         move = stream.move
         if move is None or move.attempt != attempt:
             return False
@@ -164,30 +148,27 @@ class Moves:
         return True
 
     def finish(self, stream: Stream) -> Move:
-        """End the preparation of a stream, which goes on with what was prepared."""
+        """End the preparation of a stream that continues with what was prepared."""
         assert stream.move is not None
-        self._chains.release(_fresh(stream))  # it enters its whole chain
+        self._chains.release(incoming(stream))  # it enters its whole chain
         move, stream.move = stream.move, None
+        stream.become(Phase.COMPUTING)
         return move
 
     def drop(self, stream: Stream) -> None:
         """Drop what is prepared for a stream, if anything is."""
         if stream.move is not None:
-            fresh = _fresh(stream)
+            fresh = incoming(stream)
             self._chains.release(fresh)
             self._end_at(fresh, (self._name, stream.number, stream.move.attempt))
             stream.move = None
+            stream.become(Phase.COMPUTING)
 
-    def not_filled(self, stream: Stream, replica: str, now: float) -> None:
-        """Go round a replica that cannot prepare its neighbour; else give up.
+    def log_is_gone(self, stream: Stream, replica: str, now: float) -> None:
+        """Route a move around a replica whose log was dropped, or give the move up.
 
-        Its log was dropped. If another one takes its place as well, that one is filled
-        from further up, and fills the neighbour.
-
-        Args:
-            stream: The stream.
-            replica: The replica, of the chain that goes on.
-            now: Monotonic time in seconds.
+        If another replica takes its place as well, that one is filled from further up,
+        and fills the next.
         """
         assert stream.move is not None
         before, chain = stream.move.chain, None
@@ -201,7 +182,6 @@ class Moves:
 
     def give_up(self, stream: Stream, now: float) -> None:
         """Drop what is prepared for a stream, and move it later."""
-        logger.info("%s is not moved yet", stream.name)
         self._counts["given_up"] += 1
         self.drop(stream)
         pause_s = RETRY_S * 2.0 ** min(stream.given_up, 5)
@@ -209,19 +189,19 @@ class Moves:
         stream.stays_until = now + pause_s
 
 
-def _fresh(stream: Stream) -> list[str]:
+def incoming(stream: Stream) -> list[str]:
     """Return the replicas that a stream moves to."""
     chain = () if stream.move is None else stream.move.chain.replicas
     return [name for name in chain if name not in stream.chain]
 
 
-def _is_free(stream: Stream, now: float) -> bool:
-    """Tell whether a stream may be moved."""
-    is_settled = bool(stream.chain) and not stream.via and not stream.losses.counted
-    is_idle = stream.move is None and stream.stays_until <= now
-    return is_settled and is_idle and not stream.has_ended
+def is_free(stream: Stream, now: float) -> bool:
+    """Return whether a stream may be moved."""
+    is_settled = not stream.via and not stream.losses.counted
+    is_due = stream.stays_until <= now
+    return stream.phase is Phase.COMPUTING and is_settled and is_due
 
 
 def _left(stream: Stream) -> int:
-    """Return how many tokens of a stream may still come."""
-    return stream.sampling.max_tokens - (len(stream.tokens) - stream.prompt)
+    """Return the maximum number of tokens still to come."""
+    return stream.sampling.max_tokens - stream.made

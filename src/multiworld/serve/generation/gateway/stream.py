@@ -1,36 +1,75 @@
-"""One stream of generated text, as its gateway has it."""
+"""One stream of generated tokens, as its gateway has it. Pure."""
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections import deque
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from enum import StrEnum
 
-from multiworld.errors import ServeError
-from multiworld.serve.core.losses import Losses
+from multiworld.serve.core.loss_ledger import STREAM_RULE, LossLedger
 from multiworld.serve.generation.prefixes import Digest
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
-from multiworld.serve.transport.generation_messages import Sampling, TokenItem
+from multiworld.serve.transport.generation_messages import Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class TimeLimits:
-    """Time limits of a stream, besides its deadline.
+    """Time limits of a stream besides its deadline.
 
     Attributes:
-        first_token_s: Most seconds until its first token; None: no limit.
-        between_tokens_s: Most seconds between two tokens; None: no limit.
+        first_token_s: Maximum seconds until its first token; None: no limit.
+        between_tokens_s: Maximum seconds between two tokens; None: no limit.
     """
 
     first_token_s: float | None = None
     between_tokens_s: float | None = None
 
 
+NO_LIMITS = TimeLimits()
+"""Only the deadline counts."""
+
+
+class Phase(StrEnum):
+    """Where a stream is in its life."""
+
+    WAITING = "waiting"
+    """It has no chain, and no replica keeps anything of it."""
+    COMPUTING = "computing"
+    """A chain computes its current attempt."""
+    MOVING = "moving"
+    """The same, while other replicas are prepared to take over."""
+    PAUSED = "paused"
+    """It has no chain; replicas keep an earlier attempt until the next one begins."""
+    ENDED = "ended"
+    """Its last token or its error was delivered, or its client is gone."""
+
+
+TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    Phase.WAITING: frozenset({Phase.COMPUTING, Phase.ENDED}),
+    Phase.COMPUTING: frozenset(
+        {Phase.MOVING, Phase.PAUSED, Phase.WAITING, Phase.ENDED}
+    ),
+    Phase.MOVING: frozenset(
+        {Phase.COMPUTING, Phase.PAUSED, Phase.WAITING, Phase.ENDED}
+    ),
+    Phase.PAUSED: frozenset({Phase.COMPUTING, Phase.WAITING, Phase.ENDED}),
+    Phase.ENDED: frozenset(),
+}
+"""Phases that may follow each phase.
+
+* waiting → computing: every stage has a replica for it.
+* computing → moving: a replica drains, or a new one has less to do.
+* moving → computing: the move is done, or given up.
+* computing, moving → paused: something of the chain failed; the rest keeps its part.
+* computing, moving → waiting: the stream starts over, from its tokens.
+* paused → computing: the lost replicas have successors.
+* paused → waiting: the successors could not be used; what was kept is dropped.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Replicas that compute a stream.
+    """One replica of each stage.
 
     Attributes:
         version: Their version of the model.
@@ -41,26 +80,22 @@ class Chain:
     replicas: tuple[str, ...]
 
 
-NO_LIMITS = TimeLimits()
-"""Only the deadline counts."""
-
-
 @dataclass(slots=True, eq=False)
 class Move:
-    """A stream's move to other replicas, which are prepared while it goes on.
+    """A move of a stream to other replicas, which are prepared while it continues.
 
     Attributes:
         chain: The chain from then on.
         attempt: Number of the attempt that they are prepared for; -1 before.
-        tokens: Number of the stream's tokens when the replicas were last told of it.
-        told_at: Monotonic time of that.
-        waits_for: Replicas that are still to tell that they are prepared.
+        tokens: Tokens of the stream when the replicas were last notified.
+        notified_at: Monotonic time of that.
+        waits_for: Replicas that have not reported yet that they are prepared.
     """
 
     chain: Chain
     attempt: int = -1
     tokens: int = 0
-    told_at: float = 0.0
+    notified_at: float = 0.0
     waits_for: int = 0
 
 
@@ -70,38 +105,25 @@ class Stream:
 
     Attributes:
         number: Its number at this gateway.
-        model: Name of the model.
-        version: Version that it began with.
         tokens: The prompt, and the tokens that were delivered.
         prompt: Number of tokens of the prompt.
-        sampling: How its tokens are chosen.
-        deadline_at: Monotonic time at which it is given up.
+        deadline_at: Monotonic time at which it fails.
         via: For a probe: replicas by stage that it must go through.
+        session: Streams of a session prefer the same replicas; empty: none.
+        request: Id of its request, for logs; empty: none.
         attempt: Number of the current attempt.
-        spent: Highest number of an attempt so far.
-        chain: Replicas by stage; empty while it waits for a chain.
-        kept: Replicas by stage that have an earlier attempt; empty if it begins anew.
+        last_attempt: Highest number of an attempt so far.
+        chain: Replicas by stage that compute the current attempt.
+        kept: Replicas by stage that keep an earlier attempt.
         kept_attempt: Number of that attempt.
-        move: Its move to other replicas, while they are prepared.
         stays_until: Monotonic time before which it is not moved.
         given_up: Moves that were given up.
-        share: Its tenant.
-        prefixes: Names of the prefixes of its prompt, the shortest first.
-        session: Name of its session; empty: none.
-        request: Id of its request; empty: none.
-        fingerprints: Kinds of machines that it was computed on, by stage.
-        losses: Replicas that were lost with it since its last token.
-        returns: Attempts that came back since its last token.
+        fingerprints: Hardware fingerprint by stage of what has computed it.
+        returns: Attempts in a row that ended without a token.
         is_alone: Whether it is computed now and nothing else is, as a suspect.
-        left: Replicas by stage of the attempt before, if one of them gave it back.
+        left: Chain of the attempt before, if a replica of it gave the stream back.
         was_alone: Whether it was computed alone there.
         not_before: Monotonic time of the next attempt.
-        limits: Its time limits besides the deadline.
-        began_at: Monotonic time at which it was accepted.
-        first_at: Monotonic time of its first token; None before.
-        last_at: Monotonic time of its last token so far.
-        arrived: Tokens that the client has not taken yet; the last one stays.
-        has_arrived: Set when there are any.
     """
 
     number: int
@@ -113,51 +135,47 @@ class Stream:
     deadline_at: float
     via: dict[int, str]
     limits: TimeLimits
+    began_at: float
+    share: Share = DEFAULT_SHARE
+    prefixes: tuple[Digest, ...] = ()
+    session: str = ""
+    request: str = ""
     attempt: int = 0
-    spent: int = 0
+    last_attempt: int = 0
     chain: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     kept_attempt: int = -1
     move: Move | None = None
     stays_until: float = 0.0
     given_up: int = 0
-    share: Share = DEFAULT_SHARE
-    prefixes: tuple[Digest, ...] = ()
-    session: str = ""
-    request: str = ""
     fingerprints: dict[int, str] = field(default_factory=dict)
-    losses: Losses = field(default_factory=Losses)
+    losses: LossLedger = field(
+        default_factory=lambda: LossLedger(STREAM_RULE, has_begun=True)
+    )
     returns: int = 0
     is_alone: bool = False
     left: tuple[str, ...] = ()
     was_alone: bool = False
     not_before: float = 0.0
-    began_at: float = 0.0
     first_at: float | None = None
     last_at: float = 0.0
-    arrived: deque[TokenItem | ServeError] = field(default_factory=deque)
-    has_arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    phase: Phase = Phase.WAITING
 
-    def late(self, now: float, resumed_at: float = -math.inf) -> str:
-        """Return which time limit has passed; empty if none has.
+    def become(self, phase: Phase) -> None:
+        """Enter a phase that may follow the present one, or stay in it."""
+        if phase is not self.phase and phase not in TRANSITIONS[self.phase]:
+            raise AssertionError(f"{self.name} cannot go from {self.phase} to {phase}")
+        self.phase = phase
 
-        Args:
-            now: Monotonic time in seconds.
-            resumed_at: End of the gateway's last pause: no wait for a token began
-                before it.
-        """
-        made = len(self.tokens) - self.prompt
-        if now > self.deadline_at:
-            most = self.sampling.max_tokens
-            return f"deadline passed after {made} of at most {most} tokens"
-        since = self.began_at if self.first_at is None else self.last_at
-        since = max(since, resumed_at)
-        first_s, between_s = self.limits.first_token_s, self.limits.between_tokens_s
-        limit_s = first_s if self.first_at is None else between_s
-        if limit_s is None or now - since <= limit_s:
-            return ""
-        what = "first token" if self.first_at is None else f"token after {made}"
-        return f"no {what} within {limit_s:g} s"
+    @property
+    def has_ended(self) -> bool:
+        """True if its last token or its error was delivered."""
+        return self.phase is Phase.ENDED
+
+    @property
+    def made(self) -> int:
+        """Number of tokens that were generated and delivered."""
+        return len(self.tokens) - self.prompt
 
     @property
     def name(self) -> str:
@@ -167,41 +185,50 @@ class Stream:
 
     def next_attempt(self) -> int:
         """Return the number of a new attempt."""
-        self.spent += 1
-        return self.spent
+        self.last_attempt += 1
+        return self.last_attempt
 
-    @property
-    def has_ended(self) -> bool:
-        """True if its last token, or its error, has arrived."""
-        return bool(self.arrived) and _is_last(self.arrived[-1])
+    def late(self, now: float, resumed_at: float = -math.inf) -> str:
+        """Return which time limit has passed; empty if none has.
 
-    async def items(self) -> AsyncGenerator[TokenItem]:
-        """Yield its tokens as they arrive.
-
-        Raises:
-            ServeError: It has failed.
-
-        Cancellation: Safe.
+        Args:
+            now: Monotonic time in seconds.
+            resumed_at: End of the gateway's last pause: no wait for a token began
+                before it.
         """
-        while True:
-            while not self.arrived:
-                self.has_arrived.clear()
-                await self.has_arrived.wait()
-            item = self.arrived[0]
-            if isinstance(item, ServeError):
-                raise item
-            if not item.finish:
-                self.arrived.popleft()
-                yield item
-                continue
-            yield item
-            return
-
-    def put(self, item: TokenItem | ServeError) -> None:
-        """Give the client a token, or the error that ends the stream."""
-        self.arrived.append(item)
-        self.has_arrived.set()
+        if now > self.deadline_at:
+            most = self.sampling.max_tokens
+            return f"deadline passed after {self.made} of at most {most} tokens"
+        since = self.began_at if self.first_at is None else self.last_at
+        since = max(since, resumed_at)
+        first_s, between_s = self.limits.first_token_s, self.limits.between_tokens_s
+        limit_s = first_s if self.first_at is None else between_s
+        if limit_s is None or now - since <= limit_s:
+            return ""
+        what = "first token" if self.first_at is None else f"token after {self.made}"
+        return f"no {what} within {limit_s:g} s"
 
 
-def _is_last(item: TokenItem | ServeError) -> bool:
-    return isinstance(item, ServeError) or bool(item.finish)
+class StreamIndex:
+    """Streams by number, and by the replicas of their chains."""
+
+    def __init__(self) -> None:
+        self.all: dict[int, Stream] = {}
+        self._at: dict[str, dict[int, Stream]] = {}
+
+    def enter(self, stream: Stream) -> None:
+        """Record that a stream's chain computes it."""
+        for name in stream.chain:
+            self._at.setdefault(name, {})[stream.number] = stream
+
+    def leave(self, stream: Stream) -> None:
+        """Record that a stream's chain computes it no more."""
+        for name in stream.chain:
+            there = self._at[name]
+            there.pop(stream.number, None)
+            if not there:
+                del self._at[name]
+
+    def at(self, replica: str) -> list[Stream]:
+        """Return the streams whose chains include a replica."""
+        return list(self._at.get(replica, {}).values())

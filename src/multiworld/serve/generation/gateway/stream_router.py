@@ -1,224 +1,154 @@
-"""The streams of one gateway: where each is computed, and what was delivered.
+"""Stream router: the recovery of streams at one gateway. Pure.
 
-The gateway is the authority on a stream: what it has delivered is never changed. If a
-replica of a stream's chain is lost, the stream becomes another attempt: another replica
-takes the place of the lost one, and is filled by those that are left. If that fails
-again and again, or the stream may be the cause, it begins anew on any replicas, from
-its prompt and the delivered tokens. Tokens of earlier attempts are ignored, wherever
-they still come from.
+The gateway is the authority on a stream: what it has delivered never changes. Each time
+something of a stream's chain fails, the stream becomes another *attempt*; tokens of
+earlier attempts are ignored, wherever they still come from. Other replicas take the
+places of the lost ones, and those that are left rebuild their KV from their logs. If
+that fails repeatedly, or the stream may be the cause, it starts over on any replicas,
+from its prompt and the delivered tokens.
+
+A gateway learns of one failure in several ways: its own edge to the replica is down
+(``Disconnected``), a neighbour of the replica gives the stream back
+(``SequenceFailed``), nothing is heard of the replica (``Ticked.silent``), or a token
+is missing. All lead to ``_retry``; only the first counts as a loss.
 """
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import logging
-import random
-import time
 from collections import Counter, deque
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-    Iterable,
-    Sequence,
-)
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Callable, Iterable
 
 from multiworld.errors import (
     DeadlineExceededError,
     OverloadedError,
+    ServeError,
     UnknownModelError,
 )
-from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.serve.core import refusals
 from multiworld.serve.core.attainment import Attainment
-from multiworld.serve.generation.gateway.chain_selection import (
-    PREFIX_BLOCK,
-    PREFIX_TOKENS,
-    Chains,
+from multiworld.serve.core.replica_view import ReplicaView
+from multiworld.serve.generation.gateway.actions import (
+    Action,
+    Deliver,
+    Log,
+    Refuse,
+    RequestReplicas,
+    Send,
+)
+from multiworld.serve.generation.gateway.chain_selection import ChainSelection
+from multiworld.serve.generation.gateway.events import (
+    Closed,
+    Connected,
+    Disconnected,
+    Event,
+    Opened,
+    Received,
+    TableChanged,
+    TenantQuarantined,
+    Ticked,
 )
 from multiworld.serve.generation.gateway.moves import Moves
 from multiworld.serve.generation.gateway.stream import (
-    NO_LIMITS,
     Chain,
+    Phase,
     Stream,
-    TimeLimits,
+    StreamIndex,
 )
 from multiworld.serve.generation.gateway.stream_counts import StreamCounts
-from multiworld.serve.generation.prefixes import digests
-from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport import generation_messages, protocol
 from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.edges import SILENT_S, Outbox
-from multiworld.serve.transport.frames import Entry
-from multiworld.serve.transport.generation_messages import Opening, Sampling, TokenItem
+from multiworld.serve.transport.generation_messages import Opening, TokenItem
 from multiworld.serve.transport.protocol import Key
 from multiworld.serve.transport.routing_table import Route, RoutingTable
 
-logger = logging.getLogger("multiworld.serve")
-
-TICK_S = 0.05
-"""Seconds between checks of deadlines and of silent replicas, while there are
-streams."""
-
 OWED = 65536
-"""Most ended sequences that a replica is told of when it connects again."""
+"""Maximum number of ended sequences that a replica is told when it connects again."""
 
 KEPT_RETURNS = 3
-"""Attempts that may come back in a row before a stream begins anew."""
+"""Attempts in a row that may fail before a stream starts over."""
 
 PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
-"""Seconds until a stream that came back is tried again; doubles each time without a
+"""Seconds until a failed attempt is followed by another; doubles each time without a
 token in between."""
 
 
-class Streams:
-    """All streams of one gateway. An ``EdgeOwner``.
+class StreamRouter:
+    """State of all streams of one gateway.
 
     Args:
         name: Name of the gateway.
-        clock: Returns the monotonic time in seconds.
-        chance: Returns a random number from 0 to 1.
+        chance: Returns a random number in [0, 1).
 
     Attributes:
-        table: The routing table in use.
+        view: The replicas.
+        streams: Streams by number, until their client closes them.
         counts: Events since the start, by kind.
         timed: Tokens and times of all streams.
         attainment: Streams within their objectives.
-        on_missing: Called with the name of a model that may scale to zero, again and
-            again, while a stream of it waits for a chain.
     """
 
-    def __init__(
-        self,
-        name: str,
-        clock: Callable[[], float] = time.monotonic,
-        chance: Callable[[], float] = random.random,
-    ) -> None:
-        self.name, self._clock = name, clock
-        self.table = RoutingTable()
+    def __init__(self, name: str, chance: Callable[[], float]) -> None:
+        self.name, self.view = name, ReplicaView()
         self.counts: Counter[str] = Counter()
-        self.timed = StreamCounts()
-        self.attainment = Attainment()
-        self._streams: dict[int, Stream] = {}
-        self._unplaced: dict[int, Stream] = {}
-        self._owed: dict[str, deque[Key]] = {}
-        self.on_missing: Callable[[str], None] = lambda model: None
-        self._numbers = itertools.count(1)
-        self._edges: dict[str, Outbox] = {}
-        self._chains = Chains(self._edges, chance)
-        self._moves = Moves(name, self._chains, self._tell, self._end_at, self.counts)
-        self._is_busy = asyncio.Event()
-        self._pauses = PauseDetector(TICK_S)
+        self.timed, self.attainment = StreamCounts(), Attainment()
+        self._index = StreamIndex()
+        self.streams = self._index.all
+        self._waiting: dict[int, Stream] = {}
+        self._retried: list[Stream] = []
         self._without_token: Counter[str] = Counter()
-        self._came_back: list[Stream] = []
+        self._owed: dict[str, deque[Key]] = {}
+        self._chains = ChainSelection(self.view, chance)
+        self._moves = Moves(name, self._chains, self._send, self._end_at, self.counts)
+        self._actions: list[Action] = []
+        self._now = 0.0
 
-    # Clients.
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Update the state by an event; return the actions to carry out, in order."""
+        self._now = now
+        match event:
+            case Opened(stream):
+                self._open(stream)
+            case Closed(number, error):
+                self._close(self.streams[number], error)
+            case TableChanged(table):
+                self._table_changed(table)
+            case Connected(replica):
+                self._connected(replica)
+            case Disconnected(replica, is_polite):
+                self._disconnected(replica, is_polite=is_polite)
+            case Received(replica, messages):
+                self._received(replica, messages)
+            case Ticked(silent, resumed_at):
+                self._ticked(silent, resumed_at)
+            case TenantQuarantined(tenant, model):
+                self._quarantine(tenant, model)
+        actions, self._actions = self._actions, []
+        return actions
 
-    @asynccontextmanager
-    async def stream(
-        self,
-        model: str,
-        tokens: Sequence[int],
-        sampling: Sampling,
-        *,
-        deadline_s: float | None = None,
-        limits: TimeLimits = NO_LIMITS,
-        share: Share = DEFAULT_SHARE,
-        session: str = "",
-        request: str = "",
-        via: dict[int, str] | None = None,
-        version: str | None = None,
-    ) -> AsyncIterator[AsyncIterator[TokenItem]]:
-        """Generate tokens; the stream ends with the block.
+    # What others ask.
 
-        Args:
-            model: Name of the model.
-            tokens: The prompt; at least one.
-            sampling: How tokens are chosen.
-            deadline_s: Seconds until the deadline; None: the model's default.
-            limits: Its other time limits.
-            share: Its tenant.
-            session: Streams of a tenant's session prefer the same replicas.
-            request: Id of its request, for logs.
-            via: For a probe: replicas by stage that it must go through.
-            version: For a probe: version of the model; None: the active one.
+    def load(self) -> dict[str, int]:
+        """Return the streams at each replica."""
+        return dict(+self._chains.load)
 
-        Yields:
-            An iterator over the tokens, which raises a ``ServeError`` if the stream
-            fails.
+    def waiting(self, model: str) -> int:
+        """Return the number of a model's streams that have no chain."""
+        return sum(s.model == model for s in self._waiting.values())
+
+    def without_token(self, model: str) -> int:
+        """Return the number of a model's streams that have no token yet."""
+        return self._without_token[model]
+
+    def route(self, model: str) -> Route:
+        """Return the route of a model.
 
         Raises:
-            UnknownModelError: The table has no route for the model.
-            OverloadedError: Too many streams wait.
-
-        Cancellation: Safe. The stream ends at once, and its replicas are told.
+            UnknownModelError: The table has none.
         """
-        if via is None:
-            self._arrive(model)
-        route = self._route(model)
-        limit_s = route.deadline_s if deadline_s is None else deadline_s
-        stream = Stream(
-            next(self._numbers),
-            model,
-            version or route.version,
-            list(tokens),
-            len(tokens),
-            sampling,
-            self._clock() + limit_s,
-            via or {},
-            limits,
-            share=share,
-            request=request,
-            began_at=self._clock(),
-        )
-        if via is None:
-            whose = f"{model}\0{share.tenant}"
-            names = digests(tokens[:PREFIX_TOKENS], PREFIX_BLOCK, whose)
-            stream.prefixes = tuple(names)
-            stream.session = session and f"{whose}\0{session}"
-        self._streams[stream.number] = self._unplaced[stream.number] = stream
-        self._without_token[model] += 1
-        self._is_busy.set()
-        self._place(stream)
-        failed: BaseException | None = None
-        try:
-            async with aclosing(stream.items()) as found:
-                yield found
-        except BaseException as error:
-            failed = error
-            raise
-        finally:
-            del self._streams[stream.number]
-            self._without_token[model] -= stream.first_at is None
-            self._leave_chain(stream)
-            self._unplaced.pop(stream.number, None)
-            if not stream.via:
-                made = len(stream.tokens) - stream.prompt
-                took_s = stream.last_at - (stream.first_at or 0.0)
-                self.timed.ended(model, stream.prompt, made, took_s)
-                is_late = self._is_late(stream)
-                self.attainment.count(model, failed, is_late=is_late)
-
-    def _arrive(self, model: str) -> None:
-        """Count a stream, and check that it may wait."""
-        self.check_room(model)
-        self.attainment.arrived[model] += 1
-
-    def _is_late(self, stream: Stream) -> bool:
-        """Tell whether an objective of a stream has passed."""
-        route = self.table.routes.get(stream.model)
+        route = self.view.table.routes.get(model)
         if route is None:
-            return False
-        first_at = stream.first_at
-        if route.ttft_s is not None:
-            until = self._clock() if first_at is None else first_at
-            if until - stream.began_at > route.ttft_s:
-                return True
-        more = len(stream.tokens) - stream.prompt - 1
-        if route.tpot_s is None or first_at is None or more < 1:
-            return False
-        return stream.last_at - first_at > route.tpot_s * more
+            raise UnknownModelError(f"no model {model!r} is served here")
+        return route
 
     def check_room(self, model: str) -> None:
         """Check that one more stream may wait for a model.
@@ -228,207 +158,186 @@ class Streams:
             OverloadedError: Too many streams wait.
         """
         waiting = self._without_token[model]
-        if waiting >= self._route(model).max_queued_requests + 1:
+        if waiting >= self.route(model).max_queued_requests + 1:
             self.attainment.arrived[model] += 1
-            refused = OverloadedError(f"{waiting} requests wait for {model!r}")
-            self.attainment.count(model, refused, is_late=True)
-            raise refused
+            error = OverloadedError(
+                f"{waiting} streams of model {model!r} wait for their first token, "
+                "which is max_queued_requests; retry later",
+                retry_after_s=refusals.RETRY_AFTER_S,
+            )
+            self.attainment.count(model, error, is_late=True)
+            raise error
 
-    def without_token(self, model: str) -> int:
-        """Return the number of a model's streams that have no token yet."""
-        return self._without_token[model]
+    # Clients.
 
-    def _route(self, model: str) -> Route:
-        route = self.table.routes.get(model)
+    def _open(self, stream: Stream) -> None:
+        self.streams[stream.number] = self._waiting[stream.number] = stream
+        self._without_token[stream.model] += 1
+        self.attainment.arrived[stream.model] += not stream.via
+        self._place(stream)
+
+    def _close(self, stream: Stream, error: BaseException | None) -> None:
+        del self.streams[stream.number]
+        self._end(stream)
+        if stream.via:
+            return  # probes are nobody's streams
+        took_s = stream.last_at - (stream.first_at or 0.0)
+        self.timed.ended(stream.model, stream.prompt, stream.made, took_s)
+        is_late = self._is_late(stream)
+        self.attainment.count(stream.model, error, is_late=is_late)
+
+    def _end(self, stream: Stream, error: ServeError | None = None) -> None:
+        """End a stream; deliver the error, if it ends by one."""
+        if stream.has_ended:
+            return
+        self._leave_chain(stream)
+        self._waiting.pop(stream.number, None)
+        self._without_token[stream.model] -= stream.first_at is None
+        stream.become(Phase.ENDED)
+        if error is not None:
+            self._actions.append(Deliver(stream.number, error))
+
+    def _is_late(self, stream: Stream) -> bool:
+        """Return whether a stream missed an objective."""
+        route = self.view.table.routes.get(stream.model)
         if route is None:
-            raise UnknownModelError(f"no model {model!r} is served here")
-        return route
+            return False
+        first_at = stream.first_at
+        if route.ttft_s is not None:
+            until = self._now if first_at is None else first_at
+            if until - stream.began_at > route.ttft_s:
+                return True
+        if route.tpot_s is None or first_at is None or stream.made < 2:
+            return False
+        return stream.last_at - first_at > route.tpot_s * (stream.made - 1)
 
-    async def probe(self, replica: str, prompt: Sequence[int], limit_s: float) -> None:
-        """Generate two tokens through a replica.
-
-        Args:
-            replica: Name of the replica.
-            prompt: Tokens to begin with.
-            limit_s: Seconds until the deadline.
-
-        Raises:
-            UnknownModelError: The table has no such replica.
-            ServeError: The replica failed, or did not answer in time.
-
-        Cancellation: Safe.
-        """
-        known = self.table.replicas.get(replica)
-        if known is None:
-            raise UnknownModelError(f"the routing table has no replica {replica!r}")
-        sampling = Sampling(temperature=0.0, max_tokens=2, ignore_eos=True)
-        async with self.stream(
-            known.model,
-            prompt,
-            sampling,
-            deadline_s=limit_s,
-            via={known.stage: replica},
-            version=known.version,
-        ) as tokens:
-            async for _ in tokens:
-                pass
-
-    @property
-    def in_flight(self) -> int:
-        """Number of streams."""
-        return len(self._streams)
-
-    def quarantine(self, tenant: str, model: str) -> None:
-        """End a tenant's streams without a token that wait for a chain, of any kind."""
+    def _quarantine(self, tenant: str, model: str) -> None:
+        """End a tenant's streams without a token that have no chain."""
         names = {model, f"{model}@{tenant}"}
-        for stream in self._unplaced.values():
+        for stream in list(self._waiting.values()):
             is_its = stream.share.tenant == tenant and stream.model in names
             if is_its and stream.first_at is None:
-                stream.put(refusals.quarantined(model))
+                self._end(stream, refusals.quarantined(model))
 
-    def load(self) -> dict[str, int]:
-        """Return the streams at each replica."""
-        return dict(+self._chains.load)
+    # Replicas.
 
-    def waiting(self, model: str) -> int:
-        """Return the number of streams that wait for a chain."""
-        return sum(s.model == model and not s.chain for s in self._streams.values())
-
-    # The table and the edges.
-
-    def table_changed(self, table: RoutingTable) -> None:
-        """Use a new routing table."""
-        self.table = table
-        self._chains.table_changed(table, self._clock())
+    def _table_changed(self, table: RoutingTable) -> None:
+        self.view.table_changed(table)
+        self._chains.table_changed(self._now)
         for name in self._owed.keys() - table.replicas.keys():
             del self._owed[name]
         self._place_waiting()
 
-    def edge_up(self, outbox: Outbox) -> None:
-        """Use a new incarnation of an edge."""
-        peer = outbox.edge.peer
-        self._edges[peer] = outbox
-        owed = self._owed.pop(peer, ())
+    def _connected(self, replica: str) -> None:
+        self.view.connect(replica)
+        owed = self._owed.pop(replica, ())
         if owed:
-            outbox.put(generation_messages.End(tuple(owed)))
+            self._send(replica, generation_messages.End(tuple(owed)))
         self._place_waiting()
 
-    def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
-        """Move the streams of a replica that is gone.
-
-        Args:
-            outbox: The incarnation of the edge.
-            is_polite: Whether the replica left; otherwise it was lost.
-        """
-        peer = outbox.edge.peer
-        if self._edges.get(peer) is not outbox:
-            return
-        del self._edges[peer]
-        self._chains.silent.discard(peer)
-        for stream in self._streams.values():
-            if stream.move is not None and peer in stream.move.chain.replicas:
-                self._moves.give_up(stream, self._clock())
-        there = self._at(peer)
+    def _disconnected(self, replica: str, *, is_polite: bool) -> None:
+        self.view.disconnect(replica)
+        for stream in self.streams.values():
+            if stream.move is not None and replica in stream.move.chain.replicas:
+                self._give_up_move(stream)
+        there = self._index.at(replica)
         if not is_polite:
-            there += self._count_loss(peer)
+            there += self._count_loss(replica)
         for stream in there:
             stream.returns = 0
-            self._again(stream, f"{peer} is gone")
+            self._retry(stream, f"{replica} is gone")
         self._place_waiting()
 
     def _count_loss(self, replica: str) -> list[Stream]:
-        """Count the loss of a replica for the streams that it may be the fault of.
+        """Count a loss for the streams that it may be the fault of.
 
-        Another replica of a chain may notice it first and give a stream back, so that
-        it is elsewhere by now.
+        A neighbour of the replica may have given a stream back before, so that another
+        attempt of it has begun elsewhere.
 
         Returns:
-            Streams that are elsewhere, and now have to be computed alone or not at all.
+            Streams that are elsewhere, and now have to run alone or not at all.
         """
-        streams = self._streams.values()
+        streams = self.streams.values()
         had = [s for s in streams if replica in s.chain or replica in s.left]
         alone = [s for s in had if s.is_alone or s.was_alone]
         for stream in alone or had:
             is_alone = stream.is_alone or stream.was_alone
-            stream.losses.add(self._clock(), is_alone=is_alone)
+            stream.losses.add(self._now, is_alone=is_alone)
             stream.left, stream.was_alone = (), False
         moved = [s for s in alone or had if replica not in s.chain]
         return [s for s in moved if s.losses.is_suspect and not s.has_ended]
 
-    def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
-        """Handle the messages of a frame that has arrived.
+    # Messages.
 
-        Args:
-            outbox: The edge.
-            frame: The messages.
-
-        Raises:
-            MessageError: A message is not its sender's to send.
-        """
-        for message, _ in frame:
-            match message:
-                case generation_messages.Tokens(items):
-                    for item in items:
-                        self._token(item, outbox.edge.peer)
-                case generation_messages.Alone(key):
-                    stream = self._known(key)
-                    if stream is not None and stream.attempt == key[2]:
-                        peer = outbox.edge.peer
-                        _require(peer in stream.chain[:1], key, peer)
-                        stream.is_alone = stream.losses.has_begun = True
-                case generation_messages.ComputeBegan(keys):
-                    for key in keys:
-                        self._compute_began(key, outbox.edge.peer)
-                case generation_messages.SequenceFailed(key, error):
-                    self._failed(key, error, outbox.edge.peer)
-                case generation_messages.Prepared(key):
-                    self._prepared(key, outbox.edge.peer)
-        came_back, self._came_back = self._came_back, []
-        for stream in came_back:
-            if stream.number in self._unplaced and stream.not_before <= self._clock():
+    def _received(self, replica: str, messages: Iterable[EdgeMessage]) -> None:
+        """Handle the messages of a frame, up to one that its sender may not send."""
+        try:
+            for message in messages:
+                self._message(replica, message)
+        except protocol.MessageError as error:
+            self._actions.append(Refuse(error))
+        for stream in self._retried:
+            if stream.number in self._waiting and stream.not_before <= self._now:
                 self._place(stream)
+        self._retried.clear()
 
-    def _compute_began(self, key: Key, replica: str) -> None:
-        stream = self._known(key)
-        if stream is not None and stream.attempt == key[2]:
-            _require(replica in stream.chain, key, replica)
-            stream.losses.has_begun = True
-
-    def _at(self, replica: str) -> list[Stream]:
-        return [s for s in self._streams.values() if replica in s.chain]
+    def _message(self, replica: str, message: EdgeMessage) -> None:
+        match message:
+            case generation_messages.Tokens(items):
+                for item in items:
+                    self._token(replica, item)
+            case generation_messages.Alone(key):
+                stream = self._current(key)
+                if stream is not None:
+                    _require(replica in stream.chain[:1], key, replica)
+                    stream.is_alone = stream.losses.has_begun = True
+            case generation_messages.ComputeBegan(keys):
+                for key in keys:
+                    stream = self._current(key)
+                    if stream is not None:
+                        _require(replica in stream.chain, key, replica)
+                        stream.losses.has_begun = True
+            case generation_messages.SequenceFailed(key, error):
+                self._failed(replica, key, error)
+            case generation_messages.Prepared(key):
+                self._prepared(replica, key)
 
     def _known(self, key: Key) -> Stream | None:
-        """Return a stream of this gateway, if it has not ended."""
-        return self._streams.get(key[1]) if key[0] == self.name else None
+        """Return a stream of this gateway, whichever attempt the key names."""
+        return self.streams.get(key[1]) if key[0] == self.name else None
 
-    def _token(self, item: TokenItem, replica: str) -> None:
-        stream = self._known(item.key)
-        if stream is None or item.key[2] != stream.attempt or not stream.chain:
+    def _current(self, key: Key) -> Stream | None:
+        """Return the stream whose current attempt a key names, if a chain has it."""
+        stream = self._known(key)
+        is_current = stream is not None and stream.attempt == key[2]
+        return stream if is_current and stream is not None and stream.chain else None
+
+    def _token(self, replica: str, item: TokenItem) -> None:
+        stream = self._current(item.key)
+        if stream is None:
             return  # of an earlier attempt
         is_one_more = item.index < stream.sampling.max_tokens
         _require(is_one_more and replica == stream.chain[-1], item.key, replica)
-        index = len(stream.tokens) - stream.prompt
-        if item.index != index:
-            self._again(stream, f"token {item.index} came in place of {index}")
+        if item.index != stream.made:
+            self._retry(stream, f"token {item.index} came in place of {stream.made}")
             return
         stream.tokens.append(item.token)
         stream.losses.clear()
         stream.left, stream.was_alone = (), False
         stream.returns, stream.is_alone = 0, False
-        stream.last_at = self._clock()
+        stream.last_at = self._now
         if stream.first_at is None:
-            stream.first_at = stream.last_at
+            stream.first_at = self._now
             self._without_token[stream.model] -= 1
             if not stream.via:
-                took_s = stream.first_at - stream.began_at
-                self.timed.first(stream.model, took_s)
+                self.timed.first(stream.model, stream.first_at - stream.began_at)
         self.counts["tokens"] += 1
-        stream.put(item)
+        self._actions.append(Deliver(stream.number, item))
         if item.finish:
-            self._leave_chain(stream)
+            self._end(stream)
 
     def _failed(
-        self, key: Key, error: protocol.RemoteError | None, replica: str
+        self, replica: str, key: Key, error: protocol.RemoteError | None
     ) -> None:
         stream = self._known(key)
         if stream is None:
@@ -437,150 +346,143 @@ class Streams:
             known = {*stream.move.chain.replicas, *stream.chain}
             _require(replica in known, key, replica)
             if error is None and replica in stream.chain:
-                self._moves.not_filled(stream, replica, self._clock())
+                self._moves.log_is_gone(stream, replica, self._now)
             else:
-                self._moves.give_up(stream, self._clock())
-        if key[2] != stream.attempt or not stream.chain:
+                self._give_up_move(stream)
+        if self._current(key) is None:
             return
         _require(replica in stream.chain, key, replica)
-        if error is None:
-            left, was_alone = stream.chain, stream.is_alone
-            self._again(stream, f"{replica} gave it back")
-            stream.left, stream.was_alone = left, was_alone
+        if error is not None:
+            self._end(stream, error.error())
             return
-        self._leave_chain(stream)
-        stream.put(error.error())
+        left, was_alone = stream.chain, stream.is_alone
+        self._retry(stream, f"{replica} gave it back")
+        stream.left, stream.was_alone = left, was_alone
 
-    # Chains.
+    def _prepared(self, replica: str, key: Key) -> None:
+        """Move a stream to its new chain, if that is prepared."""
+        stream = self._known(key)
+        if stream is None or stream.move is None or stream.move.attempt != key[2]:
+            return
+        _require(replica in stream.move.chain.replicas, key, replica)
+        if not self._moves.prepared(stream, key[2], self._now):
+            return
+        self.counts["moved"] += 1
+        move = self._moves.finish(stream)
+        previous, attempt = stream.chain, stream.attempt
+        self._chains.leave(previous)
+        self._index.leave(stream)
+        gone = [name for name in previous if name not in move.chain.replicas]
+        self._end_at(gone, self._key(stream, attempt))
+        stream.attempt = stream.next_attempt()
+        self._begin(stream, move.chain, attempt, move.attempt)
 
-    def _again(self, stream: Stream, why: str) -> None:
+    # Attempts.
+
+    def _retry(self, stream: Stream, why: str) -> None:
         """Make another attempt at a stream, with what is left of its chain."""
-        self.counts["replayed"] += not stream.via  # probes are nobody's streams
-        logger.info("%s again: %s", stream.name, why)
+        if stream.has_ended:
+            return
+        self.counts["replayed"] += not stream.via
+        self._actions.append(Log(f"{stream.name} again: {why}"))
+        if stream.losses.is_poison:
+            isolated = stream.losses.isolated
+            poisoned = refusals.poisoned(stream.number, stream.model, isolated)
+            self._end(stream, poisoned)
+            return
         is_kept = (
             not stream.losses.is_suspect
             and stream.returns < KEPT_RETURNS
             and not stream.via
         )
         self._leave_chain(stream, is_kept=is_kept)
-        self._came_back.append(stream)
-        if stream.losses.is_poison:
-            lost = stream.losses.isolated
-            stream.put(refusals.poisoned(stream.number, stream.model, lost))
-            return
+        self._retried.append(stream)
         stream.not_before = stream.losses.not_before
         if stream.returns:
             pause_s = PAUSE_S * 2.0 ** min(stream.returns, 10)
-            not_before = self._clock() + min(LONGEST_PAUSE_S, pause_s)
+            not_before = self._now + min(LONGEST_PAUSE_S, pause_s)
             stream.not_before = max(stream.not_before, not_before)
         stream.returns += 1
 
     def _leave_chain(self, stream: Stream, *, is_kept: bool = False) -> None:
-        """End the current attempt.
+        """End the current attempt, if there is one, so that the stream waits.
 
         Args:
             stream: The stream.
-            is_kept: Whether the replicas keep it for the next attempt; stage 0 does
-                not go on with it meanwhile.
+            is_kept: The replicas keep it for the next attempt; stage 0 pauses it.
         """
         self._moves.drop(stream)
-        self._chains.leave(stream.chain)
         key = self._key(stream, stream.attempt)
-        if stream.chain and is_kept:
+        if not stream.chain:  # those that keep it have an earlier attempt
+            self._end_at(stream.kept, self._key(stream, stream.kept_attempt))
+            stream.kept = ()
+        elif is_kept:
             stream.kept, stream.kept_attempt = stream.chain, stream.attempt
-            self._tell(stream.kept[0], generation_messages.Pause((key,)))
-        elif stream.chain:
+            self._send(stream.kept[0], generation_messages.Pause((key,)))
+        else:
             self._end_at(stream.chain, key)
-        else:  # it waits; those that keep it have an earlier attempt
-            self._forget_kept(stream)
         if stream.chain:
+            self._chains.leave(stream.chain)
+            self._index.leave(stream)
             stream.chain = ()
             stream.attempt = stream.next_attempt()
         stream.is_alone = False
-        self._unplaced[stream.number] = stream
-
-    def _forget_kept(self, stream: Stream) -> None:
-        """End the earlier attempt at the replicas that keep it."""
-        self._end_at(stream.kept, self._key(stream, stream.kept_attempt))
-        stream.kept = ()
+        stream.become(Phase.PAUSED if stream.kept else Phase.WAITING)
+        self._waiting[stream.number] = stream
 
     def _key(self, stream: Stream, attempt: int) -> Key:
         return self.name, stream.number, attempt
 
     def _end_at(self, replicas: Iterable[str], key: Key) -> None:
         for replica in replicas:
-            if replica in self._edges:
-                self._tell(replica, generation_messages.End((key,)))
-            elif replica in self.table.replicas:  # it may connect again
+            if replica in self.view.connected:
+                self._send(replica, generation_messages.End((key,)))
+            elif replica in self.view.table.replicas:  # it may connect again
                 self._owed.setdefault(replica, deque(maxlen=OWED)).append(key)
 
-    def _tell(self, replica: str, message: EdgeMessage) -> None:
-        outbox = self._edges.get(replica)
-        if outbox is not None:
-            outbox.put(message)
+    def _send(self, replica: str, message: EdgeMessage) -> None:
+        if replica in self.view.connected:
+            self._actions.append(Send(replica, message))
 
     def _place_waiting(self) -> None:
-        now = self._clock()
         hopeless: set[tuple[str, str]] = set()
-        for stream in list(self._unplaced.values()):
+        for stream in list(self._waiting.values()):
             kind = stream.model, stream.version
-            if stream.not_before > now or kind in hopeless:
+            if stream.not_before > self._now or kind in hopeless:
                 continue
             is_placed = self._place(stream)
             if not is_placed and not stream.kept and not stream.via:
                 hopeless.add(kind)  # a stage has no replica, for all of them
 
     def _place(self, stream: Stream) -> bool:
-        """Pin a stream to a chain and begin it there.
-
-        Returns:
-            False if a stage has no replica for it.
-        """
-        if stream.has_ended:
-            return True
+        """Begin an attempt at a chain; return False if a stage has no replica."""
         chain = self._chains.choose(stream)
         if chain is None:
-            route = self.table.routes.get(stream.model)
+            route = self.view.table.routes.get(stream.model)
             if route is not None and route.on_demand:
-                self.on_missing(stream.model)
+                self._actions.append(RequestReplicas(stream.model))
             return False
         gone = [name for name in stream.kept if name not in chain.replicas]
         is_kept = len(gone) < len(stream.kept)
         self._end_at(gone, self._key(stream, stream.kept_attempt))
         stream.kept = ()
-        del self._unplaced[stream.number]
+        del self._waiting[stream.number]
         self._begin(stream, chain, stream.kept_attempt if is_kept else -1)
         return True
-
-    def _prepared(self, key: Key, replica: str) -> None:
-        """Move a stream to its new chain, if that is prepared."""
-        stream = self._known(key)
-        if stream is None or stream.move is None or stream.move.attempt != key[2]:
-            return
-        _require(replica in stream.move.chain.replicas, key, replica)
-        if not self._moves.prepared(stream, key[2], self._clock()):
-            return
-        self.counts["moved"] += 1
-        move = self._moves.finish(stream)
-        before, previous = stream.chain, stream.attempt
-        self._chains.leave(before)
-        gone = [name for name in before if name not in move.chain.replicas]
-        self._end_at(gone, self._key(stream, previous))
-        stream.attempt = stream.next_attempt()
-        self._begin(stream, move.chain, previous, move.attempt)
 
     def _begin(
         self, stream: Stream, chain: Chain, previous: int, prepared: int = -1
     ) -> None:
-        """Begin the attempt of a stream at a chain.
+        """Begin the current attempt of a stream at a chain.
 
         Args:
             stream: The stream.
             chain: The chain.
-            previous: The attempt that some of it have; -1: none.
+            previous: The attempt that some replicas of it have; -1: none.
             prepared: The attempt that the others were prepared for; -1: none.
         """
         stream.version, stream.chain = chain.version, chain.replicas
+        stream.become(Phase.COMPUTING)
         opening = Opening(
             self._key(stream, stream.attempt),
             tuple(stream.tokens),
@@ -595,82 +497,55 @@ class Streams:
             # A loss may be noticed only after a neighbour gave the stream back.
             is_watched=stream.losses.counted > 0 or stream.returns > 0,
         )
-        self._note_kinds(stream)
+        self._note_fingerprints(stream)
         self._chains.enter(stream)
+        self._index.enter(stream)
         for replica in stream.chain:
-            self._tell(replica, generation_messages.Begin((opening,)))
+            self._send(replica, generation_messages.Begin((opening,)))
 
-    def _note_kinds(self, stream: Stream) -> None:
-        """Record the kinds of machines of a chain; tell if one has changed."""
+    def _note_fingerprints(self, stream: Stream) -> None:
+        """Record the hardware of a chain; warn if it has changed."""
         for stage, name in enumerate(stream.chain):
-            found = self.table.replicas[name].fingerprint
+            found = self.view.table.replicas[name].fingerprint
             before = stream.fingerprints.setdefault(stage, found)
             if found != before:
                 stream.fingerprints[stage] = found
                 self.counts["other_kind"] += 1
-                logger.warning(
-                    "%s goes on with another kind of machine in stage %d, and may go "
-                    "on differently: %s in place of %s",
-                    stream.name,
-                    stage,
-                    found or "an unknown one",
-                    before or "an unknown one",
+                text = (
+                    f"{stream.name} continues on other hardware in stage {stage}, and "
+                    f"its tokens may differ: {found or 'unknown'} in place of "
+                    f"{before or 'unknown'}"
                 )
+                self._actions.append(Log(text, is_warning=True))
 
     # Time.
 
-    async def look(self) -> None:
-        """Check deadlines and silent replicas again and again, until cancelled.
-
-        Cancellation: Safe.
-        """
-        while True:
-            if not self._streams:
-                self._is_busy.clear()
-                await self._is_busy.wait()
-                self._pauses.rest()
-            await asyncio.sleep(TICK_S)
-            self.tick()
-
-    def tick(self) -> None:
-        """Check deadlines and silent replicas, move streams, and place waiting ones.
-
-        After a pause of this process nothing is judged before what arrived is read.
-        """
-        now = self._clock()
-        if self._pauses.look(now):
-            return
-        for stream in list(self._streams.values()):
-            late = stream.late(now, self._pauses.resumed_at)
-            if late and not stream.has_ended:
-                self._leave_chain(stream)
-                stream.put(DeadlineExceededError(late))
-        self._look_for_silence()
-        self._move(now)
-        self._place_waiting()
-
-    def _move(self, now: float) -> None:
-        """Move streams from replicas that drain or are busy."""
-        streams = self._streams.values()
-        for stream in list(self._moves.waiting(streams, now)):
+    def _ticked(self, silent: frozenset[str], resumed_at: float) -> None:
+        for stream in list(self.streams.values()):
+            late = "" if stream.has_ended else stream.late(self._now, resumed_at)
+            if late:
+                self._end(stream, DeadlineExceededError(late))
+        self.view.set_silent(silent)  # all, before any stream is placed anew
+        for name in silent:
+            if self.view.has_another(name):
+                for stream in self._index.at(name):
+                    if not stream.via:
+                        self._retry(stream, f"{name} is silent")
+        streams = self.streams.values()
+        for stream in self._moves.to_restart(streams, self._now):
             self.counts["moved"] += 1
             self._leave_chain(stream)
             self._place(stream)
-        self._moves.look(streams, now)
+        self._moves.tick(streams, silent, self._now)
+        self._place_waiting()
 
-    def _look_for_silence(self) -> None:
-        edges = self._edges.items()
-        silent = {name for name, outbox in edges if outbox.silent_s() > SILENT_S}
-        self._chains.silent = silent  # all, before any stream is placed anew
-        for name in silent:
-            if self._chains.others_of(name):
-                for stream in self._at(name):
-                    if not stream.via:
-                        self._again(stream, f"{name} is silent")
+    def _give_up_move(self, stream: Stream) -> None:
+        self._actions.append(Log(f"{stream.name} is not moved yet"))
+        self._moves.give_up(stream, self._now)
 
 
 def _require(is_theirs: bool, key: Key, replica: str) -> None:
-    """Check that a message is its sender's to send; else its edge is closed."""
+    """Reject a message that its sender is not authorised to send."""
     if not is_theirs:
         raise protocol.MessageError(
             f"{replica} sent a message about sequence {key[1]} (attempt {key[2]}) of "

@@ -325,8 +325,11 @@ class GenerationWorker:
             self._prompts.find(link)
         has_room = self._number > 0 or self._schedule(link)
         neighbours = neighbours_of(opening.chain, self._number)
-        if not has_room or not neighbours <= {*self._mail}:
-            self._give_back(opening.key)  # or not connected yet, or no more
+        if not has_room:  # nothing of it may be computed here, whoever asks
+            self._give_back(opening.key)
+            self._end(opening.key)
+        elif not neighbours <= {*self._mail}:
+            self._give_back(opening.key)  # not connected yet, or no more
         elif self._is_end(link):
             when_made(made, lambda: self._resolve_known(link))
         elif told is not None:

@@ -10,7 +10,7 @@ from multiworld.serve.transport.protocol import Attempt
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Send an attempt to a replica of stage 0; ``is_isolated``: in isolation."""
+    """Send an attempt to a replica of stage 0."""
 
     replica: str
     attempt: Attempt
@@ -43,13 +43,7 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Log and count a request that the router queued for another attempt.
-
-    Attributes:
-        number: Request number.
-        replica: The replica that held the attempt before.
-        why: Reason, for the log.
-    """
+    """Log and count a request that ``replica`` had and that is queued again."""
 
     number: int
     replica: str

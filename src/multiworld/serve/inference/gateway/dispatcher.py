@@ -38,12 +38,11 @@ POLL_S, IDLE_S = 0.05, 0.5
 requests."""
 
 NO_MODEL = "no model {!r} is served here; there are: {}"
-"""Error text, with the model's name and the list of those that are served."""
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One request whose caller waits for the answer."""
+    """A request whose caller waits for the answer."""
 
     tensors: Tensors
     deadline_at: float
@@ -56,18 +55,10 @@ class _Call:
 class Dispatcher:
     """Sends requests to the replicas of the table and returns their answers.
 
-    An ``EdgeOwner``.
-
-    Args:
-        name: Name of its gateway.
-        clock: Returns the monotonic time in seconds.
-
     Attributes:
-        name: Name of its gateway.
-        table: The routing table in use.
         counts: Events since the start, by kind: answers, replays, errors by class.
-        on_missing: Called with the name of a model that may scale to zero, again and
-            again, while requests for it arrive or wait and a stage has no replica.
+        on_missing: Called with the name of a model that may scale to zero, repeatedly
+            while requests for it arrive or wait and a stage has no replica.
         asked_at: Monotonic time of the latest request, in seconds.
     """
 
@@ -102,21 +93,9 @@ class Dispatcher:
     ) -> Tensors:
         """Return the answer to one request.
 
-        Args:
-            model: Name of the model.
-            tensors: Inputs of stage 0, by name; rows in dimension 0.
-            deadline_s: Seconds until the deadline; None: the model's default.
-            session: Requests of one session go to the same replicas.
-            via: For a probe: replicas by stage that it must go through.
-            share: The tenant, its weight and its priority.
-            timing: Gets the times of the request.
-
-        Raises:
-            UnknownModelError: The table has no route for the model.
-            ServeError: The request was refused or failed; ``multiworld.errors`` lists
-                the subclasses.
-
-        Cancellation: Safe. The request is withdrawn, and its attempts are cancelled.
+        ``deadline_s`` defaults to the model's; requests of one ``session`` go to the
+        same replicas; ``via`` lists the replicas by stage that a probe must pass
+        through. Cancelling withdraws the request, and cancels its attempts.
         """
         route = self.table.routes.get(model)
         if route is None:
@@ -177,19 +156,7 @@ class Dispatcher:
             self._attainment.ended(job.model, took_s, route.objective_s, error)
 
     async def probe(self, replica: str, tensors: Tensors, limit_s: float) -> None:
-        """Send one request through a replica and wait for its answer.
-
-        Args:
-            replica: Name of the replica.
-            tensors: Inputs of stage 0, by name; rows in dimension 0.
-            limit_s: Seconds until the deadline.
-
-        Raises:
-            UnknownModelError: The table has no such replica.
-            ServeError: The request failed, or missed its deadline.
-
-        Cancellation: Safe. The probe is withdrawn.
-        """
+        """Send one request through a replica and wait for its answer."""
         known = self.table.replicas.get(replica)
         if known is None:
             raise UnknownModelError(f"the routing table has no replica {replica!r}")
@@ -202,17 +169,14 @@ class Dispatcher:
             self._handle(events.TenantQuarantined(tenant, name))
 
     def table_changed(self, table: RoutingTable) -> None:
-        """Apply a new routing table."""
         self.table = table
         self._handle(events.TableChanged(table))
 
     def missing(self, model: str) -> list[int]:
-        """Return the stages of a model that have no usable replica."""
         return self._router.missing(model)
 
     @property
     def in_flight(self) -> int:
-        """Number of requests accepted and not answered."""
         return len(self._calls)
 
     def waiting(self, model: str) -> int:
@@ -220,7 +184,6 @@ class Dispatcher:
         return self._router.waiting(model)
 
     def report(self) -> GatewayReport:
-        """Return what it does at this moment, for ``status`` and ``explain``."""
         return GatewayReport(
             in_flight=len(self._calls),
             load=dict(self._router.load()),
@@ -238,21 +201,11 @@ class Dispatcher:
     # Edges.
 
     def edge_up(self, outbox: Outbox) -> None:
-        """Use a new incarnation of an edge."""
         peer = outbox.edge.peer
         self._edges[peer] = outbox
         self._handle(events.Connected(peer))
 
     def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
-        """Handle the messages of a frame that has arrived.
-
-        Args:
-            outbox: The edge.
-            frame: The messages.
-
-        Raises:
-            MessageError: The sender has no say in a request.
-        """
         peer = outbox.edge.peer
         for message, contents in frame:
             check(message, contents, peer, self.table, self._router.sent)
@@ -275,12 +228,6 @@ class Dispatcher:
                     self._handle(events.Failed(attempt, error.error()))
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
-        """Stop using an incarnation of an edge.
-
-        Args:
-            outbox: The incarnation.
-            is_polite: Whether the peer left; otherwise it was lost.
-        """
         peer = outbox.edge.peer
         if self._edges.get(peer) is outbox:
             del self._edges[peer]
@@ -288,10 +235,7 @@ class Dispatcher:
             self._handle(events.Lost(peer, is_polite))
 
     async def look(self) -> None:
-        """Check deadlines and silent replicas again and again, until cancelled.
-
-        Cancellation: Safe. Nothing is checked any more.
-        """
+        """Check deadlines and silent replicas periodically, until cancelled."""
         while True:
             if not self._calls:
                 self._is_busy.clear()
@@ -353,13 +297,13 @@ class Dispatcher:
         for replica, pieces in to_send.items():
             header = protocol.Work(tuple(item for item, _ in pieces))
             outbox = self._edges[replica]
-            # Alone, it would wait in vain for others to go in the same frame.
+            # A lone request would wait in vain for others to share its frame.
             put = outbox.put_now if len(self._calls) == 1 else outbox.put
             put(header, [tensors for _, tensors in pieces])
 
     def _deliver(self, number: int, what: Tensors | ServeError) -> None:
         call = self._calls.get(number)
-        if call is None or call.answered.done():  # given up in this turn
+        if call is None or call.answered.done():  # abandoned in this turn of the loop
             return
         if isinstance(what, ServeError):
             call.answered.set_exception(what)

@@ -16,13 +16,10 @@ class Submitted:
 
     Attributes:
         number: Request number; later requests have higher ones.
-        model: A model that the table has a route for.
-        deadline_at: Time in seconds, on the router's clock, after which nobody wants
-            the answer.
+        deadline_at: Deadline in seconds, on the router's clock.
         session: Requests of one session go to the same replica.
-        via: For a probe: replicas by stage that it must go through. It may also pass
+        via: For a probe: replicas by stage that it must pass through. It may also use
             other replicas that are not ready, and a full queue does not refuse it.
-        share: The tenant, its weight and its priority.
         rows: Rows of the request; its cost in fair queueing.
     """
 
@@ -37,13 +34,7 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A replica begins to compute a batch.
-
-    Attributes:
-        replica: Name of the replica.
-        attempts: The batch.
-        is_isolated: The batch is one suspect in isolation.
-    """
+    """A replica began to compute a batch."""
 
     replica: str
     attempts: tuple[Attempt, ...]
@@ -54,14 +45,9 @@ class Begun:
 class Dropped:
     """Work on its way to a replica of ``stage`` may be lost, or came back.
 
-    The router ignores attempts that have reached this stage: the replica there
-    reported them itself.
-
-    Attributes:
-        attempts: The work.
-        stage: Number of the stage that it was sent to.
-        is_returned: The work came back: a replica refused it, or no replica could take
-            it. No replica died.
+    The router ignores attempts that have reached this stage: the replica there reported
+    them itself. ``is_returned``: a replica refused the work, or no replica could take
+    it; no replica died.
     """
 
     attempts: tuple[Attempt, ...]
@@ -71,7 +57,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """A replica sent these on to another replica, which has been silent since."""
+    """A replica forwarded these to another replica, which has been silent since."""
 
     attempts: tuple[Attempt, ...]
 
@@ -86,7 +72,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The model raised for this request."""
+    """The model raised an error for this request."""
 
     attempt: Attempt
     error: ServeError
@@ -101,7 +87,7 @@ class Withdrawn:
 
 @dataclass(frozen=True, slots=True)
 class TenantQuarantined:
-    """A tenant is quarantined for a model, because of several poison requests."""
+    """A tenant is quarantined for a model because of several poison requests."""
 
     tenant: str
     model: str

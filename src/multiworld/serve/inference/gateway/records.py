@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from multiworld.serve.core.loss_ledger import REQUEST_RULE, LossLedger
 from multiworld.serve.inference.gateway.events import Submitted
 from multiworld.serve.tenants.fair_queue import FairQueue
 
@@ -36,8 +37,7 @@ class Request:
         attempted: Attempts made so far; the number of the latest one.
         is_waiting: It waits in a queue of this router.
         is_suspect: It may be a poison request, so it runs in isolation.
-        isolated_losses: Replicas that died while they computed it in isolation.
-        queued_losses: Replicas that died with it in their queue.
+        losses: Replicas that were lost with it.
         winner: Number of the attempt whose answers are delivered.
     """
 
@@ -46,8 +46,7 @@ class Request:
     attempted: int = 0
     is_waiting: bool = False
     is_suspect: bool = False
-    isolated_losses: int = 0
-    queued_losses: int = 0
+    losses: LossLedger = field(default_factory=lambda: LossLedger(REQUEST_RULE))
     winner: int | None = None
 
 

@@ -1,4 +1,4 @@
-"""Checks that a message about requests is its sender's to send."""
+"""Checks that a replica is authorized to send a message about requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from multiworld.serve.transport.protocol import Attempt, MessageError
 from multiworld.serve.transport.routing_table import Replica, RoutingTable
 
 Sent = Callable[[int], tuple[Submitted, int] | None]
-"""Function that returns a request that is under way, and how often it was sent."""
+"""Returns a request in flight and its number of attempts; None if it has ended."""
 
 
 def check(
@@ -24,21 +24,12 @@ def check(
     table: RoutingTable,
     sent: Sent,
 ) -> None:
-    """Refuse a message of a replica that has no say in its requests.
+    """Raise MessageError if a replica is not authorized to send a message about
+    requests.
 
-    They must be requests to the replica's model, and attempts that were made. Only the
-    last stage answers, with a row for each row. What is said of a request that has
-    ended, or by a replica that the table does not have any more, is harmless.
-
-    Args:
-        message: The message.
-        contents: Its tensors.
-        peer: Name of the sender.
-        table: The routing table.
-        sent: Looks up requests.
-
-    Raises:
-        MessageError: See above.
+    The requests must be for the replica's model, and their attempts must have been
+    made. Only the last stage answers, with one output row per input row. Messages about
+    ended requests, or from replicas that are no longer in the table, are harmless.
     """
     replica = table.replicas.get(peer)
     if replica is None:
@@ -72,11 +63,7 @@ def check(
 def _checked(
     attempts: Iterable[Attempt], replica: Replica, sent: Sent
 ) -> list[Submitted]:
-    """Return the requests of attempts, as far as they have not ended.
-
-    Raises:
-        MessageError: One is to another model, or was never made.
-    """
+    """Return the requests of attempts that have not ended."""
     jobs = []
     for number, nth in attempts:
         found = sent(number)

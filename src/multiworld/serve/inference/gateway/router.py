@@ -29,6 +29,7 @@ from multiworld.serve.core.refusals import (
     too_late,
     without_replica,
 )
+from multiworld.serve.core.replica_view import ReplicaView
 from multiworld.serve.inference.gateway.actions import (
     Action,
     Cancel,
@@ -56,17 +57,9 @@ from multiworld.serve.inference.gateway.events import (
 from multiworld.serve.inference.gateway.records import AttemptState, Queue, Request
 from multiworld.serve.transport.protocol import Attempt
 from multiworld.serve.transport.routing_table import (
-    ReplicaState,
     Route,
-    RoutingTable,
     first_ready,
 )
-
-POISON_LOSSES = 2
-"""Replica losses during isolation that make a request a poison request."""
-
-SUSPECT_LOSSES = 2
-"""Replica losses while queued that make a request a suspect."""
 
 ISOLATION_S = 60.0
 """Seconds after a poison request during which its tenant's requests to the model run in
@@ -85,14 +78,11 @@ class Router:
 
     def __init__(self, chance: Chance) -> None:
         self._chance = chance
-        self._table = RoutingTable()
+        self._view = ReplicaView()
         self._requests: dict[int, Request] = {}
         self._queues: dict[str, Queue] = {}
         self._held: dict[str, dict[Attempt, None]] = {}
-        self._connected: set[str] = set()
         self._computing: dict[str, tuple[Attempt, ...]] = {}
-        self._silent: set[str] = set()
-        self._usable_at: dict[tuple[str, str, int], list[str]] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._now = 0.0
 
@@ -115,7 +105,7 @@ class Router:
 
     def missing(self, model: str) -> list[int]:
         """Return the stages of a model that have no usable replica."""
-        route = self._table.routes.get(model)
+        route = self._view.table.routes.get(model)
         return [] if route is None else self._missing(model, route)
 
     def sent(self, number: int) -> tuple[Submitted, int] | None:
@@ -152,16 +142,14 @@ class Router:
             case Withdrawn(number):
                 return self._end(number)
             case Connected(replica):
-                self._connected.add(replica)
-                self._usable_at.clear()
+                self._view.connect(replica)
                 return self._pump_all()
             case Lost():
                 return self._lost(event)
             case Silent(replica, is_silent):
                 return self._silence_changed(replica, is_silent)
             case TableChanged(table):
-                self._table = table
-                self._usable_at.clear()
+                self._view.table_changed(table)
                 return [*self._reject_unserved(), *self._pump_all()]
             case Ticked():
                 return self._expire(now)
@@ -186,7 +174,7 @@ class Router:
         tenants then share as much again by weight, at least one request each. So at
         most twice ``max_queued_requests`` wait, plus one for each tenant.
         """
-        limit = self._table.routes[job.model].max_queued_requests
+        limit = self._view.table.routes[job.model].max_queued_requests
         if queue.unsent < limit or self._has_room(job):
             return False
         share = job.share
@@ -198,14 +186,14 @@ class Router:
 
     def _has_room(self, job: Submitted) -> bool:
         """Tell whether a request could be sent at once."""
-        queue, route = self._queues[job.model], self._table.routes[job.model]
+        queue, route = self._queues[job.model], self._view.table.routes[job.model]
         can_send = not queue.unsent and not self._missing(job.model, route)
         return can_send and self._target(Request(job), route, can_send=True) is not None
 
     def _reject_unserved(self) -> list[Action]:
         """Reject requests that wait for a model that is no longer served."""
         actions: list[Action] = []
-        for model in self._queues.keys() - self._table.routes.keys():
+        for model in self._queues.keys() - self._view.table.routes.keys():
             for request in list(self._requests.values()):
                 if request.job.model == model and not request.attempts:
                     error = UnknownModelError(f"model {model!r} is no longer served")
@@ -262,7 +250,7 @@ class Router:
 
     def _too_late(self, request: Request) -> ServeError:
         job = request.job
-        route = self._table.routes.get(job.model)
+        route = self._view.table.routes.get(job.model)
         missing = [] if route is None else self._missing(job.model, route)
         if missing and not request.attempts:
             return without_replica(job.model, missing[0])
@@ -284,7 +272,7 @@ class Router:
                 state.is_done = False
             models[request.job.model] = None
         self._note_done(event)
-        if event.replica not in self._connected:
+        if event.replica not in self._view.connected:
             # The replica was lost before its note arrived.
             return self._lost(Lost(event.replica))
         return [action for model in models for action in self._pump(model)]
@@ -300,7 +288,7 @@ class Router:
         self._computing[event.replica] = event.attempts
 
     def _stage_of(self, replica: str) -> int:
-        known = self._table.replicas.get(replica)
+        known = self._view.table.replicas.get(replica)
         return -1 if known is None else known.stage
 
     def _move(self, attempt: Attempt, state: AttemptState, replica: str) -> None:
@@ -312,9 +300,7 @@ class Router:
     # Failures.
 
     def _lost(self, event: Lost) -> list[Action]:
-        self._connected.discard(event.replica)
-        self._silent.discard(event.replica)
-        self._usable_at.clear()
+        self._view.disconnect(event.replica)
         self._computing.pop(event.replica, None)
         actions: list[Action] = []
         for number, nth in sorted(self._held.pop(event.replica, {})):
@@ -322,8 +308,8 @@ class Router:
             state = request.attempts.pop(nth)
             if not event.is_polite:
                 self._record_loss(request, state)
-            if request.isolated_losses >= POISON_LOSSES:
-                job, losses = request.job, request.isolated_losses
+            if request.losses.is_poison:
+                job, losses = request.job, request.losses.isolated
                 self._isolate_tenant(job)
                 actions += [
                     Reject(number, poisoned(number, job.model, losses)),
@@ -372,12 +358,15 @@ class Router:
         return queue.isolated_until.get(job.share.tenant, 0.0) > self._now
 
     def _record_loss(self, request: Request, state: AttemptState) -> None:
-        if not state.is_begun or state.is_done:
-            request.queued_losses += 1
-            request.is_suspect |= request.queued_losses >= SUSPECT_LOSSES
-            return
-        request.is_suspect = True
-        request.isolated_losses += state.is_isolated
+        is_computed = state.is_begun and not state.is_done
+        self._add_loss(request, is_computed=is_computed, is_alone=state.is_isolated)
+
+    def _add_loss(
+        self, request: Request, *, is_computed: bool = False, is_alone: bool = False
+    ) -> None:
+        request.losses.has_begun = is_computed
+        request.losses.add(self._now, is_alone=is_computed and is_alone)
+        request.is_suspect |= request.losses.is_suspect
 
     def _dropped(self, event: Dropped) -> list[Action]:
         actions: list[Action] = []
@@ -391,8 +380,8 @@ class Router:
                 continue  # it arrived: its replica reports it, or is lost
             del request.attempts[nth]
             self._held[state.replica].pop((number, nth), None)
-            request.queued_losses += not event.is_returned
-            request.is_suspect |= request.queued_losses >= SUSPECT_LOSSES
+            if not event.is_returned:
+                self._add_loss(request)
             actions += self._replay(
                 request, state.replica, "it did not reach the next stage"
             )
@@ -415,11 +404,10 @@ class Router:
         return [Replayed(number, replica, why)]
 
     def _silence_changed(self, replica: str, is_silent: bool) -> list[Action]:
-        self._usable_at.clear()
         if not is_silent:
-            self._silent.discard(replica)
+            self._view.set_silent(self._view.silent - {replica})
             return self._pump_all()
-        self._silent.add(replica)
+        self._view.set_silent(self._view.silent | {replica})
         return self._stuck(tuple(sorted(self._held.get(replica, {}))))
 
     def _stuck(self, attempts: tuple[Attempt, ...]) -> list[Action]:
@@ -475,7 +463,7 @@ class Router:
 
     def _pump(self, model: str) -> list[Action]:
         """Send every waiting request that a replica has room for."""
-        queue, route = self._queues[model], self._table.routes.get(model)
+        queue, route = self._queues[model], self._view.table.routes.get(model)
         actions: list[Action] = []
         if route is None or queue.is_empty:
             return actions
@@ -549,7 +537,9 @@ class Router:
             return self._probe_target(request.job, via, route)
         if not can_send:
             return None
-        usable = self._usable(request.job.model, route.version, 0)
+        usable = [
+            r.name for r in self._view.usable(request.job.model, route.version, 0)
+        ]
         load = {name: len(self._held.get(name, ())) for name in usable}
         open_ = [n for n in usable if load[n] < route.max_ongoing_requests]
         if request.job.session is None:
@@ -560,31 +550,16 @@ class Router:
     def _probe_target(
         self, job: Submitted, via: dict[int, str], route: Route
     ) -> str | None:
-        probed = [self._table.replicas.get(name) for name in via.values()]
+        probed = [self._view.table.replicas.get(name) for name in via.values()]
         version = next((r.version for r in probed if r is not None), route.version)
         if 0 in via:
-            return via[0] if via[0] in self._connected else None
-        replicas = self._table.stage(job.model, version, 0)
+            return via[0] if via[0] in self._view.connected else None
+        replicas = self._view.connected_at(job.model, version, 0)
         candidates = first_ready(
-            [r for r in replicas if r.name in self._connected - self._silent]
+            [r for r in replicas if r.name not in self._view.silent]
         )
         return choose(candidates, self.load(), self._chance)
 
     def _missing(self, model: str, route: Route) -> list[int]:
         """Return the stages of the active version that have no usable replica."""
-        stages = range(route.stages.get(route.version, 0))
-        return [s for s in stages if not self._usable(model, route.version, s)]
-
-    def _usable(self, model: str, version: str, stage: int) -> list[str]:
-        """Return the replicas that are ready, connected and not silent."""
-        key = model, version, stage
-        found = self._usable_at.get(key)
-        if found is None:
-            found = self._usable_at[key] = [
-                replica.name
-                for replica in self._table.stage(model, version, stage)
-                if replica.state is ReplicaState.READY
-                and replica.name in self._connected
-                and replica.name not in self._silent
-            ]
-        return found
+        return self._view.missing(model, route.version)

@@ -14,7 +14,7 @@ import pytest
 
 from multiworld.errors import RequestPoisonedError, ServeError
 from multiworld.serve.generation.api import completion_answers
-from multiworld.serve.generation.gateway.stream_router import Streams
+from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec, StageSpec
 from multiworld.serve.spec.stage import Generation, Model, Stage

@@ -1,0 +1,91 @@
+"""The replicas as one process sees them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from multiworld.serve.transport.routing_table import (
+    Replica,
+    ReplicaState,
+    RoutingTable,
+)
+
+
+class ReplicaView:
+    """The routing table, with what this process knows of each replica.
+
+    A replica is *usable* if it is ready, connected to this process, and not silent.
+
+    Attributes:
+        table: The routing table.
+        connected: Replicas with an edge to this process.
+        silent: Replicas that have not been heard of.
+    """
+
+    def __init__(self) -> None:
+        self.table = RoutingTable()
+        self.connected: set[str] = set()
+        self.silent: frozenset[str] = frozenset()
+        self._usable: dict[tuple[str, str, int], tuple[Replica, ...]] = {}
+
+    def table_changed(self, table: RoutingTable) -> None:
+        """Use a new routing table."""
+        self.table = table
+        self._usable.clear()
+
+    def connect(self, name: str) -> None:
+        """Record that a replica is connected."""
+        self.connected.add(name)
+        self._usable.clear()
+
+    def disconnect(self, name: str) -> None:
+        """Record that a replica is not connected any more."""
+        self.connected.discard(name)
+        self.silent -= {name}
+        self._usable.clear()
+
+    def set_silent(self, names: Iterable[str]) -> None:
+        """Replace the set of silent replicas."""
+        silent = frozenset(names)
+        if silent != self.silent:
+            self.silent = silent
+            self._usable.clear()
+
+    def state(self, name: str) -> ReplicaState | None:
+        """Return the state of a replica; None if the table lacks it."""
+        known = self.table.replicas.get(name)
+        return None if known is None else known.state
+
+    def is_usable(self, name: str) -> bool:
+        """Return whether new work may go to a replica."""
+        is_ready = self.state(name) is ReplicaState.READY
+        return is_ready and name in self.connected and name not in self.silent
+
+    def usable(self, model: str, version: str, stage: int) -> tuple[Replica, ...]:
+        """Return the usable replicas of a stage."""
+        key = model, version, stage
+        found = self._usable.get(key)
+        if found is None:
+            replicas = self.table.stage(model, version, stage)
+            found = tuple(r for r in replicas if self.is_usable(r.name))
+            self._usable[key] = found
+        return found
+
+    def connected_at(self, model: str, version: str, stage: int) -> list[Replica]:
+        """Return the connected replicas of a stage, in any state."""
+        replicas = self.table.stage(model, version, stage)
+        return [r for r in replicas if r.name in self.connected]
+
+    def missing(self, model: str, version: str) -> list[int]:
+        """Return the stages of a version that have no usable replica."""
+        route = self.table.routes.get(model)
+        stages = 0 if route is None else route.stages.get(version, 0)
+        return [s for s in range(stages) if not self.usable(model, version, s)]
+
+    def has_another(self, name: str) -> bool:
+        """Return whether another replica of the same stage is usable."""
+        known = self.table.replicas.get(name)
+        return known is not None and any(
+            other.name != name
+            for other in self.usable(known.model, known.version, known.stage)
+        )

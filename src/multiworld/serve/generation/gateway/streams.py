@@ -1,0 +1,331 @@
+"""The streams of one gateway: their clients and edges around the stream router."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+
+from multiworld.errors import ServeError, UnknownModelError
+from multiworld.liveness.pause_detector import PauseDetector
+from multiworld.serve.generation.gateway.actions import (
+    Deliver,
+    Log,
+    Refuse,
+    RequestReplicas,
+    Send,
+)
+from multiworld.serve.generation.gateway.chain_selection import (
+    PREFIX_BLOCK,
+    PREFIX_TOKENS,
+)
+from multiworld.serve.generation.gateway.events import (
+    Closed,
+    Connected,
+    Disconnected,
+    Event,
+    Opened,
+    Received,
+    TableChanged,
+    TenantQuarantined,
+    Ticked,
+)
+from multiworld.serve.generation.gateway.stream import NO_LIMITS, Stream, TimeLimits
+from multiworld.serve.generation.gateway.stream_router import StreamRouter
+from multiworld.serve.generation.prefixes import digests
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
+from multiworld.serve.transport.edges import SILENT_S, Outbox
+from multiworld.serve.transport.frames import Entry
+from multiworld.serve.transport.generation_messages import Sampling, TokenItem
+from multiworld.serve.transport.protocol import MessageError
+from multiworld.serve.transport.routing_table import RoutingTable
+
+logger = logging.getLogger("multiworld.serve")
+
+TICK_S = 0.05
+"""Seconds between checks of deadlines and of silent replicas, while there are
+streams."""
+
+
+class Streams:
+    """All streams of one gateway. An ``EdgeOwner``.
+
+    Args:
+        name: Name of the gateway.
+        clock: Returns the monotonic time in seconds.
+        chance: Returns a random number in [0, 1).
+
+    Attributes:
+        router: Decides; its state may be read.
+        on_missing: Called repeatedly with the name of a model that may scale to zero,
+            while a stream of it waits for a chain.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        clock: Callable[[], float] = time.monotonic,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self.name, self._clock = name, clock
+        self.router = StreamRouter(name, chance)
+        self.counts, self.timed = self.router.counts, self.router.timed
+        self.attainment = self.router.attainment
+        self.on_missing: Callable[[str], None] = lambda model: None
+        self._clients: dict[int, _Client] = {}
+        self._numbers = itertools.count(1)
+        self._edges: dict[str, Outbox] = {}
+        self._has_streams = asyncio.Event()
+        self._pauses = PauseDetector(TICK_S)
+
+    # Clients.
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        model: str,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        *,
+        deadline_s: float | None = None,
+        limits: TimeLimits = NO_LIMITS,
+        share: Share = DEFAULT_SHARE,
+        session: str = "",
+        request: str = "",
+        via: dict[int, str] | None = None,
+        version: str | None = None,
+    ) -> AsyncIterator[AsyncIterator[TokenItem]]:
+        """Generate tokens; the stream ends with the block.
+
+        Args:
+            model: Name of the model.
+            tokens: The prompt; at least one token.
+            sampling: How tokens are chosen.
+            deadline_s: Seconds until the deadline; None: the model's default.
+            limits: Its other time limits.
+            share: Its tenant.
+            session: Streams of a tenant's session prefer the same replicas.
+            request: Id of its request, for logs.
+            via: For a probe: replicas by stage that it must go through.
+            version: For a probe: version of the model; None: the active one.
+
+        Yields:
+            An iterator over the tokens, which raises a ``ServeError`` if the stream
+            fails.
+
+        Raises:
+            UnknownModelError: The table has no route for the model.
+            OverloadedError: Too many streams wait.
+
+        Cancellation: Safe. The stream ends at once, and its replicas are notified.
+        """
+        if via is None:
+            self.check_room(model)
+        route = self.router.route(model)
+        now = self._clock()
+        stream = Stream(
+            next(self._numbers),
+            model,
+            version or route.version,
+            list(tokens),
+            len(tokens),
+            sampling,
+            now + (route.deadline_s if deadline_s is None else deadline_s),
+            via or {},
+            limits,
+            now,
+            share=share,
+            request=request,
+        )
+        if via is None:
+            whose = f"{model}\0{share.tenant}"
+            names = digests(tokens[:PREFIX_TOKENS], PREFIX_BLOCK, whose)
+            stream.prefixes = tuple(names)
+            stream.session = session and f"{whose}\0{session}"
+        client = self._clients[stream.number] = _Client()
+        self._has_streams.set()
+        self._handle(Opened(stream))
+        failed: BaseException | None = None
+        try:
+            async with aclosing(client.items()) as found:
+                yield found
+        except BaseException as error:
+            failed = error
+            raise
+        finally:
+            del self._clients[stream.number]
+            self._handle(Closed(stream.number, failed))
+
+    async def probe(self, replica: str, prompt: Sequence[int], limit_s: float) -> None:
+        """Generate two tokens through a replica.
+
+        Args:
+            replica: Name of the replica.
+            prompt: Tokens to begin with.
+            limit_s: Seconds until the deadline.
+
+        Raises:
+            UnknownModelError: The table has no such replica.
+            ServeError: The replica failed, or did not answer in time.
+
+        Cancellation: Safe.
+        """
+        known = self.table.replicas.get(replica)
+        if known is None:
+            raise UnknownModelError(f"the routing table has no replica {replica!r}")
+        sampling = Sampling(temperature=0.0, max_tokens=2, ignore_eos=True)
+        async with self.stream(
+            known.model,
+            prompt,
+            sampling,
+            deadline_s=limit_s,
+            via={known.stage: replica},
+            version=known.version,
+        ) as tokens:
+            async for _ in tokens:
+                pass
+
+    @property
+    def table(self) -> RoutingTable:
+        """The routing table in use."""
+        return self.router.view.table
+
+    @property
+    def in_flight(self) -> int:
+        """Number of streams."""
+        return len(self.router.streams)
+
+    def check_room(self, model: str) -> None:
+        """Check that one more stream may wait for a model.
+
+        Raises:
+            UnknownModelError: The table has no route for the model.
+            OverloadedError: Too many streams wait.
+        """
+        self.router.check_room(model)
+
+    def quarantine(self, tenant: str, model: str) -> None:
+        """End a tenant's streams without a token that wait for a chain, of any kind."""
+        self._handle(TenantQuarantined(tenant, model))
+
+    def load(self) -> dict[str, int]:
+        """Return the streams at each replica."""
+        return self.router.load()
+
+    def waiting(self, model: str) -> int:
+        """Return the number of a model's streams that wait for a chain."""
+        return self.router.waiting(model)
+
+    # The table and the edges.
+
+    def table_changed(self, table: RoutingTable) -> None:
+        """Use a new routing table."""
+        self._handle(TableChanged(table))
+
+    def edge_up(self, outbox: Outbox) -> None:
+        """Use a new incarnation of an edge."""
+        self._edges[outbox.edge.peer] = outbox
+        self._handle(Connected(outbox.edge.peer))
+
+    def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
+        """Stop using an incarnation of an edge, whose replica left or was lost."""
+        peer = outbox.edge.peer
+        if self._edges.get(peer) is outbox:
+            del self._edges[peer]
+            self._handle(Disconnected(peer, is_polite))
+
+    def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
+        """Handle the messages of a frame that has arrived.
+
+        Raises:
+            MessageError: A message is not its sender's to send.
+        """
+        messages = [message for message, _ in frame]
+        self._handle(Received(outbox.edge.peer, messages))
+
+    # Time.
+
+    async def look(self) -> None:
+        """Check deadlines and silent replicas again and again, until cancelled.
+
+        Cancellation: Safe.
+        """
+        while True:
+            if not self._clients:
+                self._has_streams.clear()
+                await self._has_streams.wait()
+                self._pauses.rest()
+            await asyncio.sleep(TICK_S)
+            self.tick()
+
+    def tick(self) -> None:
+        """Let the router look at the time, and at who is silent.
+
+        After a pause of this process nothing is judged before what arrived is read.
+        """
+        now = self._clock()
+        if not self._pauses.look(now):
+            edges = self._edges.items()
+            silent = {name for name, outbox in edges if outbox.silent_s() > SILENT_S}
+            self._handle(Ticked(frozenset(silent), self._pauses.resumed_at))
+
+    def _handle(self, event: Event) -> None:
+        """Let the router decide, and carry out its actions.
+
+        Raises:
+            MessageError: A message is not its sender's to send.
+        """
+        refused: MessageError | None = None
+        for action in self.router.handle(event, self._clock()):
+            match action:
+                case Send(replica, message):
+                    self._edges[replica].put(message)
+                case Deliver(number, item):
+                    client = self._clients.get(number)
+                    if client is not None:
+                        client.put(item)
+                case RequestReplicas(model):
+                    self.on_missing(model)
+                case Log(text, is_warning):
+                    logger.log(logging.WARNING if is_warning else logging.INFO, text)
+                case Refuse(error):
+                    refused = error
+        if refused is not None:
+            raise refused
+
+
+class _Client:
+    """Tokens that one client has not taken yet."""
+
+    def __init__(self) -> None:
+        self._arrived: deque[TokenItem | ServeError] = deque()
+        self._has_arrived = asyncio.Event()
+
+    def put(self, item: TokenItem | ServeError) -> None:
+        """Give the client a token, or the error that ends the stream."""
+        self._arrived.append(item)
+        self._has_arrived.set()
+
+    async def items(self) -> AsyncGenerator[TokenItem]:
+        """Yield the tokens as they arrive.
+
+        Raises:
+            ServeError: The stream failed.
+
+        Cancellation: Safe.
+        """
+        while True:
+            while not self._arrived:
+                self._has_arrived.clear()
+                await self._has_arrived.wait()
+            item = self._arrived.popleft()
+            if isinstance(item, ServeError):
+                raise item
+            yield item
+            if item.finish:
+                return
