@@ -13,7 +13,7 @@ SEED ?= 1
 LANES ?= 2
 SIDE_BY_SIDE = --numprocesses=$(LANES) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: setup demo demo-cluster test test-all coverage lint types faults soak soak-serve soak-generate bench bench-detection bench-serving matrix docs clean
+.PHONY: setup demo demo-cluster test test-all coverage lint types faults soak soak-serve soak-generate bench bench-detection bench-serving matrix docs release-check release-build release-smoke clean
 
 setup: $(STAMP)
 
@@ -31,7 +31,7 @@ demo: $(STAMP)
 # Three tenants, two models, a Ray cluster of four nodes (on this machine); one is lost.
 demo-cluster: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ray
-	$(BIN)/multiworld demo cluster
+	$(BIN)/python examples/cluster/cluster.py
 
 # Lint first; types and tests side by side, and the tests in LANES processes, file by
 # file: most of them wait most of the time.
@@ -93,6 +93,38 @@ matrix:
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open build/site/index.html; with search: $(BIN)/mkdocs serve"
+
+# All that a release must pass. .github/workflows/release.yml runs the same targets; with
+# TAG=v0.1.0 the package must have that version.
+release-check:
+	$(MAKE) --no-print-directory release-build
+	$(MAKE) --no-print-directory release-smoke
+	$(MAKE) --no-print-directory docs
+
+DIST := build/dist
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# The source distribution, and the wheel that is built from it.
+release-build:
+	rm -rf $(DIST)
+	$(PYTHON) -m venv --clear build/release
+	build/release/bin/python $(PIP_INSTALL) "pip>=25.1"
+	build/release/bin/python $(PIP_INSTALL) --group release
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt build/release/bin/pyproject-build --outdir $(DIST)
+	rm -rf src/multiworld_elastic.egg-info
+	build/release/bin/twine check --strict $(DIST)/*
+	build/release/bin/python .github/scripts/check_release.py $(DIST) --tag "$(TAG)"
+
+# Install the wheel from build/dist into an empty environment of PYTHON and use it: without
+# extras, with [serve], and with [demo]. `multiworld demo` exits with 1 on a wrong token.
+release-smoke:
+	$(PYTHON) -m venv --clear build/smoke
+	build/smoke/bin/python $(PIP_INSTALL) "$$(ls $(DIST)/*.whl)"
+	build/smoke/bin/python -I .github/scripts/smoke.py worlds README.md
+	build/smoke/bin/python $(PIP_INSTALL) "$$(ls $(DIST)/*.whl)[serve]"
+	build/smoke/bin/python -I .github/scripts/smoke.py serve
+	build/smoke/bin/python $(PIP_INSTALL) "$$(ls $(DIST)/*.whl)[demo]"
+	build/smoke/bin/multiworld demo --picture build/smoke/demo.png
 
 clean:
 	rm -rf .venv build .mypy_cache .ruff_cache .hypothesis

@@ -46,6 +46,7 @@ STREAM, NEW, TRIP = "stream", "stream, shape unknown", "round trip"
 KB4, KB400, MB4 = 4096, 409_600, 4_194_304
 
 RATE, P50 = "empty: rate by clients", "empty: p50 by clients"
+IDLE = "idle, by processes"
 THREE, ONE, RAY, CHAIN = "three stages", "one stage", "ray serve", "chain"
 
 GAP, CUT = "longest time without a token at a kill", "streams cut at a kill"
@@ -229,7 +230,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "trip_4k_to_ucxx": lambda: to(p2p(TRIP, KB4), p2p(TRIP, KB4, "ucxx")),
     "trip_4m_to_nixl": lambda: to(p2p(TRIP, MB4), p2p(TRIP, MB4, "nixl")),
     "hosts_400k_to_socket": lambda: to(
-        series("hosts", STREAM, KB400, OURS), series("hosts", STREAM, KB400, "tcp socket")
+        series("hosts", STREAM, KB400, OURS),
+        series("hosts", STREAM, KB400, "tcp socket"),
     ),
     "hosts_4m_to_socket": lambda: to(
         series("hosts", STREAM, MB4, OURS), series("hosts", STREAM, MB4, "tcp socket")
@@ -285,7 +287,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "stage_cpu_ms": lambda: number(
         empty("processor time a request, by clients", 32, "three workers").median / 3000
     ),
-    "idle_percent": lambda: median("serving", "idle, by processes", 22, "whole service"),
+    "idle_percent": lambda: median(
+        "serving", "idle, by processes", 22, "whole service"
+    ),
     "idle_n": lambda: count("serving", "idle, by processes", 22, "whole service"),
     "kills_n": lambda: str(len(results("serving_kills")["rounds"])),
     "kills_sent": lambda: kills("multiworld", "sent"),
@@ -301,7 +305,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "bursts_fixed": lambda: attained("fixed, most"),
     "bursts_fixed_ray": lambda: attained("Ray Serve, fixed, most"),
     # Streams.
-    "generate_n": lambda: count("generate", TOKENS, 16, THREE),
     "generate_threads": lambda: to(
         series("generate", TOKENS, 1, ONE), series("generate", TOKENS, 1, THREE)
     ),
@@ -372,6 +375,11 @@ FIGURES: dict[str, Callable[[], str]] = {
     "soak_pause_worst": lambda: number(results("soak_generate")["pause_p100_s"]),
 }
 """Each figure that a page may have within a sentence, by name."""
+
+
+def _hosts(size: int) -> str:
+    socket = series("hosts", STREAM, size, "tcp socket")
+    return to(series("hosts", STREAM, size, OURS), socket)
 
 
 def _prefix(tokens: int) -> str:

@@ -2,7 +2,7 @@
 
 One process can be a member of many independent worlds at once. A fault breaks only the
 worlds that the lost process was a member of. The survivors of those worlds learn which
-member was lost; all other worlds carry on.
+member was lost; all other worlds continue.
 
 ::
 

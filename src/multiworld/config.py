@@ -16,14 +16,14 @@ MIB = 1024 * KIB
 
 
 HEARTBEAT_S = 0.1
-"""Default of ``WorldConfig.heartbeat_s``."""
+"""Default of ``WorldConfig.heartbeat_s``, in seconds."""
 
 SERVICE_HEARTBEAT_S = 0.2
-"""Heartbeat period of the processes of a service, at most ``silence_s / 5``. An idle
-process and its helper take 0.4 % of a core for them."""
+"""Maximum seconds between heartbeats of a service's processes; ``silence_s / 5`` if
+that is less. Sending them costs an idle process and its helper 0.4 % of a core."""
 
 MAX_WAIT_S = 30 * 86_400.0
-"""Seconds that any wait may be given, at most: 30 days."""
+"""Maximum number of seconds for any wait: 30 days."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +39,16 @@ class WorldConfig:
     of pymultiworld, whose programs rely on it."""
 
     silence_s: float = 2.0
-    """Seconds that a member may be silent, or the network down, before the member is
-    declared lost; the verdict comes within half a second after that. On a busy machine
-    the heartbeat helper was never more than 0.112 s late. The default of 2 s leaves
-    room for an overloaded machine and for a network that drops packets or fails over.
-    See ``docs/detection.md``."""
+    """Seconds of silence, or of a network outage, after which a member is declared
+    lost; the verdict comes within another half second. On a busy machine the heartbeat
+    helper was never more than 0.112 s late. The default of 2 s leaves room for an
+    overloaded machine and for a network that drops packets or fails over. See
+    ``docs/detection.md``."""
 
     stall_s: float = 2.0
-    """Seconds that a member's event loop may give no sign before ``MemberStalled`` is
-    published. A stalled member is not lost: its helper reports that it runs."""
+    """Seconds without a sign from a member's event loop before ``MemberStalled`` is
+    published. A stalled member is not lost: its helper reports that the process
+    runs."""
 
     stalled_limit_s: float = math.inf
     """Seconds after which a stalled member counts as lost. The default is never,
@@ -55,13 +56,13 @@ class WorldConfig:
     hung process must be replaced like a dead one."""
 
     close_s: float = 5.0
-    """Seconds that ``close`` waits, at most, for sent data to leave this process."""
+    """Maximum seconds that ``close`` waits for sent data to leave this process."""
 
     heartbeat_s: float = HEARTBEAT_S
-    """Seconds between heartbeats, less than ``silence_s``. The default silence of 2 s
-    holds twenty, so that a few lost or late ones are harmless, and a network that is
-    back within ``silence_s`` is heard in time. Like ``heartbeat``, this is taken from
-    the settings of the manager. Every manager should use the same."""
+    """Seconds between heartbeats; less than ``silence_s``. By default twenty fit into
+    ``silence_s``, so a few lost or late ones are harmless, and a network that recovers
+    within ``silence_s`` is heard in time. Like ``heartbeat``, this comes from the
+    settings of the manager, and every manager should use the same."""
 
     heartbeat: Literal["process", "thread"] = "process"
     """Sender of this process's heartbeats: a helper process or a thread. A process
@@ -76,9 +77,9 @@ class WorldConfig:
     an embedded store in its place would lose its state with this process."""
 
     eager_bytes: int = 64 * KIB
-    """Largest message, in bytes, that ``memory`` sends without waiting for its receive;
-    0 finds sends that wait for each other. Other backends return once the kernel or
-    shared memory has the message."""
+    """Maximum size, in bytes, of a message that ``memory`` sends without waiting for
+    its receive; 0 exposes sends that wait for each other. Other backends return once
+    the kernel or shared memory has the message."""
 
     shared_memory_bytes: int = 4 * MIB
     """Bytes of shared memory for large messages between two processes of one host. Each
@@ -86,12 +87,12 @@ class WorldConfig:
     message. 0 sends everything through sockets."""
 
     unexpected_bytes: int = 64 * MIB
-    """Bytes held for each pair of members, at most, for messages that no receive has
-    asked for. Beyond that, the receiver stops reading, which in time blocks the
-    sender."""
+    """Maximum number of bytes held for each pair of members for messages that no
+    receive has asked for. Beyond that, the receiver stops reading, which eventually
+    blocks the sender."""
 
     max_message_bytes: int = 1 << 40
-    """Largest size, in bytes, that a message header may announce. A header that
+    """Maximum size, in bytes, that a message header may announce. A header that
     announces more counts as corrupt and breaks the world before any allocation."""
 
     payload_checksum: bool = False
@@ -108,7 +109,6 @@ class WorldConfig:
     Failure detection does not depend on it."""
 
     def __post_init__(self) -> None:
-        """Check every field."""
         for name in (
             "join_s",
             "silence_s",
@@ -160,7 +160,7 @@ class WorldConfig:
 
 
 def is_int(value: object) -> bool:
-    """Tell whether a value is an int.
+    """Return whether a value is an int.
 
     Args:
         value: Any object; a bool is an int in Python, but not here.

@@ -27,7 +27,7 @@
     │ └ TensorMismatchError              the two sides disagree about a message
     ├ ServeError                         .status, the HTTP status of the response
     │ ├ SpecError(ValueError)            .problems: line, field and remedy of each
-    │ ├ InvalidRequestError        400   the request cannot be understood
+    │ ├ InvalidRequestError        400   the request is malformed
     │ ├ UnknownModelError          404
     │ ├ UnauthorizedError          401   no API key, or an unknown one
     │ ├ OverloadedError            429   .retry_after_s
@@ -40,8 +40,8 @@
     │ └ PlacementError             409   the machines lack the resources  .short
     └ InternalError                      a bug in multiworld
 
-*Closed* means that this process ended the world, *broken* that a fault outside did.
-Every error survives pickling with all its fields.
+*Closed* means that this process left the world; *broken* means that a fault outside
+this process ended it. Every error survives pickling with all its fields.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class WorldClosedError(WorldError):
 
 
 class MemberLeftError(WorldClosedError):
-    """The member needed for the operation has left the world politely.
+    """The member needed for the operation has left the world gracefully.
 
     Attributes:
         rank: The member that left.
@@ -210,7 +210,7 @@ BrokenWorldException = WorldBrokenError
 
 
 class MemberLostError(WorldBrokenError):
-    """A member died, hung or was cut off, and the world broke with it.
+    """A member died, hung or was cut off by a network partition, which broke the world.
 
     Attributes:
         rank: The member that was lost first.
@@ -235,10 +235,10 @@ class MemberLostError(WorldBrokenError):
 
 
 class StaleEpochError(WorldBrokenError):
-    """The other members went on without this process.
+    """The other members continue without this process.
 
-    They declared it lost (stopped too long, cut off), but it is alive. It is fenced:
-    the others ignore everything it sends. Join again to come back.
+    They declared it lost (stopped for too long, or network partition), but it is alive.
+    It is fenced: the others ignore everything it sends. Join again to come back.
 
     Attributes:
         seen: The epoch that this process held to be current.
@@ -390,8 +390,8 @@ class InvalidRequestError(ServeError):
     A model's stage may raise it too; its message becomes the response.
 
     Attributes:
-        param: Field of the request that is at fault, or "".
-        code: Kind of the fault as OpenAI's API names it, or "".
+        param: The invalid field of the request, or "".
+        code: Kind of the error as OpenAI's API names it, or "".
     """
 
     status = 400
@@ -423,7 +423,7 @@ class OverloadedError(_RetryLaterError):
     """The queue is full, or a limit is reached, so the request was not accepted.
 
     Attributes:
-        limit: Name of the tenant's limit; empty: it is the queue.
+        limit: Name of the tenant's limit; empty if the queue is full.
     """
 
     status = 429
@@ -460,7 +460,7 @@ class DeadlineExceededError(ServeError):
 
 
 class ModelFailedError(ServeError):
-    """The model raised an error for this request, and for no other of its batch.
+    """The model raised an error for this request only, not for others of its batch.
 
     Attributes:
         stage: The stage that raised it.
@@ -472,9 +472,9 @@ class ModelFailedError(ServeError):
 
 
 class RequestPoisonedError(ServeError):
-    """A poison request: replicas died while they computed it alone.
+    """A poison request: several replicas in a row died while they computed it alone.
 
-    Two in a row, or three if it is a text.
+    Two replicas, or three for a generated sequence.
     """
 
 

@@ -8,6 +8,7 @@ passing checked content at a steady rate.
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -30,6 +31,10 @@ from tests.citizen import Account, Membership, citizen, store_host
 pytestmark = pytest.mark.skipif(
     unavailable() is not None, reason=f"no hosts: {unavailable()}"
 )
+if unavailable() and os.environ.get("MULTIWORLD_REQUIRE_NAMESPACES") == "1":
+    raise RuntimeError(
+        f"MULTIWORLD_REQUIRE_NAMESPACES=1, but no hosts: {unavailable()}"
+    )
 
 CONFIG = WorldConfig(join_s=20, silence_s=2.0)
 NOTICE_S = 20.0

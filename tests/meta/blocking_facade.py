@@ -34,7 +34,11 @@ T = TypeVar("T")
 
 
 class BlockingCollectives:
-    """The collectives as methods that wait; see ``multiworld.World`` for each."""
+    """The collectives as methods that wait.
+
+    Each takes ``timeout_s``, seconds to wait or None, and raises ``TimeoutError`` when
+    they are over; the world is broken then.
+    """
 
     def __init__(self, collectives: CollectiveMethods) -> None:
         self._collectives = collectives
@@ -69,30 +73,14 @@ def _method(node: ast.AsyncFunctionDef) -> str:
     args.kwonlyargs.append(timeout)
     args.kw_defaults.append(ast.Constant(None))
     assert node.returns is not None
-    doc = (ast.get_docstring(node) or "").partition("\n\nCancellation:")[0]
     given = ", ".join([*positional, *keyword])
     text = (
         f"\ndef {node.name}({ast.unparse(args)}) -> {ast.unparse(node.returns)}:\n"
-        f'    """{_with_timeout(doc)}\n    """\n'
+        f'    """Wait for ``multiworld.World.{node.name}``."""\n'
         f"    step = self._collectives.{node.name}({given})\n"
         f"    return self._wait(step, timeout_s)"
     )
     return textwrap.indent(text, "    ")
-
-
-def _with_timeout(doc: str) -> str:
-    """Return a docstring with the argument and the error of the time limit."""
-    limit = "    timeout_s: Seconds to wait; None: without limit."
-    expired = "    TimeoutError: It took longer; this world is broken."
-    if "\nArgs:\n" in doc:
-        head, _, rest = doc.partition("\nArgs:\n")
-        section, blank, rest = rest.partition("\n\n")
-        doc = f"{head}\nArgs:\n{section}\n{limit}{blank}{rest}"
-    else:
-        doc = f"{doc}\n\nArgs:\n{limit}"
-    if "\nRaises:\n" not in doc:
-        doc = f"{doc}\n\nRaises:"
-    return textwrap.indent(f"{doc}\n{expired}", "    ").strip()
 
 
 if __name__ == "__main__":

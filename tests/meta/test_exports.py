@@ -52,20 +52,10 @@ def test_compatibility_names_are_where_programs_look() -> None:
     assert WatchDog is multiworld.WatchDog
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_every_module_and_public_thing_is_documented(name: str) -> None:
-    """Every module and public thing has a docstring; coroutines name cancelling."""
-    module = importlib.import_module(name)
-    assert module.__doc__, name
-    for thing_name, thing in vars(module).items():
-        if thing_name.startswith("_") or getattr(thing, "__module__", "") != name:
-            continue
-        if inspect.isclass(thing) or inspect.isfunction(thing):
-            assert thing.__doc__, f"{name}.{thing_name}"
-        if inspect.isclass(thing):
-            for method_name, method in vars(thing).items():
-                if inspect.isfunction(method) and not method_name.startswith("_"):
-                    assert method.__doc__, f"{name}.{thing_name}.{method_name}"
+def test_every_module_imports_and_says_what_it_owns() -> None:
+    """In its docstring; ``test_docstrings`` checks the things of the API."""
+    missing = [n for n in MODULES if not importlib.import_module(n).__doc__]
+    assert missing == []
 
 
 API: list[type] = [

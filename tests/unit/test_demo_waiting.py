@@ -1,38 +1,43 @@
-"""Patience of the demos: they wait as long as anything moves."""
+"""Waits of the demos: they last as long as anything changes."""
 
 from __future__ import annotations
 
-from multiworld.demo.pipeline.patience import STILL_S, TELL_S, Patience
+import itertools
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from multiworld.demo.chats import story
 
 
-class Clock:
-    """A clock that a test sets."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        """Return the time."""
-        return self.now
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scale the times down."""
+    monkeypatch.setattr(story, "POLL_S", 0.001)
+    monkeypatch.setattr(story, "STILL_S", 0.2)
+    monkeypatch.setattr(story, "TELL_S", 0.05)
 
 
-def test_patience_lasts_as_long_as_something_moves() -> None:
-    """However long that is; then for a minute."""
-    clock = Clock()
-    patience = Patience(clock)
-    for number in range(10):
-        clock.now += STILL_S
-        assert patience.look(number)
-    clock.now += STILL_S
-    assert patience.look(9)
-    clock.now += 0.1
-    assert not patience.look(9)
+def after(polls: int) -> Callable[[], Awaitable[str | None]]:
+    """Return a probe that finds something after this many polls."""
+    numbers = itertools.count()
+
+    async def probe() -> str | None:
+        return "found" if next(numbers) >= polls else None
+
+    return probe
 
 
-def test_it_is_told_now_and_then_what_is_waited_for() -> None:
-    """Not at each look."""
-    clock = Clock()
-    patience = Patience(clock)
-    assert not patience.is_time_to_tell()
-    clock.now += TELL_S
-    assert patience.is_time_to_tell()
-    assert not patience.is_time_to_tell()
+async def test_wait_lasts_as_long_as_something_changes() -> None:
+    """It outlasts ``STILL_S``, and says now and then what it waits for."""
+    changes, told = itertools.count(), []
+    probe = after(400)
+    found = await story.until(probe, lambda: next(changes), lambda: told.append(1))
+    assert found == "found"
+    assert len(told) >= 3
+
+
+async def test_wait_fails_when_nothing_changes() -> None:
+    """After ``STILL_S``."""
+    with pytest.raises(TimeoutError):
+        await story.until(after(10**6), lambda: 0, lambda: None)

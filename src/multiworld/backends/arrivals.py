@@ -21,13 +21,9 @@ MESSAGE_BYTES = 512
 class Description(NamedTuple):
     """Description of a message, from its first header.
 
-    Attributes:
-        kind: TENSOR, BUNDLE, OBJECT or COLLECTIVE of ``direct.header``.
-        dtype: Wire code of the elements; see ``dtypes``.
-        shape: Dimensions of the tensor.
-        size: Bytes of the whole message.
-        tag: Tag, or number of the collective.
-        label: Bytes of a bundle's manifest, or a collective's operation code.
+    ``kind`` is one of ``direct.header``, ``dtype`` a wire code, ``size`` in bytes, and
+    ``label`` the bytes of a bundle's manifest. A collective has its number and elements
+    in ``shape``, and ``Operation.label`` in ``label``.
     """
 
     kind: int
@@ -39,28 +35,22 @@ class Description(NamedTuple):
 
 
 Check = Callable[[int, Description], Exception | None]
-"""Function of source and message; returns the error of a receive that refuses it."""
+"""Returns the error of a receive that refuses this source and message, or None."""
 
 Place = Callable[[Description], Tensor | None]
-"""Function that returns the tensor to receive into, or None for new memory."""
+"""Returns the tensor to receive into, or None for new memory."""
 
 Lent = Callable[[Description], Tensor]
-"""Function that returns the tensor of a message in memory that its sender lends."""
+"""Returns the tensor of a message in memory that its sender lends."""
 
 Merge = Callable[[int, memoryview], None]
-"""Function that merges a part of a payload, from this byte on, into a tensor."""
+"""Merges a part of a payload, from this byte on, into a tensor."""
 
 
 class Arrival:
-    """A message that has begun to arrive, and its memory.
-
-    Args:
-        number: Position among all messages and receives of the mailbox.
-        source: Rank of the sender.
-        description: Description of the message.
-        place: The caller's tensor to receive into; None: memory of its own.
-        lent: Tensor in memory that the sender lends; None allocates one.
-    """
+    """A message that has begun to arrive, and its memory. ``number`` is its position
+    among all messages and receives of the mailbox. The memory is ``place`` (the
+    caller's tensor), ``lent`` (the sender's), or its own."""
 
     __slots__ = (
         "description",
@@ -122,11 +112,9 @@ def allocate(description: Description) -> Tensor:
 
 
 def form_of(description: Description) -> tuple[torch.dtype, tuple[int, ...], int]:
-    """Return dtype, shape and number of elements of a message's tensor.
-
-    They are the message's own if they match its size, as a tensor's do. Otherwise, for
-    a bundle or an object, the tensor is flat, of uint8.
-    """
+    """Return dtype, shape and number of elements of a message's tensor. They are the
+    message's own if they match its size, as a tensor's do. Otherwise, for a bundle or
+    an object, the tensor is flat, of uint8."""
     dtype, shape = DTYPES[description.dtype], description.shape
     count = math.prod(shape)
     if description.size != count * dtype.itemsize:
@@ -135,18 +123,9 @@ def form_of(description: Description) -> tuple[torch.dtype, tuple[int, ...], int
 
 
 class Receive:
-    """A posted receive.
-
-    Args:
-        source: Rank to receive from; None takes the first message of any rank.
-        tag: Tag to match.
-        check: Returns the error for a message that this receive refuses, or None.
-        place: Returns the tensor to receive into, or None for new memory.
-        future: Completed when the message has arrived.
-        merge: Called with each part of a payload in shared memory, which is then not
-            copied (``Arrival.is_merged``). Such a receive cannot be cancelled once its
-            message has begun.
-    """
+    """A posted receive. If ``merge`` is set, it is called with each part of a payload
+    in shared memory, which is then not copied (``Arrival.is_merged``). Such a receive
+    cannot be cancelled once its message has begun."""
 
     __slots__ = (
         "arrival",

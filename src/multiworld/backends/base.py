@@ -23,13 +23,11 @@ ErrorMaker = Callable[[], Exception]
 Meta = Mapping[str, Any]
 
 Handler = Callable[[Tensor], None]
-"""Takes the tensors of one source and tag as they arrive; never raises."""
+"""Receives the tensors of one source and tag as they arrive; never raises."""
 
 Peek = Callable[[memoryview], None]
-"""Takes the bytes of a uint8 tensor; never raises.
-
-They are valid during the call, as long as it receives nothing in the same world.
-"""
+"""Receives the bytes of a uint8 tensor; never raises. They are valid during the call,
+as long as it receives nothing in the same world."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ class Bundle:
     """Named tensors and metadata that arrived as one message.
 
     Attributes:
-        tensors: Tensors by name, in the order they were sent, any dtypes and shapes.
+        tensors: Tensors by name, in the order they were sent, of any dtypes and shapes.
             They share one storage.
         meta: JSON data: str, int, float, bool, None, lists and dicts.
         source: Rank of the sender.
@@ -55,26 +53,15 @@ class Lingering(Protocol):
         """Close the connection now."""
 
     def fileno(self) -> int:
-        """Return the file descriptor, or -1 once the connection is closed."""
+        """Return the file descriptor, or -1 once closed."""
 
     async def wait_closed(self) -> None:
-        """Wait until the connection is closed.
-
-        Cancellation: Safe.
-        """
+        """Wait until the connection is closed."""
 
 
 class WorldView(Protocol):
-    """A world as its backend sees it.
-
-    Attributes:
-        incarnation: The incarnation and its members.
-        rank: This member's rank.
-        config: The world's settings.
-        device: Device of a c10d backend's tensors.
-        store: Address of the store that admitted this member.
-        security: Secret and TLS settings.
-    """
+    """A world as its backend sees it; ``device`` is that of a c10d backend's
+    tensors."""
 
     incarnation: Incarnation
     rank: int
@@ -84,45 +71,28 @@ class WorldView(Protocol):
     security: Security
 
     async def lane(self, rank: int, channel: str) -> Stream:
-        """Open a data connection with a member, and return it.
-
-        Args:
-            rank: Rank of the member.
-            channel: Purpose of the connection: messages or collectives.
-
-        Raises:
-            MemberUnreachableError: The member could not be reached.
-
-        Cancellation: Safe. Nothing stays open.
-        """
+        """Open a data connection with a member; ``channel`` is its purpose. Raises
+        ``MemberUnreachableError``. Cancelling leaves nothing open."""
 
     def has_lane(self, rank: int, channel: str) -> bool:
-        """Tell whether a connection that the member opened waits to be used."""
+        """Return whether a connection that the member opened waits to be used."""
 
     def dials(self, rank: int) -> bool:
-        """Tell whether this member dials the other one; otherwise the other dials."""
+        """Return whether this member dials the other one, not the reverse."""
 
     def report(self, happening: Happening) -> None:
         """Report an event to the world, which decides what follows."""
 
     def trouble(self, rank: int | None, evidence: str) -> None:
-        """Report that a data connection (to ``rank``, if known) failed.
-
-        The control link should soon report the member that was lost. If it does not,
-        the world breaks without naming a member.
-        """
+        """Report that a data connection (to ``rank``, if known) failed. The control
+        link should soon report the lost member. If it does not, the world breaks
+        without naming a member."""
 
     async def wait_over(self) -> None:
-        """Wait until the world is broken or closed.
-
-        Cancellation: Safe.
-        """
+        """Wait until the world is broken or closed."""
 
     async def wait_incomplete(self) -> None:
-        """Wait until the world is broken or closed, or a member has left.
-
-        Cancellation: Safe.
-        """
+        """Wait until the world is broken or closed, or a member has left."""
 
     @property
     def is_broken(self) -> bool:
@@ -130,13 +100,13 @@ class WorldView(Protocol):
 
     @property
     def left(self) -> frozenset[int]:
-        """Ranks that have left politely."""
+        """Ranks that have left gracefully."""
 
     def linger(self, connection: Lingering) -> None:
         """Keep a connection that closes by itself later."""
 
     def has_left(self, rank: int) -> bool:
-        """Tell whether a member has left politely."""
+        """Return whether a member has left gracefully."""
 
     def tell(self, rank: int, message: BackendMessage) -> None:
         """Send a control message to a member's backend."""
@@ -152,91 +122,44 @@ class Backend(Protocol):
     """Data transfer of one world.
 
     The caller has checked the ranks. Every operation raises ``TensorMismatchError`` for
-    a message that it cannot take, and ``WorldView.broken_error`` once ``abort`` was
-    called. An implementation states for each operation what cancelling does; if it
-    cannot withdraw the operation, cancelling breaks the world.
+    a tensor or message that it cannot take, and ``WorldView.broken_error`` once
+    ``abort`` was called. A receive takes from any member if ``src`` is None; a message
+    of the wrong kind or size stays first in its queue. Cancelling a send withdraws the
+    rest of the message, and cancelling a receive loses no message. A backend that
+    cannot do this breaks the world instead.
     """
 
     async def open(self) -> None:
-        """Connect to the other members.
-
-        Cancellation: Connections may stay open; call ``close_nowait`` afterwards.
-        """
+        """Connect to the other members; after a cancellation, call ``close_nowait``."""
 
     async def send(self, tensor: Tensor, dst: int, tag: int) -> None:
-        """Send one tensor.
-
-        Args:
-            tensor: Any shape and strides, of a dtype in ``backends.dtypes``.
-            dst: Rank of the receiver.
-            tag: Tag of the message.
-
-        Cancellation: Withdraws the message, or breaks the world.
-        """
+        """Send a tensor of any shape and strides, of a dtype in ``backends.dtypes``."""
 
     async def recv(self, out: Tensor | None, src: int | None, tag: int) -> Received:
-        """Receive one tensor.
-
-        Args:
-            out: Tensor to fill, of the sent dtype and number of elements. None: a new
-                tensor of the sent dtype and shape.
-            src: Rank of the sender; None: any member.
-            tag: Tag of the message.
-
-        Cancellation: Loses no message, or breaks the world.
-        """
+        """Receive into ``out``, or into a new tensor if it is None. ``out`` has any
+        shape and strides, and the sent dtype and number of elements. Cancelling leaves
+        its content undefined."""
 
     async def send_bundle(
         self, tensors: Mapping[str, Tensor], meta: Meta, dst: int, tag: int
     ) -> None:
-        """Send several named tensors and metadata as one message.
-
-        Args:
-            tensors: Tensors by name; any dtypes and shapes, on the host.
-            meta: JSON data.
-            dst: Rank of the receiver.
-            tag: Tag of the message.
-
-        Cancellation: Withdraws the message, or breaks the world.
-        """
+        """Send named host tensors and JSON metadata as one message."""
 
     async def recv_bundle(self, src: int | None, tag: int) -> Bundle:
-        """Receive a bundle; from any member if ``src`` is None.
-
-        Cancellation: Loses no message, or breaks the world.
-        """
+        """Receive a bundle."""
 
     async def send_object(self, obj: Any, dst: int, tag: int) -> None:
-        """Send JSON data.
-
-        Args:
-            obj: The data.
-            dst: Rank of the receiver.
-            tag: Tag of the message.
-
-        Cancellation: Withdraws the message, or breaks the world.
-        """
+        """Send JSON data."""
 
     async def recv_object(self, src: int | None, tag: int) -> Any:
-        """Receive JSON data; from any member if ``src`` is None.
-
-        Cancellation: Loses no message, or breaks the world.
-        """
+        """Receive JSON data."""
 
     def handle(
         self, src: int, tag: int, handler: Handler, peek: Peek | None = None
     ) -> None:
         """Pass each tensor from ``src`` with this tag to ``handler`` as it arrives.
-
-        Args:
-            src: Rank of the sender.
-            tag: Tag of the tensors.
-            handler: Takes each tensor.
-            peek: May take the bytes of a uint8 tensor in place of ``handler``.
-
-        Raises:
-            UnsupportedOperationError: The backend cannot.
-        """
+        ``peek`` may receive the bytes of a uint8 tensor in place of ``handler``. Raises
+        ``UnsupportedOperationError`` if the backend cannot do this."""
 
     @property
     def collectives(self) -> Collectives:
@@ -246,12 +169,7 @@ class Backend(Protocol):
         """Handle a control message from another member's backend."""
 
     def has_message(self, src: int | None, tag: int) -> bool:
-        """Tell whether a complete message waits for a receive, in a broken world too.
-
-        Args:
-            src: Rank of the sender; None: any.
-            tag: Tag of the message.
-        """
+        """Return whether a complete message waits, even in a broken world."""
 
     def drop_messages(self) -> None:
         """Drop what has arrived and was not received: the world is closed."""
@@ -260,21 +178,14 @@ class Backend(Protocol):
         """Fail the operations that need a member that has left."""
 
     def abort(self) -> None:
-        """Fail all operations with ``WorldView.broken_error`` and free everything.
-
-        Does not wait.
-        """
+        """Fail all operations and free everything, without waiting."""
 
     def begin_close(self) -> None:
-        """Queue a final frame behind the data that was sent. Does not wait."""
+        """Queue a final frame behind the sent data, without waiting."""
 
     async def close(self) -> None:
-        """Wait until sent data has left this process, then free all resources.
-
-        The caller limits the time.
-
-        Cancellation: Data may stay unsent; call ``close_nowait`` afterwards.
-        """
+        """Wait until sent data has left this process, then free all resources. The
+        caller limits the time, and calls ``close_nowait`` after a cancellation."""
 
     def close_nowait(self) -> None:
         """Free all resources at once."""
@@ -284,11 +195,7 @@ class Backend(Protocol):
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The c10d group.
-
-        Raises:
-            UnsupportedOperationError: The backend has none.
-        """
+        """The c10d group; raises ``UnsupportedOperationError`` if there is none."""
 
 
 class Received(NamedTuple):

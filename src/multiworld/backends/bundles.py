@@ -27,19 +27,15 @@ from multiworld.backends.offload import size_of
 from multiworld.errors import ConfigError, TensorMismatchError
 
 ALIGNMENT = 64
-"""Bytes that each tensor of a bundle is aligned to: one cache line, and enough for any
+"""Alignment, in bytes, of each tensor of a bundle: one cache line, and enough for any
 vector load."""
 
 COPIED_BYTES = 64 * 1024
-"""Bytes of a tensor up to which it is copied without torch, which costs less."""
+"""Maximum bytes of a tensor that is copied without torch, which costs less."""
 
 
 def encode_object(obj: Any, what: str) -> bytes:
-    """Return plain data as JSON; ``what`` names it in the error.
-
-    Raises:
-        ConfigError: ``obj`` is not JSON data.
-    """
+    """Return plain data as JSON; ``what`` names it in the ``ConfigError``."""
     try:
         return json.dumps(obj, separators=(",", ":"), allow_nan=True).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -48,11 +44,6 @@ def encode_object(obj: Any, what: str) -> bytes:
 
 
 def decode_object(body: bytes) -> Any:
-    """Return the data that ``encode_object`` encoded.
-
-    Raises:
-        TensorMismatchError: ``body`` is not JSON.
-    """
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -61,13 +52,8 @@ def decode_object(body: bytes) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The memory layout of a manifest with tensors behind it.
-
-    Attributes:
-        manifest: The first bytes, which describe the tensors.
-        pieces: Each tensor, contiguous, with its offset in bytes.
-        size: Bytes of all together.
-    """
+    """The memory layout of a bundle; ``pieces`` are contiguous tensors with offsets in
+    bytes."""
 
     manifest: bytes
     pieces: list[tuple[int, Tensor]]
@@ -83,18 +69,12 @@ class Layout:
             if tensor.nbytes <= COPIED_BYTES:
                 memory[begin:end] = memory_of(tensor)
             else:
-                # Not by memoryview, because its copy would hold the GIL.
+                # Not with a memoryview: its copy would hold the GIL.
                 packed[begin:end].copy_(tensor.view(-1).view(torch.uint8))
         return packed
 
 
 def lay_out(tensors: Mapping[str, Tensor], meta: Meta) -> Layout:
-    """Return the layout of a bundle.
-
-    Raises:
-        TensorMismatchError: A tensor cannot be sent.
-        ConfigError: A name is not a str, or ``meta`` is not JSON data.
-    """
     entries, pieces, offset = [], [], 0
     for name, given in tensors.items():
         if not isinstance(name, str):
@@ -110,21 +90,13 @@ def lay_out(tensors: Mapping[str, Tensor], meta: Meta) -> Layout:
 
 
 def aligned(size: int) -> int:
-    """Return the next multiple of ``ALIGNMENT``."""
+    """Return ``size`` rounded up to a multiple of ``ALIGNMENT``."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def unpack_bundle(packed: Tensor, length: int, source: int) -> Bundle:
-    """Return the bundle whose manifest is the first ``length`` bytes of ``packed``.
-
-    Args:
-        packed: The bundle as a uint8 tensor; the bundle's tensors share its storage.
-        length: Bytes of the manifest.
-        source: Rank of the sender.
-
-    Raises:
-        TensorMismatchError: The manifest does not describe what follows it.
-    """
+    """Return the bundle whose manifest is the first ``length`` bytes of ``packed``. The
+    bundle's tensors share the storage of ``packed``, a uint8 tensor."""
     start = aligned(length)
     content = decode_object(bytes(memory_of(packed)[:length]))
     try:
@@ -142,19 +114,10 @@ def unpack_bundle(packed: Tensor, length: int, source: int) -> Bundle:
 
 
 def tensor_at(packed: Tensor, begin: int, code: int, shape: Sequence[int]) -> Tensor:
-    """Return a tensor that lies in ``packed`` and shares its memory.
-
-    Args:
-        packed: A flat uint8 tensor.
-        begin: Offset of the tensor, in bytes.
-        code: Wire code of its dtype.
-        shape: Its dimensions.
-
-    Raises:
-        KeyError: The code is unknown.
-        ValueError: It does not lie within ``packed``.
-        RuntimeError: Torch does not allow such a shape, or such an offset.
-    """
+    """Return a tensor that lies in ``packed`` (flat, uint8) and shares its memory.
+    Raises ``KeyError`` for an unknown dtype ``code``, ``ValueError`` if the tensor does
+    not lie within ``packed``, and ``RuntimeError`` if torch refuses its shape or
+    offset."""
     size = _size_within(packed.numel(), begin, code, shape)
     return packed[begin : begin + size].view(DTYPES[code]).view(shape)
 
@@ -162,19 +125,7 @@ def tensor_at(packed: Tensor, begin: int, code: int, shape: Sequence[int]) -> Te
 def tensor_from(
     memory: memoryview, begin: int, code: int, shape: Sequence[int]
 ) -> Tensor:
-    """Return a copy of a tensor that lies in ``memory``.
-
-    Args:
-        memory: Bytes.
-        begin: Offset of the tensor, in bytes.
-        code: Wire code of its dtype.
-        shape: Its dimensions.
-
-    Raises:
-        KeyError: The code is unknown.
-        ValueError: It does not lie within ``memory``.
-        RuntimeError: Torch does not allow such a shape.
-    """
+    """Return a copy of a tensor in ``memory``; errors are as for ``tensor_at``."""
     size = _size_within(len(memory), begin, code, shape)
     tensor = torch.empty(shape, dtype=DTYPES[code])
     memory_of(tensor)[:] = memory[begin : begin + size]
@@ -182,12 +133,6 @@ def tensor_from(
 
 
 def _size_within(room: int, begin: int, code: int, shape: Sequence[int]) -> int:
-    """Return the bytes of a tensor that must lie within a number of bytes.
-
-    Raises:
-        KeyError: The code is unknown.
-        ValueError: It does not.
-    """
     size = math.prod(shape) * DTYPES[code].itemsize
     if any(extent < 0 for extent in shape):
         raise ValueError("a negative extent")

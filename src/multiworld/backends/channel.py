@@ -35,26 +35,16 @@ class Lane(Protocol):
 
     @property
     def is_finished(self) -> bool:
-        """True once the member's fin has arrived."""
+        """True once the member's fin has arrived, behind all its messages."""
 
     async def send(
         self, description: Description, memory: memoryview, owner: object
     ) -> None:
-        """Send a message; return when ``memory`` may be reused.
-
-        Args:
-            description: Header fields of the message.
-            memory: Bytes to send.
-            owner: Object that keeps ``memory`` alive.
-
-        Cancellation: withdraws the rest of the message; the lane stays usable.
-        """
+        """Send a message; return when ``memory`` is reusable. ``owner`` keeps it alive.
+        Cancelling withdraws the rest; the lane stays usable."""
 
     async def give_way(self) -> None:
-        """Let the loop's other tasks run.
-
-        Cancellation: safe.
-        """
+        """Let the loop's other tasks run."""
 
     def poll(self) -> None:
         """Read the bytes that have arrived already."""
@@ -77,19 +67,13 @@ class Lane(Protocol):
         """Fail every send with ``make_error()``, now and later."""
 
     async def paused(self, call: Callable[[], object]) -> None:
-        """Run ``call`` in a thread, and read nothing meanwhile.
-
-        Cancellation: waits for the thread.
-        """
+        """Run ``call`` in a thread and read nothing; a cancellation waits for it."""
 
     def begin_close(self, make_error: ErrorMaker) -> None:
         """Queue the fin; later sends raise ``make_error()``."""
 
     async def wait_drained(self) -> None:
-        """Wait until everything queued, the fin included, has been written.
-
-        Cancellation: safe.
-        """
+        """Wait until everything queued, including the fin, has been written."""
 
     def finish_close(self, linger_s: float) -> bool:
         """Close; return True if the connection closes later, within ``linger_s``."""
@@ -104,10 +88,7 @@ class Lane(Protocol):
         """Close the connection at once."""
 
     async def wait_closed(self) -> None:
-        """Wait until the connection is closed.
-
-        Cancellation: safe.
-        """
+        """Wait until the connection is closed."""
 
     def fileno(self) -> int:
         """Return the descriptor; -1 if there is none or it is closed."""
@@ -121,11 +102,7 @@ class _Parked:
 
 class Channel:
     """Mailbox and lanes for one purpose: messages or collectives of one world.
-
-    Args:
-        sources: Ranks of the other members.
-        budget_bytes: Most bytes of unexpected messages to hold for each source.
-    """
+    ``budget_bytes`` is the maximum of unexpected messages to hold for each source."""
 
     def __init__(self, sources: Iterable[int], budget_bytes: int) -> None:
         self.mailbox = Mailbox(frozenset(sources), budget_bytes)
@@ -142,15 +119,7 @@ class Channel:
         place: Place,
         merge: Merge | None = None,
     ) -> Receive:
-        """Post a receive; the caller must ``wait`` for it or ``mailbox.cancel`` it.
-
-        Args:
-            source: Rank to receive from; None takes the first message of any rank.
-            tag: Tag to match.
-            check: Returns the error for a message that the receive refuses, or None.
-            place: Returns the tensor to receive into, or None for new memory.
-            merge: See ``Receive``.
-        """
+        """Post a receive; the caller must ``wait`` for it or ``mailbox.cancel`` it."""
         future = asyncio.get_running_loop().create_future()
         receive = Receive(source, tag, check, place, future, merge)
         self.mailbox.post(receive)
@@ -159,16 +128,10 @@ class Channel:
     async def wait(self, receive: Receive, *, settles: bool = True) -> Arrival:
         """Wait for the message of a posted receive and return it.
 
-        Args:
-            receive: The receive.
-            settles: False if the caller calls ``mailbox.settle`` or ``mailbox.cancel``
-                once it has used the message; later receives wait for that.
-
-        Raises:
-            Exception: The error that the mailbox failed the receive with.
-
-        Cancellation: withdraws the receive; no message is lost. What has arrived of a
-            large message is first copied out of the caller's tensor in a thread.
+        With ``settles=False`` the caller calls ``mailbox.settle`` or ``mailbox.cancel``
+        once it has used the message; later receives wait for that. Cancelling loses no
+        message. The part of a large one that has arrived is first copied out of the
+        caller's tensor, in a thread.
         """
         future = receive.future
         try:
@@ -205,9 +168,7 @@ class Channel:
 
     async def _own_large(self, arrival: Arrival | None) -> None:
         """Move a large message out of the caller's tensor without blocking the loop.
-
-        ``Mailbox.cancel`` moves short ones, on the loop.
-        """
+        ``Mailbox.cancel`` moves short ones, on the loop."""
         if (
             arrival is None
             or arrival.is_complete  # others wait for it, so it moves at once
@@ -220,14 +181,8 @@ class Channel:
 
     async def next_from(self, source: int, tag: int) -> Description | None:
         """Describe the message that a receive would get, if it has arrived completely.
-
-        The caller copies it with ``lanes[source].take``, without an ``await`` between.
-
-        Returns:
-            The description, or None if the caller has to post a receive.
-
-        Cancellation: safe.
-        """
+        The caller copies it with ``lanes[source].take``, without an ``await``
+        between."""
         if self._received >= TURN_MESSAGES:
             await self._yield_to_loop()
         lane = self.lanes.get(source)
@@ -273,7 +228,6 @@ class Channel:
             self.lanes[source].poll()
 
     def _poll_for(self, receive: Receive) -> bool:
-        """Poll for a while, if that is worth it; tell whether the message came."""
         has_spun, self._has_spun = self._has_spun, False
         if not has_spun:
             self._polls_in_vain(receive.future.done, lambda: self._poll(receive.source))
@@ -306,10 +260,8 @@ class Channel:
             lane.fail_sends(make_error)
 
     def abort(self, make_error: ErrorMaker) -> None:
-        """Fail every operation, now and later, and close every lane.
-
-        What has arrived can still be received.
-        """
+        """Fail every operation, now and later, and close every lane. What has arrived
+        can still be received."""
         for lane in self.lanes.values():
             lane.take_in()
         self.mailbox.abort(make_error)
@@ -317,10 +269,8 @@ class Channel:
             lane.abort(make_error)
 
     def close_nowait(self) -> None:
-        """Close every lane."""
         for lane in self.lanes.values():
             lane.close_nowait()
 
     def filenos(self) -> list[int]:
-        """Return the open descriptors."""
         return [fd for lane in self.lanes.values() if (fd := lane.fileno()) >= 0]

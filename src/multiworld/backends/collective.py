@@ -1,4 +1,4 @@
-"""The parts of a collective: its declaration, a call, what members agree on.
+"""The parts of a collective: its declaration, a call, the terms that members agree on.
 
 The collectives themselves are declared in ``backends.collectives``.
 """
@@ -16,15 +16,10 @@ from multiworld.backends.reduction import OP_NAMES
 
 
 class Operation(NamedTuple):
-    """One collective that is under way; equal on all members, or the world breaks.
+    """One collective in progress; equal on all members, or the world breaks.
 
-    Attributes:
-        number: Counts the collectives of a world, from 1.
-        code: ``Collective.code``.
-        dtype: Code of the dtype.
-        elements: Elements of one member's tensor.
-        root: The rank that gives or gets; 0 where there is none.
-        op: Code of the reduce operation; 0 where there is none.
+    ``number`` counts the collectives of a world from 1. ``elements`` are those of one
+    member's tensor. ``root`` and ``op`` are 0 in a collective without them.
     """
 
     number: int
@@ -53,15 +48,10 @@ Steps = Callable[[Operation], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collective:
-    """The declaration of a collective.
-
-    Attributes:
-        name: Its name as a method of ``World``.
-        code: Its number on the wire, 1 byte; never used for another one.
-        has_root: Whether one rank gives or gets.
-        start: Takes ``LaneCollectives`` and a call; checks the call at once,
-            before it gets its number; returns its steps.
-    """
+    """The declaration of a collective: its name as a method of ``World``, and its
+    number on the wire (1 byte, never reused). ``start`` takes ``LaneCollectives`` and a
+    call; it checks the call at once, before it gets its number, and returns its
+    steps."""
 
     name: str
     code: int
@@ -71,16 +61,9 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a collective by this member.
-
-    Attributes:
-        collective: Which one.
-        tensor: The tensor of this member; all members' have one dtype and size.
-        tensors: A list by rank, where the collective takes or fills one here.
-        more: Another list by rank.
-        root: The rank that gives or gets.
-        op: The ``ReduceOp``; None where nothing is reduced.
-    """
+    """A call of a collective by this member. All members' tensors have one dtype and
+    size. ``tensors`` and ``more`` are lists by rank, if the collective takes or fills
+    some here."""
 
     collective: Collective
     tensor: Tensor
@@ -94,14 +77,12 @@ class Collectives(Protocol):
     """The collectives of one world on one backend."""
 
     async def run(self, call: Call) -> None:
-        """Carry out a call together with all other members, who make the same.
+        """Carry out a call together with all other members, which make the same call.
 
-        Raises:
-            TensorMismatchError: The tensors cannot be used, or the members did not call
-                the same; in the latter case the world breaks.
-            MemberLeftError: A member has left that it needs.
-
-        Cancellation: breaks the world, since the others count on this member.
+        Raises ``TensorMismatchError`` if the tensors cannot be used or the members'
+        calls differ (which breaks a world over lanes), and ``MemberLeftError`` if a
+        needed member has left. Cancelling breaks the world, because the other members
+        wait for this one.
         """
 
 
@@ -109,7 +90,6 @@ _BY_CODE: dict[int, Collective] = {}
 
 
 def name_of(code: int) -> str:
-    """Return the name of the collective with this number on the wire."""
     return _BY_CODE[code].name if code in _BY_CODE else f"collective {code}"
 
 

@@ -1,10 +1,9 @@
 """The collectives: each declared once, with its signature and its steps.
 
-To add one, write a method of ``CollectiveMethods`` (what ``World`` offers) and below it
-a function that ``declare`` turns into the declaration (how it runs over lanes). What
-follows by itself: ``World``, ``multiworld.blocking`` (after ``python -m
-tests.meta.blocking_facade``), the communicator by name, and all backends. A native
-group runs it over lanes, too, unless ``c10d.collectives`` has something faster.
+To add one, write a method of ``CollectiveMethods`` (the method of ``World``) and below
+it a function that ``declare`` turns into the declaration (how it runs over lanes), then
+run ``python -m tests.meta.blocking_facade``. A native group also runs it over lanes,
+unless ``c10d.group_collectives`` has a faster way.
 """
 
 from __future__ import annotations
@@ -32,18 +31,12 @@ LONG_BYTES = 128 * 1024
 
 
 class CollectiveMethods:
-    """The collectives as methods; ``_call`` carries one out.
-
-    Attributes:
-        rank: This member.
-        size: World size.
-    """
+    """The collectives as methods; ``_call`` carries one out."""
 
     rank: int
     size: int
 
     async def _call(self, call: Call) -> None:
-        """Check the world and the call, then run it on the world's backend."""
         raise NotImplementedError
 
     async def broadcast(self, tensor: Tensor, *, src: int) -> Tensor:
@@ -57,10 +50,10 @@ class CollectiveMethods:
             ``tensor``.
 
         Raises:
-            TensorMismatchError: The members did not call the same; the world breaks.
+            TensorMismatchError: The members' calls differ; the world breaks.
 
-        Cancellation: breaks this world, and no other, since the other members count on
-        this one. So for every collective.
+        Cancellation: breaks this world, and no other, because the other members wait
+        for this one. This holds for every collective.
         """
         await self._call(Call(BROADCAST, tensor, root=src))
         return tensor
@@ -77,7 +70,7 @@ class CollectiveMethods:
 
         Raises:
             UnsupportedOperationError: ``op`` does not exist for the dtype.
-            TensorMismatchError: The members did not call the same; the world breaks.
+            TensorMismatchError: The members' calls differ; the world breaks.
 
         Cancellation: as for ``broadcast``.
         """
@@ -92,7 +85,7 @@ class CollectiveMethods:
         Args:
             tensor: Any shape; the same dtype and number of elements on every member. It
                 changes at ``dst`` only.
-            dst: The rank that gets the result.
+            dst: The rank that receives the result.
             op: A ``torch.distributed.ReduceOp``.
 
         Returns:
@@ -100,7 +93,7 @@ class CollectiveMethods:
 
         Raises:
             UnsupportedOperationError: ``op`` does not exist for the dtype.
-            TensorMismatchError: The members did not call the same; the world breaks.
+            TensorMismatchError: The members' calls differ; the world breaks.
 
         Cancellation: as for ``broadcast``.
         """
@@ -120,8 +113,8 @@ class CollectiveMethods:
             The tensors, by rank.
 
         Raises:
-            TensorMismatchError: ``outs`` do not fit, or the members did not call the
-                same; in the latter case the world breaks.
+            TensorMismatchError: ``outs`` do not fit, or the members' calls differ; in
+                the latter case the world breaks.
 
         Cancellation: as for ``broadcast``.
         """
@@ -136,15 +129,15 @@ class CollectiveMethods:
 
         Args:
             tensor: Any shape; the same dtype and number of elements on every member.
-            dst: The rank that gets the tensors.
+            dst: The rank that receives the tensors.
             outs: Tensors to fill at ``dst``, one for each rank; new ones by default.
 
         Returns:
             The tensors, by rank, at ``dst``; None elsewhere.
 
         Raises:
-            TensorMismatchError: ``outs`` do not fit, or the members did not call the
-                same; in the latter case the world breaks.
+            TensorMismatchError: ``outs`` do not fit, or the members' calls differ; in
+                the latter case the world breaks.
 
         Cancellation: as for ``broadcast``.
         """
@@ -158,20 +151,20 @@ class CollectiveMethods:
     async def scatter(
         self, out: Tensor, tensors: Sequence[Tensor] | None = None, *, src: int
     ) -> Tensor:
-        """Receive this rank's element of the list that ``src`` gives.
+        """Receive this rank's element of the list that ``src`` passes.
 
         Args:
             out: The tensor to fill; dtype and number of elements as each of
                 ``tensors``.
             tensors: One tensor for each rank; at ``src`` only.
-            src: The rank that gives.
+            src: The rank whose ``tensors`` are distributed.
 
         Returns:
             ``out``.
 
         Raises:
-            TensorMismatchError: ``tensors`` do not fit, or the members did not call the
-                same; in the latter case the world breaks.
+            TensorMismatchError: ``tensors`` do not fit, or the members' calls differ;
+                in the latter case the world breaks.
 
         Cancellation: as for ``broadcast``.
         """
@@ -195,8 +188,8 @@ class CollectiveMethods:
 
         Raises:
             UnsupportedOperationError: ``op`` does not exist for the dtype.
-            TensorMismatchError: ``tensors`` do not fit, or the members did not call the
-                same; in the latter case the world breaks.
+            TensorMismatchError: ``tensors`` do not fit, or the members' calls differ;
+                in the latter case the world breaks.
 
         Cancellation: as for ``broadcast``.
         """
@@ -216,8 +209,8 @@ class CollectiveMethods:
             ``outs``.
 
         Raises:
-            TensorMismatchError: The lists do not fit, or the members did not call the
-                same; in the latter case the world breaks.
+            TensorMismatchError: The lists do not fit, or the members' calls differ; in
+                the latter case the world breaks.
 
         Cancellation: as for ``broadcast``.
         """
@@ -236,7 +229,7 @@ class CollectiveMethods:
         return [torch.empty_like(tensor) for _ in range(self.size)]
 
 
-# How each runs over lanes. What is above ``steps`` is checked at the call.
+# How each runs over lanes. The code above ``steps`` checks the call when it is made.
 
 
 @declare(0, has_root=True)

@@ -34,10 +34,8 @@ _NAMES = (
     "float8_e5m2fnuz",
     "float8_e8m0fnu",
 )
-"""Names of the dtypes in the order of their wire codes.
-
-Only append; any other change needs a new protocol version.
-"""
+"""Names of the dtypes in the order of their wire codes. Only append; any other change
+needs a new protocol version."""
 
 CODES: dict[torch.dtype, int] = {
     getattr(torch, name): code
@@ -56,11 +54,9 @@ _EMPTY = memoryview(bytearray())
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return a writable view of the bytes of a contiguous host tensor.
-
-    The caller must keep the tensor alive as long as the view. (numpy is not used: it
-    may be missing, and does not support bfloat16.)
-    """
+    """Return a writable view of the bytes of a contiguous host tensor. The caller must
+    keep the tensor alive as long as the view. (numpy is not used: it may be missing,
+    and does not support bfloat16.)"""
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return _EMPTY
@@ -69,11 +65,6 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def code_of(tensor: Tensor) -> int:
-    """Return the wire code of a tensor's dtype.
-
-    Raises:
-        TensorMismatchError: The dtype has no wire code.
-    """
     code = CODES.get(tensor.dtype)
     if code is None:
         known = ", ".join(name for name in _NAMES if hasattr(torch, name))
@@ -84,16 +75,8 @@ def code_of(tensor: Tensor) -> int:
 
 
 def require_host(tensor: object, what: str) -> Tensor:
-    """Return ``tensor``, detached, if it is a dense tensor in host memory.
-
-    Args:
-        tensor: Object to check.
-        what: Its name in the error, such as "the tensor to send".
-
-    Raises:
-        TensorMismatchError: The object is no tensor, is not in host memory, or is
-            sparse, nested or quantized.
-    """
+    """Return ``tensor``, detached, if it is a dense tensor in host memory. ``what``
+    names it in the error, such as "the tensor to send"."""
     if not isinstance(tensor, Tensor):
         raise TensorMismatchError(
             f"{what} must be a torch.Tensor, not {type(tensor).__name__}; "
@@ -121,21 +104,9 @@ def require_alike(
     *,
     is_written: bool = False,
 ) -> list[Tensor]:
-    """Return ``check(tensor)`` of every tensor, if they are one for each rank.
-
-    Args:
-        tensors: The list to check.
-        like: Tensor whose dtype and number of elements all must have.
-        size: World size.
-        what: Name of the list in the error.
-        check: Checks one tensor and returns it, perhaps as a view.
-        is_written: Whether data is received into the tensors.
-
-    Raises:
-        TensorMismatchError: The list does not have ``size`` tensors, one differs
-            from ``like`` in dtype or number of elements, or tensors to receive into
-            share memory.
-    """
+    """Return ``check(tensor)`` of every tensor, if there is one for each rank. All need
+    the dtype and number of elements of ``like``, and memory of their own if
+    ``is_written``. ``what`` names the list in the error."""
     count = 0 if tensors is None else len(tensors)
     if tensors is None or count != size:
         raise TensorMismatchError(
@@ -155,18 +126,9 @@ def require_alike(
 
 
 def require_receivable(tensor: Tensor, what: str) -> None:
-    """Check that every element of a tensor has memory of its own.
-
-    A dimension must step over all that smaller steps reach. This holds for slices,
-    transposes and diagonals.
-
-    Args:
-        tensor: Tensor to receive into.
-        what: Its name in the error.
-
-    Raises:
-        TensorMismatchError: Elements may share memory.
-    """
+    """Check that every element of a tensor has memory of its own. A dimension must step
+    over all that smaller steps reach. This holds for slices, transposes and
+    diagonals."""
     reach = 0
     for step, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if count > 1:
@@ -179,7 +141,7 @@ def require_receivable(tensor: Tensor, what: str) -> None:
 
 
 def _require_apart(tensors: list[Tensor], what: str) -> None:
-    """Check that no two tensors share memory, as far as their ranges tell."""
+    """Check that no two tensors share memory, as far as their ranges show."""
     for tensor in tensors:
         require_receivable(tensor, f"a tensor of {what}")
     ranges = sorted(
@@ -195,7 +157,7 @@ def _require_apart(tensors: list[Tensor], what: str) -> None:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Tell whether a tensor's memory holds its elements in order, as they are."""
+    """Return whether a tensor's memory holds its elements in order, as they are."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 

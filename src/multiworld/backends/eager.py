@@ -1,8 +1,7 @@
 """Eager coroutines, which start at once in the caller's turn of the loop. Pure.
 
 A coroutine that never waits then needs neither a task nor another turn. Python 3.12 has
-the same for tasks (``asyncio.eager_task_factory``). This module starts one call at a
-time, and makes no task at all where nothing waits.
+the same for tasks (``asyncio.eager_task_factory``).
 """
 
 from __future__ import annotations
@@ -12,10 +11,7 @@ from typing import Any
 
 
 class Rest:
-    """The rest of a coroutine that has started and waits; await it exactly once.
-
-    Cancellation: reaches the coroutine as usual.
-    """
+    """The rest of a coroutine that has started and waits; await it exactly once."""
 
     __slots__ = ("_awaited", "_coroutine")
 
@@ -38,16 +34,8 @@ class Rest:
 
 
 def begin(coroutine: Coroutine[Any, Any, None]) -> Rest | None:
-    """Run a coroutine until it first waits, or to its end.
-
-    The coroutine must not ask for the current task before it first waits.
-
-    Returns:
-        The rest to await, or None if the coroutine has ended.
-
-    Raises:
-        Exception: The coroutine raised this before it first waited.
-    """
+    """Run a coroutine until it first waits, or to its end; return the rest, if any. The
+    coroutine must not ask for the current task before it first waits."""
     try:
         awaited = coroutine.send(None)
     except StopIteration:

@@ -1,15 +1,17 @@
 """Algorithms of collectives over lanes, and their order.
 
 Sources: binomial trees for broadcast and reduce, recursive doubling for short
-all-reduces, pairwise exchange for reduce-scatter, all-gather and all-to-all, and for
-long all-reduces as the first two in turn: R. Thakur, R. Rabenseifner, W. Gropp,
+all-reduces, pairwise exchange for reduce-scatter, all-gather and all-to-all, and, for
+long all-reduces, the first two of these in turn: R. Thakur, R. Rabenseifner, W. Gropp,
 "Optimization of Collective Communication Operations in MPICH", IJHPCA 19(1), 2005;
 dissemination barrier: D. Hensgen, R. Finkel, U. Manber, IJPP 17(1), 1988.
 
-Collectives of one world run one after the other, in the order in which they were
-called. Every message names its operation. The first message of another operation breaks
-the world with an error that names both operations, because the other members may
-already have used data of the wrong one.
+Collectives of one world run one after the other, in call order. Every message names its
+operation. The first message of another operation breaks the world with an error that
+names both operations, because the other members may already have used data of the wrong
+one. Cancelling an algorithm or a step leaves messages half exchanged, so ``run`` breaks
+the world. Tensors named ``flat``, ``total`` or ``chunks`` are one-dimensional and
+contiguous.
 """
 
 from __future__ import annotations
@@ -48,13 +50,12 @@ from multiworld.incarnation.lifecycle import Failed
 from multiworld.liveness.manager_messages import EndCollectives
 
 CHUNK_BYTES = 2 * 1024 * 1024
-"""Most bytes that a member reduces before it passes the result on. Operand and result
-fit into a lane's shared memory (``WorldConfig.shared_memory_bytes``) and into the
-cache."""
+"""Maximum bytes that a member reduces before it passes the result on. Operand and
+result fit into a lane's shared memory (``WorldConfig.shared_memory_bytes``) and into
+the cache."""
 
 
 def operation_of(found: Description) -> Operation:
-    """Return the operation that a message belongs to."""
     number, count = found.shape if len(found.shape) == 2 else (0, 0)
     label = found.label
     code, op, root = label >> 24, label >> 16 & 0xFF, label & 0xFFFF
@@ -62,17 +63,8 @@ def operation_of(found: Description) -> Operation:
 
 
 class LaneCollectives:
-    """The collectives of one world over its lanes.
-
-    Args:
-        view: The world.
-        channel: The lanes.
-        open_lane: Opens the lane to a rank, at its first use.
-
-    Attributes:
-        rank: This member's rank.
-        size: World size.
-    """
+    """The collectives of one world over its lanes. ``open_lane`` opens the lane to a
+    rank, at its first use."""
 
     def __init__(
         self,
@@ -91,15 +83,7 @@ class LaneCollectives:
     async def binomial_down(
         self, operation: Operation, flat: Tensor, root: int
     ) -> None:
-        """Copy the root's tensor to all members along a binomial tree.
-
-        Args:
-            operation: The collective.
-            flat: One-dimensional, contiguous; sent on the root, filled elsewhere.
-            root: Rank of the sender.
-
-        Cancellation: Not safe by itself; ``run`` breaks the world.
-        """
+        """Copy the root's tensor to all members along a binomial tree."""
         relative = (self.rank - root) % self.size
         mask = 1
         while mask < self.size and not relative & mask:
@@ -117,17 +101,8 @@ class LaneCollectives:
     async def binomial_up(
         self, operation: Operation, total: Tensor, root: int, combine: Combine
     ) -> None:
-        """Reduce all members' tensors into the root's along a binomial tree.
-
-        Args:
-            operation: The collective.
-            total: One-dimensional, contiguous; this member's operand. The root's holds
-                the result; the others' hold partial results.
-            root: Rank that gets the result.
-            combine: Combines two tensors into the first.
-
-        Cancellation: Not safe by itself; ``run`` breaks the world.
-        """
+        """Reduce all members' tensors into the root's along a binomial tree. The other
+        members' ``total`` ends up with partial results."""
         relative = (self.rank - root) % self.size
         arrived = torch.empty_like(total)
         mask = 1
@@ -145,19 +120,9 @@ class LaneCollectives:
     async def recursive_doubling(
         self, operation: Operation, flat: Tensor, combine: Combine
     ) -> None:
-        """Reduce all members' tensors into every member's, by recursive doubling.
-
-        The largest power of two of members exchange their tensors. Each remaining
-        member sends its tensor to one of them first and gets the result from it.
-
-        Args:
-            operation: The collective.
-            flat: One-dimensional contiguous tensor: the operand, and at the end
-                the result.
-            combine: Combines two tensors into the first.
-
-        Cancellation: Not safe by itself; ``run`` breaks the world.
-        """
+        """Reduce all members' tensors into every member's, by recursive doubling. The
+        largest power of two of members exchange their tensors. Each remaining member
+        first sends its tensor to one of them, and receives the result from it."""
         power = 1 << (self.size.bit_length() - 1)
         extra = self.size - power
         arrived = torch.empty_like(flat)
@@ -181,16 +146,7 @@ class LaneCollectives:
     async def long_all_reduce(
         self, operation: Operation, flat: Tensor, combine: Combine, op: ReduceOp
     ) -> None:
-        """Reduce by a reduce-scatter and an all-gather, one segment at a time.
-
-        Args:
-            operation: The collective.
-            flat: One-dimensional, contiguous; the operand, then the result.
-            combine: Combines two tensors into the first.
-            op: The reduce operation; an average is divided at the end.
-
-        Cancellation: Not safe by itself; ``run`` breaks the world.
-        """
+        """Reduce by a reduce-scatter and an all-gather, one segment at a time."""
         segments = -(-size_of(flat) // (self.size * CHUNK_BYTES))
         for segment in flat.tensor_split(segments):
             chunks = list(segment.tensor_split(self.size))
@@ -201,15 +157,7 @@ class LaneCollectives:
     async def reduce_mine(
         self, operation: Operation, chunks: Sequence[Tensor], combine: Combine
     ) -> None:
-        """Reduce all members' chunks of this rank, always in the same order.
-
-        Args:
-            operation: The collective.
-            chunks: One chunk for each rank; the result is in this rank's.
-            combine: Combines two tensors into the first.
-
-        Cancellation: Not safe by itself; ``run`` breaks the world.
-        """
+        """Reduce all members' chunks of this rank, always in the same order."""
         mine = chunks[self.rank]
         sum_up = Sum(combine, mine, torch.empty_like(mine))
         gives = {dst: chunks[dst] for dst, _ in self.pairs()}
@@ -217,10 +165,7 @@ class LaneCollectives:
         await self._swap(operation, gives, takes)
 
     async def gather_all(self, operation: Operation, chunks: Sequence[Tensor]) -> None:
-        """Send this rank's chunk to all other members and receive theirs.
-
-        Cancellation: Not safe by itself; ``run`` breaks the world.
-        """
+        """Send this rank's chunk to all other members and receive theirs."""
         gives = {dst: chunks[self.rank] for dst, _ in self.pairs()}
         takes: dict[int, Target] = {src: chunks[src] for _, src in self.pairs()}
         await self._swap(operation, gives, takes)
@@ -228,18 +173,9 @@ class LaneCollectives:
     # Steps.
 
     async def run(self, call: Call) -> None:
-        """Number a call, wait for its turn, and carry it out.
-
-        All arguments are checked before the call gets its number, and copied only when
-        its turn comes. So concurrent calls run in the order in which they were made.
-
-        Raises:
-            TensorMismatchError: The tensors cannot be used, or the members called
-                different collectives; in the latter case the world breaks.
-            MemberLeftError: A member that the collective needs has left.
-
-        Cancellation: Breaks the world, because the other members wait for this one.
-        """
+        """Number a call, wait for its turn, and carry it out. All arguments are checked
+        before the call gets its number, and copied only when its turn comes. So
+        concurrent calls run in the order in which they were made."""
         steps = call.collective.start(self, call)
         self._number += 1
         operation = Operation(
@@ -263,7 +199,7 @@ class LaneCollectives:
             )
             raise
         except MemberLeftError as error:
-            # Tell the members that wait for this one and not for the one that left.
+            # Notify the members that wait for this one but not for the one that left.
             self.end_from(operation.number, error.rank)
             for rank in self.others():
                 nonce = self._view.incarnation.nonce
@@ -286,30 +222,17 @@ class LaneCollectives:
         self._view.report(Failed(f"the members do not agree: {error}"))
 
     def others(self) -> list[int]:
-        """Return the other ranks, from this one's successor on.
-
-        So the members do not all start with rank 0.
-        """
+        """Return the other ranks, from this one's successor on. So the members do not
+        all start with rank 0."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def pairs(self) -> list[tuple[int, int]]:
-        """Return the destination and the source of each step of a pairwise exchange.
-
-        In every step each member sends to one member and receives from one.
-        """
+        """Return the destination and the source of each step of a pairwise exchange. In
+        every step each member sends to one member and receives from one."""
         size, rank = self.size, self.rank
         return [((rank + i) % size, (rank - i) % size) for i in range(1, size)]
 
     async def send(self, operation: Operation, dst: int, flat: Tensor) -> None:
-        """Send a tensor as part of a collective.
-
-        Args:
-            operation: The collective.
-            dst: Rank of the receiver.
-            flat: One-dimensional, contiguous.
-
-        Cancellation: Not safe by itself; ``run`` breaks the world.
-        """
         memory = memory_of(flat)
         description = Description(
             wire.COLLECTIVE,
@@ -354,22 +277,10 @@ class LaneCollectives:
     async def receive_into(
         self, operation: Operation, src: int, target: Target
     ) -> None:
-        """Receive a tensor of a collective into a target.
-
-        Args:
-            operation: The collective.
-            src: Rank of the sender.
-            target: Tensor to fill, or ``Sum`` to combine with.
-
-        Cancellation: Not safe by itself; ``run`` breaks the world.
-        """
         await self._finish(self._post(operation, src, target), target)
 
     async def receive_all(self, operation: Operation, flats: Sequence[Tensor]) -> None:
-        """Receive one tensor from each other member into ``flats``, by rank.
-
-        Cancellation: Not safe by itself; ``run`` breaks the world.
-        """
+        """Receive one tensor from each other member into ``flats``, by rank."""
         posted = {
             rank: self._post(operation, rank, flats[rank]) for rank in self.others()
         }
@@ -379,17 +290,7 @@ class LaneCollectives:
     async def exchange(
         self, operation: Operation, dst: int, give: Tensor, src: int, take: Target
     ) -> None:
-        """Send one tensor and receive another at the same time.
-
-        Args:
-            operation: The collective.
-            dst: Rank of the receiver.
-            give: Tensor to send; one-dimensional, contiguous.
-            src: Rank of the sender.
-            take: Target of the received tensor.
-
-        Cancellation: Not safe by itself; ``run`` breaks the world.
-        """
+        """Send one tensor and receive another at the same time."""
         receive = self._post(operation, src, take)
         try:
             await self.send(operation, dst, give)
@@ -408,11 +309,9 @@ class LaneCollectives:
         gives: Mapping[int, Tensor],
         takes: Mapping[int, Target],
     ) -> None:
-        """Send to many members at once, and receive from them one after the other.
-
-        No deadlock can occur, however little the transport buffers: all sends are in
-        progress while a receive is awaited.
-        """
+        """Send to many members at once, and receive from them one after the other. No
+        deadlock can occur, however little the transport buffers: all sends are in
+        progress while a receive is awaited."""
         sending: list[asyncio.Future[None]] = []
         try:
             for dst, give in gives.items():
@@ -439,18 +338,6 @@ class LaneCollectives:
         *,
         is_written: bool = False,
     ) -> list[Tensor]:
-        """Check and return the tensors of a collective's argument.
-
-        Args:
-            tensors: One tensor for each rank.
-            like: Tensor whose dtype and number of elements they need.
-            what: Name of the argument, for errors.
-            is_written: Whether data is received into the tensors.
-
-        Raises:
-            TensorMismatchError: Their number, dtype or size is wrong, or they cannot
-                be used.
-        """
         return require_alike(
             tensors, like, self.size, what, checked, is_written=is_written
         )
@@ -459,24 +346,15 @@ class LaneCollectives:
 @dataclass(frozen=True, slots=True)
 class Sum:
     """A target that received data is combined with, directly from shared memory.
-
-    ``total`` must not be in a pending send meanwhile.
-
-    Attributes:
-        combine: Combines two tensors into the first.
-        total: The sum so far; one-dimensional, contiguous.
-        scratch: Buffer like ``total`` for data that arrives over a socket.
-    """
+    ``total`` must not be in a pending send meanwhile. ``scratch`` is a buffer like it
+    for data that arrives over a socket."""
 
     combine: Combine
     total: Tensor
     scratch: Tensor
 
     def merge(self, begin: int, payload: memoryview) -> None:
-        """Combine with a fragment that starts at byte ``begin``.
-
-        A fragment always holds whole elements.
-        """
+        """Combine with a fragment of whole elements, from byte ``begin`` on."""
         self.add(begin, torch.frombuffer(payload, dtype=torch.uint8))
 
     def add(self, begin: int, part: Tensor) -> None:
@@ -491,11 +369,7 @@ Target = Tensor | Sum
 
 
 def checked(tensor: Tensor) -> Tensor:
-    """Return a tensor that a collective can use.
-
-    Raises:
-        TensorMismatchError: The tensor's device, dtype or layout is not supported.
-    """
+    """Return a tensor that a collective can use, or raise ``TensorMismatchError``."""
     tensor = require_host(tensor, "a collective's tensor")
     code_of(tensor)
     return tensor
@@ -507,23 +381,12 @@ def flat_copy(tensor: Tensor) -> Tensor:
 
 
 async def copy_into(target: Tensor, source: Tensor) -> None:
-    """Copy all elements of ``source`` into ``target``; large copies in a thread.
-
-    Cancellation: Waits for a copy in a thread, then raises.
-    """
+    """Copy all elements of ``source`` into ``target``; large copies in a thread."""
     await offload(size_of(target), target.copy_, source.reshape(target.shape))
 
 
 class Buffer:
-    """A tensor as flat, contiguous memory, written back if that is a copy.
-
-    Args:
-        tensor: The tensor.
-        whole: ``tensor``, or a contiguous copy of it.
-
-    Attributes:
-        flat: One-dimensional view of ``whole``.
-    """
+    """A tensor as flat, contiguous memory, written back if that is a copy."""
 
     def __init__(self, tensor: Tensor, whole: Tensor) -> None:
         self._tensor = tensor
@@ -532,18 +395,11 @@ class Buffer:
 
     @classmethod
     async def of(cls, tensor: Tensor) -> Buffer:
-        """Return a buffer on the tensor's own memory, or on a copy.
-
-        Cancellation: Safe. Waits for a copy in a thread, then raises.
-        """
+        """Return a buffer on the tensor's own memory, or on a contiguous copy."""
         if is_plain(tensor):
             return cls(tensor, tensor)
         return cls(tensor, await offload(size_of(tensor), plain, tensor))
 
     async def write_back(self) -> None:
-        """Copy the buffer back into the tensor if it is a copy.
-
-        Cancellation: Waits for a copy in a thread, then raises.
-        """
         if self._is_copy:
             await copy_into(self._tensor, self.flat)

@@ -30,18 +30,12 @@ from multiworld.backends.direct.header import TENSOR
 from multiworld.backends.dtypes import UINT8
 
 SourceErrorMaker = Callable[[int], Exception]
-"""Function of a source that returns the error for receives from it."""
+"""Returns the error for receives from a source."""
 
 
 class Mailbox:
-    """Matches the messages of all sources of one channel with receives.
-
-    Invariant: no held message matches a posted receive.
-
-    Args:
-        sources: Ranks of the other members.
-        budget_bytes: Most bytes of unexpected messages to hold for each source.
-    """
+    """Matches the messages of all sources of one channel with receives. Invariant: no
+    held message matches a posted receive."""
 
     def __init__(self, sources: frozenset[int], budget_bytes: int) -> None:
         self._sources = sources
@@ -80,16 +74,9 @@ class Mailbox:
     def handle(
         self, source: int, tag: int, handler: Handler, peek: Peek | None = None
     ) -> None:
-        """Pass the tensors of a source and tag to ``handler`` from now on.
-
-        Those that are held come first. Other kinds of messages wait for receives.
-
-        Args:
-            source: Rank of the sender.
-            tag: Tag of the tensors.
-            handler: Called with each tensor; the budget does not count them.
-            peek: May be called with the bytes of a uint8 tensor instead.
-        """
+        """Pass the tensors of a source and tag to ``handler`` from now on. Held tensors
+        come first. Other kinds of messages wait for receives. The budget does not count
+        handled tensors. ``peek`` may receive a uint8 tensor's bytes instead."""
         key = source, tag
         self._handlers[key] = handler
         self._peeks.pop(key, None)
@@ -107,12 +94,6 @@ class Mailbox:
             self._make_room()
 
     def peek_of(self, source: int, description: Description) -> Peek | None:
-        """Return the function that takes the bytes of a message that is here.
-
-        Args:
-            source: Rank of the sender.
-            description: Description of the message.
-        """
         if not self._peeks or description.kind != TENSOR or description.dtype != UINT8:
             return None
         return self._peeks.get((source, description.tag))
@@ -147,11 +128,7 @@ class Mailbox:
             receive.settled.set_result(None)
 
     def earlier(self, receive: Receive) -> Receive | None:
-        """Return a receive that has an earlier message and has not returned it yet.
-
-        Args:
-            receive: A receive whose message is complete.
-        """
+        """Return a receive that has an earlier message and has not returned it yet."""
         arrival = receive.arrival
         if arrival is None or not self._served:
             return None
@@ -210,7 +187,6 @@ class Mailbox:
             self._serve(receive, first)
 
     def _serve(self, receive: Receive, arrival: Arrival) -> None:
-        """Wake a receive whose message is complete."""
         key = arrival.source, arrival.description.tag
         self._served.setdefault(key, deque()).append(receive)
         if not receive.future.done():  # done if it was cancelled in this turn
@@ -292,10 +268,8 @@ class Mailbox:
     # The lanes' side.
 
     def is_clear(self, source: int, tag: int) -> bool:
-        """Tell whether the source's next message would be the first of its tag.
-
-        False if a message is held, or any receive with this tag is posted.
-        """
+        """Return whether the source's next message would be the first of its tag. False
+        if a message is held, or any receive with this tag is posted."""
         return (
             tag not in self._posted
             and (source, tag) not in self._queues
@@ -304,7 +278,7 @@ class Mailbox:
         )
 
     def is_wanted(self, source: int, tag: int) -> bool:
-        """Tell whether a receive or a handler waits for this source and tag."""
+        """Return whether a receive or a handler waits for this source and tag."""
         if (source, tag) in self._handlers:
             return True
         waiting = self._posted.get(tag)
@@ -317,23 +291,10 @@ class Mailbox:
     def begin(
         self, source: int, description: Description, lent: Lent | None = None
     ) -> Arrival | None:
-        """Start a message whose first header has arrived.
-
+        """Start a message whose first header has arrived; None if the budget is spent.
         Receives that refuse the message fail; the message waits for the next one.
-
-        Args:
-            source: Rank of the sender.
-            description: Description of the message.
-            lent: Returns the tensor in memory that the sender lends, which is used if
-                the receive has none; None: the sender lends none.
-
-        Returns:
-            The message to fill, or None if the source's budget is spent.
-
-        Raises:
-            MemoryError, RuntimeError: There is no memory for the message. A matching
-                receive stays posted.
-        """
+        ``lent`` supplies the tensor if the receive has none. If allocating memory
+        raises, a matching receive stays posted."""
         handler = self._handler_of(source, description)
         if handler is not None:
             arrival = self._own(source, description, lent)
@@ -366,7 +327,6 @@ class Mailbox:
         return arrival
 
     def _own(self, source: int, description: Description, lent: Lent | None) -> Arrival:
-        """Return a message in memory of its own, or in memory that was lent."""
         tensor = None if lent is None else lent(description)
         return Arrival(next(self._numbers), source, description, None, tensor)
 
@@ -412,16 +372,8 @@ class Mailbox:
         waiting.insert(earlier, receive)
 
     def deliver(self, source: int, description: Description, tensor: Tensor) -> Arrival:
-        """Take a complete message at once, regardless of the budget.
-
-        Args:
-            source: Rank of the sender.
-            description: Description of the message.
-            tensor: Content; it belongs to the mailbox from now on.
-
-        Returns:
-            The message, held or given to a receive or a handler.
-        """
+        """Take a complete message at once, regardless of the budget. ``tensor`` belongs
+        to the mailbox from now on."""
         arrival = Arrival(next(self._numbers), source, description, tensor)
         arrival.is_borrowed = False
         arrival.received = description.size
@@ -444,11 +396,9 @@ class Mailbox:
             on_room()
 
     def end(self, source: int, make_error: SourceErrorMaker) -> None:
-        """Mark that ``source`` sends no more messages.
-
-        Complete messages can still be received. Receives that only ``source`` could
-        serve fail with ``make_error(source)``, now and later.
-        """
+        """Mark that ``source`` sends no more messages. Complete messages can still be
+        received. Receives that only ``source`` could serve fail with
+        ``make_error(source)``, now and later."""
         if source in self._ended:
             return
         self._ended[source] = make_error
@@ -461,7 +411,6 @@ class Mailbox:
                     receive.fail(error)
 
     def _drop_unfinished(self, source: int, make_error: SourceErrorMaker) -> None:
-        """Drop the incomplete messages of ``source`` and fail their receives."""
         for receive in list(self._taken):
             if receive.arrival is not None and receive.arrival.source == source:
                 self._taken.discard(receive)
@@ -473,7 +422,7 @@ class Mailbox:
                     self._unhold(arrival)
 
     def abort(self, make_error: Callable[[], Exception]) -> None:
-        """Fail every receive; later ones get what is held complete, or fail too."""
+        """Fail every receive; later ones get complete held messages, or fail too."""
         if self._broken is not None:
             return
         self._broken = make_error
@@ -494,12 +443,6 @@ class Mailbox:
         self._held = dict.fromkeys(self._held, 0)
 
     def has_message(self, source: int | None, tag: int) -> bool:
-        """Tell whether a complete message waits for a receive.
-
-        Args:
-            source: Rank of the sender; None: any.
-            tag: Tag of the message.
-        """
         return any(
             queue[0].is_complete
             for (rank, known), queue in self._queues.items()
@@ -513,7 +456,6 @@ class Mailbox:
 
     @property
     def waiting_count(self) -> int:
-        """Number of receives that wait for a message or for its end."""
         return sum(map(len, self._posted.values())) + len(self._taken)
 
 

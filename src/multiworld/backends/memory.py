@@ -33,13 +33,7 @@ TURN_MESSAGES = 64
 
 
 class MemoryLane:
-    """Lane from one member to the mailbox of another.
-
-    Args:
-        owner: Backend of the sending member.
-        peer: Rank of the receiving member.
-        name: Channel, ``P2P`` or ``COLLECTIVE``.
-    """
+    """Lane from one member to the mailbox of another, on channel ``name``."""
 
     def __init__(self, owner: MemoryBackend, peer: int, name: str) -> None:
         self.rank = peer
@@ -50,26 +44,13 @@ class MemoryLane:
         self.is_finished = False
 
     def fileno(self) -> int:
-        """Return -1: there is no descriptor."""
         return -1
 
     async def send(
         self, description: Description, memory: memoryview, owner: object
     ) -> None:
-        """Deliver a copy of a message; above ``eager_bytes``, wait for its receive.
-
-        If the peer is gone, wait until ``fail_sends`` says why.
-
-        Args:
-            description: Header fields of the message.
-            memory: Bytes to copy.
-            owner: Not used.
-
-        Raises:
-            Exception: The lane refuses sends; see ``fail_sends`` and ``begin_close``.
-
-        Cancellation: withdraws a message that no receive has taken yet.
-        """
+        """Deliver a copy of a message; above ``eager_bytes``, wait for its receive. If
+        the peer is gone, wait until ``fail_sends`` reports the reason."""
         if self._refusal is not None:
             raise self._refusal()
         other = self._owner.peer(self.rank)
@@ -107,10 +88,6 @@ class MemoryLane:
             self._waiting.discard(future)
 
     async def give_way(self) -> None:
-        """Let the loop's other tasks run.
-
-        Cancellation: safe.
-        """
         self._messages = 0
         await asyncio.sleep(0)
 
@@ -130,18 +107,12 @@ class MemoryLane:
 
     @property
     def is_dead(self) -> bool:
-        """Always False: there is no connection that could fail."""
         return False
 
     async def paused(self, call: Callable[[], object]) -> None:
-        """Run ``call`` in a thread.
-
-        Cancellation: waits for the thread.
-        """
         await in_thread(call)
 
     def fail_sends(self, make_error: ErrorMaker) -> None:
-        """Fail every send with ``make_error()``, now and later."""
         self._refusal = make_error
         for future in self._waiting:
             if not future.done():
@@ -152,30 +123,22 @@ class MemoryLane:
         self._refusal = self._refusal or make_error
 
     async def wait_drained(self) -> None:
-        """Return at once.
-
-        Cancellation: safe; it never waits.
-        """
+        """Return at once."""
 
     def finish_close(self, linger_s: float) -> bool:
-        """Return False: nothing lingers."""
         return False
 
     def take_in(self) -> None:
         """Do nothing: messages are delivered at once."""
 
     def abort(self, make_error: ErrorMaker) -> None:
-        """Fail every send with ``make_error()``, now and later."""
         self.fail_sends(make_error)
 
     def close_nowait(self) -> None:
         """Do nothing: there is no connection."""
 
     async def wait_closed(self) -> None:
-        """Return at once.
-
-        Cancellation: safe; it never waits.
-        """
+        """Return at once."""
 
 
 def _complete(future: asyncio.Future[None]) -> None:
@@ -188,16 +151,13 @@ class MemoryBackend(MessageBackend):
 
     @property
     def rank(self) -> int:
-        """This member's rank."""
         return self._view.rank
 
     @property
     def eager_bytes(self) -> int:
-        """Largest message, in bytes, that a send does not wait for."""
         return self._view.config.eager_bytes
 
     def channel(self, name: str) -> Channel:
-        """Return the channel ``P2P`` or ``COLLECTIVE``."""
         return self._p2p if name == P2P else self._collective
 
     def peer(self, rank: int) -> MemoryBackend | None:
@@ -215,7 +175,6 @@ class MemoryBackend(MessageBackend):
             lane.fail_sends(lambda: self._view.left_error(rank))
 
     def begin_close(self) -> None:
-        """Refuse later sends, and send a fin to every member on both channels."""
         super().begin_close()
         for rank in self._others:
             other = self.peer(rank)
@@ -227,10 +186,6 @@ class MemoryBackend(MessageBackend):
         return True  # there is nothing to open
 
     async def open(self) -> None:
-        """Make this rank known to the others in this process.
-
-        Cancellation: safe; call ``close_nowait`` afterwards.
-        """
         _backends[self._view.incarnation.nonce, self._view.rank] = self
         await super().open()
 

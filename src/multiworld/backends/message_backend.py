@@ -1,4 +1,4 @@
-"""Operations over lanes, as ``direct`` and ``memory`` share them."""
+"""Operations over lanes, shared by ``direct`` and ``memory``."""
 
 from __future__ import annotations
 
@@ -76,10 +76,6 @@ class MessageBackend:
         raise NotImplementedError
 
     async def open(self) -> None:
-        """Open a lane to every other member.
-
-        Cancellation: Safe; call ``close_nowait`` afterwards.
-        """
         loop = asyncio.get_running_loop()
         opening = [loop.create_task(self._open_p2p(rank)) for rank in self._others]
         try:
@@ -98,19 +94,6 @@ class MessageBackend:
     # Point to point.
 
     async def send(self, tensor: Tensor, dst: int, tag: int) -> None:
-        """Send one tensor.
-
-        Args:
-            tensor: Any shape and strides, on the host.
-            dst: Rank of the receiver.
-            tag: Tag of the message.
-
-        Raises:
-            TensorMismatchError: The tensor is not on the host, or its dtype or layout
-                cannot be sent.
-
-        Cancellation: Withdraws what is left of the message; the world stays usable.
-        """
         tensor = require_host(tensor, "the tensor to send")
         code = code_of(tensor)
         turn = self._turns.get(dst)
@@ -141,20 +124,6 @@ class MessageBackend:
                 del self._turns[dst]
 
     async def recv(self, out: Tensor | None, src: int | None, tag: int) -> Received:
-        """Receive one tensor, into ``out`` or into a new one.
-
-        Args:
-            out: Tensor on the host to fill, of the sent dtype and number of elements;
-                any shape and strides. None: a new tensor.
-            src: Rank of the sender; None: any member.
-            tag: Tag of the message.
-
-        Raises:
-            TensorMismatchError: The message does not fit ``out``, or is a bundle or an
-                object. It stays first in its queue.
-
-        Cancellation: Loses no message; the content of ``out`` is undefined.
-        """
         if src is not None:
             found = await self._p2p.next_from(src, tag)
             if found is not None:
@@ -183,20 +152,6 @@ class MessageBackend:
     async def send_bundle(
         self, tensors: Mapping[str, Tensor], meta: Meta, dst: int, tag: int
     ) -> None:
-        """Send several named tensors and metadata as one message.
-
-        Args:
-            tensors: Tensors by name; any dtypes and shapes, on the host.
-            meta: JSON data.
-            dst: Rank of the receiver.
-            tag: Tag of the message.
-
-        Raises:
-            TensorMismatchError: A tensor cannot be sent.
-            ConfigError: A name is not a str, or ``meta`` is not JSON data.
-
-        Cancellation: Withdraws what is left of the message; the world stays usable.
-        """
         layout = lay_out(tensors, meta)
         async with self._turn(dst):
             packed = await offload(layout.size, layout.pack)
@@ -205,32 +160,12 @@ class MessageBackend:
             await self._p2p.lanes[dst].send(description, memory_of(packed), packed)
 
     async def recv_bundle(self, src: int | None, tag: int) -> Bundle:
-        """Receive a bundle; from any member if ``src`` is None.
-
-        Raises:
-            TensorMismatchError: The message is not a bundle, and stays first in its
-                queue; or its manifest is malformed.
-
-        Cancellation: Loses no message.
-        """
         receive = self._p2p.post(src, tag, _check_bundle, _nowhere)
         arrival = await self._p2p.wait(receive)
         length = arrival.description.label
         return unpack_bundle(arrival.tensor, length, arrival.source)
 
     async def send_object(self, obj: Any, dst: int, tag: int) -> None:
-        """Send JSON data.
-
-        Args:
-            obj: The data.
-            dst: Rank of the receiver.
-            tag: Tag of the message.
-
-        Raises:
-            ConfigError: ``obj`` is not JSON data.
-
-        Cancellation: Withdraws what is left of the message; the world stays usable.
-        """
         body = bytearray(encode_object(obj, "the object to send"))
         memory = memoryview(body)
         description = Description(wire.OBJECT, UINT8, (), len(body), tag, 0)
@@ -241,14 +176,6 @@ class MessageBackend:
             await self._p2p.lanes[dst].send(description, memory, body)
 
     async def recv_object(self, src: int | None, tag: int) -> Any:
-        """Receive JSON data; from any member if ``src`` is None.
-
-        Raises:
-            TensorMismatchError: The message is not an object, and stays first in its
-                queue; or it is not JSON.
-
-        Cancellation: Loses no message.
-        """
         receive = self._p2p.post(src, tag, _check_object, _nowhere)
         arrival = await self._p2p.wait(receive)
         return decode_object(bytes(arrival.memory))
@@ -256,20 +183,11 @@ class MessageBackend:
     def handle(
         self, src: int, tag: int, handler: Handler, peek: Peek | None = None
     ) -> None:
-        """Pass each tensor from ``src`` with this tag to ``handler`` as it arrives.
-
-        Args:
-            src: Rank of the sender.
-            tag: Tag of the tensors.
-            handler: Takes each tensor.
-            peek: May take the bytes of a uint8 tensor in place of ``handler``.
-        """
         self._p2p.mailbox.handle(src, tag, handler, peek)
 
     # Lanes for collectives.
 
     async def _collective_lane(self, rank: int) -> None:
-        """Open the lane for collectives with ``rank``, at its first use."""
         if rank in self._collective.lanes:
             return
         if self._is_over:  # nothing would end the wait for a lane any more
@@ -316,11 +234,9 @@ class MessageBackend:
         return lane
 
     def _has_lane(self, rank: int) -> bool:
-        """Tell whether the member has opened a lane for collectives already."""
         return self._view.has_lane(rank, COLLECTIVE)
 
     def on_message(self, rank: int, message: BackendMessage) -> None:
-        """Open a lane, or fail collectives, as another member asks."""
         if self._is_over:
             return
         match message:
@@ -329,14 +245,12 @@ class MessageBackend:
             case EndCollectives(number=number, left=left):
                 self.collectives.end_from(number, left)
 
-    # The end.
+    # Closing.
 
     def lane_ended(self, rank: int, evidence: str) -> None:
-        """Handle a connection that ended without a final frame.
-
-        If the member has left, fail operations that need it. Otherwise report trouble:
-        the control link decides.
-        """
+        """Handle a connection that ended without a final frame. If the member has left,
+        fail operations that need it. Otherwise report trouble: the control link
+        decides."""
         if self._is_over:
             return
         if self._view.has_left(rank):  # it left before all its data was sent
@@ -370,31 +284,19 @@ class MessageBackend:
             opening.cancel()
 
     def abort(self) -> None:
-        """Fail all operations with ``WorldView.broken_error`` and free everything."""
         self._is_over = True
         self._cancel_opening()
         self._p2p.abort(self._view.broken_error)
         self._collective.abort(self._view.broken_error)
 
     def has_message(self, src: int | None, tag: int) -> bool:
-        """Tell whether a complete message waits for a receive, in a broken world too.
-
-        Args:
-            src: Rank of the sender; None: any.
-            tag: Tag of the message.
-        """
         return self._p2p.mailbox.has_message(src, tag)
 
     def begin_close(self) -> None:
-        """Queue a final frame on every lane."""
         for lane in self._lanes():
             lane.begin_close(self._view.broken_error)
 
     async def close(self) -> None:
-        """Queue a final frame on every lane and wait until all sent data has left.
-
-        Cancellation: Data may stay unsent; call ``close_nowait`` afterwards.
-        """
         self.begin_close()
         await asyncio.gather(*(lane.wait_drained() for lane in self._lanes()))
 
@@ -410,7 +312,6 @@ class MessageBackend:
                 self._view.linger(lane)
 
     def drop_messages(self) -> None:
-        """Drop what has arrived and was not received: the world is closed."""
         for channel in (self._p2p, self._collective):
             channel.mailbox.clear()
 
@@ -422,16 +323,10 @@ class MessageBackend:
         return [*self._p2p.lanes.values(), *self._collective.lanes.values()]
 
     def filenos(self) -> list[int]:
-        """Return the file descriptors that a forked child must close."""
         return self._p2p.filenos() + self._collective.filenos()
 
     @property
     def process_group(self) -> ProcessGroup:
-        """Unavailable; only c10d worlds have a process group.
-
-        Raises:
-            UnsupportedOperationError: Always.
-        """
         raise UnsupportedOperationError(
             "this world's backend has no c10d process group; join it with "
             "backend='gloo' (or 'nccl')"
@@ -439,10 +334,8 @@ class MessageBackend:
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
-    """Retrieve a background task's error, so that asyncio does not log it.
-
-    The task's awaiters get it, too.
-    """
+    """Retrieve a background task's error, so that asyncio does not log it. The task's
+    awaiters get it, too."""
     if not task.cancelled():
         task.exception()
 
@@ -466,8 +359,6 @@ def _nowhere(_: Description) -> Tensor | None:
 
 
 class _Fits:
-    """The check of a receive into a given tensor."""
-
     def __init__(self, out: Tensor) -> None:
         if not out.is_contiguous():
             require_receivable(out, "the tensor to receive into")

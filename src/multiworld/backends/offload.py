@@ -11,39 +11,24 @@ from torch import Tensor
 T = TypeVar("T")
 
 OFFLOAD_BYTES = 4 * 1024 * 1024
-"""Most bytes that are processed on the event loop.
-
-Work on more would block the loop for a millisecond or longer; a thread costs a tenth
-of that.
-"""
+"""Maximum bytes that are processed on the event loop. Work on more would block the loop
+for a millisecond or longer; a thread costs a tenth of that."""
 
 
 def size_of(*tensors: Tensor) -> int:
-    """Return the number of bytes of all ``tensors`` together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 async def offload(size_bytes: int, call: Callable[..., T], *args: Any) -> T:
-    """Return ``call(*args)``, run in a thread if ``size_bytes`` is large.
-
-    Args:
-        size_bytes: Bytes that ``call`` reads or writes; see ``OFFLOAD_BYTES``.
-        call: Function to run.
-        args: Its positional arguments.
-
-    Cancellation: waits for the thread, then raises; see ``in_thread``.
-    """
+    """Return ``call(*args)``, run ``in_thread`` above ``OFFLOAD_BYTES``."""
     if size_bytes <= OFFLOAD_BYTES:
         return call(*args)
     return await in_thread(call, *args)
 
 
 async def in_thread(call: Callable[..., T], *args: Any) -> T:
-    """Return ``call(*args)``, run in a thread.
-
-    Cancellation: waits for the thread, however often the task is cancelled, then
-        raises. Otherwise the thread would go on writing to the caller's memory.
-    """
+    """Return ``call(*args)``, run in a thread. If cancelled, even repeatedly, first
+    wait for the thread: otherwise it would continue to write to the caller's memory."""
     task = asyncio.ensure_future(asyncio.to_thread(call, *args))
     cancelled = None
     while not task.done():

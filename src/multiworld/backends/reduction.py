@@ -12,7 +12,7 @@ from torch.distributed import ReduceOp
 from multiworld.errors import UnsupportedOperationError
 
 Combine = Callable[[Tensor, Tensor], object]
-"""Function that reduces its second tensor into its first."""
+"""Reduces its second tensor into its first."""
 
 _COMBINERS: dict[str, Combine] = {
     "SUM": lambda total, other: total.add_(other),
@@ -30,11 +30,6 @@ OP_NAMES = {code: name for name, code in OP_CODES.items()}
 
 
 def op_name(op: ReduceOp) -> str:
-    """Return the name of a reduce operation.
-
-    Raises:
-        UnsupportedOperationError: The operation is not in ``OP_CODES``.
-    """
     for name in OP_CODES:
         if op == getattr(ReduceOp, name):
             return name
@@ -44,18 +39,9 @@ def op_name(op: ReduceOp) -> str:
 
 
 def combiner(op: ReduceOp, like: Tensor) -> Combine:
-    """Return ``combine(total, other)``, which reduces ``other`` into ``total``.
-
-    AVG adds; ``finish_average`` divides at the end.
-
-    Args:
-        op: The reduce operation.
-        like: A tensor of the dtype to reduce.
-
-    Raises:
-        UnsupportedOperationError: ``op`` does not exist for this dtype. Every member
-            gets this error before anything is sent.
-    """
+    """Return ``combine(total, other)``, which reduces ``other`` into ``total``. AVG
+    adds; ``finish_average`` divides at the end. If ``op`` does not exist for the dtype,
+    every member gets the error before anything is sent."""
     return _checked(op_name(op), like.dtype)
 
 
@@ -76,12 +62,6 @@ def _checked(name: str, dtype: torch.dtype) -> Combine:
 
 
 def finish_average(op: ReduceOp, total: Tensor, size: int) -> None:
-    """Divide a sum in place by the world size if ``op`` is AVG.
-
-    Args:
-        op: The reduce operation.
-        total: Sum over all members.
-        size: World size.
-    """
+    """Divide a sum over all members in place by the world size if ``op`` is AVG."""
     if op_name(op) == "AVG":
         total.div_(size)

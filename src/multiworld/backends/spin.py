@@ -1,38 +1,35 @@
 """Length of polling before a receive parks, learnt from earlier waits. Pure.
 
-To park and be woken by the selector costs as much as several round trips of a Unix
-socket, so a receive that will be served soon polls instead. How soon that is depends on
-the processor and on the peer's program. Therefore the limit follows what polling has
-found, and polling stops for a while where it finds nothing.
+Parking until the selector wakes the receive costs as much as several round trips of a
+Unix socket, so a receive that will be served soon polls instead. How soon that is
+depends on the processor and on the peer's program. So the limit follows the result of
+earlier polls, and polling stops for a while when it finds nothing.
 """
 
 from __future__ import annotations
 
 LEAST_S, MOST_S = 50e-6, 200e-6
-"""Least and most seconds to poll. On two cores, longer polling starves the peer."""
+"""Minimum and maximum seconds to poll. On two cores, longer polling starves the
+peer."""
 
 SHORT_WAIT_S = 500e-6
-"""Length of a parked wait, in seconds, up to which the next receive polls.
-
-Parking turns a wait of 30 µs into one of 200 µs.
-"""
+"""Maximum length of a parked wait, in seconds, after which the next receive polls.
+Parking turns a wait of 30 µs into one of 200 µs."""
 
 SHARE = 0.2
 """Weight of the latest wait in the average."""
 
 GIVE_UP = 4
-"""Polls in vain, one after the other, after which polling stops for a while."""
+"""Consecutive polls in vain after which polling stops for a while."""
 
 REST, MOST_REST = 64, 4096
-"""Parked waits for which polling stops: at first, and at most; it doubles each time."""
+"""Initial and maximum number of parked waits without polling; it doubles each time."""
 
 
 class Spin:
-    """The waits of one channel.
-
-    Polls that find their message set the limit to twice their average. One in vain
-    doubles it, because the message may come a little later.
-    """
+    """The waits of one channel. Polls that find their message set the limit to twice
+    their average. A poll in vain doubles it, because the message may come a little
+    later."""
 
     def __init__(self) -> None:
         self._limit_s = LEAST_S
@@ -43,19 +40,19 @@ class Spin:
 
     @property
     def seconds(self) -> float:
-        """Seconds for which the next receive may poll; 0: it parks at once."""
+        """Seconds for which the next receive may poll; 0 if it parks at once."""
         if not self._is_short or self._rest:
             return 0.0
         return min(self._limit_s, MOST_S)
 
     def hit(self, took_s: float) -> None:
-        """Note the seconds after which a poll has found its message."""
+        """Record the seconds after which a poll found its message."""
         self._in_vain, self._next_rest = 0, REST
         self._average_s += SHARE * (took_s - self._average_s)
         self._limit_s = max(LEAST_S, 2 * self._average_s)
 
     def missed(self) -> None:
-        """Note that a poll has found nothing."""
+        """Record that a poll found nothing."""
         self._in_vain += 1
         self._limit_s = min(MOST_S, 2 * self._limit_s)
         if self._in_vain == GIVE_UP:
@@ -64,6 +61,6 @@ class Spin:
             self._next_rest = min(2 * self._rest, MOST_REST)
 
     def parked(self, wait_s: float) -> None:
-        """Note the seconds after which a parked receive has ended."""
+        """Record the length of a parked wait."""
         self._is_short = wait_s <= SHORT_WAIT_S
         self._rest = max(0, self._rest - 1)

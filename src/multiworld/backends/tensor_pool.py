@@ -16,24 +16,18 @@ import torch
 from torch import Tensor
 
 RECYCLED_BYTES = 1024 * 1024
-"""Smallest message, in bytes, that uses the pool.
-
-The allocator itself reuses the memory of smaller ones.
-"""
+"""Minimum bytes of a message that uses the pool. The allocator itself reuses the memory
+of smaller ones."""
 
 KEPT_BYTES = 128 * 1024 * 1024
-"""Most bytes that a process keeps unused; the rest returns to the system."""
+"""Maximum bytes that a process keeps unused; the rest returns to the system."""
 
 STEP_BYTES = 256 * 1024
 """Unit, in bytes, that block sizes are rounded up to, so that similar sizes match."""
 
 
 class TensorPool:
-    """Pool of memory blocks that no tensor uses.
-
-    Args:
-        kept_bytes: Most bytes to keep unused.
-    """
+    """Pool of memory blocks that no tensor uses."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
@@ -41,17 +35,11 @@ class TensorPool:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of the unused blocks."""
         return sum(map(len, list(self._idle)))
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised flat tensor of ``count`` elements in host memory.
-
-        Its storage has exactly this length and cannot be resized.
-
-        Raises:
-            MemoryError: The system has not enough memory.
-        """
+        """Return an uninitialised flat tensor of ``count`` elements in host memory. Its
+        storage has exactly this length and cannot be resized."""
         size = count * dtype.itemsize
         block = self._take(size) or _new(-(-size // STEP_BYTES) * STEP_BYTES)
         # A ctypes array allows weak references, and keeps the block's buffer alive.

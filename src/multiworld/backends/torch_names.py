@@ -76,7 +76,7 @@ NAMES: dict[Use, tuple[str, ...]] = {
 
 
 def is_tested(version: str) -> bool:
-    """Tell whether ``version`` is of a release from ``OLDEST`` to ``NEWEST``."""
+    """Return whether ``version`` is of a release from ``OLDEST`` to ``NEWEST``."""
     parts = version.split(".")[:2]
     minor = tuple(int(part) for part in parts if part.isdigit())
     return OLDEST <= minor <= NEWEST
@@ -88,11 +88,7 @@ def missing(use: Use) -> list[str]:
 
 
 def check(use: Use) -> None:
-    """Check that this torch has every name needed for ``use``.
-
-    Raises:
-        TorchVersionError: It lacks some.
-    """
+    """Check that this torch has every name needed for ``use``."""
     if names := _missing_once(use):
         raise TorchVersionError(
             f"torch {torch.__version__} lacks {', '.join(names)}, which multiworld "
@@ -117,16 +113,12 @@ def _has(name: str) -> bool:
 
 
 def _resolve(name: str) -> Any:
-    """Return what a dotted name stands for: modules first, then attributes.
-
-    Raises:
-        ImportError, AttributeError: There is no such module or attribute.
-    """
+    """Return the object of a dotted name: modules first, then attributes."""
     parts = name.split(".")
     found: Any = importlib.import_module(parts[0])
     for end, part in enumerate(parts[1:], start=2):
         if isinstance(found, type) and part in inspect.get_annotations(found):
-            return None  # an attribute that instances get
+            return None  # an attribute of instances only
         if not hasattr(found, part) and hasattr(found, "__path__"):
             found = importlib.import_module(".".join(parts[:end]))
         else:
@@ -147,17 +139,7 @@ def new_group(
     device: torch.device,
     backend: Any,
 ) -> ProcessGroup:
-    """Return a group around a native one.
-
-    Args:
-        store: Store that the native group was made on.
-        rank: This member's rank.
-        size: World size.
-        name: Name and description of the group.
-        kind: A value of ``ProcessGroup.BackendType``.
-        device: Device of the group's tensors; only its type counts.
-        backend: The native group.
-    """
+    """Return a group around a native one; ``kind`` is a ``BackendType``."""
     group_name: Any = name
     group = ProcessGroup(store, rank, size)
     group._set_default_backend(kind)
@@ -176,16 +158,8 @@ def register_group(
     config: str,
     rank_mapping: Mapping[int, int],
 ) -> None:
-    """Add a group to those that ``torch.distributed`` knows.
-
-    Args:
-        group: The group.
-        backend_name: Name of its backend.
-        store: Store that it was made on.
-        name: Name of the group.
-        config: Backend by device, as ``cpu:gloo``.
-        rank_mapping: Rank in the group by global id.
-    """
+    """Register a group with ``torch.distributed``. ``config`` is its backend by device,
+    such as ``cpu:gloo``; ``rank_mapping`` maps global ids to ranks in the group."""
     from torch.distributed import distributed_c10d
 
     # As torch's _register_pg_in_world does, which 2.11 lacks.
@@ -202,7 +176,6 @@ def register_group(
 
 
 def is_registered(group: ProcessGroup) -> bool:
-    """Tell whether ``torch.distributed`` knows a group."""
     from torch.distributed import distributed_c10d
 
     return group in distributed_c10d._world.pg_map
@@ -237,7 +210,6 @@ def plugins() -> Mapping[str, Any]:
 
 
 def all_gather_options() -> Any:
-    """Return new options of ``allgather``."""
     return _resolve(f"{_C10D}.AllgatherOptions")()
 
 
@@ -245,15 +217,7 @@ def new_gloo(
     store: Store, rank: int, size: int, *, host: str, connect_s: float, timeout_s: float
 ) -> Any:
     """Return a Gloo group with a device of its own; blocks until it is connected.
-
-    Args:
-        store: Store over which the members find each other.
-        rank: This member's rank.
-        size: World size.
-        host: Address of the interface to bind to.
-        connect_s: Limit for connecting, in seconds.
-        timeout_s: Limit of the group's operations, in seconds.
-    """
+    ``host`` is the address of the interface to bind to."""
     gloo = _resolve(f"{_C10D}.ProcessGroupGloo")
     options = gloo._Options()
     try:
@@ -269,16 +233,11 @@ def new_gloo(
 
 
 def nccl_class() -> Any:
-    """Return the class of NCCL groups."""
     return _resolve(f"{_C10D}.ProcessGroupNCCL")
 
 
 def nccl_options(timeout_s: float) -> Any:
-    """Return options of a non-blocking NCCL group.
-
-    Args:
-        timeout_s: Limit of the group's operations, in seconds.
-    """
+    """Return options of a non-blocking NCCL group."""
     options = nccl_class().Options()
     options._timeout = timedelta(seconds=timeout_s)
     options.config.blocking = 0

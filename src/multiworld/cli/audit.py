@@ -26,7 +26,6 @@ def _when(at: float) -> str:
 
 
 def run(service: Service, last: int, *, as_json: bool) -> int:
-    """Print the last administrative operations."""
     found = service.ask("GET", "/audit", list[AuditEntry], params={"last": last})
     if as_json:
         print_json(found)

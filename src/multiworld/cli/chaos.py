@@ -34,8 +34,8 @@ def chaos(
 ) -> None:
     """Inject a fault into a replica of STAGE (its name or number) of MODEL.
 
-    kill: send SIGKILL. stop: send SIGSTOP. cut: drop everything that it sends or is
-    sent, for --seconds.
+    kill: send SIGKILL. stop: send SIGSTOP. cut: drop all traffic from and to the
+    replica for --seconds.
     """
     what = {"action": action, "model": model, "stage": stage, "seconds": seconds}
     broken = service_of(app, state).ask("POST", "/chaos", FaultInjected, json=what)

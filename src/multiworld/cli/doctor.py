@@ -21,12 +21,12 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 LOOPBACK_S = 15.0
 
 NEXT_PYTHON = (3, 14)
-"""First Python release that the tests did not run with."""
+"""First Python release with which the tests have not run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     subject: str
     status: Status
@@ -34,12 +34,11 @@ class Finding:
     remedy: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
         return asdict(self)
 
 
 def examine() -> list[Finding]:
-    """Look at everything."""
+    """Run all checks; stop after the first ones if torch is missing."""
     findings = [_python(), _platform(), _package(), _torch()]
     if findings[-1].status == "fail":
         return findings
@@ -117,7 +116,7 @@ def _torch() -> Finding:
 
 
 def _torch_names() -> Finding:
-    """Look up the private names of torch that this installation can need."""
+    """Look up the private names of torch that this installation may need."""
     import torch.distributed as dist
 
     from multiworld.backends.torch_names import WORKS, Use, missing
@@ -216,7 +215,7 @@ def _addresses() -> list[Finding]:
 
 
 def _outside_address() -> str | None:
-    """Return the address other hosts would see. Nothing is sent: UDP only connects."""
+    """Return the address that other hosts see. Connecting UDP sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect(("192.0.2.1", 9))  # TEST-NET-1 of RFC 5737
@@ -284,7 +283,7 @@ async def _try_world(backend: str) -> None:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def doctor(as_json: bool) -> None:
-    """Check this installation and this machine; exits with 1 if something fails."""
+    """Check this installation and this machine; exit with 1 if a check fails."""
     findings = examine()
     if as_json:
         click.echo(json.dumps([finding.to_json() for finding in findings], indent=2))

@@ -17,8 +17,8 @@ from multiworld.serve.control.answers import Drained, plain
 def drain(name: str, app: str | None, state: Path | None, as_json: bool) -> None:
     """Replace the process NAME (see status) without losing a request.
 
-    Its replacement is started first; when that is ready, the process finishes its work
-    and exits.
+    Its replacement starts first; once that is ready, the process finishes its work and
+    exits.
     """
     what = {"name": name}
     drained = service_of(app, state).ask("POST", "/drain", Drained, json=what)

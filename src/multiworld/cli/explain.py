@@ -27,11 +27,10 @@ SILENT = "does not answer: it is stopped, busy in a long call, or cut off"
 
 
 LONG_S = 0.1
-"""Seconds from which a step is worth a word."""
+"""Duration in seconds from which a step is worth mentioning."""
 
 
 def run(service: Service, last: int, *, snapshots: bool, as_json: bool) -> int:
-    """Print the activity of each process, and the last decisions with their reasons."""
     found = service.ask("GET", "/status", StatusAnswer, params={"reports": True})
     params = {"last": last, "snapshots": snapshots}
     decided = service.ask("GET", "/decisions", DecisionsAnswer, params=params)
@@ -166,7 +165,7 @@ def explain(
 ) -> None:
     """Show which process waits for which, and the last decisions with reasons.
 
-    The decisions are those about scaling and placement.
+    The decisions concern scaling and placement.
     """
     service = service_of(app, state)
     sys.exit(run(service, last, snapshots=snapshots, as_json=as_json))

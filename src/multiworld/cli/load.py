@@ -1,4 +1,4 @@
-"""``multiworld load``: sends requests at a steady rate, prints a summary."""
+"""``multiworld load``: sends requests at a steady rate and prints a summary."""
 
 from __future__ import annotations
 
@@ -43,16 +43,9 @@ def target_of(
     text: str,
     max_tokens: int | None = None,
 ) -> Target:
-    """Return what to send.
+    """Return what to send: the file `body`, else chats or embeddings of texts.
 
-    Args:
-        url: URL of the service.
-        model: Name of the model.
-        texts: File with texts, one a line; None: ``text``.
-        body: File with a body of the Open Inference Protocol; None: send texts.
-        text: Text to send.
-        max_tokens: Tokens of an answer, for a model that generates text; None: it
-            embeds.
+    The texts are the lines of `texts`, or `text`. `max_tokens` None means embeddings.
     """
     if body is not None:
         return inference(url, model, [body.read_bytes()])
@@ -67,7 +60,7 @@ def target_of(
 
 
 async def _generates(target: Target, url: str, model: str) -> bool:
-    """Tell whether a model generates text; False if nothing says so."""
+    """Return whether a model generates text; False if that is unknown."""
     where = f"{url.rstrip('/')}/v1/models/{model}"
     try:
         async with (
@@ -80,7 +73,7 @@ async def _generates(target: Target, url: str, model: str) -> bool:
 
 
 def trusting(target: Target, ca: Path | None) -> Target:
-    """Return the same, trusting the certificates in a file."""
+    """Return a target that trusts the certificates in a file."""
     if ca is None:
         return target
     try:
@@ -92,7 +85,7 @@ def trusting(target: Target, ca: Path | None) -> Target:
 
 
 def with_key(target: Target, key: str | None) -> Target:
-    """Return the same, as the tenant whose key it is."""
+    """Return a target that authenticates with a tenant's API key."""
     if key is None:
         return target
     headers = {**target.headers, "Authorization": f"Bearer {key}"}
@@ -107,14 +100,9 @@ def run(
     as_json: bool,
     metrics: str | None = None,
 ) -> int:
-    """Send, and print what came back; exit code 1 if a request failed.
+    """Send requests, and print a summary; return 1 if a request failed.
 
-    Args:
-        target: What to send, and where.
-        rate: Requests per second.
-        seconds: Duration of the run.
-        as_json: Whether to print JSON.
-        metrics: URL of the service's metrics, for the breakdown; None: no breakdown.
+    `metrics` is the URL of the service's metrics, for the breakdown.
     """
     if metrics is not None:
         target = replace(target, headers={**target.headers, "X-Timing": "1"})
@@ -157,7 +145,7 @@ def _print_breakdown(phases: list[PhaseSummary], cpu: dict[str, float] | None) -
 
 
 async def _cpu(target: Target, metrics: str | None) -> dict[str, float] | None:
-    """Return the CPU time of each process; None if the metrics are not to be had."""
+    """Return the CPU seconds of each process; None if the metrics are unavailable."""
     if metrics is None:
         return None
     try:
@@ -171,12 +159,7 @@ async def _cpu(target: Target, metrics: str | None) -> dict[str, float] | None:
 
 
 async def _try(target: Target) -> None:
-    """Send one request, so that a wrong one is reported at once, and once.
-
-    Raises:
-        ClickException: Nothing answers there, there is no such model, or the request is
-            refused as wrong.
-    """
+    """Send one request, so that a wrong one fails at once, with a single message."""
     try:
         async with (
             aiohttp.ClientSession() as http,
@@ -223,7 +206,7 @@ async def _run(
                 await asyncio.wait({running}, timeout=LOOK_S)
                 progress.update(bar, completed=load.sent, description=_progress(load))
             await running
-        except asyncio.CancelledError:  # Ctrl-C: summarise what there is
+        except asyncio.CancelledError:  # Ctrl-C: summarise the answers so far
             running.cancel()
             await asyncio.wait({running})
     after = await _cpu(target, metrics)
@@ -333,12 +316,13 @@ def load(
 ) -> None:
     """Send requests to MODEL at URL at a steady rate, and print a summary.
 
-    A model that generates text is asked for streamed chats, greedily; the summary has
-    the times to the first token and between tokens, and the streams that were cut.
+    A model that generates text receives streamed chats with greedy decoding; the
+    summary then shows the times to the first token and between tokens, and the streams
+    that were cut.
 
-    Open loop: a request leaves when it is due, whatever became of earlier ones, and
-    its latency counts from then. Ctrl-C ends the run and prints the summary of what was
-    answered. The exit status is 1 if a request failed.
+    Open loop: each request is sent when it is due, regardless of earlier ones, and its
+    latency counts from then. Ctrl-C ends the run and prints a summary of the answers so
+    far. The exit status is 1 if a request failed.
     """
     target = target_of(url, model, texts, body, "The quick brown fox.")
     target = with_key(trusting(target, ca), key)

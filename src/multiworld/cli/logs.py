@@ -13,7 +13,6 @@ from multiworld.serve.control.client import Service
 
 
 def run(service: Service, name: str | None, lines: int, *, as_json: bool) -> int:
-    """Print the last lines of the logs."""
     paths = sorted(service.folder.logs.glob("*.log"))
     if name is not None:
         stem = name.replace("/", "-")

@@ -51,18 +51,16 @@ class Commands(click.Group):
     """The group of commands; prints errors of this package as messages."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command."""
         try:
             return super().invoke(ctx)
         except MultiWorldError as error:
             raise click.ClickException(str(error)) from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command; return None if there is none of that name."""
+        """Import a command; return None if there is none with that name."""
         if cmd_name not in COMMANDS:
             return None
         # Factories are importable from the current folder, as with `python -m`.
@@ -93,7 +91,7 @@ class Commands(click.Group):
 @click.version_option(__version__, prog_name="multiworld")
 def cli() -> None:
     """Elastic, fault-tolerant worlds (process groups) for PyTorch."""
-    # M8D_LOG_LEVEL is the variable of pymultiworld, which programs may set already.
+    # M8D_LOG_LEVEL is pymultiworld's variable; programs may already set it.
     level = os.environ.get("M8D_LOG_LEVEL", "WARNING").upper()
     known = logging.getLevelNamesMapping()
     logging.basicConfig(

@@ -1,4 +1,4 @@
-"""Options, tables and requests that several commands share."""
+"""Options, tables and requests shared by several commands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from multiworld.serve.control.client import Service
 F = TypeVar("F", bound=Callable[..., Any])
 
 WORD_WIDTH = 14
-"""Widest word that a table does not fold, in columns other than those of names."""
+"""Width of the longest word that a table does not fold, except in columns of names."""
 
 SPEC = click.argument("spec", type=click.Path(dir_okay=False, path_type=Path))
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -46,31 +46,20 @@ def of_service(command: F) -> F:
 
 
 def service_of(app: str | None, state: Path | None) -> Service:
-    """Return the running service that the options name.
-
-    Raises:
-        ServeError: No such service runs, or several run and no name was given.
-    """
     return Service(app, state)
 
 
 def print_json(answer: Answer) -> None:
-    """Print an answer of the controller as JSON."""
+    """Print a response of the controller as JSON."""
     click.echo(json.dumps(plain(answer), indent=2))
 
 
 def show(data: object, *, as_json: bool, text: str) -> None:
-    """Print an outcome, as JSON or as text."""
     click.echo(json.dumps(data, indent=2) if as_json else text)
 
 
 def new_table(title: str, *names: str) -> Table:
-    """Return an empty table whose first columns hold names.
-
-    Args:
-        title: Title above the table.
-        names: Headings of the columns of names, which are never cut or folded.
-    """
+    """Return an empty table; the columns `names` are never truncated or folded."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False)
     table.padding = (0, 1, 0, 0)
     for name in names:
@@ -94,7 +83,7 @@ def print_table(table: Table) -> None:
         else:
             least.append(min(longest_word, WORD_WIDTH))
     total = sum(widths) + 2 * len(widths)  # a space and a divider for each
-    # Into a file or a pipe nothing is folded: other programs read it line by line.
+    # Do not fold in a file or a pipe: other programs read it line by line.
     while console.is_terminal and total > console.width:
         slack = [(w, n) for n, w in enumerate(widths) if w > least[n]]
         if not slack:
@@ -107,16 +96,11 @@ def print_table(table: Table) -> None:
 
 
 class FiniteRange(click.FloatRange):
-    """A number within a range; NaN and infinities are none."""
+    """A number within a range, neither NaN nor infinite."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Return the number.
-
-        Raises:
-            BadParameter: It is not a finite number within the range.
-        """
         found: float = super().convert(value, param, ctx)
         if not math.isfinite(found):
             self.fail(f"{value} is not a finite number", param, ctx)

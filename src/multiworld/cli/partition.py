@@ -1,4 +1,4 @@
-"""``multiworld partition``: measures the parts of a model, proposes a cut."""
+"""``multiworld partition``: measures the parts of a model and proposes a cut."""
 
 from __future__ import annotations
 
@@ -34,15 +34,9 @@ def run(
     *,
     as_json: bool,
 ) -> int:
-    """Measure a model of a spec, and print the result.
+    """Measure a model (by default the first) of a spec, and print the result.
 
-    Args:
-        path: File of the spec.
-        name: Name of the model; None for the first.
-        rows: Rows of the batch, or texts of the step.
-        context: Tokens of each text.
-        repeats: Measurements of each part.
-        as_json: Print JSON.
+    `rows` is the size of the batch: rows, or sequences with `context` tokens each.
     """
     app = load_spec(path)
     chosen, spec = chosen_model(app, name, path)
@@ -57,16 +51,7 @@ def run(
 
 
 def chosen_model(app: AppSpec, name: str | None, path: Path) -> tuple[str, ModelSpec]:
-    """Return the model of that name, or the first.
-
-    Args:
-        app: The spec.
-        name: Name of the model; None for the first.
-        path: File of the spec, for the error.
-
-    Raises:
-        ClickException: The spec has no model of that name.
-    """
+    """Return the model of that name, or the first."""
     chosen = name or next(iter(app.models))
     if chosen not in app.models:
         known = ", ".join(app.models)
@@ -77,18 +62,7 @@ def chosen_model(app: AppSpec, name: str | None, path: Path) -> tuple[str, Model
 def meter_of(
     spec: ModelSpec, model: Model, batches: list[int], context: int, repeats: int
 ) -> Meter:
-    """Return the meter for a model.
-
-    Args:
-        spec: Its spec.
-        model: The model.
-        batches: Rows of the batches, or texts of the steps.
-        context: Tokens of each text, if it generates text.
-        repeats: Measurements of each.
-
-    Raises:
-        SpecError: The model has neither ``example`` nor ``inputs``.
-    """
+    """Return the meter for a model; `batches` are numbers of rows or of sequences."""
     device = spec.stages[0].device
     if spec.generation is None:
         return BatchMeter(model, batches, repeats, device)

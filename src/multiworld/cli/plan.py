@@ -34,14 +34,14 @@ from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 SHOWN = 6
-"""Most gears shown for a model; --json prints all."""
+"""Maximum number of scaling plans shown for a model; --json prints all."""
 
 SOLVER = "pip install 'multiworld-elastic[placement]'"
 """Command that installs the solvers."""
 
 
 PROVEN_GAP = 1e-6
-"""Relative gap at which the solvers take a placement for optimal."""
+"""Relative gap at which a placement counts as optimal."""
 
 
 class PlannedStage(msgspec.Struct, frozen=True):
@@ -77,7 +77,7 @@ class PlannedModel(msgspec.Struct, frozen=True):
 
 
 class PlanShown(msgspec.Struct, frozen=True):
-    """Everything that the command shows."""
+    """Complete output of the command."""
 
     app: str
     launcher: str
@@ -104,7 +104,7 @@ class Outlook(msgspec.Struct, frozen=True):
 
 
 def run(path: Path, nodes: Path | None, limit_s: float, *, as_json: bool) -> int:
-    """Print what a spec would start; return 1 if not all replicas fit."""
+    """Print the replicas that a spec would start; return 1 if not all fit."""
     app = load_spec(path)
     machines = [measured_machine_of(app)] if nodes is None else read_nodes(nodes)
     resolved = resolve(app, machines, {})
@@ -167,11 +167,7 @@ def _rows(app: AppSpec) -> list[PlannedStage]:
 
 
 def _placed(app: AppSpec, machines: Sequence[Node], limit_s: float) -> Outlook:
-    """Place all replicas with the solvers.
-
-    Raises:
-        ModuleNotFoundError: The solvers are not installed.
-    """
+    """Place all replicas; raise ModuleNotFoundError without the solvers."""
     from multiworld.serve.placement.solver import place
 
     problem = problem_of(machines, asks_in(app.models))
@@ -254,7 +250,7 @@ def _show(app: AppSpec, plan: PlanShown, found: Outlook | None) -> None:
 
 
 def _quality(gap: float | None) -> str:
-    """Return in words how far a placement may be from the best one."""
+    """Return in words how far a placement may be from the optimum."""
     if gap is None:
         return "distance from the best placement unknown"
     if gap <= PROVEN_GAP:
@@ -291,7 +287,7 @@ def _table(plan: PlanShown) -> Table:
 
 
 def _gears(name: str, spec: ModelSpec) -> list[Gear]:
-    """Return the gears of an autoscaled model whose item_ms are all declared."""
+    """Return an autoscaled model's scaling plans, if all its item_ms are declared."""
     if not is_scaled(spec) or not all(stage.item_ms for stage in spec.stages):
         return []
     model = pipeline_of(name, spec, decide, None, 0.0)
@@ -300,7 +296,7 @@ def _gears(name: str, spec: ModelSpec) -> list[Gear]:
 
 
 def _scaled(name: str, gears: list[Gear]) -> str:
-    """Return a line about the load that each gear carries."""
+    """Return a line about the load that each scaling plan carries."""
     shown = [f"{_rate(g.rate)} with {list(g.replicas)}" for g in gears[:SHOWN]]
     more = f"; {len(gears) - SHOWN} more" if len(gears) > SHOWN else ""
     return (

@@ -13,7 +13,7 @@ from multiworld.cli.doctor import examine, report
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("patch_file", required=False)
 def command(patch_file: str | None) -> None:
-    """Say that no patch is needed, and check the installation.
+    """Report that no patch is needed, and check the installation.
 
     PATCH_FILE is accepted, for scripts that pass one, and ignored.
     """

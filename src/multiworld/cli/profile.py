@@ -33,23 +33,16 @@ def run(
     *,
     as_json: bool,
 ) -> int:
-    """Measure a model of a spec, print the result, and write it to ``out``.
+    """Measure a model (by default the first), print the result, and save it.
 
-    Args:
-        path: File of the spec.
-        name: Name of the model; None for the first.
-        batches: Rows of the batches, or texts of the steps.
-        context: Tokens of each text, if the model generates text.
-        repeats: Measurements of each batch.
-        out: File to write; None for none.
-        as_json: Print JSON.
+    `batches` are sizes: rows, or sequences with `context` tokens each.
     """
     app = load_spec(path)
     name, spec = chosen_model(app, name, path)
     spec = resolved_here(name, spec, measured_machine_of(app))
     model = build_model(spec)
     for module in modules_of(spec, model):
-        importlib.import_module(module)  # a process without a stage has them, too
+        importlib.import_module(module)  # the fork server imports these, too
     meter = meter_of(spec, model, batches, context, repeats)
     found = profile_model(name, spec, meter)
     if out is not None:
@@ -78,7 +71,7 @@ def run(
 
 
 def _batch(meter: Meter) -> str:
-    """Return what a column is the time of, as text for people."""
+    """Return a description of the work that a column measures."""
     if not isinstance(meter, TextMeter):
         return "a batch of n rows"
     return (

@@ -1,4 +1,4 @@
-"""``multiworld resources``: shows what every replica books and uses."""
+"""``multiworld resources``: shows the resources that every replica books and uses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ class _Row(msgspec.Struct, frozen=True):
 
 
 def run(service: Service, *, as_json: bool) -> int:
-    """Print the resources that every replica has booked and uses."""
     status = service.ask("GET", "/status", StatusAnswer, params={"reports": True})
     rows = [_row(p, status) for p in status.processes if not p.is_gateway]
     if as_json:

@@ -36,7 +36,7 @@ def scale(
 ) -> None:
     """Set the number of REPLICAS of STAGE (its name or number) of MODEL.
 
-    Asks before it starts many more replicas than the machines have cores.
+    Asks for confirmation before starting many more replicas than there are cores.
     """
     service = service_of(app, state)
     what = {"model": model, "stage": stage, "replicas": replicas}

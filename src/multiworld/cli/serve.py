@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def run(path: Path, state: Path | None, *, as_json: bool, is_verbose: bool) -> int:
-    """Run a service in the foreground; return the exit code."""
     console = Console(stderr=as_json)
     if is_verbose:
         logging.getLogger("multiworld.serve").setLevel(logging.INFO)
@@ -30,7 +29,7 @@ def run(path: Path, state: Path | None, *, as_json: bool, is_verbose: bool) -> i
     folder = StateFolder(state or state_root() / app.app)
     if not as_json:
         console.print(f"starting {app.app} …")
-    # Only now, because it takes a second or more to import torch.
+    # Imported late, because importing torch takes a second or more.
     from multiworld.serve.control.answers import plain
     from multiworld.serve.control.service import run_service
 
@@ -79,6 +78,6 @@ def serve(spec: Path, state: Path | None, verbose: bool, as_json: bool) -> None:
     """Serve the models of SPEC (a YAML file) until Ctrl-C.
 
     If the controller of a running service was lost, this adopts its processes, which
-    kept answering meanwhile.
+    have kept answering requests.
     """
     sys.exit(run(spec, state, as_json=as_json, is_verbose=verbose))

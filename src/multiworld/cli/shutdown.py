@@ -18,11 +18,11 @@ from multiworld.serve.fleet.record import Record, StateFolder
 from multiworld.serve.launchers.base import began_at
 
 END_S = 60.0
-"""Seconds to wait for the end, beyond the spec's shutdown_s."""
+"""Seconds to wait for the end, in addition to the spec's shutdown_s."""
 
 
 def run(service: Service, *, as_json: bool) -> int:
-    """End the service, by its controller if that answers; return the exit code."""
+    """End the service, through its controller if that answers."""
     record = service.folder.load()
     if record is None:
         raise click.ClickException(f"no service runs in {service.folder.path}")
@@ -35,7 +35,7 @@ def run(service: Service, *, as_json: bool) -> int:
         time.sleep(0.05)
     is_over = service.folder.load() is None
     while is_over and service.folder.is_controlled() and time.monotonic() < limit:
-        time.sleep(0.05)  # the service has ended; its controller is about to exit
+        time.sleep(0.05)  # the service is gone, but its controller is still exiting
     show(
         {"app": record.app.app, "is_over": is_over},
         as_json=as_json,

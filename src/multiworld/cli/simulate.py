@@ -52,7 +52,7 @@ COMPARED = (OWN, *reference_policies.BUILT_IN, ORACLE)
 """Policies that are compared by default."""
 
 NO_TEXTS = (ORACLE, "fixed")
-"""Policies that do not know models that generate text."""
+"""Policies that do not support models that generate text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,6 @@ class SimulationOptions:
 
 
 def run(wish: SimulationOptions) -> int:
-    """Simulate, and print the results; return the exit code."""
     limits = wish.stretch, wish.begin_s, wish.start_s, wish.seconds or 0.0
     if not all(map(math.isfinite, limits)):
         raise click.UsageError(
@@ -101,7 +100,6 @@ def run(wish: SimulationOptions) -> int:
 
 
 def _compared(app: AppSpec) -> list[str]:
-    """Return the policies that are compared by default."""
     has_texts = any(model.generation is not None for model in app.models.values())
     return [name for name in COMPARED if name not in NO_TEXTS or not has_texts]
 
@@ -142,7 +140,7 @@ def _draw(
 
 
 def _finite(data: Any) -> Any:
-    """Return plain data with None for NaN and infinity, which JSON does not have."""
+    """Return plain data with None for NaN and infinity, which JSON lacks."""
     if isinstance(data, dict):
         return {key: _finite(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
@@ -181,7 +179,7 @@ def _arrivals(wish: SimulationOptions, app: AppSpec) -> dict[str, list[Arrival]]
 def _add(
     found: dict[str, list[Arrival]], model: str, arrivals: Sequence[Arrival]
 ) -> None:
-    """Give each request to the model that it names, if there is one."""
+    """Give each request to the model that it names, or else to `model`."""
     for arrival in arrivals:
         found[arrival.model if arrival.model in found else model].append(arrival)
 
@@ -220,7 +218,7 @@ def _model(
         return with_foresight(model, arrivals, lambda: random.Random(wish.seed).random)
     is_scaled = any(stage.limits for stage in model.stages)
     if chosen == OWN and not is_scaled:
-        return model  # its fleet stays as it is
+        return model  # its fleet is fixed
     return replace(model, policy=_policy(spec, chosen))
 
 
@@ -400,9 +398,9 @@ def _table(verdicts: Sequence[Score], app: AppSpec) -> Table:
 def simulate(spec: Path, policies: tuple[str, ...], **options: Any) -> None:
     """Replay a trace of requests against autoscaling policies, without any worker.
 
-    Stages take the computing times of SPEC (item_ms, or profile:) and are scaled within
+    Stages take the computing times of SPEC (item_ms, or profile:) and scale within
     their autoscaling_config. `attained` is the share of all requests that were answered
-    within objective_ms; `replica-s` is the cost in seconds of running replicas.
+    within objective_ms; `replica-s` is the cost, in seconds of running replicas.
     """
     chosen = policies
     sys.exit(run(SimulationOptions(spec=spec, policies=chosen, **options)))

@@ -21,7 +21,7 @@ WATCH_S = 0.5
 """Seconds between updates with --watch."""
 
 OPERATIONS_SHOWN = 5
-"""Most operations listed below the table."""
+"""Maximum number of operations listed below the table."""
 
 
 def run(service: Service, *, as_json: bool, watch: bool) -> int:
@@ -86,7 +86,7 @@ def _processes(found: StatusAnswer) -> Table:
     title = f"{found.app} is {state} at {found.url}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.padding = 0, 1, 0, 0
-    # Nothing is cut: other commands take these names.
+    # Nothing is truncated, because other commands take these names.
     for heading in ("process", "stage", "phase", "since", "pid", "version"):
         table.add_column(heading, no_wrap=True)
     for heading in ("queued", "busy", "done", "lost"):
@@ -137,7 +137,7 @@ def _work(process: ProcessShown, found: StatusAnswer) -> tuple[str, str, str]:
 def status(app: str | None, state: Path | None, watch: bool, as_json: bool) -> None:
     """Show the processes of a service and its last events.
 
-    `done` counts requests, and texts that have ended; `lost`, the processes of the
+    `done` counts finished requests and completions; `lost` counts the processes of the
     stage that were lost.
 
     Exits with 1 if the service is not ready.

@@ -27,12 +27,12 @@ LOOK_S = 1.0
 """Seconds between checks of the lock."""
 
 ALONE = 5
-"""Checks in a row without a lock before the store of a service ends: its processes may
-still be starting."""
+"""Consecutive checks without a lock before the store of a service exits: its processes
+may still be starting."""
 
 
 async def _wait_alone(path: Path) -> None:
-    """Wait until no process holds a shared lock on a file for a while."""
+    """Wait until no process has held a shared lock on a file for a while."""
     looks = 0
     while looks < ALONE:
         await asyncio.sleep(LOOK_S)
@@ -57,22 +57,10 @@ async def serve(
     *,
     as_json: bool,
 ) -> int:
-    """Serve until SIGINT or SIGTERM, or no process is left; return the exit code.
+    """Serve until SIGINT or SIGTERM, or until no process holds `while_locked`.
 
-    Args:
-        host: Address to listen on.
-        port: Port to listen on; 0 for any free one.
-        state: File for the epochs; None to keep them in memory only.
-        security: Secret and TLS that clients must match.
-        while_locked: File on which processes hold a shared lock; the store ends with
-            the last of them.
-        as_json: Print the address as JSON.
-
-    Raises:
-        ClickException: The state or the address cannot be used.
-
-    Cancellation:
-        The listener stays open until the event loop ends.
+    Epochs are kept in `state`, or only in memory. After cancellation the listener stays
+    open until the event loop ends.
     """
     try:
         memory = None if state is None else EpochFile(state)
@@ -170,11 +158,11 @@ def store(
 ) -> None:
     """Run the store at which members of worlds meet, until it is stopped.
 
-    Members find it by MULTIWORLD_STORE or the store= of join. Ready worlds survive its
-    loss, and members reconnect when it is started again. For a second store as a
-    standby, give the members both addresses, separated by a comma.
+    Members find it through MULTIWORLD_STORE or the store= of join. Ready worlds survive
+    its loss, and members reconnect once it is restarted. For a standby, start a second
+    store, and give the members both addresses, separated by a comma.
 
-    The secret comes from MULTIWORLD_SECRET or MULTIWORLD_SECRET_FILE, certificates
-    from MULTIWORLD_TLS_CERT, MULTIWORLD_TLS_KEY and MULTIWORLD_TLS_CA.
+    The secret comes from MULTIWORLD_SECRET or MULTIWORLD_SECRET_FILE, certificates from
+    MULTIWORLD_TLS_CERT, MULTIWORLD_TLS_KEY and MULTIWORLD_TLS_CA.
     """
     sys.exit(run(host, port, state, while_locked, as_json=as_json))

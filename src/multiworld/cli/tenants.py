@@ -40,7 +40,7 @@ from multiworld.serve.tenants.records import UsageSum
 F = TypeVar("F", bound=Callable[..., Any])
 
 Settings = dict[str, object]
-"""Settings of a tenant that are given."""
+"""The given settings of a tenant."""
 
 NAME = click.argument("name")
 LIMITS = (
@@ -51,7 +51,7 @@ LIMITS = (
     "tokens_per_day",
     "tokens_per_month",
 )
-"""Settings of which 0 means no limit."""
+"""Settings for which 0 means no limit."""
 
 
 VALID = click.option(
@@ -67,7 +67,6 @@ def _part(name: str) -> str:
 
 
 def _create(service: Service, said: Settings, *, as_json: bool) -> int:
-    """Create a tenant, and print its key."""
     found = service.ask("POST", "/tenants", TenantWithKey, json=said)
     return _show_key(service, found, as_json=as_json)
 
@@ -80,7 +79,6 @@ def _rotate(
     *,
     as_json: bool,
 ) -> int:
-    """Give a tenant a new key, and print it."""
     path = f"/tenants/{_part(name)}/rotate"
     said = {"grace_s": grace_s, "valid_s": valid_s}
     found = service.ask("POST", path, TenantWithKey, json=said)
@@ -105,27 +103,23 @@ def _show_key(service: Service, found: TenantWithKey, *, as_json: bool) -> int:
 
 
 def _change(service: Service, name: str, said: Settings, *, as_json: bool) -> int:
-    """Change the settings of a tenant, and show them."""
     found = service.ask("PATCH", f"/tenants/{_part(name)}", TenantShown, json=said)
     return _show([found], as_json=as_json)
 
 
 def _revoke(service: Service, name: str, key: str | None, *, as_json: bool) -> int:
-    """Revoke a key of a tenant, or all of its keys."""
     path = f"/tenants/{_part(name)}/revoke"
     found = service.ask("POST", path, TenantShown, json={"key": key})
     return _show([found], as_json=as_json)
 
 
 def _delete(service: Service, name: str, *, as_json: bool) -> int:
-    """Remove a tenant."""
     found = service.ask("DELETE", f"/tenants/{_part(name)}", TenantRemoved)
     click.echo(json.dumps(plain(found)) if as_json else f"removed tenant {name}")
     return 0
 
 
 def _listed(service: Service, *, as_json: bool) -> int:
-    """Show all tenants."""
     return _show(service.ask("GET", "/tenants", list[TenantShown]), as_json=as_json)
 
 
@@ -183,7 +177,6 @@ def _usage(
     as_csv: bool,
     as_json: bool,
 ) -> int:
-    """Print the usage."""
     params: dict[str, str | float | bool] = {"since": since, "by_minute": by_minute}
     if tenant is not None:
         params["tenant"] = tenant
@@ -357,7 +350,7 @@ def change(
 ) -> None:
     """Change settings of the tenant NAME.
 
-    Settings that are not given stay as they are.
+    Omitted settings stay unchanged.
     """
     said = _said(options)
     if not said:
@@ -388,7 +381,7 @@ def rotate(
     state: Path | None,
     as_json: bool,
 ) -> None:
-    """Give the tenant NAME a new key, and print it.
+    """Give the tenant NAME a new key, and print that key.
 
     The other keys expire at once, or after --grace-s.
     """

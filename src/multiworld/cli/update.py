@@ -31,9 +31,10 @@ def update(
 ) -> None:
     """Update the running service to SPEC, without a pause.
 
-    The new version of a model is started beside the old one, and takes over when all of
-    it is ready; a version that does not become ready is rolled back. Waits for that,
-    and exits with 1 after a rollback. Ctrl-C stops the waiting, not the update.
+    The new version of a model starts beside the old one, and takes over once all of it
+    is ready; a version that does not become ready is rolled back. Waits for the
+    outcome, and exits with 1 after a rollback. Ctrl-C stops the waiting, not the
+    update.
     """
     try:
         text = spec.read_text()

@@ -1,7 +1,7 @@
-"""The hub that hands events to subscribers.
+"""The hub that distributes events to subscribers.
 
-It keeps a bounded queue for each subscriber: one that does not read loses the oldest
-events (and is told how many), and never slows a world down.
+It keeps a bounded queue for each subscriber: a slow subscriber loses the oldest events
+(and receives their number), and never slows a world down.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator
 from multiworld.incarnation.events import Event, EventsDropped
 
 QUEUE_LIMIT = 1024
-"""Events that wait for one subscriber."""
+"""Maximum number of events in one subscriber's queue."""
 
 
 class Subscription:
-    """One reader's queue of events."""
+    """One subscriber's queue of events."""
 
     def __init__(self, hub: EventHub) -> None:
         self._hub = hub
@@ -26,11 +26,7 @@ class Subscription:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, event: Event) -> None:
-        """Append an event; drop the oldest one if the queue is full.
-
-        Args:
-            event: The event to append.
-        """
+        """Append an event; drop the oldest one if the queue is full."""
         if len(self._queue) >= QUEUE_LIMIT:
             self._queue.popleft()
             self._dropped += 1
@@ -43,21 +39,14 @@ class Subscription:
             self._waiter.set_result(None)
 
     def get_nowait(self) -> Event | None:
-        """Return the next event, or None if there is none.
-
-        Returns ``EventsDropped`` first if events were lost.
-        """
+        """Return the next event or None; first ``EventsDropped`` if some were lost."""
         if self._dropped:
             dropped, self._dropped = self._dropped, 0
             return EventsDropped(world="", epoch=0, count=dropped)
         return self._queue.popleft() if self._queue else None
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yield events until the hub closes.
-
-        Cancellation:
-            Ends the subscription; events that were not read are lost.
-        """
+        """Yield events until the hub closes; cancelling ends the subscription."""
         try:
             while True:
                 event = self.get_nowait()
@@ -73,7 +62,7 @@ class Subscription:
 
 
 class EventHub:
-    """Distributor of every published event to every subscriber."""
+    """Distributes every published event to every subscriber."""
 
     def __init__(self) -> None:
         self._subscriptions: set[Subscription] = set()
@@ -86,19 +75,10 @@ class EventHub:
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        """Remove a subscription; safe to repeat.
-
-        Args:
-            subscription: The subscription to remove.
-        """
+        """Remove a subscription; safe to repeat."""
         self._subscriptions.discard(subscription)
 
     def publish(self, event: Event) -> None:
-        """Append an event to the queue of every subscription.
-
-        Args:
-            event: The event to append.
-        """
         for subscription in self._subscriptions:
             subscription.put(event)
 

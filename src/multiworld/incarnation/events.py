@@ -1,4 +1,4 @@
-"""The events that a manager reports of its worlds: frozen values, past tense. Pure."""
+"""Events that a manager publishes about its worlds: frozen values, past tense. Pure."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class WorldReady(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberLeft(Event):
-    """A member left politely, after everything it had sent."""
+    """A member left gracefully, after everything it had sent."""
 
     rank: int
 
@@ -65,12 +65,12 @@ class MemberLost(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberStalled(Event):
-    """A member's process runs, but its event loop gives no sign; the world lives on.
+    """A member's event loop gives no sign, but its process runs; no world breaks.
 
     Attributes:
         rank: The member's rank.
         stalled_s: Seconds since its event loop last gave a sign.
-        evidence: What the thread of that loop seems to be doing.
+        evidence: What that loop's thread seems to be doing.
     """
 
     rank: int
@@ -89,7 +89,7 @@ class MemberResumed(Event):
 class MemberWaiting(Event):
     """A process claims a rank in the next incarnation of a living world.
 
-    ``World.grow`` lets it in (``reform``, if the world is broken).
+    ``World.grow`` admits it (``reform``, if the world is broken).
 
     Attributes:
         rank: The rank it claims.

@@ -4,8 +4,8 @@
 next state and the actions to carry out.
 
 Invariants: A broken or closed world never becomes ready again. The first breakage gives
-the reason; later ones only add to the set of lost members. Once a
-member has left politely, nothing that happens to it breaks the world.
+the reason; later ones only add to the set of lost members. Once a member has left
+gracefully, nothing that happens to it breaks the world.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from multiworld.incarnation.events import (
 
 
 class Phase(enum.Enum):
-    """Phase of an incarnation."""
-
     JOINING = "joining"
     READY = "ready"
     BROKEN = "broken"
@@ -41,13 +39,9 @@ class Breakage:
     """Cause of a broken world.
 
     Attributes:
-        world: The world's name.
-        epoch: The incarnation's epoch.
-        reason: What happened, in words.
         evidence: The observation that led to the verdict.
         rank: The member that was lost first; None if no member is known to be lost.
         silent_s: Seconds since that member's last sign of life.
-        lost: Ranks known to be lost.
         is_stale: True if the other members declared this process lost.
     """
 
@@ -92,18 +86,8 @@ class Breakage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """State of an incarnation, as one member sees it.
-
-    Attributes:
-        world: The world's name.
-        epoch: The incarnation's epoch.
-        rank: This member's rank.
-        size: World size.
-        phase: Phase of the incarnation.
-        left: Ranks that left politely, or that closed the world after it broke for
-            them.
-        breakage: Cause, if the world is broken.
-    """
+    """State of an incarnation, as one member sees it. ``left`` includes the ranks that
+    closed the world after it broke for them."""
 
     world: str
     epoch: int
@@ -112,8 +96,8 @@ class Life:
     phase: Phase = Phase.JOINING
     left: frozenset[int] = frozenset()
     finished: frozenset[int] = frozenset()
-    """Ranks whose data connection has ended in order; their notice of leaving may still
-    be on its way."""
+    """Ranks whose data connection ended gracefully; their ``left`` message may still be
+    on its way."""
     closed_as_broken: frozenset[int] = frozenset()
     """Ranks that closed the world as broken before this member knew of the breakage."""
     breakage: Breakage | None = None
@@ -140,12 +124,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class SaidLeft:
-    """A member announced that it leaves.
-
-    Attributes:
-        rank: The member's rank.
-        is_broken: True if that member considers the world broken.
-    """
+    """A member announced that it leaves; ``is_broken`` if the world is broken to it."""
 
     rank: int
     is_broken: bool = False
@@ -153,27 +132,18 @@ class SaidLeft:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A member's data connection delivered its last message: it is about to leave.
-
-    From now on operations fail because of it, so ``Life.gone`` must name it. Everything
-    else waits for its ``left`` message. That message travels on the control link behind
-    the member's earlier messages there, which must be handled first.
-    """
+    """A member's data connection delivered its last message: it is about to leave. From
+    now on operations fail because of it, so ``Life.gone`` must name it. Everything else
+    waits for its ``left`` message. That message travels on the control link behind the
+    member's earlier messages there, which must be handled first."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class WasLost:
-    """A member was declared lost, by this process's watchdog or by another member.
-
-    Attributes:
-        rank: The lost member's rank.
-        reason: What happened, in words.
-        evidence: The observation that led to the verdict.
-        silent_s: Seconds since the member's last sign of life.
-        told_by: Rank of the member that reported it; None for this process's watchdog.
-    """
+    """A member was declared lost, by member ``told_by`` or (None) by this process's
+    watchdog."""
 
     rank: int
     reason: str
@@ -184,15 +154,8 @@ class WasLost:
 
 @dataclass(frozen=True, slots=True)
 class WasAccused:
-    """A member declared this process lost.
-
-    This process is alive, but must stop using the world: the others go on without it.
-
-    Attributes:
-        by: Rank of the member that declared it lost.
-        reason: What happened, in words.
-        evidence: The observation that led to the verdict.
-    """
+    """Member ``by`` declared this process lost. This process is alive, but must stop
+    using the world: the others continue without it."""
 
     by: int
     reason: str
@@ -201,13 +164,7 @@ class WasAccused:
 
 @dataclass(frozen=True, slots=True)
 class Stalls:
-    """A member's event loop does not respond, though its process runs.
-
-    Attributes:
-        rank: The member's rank.
-        stalled_s: Seconds since its event loop last gave a sign.
-        evidence: What the thread of that loop seems to be doing.
-    """
+    """A member's event loop does not respond, though its process runs."""
 
     rank: int
     stalled_s: float
@@ -223,13 +180,8 @@ class Resumes:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The world failed, but no member is known to be lost.
-
-    Attributes:
-        reason: What happened, in words.
-        evidence: The observation that led to the verdict.
-        told_by: Rank of the member that reported it; None if this process noticed.
-    """
+    """The world failed, but no member is known to be lost. Member ``told_by`` reported
+    it; None if this process noticed."""
 
     reason: str
     evidence: str = ""
@@ -280,19 +232,14 @@ class TellBroken:
 
 @dataclass(frozen=True, slots=True)
 class TellLeft:
-    """Tell the other members that this one leaves.
-
-    Attributes:
-        is_broken: True if the world is broken to this member.
-    """
+    """Notify the other members that this one leaves. ``is_broken`` is True if the world
+    is broken to this member."""
 
     is_broken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Publish an event to the manager's subscribers."""
-
     event: Event
 
 
@@ -337,10 +284,8 @@ def _opened(life: Life) -> tuple[Life, tuple[Action, ...]]:
 
 def _closed_as_broken(life: Life, rank: int) -> tuple[Life, tuple[Action, ...]]:
     """Record that a member closed a broken world, so that ``reform`` need not wait.
-
-    This is neither a polite leave nor a verdict: the member that broke the world sends
-    the reason.
-    """
+    This is neither a graceful leave nor a verdict: the member that broke the world
+    sends the reason."""
     if life.phase is Phase.CLOSED or not _is_other(life, rank):
         return life, ()
     if life.phase is Phase.BROKEN:
@@ -375,7 +320,6 @@ def _was_lost(life: Life, loss: WasLost) -> tuple[Life, tuple[Action, ...]]:
 def _lost_too(
     life: Life, first: Breakage, loss: WasLost
 ) -> tuple[Life, tuple[Action, ...]]:
-    """Add a lost member to a world that is already broken."""
     if loss.rank in first.lost:
         return life, ()
     life = replace(life, breakage=replace(first, lost=first.lost | {loss.rank}))
@@ -409,7 +353,7 @@ def _lost_event(life: Life, loss: WasLost) -> MemberLost:
 
 
 def rank_is_irrelevant(life: Life, rank: int) -> bool:
-    """Tell whether the loss of ``rank`` leaves this incarnation unaffected."""
+    """Return whether the loss of ``rank`` leaves this incarnation unaffected."""
     return life.phase is Phase.CLOSED or rank in life.left or not _is_other(life, rank)
 
 
@@ -425,7 +369,7 @@ def _was_accused(life: Life, accusation: WasAccused) -> tuple[Life, tuple[Action
         is_stale=True,
     )
     life, actions = _break(life, breakage)
-    # The accuser has told the others; a verdict by the accused would contradict it.
+    # The accuser has notified the others; our own verdict would contradict it.
     return life, actions[1:]
 
 
@@ -463,7 +407,7 @@ def _break(life: Life, breakage: Breakage) -> tuple[Life, tuple[Action, ...]]:
     )
     left = life.left | life.closed_as_broken
     life = replace(life, phase=Phase.BROKEN, breakage=breakage, left=left)
-    # Tell the others before closing anything: a member that sees a connection end
+    # Notify the others before closing anything: a member that sees a connection end
     # without a reason would declare this process lost.
     return life, (TellBroken(breakage), FailOperations(breakage), Publish(event))
 
@@ -475,7 +419,7 @@ def _close_asked(life: Life) -> tuple[Life, tuple[Action, ...]]:
     closed = replace(life, phase=Phase.CLOSED)
     if life.phase is Phase.JOINING:
         # The others still wait for this member, so to them this is a failure, not a
-        # polite leave.
+        # graceful leave.
         reason = f"rank {life.rank} gave up while joining"
         breakage = Breakage(world=life.world, epoch=life.epoch, reason=reason)
         return closed, (TellBroken(breakage), event)

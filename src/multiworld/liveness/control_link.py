@@ -1,9 +1,8 @@
 """Control links: messages between two managers.
 
-A ``SocketLink`` connects two processes (or two managers of one process) over a socket.
-A ``LocalLink`` connects two managers of one process without a socket, for the
-``memory`` backend. Both report the end exactly once. With ``say_bye`` before ``close``,
-the peer sees an intended end instead of a lost process.
+``SocketLink`` connects two managers over a socket; ``LocalLink`` connects two managers
+of one process, for the ``memory`` backend. Both report the end of the link exactly
+once. After ``say_bye``, the peer treats that end as intended, not as a lost process.
 """
 
 from __future__ import annotations
@@ -21,13 +20,7 @@ from multiworld.net.streams import Stream
 
 @dataclass(frozen=True, slots=True)
 class LinkKey:
-    """Identity of a link: there is one for each peer manager and pair of addresses.
-
-    Attributes:
-        peer: Name (``uid``) of the peer manager.
-        local_host: Address of this side's listener.
-        remote_host: Address of the peer's listener.
-    """
+    """Identity of a link: the peer manager's uid and both listeners' addresses."""
 
     peer: str
     local_host: str
@@ -41,13 +34,7 @@ class LinkOwner(Protocol):
         """Handle a message that arrived."""
 
     def link_ended(self, link: Link, reason: str, evidence: str) -> None:
-        """Handle the end of the link. Called once, never from ``close``.
-
-        Args:
-            link: The link.
-            reason: What happened to the peer, in words.
-            evidence: The observation.
-        """
+        """Handle the end of the link: what happened to the peer, and the evidence."""
 
 
 class Link(Protocol):
@@ -59,10 +46,10 @@ class Link(Protocol):
         """Queue a message; never wait and never fail."""
 
     def say_bye(self) -> None:
-        """Tell the peer that the end which follows is intended."""
+        """Announce that the following end of the link is intended."""
 
     def close(self) -> None:
-        """Close the link without calling the owner; safe to repeat."""
+        """Close the link without calling ``link_ended``; safe to repeat."""
 
     def filenos(self) -> list[int]:
         """Return the descriptors that a forked child must close."""
@@ -80,19 +67,15 @@ class SocketLink:
         )
 
     def send(self, message: ControlMessage) -> None:
-        """Queue a message and write as much as the socket takes without waiting."""
         self._framed.send(message)
 
     def say_bye(self) -> None:
-        """Tell the peer that the end which follows is intended."""
         self.send(Bye())
 
     def close(self) -> None:
-        """Close the link; safe to repeat."""
         self._framed.close()
 
     def filenos(self) -> list[int]:
-        """Return the descriptor that a forked child must close."""
         fd = self._framed.fileno()
         return [] if fd < 0 else [fd]
 
@@ -127,14 +110,7 @@ class LocalLink:
     def pair(
         key: LinkKey, owner: LinkOwner, other_key: LinkKey, other_owner: LinkOwner
     ) -> tuple[LocalLink, LocalLink]:
-        """Return the two connected ends of a new link.
-
-        Args:
-            key: Identity of the first end.
-            owner: Owner of the first end.
-            other_key: Identity of the second end.
-            other_owner: Owner of the second end.
-        """
+        """Return the two connected ends of a new link."""
         one, other = LocalLink(key, owner), LocalLink(other_key, other_owner)
         one._other, other._other = other, one
         return one, other
@@ -149,19 +125,16 @@ class LocalLink:
             self._owner.link_message(self, message)
 
     def say_bye(self) -> None:
-        """Tell the peer that the end which follows is intended."""
         if self._other is not None:
             self._other._said_bye = True
 
     def close(self) -> None:
-        """Close the link; safe to repeat."""
         other, self._other = self._other, None
         if other is not None:
             with contextlib.suppress(RuntimeError):  # the loop may be closed already
                 self._call_soon(other._ended)
 
     def filenos(self) -> list[int]:
-        """Return an empty list: the link has no descriptor."""
         return []
 
     def _ended(self) -> None:

@@ -1,7 +1,6 @@
-"""A buffer for messages of incarnations that this process does not know yet. Pure.
+"""Buffer for messages about incarnations that this process does not know yet. Pure.
 
-The store tells the members of a new incarnation one after the other. So one member may
-send messages about it before another has heard of it.
+Members learn of a new incarnation one after another, so messages may arrive early.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ Where = TypeVar("Where")
 What = TypeVar("What")
 
 LIMIT_BYTES = 1024 * 1024
-"""Approximate bytes kept of one origin, which bounds the cost of a misbehaving peer; it
-takes nothing from the others."""
+"""Approximate maximum of bytes kept per origin. It bounds the cost of a misbehaving
+peer without taking space from the others."""
 
 MESSAGE_BYTES = 256
-"""Approximate bytes of a message beside its texts."""
+"""Approximate bytes of a message without its strings."""
 
 KEPT_S = 60.0
 """Seconds that messages are kept."""
@@ -40,15 +39,7 @@ class EarlyMessages(Generic[Where, What]):
     def keep(
         self, nonce: int, where: Where, what: What, now: float, texts: int = 0
     ) -> None:
-        """Keep a message, unless there are too many of its origin.
-
-        Args:
-            nonce: Nonce of the incarnation.
-            where: Origin of the message.
-            what: The message.
-            now: Current time, in seconds on a monotonic clock.
-            texts: Bytes of its texts.
-        """
+        """Keep a message with ``texts`` bytes of strings, unless its origin is full."""
         cost = MESSAGE_BYTES + texts
         if self._kept[where] + cost <= LIMIT_BYTES:
             box = self._boxes.setdefault(nonce, _Box(now))
@@ -66,7 +57,6 @@ class EarlyMessages(Generic[Where, What]):
         return [what for _, what, _ in due]
 
     def drop(self, nonce: int) -> None:
-        """Drop the messages of an incarnation."""
         box = self._boxes.pop(nonce, None)
         if box is not None:
             self._forget(box.messages)

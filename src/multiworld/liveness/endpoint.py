@@ -2,8 +2,8 @@
 
 Control links, heartbeats and data lanes all arrive at one listener: a TCP port on the
 interface in use, and an abstract Unix socket for the same host. Each connection begins
-with a handshake that states its purpose; see ``net.handshake``. A stranger that sends
-garbage, or nothing, is disconnected and counted, and disturbs nobody.
+with a handshake that states its purpose; see ``net.handshake``. Peers that send garbage
+or nothing are disconnected and counted.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from multiworld.rendezvous.this_host import this_host
 logger = logging.getLogger("multiworld.watchdog")
 
 BACKLOG = 1024
-"""Connections in a listening socket's queue, at most."""
+"""Maximum number of connections in a listening socket's queue."""
 
 CROWDED_S = (0.05, 0.2, 0.5)
-"""Seconds to wait before each new attempt with an overloaded listener."""
+"""Seconds to wait before each new attempt to reach an overloaded listener."""
 
 
 _dialing: set[socket.socket] = set()
@@ -39,23 +39,9 @@ _dialing: set[socket.socket] = set()
 
 
 async def dial(address: Address, hello: ManagerHello, security: Security) -> Stream:
-    """Connect to a manager, do the handshake and return the connection.
+    """Connect to a manager, perform the handshake and return the connection.
 
-    Connections for heartbeats never use TLS, because a helper process
-    without TLS sends on them; each of their frames carries an HMAC instead.
-
-    Args:
-        address: The manager's listener.
-        hello: Purpose of the connection.
-        security: Secret and TLS, as the other side has them.
-
-    Raises:
-        OSError: The listener cannot be reached.
-        HandshakeError: The other side refused the connection, holds another secret, or
-            does not speak this version of the protocol.
-
-    Cancellation:
-        Safe; nothing stays open.
+    Heartbeats never use TLS, which their helper lacks; their frames carry an HMAC.
     """
     sock = await _connect(address)
     stream: Stream = sock
@@ -83,20 +69,7 @@ async def dial(address: Address, hello: ManagerHello, security: Security) -> Str
 
 
 async def reach(address: Address, hello: ManagerHello, security: Security) -> Stream:
-    """Connect as ``dial`` does; try again if the other side is overloaded.
-
-    Args:
-        address: As for ``dial``.
-        hello: As for ``dial``.
-        security: As for ``dial``.
-
-    Raises:
-        OSError: As for ``dial``.
-        HandshakeError: As for ``dial``.
-
-    Cancellation:
-        Safe; nothing stays open.
-    """
+    """Connect like ``dial``; retry if the listener is overloaded."""
     for pause_s in CROWDED_S:
         try:
             return await dial(address, hello, security)
@@ -124,27 +97,14 @@ async def _connect(address: Address) -> socket.socket:
 
 
 class Endpoint:
-    """A manager's listener on one interface.
-
-    Attributes:
-        address: The listener's address, for other members.
-    """
+    """A manager's listener on one interface."""
 
     def __init__(self, address: Address, listener: Listener) -> None:
         self.address, self._listener = address, listener
 
     @classmethod
     def listen(cls, host: str, acceptor: Acceptor, security: Security) -> Endpoint:
-        """Return an endpoint on a free port of ``host`` and a random Unix name.
-
-        Args:
-            host: An address of this host.
-            acceptor: Owner of the accepted connections.
-            security: Secret and TLS that connections must use.
-
-        Raises:
-            OSError: ``host`` is not an address of this host.
-        """
+        """Return an endpoint on a free port of ``host`` and a random Unix name."""
         info = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
         tcp = socket.create_server(
             info[0][4][:2],
@@ -174,19 +134,13 @@ class Endpoint:
         return self._listener.refused
 
     def filenos(self) -> list[int]:
-        """Return the descriptors that a forked child must close."""
         return self._listener.filenos()
 
     def close_nowait(self) -> None:
-        """Stop listening."""
         self._listener.close_nowait()
 
     async def close(self) -> None:
-        """Stop listening and wait until every handshake in progress has ended.
-
-        Cancellation:
-            The listener is closed all the same; only the wait ends.
-        """
+        """Stop listening and wait for handshakes; cancelling ends only the wait."""
         await self._listener.close()
 
 

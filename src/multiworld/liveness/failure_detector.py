@@ -1,26 +1,24 @@
 """Failure detector: verdicts from heartbeats, silence and closed connections. Pure.
 
 One ``FailureDetector`` judges all peer processes of this process. Its cost grows with
-the number of peers, not with the number of worlds shared with them: each peer keeps the
-shortest limit of its worlds, and the detector looks at the worlds only when that limit
-has passed.
+the number of peers, not of the worlds shared with them: it examines a peer's worlds
+only after the shortest of their limits.
 
 Three rules prevent false verdicts:
 
-- An observer that was late itself (its loop was stuck, its machine was suspended) does
-  not count its own delay as silence of the peers. It judges nobody before it has read
-  what arrived meanwhile.
-- A process that its helper reports as stopped counts as silent, though heartbeats keep
-  arriving.
+- An observer that was late itself (stuck loop, suspended machine) does not count its
+  own delay as silence. It judges nobody before it has read what arrived meanwhile.
+- A process that its helper reports as stopped counts as silent, although heartbeats
+  keep arriving.
 - A process whose event loop gives no sign is *stalled*. That is reported, but it is not
   a loss unless a world sets ``stalled_limit_s``.
 
 The limit of silence is the length of a network outage that a world tolerates. The last
 heartbeat before an outage may be one interval old, and the first one after it may take
-another. So two intervals are added to every limit before a verdict.
+another, so two intervals are added to every limit.
 
-Both sides detect a network that is cut in one direction: a heartbeat says how long ago
-its sender heard this process, so the side that still hears knows that it is not heard.
+Both sides detect a one-way network partition: a heartbeat says how long ago its sender
+heard this process, so the side that still hears knows that it is not heard.
 """
 
 from __future__ import annotations
@@ -52,12 +50,10 @@ class PeerHeard:
     """A heartbeat arrived.
 
     Attributes:
-        peer: The peer that sent it.
-        at: Time of arrival, in seconds on a monotonic clock; None for now.
-        state: State of the peer's process.
+        at: Time of arrival, in seconds on a monotonic clock; None: now.
         lag_s: Seconds since the peer's event loop gave a sign.
         is_computing: True if the thread of that loop runs, False if it waits.
-        heard_us_s: Seconds since the peer heard this process; None if it never has.
+        heard_us_s: Seconds since the peer heard this process; None: never.
     """
 
     peer: PeerKey
@@ -70,13 +66,7 @@ class PeerHeard:
 
 @dataclass(frozen=True, slots=True)
 class PeerClosed:
-    """The control connection to a peer ended.
-
-    Attributes:
-        peer: The peer.
-        reason: What happened to it, in words.
-        evidence: The observation.
-    """
+    """The control connection to a peer ended."""
 
     peer: PeerKey
     reason: str
@@ -85,12 +75,10 @@ class PeerClosed:
 
 @dataclass(frozen=True, slots=True)
 class DetectionLimits:
-    """Limits after which a world reports or gives up a member, in seconds.
+    """Limits of a world for a member, in seconds of silence.
 
-    Attributes:
-        silence_s: Silence of the member after which it is lost.
-        stall_s: Silence of its event loop after which it is reported as stalled.
-        stalled_limit_s: Silence of its event loop after which it is lost.
+    ``stall_s`` and ``stalled_limit_s`` are for its event loop: until a report, and
+    until it is lost.
     """
 
     silence_s: float
@@ -98,19 +86,12 @@ class DetectionLimits:
     stalled_limit_s: float = math.inf
 
     def shortest_s(self) -> float:
-        """Return the smallest of the limits, in seconds."""
         return min(self.silence_s, self.stall_s, self.stalled_limit_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A world has a member at the peer, and must learn of its loss within ``limits``.
-
-    Attributes:
-        peer: The peer.
-        world: The world.
-        limits: The world's limits.
-    """
+    """A world has a member at the peer and must learn of its loss within ``limits``."""
 
     peer: PeerKey
     world: WorldKey
@@ -127,12 +108,12 @@ class Unwatched:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """The detector is to judge; sent every ``tick_s`` seconds."""
+    """A tick, every ``tick_s`` seconds: the detector judges the peers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blinded:
-    """Substitute for ``Ticked`` if the received heartbeats could not be read."""
+    """A tick for which the received heartbeats could not be read."""
 
 
 Observation = (
@@ -142,15 +123,7 @@ Observation = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A peer is lost to a world.
-
-    Attributes:
-        peer: The peer.
-        world: The world.
-        reason: What happened, in words.
-        evidence: The observation that led to the verdict.
-        silent_s: Seconds since the peer's last sign of life.
-    """
+    """A peer is lost to a world; its last sign of life was ``silent_s`` ago."""
 
     peer: PeerKey
     world: WorldKey
@@ -161,14 +134,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stalled:
-    """A peer's process runs, but its event loop gives no sign. This is no verdict.
-
-    Attributes:
-        peer: The peer.
-        world: The world.
-        stalled_s: Seconds since the loop last gave a sign.
-        is_computing: True if the thread of that loop runs, False if it waits.
-    """
+    """A peer's process runs, but its event loop gives no sign. Not a verdict."""
 
     peer: PeerKey
     world: WorldKey
@@ -202,33 +168,24 @@ class _Peer:
     state: ProcessState = ProcessState.RUNNING
     turned_at: float = math.inf  # time of its loop's last sign; inf if not late
     is_computing: bool = False
-    unheard_s: float = 0.0  # how long it had not heard us at its last heartbeat
+    unheard_s: float = 0.0  # seconds it had not heard us, at its last heartbeat
     worlds: dict[WorldKey, _Watch] = field(default_factory=dict)
     stalled: set[WorldKey] = field(default_factory=set)
     shortest_s: float = math.inf
 
 
 class FailureDetector:
-    """Judge of every peer process.
-
-    Args:
-        tick_s: Seconds between two ``Ticked``, and between two heartbeats.
-    """
+    """Judge of every peer; ticks and heartbeats come every ``tick_s`` seconds."""
 
     def __init__(self, tick_s: float) -> None:
         self._tick_s, self._margin_s = tick_s, 2 * tick_s
         self._peers: dict[PeerKey, _Peer] = {}
         self._ticked_at: float | None = None
         self._was_late = False
-        self._fresh_from = -math.inf  # ``heard_us_s`` of earlier beats is ignored
+        self._fresh_from = -math.inf  # ``heard_us_s`` of earlier heartbeats is ignored
 
     def handle(self, observation: Observation, now: float) -> list[Finding]:
-        """Apply one observation and return the findings that follow from it.
-
-        Args:
-            observation: The observation.
-            now: Current time, in seconds on a monotonic clock.
-        """
+        """Apply one observation and return the findings that follow from it."""
         match observation:
             case PeerHeard():
                 return self._heard(observation, now)
@@ -250,8 +207,7 @@ class FailureDetector:
     def silent_s(self, key: PeerKey, now: float) -> float:
         """Return the seconds since a peer was heard; 0 for an unknown peer.
 
-        If the last tick is overdue, this process was paused itself. The time since the
-        tick was due does not count: what arrived meanwhile is still to be read.
+        Time after an overdue tick does not count: messages from it are still unread.
         """
         peer = self._peers.get(key)
         if peer is None:
@@ -324,7 +280,7 @@ class FailureDetector:
         if self._was_late and not was_late:
             self._excuse(late_s, now)
             return []
-        # An observer that is late every time must judge all the same. It has read what
+        # An observer that is always late must still judge. It has read everything that
         # arrived before its last tick, but perhaps not what arrived since.
         findings: list[Finding] = []
         for key, peer in self._peers.items():
@@ -334,7 +290,6 @@ class FailureDetector:
         return findings
 
     def _excuse(self, seconds: float, now: float) -> None:
-        """Excuse all peers for a delay of the observer itself."""
         # Peers may have missed this process meanwhile, and report so for a while.
         self._fresh_from = now + self._margin_s
         for peer in self._peers.values():
@@ -419,7 +374,6 @@ def _silence(peer: _Peer, silent_s: float, now: float) -> tuple[str, str]:
 
 
 def describe_thread(is_computing: bool) -> str:
-    """Return in words what the thread of a stalled event loop is doing."""
     if is_computing:
         return (
             "the thread of its event loop computes (a long call, which may hold the "

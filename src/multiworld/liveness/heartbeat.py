@@ -25,10 +25,10 @@ logger = logging.getLogger("multiworld.watchdog")
 
 MISSED_S = 0.8
 """Seconds without a report after which the helper is replaced. That is well within the
-default ``silence_s``; the peers may hear nothing meanwhile."""
+default ``silence_s``, because the peers may hear nothing meanwhile."""
 
 START_S = 5.0
-"""The same for a helper that has not reported yet: it may be slow to start."""
+"""The same limit for a helper that has not reported yet: it may be slow to start."""
 
 Mode = Literal["process", "thread"]
 
@@ -38,15 +38,10 @@ OnReport = Callable[[int, "HeartbeatReport"], None]
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReport:
-    """A peer's latest heartbeat, as the helper reports it.
+    """A peer's latest heartbeat, and its time of arrival on the monotonic clock.
 
-    Attributes:
-        state: State of the peer's process, one of ``heartbeat_helper.RUNNING``,
-            ``STOPPED`` and ``ENDED`` (the connection has ended).
-        doing: Activity of its event loop's thread, ``WAITING`` or ``COMPUTING``.
-        lag_s: Seconds since its event loop gave a sign, when it sent the heartbeat.
-        heard_us_s: Seconds since it heard this process; None if it never has.
-        at: Time of arrival, in seconds on the monotonic clock.
+    ``state`` may also be ``ENDED``, for the connection; ``heard_us_s`` None means
+    never.
     """
 
     state: int
@@ -57,12 +52,7 @@ class HeartbeatReport:
 
 
 class Heartbeat:
-    """Starts, feeds and replaces the helper that sends this process's heartbeats.
-
-    Args:
-        on_report: Called on the event loop with a connection's number and its report.
-        heartbeat_s: Seconds between heartbeats.
-    """
+    """Starts, feeds and replaces the helper that sends this process's heartbeats."""
 
     def __init__(self, on_report: OnReport, heartbeat_s: float = HEARTBEAT_S) -> None:
         self._heartbeat_s = heartbeat_s
@@ -84,26 +74,16 @@ class Heartbeat:
 
     @property
     def helper_pid(self) -> int | None:
-        """Process ID of the helper, for messages and tests; None for a thread."""
+        """Process ID of the helper; None for a thread."""
         return None if self._process is None else self._process.pid
 
     def add(
         self, sock: socket.socket, out_key: bytes, in_key: bytes, mode: Mode
     ) -> int:
-        """Send and receive heartbeats on a socket, and start the helper if needed.
+        """Exchange heartbeats on a socket, and return the connection's number.
 
-        Args:
-            sock: A connected socket. The caller keeps its own copy, closes it after
-                ``remove``, and reads nothing from it.
-            out_key: Key of the HMAC in sent frames, 32 bytes.
-            in_key: Key of the HMAC in received frames, 32 bytes.
-            mode: Kind of helper to start.
-
-        Returns:
-            The number of the connection, which its reports carry.
-
-        Raises:
-            OSError: No helper can be started.
+        The caller closes its own copy of the socket after ``remove``, and reads nothing
+        from it. The keys are for the HMAC in sent and received frames.
         """
         if self._control is None:
             self._start(mode)
@@ -113,12 +93,7 @@ class Heartbeat:
         return number
 
     def add_datagrams(self, number: int, sock: socket.socket) -> None:
-        """Send the heartbeats of a connection over UDP as well.
-
-        Args:
-            number: The connection.
-            sock: A connected UDP socket, which ``remove`` or ``close`` closes.
-        """
+        """Send a connection's heartbeats over this UDP socket too, and own it."""
         if number in self._sockets:
             self._datagrams[number] = sock
             if self._control is not None:  # else the next helper gets it at its start
@@ -175,20 +150,10 @@ class Heartbeat:
                 self._on_report(number, report)
 
     async def tick(self) -> bool:
-        """Give a sign that the event loop runs, and wait for the helper's next report.
+        """Signal that the event loop runs, and wait for the helper's next report.
 
-        Replaces a helper that has died or has missed several reports. Without
-        connections, waits one heartbeat interval.
-
-        Returns:
-            True if the report arrived; False if not within two heartbeat intervals,
-            so that the received heartbeats are unknown.
-
-        Raises:
-            OSError: No helper can be started; the next call tries again.
-
-        Cancellation:
-            Safe.
+        Return False if none arrives within two heartbeat intervals. Replace a helper
+        that died or missed several reports.
         """
         if self._control is None and not self._sockets:
             await asyncio.sleep(self._heartbeat_s)
@@ -204,7 +169,7 @@ class Heartbeat:
             async with asyncio.timeout(2 * self._heartbeat_s):
                 await self._reported.wait()
         except TimeoutError:
-            # Not if it was read in the very turn of the limit, by a loop that was late.
+            # A late loop may have read the report in the iteration of the timeout.
             if not self._reported.is_set():
                 self._missed += 1
                 return False
@@ -212,7 +177,7 @@ class Heartbeat:
         return True
 
     def _give_sign(self) -> None:
-        # At once, as ``pack_into`` would let the helper read a zero.
+        # In one assignment: ``pack_into`` could let the helper read a zero.
         self._sign[:] = heartbeat_helper.SIGN.pack(time.monotonic())
 
     def _forget_sign(self) -> None:
@@ -223,7 +188,7 @@ class Heartbeat:
     def _check_helper(self) -> None:
         code = None if self._process is None else self._process.poll()
         most_s = MISSED_S if self._has_reported else START_S
-        # Each is a wait of two intervals.
+        # Each miss is a wait of two intervals.
         is_stuck = self._missed >= max(2, round(most_s / (2 * self._heartbeat_s)))
         if self._control is not None and code is None and not is_stuck:
             return
@@ -233,7 +198,6 @@ class Heartbeat:
         self._restart()
 
     def filenos(self) -> list[int]:
-        """Return the descriptors that a forked child must close."""
         found = [sock.fileno() for sock in self._datagrams.values()]
         return found if self._control is None else [*found, self._control.fileno()]
 
@@ -278,7 +242,7 @@ class Heartbeat:
             )
             self._thread.start()
             return
-        # A session of its own: Ctrl-C at the terminal must reach the program, not its
+        # Its own session: Ctrl-C at the terminal must reach the program, not the
         # helper, which exits with the program anyway.
         command = [sys.executable, "-I", "-S", "-E", heartbeat_helper.__file__]
         thread = str(threading.get_native_id())
@@ -320,7 +284,6 @@ class Heartbeat:
             self._thread = None
 
     def _send_sockets(self, number: int) -> None:
-        """Send a connection to the helper, with its UDP socket if there is one."""
         assert self._control is not None
         sock, out_key, in_key = self._sockets[number]
         datagrams = self._datagrams.get(number)
@@ -350,11 +313,6 @@ class Heartbeat:
 
 
 def _shared_memory(size: int) -> int:
-    """Return a descriptor of memory to map.
-
-    Raises:
-        OSError: There is none.
-    """
     try:
         memory = os.memfd_create("multiworld-sign")
     except OSError:  # not allowed here; a file does as well

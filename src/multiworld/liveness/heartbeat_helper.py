@@ -3,20 +3,19 @@
 It runs as a script in a helper process (``python -I -S -E heartbeat_helper.py FD SIGN
 PID TID HEARTBEAT_S``) or in a thread, and uses the standard library only.
 
-The owner passes sockets to the helper over a control socket. Every ``heartbeat_s`` the
-helper has a turn: it reads the peers' heartbeats, reports to its owner what is new, and
-sends one frame to each peer: the state of the owner, how long ago its event loop last
-gave a sign, what the thread of that loop is doing, and how long ago this peer was last
-heard. The owner wakes up for the report, however many peers it has, and gives its sign
-in shared memory, for which the helper need not wake up. An owner that was stuck knows
-from the reports what arrived meanwhile.
+The owner passes sockets over a control socket. Every ``heartbeat_s`` the helper reads
+the peers' heartbeats, reports what is new to its owner, and sends one frame to each
+peer: the owner's state, how long ago its event loop gave a sign, what that loop's
+thread is doing, and how long ago this peer was heard. The owner wakes up once per
+report, however many peers it has, and gives its sign in shared memory, without waking
+the helper. An owner that was stuck learns from the reports what arrived meanwhile.
 
-Between hosts, each heartbeat travels over TCP and UDP, and the first copy to arrive
-counts. After an outage, TCP retries only after pauses that double, so it would look
-silent long after the network is back. UDP alone would not do, as it may be filtered.
+Between hosts, heartbeats travel over TCP and UDP, and the first copy counts. After an
+outage, TCP retries with doubling pauses, so TCP alone would look silent long after the
+network is back. UDP alone may be filtered.
 
-The helper exits with its owner: at the end of the control socket, or when it gets
-another parent (a forked child of the owner may hold the control socket open).
+The helper exits with its owner: at the end of the control socket, or when its parent
+changes (a forked child of the owner may hold the control socket open).
 """
 
 from __future__ import annotations
@@ -44,10 +43,9 @@ SIGN = struct.Struct("<d")
 """Format of an owner's sign: its time in seconds on the monotonic clock."""
 
 ADD, ADD_DATAGRAMS, REMOVE = b"A", b"D", b"R"
-"""Orders of the owner; see ``encode_order``."""
+"""Orders from the owner; the first two come with a socket."""
 
 KEY_BYTES = 32
-"""Bytes in a key."""
 
 _ORDER = struct.Struct(f"<cQ{KEY_BYTES}s{KEY_BYTES}s")
 
@@ -60,28 +58,23 @@ REPORT = struct.Struct("<QBBIId")
 """Format of a report's entry: number, state, doing, lag and heard (milliseconds), and
 time of arrival (seconds on the monotonic clock)."""
 REPORTS_A_MESSAGE = 64
-"""Entries in one message to the owner, at most."""
+"""Maximum number of entries in one message to the owner."""
 
 END_OF_REPORT = 0
-"""Number of the last entry of a report; no connection has it."""
+"""Number of a report's last entry; no connection has it."""
 
 READ_BYTES = 64 * 1024
-"""Bytes read at once, at most."""
+"""Maximum number of bytes per read."""
 
 DATAGRAMS_A_TURN = 64
-"""Datagrams read from one peer before the others' turn, at most."""
+"""Maximum number of datagrams read from one peer per turn."""
 
 
 class Beat:
     """Content of one heartbeat frame.
 
-    Attributes:
-        state: State of the sender, ``RUNNING`` or ``STOPPED``.
-        doing: Activity of its event loop's thread, ``WAITING`` or ``COMPUTING``;
-            meaningful only while the loop gives no sign.
-        sequence: Number that grows with every heartbeat of the sender.
-        lag_ms: Milliseconds since the sender's event loop gave a sign.
-        heard_ms: Milliseconds since the sender heard the receiver, or ``NEVER_MS``.
+    ``doing`` is meaningful only while the loop gives no sign; ``heard_ms`` may be
+    ``NEVER_MS``.
     """
 
     __slots__ = ("doing", "heard_ms", "lag_ms", "sequence", "state")
@@ -96,16 +89,7 @@ class Beat:
 def encode_order(
     order: bytes, number: int = 0, out_key: bytes = b"", in_key: bytes = b""
 ) -> bytes:
-    """Return one message from the owner to the helper.
-
-    Args:
-        order: ``ADD`` adds a connection, whose socket accompanies the message.
-            ``ADD_DATAGRAMS`` adds a UDP socket to it. ``REMOVE`` ends it.
-        number: Number of the connection.
-        out_key: Key of the HMAC in sent frames, ``KEY_BYTES`` long, for ``ADD``.
-        in_key: Key of the HMAC in received frames. It differs from ``out_key``, so that
-            a frame reflected to its sender is invalid.
-    """
+    """Return a message to the helper; distinct keys make a reflected frame invalid."""
     return _ORDER.pack(order, number, out_key, in_key)
 
 
@@ -115,18 +99,13 @@ def seal(body: bytes, key: bytes) -> bytes:
 
 
 def encode_beat(beat: Beat, key: bytes) -> bytes:
-    """Return a heartbeat as a frame, authenticated with ``key``."""
     lag_ms, heard_ms = min(beat.lag_ms, NEVER_MS), min(beat.heard_ms, NEVER_MS)
     body = _FRAME.pack(MAGIC, beat.state, beat.doing, beat.sequence, lag_ms, heard_ms)
     return body + seal(body, key)
 
 
 def decode_beat(frame: bytes, key: bytes) -> Beat:
-    """Return the heartbeat in a frame.
-
-    Raises:
-        ValueError: The frame is not a heartbeat, or not authenticated with ``key``.
-    """
+    """Return the heartbeat in a frame; raise ``ValueError`` if it is not authentic."""
     body = frame[: _FRAME.size]
     magic, state, doing, sequence, lag_ms, heard_ms = _FRAME.unpack(body)
     if magic != MAGIC or state not in (RUNNING, STOPPED):
@@ -137,7 +116,6 @@ def decode_beat(frame: bytes, key: bytes) -> Beat:
 
 
 def _stat_of(path: str) -> list[bytes] | None:
-    """Return the fields after the name in a ``stat`` file; None if there is no file."""
     try:
         with open(path, "rb") as stat:
             return stat.read().rpartition(b")")[2].split()
@@ -168,23 +146,16 @@ def thread_doing(pid: int, tid: int) -> int:
 
 
 class HeartbeatTarget:
-    """One peer: its connection, its UDP socket if any, and its latest heartbeat.
+    """One peer: its connections and its latest heartbeat.
 
     A peer that reads too slowly gets fewer heartbeats, but never a torn one.
-
-    Attributes:
-        sock: The connection.
-        datagrams: The UDP socket, if any.
-        is_ended: True once the connection has ended.
-        is_told: True once the owner has been told of that.
-        heard_at: Arrival of the latest heartbeat, on the monotonic clock; None so far.
-        latest: The latest heartbeat; None so far.
     """
 
     def __init__(self, sock: socket.socket, out_key: bytes, in_key: bytes) -> None:
         sock.setblocking(False)
         self.sock = sock
         self.datagrams: socket.socket | None = None
+        # The connection has ended; the owner knows it.
         self.is_ended = self.is_told = False
         self._out_key, self._in_key = out_key, in_key
         self._rest = b""
@@ -232,7 +203,6 @@ class HeartbeatTarget:
         return bool(data)
 
     def read_datagrams(self, now: float) -> None:
-        """Read heartbeats from the UDP socket."""
         assert self.datagrams is not None
         for _ in range(DATAGRAMS_A_TURN):
             try:
@@ -241,7 +211,7 @@ class HeartbeatTarget:
             except (BlockingIOError, InterruptedError):
                 return
             except (OSError, ValueError, struct.error):
-                # The error of an earlier send, or the datagram of a stranger.
+                # The error of an earlier send, or a stranger's datagram.
                 if not self._is_readable():
                     return
 
@@ -259,15 +229,7 @@ class HeartbeatTarget:
 
 
 class HeartbeatHelper:
-    """The helper's loop.
-
-    Args:
-        control: Socket to the owner. The helper owns it from now on.
-        sign: Memory in which the owner gives its signs; see ``SIGN``.
-        owner: Process ID of the owner; None in a thread of the owner.
-        thread: Native ID of the thread that runs the owner's event loop.
-        heartbeat_s: Seconds between heartbeats.
-    """
+    """The helper's loop; ``thread`` is the native ID of the owner's loop thread."""
 
     def __init__(
         self,
@@ -287,12 +249,11 @@ class HeartbeatHelper:
         self._is_over = False
 
     def run(self) -> None:
-        """Send and read heartbeats until the owner exits.
+        """Send and read heartbeats, in one turn per interval, until the owner exits.
 
-        Both in one turn: to wake up for each heartbeat that arrives costs several times
-        more.
+        Waking up for each heartbeat that arrives costs several times more.
         """
-        due = time.monotonic()  # at once: the owner waits to see that it has started
+        due = time.monotonic()  # at once: the owner waits for the first report
         while not self._is_over:
             if self._selector.select(max(0.0, due - time.monotonic())):
                 self._handle_order()
@@ -325,25 +286,21 @@ class HeartbeatHelper:
             target.send(Beat(state, doing, sequence, lag_ms, heard_ms))
 
     def _read(self) -> None:
-        """Read all heartbeats that have arrived."""
         now = time.monotonic()
         for number, target in self._targets.items():
             heard_at = target.heard_at
             if target.datagrams is not None:
                 target.read_datagrams(now)
             if not target.is_ended and not target.read(now):
-                # This is no verdict: the control link shows whether the process has
-                # ended. The owner opens another connection; datagrams continue.
+                # Not a verdict: the control link shows whether the process has ended.
+                # The owner opens another connection; datagrams continue.
                 target.is_ended = True
                 self._unreported[number] = target
             if target.heard_at != heard_at:
                 self._unreported[number] = target
 
     def _report(self) -> None:
-        """Send the new heartbeats to the owner.
-
-        If it does not take them, only the latest of each peer is kept for later.
-        """
+        """Send what is new; for an owner that reads slowly, keep each peer's latest."""
         is_last = False
         while not is_last:
             numbers = list(self._unreported)[:REPORTS_A_MESSAGE]
@@ -396,7 +353,6 @@ def _report_of(number: int, target: HeartbeatTarget) -> bytes:
 
 
 def main() -> None:
-    """Run as the helper process."""
     control, memory, owner, thread = map(int, sys.argv[1:5])
     sock, heartbeat_s = socket.socket(fileno=control), float(sys.argv[5])
     sign = mmap.mmap(memory, SIGN.size)

@@ -1,8 +1,7 @@
-"""Heartbeat connections to the peers.
+"""Heartbeat connections to the peers: creating, replacing and closing them.
 
-Each peer has one connection for heartbeats besides its control link and, between hosts,
-a UDP socket. The helper of ``Heartbeat`` uses both; this module creates, replaces and
-closes them.
+Besides its control link, each peer has one connection for heartbeats and, between
+hosts, a UDP socket. The helper of ``Heartbeat`` uses both.
 """
 
 from __future__ import annotations
@@ -21,30 +20,17 @@ from multiworld.liveness.manager_messages import DatagramsAt
 
 @dataclass(slots=True)
 class _Connection:
-    """Heartbeat connection to one peer.
-
-    Attributes:
-        handle: Its number in ``Heartbeat``.
-        sock: The connection.
-        number: Its number within the link, the same on both sides.
-    """
+    """Heartbeat connection to one peer; ``handle`` is its number in ``Heartbeat``."""
 
     handle: int
     sock: socket.socket
     number: int
     datagrams: socket.socket | None = None
-    """UDP socket that waits for the peer's port; None once the helper has it."""
+    """UDP socket that waits for the peer's port; None once the helper owns it."""
 
 
 class HeartbeatLinks:
-    """Heartbeat connections to all peers.
-
-    Args:
-        mode: Kind of helper.
-        heartbeat_s: Seconds between heartbeats.
-        on_heard: Called with the peer's link and its report when a heartbeat arrived.
-        on_ended: Called with the peer's link when the peer's side ended a connection.
-    """
+    """Heartbeat connections to all peers; the callbacks get the peer's link."""
 
     def __init__(
         self,
@@ -61,11 +47,9 @@ class HeartbeatLinks:
 
     @property
     def helper_pid(self) -> int | None:
-        """Process ID of the heartbeat helper; None if there is no such process."""
         return self._heartbeat.helper_pid
 
     def has(self, key: LinkKey) -> bool:
-        """Tell whether there is a heartbeat connection to a peer."""
         return key in self._connections
 
     def begin(
@@ -77,18 +61,7 @@ class HeartbeatLinks:
         dialed: bool,
         number: int,
     ) -> None:
-        """Send and receive heartbeats on a new connection; end the previous one.
-
-        Args:
-            link: The control link to the same peer.
-            sock: The connection. It belongs to this object from now on.
-            seal: Key of the link, from which the keys of both directions follow.
-            dialed: True if this side dialed.
-            number: Number of the connection within the link, the same on both sides.
-
-        Raises:
-            OSError: No helper can be started; the connection is closed.
-        """
+        """Exchange heartbeats on a new connection, and own it; end the previous one."""
         key = link.key
         self._end_connection(key)
         # Each direction has its own key, so that a reflected frame is invalid.
@@ -109,12 +82,7 @@ class HeartbeatLinks:
             self._join_datagrams(key)
 
     def datagrams_at(self, key: LinkKey, message: DatagramsAt) -> None:
-        """Store the UDP port on which a peer takes heartbeats.
-
-        Args:
-            key: The link to the peer.
-            message: The peer's message; an invalid port is ignored.
-        """
+        """Store the UDP port on which a peer takes heartbeats, if it is valid."""
         if 0 < message.port < 65536:
             self._ports[key] = message
             self._join_datagrams(key)
@@ -139,7 +107,7 @@ class HeartbeatLinks:
         connection, message = self._connections.get(key), self._ports.get(key)
         if connection is None or connection.datagrams is None or message is None:
             return
-        if message.number != connection.number:  # of the previous connection, say
+        if message.number != connection.number:  # for instance, the previous one's
             return
         if not _is_numeric(key.remote_host):
             return
@@ -152,17 +120,6 @@ class HeartbeatLinks:
         self._heartbeat.add_datagrams(connection.handle, sock)
 
     async def tick(self) -> bool:
-        """Give a sign that the event loop runs, and wait for the helper's next report.
-
-        Returns:
-            True if the report arrived; see ``Heartbeat.tick``.
-
-        Raises:
-            OSError: No helper can be started; the next call tries again.
-
-        Cancellation:
-            Safe.
-        """
         return await self._heartbeat.tick()
 
     def _take_report(self, number: int, report: HeartbeatReport) -> None:
@@ -175,7 +132,6 @@ class HeartbeatLinks:
             self._on_heard(key, report)
 
     def filenos(self) -> list[int]:
-        """Return the descriptors that a forked child must close."""
         found = self._heartbeat.filenos()
         for connection in self._connections.values():
             found.append(connection.sock.fileno())
@@ -185,14 +141,13 @@ class HeartbeatLinks:
         return found
 
     def close(self) -> None:
-        """End all heartbeats and stop the helper."""
         for key in list(self._connections):
             self.end(key)
         self._heartbeat.close()
 
 
 def _is_numeric(host: str) -> bool:
-    """Tell whether ``host`` is an IP address; a name needs a look-up, which blocks."""
+    """Return whether ``host`` is an IP address; looking up a name would block."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -1,8 +1,7 @@
 """Control links of a manager to its peers: listening, dialing, accepting.
 
 Two processes have one link and one heartbeat connection, however many worlds they
-share. Of two managers, the one with the smaller uid dials, so two connections never
-cross.
+share. The manager with the smaller uid dials, so that connections never cross.
 """
 
 from __future__ import annotations
@@ -41,58 +40,38 @@ from multiworld.rendezvous.this_host import this_host
 logger = logging.getLogger("multiworld.watchdog")
 
 PROBE_S = 1.0
-"""Seconds between probes of a peer that is to dial this manager. Without them, a peer
-that died between its admission and dialing would cost all of ``join_s``."""
+"""Seconds between probes of a peer that is to dial this manager; without them, a peer
+that dies before dialing would cost all of ``join_s``."""
 
 AGAIN_S = (0.0, 0.2, 0.5, 1.0, 2.0)
-"""Pauses between attempts to open another heartbeat connection, in seconds."""
+"""Seconds between attempts to open another heartbeat connection."""
 
 
 class LinkTableOwner(Protocol):
-    """The owner of a link table, which is told what happens on the links."""
+    """Receiver of a link table's events."""
 
     def link_joined(self, key: LinkKey) -> None:
         """Handle a new link."""
 
     def link_closed(self, key: LinkKey, reason: str, evidence: str) -> None:
-        """Handle the end of a link.
-
-        Args:
-            key: The link.
-            reason: What happened to the peer, in words.
-            evidence: The observation.
-        """
+        """Handle the end of a link; see ``LinkOwner.link_ended``."""
 
     def link_message(self, link: Link, message: WorldMessage) -> None:
-        """Handle a message about an incarnation that arrived on a link."""
+        """Handle a message about an incarnation."""
 
     def heard(self, key: LinkKey, report: HeartbeatReport) -> None:
         """Handle a heartbeat of a peer."""
 
     def lane_refusal(self, nonce: int) -> str | None:
-        """Return why a data connection for an incarnation is unwanted, or None."""
+        """Return why a data connection for an incarnation is refused, or None."""
 
     def lane_arrived(self, nonce: int, rank: int, channel: str, sock: Stream) -> None:
-        """Take a data connection that a member opened.
-
-        Args:
-            nonce: The incarnation.
-            rank: Rank of the member.
-            channel: Purpose of the connection.
-            sock: The connection; the receiver owns it.
-        """
+        """Own a data connection that member ``rank`` opened."""
 
 
 @dataclass(slots=True)
 class Peer:
-    """A peer manager.
-
-    Attributes:
-        link: The control link to it.
-        seal: Key that authenticates the heartbeats of this link.
-        address: Where to dial it again, if this side dials.
-        heartbeats: Heartbeat connections that this side has dialed so far.
-    """
+    """A peer manager; ``address`` is where to dial it again, if this side dials."""
 
     link: Link
     seal: bytes = b""
@@ -105,15 +84,7 @@ _tables: weakref.WeakValueDictionary[str, LinkTable] = weakref.WeakValueDictiona
 
 
 class LinkTable:
-    """The links of one manager.
-
-    Args:
-        uid: Name of the manager.
-        mode: Kind of heartbeat helper.
-        heartbeat_s: Seconds between heartbeats.
-        security: Secret and TLS of the manager.
-        owner: Told what happens.
-    """
+    """The links of one manager."""
 
     hellos = ManagerHello
 
@@ -156,7 +127,6 @@ class LinkTable:
         return self._endpoints[host].address
 
     def key_of(self, me: Member, member: Member) -> LinkKey:
-        """Return the key of the link between this manager's member and another one."""
         return LinkKey(member.uid, me.address.host, member.address.host)
 
     def dials(self, member: Member) -> bool:
@@ -164,25 +134,17 @@ class LinkTable:
         return self.uid < member.uid
 
     def link(self, key: LinkKey) -> Link | None:
-        """Return a link, or None if there is none."""
         peer = self._peers.get(key)
         return None if peer is None else peer.link
 
     @property
     def refused(self) -> Counter[str]:
-        """Number of connections refused, by kind."""
         return sum((e.refused for e in self._endpoints.values()), Counter[str]())
 
     # Opening.
 
     async def connect(self, key: LinkKey, member: Member) -> None:
-        """Open the link to a member's manager, or wait until that manager opens it.
-
-        Raises:
-            OSError: The manager cannot be reached.
-
-        Cancellation: safe; dialing goes on for other worlds that need the link.
-        """
+        """Open the link to a member's manager, or wait until that manager opens it."""
         self._check_open()
         if key in self._peers:
             return
@@ -195,34 +157,19 @@ class LinkTable:
             await self._wait_for_link(key, member)
 
     def _check_open(self) -> None:
-        """Refuse what an operation does in the turn after its manager was closed."""
         if self._is_closed:
             raise ConnectionAbortedError("this manager was closed")
 
     async def reach(
         self, address: Address, hello: ManagerHello, security: Security | None = None
     ) -> Stream:
-        """Return a connection to another manager after its handshake.
-
-        Args:
-            address: Where it listens.
-            hello: The kind of connection and what belongs to it.
-            security: The secret to prove; the manager's own by default.
-
-        Raises:
-            OSError: It cannot be reached, or refuses.
-
-        Cancellation: safe; nothing stays open.
-        """
+        """Connect to a manager, proving ``security`` (default: this manager's own)."""
         return await reach(address, hello, security or self._security)
 
     def _once(
         self, key: LinkKey, dial: Callable[[], Coroutine[Any, Any, None]]
     ) -> asyncio.Task[None]:
-        """Dial in a task of the table.
-
-        A join that is cancelled must not cut the link that another world uses.
-        """
+        """Dial in a task of the table: a cancelled join must not end others' links."""
         if key not in self._linking:
             loop = asyncio.get_running_loop()
             task = loop.create_task(dial(), name=f"multiworld dial {key.peer[:8]}")
@@ -232,7 +179,7 @@ class LinkTable:
         return self._linking[key]
 
     async def _wait_for_link(self, key: LinkKey, member: Member) -> None:
-        """Wait for the other side to dial; probe now and then whether it is there."""
+        """Wait for the other side to dial, and probe whether it is alive."""
         awaited = self._await_link(key)
         while True:
             done, _ = await asyncio.wait((awaited,), timeout=PROBE_S)
@@ -300,17 +247,13 @@ class LinkTable:
             return
 
     def _heartbeat_ended(self, key: LinkKey) -> None:
-        """Open another connection: its end alone says nothing about the process."""
+        """Open another connection: its end does not prove that the process ended."""
         peer = self._peers.get(key)
         if peer is not None and peer.address is not None:
             self._once(key, lambda: self._dial_heartbeat_again(key))
 
     def _seal_of(self, fresh: str) -> bytes:
-        """Return the key that authenticates the heartbeats of one link.
-
-        With a secret, a reader of the link's hello cannot derive it; with TLS, there
-        is no such reader.
-        """
+        """Return the heartbeats' key; the secret or TLS hides it from other readers."""
         return bytes.fromhex(self._security.proof("beats", fresh))
 
     def _join_local(self, key: LinkKey, member: Member) -> None:
@@ -342,19 +285,12 @@ class LinkTable:
         self.heartbeats.end(peer.link.key)
 
     def give_up(self, key: LinkKey, reason: str, evidence: str) -> None:
-        """End a link as if it had been lost.
-
-        Args:
-            key: The link.
-            reason: What happened to the peer, in words.
-            evidence: The observation.
-        """
+        """End a link as if it had been lost."""
         peer = self._peers.get(key)
         if peer is not None:
             self.link_ended(peer.link, reason, evidence)
 
     def filenos(self) -> list[int]:
-        """Return the descriptors that a forked child must close."""
         found = self.heartbeats.filenos() + dialing_filenos()
         for endpoint in self._endpoints.values():
             found += endpoint.filenos()
@@ -363,7 +299,7 @@ class LinkTable:
         return found
 
     def close_nowait(self, *, politely: bool) -> None:
-        """End all links at once; with ``politely``, tell the peers it is intended."""
+        """End all links at once; with ``politely``, announce that it is intended."""
         self._is_closed = True
         _tables.pop(self.uid, None)
         for key in list(self._peers):
@@ -380,30 +316,19 @@ class LinkTable:
         self.heartbeats.close()
 
     async def wait_closed(self) -> None:
-        """Wait until the listeners have ended, after ``close_nowait``.
-
-        Cancellation: safe.
-        """
+        """Wait until the listeners have ended, after ``close_nowait``."""
         for endpoint in self._endpoints.values():
             await endpoint.close()
 
     # LinkOwner.
 
     def link_message(self, link: Link, message: ControlMessage) -> None:
-        """Handle a message that is about the link; pass on the others."""
         if isinstance(message, WorldMessage):
             self._owner.link_message(link, message)
         elif isinstance(message, DatagramsAt) and link.key in self._peers:
             self.heartbeats.datagrams_at(link.key, message)
 
     def link_ended(self, link: Link, reason: str, evidence: str) -> None:
-        """Remove a link that has ended, and tell the owner.
-
-        Args:
-            link: The link.
-            reason: What happened to the peer, in words.
-            evidence: The observation.
-        """
         peer = self._peers.get(link.key)
         if peer is None or peer.link is not link:
             return
@@ -414,7 +339,6 @@ class LinkTable:
     # Acceptor.
 
     def refusal(self, hello: Hello) -> str | None:
-        """Return why a connection is unwanted, or None."""
         if self._is_closed:
             return "this manager is closed"
         match hello:
@@ -426,7 +350,7 @@ class LinkTable:
                 return None
 
     def security_for(self, hello: Hello) -> Security | None:
-        """Return the seal of the link for heartbeats; None for what all must prove."""
+        """Return the link's seal for heartbeats, and None for other connections."""
         if not isinstance(hello, HeartbeatHello):
             return None
         peer = self._peers.get(_inbound_key(hello))
@@ -436,16 +360,9 @@ class LinkTable:
         return Security(secret=peer.seal)
 
     def turned_away(self, hello: Hello, error: HandshakeError, where: object) -> None:
-        """Ignore a refused connection: nobody waits for it.
-
-        Args:
-            hello: What it asked for.
-            error: Why it was refused.
-            where: Where it came from.
-        """
+        """Ignore a refused connection: nobody waits for it."""
 
     def take(self, sock: Stream, hello: Hello) -> None:
-        """Own an accepted connection."""
         match hello:
             case LaneHello(nonce=nonce, rank=rank, channel=channel):
                 self._owner.lane_arrived(nonce, rank, channel, sock)
@@ -464,7 +381,7 @@ class LinkTable:
                         peer.link, sock, peer.seal, dialed=False, number=hello.number
                     )
             case _:
-                sock.close()  # the prober knows now that this manager is there
+                sock.close()  # the probe has its answer: this manager is alive
 
 
 def _inbound_key(hello: LinkHello | HeartbeatHello) -> LinkKey:

@@ -8,15 +8,7 @@ from multiworld.net.handshake_messages import Hello, Message
 
 
 class LinkHello(Hello, frozen=True, tag_field="kind", tag="link"):
-    """Opens a control link.
-
-    Attributes:
-        uid: Name of the dialing manager.
-        to_uid: Name of the manager that it wants to reach.
-        host: Address of the dialer's listener.
-        to_host: Address of the other manager's listener.
-        seal: Random value from which the key of the link's heartbeats is made.
-    """
+    """Opens a control link; the key of its heartbeats is derived from ``seal``."""
 
     uid: str
     to_uid: str
@@ -26,15 +18,7 @@ class LinkHello(Hello, frozen=True, tag_field="kind", tag="link"):
 
 
 class HeartbeatHello(Hello, frozen=True, tag_field="kind", tag="beat"):
-    """Opens the heartbeat connection that goes with a control link.
-
-    Attributes:
-        uid: As for ``LinkHello``.
-        to_uid: As for ``LinkHello``.
-        host: As for ``LinkHello``.
-        to_host: As for ``LinkHello``.
-        number: Number of the heartbeat connection within the link, from 1.
-    """
+    """Opens heartbeat connection ``number`` (from 1) of a control link."""
 
     uid: str
     to_uid: str
@@ -44,19 +28,13 @@ class HeartbeatHello(Hello, frozen=True, tag_field="kind", tag="beat"):
 
 
 class ProbeHello(Hello, frozen=True, tag_field="kind", tag="probe"):
-    """Asks whether a manager is there; the connection is closed at once."""
+    """Asks whether a manager is alive; the connection is closed at once."""
 
     to_uid: str
 
 
 class LaneHello(Hello, frozen=True, tag_field="kind", tag="lane"):
-    """Opens a data connection.
-
-    Attributes:
-        nonce: The incarnation.
-        rank: Rank of the dialing member.
-        channel: Purpose of the connection.
-    """
+    """Opens a data connection; ``rank`` is the dialing member's."""
 
     nonce: int
     rank: int
@@ -70,16 +48,11 @@ ManagerHello = LinkHello | HeartbeatHello | ProbeHello | LaneHello
 
 
 class Bye(Message, frozen=True):
-    """The end of the link that follows is intended."""
+    """Announces that the following end of the link is intended."""
 
 
 class DatagramsAt(Message, frozen=True):
-    """The UDP port on which the sender takes heartbeats.
-
-    Attributes:
-        port: The port.
-        number: Number of the heartbeat connection that it goes with.
-    """
+    """The sender's UDP port that belongs to heartbeat connection ``number``."""
 
     port: int
     number: int
@@ -89,30 +62,23 @@ class DatagramsAt(Message, frozen=True):
 
 
 class AboutWorld(Message, frozen=True):
-    """A message of one member of an incarnation to another; ``nonce`` names it."""
+    """A message between two members of the incarnation ``nonce``."""
 
     nonce: int
 
 
 class Ready(AboutWorld, frozen=True):
-    """The member is connected to every other member."""
+    """The sender is connected to every other member."""
 
 
 class Left(AboutWorld, frozen=True):
-    """The member has left; ``is_broken`` if its world was broken."""
+    """The sender has left; ``is_broken`` if its world was broken."""
 
     is_broken: bool
 
 
 class Broken(AboutWorld, frozen=True):
-    """The member's world is broken.
-
-    Attributes:
-        rank: The member that was lost; None if no member is to blame.
-        reason: What happened, in words.
-        evidence: The observation.
-        silent_s: Seconds of silence before that.
-    """
+    """The sender's world is broken; ``rank`` was lost, if a member is to blame."""
 
     rank: int | None
     reason: str
@@ -125,7 +91,7 @@ class OpenLane(AboutWorld, frozen=True):
 
 
 class EndCollectives(AboutWorld, frozen=True):
-    """Collective ``number`` and all later ones fail, as member ``left`` has left."""
+    """Collective ``number`` and later ones fail, because member ``left`` has left."""
 
     number: int
     left: int
@@ -137,4 +103,3 @@ ControlMessage = Bye | DatagramsAt | WorldMessage
 
 control_messages: msgspec.json.Decoder[ControlMessage]
 control_messages = msgspec.json.Decoder(ControlMessage)
-"""Decoder of what arrives on a control link."""

@@ -1,4 +1,4 @@
-"""Data connections that wait for a world, and worlds that wait for them."""
+"""Data connections that wait for a world, and worlds that wait for connections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from multiworld.net.streams import Stream
 
 LIMIT = 1024
-"""Pending lanes, at most, before connections for unknown incarnations are refused."""
+"""Maximum number of pending lanes before unknown incarnations are refused."""
 
 KEPT_S = 60.0
 """Seconds that a connection waits for an unknown incarnation."""
@@ -38,27 +38,18 @@ class PendingLanes:
         return len(self._slots) >= LIMIT
 
     def put(self, key: LaneKey, stream: Stream) -> None:
-        """Keep a connection until a world takes it.
-
-        Raises:
-            ValueError: A connection for this lane is already waiting.
-        """
+        """Keep a connection until a world takes it; ``ValueError`` for a second one."""
         future = self._slot(key).future
         if future.done():
             raise ValueError("the lane already has a connection")
         future.set_result(stream)
 
     def has(self, key: LaneKey) -> bool:
-        """Tell whether a connection is waiting for this lane."""
         slot = self._slots.get(key)
         return slot is not None and _is_there(slot.future)
 
     async def get(self, key: LaneKey) -> Stream:
-        """Wait for a connection and take it.
-
-        Cancellation:
-            Safe; nothing stays open. ``drop`` and ``close`` cancel the wait.
-        """
+        """Wait for a connection and take it; ``drop`` and ``close`` cancel the wait."""
         future = self._slot(key).future
         try:
             return await future
@@ -80,27 +71,17 @@ class PendingLanes:
             _discard(self._slots.pop(key).future)
 
     def purge(self, known: Collection[int], now: float) -> None:
-        """Close connections that nobody will use.
-
-        These are connections that have waited over ``KEPT_S`` for an unknown
-        incarnation, and connections that the other side has closed.
-
-        Args:
-            known: Nonces of the incarnations that are known.
-            now: Current time, in seconds on the monotonic clock.
-        """
+        """Close connections that the other side gave up, or that waited ``KEPT_S``."""
         for key, slot in list(self._slots.items()):
             is_late = key[0] not in known and now - slot.since > KEPT_S
             if is_late or (_is_there(slot.future) and _is_given_up(slot.future)):
                 _discard(self._slots.pop(key).future)
 
     def filenos(self) -> list[int]:
-        """Return the descriptors that a forked child must close."""
         futures = [slot.future for slot in self._slots.values()]
         return [f.result().fileno() for f in futures if _is_there(f)]
 
     def close(self) -> None:
-        """Close every connection and cancel every wait."""
         for slot in self._slots.values():
             _discard(slot.future)
         self._slots.clear()
@@ -111,7 +92,7 @@ def _is_there(future: asyncio.Future[Stream]) -> bool:
 
 
 def _is_given_up(future: asyncio.Future[Stream]) -> bool:
-    """Tell whether the other side closed the connection without sending anything."""
+    """Return whether the other side closed the connection without sending anything."""
     stream = future.result()
     if not isinstance(stream, socket.socket):
         return False  # TLS cannot peek: a read would consume the bytes

@@ -1,7 +1,7 @@
-"""The watchdog of a manager: detects lost peers and tells their worlds.
+"""The watchdog of a manager: detects lost peers and notifies their worlds.
 
-It joins three parts: ``LinkTable`` (connections to peer managers), ``WorldTable``
-(which world a message or connection is for) and ``FailureDetector`` (who is lost).
+It joins three parts: ``LinkTable`` (connections to peer managers), ``WorldTable`` (the
+world that a message or connection is for) and ``FailureDetector`` (lost peers).
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ __all__ = ["WatchDog"]
 logger = logging.getLogger("multiworld.watchdog")
 
 SILENT_S = 60.0
-"""Seconds of silence after which a link that no world uses is given up."""
+"""Seconds of silence after which a link that no world uses is closed."""
 
 
 class WatchDog:
-    """Watches the peers of one manager's worlds. Made by ``WorldManager``.
+    """Watchdog of the peers of one manager's worlds; ``WorldManager`` makes it.
 
-    Everything here runs on the manager's event loop.
+    Call its methods on the manager's event loop only.
 
     Args:
-        uid: Name of the manager, unique.
-        is_enabled: Whether silent peers are declared lost. Ended connections always
-            count.
+        uid: Unique name of the manager.
+        is_enabled: Whether silent peers are declared lost; ended connections always
+            are.
         mode: Kind of heartbeat helper: a process or a thread.
         heartbeat_s: Seconds between heartbeats.
         security: Secret and TLS; neither by default.
@@ -89,9 +89,6 @@ class WatchDog:
 
         Args:
             host: Address of the interface; "" for links inside this process only.
-
-        Raises:
-            OSError: The interface cannot be used.
         """
         address = self._links.listen(host)
         if host:
@@ -107,20 +104,15 @@ class WatchDog:
     ) -> None:
         """Connect to every other member of an incarnation, and watch it from now on.
 
+        Raises ``MemberUnreachableError``. Cancellation: Safe; call ``detach`` then.
+
         Args:
-            incarnation: The admitted incarnation.
-            rank: This manager's rank in it.
-            port: Takes messages and findings.
-            limits: When a member counts as lost or stalled.
-
-        Raises:
-            MemberUnreachableError: A member could not be reached.
-
-        Cancellation: safe; call ``detach`` afterwards.
+            incarnation, rank: The admitted incarnation, and this manager's rank in it.
+            port, limits: Takes messages and findings; when a member is lost or stalled.
         """
         self._worlds.open(incarnation.nonce, port)
         loop = asyncio.get_running_loop()
-        # All at once: one that cannot be reached must not hide the others.
+        # All at once: an unreachable member must not hide the others.
         reaching = [
             loop.create_task(self._attach(incarnation, rank, member, limits))
             for member in incarnation.members
@@ -157,7 +149,7 @@ class WatchDog:
                 self.link_message(link, message)
 
     def linked(self, nonce: int) -> frozenset[int]:
-        """Return the ranks of an incarnation that there is a link to.
+        """Return the ranks of an incarnation that have a link.
 
         Args:
             nonce: The incarnation.
@@ -185,8 +177,7 @@ class WatchDog:
         """Send a control message to one member of its incarnation; never wait.
 
         Args:
-            rank: Rank of the member.
-            message: The message.
+            rank, message: The member, and the message for it.
         """
         key = self._worlds.link_of(message.nonce, rank)
         link = None if key is None else self._links.link(key)
@@ -196,23 +187,13 @@ class WatchDog:
     async def lane(
         self, incarnation: Incarnation, rank: int, peer: int, channel: str
     ) -> Stream:
-        """Return a connection for data between two members of an incarnation.
+        """Return a connection for data between two members; the caller owns it.
 
-        One side dials, the other waits for it; see ``link_table``.
+        Raises ``MemberUnreachableError``. Cancellation: Safe; nothing stays open.
 
         Args:
-            incarnation: The incarnation.
-            rank: This manager's rank.
-            peer: Rank of the other member.
-            channel: Purpose of the connection.
-
-        Returns:
-            The connection; the caller owns it.
-
-        Raises:
-            MemberUnreachableError: The member could not be reached.
-
-        Cancellation: safe; nothing stays open.
+            incarnation, rank: The incarnation, and this manager's rank in it.
+            peer, channel: Rank of the other member, and purpose of the connection.
         """
         member = incarnation.members[peer]
         if not self._links.dials(member):
@@ -227,9 +208,7 @@ class WatchDog:
         """Return True if a connection that a member opened waits to be taken.
 
         Args:
-            nonce: The incarnation.
-            rank: Rank of the member.
-            channel: Purpose of the connection.
+            nonce, rank, channel: Incarnation, member, and purpose of the connection.
         """
         return self._worlds.lanes.has((nonce, rank, channel))
 
@@ -245,15 +224,14 @@ class WatchDog:
         """Return the seconds since a member's process gave a sign.
 
         Args:
-            me: This manager's member of the same incarnation.
-            member: The other member.
+            me, member: This manager's member and another one of the same incarnation.
         """
         key = self._links.key_of(me, member)
         return self._detector.silent_s(_name(key), time.monotonic())
 
     @property
     def link_count(self) -> int:
-        """Number of peer managers that there is a link to."""
+        """Number of peer managers that have a link."""
         return len(self._links)
 
     @property
@@ -263,7 +241,7 @@ class WatchDog:
 
     @property
     def refused(self) -> Counter[str]:
-        """Number of connections refused, by kind."""
+        """Number of refused connections, by kind."""
         return self._links.refused
 
     def filenos(self) -> list[int]:
@@ -274,7 +252,7 @@ class WatchDog:
         """End all links at once; safe to repeat.
 
         Args:
-            politely: Tell the peers that this is intended.
+            politely: Announce to the peers that this is intended.
         """
         if self._is_closed:
             return
@@ -285,10 +263,7 @@ class WatchDog:
         self._links.close_nowait(politely=politely)
 
     async def close(self) -> None:
-        """End all links politely, and wait until they have ended.
-
-        Cancellation: the links end all the same.
-        """
+        """End all links politely and wait. Cancellation: They end all the same."""
         self.close_nowait()
         await self._links.wait_closed()
         if self._ticker is not None:
@@ -302,13 +277,10 @@ class WatchDog:
             self._ticker = loop.create_task(self._tick(), name="multiworld watchdog")
 
     async def _tick(self) -> None:
-        """Judge the peers for as long as the manager lives.
-
-        This supervises: whatever goes wrong in one turn must not end the watch.
-        """
+        """Judge the peers as long as the manager lives; no error may end the watch."""
         while True:
             try:
-                # What has arrived is read before anyone is judged, or nobody is.
+                # Judge nobody before the heartbeats that have arrived are read.
                 is_told = await self._links.heartbeats.tick()
                 self._observe(Ticked() if is_told else Blinded())
                 self._purge()
@@ -326,7 +298,7 @@ class WatchDog:
         now = time.monotonic()
         self._worlds.purge(now)
         for key in self._links:
-            # No world needs it, and its host may be gone without a word.
+            # No world needs it, and its host may have vanished silently.
             silent_s = self._detector.silent_s(_name(key), now)
             is_silent = silent_s > SILENT_S and self._links.heartbeats.has(key)
             if is_silent and not self._worlds.uses(key):
@@ -348,9 +320,7 @@ class WatchDog:
         """Judge the peer whose link has ended.
 
         Args:
-            key: The link.
-            reason: What happened to the peer, in words.
-            evidence: The observation.
+            key, reason, evidence: As for ``LinkOwner.link_ended``.
         """
         self._worlds.forget_link(key)
         self._observe(PeerClosed(_name(key), reason, evidence))
@@ -361,8 +331,7 @@ class WatchDog:
         """Pass a control message to its world.
 
         Args:
-            link: The link that it came by.
-            message: The message.
+            link, message: The message, and the link that it arrived on.
         """
         self._worlds.message(link.key, message, time.monotonic())
 
@@ -370,8 +339,7 @@ class WatchDog:
         """Pass a heartbeat to the failure detector.
 
         Args:
-            key: The link of the peer.
-            report: What the heartbeat said.
+            key, report: The link of the peer, and the heartbeat.
         """
         self._observe(
             PeerHeard(
@@ -385,7 +353,7 @@ class WatchDog:
         )
 
     def lane_refusal(self, nonce: int) -> str | None:
-        """Return why a data connection for an incarnation is unwanted, or None.
+        """Return why a data connection for an incarnation is refused, or None.
 
         Args:
             nonce: The incarnation.
@@ -396,10 +364,7 @@ class WatchDog:
         """Keep a data connection until its world takes it.
 
         Args:
-            nonce: The incarnation.
-            rank: Rank of the member that opened it.
-            channel: Purpose of the connection.
-            sock: The connection.
+            nonce, rank, channel, sock: As for ``has_lane``, and the connection.
         """
         self._worlds.lane_arrived(nonce, rank, channel, sock)
 

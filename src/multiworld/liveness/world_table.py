@@ -1,7 +1,7 @@
-"""Incarnations that a manager takes part in, and where their messages go.
+"""Incarnations that a manager takes part in, and the routing of their messages.
 
-Messages and data connections may arrive before their incarnation is known here, or
-after it has ended. The early ones wait for a while; the late ones are refused.
+Messages and connections that arrive before their incarnation is known wait for a
+limited time; those that arrive after its end are refused.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from multiworld.liveness.pending_lanes import PendingLanes
 from multiworld.net.streams import Stream
 
 RETIRED_LIMIT = 4096
-"""Ended incarnations that are remembered, so that their data is refused."""
+"""Number of ended incarnations that are remembered, so that their data is refused."""
 
 
 class WorldPort(Protocol):
-    """The interface through which the watchdog talks to a world."""
+    """Interface of a world to the watchdog."""
 
     def on_message(self, rank: int, message: WorldMessage) -> None:
         """Handle a control message of a member."""
@@ -36,19 +36,14 @@ class WorldPort(Protocol):
 
 @dataclass(slots=True)
 class Attached:
-    """An incarnation of a world.
-
-    Attributes:
-        port: The world.
-        links: The link to each other member, by rank.
-    """
+    """An incarnation of a world, with the link to each other member by rank."""
 
     port: WorldPort
     links: dict[int, LinkKey] = field(default_factory=dict)
 
 
 class WorldTable:
-    """The incarnations of one manager, by their nonces."""
+    """The incarnations of one manager, by nonce."""
 
     def __init__(self) -> None:
         self._attached: dict[int, Attached] = {}
@@ -62,13 +57,7 @@ class WorldTable:
         self._attached[nonce] = Attached(port)
 
     def add(self, nonce: int, rank: int, key: LinkKey) -> None:
-        """Note that a member of an incarnation is at the other end of a link.
-
-        Args:
-            nonce: The incarnation.
-            rank: Rank of the member.
-            key: The link.
-        """
+        """Record that a member of an incarnation is at the other end of a link."""
         if nonce in self._attached:
             self._attached[nonce].links[rank] = key
             self._ranks.setdefault(key, {})[nonce] = rank
@@ -90,33 +79,25 @@ class WorldTable:
         self.lanes.drop(nonce)
 
     def ranks(self, nonce: int) -> frozenset[int]:
-        """Return the ranks of an incarnation that there is a link to."""
+        """Return the ranks of an incarnation that have a link."""
         attached = self._attached.get(nonce)
         return frozenset() if attached is None else frozenset(attached.links)
 
     def link_of(self, nonce: int, rank: int) -> LinkKey | None:
-        """Return the link to a member of an incarnation, or None."""
         attached = self._attached.get(nonce)
         return None if attached is None else attached.links.get(rank)
 
     def uses(self, key: LinkKey) -> bool:
-        """Return True if an incarnation needs a link."""
         return bool(self._ranks.get(key))
 
     def forget_link(self, key: LinkKey) -> None:
-        """Forget a link that has ended; its incarnations are told by findings."""
+        """Forget an ended link; findings notify its incarnations."""
         self._ranks.pop(key, None)
 
     # Messages and findings.
 
     def message(self, key: LinkKey, message: WorldMessage, now: float) -> None:
-        """Deliver a message to its world, or keep it until that is known.
-
-        Args:
-            key: The link that it came by.
-            message: The message.
-            now: Current time, in seconds.
-        """
+        """Deliver a message to its world, or keep it until the world is known."""
         nonce = message.nonce
         rank = self._ranks.get(key, {}).get(nonce)
         if rank is not None and nonce in self._attached:
@@ -127,11 +108,11 @@ class WorldTable:
             self._early.keep(nonce, key, message, now, texts)
 
     def early(self, nonce: int, key: LinkKey) -> Iterator[WorldMessage]:
-        """Take the messages that came by a link before its incarnation was known."""
+        """Yield the messages that came by a link before its incarnation was known."""
         yield from self._early.take(nonce, key)
 
     def finding(self, finding: Finding, key: LinkKey) -> None:
-        """Pass a finding about the peer of a link to the incarnation it names."""
+        """Pass a finding about a link's peer to the incarnation that it names."""
         attached = self._attached.get(finding.world)
         if attached is None:
             return
@@ -142,7 +123,6 @@ class WorldTable:
     # Data connections.
 
     def lane_refusal(self, nonce: int) -> str | None:
-        """Return why a data connection for an incarnation is unwanted, or None."""
         if nonce not in self._attached and self.lanes.is_full:
             return "too many pending connections for unknown epochs"
         if nonce in self._retired:
@@ -150,17 +130,9 @@ class WorldTable:
         return None
 
     def lane_arrived(self, nonce: int, rank: int, channel: str, sock: Stream) -> None:
-        """Keep a data connection until its world takes it.
-
-        Args:
-            nonce: The incarnation.
-            rank: Rank of the member that opened it.
-            channel: Purpose of the connection.
-            sock: The connection.
-        """
         self.lanes.put((nonce, rank, channel), sock)
 
     def purge(self, now: float) -> None:
-        """Drop what has waited too long for its incarnation."""
+        """Drop messages and connections that have waited too long."""
         self._early.purge(now)
         self.lanes.purge(self._attached, now)

@@ -12,7 +12,7 @@ from multiworld.net import frames
 from multiworld.net.streams import Stream
 
 READ_BYTES = 64 * 1024
-"""Bytes read at once, at most."""
+"""Maximum number of bytes in one read."""
 
 ENDED = "connection closed by peer"
 """Evidence of an orderly end."""
@@ -21,16 +21,12 @@ M = TypeVar("M")
 
 
 class FramedConnection(Generic[M]):
-    """Sends frames, and reports every frame that arrives and the end.
+    """Sends frames, and reports every frame that arrives and the connection's end.
 
-    Args:
-        stream: A connected, non-blocking stream. The connection owns it from now on.
-        decoder: Decoder of the messages that the other side may send. Any other one
-            violates the protocol, and the connection ends.
-        on_message: Called with every message. If it raises ``ValueError``, the message
-            violates the protocol too.
-        on_end: Called once, never from ``close``, with the evidence and whether the
-            other side violated the protocol.
+    It owns ``stream``. A message that ``decoder`` rejects, or for which ``on_message``
+    raises ``ValueError``, violates the protocol and ends the connection. ``on_end`` is
+    called once, never from ``close``, with the evidence and whether the peer violated
+    the protocol.
     """
 
     def __init__(
@@ -49,19 +45,14 @@ class FramedConnection(Generic[M]):
 
     @property
     def backlog(self) -> int:
-        """Bytes that are queued for the other side."""
+        """Bytes queued for the peer."""
         return len(self._outbox)
 
     def fileno(self) -> int:
-        """Return the descriptor, or -1 once closed."""
         return -1 if self._is_over else self._stream.fileno()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue a message and write as much as the socket takes without waiting.
-
-        Raises:
-            FrameError: The message is longer than ``frames.MAX_FRAME_BYTES``.
-        """
+        """Queue a message and write as much as the socket takes without waiting."""
         if self._is_over:
             return
         was_empty = not self._outbox

@@ -1,7 +1,6 @@
-"""Frames: four bytes of length, then that many bytes of a message as JSON. Pure.
+"""Frames: four bytes of length, then that many bytes of a JSON message. Pure.
 
-The store and the control links use them. Every hello carries ``PROTOCOL_VERSION``,
-and each side refuses any other version with an error that names both.
+Every hello carries ``PROTOCOL_VERSION``, and each side refuses any other version.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ PROTOCOL_VERSION = 3
 """Version of the handshake and of all messages."""
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
-"""Bytes in the body of a frame, at most."""
+"""Maximum number of bytes in the body of a frame."""
 
 _LENGTH = struct.Struct(">I")
 
@@ -25,16 +24,12 @@ T = TypeVar("T")
 
 
 class FrameError(Exception):
-    """The received bytes are not a valid frame, or a message is too long for one."""
+    """The received bytes are not a valid frame, or a message does not fit into one."""
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Return ``message`` as one frame.
-
-    Raises:
-        FrameError: The message is longer than ``MAX_FRAME_BYTES``, or a text in it has
-            a surrogate without its other half.
-    """
+    """Return ``message`` as one frame. Raises ``FrameError`` if it exceeds
+    ``MAX_FRAME_BYTES`` or has a lone surrogate."""
     try:
         body = _encoder.encode(message)
     except UnicodeEncodeError as error:
@@ -45,15 +40,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode_length(prefix: bytes, limit: int = MAX_FRAME_BYTES) -> int:
-    """Return the length of the body that follows a prefix.
-
-    Args:
-        prefix: The first four bytes of a frame.
-        limit: Longest body that is allowed, in bytes.
-
-    Raises:
-        FrameError: The prefix announces a longer body.
-    """
+    """Return the body's length, from the first four bytes of a frame."""
     length: int = _LENGTH.unpack(prefix)[0]
     if length > limit:
         raise FrameError(
@@ -64,15 +51,6 @@ def decode_length(prefix: bytes, limit: int = MAX_FRAME_BYTES) -> int:
 
 
 def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """Return the message in the body of a frame.
-
-    Args:
-        body: The body.
-        decoder: Decoder of the messages that are expected.
-
-    Raises:
-        FrameError: The body is not JSON, or not one of these messages.
-    """
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

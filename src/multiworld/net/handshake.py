@@ -1,4 +1,4 @@
-"""The handshake that begins every connection: hello, challenge, proof.
+"""The handshake that starts every connection: hello, challenge, proof.
 
 ::
 
@@ -8,13 +8,12 @@
     proof over hello and challenge ->
                                          <- ok, and the acceptor's own proof
 
-Each side is a generator: it yields the message to send and receives the one that came
-back. It does no I/O itself (it draws random numbers), so that streams, plain sockets
-and threads can share it.
+Each side is a generator: it yields the message to send and receives the reply. It does
+no I/O itself (it draws random numbers), so streams, plain sockets and threads share it.
 
 The proofs are HMACs (SHA-256) over the hello and the challenge. Both contain fresh
-random values, so a recorded proof is worthless later. The acceptor proves itself last,
-so that a stranger gets nothing from it to test guesses of the secret against.
+random values, so a recorded proof is worthless later. The acceptor proves itself last:
+a stranger receives nothing against which it could test guesses of the secret.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from multiworld.net.handshake_messages import Answer, Hello, Proof
 from multiworld.net.security import Security
 
 HELLO_BYTES = 16 * 1024
-"""Bytes in a handshake frame, at most: the other side is not authenticated yet."""
+"""Maximum number of bytes in a handshake frame: the peer is not authenticated yet."""
 
 HELLO_S = 5.0
-"""Seconds that a handshake may take."""
+"""Maximum number of seconds for a handshake."""
 
 MAX_GREETING = 256
-"""Handshakes in progress at once, at most. One more closes the oldest, which is never
+"""Maximum number of handshakes in progress. One more closes the oldest, which is never
 a connection that answers without delay."""
 
 
@@ -57,8 +56,8 @@ class HandshakeError(ConnectionRefusedError):
 
     Attributes:
         kind: "version", "secret", "tls", "refused" or "malformed".
-        theirs: Protocol version of the other side; 0 if it sent none.
-        answer: Message to send to the other side, if any.
+        theirs: Protocol version of the peer; 0 if it sent none.
+        answer: Message to send to the peer, if any.
     """
 
     def __init__(
@@ -69,17 +68,9 @@ class HandshakeError(ConnectionRefusedError):
 
 
 def dialing(hello: Hello, security: Security) -> Generator[bytes, bytes, None]:
-    """Yield the dialer's frames; receive the bodies of the acceptor's.
-
-    Args:
-        hello: Purpose of the connection, as the acceptor expects it.
-        security: The secret to prove, and to demand proof of.
-
-    Raises:
-        HandshakeError: The acceptor speaks another version, does not prove that it
-            holds the secret, or refused the connection.
-        FrameError: The acceptor does not speak the protocol.
-    """
+    """Yield the dialer's frames; receive the bodies of the acceptor's. Raises
+    ``HandshakeError`` if the acceptor speaks another version, does not prove that it
+    holds the secret, or refuses; ``FrameError`` if it speaks another protocol."""
     ours = frames.PROTOCOL_VERSION
     is_sealed = bool(security.secret)
     greeting = msgspec.structs.replace(
@@ -121,19 +112,9 @@ def dialing(hello: Hello, security: Security) -> Generator[bytes, bytes, None]:
 
 
 def accepting(greeting: Hello, security: Security) -> Generator[bytes, bytes, Answer]:
-    """Yield the acceptor's frames; return its last message, which says "ok".
-
-    The caller sends the returned message once it has decided to keep the connection.
-
-    Args:
-        greeting: The dialer's first message.
-        security: The secret that the dialer must prove.
-
-    Raises:
-        HandshakeError: The dialer speaks another version, or does not prove that it
-            holds the secret.
-        FrameError: The dialer's second frame is not valid.
-    """
+    """Yield the acceptor's frames; return its last message, which says "ok". The caller
+    sends that message once it has decided to keep the connection. Errors are as for
+    ``dialing``."""
     ours = frames.PROTOCOL_VERSION
     if greeting.multiworld != ours:
         raise _other_version(greeting.multiworld)
@@ -154,16 +135,7 @@ def accepting(greeting: Hello, security: Security) -> Generator[bytes, bytes, An
 
 
 def decode_hello(body: bytes, decoder: msgspec.json.Decoder[Hello]) -> Hello:
-    """Return the hello in the body of a dialer's first frame.
-
-    Args:
-        body: The body.
-        decoder: Decoder of the hellos that are expected.
-
-    Raises:
-        HandshakeError: The dialer speaks another version, whose hellos may differ.
-        FrameError: The body is not a valid hello.
-    """
+    """Return a first frame's hello; ``HandshakeError`` if of another version."""
     try:
         return frames.decode_body(body, decoder)
     except FrameError:
@@ -174,13 +146,12 @@ def decode_hello(body: bytes, decoder: msgspec.json.Decoder[Hello]) -> Hello:
 
 
 def refusal(why: str, kind: str = "") -> Answer:
-    """Return the last message to a peer whose connection is unwanted."""
+    """Return the last message to a peer whose connection is refused."""
     ours = frames.PROTOCOL_VERSION
     return Answer(multiworld=ours, error=why, kind=kind)
 
 
 def _values(greeting: Hello) -> Any:
-    """Return the greeting as JSON values, for a proof."""
     return msgspec.to_builtins(greeting)
 
 

@@ -1,6 +1,6 @@
 """Base of all control messages, and the messages of the handshake. Pure.
 
-Messages are encoded in one place, ``frames``.
+``frames`` encodes every message.
 """
 
 from __future__ import annotations
@@ -9,17 +9,12 @@ import msgspec
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="op", tag=True):
-    """One message; the name of its type is its tag."""
+    """Base of control messages; a message's type name is its tag."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """The dialer's first message; subclasses add the purpose of the connection.
-
-    Attributes:
-        multiworld: Version of the protocol.
-        fresh: Random value of the dialer.
-        sealed: Whether the dialer has a secret.
-    """
+    ``fresh`` is a random value; ``sealed`` is True if the dialer has a secret."""
 
     multiworld: int = 0
     fresh: str = ""
@@ -30,12 +25,11 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A message of the acceptor.
 
     Attributes:
-        multiworld: Version of the protocol; 0 if it sent none.
-        ok: True in the last message to a dialer that is accepted.
-        challenge: Random value that the dialer must prove its secret over; or empty.
+        multiworld: Version of the protocol; 0 if the peer sent none.
+        ok: True in the last message to an accepted dialer.
+        challenge: Random value that the dialer's proof must cover; or empty.
         proof: The acceptor's own proof; empty without a secret.
-        error: Reason for a refusal.
-        kind: Kind of the refusal, as in ``HandshakeError``; empty if it needs none.
+        kind: Kind of the refusal, as in ``HandshakeError``; or empty.
     """
 
     multiworld: int = 0

@@ -1,9 +1,9 @@
 """The listener: accepts connections, authenticates and refuses them.
 
-A ``Listener`` accepts on its sockets and hands over only connections that completed the
-handshake. It closes and counts all others, and logs a sample of them. A connection that
-takes longer than ``HELLO_S`` is closed; if too many handshakes are in progress, the
-oldest is.
+A ``Listener`` accepts on its sockets and passes on only connections that completed the
+handshake. It closes and counts all others, and logs a sample of them. It closes a
+connection that takes longer than ``HELLO_S``; if too many handshakes are in progress,
+it closes the oldest.
 """
 
 from __future__ import annotations
@@ -47,65 +47,36 @@ ACCEPTS_A_TURN = 16
 
 
 class Acceptor(Protocol):
-    """The owner of accepted connections.
-
-    Attributes:
-        hellos: Type of the hellos that it expects, a subclass of ``Hello`` or several.
-    """
+    """The owner of accepted connections. ``hellos`` is the type of the expected hellos:
+    a subclass of ``Hello``, or several."""
 
     hellos: Any
 
     def security_for(self, hello: Hello) -> Security | None:
-        """Return the security for a connection with this hello, or None.
-
-        None stands for the listener's own, with TLS if that is on. A connection with
-        any other security does not need TLS.
-
-        Raises:
-            HandshakeError: The connection is refused whatever it can prove.
-        """
+        """Return the security for a connection with this hello, or None. None stands
+        for the listener's own, with TLS if that is on. A connection with any other
+        security does not need TLS. ``HandshakeError`` refuses the connection regardless
+        of what it can prove."""
 
     def refusal(self, hello: Hello) -> str | None:
-        """Return why a connection with this hello is unwanted, or None."""
+        """Return why to refuse a connection with this hello, or None."""
 
     def take(self, stream: Stream, hello: Hello) -> None:
-        """Own the connection from now on."""
+        """Take ownership of the connection."""
 
     def turned_away(self, hello: Hello, error: HandshakeError, where: object) -> None:
-        """React to a refused connection whose hello could be read.
-
-        Args:
-            hello: The connection's first message.
-            error: The reason for the refusal.
-            where: The remote socket address.
-        """
+        """React to a refused connection whose hello could be read."""
 
 
 async def read_frame(stream: Stream, limit: int = HELLO_BYTES) -> bytes:
-    """Read one frame of at most ``limit`` bytes, and return its body.
-
-    Raises:
-        FrameError: The frame is too long.
-        ConnectionResetError: The other side closed the connection within the frame.
-        OSError: The connection failed.
-
-    Cancellation:
-        Not safe: a frame that was read in part is lost, so close the stream.
-    """
+    """Read one frame of at most ``limit`` bytes, and return its body. Cancelling loses
+    the part of the frame that was read, so close the stream."""
     length = frames.decode_length(await read_exactly(stream, 4), limit)
     return await read_exactly(stream, length)
 
 
 class Listener:
-    """A listener on one or more sockets, until it is closed.
-
-    Args:
-        sockets: Bound, listening sockets. The listener owns them from now on.
-        acceptor: Owner of the accepted connections.
-        security: Secret and TLS that connections must use.
-        logger: Logger for refused connections.
-        what: Name of this listener in the log.
-    """
+    """Listens on one or more sockets, which it owns, until it is closed."""
 
     def __init__(
         self,
@@ -129,17 +100,10 @@ class Listener:
 
     @property
     def refused(self) -> Counter[str]:
-        """Number of refused connections, by kind."""
         return self._refusals.counts
 
     def count(self, kind: str, where: object, why: object) -> None:
-        """Count a connection that misbehaved after its handshake, and maybe log it.
-
-        Args:
-            kind: Kind of misbehaviour, as in ``refused``.
-            where: The remote address, for the log.
-            why: The evidence, for the log.
-        """
+        """Count a connection that misbehaved after its handshake, and maybe log it."""
         self._refusals.add(kind, where, why)
 
     def filenos(self) -> list[int]:
@@ -163,10 +127,7 @@ class Listener:
 
     async def close(self) -> None:
         """Stop listening and wait until every handshake in progress has ended.
-
-        Cancellation:
-            The listener is closed all the same; only the wait ends.
-        """
+        Cancelling stops the wait; the listener is closed all the same."""
         greeting = list(self._greeting)
         self.close_nowait()
         await asyncio.gather(*self._listening, *greeting, return_exceptions=True)
@@ -210,7 +171,7 @@ class Listener:
             sock.close()
 
     async def _try(self, sock: socket.socket, where: object) -> None:
-        """Do the handshake; hand the connection over, or close it."""
+        """Do the handshake; pass the connection on, or close it."""
         refused = self._refusals
         stream: Stream = sock
         kept = False
@@ -272,7 +233,7 @@ async def _shake(stream: Stream, hello: Hello, security: Security) -> Answer:
 
 
 async def _speaks_tls(sock: socket.socket) -> bool:
-    """Tell whether TLS follows: it begins with byte 22, a frame of ours with 0."""
+    """Return whether TLS follows: it starts with byte 22, our frames with byte 0."""
     while True:
         try:
             return sock.recv(1, socket.MSG_PEEK) == b"\x16"

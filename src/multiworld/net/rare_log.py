@@ -10,16 +10,12 @@ AGAIN_S = 60.0
 """Seconds after which the same cause is logged again."""
 
 MAX_CAUSES = 1000
-"""Causes that are remembered; the oldest is forgotten first."""
+"""Maximum number of remembered causes; the oldest is forgotten first."""
 
 
 class RareLog:
-    """Logs every cause once in ``AGAIN_S``, with the number of times it came meanwhile.
-
-    Args:
-        logger: The logger.
-        clock: Returns the monotonic time in seconds.
-    """
+    """Logs each cause once in ``AGAIN_S``, with the number of suppressed
+    repetitions."""
 
     def __init__(
         self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic
@@ -29,18 +25,13 @@ class RareLog:
         self._hidden: dict[str, int] = {}
 
     def error(self, what: str, error: Exception) -> None:
-        """Log an error, unless the same one was logged a short time ago.
-
-        Args:
-            what: What failed, in words; with the error it is the cause.
-            error: The error.
-        """
+        """Log an error unless ``what`` failed with the same one within ``AGAIN_S``."""
         cause = f"{what}: {error}"
         now = self._clock()
         if now - self._logged_at.get(cause, -AGAIN_S) < AGAIN_S:
             self._hidden[cause] = self._hidden.get(cause, 0) + 1
             return
-        self._logged_at.pop(cause, None)  # the order of the dict is that of the times
+        self._logged_at.pop(cause, None)  # keeps the dict in order of time
         self._logged_at[cause] = now
         if len(self._logged_at) > MAX_CAUSES:
             oldest = next(iter(self._logged_at))

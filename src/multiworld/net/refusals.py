@@ -1,7 +1,7 @@
 """Counts and log lines of refused connections.
 
-A port scanner must not fill the log. So the first refusal of each kind is logged, and
-then at most one every ten seconds, with the number of those that were not.
+A port scanner must not fill the log, so at most one refusal of each kind is logged in
+ten seconds, with the number of suppressed ones.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections import Counter
 
 EVERY_S = 10.0
-"""Seconds between two log lines of one kind, at least."""
+"""Minimum number of seconds between two log lines of one kind."""
 
 
 class Refusals:
@@ -28,13 +28,8 @@ class Refusals:
         self.counts: Counter[str] = Counter()
 
     def add(self, kind: str, where: object, why: object) -> None:
-        """Count a refusal; log it unless its kind was logged recently.
-
-        Args:
-            kind: Kind of refusal, as in ``counts``.
-            where: The remote address; empty for this host.
-            why: The reason.
-        """
+        """Count a refusal; log it unless its kind was logged recently. ``where`` is the
+        remote address, empty for this host."""
         self.counts[kind] += 1
         now = time.monotonic()
         at, count = self._logged.get(kind, (now - EVERY_S, 0))

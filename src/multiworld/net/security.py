@@ -1,8 +1,8 @@
 """Authentication of peers and encryption: a shared secret and TLS.
 
-Programs pass a ``Security`` to a ``WorldManager`` or to a store, or the environment
-sets it. The command line never does, because other users of the machine could read the
-secret there.
+Programs pass a ``Security`` to a ``WorldManager`` or to a store, or set it through the
+environment. The command line never does, because other users of the machine could read
+the secret there.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from multiworld.errors import ConfigError
 __all__ = ["Security", "Tls"]
 
 MINIMUM_BYTES = 16
-"""Bytes in a secret, at least. Whoever recorded a challenge and its answer can test
-guesses offline, so the secret must be too long to guess. ``openssl rand -hex 32`` makes
-a good one."""
+"""Minimum number of bytes in a secret. An attacker who recorded a challenge and its
+answer can test guesses offline, so the secret must be too long to guess. ``openssl rand
+-hex 32`` makes a good one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +90,12 @@ class Security:
     Attributes:
         secret: Secret shared by all members and the store; empty for none. Each side
             proves that it holds the secret; it is never sent.
-        tls: Certificates; None switches TLS off. TLS encrypts everything but the
+        tls: Certificates; None switches TLS off. TLS encrypts everything except the
             heartbeats, which carry an HMAC instead.
-        open_backends: Whether a secret may be combined with backends whose own data
+        open_backends: Whether to allow a secret together with backends whose own data
             connections use neither secret nor TLS (``gloo``, ``nccl``). With TLS they
-            are refused in any case: torch's wheels have no TLS for Gloo, and a world
-            that is encrypted only in part is not encrypted.
+            are always refused: torch's wheels have no TLS for Gloo, and a world that
+            is encrypted only in part is not encrypted.
 
     Raises:
         ConfigError: The secret is shorter than 16 bytes.
@@ -106,7 +106,6 @@ class Security:
     open_backends: bool = False
 
     def __post_init__(self) -> None:
-        """Check the secret."""
         if self.secret and len(self.secret) < MINIMUM_BYTES:
             rule = (
                 f"{MINIMUM_BYTES} bytes or more (MULTIWORLD_SECRET, or the content of "
@@ -150,10 +149,10 @@ class Security:
         return hmac.new(self.secret, text.encode(), hashlib.sha256).hexdigest()
 
     def is_proof(self, proof: object, role: str, *parts: object) -> bool:
-        """Tell whether a proof was made with the secret, in constant time.
+        """Return whether a proof was made with the secret, in constant time.
 
         Args:
-            proof: The proof, as received; any JSON value.
+            proof: The received proof; any JSON value.
             role: Purpose of the proof, as for ``proof``.
             parts: JSON values that the proof must cover.
         """

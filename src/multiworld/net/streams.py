@@ -1,9 +1,7 @@
 """Non-blocking streams: connected sockets, plain or under TLS.
 
-A ``TlsStream`` has those methods of a non-blocking socket that lanes and links use.
-Like a socket, it raises ``BlockingIOError`` where it would have to wait. ``pending``
-counts the bytes that OpenSSL has decrypted but not handed out; the event loop cannot
-see them.
+A ``TlsStream`` has the methods of a non-blocking socket that lanes and links use. Like
+a socket, it raises ``BlockingIOError`` where it would have to wait.
 """
 
 from __future__ import annotations
@@ -15,11 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 RECORD_BYTES = 16 * 1024
-"""Payload of one TLS record, in bytes, at most (RFC 8446)."""
+"""Maximum payload of one TLS record, in bytes (RFC 8446)."""
 
 
 class Stream(Protocol):
-    """A connection, as lanes and links use it; a non-blocking socket is one."""
+    """A connection, as lanes and links use it; a non-blocking socket is one. Reads and
+    writes raise ``BlockingIOError`` instead of waiting."""
 
     @property
     def family(self) -> int:
@@ -29,35 +28,16 @@ class Stream(Protocol):
         """Return the descriptor, or -1 once closed."""
 
     def recv(self, size: int, /) -> bytes:
-        """Return at most ``size`` received bytes; none at the end of the stream.
-
-        Raises:
-            BlockingIOError: Nothing has arrived.
-        """
+        """Return at most ``size`` received bytes; none at the end of the stream."""
 
     def recvmsg_into(self, buffers: Sequence[memoryview], /) -> tuple[Any, ...]:
-        """Read into buffers, one after the other.
-
-        Returns:
-            A tuple whose first item is the number of bytes read.
-
-        Raises:
-            BlockingIOError: Nothing has arrived.
-        """
+        """Fill buffers in order; the first item returned is the number of bytes."""
 
     def send(self, data: bytes | bytearray | memoryview, /) -> int:
-        """Write; return the number of bytes taken.
-
-        Raises:
-            BlockingIOError: The connection takes none now.
-        """
+        """Write; return the number of bytes taken."""
 
     def sendmsg(self, pieces: Sequence[bytes | memoryview], /) -> int:
-        """Write several pieces; return the number of bytes taken.
-
-        Raises:
-            BlockingIOError: The connection takes none now.
-        """
+        """Write several pieces; return the number of bytes taken."""
 
     def shutdown(self, how: int, /) -> None:
         """Shut down one direction; ``how`` is as for ``socket.shutdown``."""
@@ -67,48 +47,31 @@ class Stream(Protocol):
 
 
 class TlsStream:
-    """A connection under TLS, after its TLS handshake.
-
-    OpenSSL demands that bytes it did not take are offered again first. Lanes and links
-    write in order, so they comply.
-    """
+    """A connection under TLS, after its TLS handshake. OpenSSL demands that bytes it
+    did not take are offered again first. Lanes and links comply, because they write in
+    order."""
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._sock = sock
 
     @property
     def family(self) -> int:
-        """The address family."""
         return self._sock.family
 
     def fileno(self) -> int:
-        """Return the descriptor, or -1 once closed."""
         return self._sock.fileno()
 
     def pending(self) -> int:
-        """Return the number of readable bytes that the event loop cannot see."""
+        """Return the number of decrypted bytes, which the event loop cannot see."""
         return self._sock.pending()
 
     def recv(self, size: int, /) -> bytes:
-        """Return at most ``size`` received bytes; none at the end of the stream.
-
-        Raises:
-            BlockingIOError: Nothing has arrived.
-        """
         try:
             return self._sock.recv(size)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             raise BlockingIOError from error
 
     def recvmsg_into(self, buffers: Sequence[memoryview], /) -> tuple[Any, ...]:
-        """Read into buffers, one after the other.
-
-        Returns:
-            A tuple whose first item is the number of bytes read.
-
-        Raises:
-            BlockingIOError: Nothing has arrived.
-        """
         count = 0
         for buffer in buffers:
             try:
@@ -123,22 +86,13 @@ class TlsStream:
         return (count,)
 
     def send(self, data: bytes | bytearray | memoryview, /) -> int:
-        """Write at most one TLS record; return the number of bytes taken.
-
-        Raises:
-            BlockingIOError: The connection takes none now.
-        """
+        """Write at most one TLS record; return the number of bytes taken."""
         try:
             return self._sock.send(memoryview(data)[:RECORD_BYTES])
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             raise BlockingIOError from error
 
     def sendmsg(self, pieces: Sequence[bytes | memoryview], /) -> int:
-        """Write several pieces; return the number of bytes taken.
-
-        Raises:
-            BlockingIOError: The connection takes none now.
-        """
         if sum(map(len, pieces)) <= RECORD_BYTES:
             return self.send(b"".join(pieces))
         written = 0
@@ -156,11 +110,10 @@ class TlsStream:
         return written
 
     def shutdown(self, how: int, /) -> None:
-        """Shut down one direction of the socket below, without a TLS goodbye."""
+        """Shut down one direction of the socket below, without a TLS close alert."""
         self._sock.shutdown(how)
 
     def close(self) -> None:
-        """Close the connection."""
         self._sock.close()
 
 
@@ -183,35 +136,20 @@ async def _ready(
 
 
 async def wait_readable(sock: socket.socket | Stream) -> None:
-    """Wait until bytes can be read, or the connection has ended.
-
-    Cancellation:
-        Safe.
-    """
+    """Wait until bytes can be read, or the connection has ended."""
     loop = asyncio.get_running_loop()
     await _ready(sock.fileno(), loop.add_reader, loop.remove_reader)
 
 
 async def wait_writable(sock: socket.socket | Stream) -> None:
-    """Wait until bytes can be written, or the connection has ended.
-
-    Cancellation:
-        Safe.
-    """
+    """Wait until bytes can be written, or the connection has ended."""
     loop = asyncio.get_running_loop()
     await _ready(sock.fileno(), loop.add_writer, loop.remove_writer)
 
 
 async def read_exactly(stream: Stream, count: int) -> bytes:
-    """Read exactly ``count`` bytes.
-
-    Raises:
-        ConnectionResetError: The other side closed the connection before that.
-        OSError: The connection failed.
-
-    Cancellation:
-        Not safe: the bytes read so far are lost, so close the stream.
-    """
+    """Read exactly ``count`` bytes; ``ConnectionResetError`` if the stream ends before.
+    Cancelling loses the bytes read so far, so close the stream."""
     data = b""
     while len(data) < count:
         try:
@@ -226,14 +164,8 @@ async def read_exactly(stream: Stream, count: int) -> bytes:
 
 
 async def write_all(stream: Stream, data: bytes) -> None:
-    """Write all of ``data``.
-
-    Raises:
-        OSError: The connection failed.
-
-    Cancellation:
-        Not safe: an unknown part has been written, so close the stream.
-    """
+    """Write all of ``data``. Cancelling leaves an unknown part written, so close the
+    stream."""
     while data:
         try:
             data = data[stream.send(data) :]
@@ -242,27 +174,14 @@ async def write_all(stream: Stream, data: bytes) -> None:
 
 
 _handshaking: set[ssl.SSLSocket] = set()
-"""Connections within their TLS handshake; a forked child must close them too."""
+"""Connections in their TLS handshake; a forked child must close them too."""
 
 
 async def start_tls(
     sock: socket.socket, context: ssl.SSLContext, *, is_server: bool
 ) -> TlsStream:
-    """Do the TLS handshake and return the encrypted stream.
-
-    Args:
-        sock: A connected, non-blocking socket. The stream owns it from now on; on an
-            error it is closed.
-        context: Certificates and settings, from ``Tls.context``.
-        is_server: True for the side that accepted the connection.
-
-    Raises:
-        ssl.SSLError: The other side has no trusted certificate, or does not use TLS.
-        OSError: The connection failed.
-
-    Cancellation:
-        Closes the socket.
-    """
+    """Do the TLS handshake and return the encrypted stream, which owns ``sock``. An
+    error or cancellation closes ``sock``."""
     wrapped = context.wrap_socket(
         sock, server_side=is_server, do_handshake_on_connect=False
     )
@@ -285,5 +204,5 @@ async def start_tls(
 
 
 def handshaking_filenos() -> list[int]:
-    """Return the descriptors of connections within their TLS handshake."""
+    """Return the descriptors of connections in their TLS handshake."""
     return [sock.fileno() for sock in _handshaking if sock.fileno() >= 0]

@@ -13,13 +13,13 @@ TCP_RTO_MAX_MS = 44
 """Linux socket options that Python 3.11 has no names for."""
 
 RETRANSMIT_MS = 1000
-"""Milliseconds between TCP retransmissions, at most: the smallest value that Linux
-allows (from 6.15 on). By default the pauses double up to two minutes, so that after an
+"""Maximum milliseconds between TCP retransmissions: the smallest value that Linux
+allows (from 6.15 on). By default the pauses double up to two minutes, so after an
 outage a connection would stay silent for as long again as the outage lasted."""
 
 UNACKNOWLEDGED_MS = 15 * 60 * 1000
-"""Milliseconds that data may stay unacknowledged. This is about the kernel's default.
-The kernel counts retries, and with short pauses it would give up much earlier, but the
+"""Maximum milliseconds that data may stay unacknowledged: about the kernel's default.
+The kernel counts retries and, with short pauses, would give up much earlier. But the
 failure detector decides which peers are lost, not TCP."""
 
 
@@ -36,12 +36,12 @@ def persist(sock: socket.socket) -> None:
 
 
 UNIX_BUFFER_BYTES = 1 << 20
-"""Bytes in the buffers of a Unix socket. Linux's default of 208 KiB is so small that a
+"""Bytes in each buffer of a Unix socket. Linux's default of 208 KiB is so small that a
 stream keeps stopping."""
 
 
 def tune(sock: socket.socket) -> None:
-    """Set the options of a new connection: non-blocking, no delay, large buffers."""
+    """Make a new connection non-blocking, without delay, and with large buffers."""
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)
@@ -52,16 +52,8 @@ def tune(sock: socket.socket) -> None:
 
 
 async def resolve(host: str, port: int) -> tuple[int, Any]:
-    """Return the address family and socket address of ``host``.
-
-    A numeric address needs no look-up.
-
-    Raises:
-        OSError: The name cannot be resolved.
-
-    Cancellation:
-        Safe; a look-up in progress ends in its thread.
-    """
+    """Return the address family and socket address of ``host``. A numeric address needs
+    no look-up. A cancelled look-up ends in its thread."""
     try:
         version = ipaddress.ip_address(host).version
     except ValueError:

@@ -1,7 +1,6 @@
-"""A blocking connection to a store's values, for threads without an event loop.
+"""Blocking connection to a store's values, for threads without an event loop.
 
-c10d calls its store from C++ threads and waits inside the call. A lock makes sure that
-one thread at a time uses a connection.
+c10d waits in its C++ threads; a lock lets one thread at a time use the connection.
 """
 
 from __future__ import annotations
@@ -24,22 +23,11 @@ from multiworld.rendezvous.store_session import refused_by
 R = TypeVar("R")
 
 SLACK_S = 5.0
-"""Seconds to wait for an answer beyond the store's own deadline."""
+"""Seconds to wait for a reply beyond the store's own deadline."""
 
 
 class BlockingValues:
-    """Keys and values of a store, one request at a time.
-
-    Args:
-        address: The store.
-        timeout_s: Seconds to wait for the connection and the handshake.
-        security: Secret and TLS, as the store has them.
-
-    Raises:
-        StoreUnreachableError: The store cannot be reached.
-        WrongSecretError: The store holds another secret.
-        ProtocolVersionError: The store speaks another version of the protocol.
-    """
+    """Keys and values of a store; ``timeout_s`` limits only connecting."""
 
     def __init__(
         self, address: StoreAddress, timeout_s: float, security: Security
@@ -75,11 +63,10 @@ class BlockingValues:
             raise
 
     def fileno(self) -> int:
-        """Return the socket's descriptor, or -1 once closed."""
         return self._sock.fileno()
 
     def close(self) -> None:
-        """Close the connection; a thread that waits for an answer gets an error."""
+        """Close the connection; a thread that waits for a reply gets an error."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -87,16 +74,7 @@ class BlockingValues:
         self._sock.close()
 
     def request(self, message: ValueRequest, kind: type[R]) -> R:
-        """Send a request and return the store's result.
-
-        Args:
-            message: The request; its number is set here.
-            kind: Type of the result.
-
-        Raises:
-            WorldTimeoutError: The keys had no value before ``deadline_s`` had passed.
-            StoreUnreachableError: The connection ended, or the store did not answer.
-        """
+        """Send a request, with its number set here, and return the store's result."""
         with self._lock:
             self._requests += 1
             message = msgspec.structs.replace(message, request=self._requests)

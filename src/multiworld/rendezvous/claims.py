@@ -19,16 +19,10 @@ class Claimed:
     """A session claims a rank and waits for the other members.
 
     Attributes:
-        session: The session that claims.
-        request: Number of the request within the session.
-        world: The world's name.
-        rank: The rank it claims.
-        size: The world size it asks for.
         terms: Options that all members must agree on, in words.
-        uid: Name of its manager, unique for ever.
+        uid: Globally unique name of the claiming manager.
         seen: The highest epoch of this name that it has seen.
         deadline: End of its wait, in seconds on the store's monotonic clock.
-        member: Its member record.
         fresh_nonce: Nonce of the incarnation if this claim completes it.
         place: Number of its store and count of stores; see ``registry``.
     """
@@ -60,16 +54,7 @@ class Announced:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A session no longer holds its rank in an incarnation.
-
-    Attributes:
-        session: The session.
-        world: The world's name.
-        epoch: The incarnation's epoch.
-        rank: The rank that it held.
-        lost: Ranks that it knows to be lost. The registry frees them at once, so that
-            no claim has to wait for an answer from a dead host.
-    """
+    """A session gives up its rank; the ranks that it knows to be lost are freed too."""
 
     session: SessionKey
     world: str
@@ -80,15 +65,13 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """A session withdrew a claim."""
-
     session: SessionKey
     request: RequestKey
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A holder answered the question whether it still holds its rank."""
+    """A holder answered whether it still holds its rank."""
 
     session: SessionKey
     ask: int
@@ -97,8 +80,6 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class SessionEnded:
-    """The connection of a session has ended."""
-
     session: SessionKey
 
 
@@ -112,7 +93,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Time has advanced: deadlines must be checked."""
+    """Time has advanced; deadlines must be checked."""
 
 
 Happening = (
@@ -133,7 +114,7 @@ Happening = (
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer a claim."""
+    """The outcome of a claim."""
 
     session: SessionKey
     request: RequestKey
@@ -142,7 +123,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class AskHolder:
-    """Ask a holder whether it still holds its rank."""
+    """Question to a holder: does it still hold its rank?"""
 
     session: SessionKey
     ask: int
@@ -153,14 +134,14 @@ class AskHolder:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Delete every key of an incarnation that has ended."""
+    """Deletion of every key of an incarnation that has ended."""
 
     prefix: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notify:
-    """Tell a holder that a newcomer waits for the next incarnation, or has stopped."""
+    """Notice to a holder: a newcomer waits for the next incarnation, or has stopped."""
 
     session: SessionKey
     world: str
@@ -172,7 +153,7 @@ class Notify:
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """Tell a holder that a member withdrew its claim while it was being admitted."""
+    """Notice to a holder: a member withdrew its claim during its admission."""
 
     session: SessionKey
     world: str
@@ -182,7 +163,7 @@ class Abandoned:
 
 @dataclass(frozen=True, slots=True)
 class Remember:
-    """Store the highest epoch of a name durably."""
+    """Durable storage of a name's highest epoch."""
 
     world: str
     epoch: int

@@ -1,7 +1,7 @@
-"""Deadlines by key, with the earliest one at hand. Pure.
+"""Deadlines by key, with fast access to the earliest one. Pure.
 
-A heap orders the deadlines. A key whose deadline was dropped or moved leaves its entry
-in the heap until it comes to the top, or until most entries are of that kind.
+A heap orders the deadlines. If a deadline is dropped or moved, its old entry stays in
+the heap until it reaches the top, or until most entries are outdated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 Key = TypeVar("Key")
 
 SPARE = 64
-"""Outdated entries beyond the number of keys before the heap is built anew."""
+"""Outdated entries beyond the number of keys before the heap is rebuilt."""
 
 
 class Deadlines(Generic[Key]):
@@ -28,7 +28,6 @@ class Deadlines(Generic[Key]):
         return len(self._entries)
 
     def set(self, key: Key, at: float) -> None:
-        """Set or move the deadline of ``key``."""
         entry = self._entries[key] = (at, next(self._numbers), key)
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._entries) + SPARE:
@@ -36,11 +35,9 @@ class Deadlines(Generic[Key]):
             heapq.heapify(self._heap)
 
     def drop(self, key: Key) -> None:
-        """Remove the deadline of ``key``, if it has one."""
         self._entries.pop(key, None)
 
     def next(self) -> float | None:
-        """Return the earliest deadline, or None if there is none."""
         while self._heap and self._entries.get(self._heap[0][2]) is not self._heap[0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None

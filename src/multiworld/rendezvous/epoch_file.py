@@ -1,8 +1,7 @@
-"""A file with the highest epoch of every name.
+"""A file with the highest epoch of every name, for the next start of the store.
 
-A store that restarts with the same file continues its numbers. The file has one line
-for each change, ``{"world": name, "epoch": number}``. A start rewrites it without
-outdated lines, and ignores a torn last line (the machine lost power).
+Every change appends a line, ``{"world": name, "epoch": number}``. A start rewrites the
+file without outdated lines, and ignores a torn last line (the machine lost power).
 """
 
 from __future__ import annotations
@@ -18,19 +17,11 @@ from multiworld.rendezvous.registry import RESERVE
 from multiworld.rendezvous.store_messages import MAX_EPOCH
 
 FORMAT = 1
-"""Format of the file; lines before the first release with formats have none."""
+"""Format of the file; the first releases wrote none."""
 
 
 class EpochFile:
-    """Durable epochs of one store; see the module.
-
-    Args:
-        path: The file, which is created if it does not exist.
-
-    Raises:
-        OSError: The file cannot be read or written.
-        ConfigError: Another store uses the file, or no store wrote it.
-    """
+    """Durable epochs of one store; ``ConfigError`` if another store uses the file."""
 
     def __init__(self, path: Path) -> None:
         self._lock = path.with_name(path.name + ".lock").open("w")
@@ -56,25 +47,16 @@ class EpochFile:
         self._file = path.open("a")
 
     def epochs(self) -> dict[str, int]:
-        """Return the highest epoch of every name."""
         return dict(self._epochs)
 
     def remember(self, world: str, epoch: int) -> None:
-        """Store the highest epoch of a name.
-
-        The line survives a crash of this process. It may be lost if the machine
-        crashes, because it is not synced to disk.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
+        """Store the highest epoch of a name; a crash of the machine may lose it."""
         if epoch > self._epochs.get(world, 0):
             self._epochs[world] = epoch
             _write(self._file, world, epoch)
             self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
         self._lock.close()
 

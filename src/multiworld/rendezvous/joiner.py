@@ -1,8 +1,7 @@
 """A manager's way from a claim to an admitted incarnation.
 
-``Joiner`` keeps the sessions and the embedded stores of one manager. It counts their
-users: a session closes with the last world that met there, and an embedded store with
-the last world of this process that needs it.
+``Joiner`` counts the users of the manager's sessions and embedded stores: each closes
+with the last world of this process that needs it.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ from multiworld.rendezvous.store_session import (
 logger = logging.getLogger("multiworld.store")
 
 RETURN_S = 2.0
-"""Seconds that one attempt to reconnect to a lost store may take."""
+"""Maximum seconds for one attempt to reconnect to a lost store."""
 
 MAX_RETRY_S = 0.5
-"""Seconds between two such attempts, at most. A restarted store waits only one second
+"""Maximum seconds between two such attempts. A restarted store waits only one second
 for earlier members to return."""
 
 _local_services: dict[str, StoreService] = {}
@@ -64,21 +63,12 @@ _local_services: dict[str, StoreService] = {}
 
 
 SLACK_S = 1.0
-"""Seconds after the deadline in which the store's own answer (which members are
-missing) may arrive."""
+"""Seconds after the deadline in which the store's list of absentees may arrive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Newcomer:
-    """Claim of one member on a rank.
-
-    Attributes:
-        world: The world's name.
-        rank: The rank it claims.
-        size: The world size it asks for.
-        terms: Options that all members must agree on, in words.
-        seen: The highest epoch of this name that it has seen.
-    """
+    """Claim of one member on a rank; see ``claims.Claimed``."""
 
     world: str
     rank: int
@@ -88,12 +78,7 @@ class Newcomer:
 
 
 class Joiner:
-    """Sessions and embedded stores of one manager.
-
-    Args:
-        owner: The object that answers the stores' questions.
-        security: Secret and TLS for sessions and embedded stores.
-    """
+    """Sessions and embedded stores of one manager."""
 
     def __init__(self, owner: SessionOwner, security: Security) -> None:
         self._owner, self.security = owner, security
@@ -106,24 +91,9 @@ class Joiner:
     async def enter(
         self, address: StoreAddresses, *, may_host: bool, world: str, deadline: float
     ) -> StoreSession:
-        """Return an open session with the store at an address, and count its user.
+        """Return an open session with a store; every call needs one ``leave``.
 
-        Every call needs one ``leave``.
-
-        Args:
-            address: The address or addresses of the store.
-            may_host: Embed the store if nobody serves the address and it belongs to
-                this host.
-            world: The world to join, for the store's log.
-            deadline: End of the attempts, in seconds on the event loop's clock.
-
-        Raises:
-            StoreUnreachableError: No store answered in time.
-            ProtocolVersionError: The store speaks another version of the protocol.
-            WrongSecretError: The store holds another secret.
-
-        Cancellation:
-            Safe; nothing stays open.
+        With ``may_host``, embed the store if nobody serves its address on this host.
         """
         self._users[address] = self._users.get(address, 0) + 1
         try:
@@ -137,23 +107,7 @@ class Joiner:
     async def reopen(
         self, address: StoreAddresses, *, may_host: bool, world: str, deadline: float
     ) -> StoreSession:
-        """Return an open session with a store that this manager has entered.
-
-        Args:
-            address: As for ``enter``.
-            may_host: As for ``enter``.
-            world: As for ``enter``.
-            deadline: As for ``enter``.
-
-        Raises:
-            RendezvousError: The last user has left the store.
-            StoreUnreachableError: As for ``enter``.
-            ProtocolVersionError: As for ``enter``.
-            WrongSecretError: As for ``enter``.
-
-        Cancellation:
-            Safe; a store embedded by this call stays until the last ``leave``.
-        """
+        """Return an open session with a store that this manager has entered."""
         if address not in self._users:
             raise RendezvousError(f"this manager no longer uses the store at {address}")
         async with self._opening.setdefault(address, asyncio.Lock()):
@@ -168,10 +122,7 @@ class Joiner:
         return session
 
     def _lost(self, address: StoreAddresses) -> None:
-        """Reconnect in the background.
-
-        A store must know which ranks are held before it admits anybody.
-        """
+        """Reconnect: a store must know the held ranks before it admits anybody."""
         if address in self._users and address not in self._returning:
             loop = asyncio.get_running_loop()
             self._returning[address] = loop.create_task(
@@ -220,11 +171,9 @@ class Joiner:
             returning.cancel()
 
     def session(self, address: StoreAddresses) -> StoreSession | None:
-        """Return the session with the store at ``address``, or None."""
         return self._sessions.get(address)
 
     def close_nowait(self) -> None:
-        """Close every session and embedded store."""
         self._users.clear()
         for address in list(self._returning):
             self._stay_away(address)
@@ -235,14 +184,13 @@ class Joiner:
         self._sessions.clear()
 
     def filenos(self) -> list[int]:
-        """Return the descriptors that a forked child must close."""
         found = [fd for store in self._stores.values() for fd in store.filenos()]
         wires = [getattr(s._wire, "fileno", None) for s in self._sessions.values()]
         return found + [wire() for wire in wires if wire is not None]
 
     async def _host(self, addresses: StoreAddresses) -> None:
-        # One of several stores is always a separate service: different members could
-        # otherwise embed different ones.
+        # With several addresses no store is embedded: different members could embed
+        # different ones.
         if addresses.is_local or addresses in self._stores or len(addresses.stores) > 1:
             return
         (address,) = addresses.stores
@@ -251,8 +199,8 @@ class Joiner:
                 address.host, address.port, security=self.security
             )
         except OSError as error:
-            # In use: somebody serves the address, and ``connect`` finds out who. Not
-            # available: the store is on another host.
+            # In use: the address is served, and ``connect`` checks by what.
+            # Not available: the store is on another host.
             if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
                 return
             raise StoreUnreachableError(
@@ -288,7 +236,7 @@ class Joiner:
 
 
 class _DisposableWire(LocalConnection):
-    """Connection to an in-process store, which it closes if it is the last one."""
+    """Connection to an in-process store, which closes with its last connection."""
 
     def __init__(self, name: str, service: StoreService, session: StoreSession) -> None:
         super().__init__(service, session)
@@ -303,16 +251,7 @@ class _DisposableWire(LocalConnection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survivor:
-    """Claim of a survivor of a broken world on a rank in a smaller one.
-
-    Attributes:
-        world: The world's name.
-        epoch: Epoch of the incarnation that broke.
-        rank: Its rank in that incarnation.
-        size: World size of that incarnation.
-        terms: Options that all survivors must agree on, in words.
-        lost: Ranks to go on without.
-    """
+    """Claim of a survivor on a rank in a smaller world; see ``reform.ReformClaim``."""
 
     world: str
     epoch: int
@@ -334,31 +273,8 @@ async def meet(
 ) -> tuple[StoreSession, Incarnation]:
     """Claim a rank and wait for the other members; reopen the session if it is lost.
 
-    Args:
-        joiner: The manager's sessions.
-        addresses: The store or stores.
-        session: An open session there.
-        wanted: The claim.
-        member: This process's member record.
-        deadline: End of the wait, in seconds on the event loop's clock.
-        may_host: Embed the store if the session is lost and nobody serves the address.
-
-    Returns:
-        The session that is open now, and the incarnation that the store admitted.
-
-    Raises:
-        JoinTimeoutError: Some members did not join in time.
-        RankTakenError: Another live process holds the rank.
-        JoinMismatchError: The members asked for different worlds.
-        ProtocolVersionError: The store or a member speaks another version.
-        WrongSecretError: A holder of another secret made a member's record.
-        StaleEpochError: The other survivors went on without this process.
-        StoreUnreachableError: The store did not answer.
-        RendezvousError: The store answered with something else than the outcome of a
-            claim.
-
-    Cancellation:
-        Withdraws the claim.
+    Return the session that is open at the end, and the incarnation that the store
+    admitted. Cancelling withdraws the claim.
     """
     loop = asyncio.get_running_loop()
     while True:

@@ -7,12 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HostIdentity:
-    """Identity of a host: two processes share a host if both fields are equal.
-
-    Attributes:
-        boot: The kernel's boot id.
-        netns: Inode number of the network namespace.
-    """
+    """The kernel's boot ID and the network namespace's inode, equal on one host."""
 
     boot: str
     netns: str
@@ -20,18 +15,7 @@ class HostIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Address of a manager's listener: TCP for other hosts, a Unix socket for its own.
-
-    A manager with port 0 and no Unix name can be reached only within its own process
-    (the ``memory`` backend).
-
-    Attributes:
-        host: Host name or IP address; empty for the ``memory`` backend.
-        port: TCP port.
-        unix: Abstract name of the Unix socket.
-        boot: Boot id of the host, as in ``HostIdentity``.
-        netns: Network namespace, as in ``HostIdentity``.
-    """
+    """Address of a listener; without port and Unix name, within its process only."""
 
     host: str
     port: int
@@ -40,20 +24,12 @@ class Address:
     netns: str
 
     def is_on(self, host: HostIdentity) -> bool:
-        """Tell whether this address is on ``host``."""
         return (self.boot, self.netns) == (host.boot, host.netns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One member of one incarnation.
-
-    Attributes:
-        rank: Its rank in the world.
-        uid: Random name of its manager, unique for ever.
-        pid: Its process ID, for messages to people.
-        address: Address of its manager's listener.
-    """
+    """One member of one incarnation; ``uid`` is its manager's globally unique name."""
 
     rank: int
     uid: str
@@ -67,14 +43,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incarnation:
-    """One incarnation of a world, as the store admitted it.
-
-    Attributes:
-        world: The world's name.
-        epoch: The incarnation's epoch.
-        nonce: 63 random bits that identify the incarnation in frames and links.
-        members: The members, by rank.
-    """
+    """One admitted incarnation; its ``nonce`` of 63 random bits identifies it."""
 
     world: str
     epoch: int
@@ -83,7 +52,6 @@ class Incarnation:
 
     @property
     def size(self) -> int:
-        """World size."""
         return len(self.members)
 
 

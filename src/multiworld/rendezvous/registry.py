@@ -5,18 +5,18 @@ members). The registry settles the epoch of an incarnation when its last member 
 one more than the highest that the registry or any of the joiners has seen. So epochs
 never go back, even if the registry was lost and started empty.
 
-A claim on a held rank makes the registry ask the holder. If the holder answers, the
+A claim on a held rank makes the registry ask the holder. If the holder confirms, the
 claim is refused. If the holder is silent or its session has ended, the claim may open
 the next epoch.
 
 Members of a living incarnation may claim their own ranks in a larger one (``grow``).
-They keep their current ranks until the larger one is complete, and are told of every
-newcomer that waits. Survivors of a broken incarnation may go on without the lost
-members; see ``reform``.
+They keep their current ranks until the larger one is complete, and are notified of
+every newcomer that waits. Survivors of a broken incarnation may continue without the
+lost members; see ``reform``.
 
 Several registries can serve the same names if each has a *place*: its number, and the
-count of registries. Each gives out epochs of its own residue class modulo the count, so
-that no two ever give out the same epoch.
+count of registries. Each assigns epochs of its own residue class modulo the count, so
+that no two ever assign the same epoch.
 """
 
 from __future__ import annotations
@@ -91,27 +91,20 @@ __all__ = [
 ]
 
 ASK_S = 1.0
-"""Seconds that a holder has to answer before it counts as silent. The registry asks
-only holders whose session is open, so an answer takes one round trip and one iteration
-of the holder's event loop."""
+"""Seconds that a holder has to answer before it counts as silent. Its session is open,
+so an answer takes one round trip and one iteration of its event loop."""
 
 
 RESERVE = 1 << 40
-"""Epochs below ``MAX_EPOCH`` that nobody can claim to have seen. After a false
-announcement there are this many left for joins."""
+"""Epochs below ``MAX_EPOCH`` that nobody can claim to have seen: after a false
+announcement, this many remain for joins."""
 
 MAX_CLAIMS = 4096
-"""Claims of one session that wait at a time, at most."""
+"""Maximum number of waiting claims of one session."""
 
 
 def key_prefix(world: str, epoch: int, nonce: int) -> str:
-    """Return the prefix of the store keys that belong to one incarnation.
-
-    Args:
-        world: The world's name.
-        epoch: The incarnation's epoch.
-        nonce: The incarnation's nonce.
-    """
+    """Return the prefix of the store keys that belong to one incarnation."""
     return f"{world}/{epoch}-{nonce:016x}/"
 
 
@@ -122,11 +115,7 @@ def next_epoch(highest: int, place: tuple[int, int]) -> int:
 
 
 class Registry:
-    """State of every name of one store.
-
-    Args:
-        highest: The highest epoch of each name, stored before a restart.
-    """
+    """State of every name of one store."""
 
     def __init__(self, highest: dict[str, int] | None = None) -> None:
         self._worlds: dict[str, WorldClaims] = {}
@@ -140,12 +129,7 @@ class Registry:
         self._asks = 0
 
     def handle(self, happening: Happening, now: float) -> list[Action]:
-        """Apply one input and return the actions to carry out, in order.
-
-        Args:
-            happening: The input.
-            now: Current time, in seconds on a monotonic clock.
-        """
+        """Apply one input and return the actions to carry out, in order."""
         name = self._world_of(happening)
         actions = self._apply(happening, now)
         if name is not None:
@@ -159,7 +143,6 @@ class Registry:
         return actions
 
     def _world_of(self, happening: Happening) -> str | None:
-        """Return the world that a happening is about; None if it is not about one."""
         if isinstance(happening, Answered):
             asking = self._asking.get(happening.ask)
             return None if asking is None else asking.world
@@ -185,7 +168,6 @@ class Registry:
                 return self._tick(now)
 
     def waiting_count(self) -> int:
-        """Return the number of claims that wait for other members."""
         return len(self._deadlines)
 
     def next_deadline(self) -> float | None:
@@ -208,7 +190,7 @@ class Registry:
         return self._claim(claim, now)
 
     def _is_credible(self, name: str, epoch: int) -> bool:
-        """Tell whether an epoch that a member has seen leaves room for further ones."""
+        """Return whether an epoch that a member has seen leaves room for more."""
         return epoch <= self._highest.get(name, 0) or epoch < MAX_EPOCH - RESERVE
 
     def _add_rank(self, session: SessionKey, name: str, rank: int) -> None:
@@ -223,7 +205,7 @@ class Registry:
     def _wait(
         self, claim: Claimed | ReformClaim, rival: Claimed | ReformClaim | None
     ) -> None:
-        """Note that a claim waits, perhaps in place of an earlier one of its member."""
+        """Record a waiting claim, perhaps in place of an earlier one of its member."""
         if rival is not None:
             self._sessions.forget(rival.session, rival.request)
         self._deadlines.set(wait_key(claim), claim.deadline)
@@ -237,7 +219,7 @@ class Registry:
         holder = current.holders.get(claim.rank) if current else None
         if current is None or holder is None:
             return self._admit(world, claim)
-        if holder.uid == claim.uid:  # it keeps its rank until the next is complete
+        if holder.uid == claim.uid:  # it keeps its rank until the next one is complete
             return self._admit(world, claim)
         return self._ask(world, current, holder.session, claim, now)
 
@@ -276,7 +258,7 @@ class Registry:
     def _answered(self, answer: Answered, now: float) -> list[Action]:
         asking = self._asking.get(answer.ask)
         if asking is None or asking.holder != answer.session:
-            return []  # too late, or of one that was not asked
+            return []  # too late, or from a session that was not asked
         self._asked(answer.ask)
         if answer.holds:
             return [taken(claim) for claim in asking.claims]
@@ -345,7 +327,7 @@ class Registry:
         return [*actions, *(Reply(c.session, c.request, outcome) for c in claims)]
 
     def _notify(self, claim: Claimed, *, is_gone: bool) -> list[Action]:
-        """Tell the holders of the living incarnation about a claim that waits."""
+        """Notify the holders of the living incarnation of a claim that waits."""
         world = self._worlds.get(claim.world)
         current = None if world is None else world.current
         if current is None or world is None:
@@ -496,10 +478,10 @@ class Registry:
     def _abandon(
         self, name: str, session: SessionKey, request: RequestKey
     ) -> list[Action]:
-        """Tell the holders that a member withdrew its claim while it was admitted.
+        """Notify the holders that a member withdrew its claim during its admission.
 
-        If all have, nobody was ever in that incarnation: the survivors of the one
-        before may reform again.
+        If all withdraw, nobody was in that incarnation; the one before may reform
+        again.
         """
         current = self._worlds[name].current
         holders = {} if current is None else current.holders

@@ -10,13 +10,7 @@ from multiworld.rendezvous.claims import RequestKey, SessionKey
 
 @dataclass(slots=True)
 class _Session:
-    """Claims and ranks of one session.
-
-    Attributes:
-        ranks: Ranks by world that it has claimed or held; some may be outdated.
-        waiting: World of each request that waits for its outcome.
-        admitted: World of each request that was admitted and is still held.
-    """
+    """Ranks by world (some may be outdated), and worlds by request, of one session."""
 
     ranks: dict[str, set[int]] = field(default_factory=dict)
     waiting: dict[RequestKey, str] = field(default_factory=dict)
@@ -30,43 +24,23 @@ class SessionIndex:
         self._sessions: dict[SessionKey, _Session] = {}
 
     def waiting_count(self, session: SessionKey) -> int:
-        """Return the number of a session's claims that wait."""
         found = self._sessions.get(session)
         return 0 if found is None else len(found.waiting)
 
     def wait(self, session: SessionKey, request: RequestKey, world: str) -> None:
-        """Record a request that waits for its outcome.
-
-        Args:
-            session: The session.
-            request: The request.
-            world: Its world.
-        """
         found = self._sessions.setdefault(session, _Session())
         found.waiting[request] = world
 
     def answer(
         self, session: SessionKey, request: RequestKey, *, is_admitted: bool
     ) -> None:
-        """Record the outcome of a request.
-
-        Args:
-            session: The session.
-            request: The request.
-            is_admitted: Whether it was admitted.
-        """
         found = self._sessions.get(session)
         world = None if found is None else found.waiting.pop(request, None)
         if found is not None and world is not None and is_admitted:
             found.admitted[request] = world
 
     def forget(self, session: SessionKey, request: RequestKey) -> str | None:
-        """Remove a request; return its world, or None if there was no such request.
-
-        Args:
-            session: The session.
-            request: The request.
-        """
+        """Remove a request; return its world, or None if there was no such request."""
         found = self._sessions.get(session)
         if found is None:
             return None
@@ -74,33 +48,16 @@ class SessionIndex:
         return found.admitted.pop(request, None) if world is None else world
 
     def add_rank(self, session: SessionKey, world: str, rank: int) -> None:
-        """Record that a session claims or holds a rank of a world.
-
-        Args:
-            session: The session.
-            world: The world.
-            rank: The rank.
-        """
+        """Record that a session claims or holds a rank of a world."""
         found = self._sessions.setdefault(session, _Session())
         found.ranks.setdefault(world, set()).add(rank)
 
     def ranks(self, session: SessionKey, world: str) -> list[int]:
-        """Return the ranks of a world that a session may have something at.
-
-        Args:
-            session: The session.
-            world: The world.
-        """
+        """Return the ranks of a world that a session may have claimed or held."""
         found = self._sessions.get(session)
         return [] if found is None else list(found.ranks.get(world, ()))
 
     def forget_world(self, world: str, sessions: Iterable[SessionKey]) -> None:
-        """Forget a world that is gone.
-
-        Args:
-            world: The world.
-            sessions: The sessions that had a rank in it.
-        """
         for session in sessions:
             if session in self._sessions:
                 self._sessions[session].ranks.pop(world, None)

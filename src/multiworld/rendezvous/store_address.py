@@ -14,20 +14,12 @@ RULE = (
 """Forms of an address, for error texts."""
 
 MAX_STORES = 8
-"""Addresses in one list, at most."""
+"""Maximum number of addresses in one list."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Parsed address of one store.
-
-    Attributes:
-        scheme: "tcp" or "memory".
-        host: Host name or IP address; for a memory store, its name.
-        port: TCP port; 0 for a memory store.
-        place: Number of this store in the list, and length of the list; see
-            ``registry``.
-    """
+    """Parsed address; ``place`` is its number in the list, and the list's length."""
 
     scheme: str
     host: str
@@ -57,16 +49,11 @@ class StoreAddresses:
 
     @property
     def is_local(self) -> bool:
-        """True for a store inside this process."""
         return self.stores[0].is_local
 
 
 def parse_store(text: str) -> StoreAddresses:
-    """Return the addresses in ``text``, which commas separate.
-
-    Raises:
-        ConfigError: An address is not valid; the message shows the valid forms.
-    """
+    """Return the addresses in ``text``, which commas separate."""
     if not isinstance(text, str):
         raise ConfigError("store", text, RULE)
     parts = [part.strip() for part in text.split(",")]

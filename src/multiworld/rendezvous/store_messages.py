@@ -16,7 +16,7 @@ from multiworld.net.handshake_messages import Hello, Message
 from multiworld.rendezvous.membership import Member
 
 MAX_SIZE = 65_536
-"""Largest world size that a claim may ask for."""
+"""Maximum world size of a claim."""
 
 MAX_EPOCH = 1 << 53
 """Upper bound of epochs: the integers below it survive any JSON reader."""
@@ -29,28 +29,18 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)]
 
 
 class StoreHello(Hello, frozen=True):
-    """Opens a session with a store.
-
-    Attributes:
-        world: The world to join, for the store's log; may be empty.
-    """
+    """Opens a session with a store; ``world`` is for the store's log."""
 
     world: str = ""
 
 
 class SealedMember(msgspec.Struct, frozen=True):
-    """A member, with a proof that a holder of the secret made this record.
-
-    Attributes:
-        member: The member. The store assigns its rank, so the proof does not cover it.
-        proof: The proof; empty without a secret.
-    """
+    """A member, with a proof that a holder of the secret made it (except its rank)."""
 
     member: Member
     proof: str = ""
 
     def at(self, rank: int) -> SealedMember:
-        """Return the same record with another rank."""
         return SealedMember(replace(self.member, rank=rank), self.proof)
 
 
@@ -58,20 +48,7 @@ class SealedMember(msgspec.Struct, frozen=True):
 
 
 class Claim(Message, frozen=True, kw_only=True):
-    """A claim on a rank.
-
-    Attributes:
-        request: Number of the request within the session.
-        world: The world's name.
-        rank: The rank that it claims.
-        size: The world size that it asks for.
-        terms: Options that all members must agree on, in words.
-        uid: Name of its manager, unique for ever.
-        seen: The highest epoch of this name that it has seen.
-        deadline_s: Seconds to wait for the other members.
-        member: Its member record.
-        place: Number of the store and count of stores; see ``registry``.
-    """
+    """A claim on a rank; see ``claims.Claimed``."""
 
     request: int
     world: str
@@ -86,21 +63,7 @@ class Claim(Message, frozen=True, kw_only=True):
 
 
 class SurvivorClaim(Message, frozen=True, kw_only=True):
-    """A survivor's claim on a rank in the next incarnation of a broken world.
-
-    Attributes:
-        request: As for ``Claim``.
-        world: As for ``Claim``.
-        epoch: Epoch of the incarnation that broke.
-        rank: Its rank in that incarnation.
-        size: World size of that incarnation.
-        lost: Ranks to go on without.
-        terms: As for ``Claim``.
-        uid: As for ``Claim``.
-        deadline_s: As for ``Claim``.
-        member: As for ``Claim``.
-        place: As for ``Claim``.
-    """
+    """A claim on a rank in the next incarnation; see ``reform.ReformClaim``."""
 
     request: int
     world: str
@@ -116,13 +79,13 @@ class SurvivorClaim(Message, frozen=True, kw_only=True):
 
 
 class Withdraw(Message, frozen=True):
-    """A session withdraws the claim with this request number."""
+    """Withdraws the claim with this request number."""
 
     request: int
 
 
 class Announce(Message, frozen=True):
-    """A session reports a rank that it held before the store started."""
+    """Reports a rank that the session held before the store started."""
 
     world: str
     epoch: Epoch
@@ -131,7 +94,7 @@ class Announce(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
-    """A session no longer holds a rank, and knows these other ranks to be lost."""
+    """Gives up a rank, and reports other ranks that are known to be lost."""
 
     world: str
     epoch: Epoch
@@ -140,22 +103,18 @@ class Leave(Message, frozen=True):
 
 
 class HoldsAnswer(Message, frozen=True):
-    """An answer to ``AskHolds``."""
-
     ask: int
     holds: bool
 
 
 class SetValue(Message, frozen=True):
-    """Set a key."""
-
     request: int
     key: str
     value: str
 
 
 class GetValues(Message, frozen=True):
-    """Return the values of keys, once all have one."""
+    """Asks for the values of keys, once all have one."""
 
     request: int
     keys: tuple[str, ...]
@@ -163,14 +122,12 @@ class GetValues(Message, frozen=True):
 
 
 class CheckKeys(Message, frozen=True):
-    """Return whether every key has a value."""
-
     request: int
     keys: tuple[str, ...]
 
 
 class AddAmount(Message, frozen=True):
-    """Add to a counter and return the sum."""
+    """Adds to a counter; the result is the sum."""
 
     request: int
     key: str
@@ -178,7 +135,7 @@ class AddAmount(Message, frozen=True):
 
 
 class CompareSet(Message, frozen=True):
-    """Set a key if it has the expected value; return the value it then has."""
+    """Sets a key if it has the expected value; the result is its value then."""
 
     request: int
     key: str
@@ -187,15 +144,11 @@ class CompareSet(Message, frozen=True):
 
 
 class DeleteKey(Message, frozen=True):
-    """Delete a key and return whether it had a value."""
-
     request: int
     key: str
 
 
 class CountKeys(Message, frozen=True):
-    """Return the number of keys."""
-
     request: int
 
 
@@ -212,13 +165,7 @@ StoreRequest = (
 
 
 class Admitted(Message, frozen=True):
-    """The members of a new incarnation are complete.
-
-    Attributes:
-        epoch: The incarnation's epoch.
-        nonce: Random bits that identify the incarnation.
-        members: The members, by rank.
-    """
+    """The members of a new incarnation are complete; they are listed by rank."""
 
     epoch: int
     nonce: int
@@ -226,14 +173,14 @@ class Admitted(Message, frozen=True):
 
 
 class JoinTimedOut(Message, frozen=True):
-    """The deadline of a claim passed; these ranks had claimed, and those had not."""
+    """The deadline of a claim passed while some ranks were missing."""
 
     present: tuple[int, ...]
     missing: tuple[int, ...]
 
 
 class Stale(Message, frozen=True):
-    """The others went on without this survivor; they are at this epoch."""
+    """The others continued without this survivor; they are at this epoch."""
 
     current: int
 
@@ -256,7 +203,7 @@ class VersionDiffers(Message, frozen=True):
 
 
 class Crowded(Message, frozen=True):
-    """The session has this many claims that wait, and may have no more."""
+    """The session has this many waiting claims, the maximum."""
 
     limit: int
 
@@ -293,8 +240,6 @@ class Reply(Message, frozen=True):
 
 
 class AskHolds(Message, frozen=True):
-    """Asks whether the process still holds a rank."""
-
     ask: int
     world: str
     epoch: int
@@ -312,7 +257,7 @@ class NewcomerWaits(Message, frozen=True):
 
 
 class MemberGaveUp(Message, frozen=True):
-    """A member withdrew its claim while it was being admitted."""
+    """A member withdrew its claim during its admission."""
 
     world: str
     epoch: int
@@ -322,7 +267,5 @@ class MemberGaveUp(Message, frozen=True):
 StoreMessage = ClaimReceived | Reply | AskHolds | NewcomerWaits | MemberGaveUp
 
 requests: msgspec.json.Decoder[StoreRequest] = msgspec.json.Decoder(StoreRequest)
-"""Decoder of what a member sends to a store."""
 
 replies: msgspec.json.Decoder[StoreMessage] = msgspec.json.Decoder(StoreMessage)
-"""Decoder of what a store sends to a member."""

@@ -25,19 +25,14 @@ from multiworld.rendezvous.store_service import StoreService
 logger = logging.getLogger("multiworld.store")
 
 MAX_BACKLOG_BYTES = 64 * 1024 * 1024
-"""Bytes queued for one session, at most. A session that lets more accumulate is closed.
-"""
+"""Maximum bytes queued for one session; a session that exceeds it is closed."""
 
 BACKLOG = 1024
-"""Connections in the listening socket's queue, at most."""
+"""Maximum number of connections in the listening socket's queue."""
 
 
 class StoreServer:
-    """A store that listens on one address until it is closed.
-
-    Attributes:
-        port: The TCP port that it listens on.
-    """
+    """A store that listens on one address until it is closed."""
 
     hellos = StoreHello
 
@@ -62,20 +57,7 @@ class StoreServer:
         service: StoreService | None = None,
         security: Security | None = None,
     ) -> StoreServer:
-        """Return a store that listens on ``host``:``port``.
-
-        Args:
-            host: An address of this host.
-            port: TCP port; 0 for any free one.
-            service: The service behind it; a new one by default.
-            security: Secret and TLS that members must use; none by default.
-
-        Raises:
-            OSError: The address does not belong to this host, or is in use.
-
-        Cancellation:
-            Safe; nothing stays open.
-        """
+        """Return a store that listens on ``host``:``port``; port 0: any free one."""
         family, where = await resolve(host, port)
         sock = socket.create_server(where[:2], family=family, backlog=BACKLOG)
         sock.setblocking(False)
@@ -83,12 +65,10 @@ class StoreServer:
 
     @property
     def waiting_count(self) -> int:
-        """Number of claims that wait for other members."""
         return self._service.waiting_count
 
     @property
     def session_count(self) -> int:
-        """Number of open sessions."""
         return self._service.session_count
 
     @property
@@ -97,12 +77,10 @@ class StoreServer:
         return dict(self._listener.refused)
 
     def filenos(self) -> list[int]:
-        """Return the descriptors that a forked child must close."""
         sessions = [framed.fileno() for framed in self._sessions.values()]
         return [fd for fd in (*self._listener.filenos(), *sessions) if fd >= 0]
 
     def close_nowait(self) -> None:
-        """Stop listening and close every session."""
         self._listener.close_nowait()
         self._service.close()
         for framed in self._sessions.values():
@@ -110,26 +88,19 @@ class StoreServer:
         self._sessions.clear()
 
     async def close(self) -> None:
-        """Stop listening, close every session, and wait for handshakes to end.
-
-        Cancellation:
-            The store is closed all the same; only the wait ends.
-        """
+        """Stop listening, close every session, and wait for handshakes to end."""
         self.close_nowait()
         await self._listener.close()
 
     # Acceptor.
 
     def security_for(self, hello: Hello) -> Security | None:
-        """Return None: every connection must meet the store's own security."""
         return None
 
     def refusal(self, hello: Hello) -> str | None:
-        """Return None: every authenticated connection is welcome."""
         return None
 
     def take(self, stream: Stream, hello: Hello) -> None:
-        """Open a session on a new connection."""
         key = 0
 
         def deliver(message: StoreMessage) -> None:
@@ -156,15 +127,9 @@ class StoreServer:
         self._sessions[key] = framed
 
     def turned_away(self, hello: Hello, error: HandshakeError, where: object) -> None:
-        """Tell members that wait for a world that one of another version cannot join.
+        """Fail the joins that wait for a member of another protocol version.
 
-        With a secret or TLS, tell them nothing: an unauthenticated process must not be
-        able to disturb a world.
-
-        Args:
-            hello: The connection's first message.
-            error: The reason for the refusal.
-            where: The remote socket address.
+        With a secret or TLS, do nothing: strangers must not be able to disturb a world.
         """
         if error.kind != "version" or self._security.secret or self._security.tls:
             return

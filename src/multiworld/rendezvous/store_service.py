@@ -1,8 +1,7 @@
 """The store: the registry and the values, behind sessions.
 
-A session is anything that can take a message: a TCP connection (``StoreServer``) or a
-member of the same process (``LocalConnection`` in ``store_session``). One service
-serves any number of worlds.
+A session is anything that can receive messages: a TCP connection (``StoreServer``) or a
+member of this process (``LocalConnection``). One service serves any number of worlds.
 """
 
 from __future__ import annotations
@@ -43,10 +42,8 @@ class EpochMemory(Protocol):
 class StoreService:
     """Carries out the decisions of the registry. Runs on one event loop.
 
-    Args:
-        memory: Durable epochs, if any.
-        settle_s: Seconds after the start during which claims are deferred, so that
-            members of older worlds can first report the ranks that they hold.
+    Claims are deferred for ``settle_s`` after the start, so that members of older
+    worlds can first report the ranks that they hold.
     """
 
     def __init__(
@@ -64,19 +61,14 @@ class StoreService:
 
     @property
     def session_count(self) -> int:
-        """Number of open sessions."""
         return len(self._sessions)
 
     @property
     def waiting_count(self) -> int:
-        """Number of claims that wait for other members."""
         return self._registry.waiting_count()
 
     def is_on_this_loop(self) -> bool:
-        """Tell whether this service belongs to the running event loop.
-
-        A store inside a process may be left over from a loop that has ended.
-        """
+        """Return False for a store that was left over from an earlier event loop."""
         return self._loop is asyncio.get_running_loop()
 
     def open_session(self, deliver: Deliver) -> int:
@@ -86,17 +78,16 @@ class StoreService:
         return self._opened
 
     def close_session(self, session: int) -> None:
-        """End a session: drop its claims, and let other claims take its ranks."""
+        """End a session: drop its claims, and release its ranks."""
         if self._sessions.pop(session, None) is not None:
             self._values.drop_session(session)
             self._handle(registry.SessionEnded(session))
 
     def refuse(self, world: str, outcome: ClaimOutcome) -> None:
-        """Refuse every claim that waits for ``world``, with this outcome."""
+        """Refuse every claim that waits for ``world``."""
         self._handle(registry.Refused(world, outcome))
 
     def close(self) -> None:
-        """Stop all timers."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -174,7 +165,7 @@ class StoreService:
         claim: store_messages.Claim | store_messages.SurvivorClaim,
         problem: str,
     ) -> None:
-        """Refuse a claim that cannot be met, and tell all that wait for its world."""
+        """Refuse an invalid claim, and all claims that wait for its world."""
         detail = f"rank {claim.rank} of {claim.size} was refused: {problem}"
         outcome = store_messages.TermsDiffer(detail)
         self._send(session, store_messages.Reply(claim.request, outcome))
@@ -183,7 +174,7 @@ class StoreService:
     def _when_settled(
         self, session: int, claim: registry.Claimed | ReformClaim
     ) -> None:
-        """Acknowledge a claim at once; handle it when the settling time is over."""
+        """Acknowledge a claim at once; handle it after the settling time."""
         self._send(session, store_messages.ClaimReceived(claim.request))
         wait_s = self._settled_at - self._loop.time()
         if wait_s <= 0:
@@ -296,7 +287,7 @@ class StoreService:
 
 
 def _problem(claim: store_messages.Claim | store_messages.SurvivorClaim) -> str:
-    """Return why the fields of a claim do not go together, or ""."""
+    """Return why the fields of a claim are inconsistent, or ""."""
     if claim.rank >= claim.size:
         return "the rank is out of range"
     if isinstance(claim, store_messages.SurvivorClaim) and any(

@@ -1,8 +1,7 @@
-"""A manager's session with a store.
+"""A manager's session with a store, for every world that the manager has there.
 
-One session serves every world that the manager has at that store. While it is open, it
-answers the store's question whether this process still holds a rank. Losing it harms no
-ready world: members need the store only to meet.
+While it is open, it answers the store's questions whether this process still holds a
+rank. Losing it harms no ready world: members need the store only to meet.
 """
 
 from __future__ import annotations
@@ -66,25 +65,19 @@ CONNECT_S = 2.0
 
 
 class SessionOwner(Protocol):
-    """The object that answers the store's questions and takes its notices."""
+    """Receiver of the store's questions and notices."""
 
     def holds(self, world: str, epoch: int, rank: int) -> bool:
-        """Tell whether this process holds a rank.
-
-        Args:
-            world: The world's name.
-            epoch: The incarnation's epoch.
-            rank: The rank.
-        """
+        """Return whether this process holds a rank."""
 
     def holdings(self, where: StoreAddresses) -> list[Announce]:
         """Return each rank that this process holds in worlds of a store."""
 
     def member_waits(self, note: NewcomerWaits) -> None:
-        """React to a newcomer that waits for a rank, or has stopped waiting."""
+        """Handle a newcomer that waits for a rank, or has stopped waiting."""
 
     def member_gave_up(self, note: MemberGaveUp) -> None:
-        """React to an admitted member that withdrew its claim."""
+        """Handle an admitted member that withdrew its claim."""
 
 
 class SessionLostError(Exception):
@@ -102,13 +95,7 @@ class StoreConnection(Protocol):
 
 
 class StoreSession:
-    """Requests to a store and their replies, over any connection.
-
-    Attributes:
-        address: The store.
-        local_host: IP address of this host on the way to the store; empty for a store
-            inside this process.
-    """
+    """Requests to a store and their replies; ``local_host`` is this side's address."""
 
     def __init__(self, address: StoreAddress, owner: SessionOwner) -> None:
         self.address = address
@@ -123,11 +110,9 @@ class StoreSession:
 
     @property
     def is_open(self) -> bool:
-        """True while the store can be reached through this session."""
         return self._wire is not None
 
     def attach(self, wire: StoreConnection) -> None:
-        """Use ``wire`` from now on."""
         self._wire = wire
 
     def watch(self, on_lost: Callable[[], None]) -> None:
@@ -140,18 +125,7 @@ class StoreSession:
             self._tell(holding)
 
     async def claim(self, claim: Claim | SurvivorClaim) -> ClaimOutcome:
-        """Claim a rank and wait for the store's reply.
-
-        Args:
-            claim: The claim; its number and the store's place are set here.
-
-        Raises:
-            SessionLostError: The connection ended, or the store did not acknowledge the
-                claim.
-
-        Cancellation:
-            Withdraws the claim.
-        """
+        """Claim a rank and wait for the reply; cancelling withdraws the claim."""
         if self._wire is None:
             raise SessionLostError
         request, place = next(self._requests), self.address.place
@@ -182,11 +156,7 @@ class StoreSession:
                 future.exception()  # mark it as retrieved; the await raises it
 
     def withdraw(self, world: str) -> None:
-        """Withdraw the last claim that was answered, if it was granted.
-
-        Args:
-            world: The world's name.
-        """
+        """Withdraw the last claim that was answered, if it was granted."""
         request = self._answered.pop(world, None)
         if request is not None:
             self._tell(Withdraw(request))
@@ -194,14 +164,7 @@ class StoreSession:
     def left(
         self, world: str, epoch: int, rank: int, lost: frozenset[int] = frozenset()
     ) -> None:
-        """Tell the store that this process no longer holds a rank.
-
-        Args:
-            world: The world's name.
-            epoch: The incarnation's epoch.
-            rank: The rank that it held.
-            lost: Other ranks that it knows to be lost.
-        """
+        """Report a rank that this process no longer holds, and others that are lost."""
         self._answered.pop(world, None)
         self._tell(Leave(world, epoch, rank, tuple(sorted(lost))))
 
@@ -210,7 +173,6 @@ class StoreSession:
             self._wire.send(message)
 
     def receive(self, message: StoreMessage) -> None:
-        """Handle one message from the store."""
         match message:
             case AskHolds(ask, world, epoch, rank):
                 holds = self._owner.holds(world, epoch, rank)
@@ -229,7 +191,7 @@ class StoreSession:
                     future.set_result(message)
 
     def ended(self) -> None:
-        """Mark the connection as lost and fail every request that waits."""
+        """Mark the connection as lost and fail every waiting request."""
         self._wire = None
         for future in self._waiting.values():
             if not future.done():
@@ -263,11 +225,9 @@ class LocalConnection:
         self._loop.call_soon(self._session.receive, message)
 
     def send(self, message: StoreRequest) -> None:
-        """Deliver ``message`` in the next iteration of the event loop."""
         self._loop.call_soon(self._service.receive, self._key, message)
 
     def close(self) -> None:
-        """End the session."""
         self._loop.call_soon(self._service.close_session, self._key)
 
 
@@ -279,15 +239,12 @@ class TcpConnection:
         self._framed = FramedConnection(stream, replies, session.receive, self._ended)
 
     def send(self, message: StoreRequest) -> None:
-        """Queue ``message`` without waiting."""
         self._framed.send(message)
 
     def close(self) -> None:
-        """Close the connection."""
         self._framed.close()
 
     def fileno(self) -> int:
-        """Return the socket's descriptor, which a forked child must close."""
         return self._framed.fileno()
 
     def _ended(self, evidence: str, is_broken: bool) -> None:
@@ -308,24 +265,7 @@ async def connect(
     deadline: float,
     security: Security,
 ) -> StoreSession:
-    """Open a session with the first store that answers, trying until the deadline.
-
-    Args:
-        addresses: The store or stores.
-        owner: The object that answers the store's questions.
-        world: The world to join, for the store's log.
-        deadline: End of the attempts, in seconds on the event loop's clock.
-        security: Secret and TLS, as the store has them.
-
-    Raises:
-        StoreUnreachableError: No store answered in time.
-        WrongSecretError: The store holds another secret, or the TLS handshake failed.
-        ProtocolVersionError: The store speaks another version of the protocol, or the
-            process at the address is not a store.
-
-    Cancellation:
-        Safe; nothing stays open.
-    """
+    """Open a session with the first store that answers, trying until the deadline."""
     loop = asyncio.get_running_loop()
     failures: dict[StoreAddress, str] = {}
     while deadline > loop.time():
@@ -349,19 +289,7 @@ async def connect(
 
 
 async def check_store(address: StoreAddress, security: Security) -> None:
-    """Check that a store answers, by a handshake.
-
-    Args:
-        address: The store.
-        security: Secret and TLS, as the store has them.
-
-    Raises:
-        OSError: It cannot be reached.
-        RendezvousError: It is no store that this process can use.
-
-    Cancellation:
-        Safe; nothing stays open.
-    """
+    """Check by a handshake that a store answers and can be used."""
     stream, _ = await _open(address, "", security)
     stream.close()
 
@@ -419,7 +347,6 @@ async def _shake_hands(
 
 
 def refused_by(address: StoreAddress, error: HandshakeError) -> Exception:
-    """Return the error for a handshake that failed with a store."""
     if error.kind == "version":
         return other_version(address, error.theirs)
     if error.kind == "secret":
@@ -432,7 +359,6 @@ def refused_by(address: StoreAddress, error: HandshakeError) -> Exception:
 
 
 def tls_failed(address: StoreAddress, error: ssl.SSLError) -> WrongSecretError:
-    """Return the error for a TLS handshake that failed with a store."""
     return WrongSecretError(
         f"the TLS handshake with the store at {address} failed: {error}; check that "
         "both sides have certificates of one authority, and that the store has TLS on"
@@ -444,12 +370,7 @@ def _ignore() -> None:
 
 
 def other_version(address: StoreAddress, theirs: int) -> ProtocolVersionError:
-    """Return the error for a store that speaks another version of the protocol.
-
-    Args:
-        address: The store.
-        theirs: Its version; 0 if it does not speak the protocol at all.
-    """
+    """Return the error for a store of another version; 0: not a store at all."""
     ours = frames.PROTOCOL_VERSION
     if theirs == 0:
         what = "and the process there is not a multiworld store; check the port"

@@ -1,6 +1,6 @@
 """Keys and values of the store, as c10d needs them. Pure.
 
-Values are short texts. The bytes of c10d travel as Latin-1, and a counter is its
+Values are short strings. The bytes of c10d travel as Latin-1, and a counter is its
 decimal text, as c10d expects. A ``get`` of a missing key waits until its deadline.
 """
 
@@ -14,12 +14,7 @@ Waiter = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The outcome for one waiter.
-
-    Attributes:
-        waiter: The waiter.
-        values: The values it asked for, in order; None if its deadline passed.
-    """
+    """The outcome for one waiter; ``values`` is None if its deadline passed."""
 
     waiter: Waiter
     values: list[str] | None
@@ -53,42 +48,24 @@ class Values:
         return Answer(waiter, [self._values[key] for key in waiting.keys])
 
     def get(self, waiter: Waiter, keys: list[str], deadline: float) -> list[Answer]:
-        """Return the answer if every key has a value; otherwise let the waiter wait.
-
-        Args:
-            waiter: The session and request to answer.
-            keys: The keys.
-            deadline: End of the wait, on the clock of ``expire``, in seconds.
-        """
+        """Return the answer if every key has a value; otherwise register the waiter."""
         self._waiting[waiter] = _Waiting(keys, deadline)
         return [self._finish(waiter)] if self.check(keys) else []
 
     def check(self, keys: list[str]) -> bool:
-        """Tell whether every key has a value."""
         return all(key in self._values for key in keys)
 
     def add(self, key: str, amount: int) -> tuple[int, list[Answer]]:
-        """Add to a decimal counter that starts at 0.
-
-        Returns:
-            The counter's new value, and the answers that this completes.
-        """
+        """Add to a decimal counter that starts at 0; return the sum and new answers."""
         total = int(self._values.get(key, "0")) + amount
         return total, self.set(key, str(total))
 
     def compare_set(
         self, key: str, expected: str, desired: str
     ) -> tuple[str, list[Answer]]:
-        """Set ``key`` if it holds the expected value.
+        """Set ``key`` if it is ``expected``; "" also matches a missing key.
 
-        Args:
-            key: The key.
-            expected: The expected value; empty also matches a missing key.
-            desired: The new value.
-
-        Returns:
-            The value that the key now has (``expected`` if it is missing), and the
-            answers that this completes.
+        Return its value now (``expected`` if missing), and the answers this completes.
         """
         held = self._values.get(key)
         if held == expected or (held is None and expected == ""):
@@ -96,20 +73,17 @@ class Values:
         return held if held is not None else expected, []
 
     def delete(self, key: str) -> bool:
-        """Delete ``key``; tell whether it existed."""
+        """Delete ``key``; return whether it existed."""
         return self._values.pop(key, None) is not None
 
     def delete_prefix(self, prefix: str) -> None:
-        """Delete every key that begins with ``prefix``."""
         for key in [key for key in self._values if key.startswith(prefix)]:
             del self._values[key]
 
     def count(self) -> int:
-        """Return the number of keys."""
         return len(self._values)
 
     def drop_session(self, session: int) -> None:
-        """Drop every request of a session that waits."""
         for waiter in [waiter for waiter in self._waiting if waiter[0] == session]:
             del self._waiting[waiter]
 
@@ -121,5 +95,4 @@ class Values:
         return [Answer(waiter, None) for waiter in late]
 
     def next_deadline(self) -> float | None:
-        """Return the earliest deadline, or None if nothing waits."""
         return min((w.deadline for w in self._waiting.values()), default=None)

@@ -1,4 +1,4 @@
-"""The claims on one name, and who holds its ranks. Pure."""
+"""Claims on one name, and the holders of its ranks. Pure."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from multiworld.rendezvous.store_messages import (
 )
 
 WaitKey = tuple[str, bool, int]
-"""World, whether the claim is a survivor's, and rank: a claim that waits."""
+"""Key of a waiting claim: world, whether it is a survivor's, and rank."""
 
 
 @dataclass(slots=True)
 class Holder:
-    """A member of an incarnation that was admitted."""
+    """A member of an admitted incarnation."""
 
     uid: str
     session: SessionKey
@@ -34,17 +34,17 @@ class Holder:
 
 @dataclass(slots=True)
 class Current:
-    """The incarnation that was admitted last, while a session holds a rank of it."""
+    """The last admitted incarnation, while a session holds a rank of it."""
 
     epoch: int
     holders: dict[int, Holder]
-    reforms: int | None = None  # epoch of the incarnation whose survivors it is of
+    reforms: int | None = None  # the broken epoch that its members survived
     members: int = 0  # those that have not withdrawn their claims
 
 
 @dataclass(slots=True)
 class WorldClaims:
-    """Claims on the ranks of one name, and who holds them."""
+    """Claims on the ranks of one name, and the holders of these ranks."""
 
     current: Current | None = None
     forming: dict[int, Claimed] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class WorldClaims:
 
 @dataclass(slots=True)
 class Question:
-    """Claims that wait until the holder of their rank has answered."""
+    """Claims that wait for an answer from the holder of their rank."""
 
     claims: list[Claimed]
     world: str
@@ -71,12 +71,7 @@ class Question:
 
 
 def expired_survivors(world: WorldClaims, now: float) -> list[Action]:
-    """Remove survivors that waited too long; return their answers.
-
-    Args:
-        world: The world.
-        now: Current time, in seconds.
-    """
+    """Remove survivors that waited too long; return their answers."""
     reform = world.reforming
     if reform is None:
         return []
@@ -90,36 +85,21 @@ def expired_survivors(world: WorldClaims, now: float) -> list[Action]:
 
 
 def wait_key(claim: Claimed | ReformClaim) -> WaitKey:
-    """Return the key of a claim among those that wait."""
     return claim.world, isinstance(claim, ReformClaim), claim.rank
 
 
 def timed_out(
     claim: Claimed | ReformClaim, present: list[int], missing: list[int]
 ) -> Reply:
-    """Return the answer to a claim that waited too long.
-
-    Args:
-        claim: The claim.
-        present: Ranks that have come.
-        missing: Ranks that have not.
-    """
     outcome = JoinTimedOut(tuple(present), tuple(missing))
     return Reply(claim.session, claim.request, outcome)
 
 
 def stale(claim: ReformClaim, current: int) -> Reply:
-    """Return the answer to a survivor of an earlier incarnation.
-
-    Args:
-        claim: Its claim.
-        current: Epoch of the current incarnation.
-    """
     return Reply(claim.session, claim.request, Stale(current))
 
 
 def taken(claim: Claimed) -> Reply:
-    """Return the answer to a claim on a rank that is held."""
     return Reply(claim.session, claim.request, RankTaken())
 
 

@@ -3,7 +3,7 @@
 - ``arena`` makes all members of a world inside one process.
 - ``clock`` is a fake clock.
 - ``contract`` is the suite of checks that every backend passes.
-- ``fleet`` starts real processes quickly, and kills or stops them on purpose.
+- ``fleet`` starts real processes quickly, to be killed or stopped.
 - ``hosts`` emulates several hosts and their network on one machine.
 - ``leaks`` checks that nothing stays open.
 - ``ray_nodes`` runs a Ray cluster of several nodes on one machine.

@@ -1,4 +1,4 @@
-"""All members of a world in one process: one manager each, one event loop."""
+"""All members of a world in one process, on one event loop; each has its manager."""
 
 from __future__ import annotations
 
@@ -79,39 +79,21 @@ class Arena:
         return self.managers[rank]
 
     async def world(self, size: int, name: str = "") -> list[World]:
-        """Make a world.
+        """Return each rank's view of a new world, by rank.
 
         Args:
             size: World size.
-            name: Name of the world; a new one by default.
-
-        Returns:
-            Each rank's view of the world, by rank.
-
-        Raises:
-            MultiWorldError: A rank could not join; see ``WorldManager.join``.
-
-        Cancellation: withdraws the joins; the arena stays usable.
+            name: Its name; a new one by default. Cancellation: Withdraws the joins.
         """
         name = name or f"world-{next(_names)}"
         joins = [self.join(name, rank, size) for rank in range(size)]
         return list(await asyncio.gather(*joins))
 
     async def join(self, name: str, rank: int, size: int) -> World:
-        """Join one rank to a world, and wait until all its ranks have joined.
+        """Return one rank's view of a world, once all its ranks have joined.
 
         Args:
-            name: Name of the world.
-            rank: Rank that joins.
-            size: World size.
-
-        Returns:
-            The rank's view of the world.
-
-        Raises:
-            MultiWorldError: The rank could not join; see ``WorldManager.join``.
-
-        Cancellation: safe; the claim is withdrawn.
+            name, rank, size: As for ``WorldManager.join``. Cancellation: As there.
         """
         return await self.manager(rank).join(
             name, rank=rank, size=size, store=self.store, backend=self.backend

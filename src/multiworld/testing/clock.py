@@ -4,29 +4,20 @@ from __future__ import annotations
 
 
 class FakeClock:
-    """Monotonic clock under a test's control; pass ``clock.now`` to pure code.
+    """Monotonic clock under a test's control.
 
     Args:
-        now: Time to start at, in seconds.
-
-    Attributes:
-        now: The current time, in seconds.
+        now: Initial value of ``now``, the current time in seconds.
     """
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now
 
     def advance(self, seconds: float) -> float:
-        """Advance the clock.
+        """Return the time, in seconds, after advancing the clock.
 
         Args:
-            seconds: Time to add; at least 0.
-
-        Returns:
-            The new time, in seconds.
-
-        Raises:
-            ValueError: ``seconds`` is negative.
+            seconds: Time to add; ``ValueError`` if it is negative.
         """
         if seconds < 0:
             raise ValueError("a monotonic clock cannot go back; pass seconds >= 0")

@@ -1,9 +1,8 @@
-"""Real processes that start in about 10 ms, to kill and stop on purpose.
+"""Real processes that start in about 10 ms, to be killed and stopped.
 
-They are forked from a fork server that has imported torch but has run none of it: if it
-had run any parallel operation, every child would hang. A child runs an ``async``
-function of an importable module. It reports to the test with ``Role.report`` and
-receives the test's orders with ``Role.order``.
+They are forked from a fork server that has imported torch but has run none of it: after
+any parallel operation there, every child would hang. A child runs an ``async`` function
+of an importable module, and talks to the test through its ``Role``.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ PRELOAD = ["torch", "torch.distributed", "multiworld.world.manager"]
 """Modules that the fork server imports."""
 
 REPORT_S = 30.0
-"""Seconds to wait for a report by default."""
+"""Default seconds to wait for a report."""
 
 
 class ChildFailedError(AssertionError):
@@ -88,15 +87,9 @@ class Role:
         self._mail.put(("report", what))
 
     async def order(self) -> Any:
-        """Wait for the test's next order.
+        """Return the test's next order, or raise ``EOFError`` if the test has ended.
 
-        Returns:
-            The object that the test passed to ``Child.order``.
-
-        Raises:
-            EOFError: The test has ended.
-
-        Cancellation: safe; no order is lost.
+        Cancellation: Safe; no order is lost.
         """
         return await self._mail.get()
 
@@ -149,18 +142,10 @@ class Child:
         self._mail.put(what)
 
     async def report(self, limit_s: float = REPORT_S) -> Any:
-        """Wait for the child's next report.
+        """Return the next report; ``ChildFailedError`` if none arrives in time.
 
         Args:
-            limit_s: Most seconds to wait.
-
-        Returns:
-            The object that the child passed to ``Role.report``.
-
-        Raises:
-            ChildFailedError: The child has ended, or has sent no report in time.
-
-        Cancellation: safe; no report is lost.
+            limit_s: Maximum seconds to wait. Cancellation: Safe; no report is lost.
         """
         try:
             async with asyncio.timeout(limit_s):
@@ -180,16 +165,10 @@ class Child:
     async def done(self, limit_s: float = REPORT_S) -> None:
         """Wait until the child's function has returned and the process has ended.
 
-        Reports that were not read are dropped.
+        Raises ``ChildFailedError`` if either fails, and drops unread reports.
 
         Args:
-            limit_s: Most seconds to wait.
-
-        Raises:
-            ChildFailedError: The function raised an error, or the process did not end
-                in time.
-
-        Cancellation: safe, except that reports may have been dropped.
+            limit_s: Maximum seconds to wait. Cancellation: Safe, but drops reports too.
         """
         try:
             async with asyncio.timeout(limit_s):
@@ -232,14 +211,12 @@ class Child:
 
 
 class ProcessFleet:
-    """Context manager that starts children, and kills all of them at its end.
+    """Context manager that starts children, and kills all of them at its end::
 
-    ::
-
-        async with ProcessFleet() as fleet:
-            child = fleet.start(body, 1, 2)
-            assert await child.report() == "ready"
-            child.kill()
+    async with ProcessFleet() as fleet:
+        child = fleet.start(body, 1, 2)
+        assert await child.report() == "ready"
+        child.kill()
     """
 
     def __init__(self) -> None:
@@ -260,15 +237,12 @@ class ProcessFleet:
             child.end()
 
     def start(self, body: Body, *args: Any, host: Host | None = None) -> Child:
-        """Run ``await body(role, *args)`` in a new process.
+        """Return a new process that runs ``await body(role, *args)``.
 
         Args:
             body: Coroutine function of an importable module.
             args: Its arguments after the ``Role``; they must be picklable.
             host: Emulated host to run on; by default this machine.
-
-        Returns:
-            The handle of the process.
         """
         ours, theirs = self._context.Pipe()
         namespace = None if host is None else host.namespace

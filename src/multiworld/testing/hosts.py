@@ -1,10 +1,8 @@
-"""Emulated hosts and their network on one machine, to break on purpose.
+"""Emulated hosts and their network on one machine, with faults on demand.
 
 Every host is a network namespace with its own interface on a bridge. The bridge is in
 another namespace, so the machine's own network stays untouched. A process runs on a
-host with ``ProcessFleet.start(..., host=host)`` or ``Host.command``.
-
-::
+host with ``ProcessFleet.start(..., host=host)`` or ``Host.command``::
 
     async with Hosts(3) as hosts, ProcessFleet() as fleet:
         child = fleet.start(body, f"tcp://{hosts[0].address}:29500", host=hosts[1])
@@ -13,7 +11,7 @@ host with ``ProcessFleet.start(..., host=host)`` or ``Host.command``.
         hosts[1].cut_towards(hosts[0])   # in one direction only
         hosts[2].remove()       # power failure: no farewell reaches its peers
 
-This needs root and the ``ip`` command; ``unavailable()`` says what is missing.
+This needs root and the ``ip`` command; ``unavailable()`` returns what is missing.
 """
 
 from __future__ import annotations
@@ -30,13 +28,13 @@ from pathlib import Path
 from types import TracebackType
 
 COMMAND_S = 10.0
-"""Most seconds that one network command may take."""
+"""Maximum seconds for one network command."""
 
 CLONE_NEWNET = 0x40000000
 """Flag of ``setns`` for a network namespace, from ``linux/sched.h``."""
 
 NOWHERE = "02:00:00:00:00:01"
-"""A hardware address that no interface has: packets sent to it get lost silently."""
+"""A hardware address that no interface has: packets to it are lost silently."""
 
 BRIDGE = "bridge"
 """Name of the bridge in its namespace."""
@@ -75,10 +73,7 @@ def enter_namespace(name: str) -> None:
     """Move the calling thread, and what it starts from now on, into a namespace.
 
     Args:
-        name: Name of the network namespace; see ``Host.namespace``.
-
-    Raises:
-        OSError: There is no such namespace, or this process may not enter it.
+        name: Name of the namespace, as ``Host.namespace``; ``OSError`` if unusable.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{name}") as namespace:
@@ -88,9 +83,7 @@ def enter_namespace(name: str) -> None:
 
 
 class Host:
-    """One emulated host, made by ``Hosts``.
-
-    Every method that changes the network raises ``HostError`` if its command fails.
+    """One emulated host, made by ``Hosts``; ``HostError`` if a command fails.
 
     Attributes:
         address: IPv4 address on the network of its ``Hosts``.
@@ -121,10 +114,8 @@ class Host:
     def cut(self) -> None:
         """Drop all packets from and to this host, without notice to it.
 
-        The link stays up, but the bridge no longer forwards from it. Taking the link
-        down instead would tell the host, which would lose its carrier. It would also
-        take up to a second longer to come up again: the kernel checks carriers once a
-        second.
+        The link stays up: a lost carrier would notify the host, and coming up again
+        would take longer, as the kernel checks carriers once a second.
         """
         self._plug("nomaster")
 
@@ -160,7 +151,7 @@ class Host:
         """Limit the rate at which this host sends.
 
         Args:
-            bits_per_s: Most bits per second; ``restore`` removes the limit.
+            bits_per_s: Maximum bits per second; ``restore`` removes the limit.
         """
         shape = ("rate", str(bits_per_s), "burst", "16kb", "latency", "100ms")
         device = ("dev", "eth0", "root")
@@ -182,12 +173,11 @@ class Host:
 class Hosts:
     """Context manager for a network of hosts; it removes the network at its end.
 
+    Entering raises ``HostError`` where the machine forbids it; see ``unavailable``.
+
     Args:
         count: Number of hosts, up to 200.
         subnet: First three numbers of the IPv4 addresses; not visible from outside.
-
-    Raises:
-        HostError: On entry: the machine does not allow it; see ``unavailable``.
     """
 
     def __init__(self, count: int, *, subnet: str = "10.77.0") -> None:

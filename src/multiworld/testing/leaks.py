@@ -20,10 +20,10 @@ class Leak:
     """Snapshot of the resources that a process has open.
 
     Attributes:
-        threads: Operating system threads: thread id and name.
+        threads: Operating system threads: thread ID and name.
         descriptors: Targets of open descriptors, by number.
         tasks: Names of the running loop's tasks.
-        children: Process ids of child processes.
+        children: Process IDs of child processes.
     """
 
     threads: frozenset[str]
@@ -37,13 +37,10 @@ class Leak:
         return cls(_threads(), _descriptors(), _tasks(), _children())
 
     def since(self, before: Leak) -> list[str]:
-        """Compare with an earlier snapshot.
+        """Return a line of text for each resource that was not open earlier.
 
         Args:
             before: The earlier snapshot of the same process.
-
-        Returns:
-            A line of text for each resource that is open now and was not before.
         """
         new = [f"thread {name}" for name in self.threads - before.threads]
         new += [
@@ -95,19 +92,13 @@ def _children() -> frozenset[int]:
 
 @contextlib.asynccontextmanager
 async def no_leaks(*, allow: tuple[str, ...] = ()) -> AsyncIterator[None]:
-    """Check that the block leaves no resource open in this process.
+    """Yield to a block, then raise ``LeakError`` if it left new resources open.
 
-    An error raised by the block skips the check.
+    It waits ``SETTLE_S``; an error raised by the block skips the check.
 
     Args:
         allow: Substrings of resources that may stay open, such as "asyncio_" for the
             threads of the loop's own pool.
-
-    Yields:
-        None, after the first snapshot.
-
-    Raises:
-        LeakError: A new resource is still open after ``SETTLE_S`` seconds.
     """
     gc.collect()
     before = Leak.now()

@@ -1,7 +1,6 @@
 """A Ray cluster on this machine, whose nodes can be killed and stopped.
 
-``import multiworld.testing`` does not import this module, because it needs
-``multiworld-elastic[ray]``.
+``multiworld.testing`` does not import it: it needs ``multiworld-elastic[ray]``.
 """
 
 from __future__ import annotations
@@ -83,8 +82,7 @@ class RayNodes:
         """Suspend every process of a node with SIGSTOP.
 
         Args:
-            name: Name of the node.
-            is_thawed: Resume the processes with SIGCONT instead.
+            name, is_thawed: Name of the node; True resumes with SIGCONT instead.
         """
         number = signal.SIGCONT if is_thawed else signal.SIGSTOP
         for pid in self.pids(name):
@@ -92,7 +90,7 @@ class RayNodes:
                 os.kill(pid, number)
 
     def pids(self, name: str) -> list[int]:
-        """Return the process ids of a node: its raylet and all descendants.
+        """Return the process IDs of a node: its raylet and all descendants.
 
         Args:
             name: Name of the node.
@@ -132,14 +130,11 @@ class RayNodes:
 
 @contextlib.contextmanager
 def ray_nodes(count: int = 4, cpus: float = 4.0) -> Iterator[RayNodes]:
-    """Run a cluster inside the block, and shut it down afterwards.
+    """Yield a running cluster, and shut it down after the block.
 
     Args:
         count: Number of nodes, with the head; the others are named n1, n2, and so on.
         cpus: CPUs that each node offers to Ray.
-
-    Yields:
-        The cluster.
     """
     cluster = RayNodes(cpus)
     try:

@@ -40,26 +40,14 @@ from multiworld.world.world import Changes, World
 
 @dataclass(slots=True)
 class Admittance:
-    """The store's admission of this process, even if its caller was cancelled.
-
-    Attributes:
-        session: The session that it claimed in; None until it is admitted.
-        incarnation: The incarnation.
-    """
+    """The store's admission of this process, known even if its caller was cancelled."""
 
     session: StoreSession | None = None
     incarnation: Incarnation | None = None
 
 
 class Admission:
-    """The newest incarnation of every world of one manager.
-
-    Args:
-        uid: Random name of the manager.
-        watchdog: The manager's watchdog.
-        services: Services that the manager gives its worlds.
-        changes: Implementation of ``World.reform`` and ``World.grow``.
-    """
+    """The newest incarnation of every world of one manager."""
 
     def __init__(
         self, uid: str, watchdog: WatchDog, services: ManagerServices, changes: Changes
@@ -76,7 +64,7 @@ class Admission:
 
     @property
     def worlds(self) -> dict[str, World]:
-        """The newest incarnation of every name, broken ones included."""
+        """The newest incarnation of every name, including broken ones."""
         return dict(self._worlds)
 
     def local_members(self) -> list[LocalMember]:
@@ -86,14 +74,7 @@ class Admission:
     # Joining.
 
     async def join(self, request: JoinRequest) -> World:
-        """Claim a rank, wait for the other members and open the incarnation.
-
-        Raises:
-            MultiWorldError: As for ``WorldManager.join``.
-
-        Cancellation:
-            Withdraws the claim; nothing stays behind.
-        """
+        """Claim a rank, wait for the other members and open the incarnation."""
         name, where = request.name, request.where
         deadline = self._loop.time() + request.config.join_s
         may_host = request.rank == 0 and request.config.embed_store
@@ -156,7 +137,7 @@ class Admission:
         except TimeoutError as error:
             raise _not_connected(local) from error
         except MemberUnreachableError as error:
-            # Report it to the others too: none of them can go on without it.
+            # Report it to the others too: none of them can continue without it.
             local.report(WasLost(error.rank, "it was lost while joining", str(error)))
             raise local.broken_error() from error
         except OSError as error:
@@ -170,16 +151,7 @@ class Admission:
     # Changing size.
 
     async def reform(self, name: str) -> World:
-        """Go on without the members that are lost or have left; see ``World.reform``.
-
-        Raises:
-            MultiWorldError: As for ``World.reform``.
-
-        Cancellation:
-            Withdraws the claim; the world stays as it is. Once this process has entered
-            the next incarnation, the old one is closed, and the new one is closed or
-            kept as broken.
-        """
+        """Continue without the members that are lost or have left."""
         local = self._reformable(name)
         deadline = self._loop.time() + local.request.config.join_s
         while True:
@@ -190,7 +162,7 @@ class Admission:
             try:
                 await self._open(local, deadline)
             except WorldBrokenError:
-                # Another member was lost meanwhile: go on without that one too.
+                # Another member was lost meanwhile: continue without that one too.
                 if local.phase is not Phase.BROKEN or not local.lost or local.is_stale:
                     self._give_up(local)
                     raise
@@ -219,11 +191,7 @@ class Admission:
         admitted: Admittance,
         claiming: Coroutine[Any, Any, None],
     ) -> LocalMember:
-        """Wait for the next incarnation, and enter it in place of the old one.
-
-        Cancellation:
-            As for ``reform``.
-        """
+        """Wait for the next incarnation, and enter it in place of the old one."""
         try:
             await claiming
         except BaseException:
@@ -288,16 +256,7 @@ class Admission:
         )
 
     async def grow(self, name: str, to: int) -> World:
-        """Let newcomers into a living world; see ``World.grow``.
-
-        Raises:
-            MultiWorldError: As for ``World.grow``.
-
-        Cancellation:
-            Withdraws the claim; the world stays as it is. Once this process has entered
-            the next incarnation, the old one is closed, and the new one is closed or
-            kept as broken.
-        """
+        """Admit newcomers to a living world."""
         local = self._local_members.get(name)
         if local is None:
             raise WorldClosedError(
@@ -366,8 +325,8 @@ class Admission:
     def _give_up(self, local: LocalMember) -> None:
         """Settle an incarnation that could not be opened.
 
-        Close it if it is still joining, and release it if it is closed; otherwise keep
-        it for ``reform`` and ``join``.
+        Close it if it is joining, release it if it is closed, else keep it for
+        ``reform``.
         """
         for rank in local.unlinked if local.phase is Phase.JOINING else ():
             local.report(WasLost(rank, "it was admitted and did not connect in time"))
@@ -381,11 +340,7 @@ class Admission:
     # The end.
 
     async def end(self, local: LocalMember) -> None:
-        """Close an incarnation politely and release it.
-
-        Cancellation:
-            The incarnation is closed at once and released.
-        """
+        """Close an incarnation politely and release it; if cancelled, at once."""
         try:
             await local.close()
         finally:
@@ -397,7 +352,6 @@ class Admission:
         return self._local_members.pop(name)
 
     def local_member(self, name: str) -> LocalMember:
-        """Return the newest incarnation of a name."""
         return self._local_members[name]
 
     def release(self, local: LocalMember) -> None:
@@ -411,7 +365,7 @@ class Admission:
             self.joiner.leave(local.request.where)
 
     def _over(self, local: LocalMember) -> None:
-        """Tell the store that an incarnation has ended; release it if it is closed."""
+        """Report to the store that an incarnation has ended; release it if closed."""
         session = self.joiner.session(local.request.where)
         if session is not None:
             where = local.incarnation
@@ -422,7 +376,6 @@ class Admission:
             self.release(local)
 
     def close_nowait(self) -> None:
-        """Close every incarnation and every session, without waiting."""
         for local in self.local_members():
             local.close_nowait()
         self._worlds.clear()
@@ -432,20 +385,12 @@ class Admission:
     # SessionOwner: questions and notices of a store.
 
     def holds(self, world: str, epoch: int, rank: int) -> bool:
-        """Tell whether this process holds a rank.
-
-        Args:
-            world: The world's name.
-            epoch: The incarnation's epoch.
-            rank: The rank.
-        """
         local = self._local_members.get(world)
         if local is None or local.phase in (Phase.BROKEN, Phase.CLOSED):
             return False
         return (local.incarnation.epoch, local.rank) == (epoch, rank)
 
     def holdings(self, where: StoreAddresses) -> list[Announce]:
-        """Return each rank that this process holds in worlds of a store."""
         return [
             Announce(
                 local.incarnation.world,
@@ -459,14 +404,12 @@ class Admission:
         ]
 
     def member_gave_up(self, note: MemberGaveUp) -> None:
-        """Break an incarnation whose admitted member has withdrawn its claim."""
         local = self._local_members.get(note.world)
         if local is not None and local.incarnation.epoch == note.epoch:
             why = "it gave up while it was being admitted"
             local.report(WasLost(note.rank, why, "the store reports it"))
 
     def member_waits(self, note: NewcomerWaits) -> None:
-        """Tell a world that a newcomer waits, or has stopped waiting."""
         local = self._local_members.get(note.world)
         if local is not None and local.incarnation.epoch == note.epoch:
             local.member_waits(note.rank, note.size, is_gone=note.is_gone)

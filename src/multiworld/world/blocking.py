@@ -10,13 +10,11 @@ Porting a send/recv loop takes a line or two::
             world.send(compute(world.recv(src=1)), dst=1)
 
 Any thread may call everything in this module, several threads at once, but not from
-inside an event loop; use ``multiworld.WorldManager`` there. The manager runs its worlds
-on an event loop in a thread of its own. Everything else in ``multiworld`` belongs to
-the thread of the loop that created it.
+inside an event loop; use ``multiworld.WorldManager`` there. The worlds run on an event
+loop in the manager's own thread.
 
-Operations take ``timeout_s``. When that time has passed, the operation is cancelled and
-``TimeoutError`` is raised; the same method of ``multiworld.World`` describes what
-cancelling does. Ctrl-C cancels the operation, too.
+Operations take ``timeout_s``. After that time, or on Ctrl-C, the operation is
+cancelled, with the effect that the same method of ``multiworld.World`` describes.
 """
 
 from __future__ import annotations
@@ -63,7 +61,6 @@ class _Loop:
         self._loop.run_forever()
 
     def call(self, step: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run ``step`` on the loop, wait for it and return its result."""
         name = getattr(step, "__qualname__", "the operation")
         try:
             _check_outside_a_loop()
@@ -93,7 +90,6 @@ class _Loop:
         settled.result()
 
     def close(self) -> None:
-        """Stop the loop, and wait for the thread to exit."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
@@ -118,16 +114,10 @@ async def _next(items: AsyncIterator[T]) -> T:
 
 
 class World(BlockingCollectives):
-    """A world for threads; ``multiworld.World`` describes each method in full.
+    """A world for threads; ``multiworld.World`` describes each method and attribute.
 
-    Every operation raises the errors of the same method of ``multiworld.World``,
-    ``TimeoutError`` after ``timeout_s``, and ``ConfigError`` inside an event loop.
-
-    Attributes:
-        name: The world's name.
-        epoch: Number of this incarnation.
-        rank: This member's rank.
-        size: World size.
+    Every operation raises the errors of the same method there, ``TimeoutError`` after
+    ``timeout_s`` seconds (None: no limit), and ``ConfigError`` inside an event loop.
     """
 
     def __init__(self, world: _world.World, loop: _Loop) -> None:
@@ -163,7 +153,7 @@ class World(BlockingCollectives):
         return self._world.process_group
 
     def device_mesh(self, dim_name: str = "world") -> Any:
-        """Return a one-dimensional DeviceMesh over this world, for DTensor.
+        """Return a one-dimensional DeviceMesh; see ``multiworld.World.device_mesh``.
 
         Args:
             dim_name: Name of the mesh's dimension.
@@ -177,17 +167,10 @@ class World(BlockingCollectives):
     def send(
         self, tensor: Tensor, *, dst: int, tag: int = 0, timeout_s: float | None = None
     ) -> None:
-        """Send one tensor.
+        """Send one tensor; see ``multiworld.World.send``.
 
         Args:
-            tensor: Any dtype, shape and strides.
-            dst: The receiver's rank in this world.
-            tag: Tag of the message; a receive takes only messages of its own tag.
-            timeout_s: Seconds to wait; None: without limit.
-
-        Raises:
-            TensorMismatchError: The tensor's device, dtype or layout cannot be sent.
-            TimeoutError: The tensor was not sent in time.
+            tensor, dst, tag, timeout_s: As there, and the seconds to wait.
         """
         self._loop.call(self._world.send(tensor, dst=dst, tag=tag), timeout_s)
 
@@ -199,22 +182,10 @@ class World(BlockingCollectives):
         tag: int = 0,
         timeout_s: float | None = None,
     ) -> Tensor:
-        """Receive one tensor.
+        """Return one received tensor; see ``multiworld.World.recv``.
 
         Args:
-            out: Tensor to fill, of the sent dtype and number of elements; None: a new
-                tensor of the sent dtype and shape.
-            src: The sender's rank in this world.
-            tag: Tag of the message.
-            timeout_s: Seconds to wait; None: without limit.
-
-        Returns:
-            ``out``, or the new tensor.
-
-        Raises:
-            TensorMismatchError: The message does not fit ``out``, or is a bundle or an
-                object. It stays first in its queue.
-            TimeoutError: No message arrived in time; none is lost.
+            out, src, tag, timeout_s: As there, and the seconds to wait.
         """
         return self._loop.call(self._world.recv(out, src=src, tag=tag), timeout_s)
 
@@ -225,20 +196,10 @@ class World(BlockingCollectives):
         tag: int = 0,
         timeout_s: float | None = None,
     ) -> tuple[int, Tensor]:
-        """Receive one tensor from the first member whose message arrives.
+        """Return the first tensor and its source; see ``multiworld.World.recv_any``.
 
         Args:
-            out: Tensor to fill, as for ``recv``.
-            tag: Tag of the message.
-            timeout_s: Seconds to wait; None: without limit.
-
-        Returns:
-            The sender's rank, and the tensor as ``recv`` returns it.
-
-        Raises:
-            MemberLeftError: All other members have left.
-            ConfigError: The world has no other members.
-            TimeoutError: No message arrived in time; none is lost.
+            out, tag, timeout_s: As there, and the seconds to wait.
         """
         return self._loop.call(self._world.recv_any(out, tag=tag), timeout_s)
 
@@ -251,19 +212,10 @@ class World(BlockingCollectives):
         tag: int = 0,
         timeout_s: float | None = None,
     ) -> None:
-        """Send several named tensors and metadata as one message.
+        """Send tensors and metadata; see ``multiworld.World.send_bundle``.
 
         Args:
-            tensors: Tensors by name; any dtypes and shapes, on the host.
-            dst: The receiver's rank in this world.
-            meta: JSON data: str, int, float, bool, None, lists and dicts.
-            tag: Tag of the message.
-            timeout_s: Seconds to wait; None: without limit.
-
-        Raises:
-            TensorMismatchError: A tensor cannot be sent.
-            ConfigError: A name is not a str, or ``meta`` is not JSON data.
-            TimeoutError: The bundle was not sent in time.
+            tensors, dst, meta, tag, timeout_s: As there, and the seconds to wait.
         """
         step = self._world.send_bundle(tensors, dst=dst, meta=meta, tag=tag)
         self._loop.call(step, timeout_s)
@@ -275,37 +227,20 @@ class World(BlockingCollectives):
         tag: int = 0,
         timeout_s: float | None = None,
     ) -> Bundle:
-        """Receive a message that ``send_bundle`` sent.
+        """Return a received bundle; see ``multiworld.World.recv_bundle``.
 
         Args:
-            src: The sender's rank in this world; None: any member.
-            tag: Tag of the message.
-            timeout_s: Seconds to wait; None: without limit.
-
-        Returns:
-            The tensors, the metadata and the sender's rank.
-
-        Raises:
-            TensorMismatchError: The message is not a bundle. It stays first in its
-                queue.
-            TimeoutError: No message arrived in time; none is lost.
+            src, tag, timeout_s: As there, and the seconds to wait.
         """
         return self._loop.call(self._world.recv_bundle(src=src, tag=tag), timeout_s)
 
     def send_object(
         self, obj: Any, *, dst: int, tag: int = 0, timeout_s: float | None = None
     ) -> None:
-        """Send small JSON data. Nothing is ever pickled.
+        """Send small JSON data, never pickled; see ``multiworld.World.send_object``.
 
         Args:
-            obj: JSON data: str, int, float, bool, None, lists and dicts.
-            dst: The receiver's rank in this world.
-            tag: Tag of the message.
-            timeout_s: Seconds to wait; None: without limit.
-
-        Raises:
-            ConfigError: ``obj`` is not JSON data.
-            TimeoutError: The data was not sent in time.
+            obj, dst, tag, timeout_s: As there, and the seconds to wait.
         """
         self._loop.call(self._world.send_object(obj, dst=dst, tag=tag), timeout_s)
 
@@ -316,20 +251,10 @@ class World(BlockingCollectives):
         tag: int = 0,
         timeout_s: float | None = None,
     ) -> Any:
-        """Receive data that ``send_object`` sent.
+        """Return received JSON data; see ``multiworld.World.recv_object``.
 
         Args:
-            src: The sender's rank in this world; None: any member.
-            tag: Tag of the message.
-            timeout_s: Seconds to wait; None: without limit.
-
-        Returns:
-            The data, with tuples as lists.
-
-        Raises:
-            TensorMismatchError: The message is not an object. It stays first in its
-                queue.
-            TimeoutError: No message arrived in time; none is lost.
+            src, tag, timeout_s: As there, and the seconds to wait.
         """
         return self._loop.call(self._world.recv_object(src=src, tag=tag), timeout_s)
 
@@ -343,9 +268,6 @@ class World(BlockingCollectives):
 
         Args:
             timeout_s: Seconds to wait; None: without limit.
-
-        Raises:
-            TimeoutError: The world is still open after ``timeout_s``.
         """
         self._loop.call(self._world.wait_over(), timeout_s)
 
@@ -354,28 +276,17 @@ class World(BlockingCollectives):
 
         Args:
             timeout_s: Seconds to wait; None: without limit.
-
-        Raises:
-            TimeoutError: The world is still complete after ``timeout_s``.
         """
         self._loop.call(self._world.wait_incomplete(), timeout_s)
 
     @contextlib.contextmanager
     def named_errors(self) -> Iterator[None]:
-        """Raise the world's own error where code on ``process_group`` fails.
-
-        ``DistributedDataParallel`` and other users of ``process_group`` raise the
-        backend's ``RuntimeError``, which names nobody::
+        """Yield to code that uses ``process_group``, and raise the world's own errors::
 
             with world.named_errors():
                 loss.backward()
 
-        Returns:
-            A context manager, which raises these errors in place of the backend's.
-
-        Raises:
-            WorldBrokenError: The world broke; ``MemberLostError`` says who was lost.
-            MemberLeftError: A member has left.
+        The backend's ``RuntimeError`` becomes the error that names the lost member.
         """
         try:
             yield
@@ -385,27 +296,14 @@ class World(BlockingCollectives):
             raise
 
     def reform(self) -> World:
-        """Go on in a smaller world, without the members that are lost or have left.
-
-        Returns:
-            The next incarnation.
-
-        Raises:
-            MultiWorldError: As for ``multiworld.World.reform``.
-        """
+        """Return the next, smaller incarnation; see ``multiworld.World.reform``."""
         return World(self._loop.call(self._world.reform()), self._loop)
 
     def grow(self, *, to: int) -> World:
-        """Let newcomers into this world without closing it first.
+        """Return the next, larger incarnation; see ``multiworld.World.grow``.
 
         Args:
             to: The new world size.
-
-        Returns:
-            The next incarnation.
-
-        Raises:
-            MultiWorldError: As for ``multiworld.World.grow``.
         """
         return World(self._loop.call(self._world.grow(to=to)), self._loop)
 
@@ -415,20 +313,12 @@ class World(BlockingCollectives):
 
 
 class WorldManager:
-    """A manager for threads; see ``multiworld.WorldManager``.
+    """A manager for threads; ``multiworld.WorldManager`` describes each method in full.
 
-    Use it with ``with``, or call ``close``.
+    Use it with ``with``, or call ``close``, outside of event loops (``ConfigError``).
 
     Args:
-        enable_monitor: False switches the detection of silent members off; the end of a
-            member's process is still detected.
-        config: Settings for worlds that are joined without settings of their own.
-        security: Secret and TLS; by default as the environment says, see
-            ``Security.from_environment``.
-
-    Raises:
-        ConfigError: The environment's settings for security are invalid, or an event
-            loop runs in this thread.
+        enable_monitor, config, security: As for ``multiworld.WorldManager``.
     """
 
     def __init__(
@@ -478,23 +368,10 @@ class WorldManager:
         config: WorldConfig | None = None,
         device: torch.device | str = "cpu",
     ) -> World:
-        """Join a world and wait until every member has joined.
+        """Return a joined world; see ``multiworld.WorldManager.join``.
 
         Args:
-            name: The world's name, the same on every member.
-            rank: This member's rank; by default ``RANK`` in the environment.
-            size: World size; by default ``WORLD_SIZE`` in the environment.
-            store: Address of the store; see ``multiworld.WorldManager.join`` for the
-                default.
-            backend: Name of the backend.
-            config: The world's settings; the manager's by default.
-            device: Device of a c10d backend's tensors.
-
-        Returns:
-            The world, ready for traffic.
-
-        Raises:
-            MultiWorldError: As for ``multiworld.WorldManager.join``.
+            name, rank, size, store, backend, config, device: As there.
         """
         step = self._manager.join(
             name,
@@ -518,19 +395,10 @@ class WorldManager:
         config: WorldConfig | None = None,
         device: torch.device | str = "cpu",
     ) -> Iterator[World]:
-        """Stay in a world: join, and join again after every fault.
-
-        Ends when the program leaves the loop, closes the manager, or leaves the world
-        with ``leave``.
+        """Yield a ready world after every fault; see ``multiworld.WorldManager.keep``.
 
         Args:
             name, rank, size, store, backend, config, device: As for ``join``.
-
-        Yields:
-            A ready world.
-
-        Raises:
-            MultiWorldError: As for ``multiworld.WorldManager.keep``.
         """
         worlds = self._manager.keep(
             name,
@@ -549,22 +417,15 @@ class WorldManager:
             yield World(world, self._loop)
 
     def leave(self, name: str) -> None:
-        """Leave one world politely.
+        """Leave one world politely; see ``multiworld.WorldManager.leave``.
 
         Args:
             name: The world's name.
-
-        Raises:
-            UnknownWorldError: This process is in no world of that name.
         """
         self._loop.call(self._manager.leave(name))
 
     def events(self) -> Iterator[Event]:
-        """Return an iterator over the events of the worlds from now on.
-
-        The subscription starts with this call. The iterator waits for each event, and
-        ends when the manager is closed.
-        """
+        """Return an iterator that waits for each event, until the manager is closed."""
 
         async def subscribe() -> Any:
             return self._manager.events()

@@ -29,21 +29,15 @@ class Worlds(Protocol):
 
         Args:
             name: The world's name.
-
-        Raises:
-            UnknownWorldError: This process is in no world of that name.
         """
 
 
 class WorldCommunicator:
     """Operations on a manager's worlds; each takes the world's name last.
 
-    The name may be omitted while the manager has exactly one world. The operations
-    raise the same errors as those of ``World``, and ``UnknownWorldError`` if the name
-    is unknown, or if it is omitted and the manager has no world or several.
-
-    Args:
-        manager: The manager.
+    ``world_name`` may be omitted while the manager has exactly one world. The
+    operations raise the errors of ``World``, and ``UnknownWorldError`` if the name is
+    unknown, or omitted without exactly one world.
     """
 
     def __init__(self, manager: Worlds) -> None:
@@ -61,96 +55,65 @@ class WorldCommunicator:
         return self._manager.world(name)
 
     def is_broken(self, world_name: str) -> bool:
-        """Tell whether operations on a world fail.
+        """Return True if a world is broken, closed or unknown, or a member has left.
 
         Args:
             world_name: The world's name.
-
-        Returns:
-            True if the world is broken, closed or unknown, or a member has left.
         """
         world = self._manager.worlds.get(world_name)
         return world is None or not world.is_ready or bool(world.left)
 
     async def send(self, tensor: Tensor, dst: int, world_name: str = "") -> None:
-        """Send one tensor; see ``World.send``.
+        """Send one tensor; see ``World.send``. Cancellation: As there.
 
         Args:
-            tensor: Any dtype, shape and strides.
-            dst: The receiver's rank.
-            world_name: The world's name.
-
-        Cancellation: As for ``World.send``.
+            tensor, dst, world_name: The tensor, the receiver's rank, and the world.
         """
         await self._world(world_name).send(tensor, dst=dst)
 
     async def recv(self, tensor: Tensor, src: int, world_name: str = "") -> None:
-        """Receive into ``tensor``; see ``World.recv``.
+        """Receive into ``tensor``; see ``World.recv``. Cancellation: As there.
 
         Args:
-            tensor: Tensor to fill, of the sent dtype and number of elements.
-            src: The sender's rank.
-            world_name: The world's name.
-
-        Cancellation: As for ``World.recv``.
+            tensor, src, world_name: Tensor to fill, the sender's rank, and the world.
         """
         await self._world(world_name).recv(tensor, src=src)
 
     async def broadcast(self, tensor: Tensor, src: int, world_name: str = "") -> None:
-        """Copy the tensor of ``src`` to all members; see ``World.broadcast``.
+        """Copy a tensor to all; see ``World.broadcast``. Cancellation: As there.
 
         Args:
-            tensor: Any shape; the same dtype and number of elements on every member.
-            src: The rank whose tensor is copied.
-            world_name: The world's name.
-
-        Cancellation: As for ``World.broadcast``.
+            tensor, src, world_name: Tensor, the rank that it comes from, and the world.
         """
         await self._world(world_name).broadcast(tensor, src=src)
 
     async def all_reduce(
         self, tensor: Tensor, op: Any = ReduceOp.SUM, world_name: str = ""
     ) -> None:
-        """Reduce all tensors into every member's; see ``World.all_reduce``.
+        """Reduce on every member; see ``World.all_reduce``. Cancellation: As there.
 
         Args:
-            tensor: The operand, then the result; the same dtype and number of elements
-                on every member.
-            op: A ``torch.distributed.ReduceOp``.
-            world_name: The world's name.
-
-        Cancellation: As for ``World.broadcast``.
+            tensor, op, world_name: Operand and result, the ``ReduceOp``, and the world.
         """
         await self._world(world_name).all_reduce(tensor, op)
 
     async def reduce(
         self, tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, world_name: str = ""
     ) -> None:
-        """Reduce all tensors into the one of ``dst``; see ``World.reduce``.
+        """Reduce on ``dst``; see ``World.reduce``. Cancellation: As there.
 
         Args:
-            tensor: The operand, and on ``dst`` the result; the same dtype and number of
-                elements on every member.
-            dst: The rank that gets the result.
-            op: A ``torch.distributed.ReduceOp``.
-            world_name: The world's name.
-
-        Cancellation: As for ``World.broadcast``.
+            tensor, dst, op, world_name: As for ``all_reduce``; ``dst`` gets the result.
         """
         await self._world(world_name).reduce(tensor, dst=dst, op=op)
 
     async def all_gather(
         self, tensors: Sequence[Tensor], tensor: Tensor, world_name: str = ""
     ) -> None:
-        """Gather all tensors on every member; see ``World.all_gather``.
+        """Gather on every member; see ``World.all_gather``. Cancellation: As there.
 
         Args:
-            tensors: One tensor for each rank to fill, like ``tensor``.
-            tensor: This member's tensor; the same dtype and number of elements on every
-                member.
-            world_name: The world's name.
-
-        Cancellation: As for ``World.broadcast``.
+            tensors, tensor, world_name: Tensors to fill, this member's, and the world.
         """
         await self._world(world_name).all_gather(tensor, tensors)
 
@@ -161,16 +124,11 @@ class WorldCommunicator:
         dst: int = 0,
         world_name: str = "",
     ) -> None:
-        """Gather all tensors on ``dst``; see ``World.gather``.
+        """Gather all tensors on ``dst``; see ``World.gather``. Cancellation: As there.
 
         Args:
-            tensor: This member's tensor; the same dtype and number of elements on every
-                member.
+            tensor, dst, world_name: This member's tensor, the root, and the world.
             gather_list: On ``dst``, one tensor for each rank to fill.
-            dst: The rank that gets the tensors.
-            world_name: The world's name.
-
-        Cancellation: As for ``World.broadcast``.
         """
         await self._world(world_name).gather(tensor, dst=dst, outs=gather_list or None)
 
@@ -181,16 +139,11 @@ class WorldCommunicator:
         src: int = 0,
         world_name: str = "",
     ) -> None:
-        """Send one tensor of ``src`` to each member; see ``World.scatter``.
+        """Send one tensor to each; see ``World.scatter``. Cancellation: As there.
 
         Args:
-            tensor: Tensor to fill; the same dtype and number of elements on every
-                member.
+            tensor, src, world_name: Tensor to fill, the root, and the world.
             scatter_list: On ``src``, one tensor for each rank.
-            src: The rank whose tensors are sent.
-            world_name: The world's name.
-
-        Cancellation: As for ``World.broadcast``.
         """
         await self._world(world_name).scatter(tensor, scatter_list or None, src=src)
 

@@ -1,4 +1,4 @@
-"""The arguments of a join: their defaults and their checks."""
+"""Arguments of a join: their defaults and their checks."""
 
 from __future__ import annotations
 
@@ -16,22 +16,12 @@ from multiworld.rendezvous.store_address import StoreAddresses, parse_store
 from multiworld.rendezvous.store_messages import MAX_SIZE
 
 MAX_NAME = 1024
-"""Characters in a world's name, at most."""
+"""Maximum number of characters in a world's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinRequest:
-    """Arguments of a join; kept for ``reform`` and ``grow``.
-
-    Attributes:
-        name: The world's name.
-        rank: The member's rank.
-        size: World size.
-        where: The store or stores.
-        backend: Name of the backend.
-        config: The world's settings.
-        device: Device of a c10d backend's tensors.
-    """
+    """Arguments of a join; kept for ``reform`` and ``grow``."""
 
     name: str
     rank: int
@@ -49,7 +39,6 @@ class JoinRequest:
         return f"{terms}, stores {self.where}" if several else terms
 
     def replace(self, **changes: Any) -> JoinRequest:
-        """Return a copy with ``changes`` applied."""
         return dataclasses.replace(self, **changes)
 
 
@@ -62,20 +51,7 @@ def request_of(
     config: WorldConfig,
     device: torch.device | str,
 ) -> JoinRequest:
-    """Return the checked arguments of a join, with defaults from the environment.
-
-    Args:
-        name: The world's name.
-        rank: The member's rank; None: ``RANK``.
-        size: World size; None: ``WORLD_SIZE``.
-        store: Address of the store or stores; None: see ``default_store``.
-        backend: Name of the backend.
-        config: The world's settings.
-        device: Device of a c10d backend's tensors.
-
-    Raises:
-        ConfigError: An argument is not valid, or missing and not in the environment.
-    """
+    """Return the checked arguments of a join, with defaults from the environment."""
     request = JoinRequest(
         name=name,
         rank=_number("rank", rank, "RANK"),
@@ -92,12 +68,8 @@ def request_of(
 def default_store(environment: Mapping[str, str]) -> str:
     """Return the address of the store that the environment names.
 
-    ``MULTIWORLD_STORE`` wins. Launchers such as torchrun set ``MASTER_ADDR`` and
-    ``MASTER_PORT``. torchrun keeps a store of its own at that port, so that the next
-    one is used under it.
-
-    Raises:
-        ConfigError: It names none.
+    ``MULTIWORLD_STORE`` precedes ``MASTER_ADDR`` and ``MASTER_PORT``, which launchers
+    set. torchrun runs its own store at that port, so the next port is used under it.
     """
     if store := environment.get("MULTIWORLD_STORE"):
         return store

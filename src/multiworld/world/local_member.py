@@ -54,9 +54,8 @@ from multiworld.world.join_request import JoinRequest
 T = TypeVar("T")
 
 LINK_GRACE_S = 1.0
-"""Seconds that a world waits, after a data connection has failed, for the control link
-to tell the reason. Both end together when a process dies, so the reason has only to be
-read."""
+"""Seconds that a failed data connection waits for the control link to report the
+reason. Both end together when a process dies, so it has only to be read."""
 
 
 def _nothing(_: LocalMember) -> None:
@@ -68,8 +67,6 @@ class ManagerServices:
     """Services that a manager gives each of its worlds.
 
     Attributes:
-        watchdog: The manager's watchdog.
-        publish: Publishes an event.
         linger: Takes a connection that must stay open after its world is closed.
         closing: Tasks that close incarnations in the background.
         over: Called when an incarnation can carry no more traffic.
@@ -83,14 +80,7 @@ class ManagerServices:
 
 
 class LocalMember:
-    """This process's member of one incarnation.
-
-    Args:
-        incarnation: The incarnation, as the store admitted it.
-        request: Arguments of the join.
-        store: The store that admitted it.
-        services: Services of the manager.
-    """
+    """This process's member of one incarnation, which ``store`` admitted."""
 
     def __init__(
         self,
@@ -124,17 +114,14 @@ class LocalMember:
 
     @property
     def phase(self) -> Phase:
-        """Phase of the incarnation."""
         return self._life.phase
 
     @property
     def is_broken(self) -> bool:
-        """True once a fault has ended the incarnation."""
         return self._life.phase is Phase.BROKEN
 
     @property
     def left(self) -> frozenset[int]:
-        """Ranks that have left politely."""
         return self._life.gone
 
     def silent_s(self, rank: int) -> float:
@@ -146,7 +133,6 @@ class LocalMember:
 
     @property
     def lost(self) -> frozenset[int]:
-        """Ranks known to be lost."""
         breakage = self._life.breakage
         return frozenset() if breakage is None else breakage.lost
 
@@ -157,33 +143,18 @@ class LocalMember:
         return breakage is not None and breakage.is_stale
 
     async def wait_more_lost(self, known: frozenset[int]) -> None:
-        """Wait until a member outside ``known`` is lost or has left.
-
-        Cancellation:
-            Safe.
-        """
+        """Wait until a member outside ``known`` is lost or has left."""
         while self.lost | self.left <= known:
             self._changed.clear()
             await self._changed.wait()
 
     async def wait_incomplete(self) -> None:
-        """Wait until this incarnation is broken or closed, or a member has left.
-
-        Cancellation:
-            Safe.
-        """
         while not (self._life.is_over or self.left):
             self._changed.clear()
             await self._changed.wait()
 
     def member_waits(self, rank: int, size: int, *, is_gone: bool) -> None:
-        """Publish that a newcomer waits for the next incarnation, or has stopped.
-
-        Args:
-            rank: The rank that it claims.
-            size: The world size that it expects.
-            is_gone: True if it has stopped waiting.
-        """
+        """Publish that a newcomer waits for the next incarnation, or has stopped."""
         if is_gone:
             self.waiting.pop(rank, None)
         else:
@@ -208,30 +179,14 @@ class LocalMember:
             self._services.publish(event)
 
     async def wait_over(self) -> None:
-        """Wait until the world is broken or closed.
-
-        Cancellation:
-            Safe.
-        """
         await asyncio.shield(self._over)
 
     def has_message(self, src: int | None, tag: int) -> bool:
-        """Tell whether a complete message waits for a receive.
-
-        Args:
-            src: Rank of the sender; None: any.
-            tag: Tag of the message.
-        """
+        """Return whether a message from ``src`` (None: any) has arrived completely."""
         return not self._is_forked and self.backend.has_message(src, tag)
 
     def check(self) -> None:
-        """Check that traffic may flow.
-
-        Raises:
-            WorldBrokenError: The world is broken.
-            WorldClosedError: This process has closed the world.
-            UsedAfterForkError: This process is a forked child.
-        """
+        """Raise this world's error unless traffic may flow."""
         if self._is_forked:
             raise self._forked_error()
         if self._life.phase is not Phase.READY:
@@ -240,15 +195,7 @@ class LocalMember:
     # Joining.
 
     async def open(self) -> None:
-        """Connect to every member and wait until all members have done so.
-
-        Raises:
-            WorldBrokenError: A member was lost meanwhile.
-            OSError: A member could not be reached.
-
-        Cancellation:
-            Leaves the world half open; the caller must close it.
-        """
+        """Connect to every member and wait for all; if cancelled, it must be closed."""
         config = self.config
         limits = DetectionLimits(
             config.silence_s, config.stall_s, config.stalled_limit_s
@@ -280,15 +227,7 @@ class LocalMember:
         await asyncio.shield(self._all_ready)
 
     async def until_over(self, step: Coroutine[Any, Any, T]) -> T:
-        """Await ``step``, unless the world is broken or closed first.
-
-        Raises:
-            WorldBrokenError: The world broke; ``step`` is cancelled.
-            WorldClosedError: This process closed the world; ``step`` is cancelled.
-
-        Cancellation:
-            Cancels ``step``.
-        """
+        """Await ``step``; if the world ends first, cancel it and raise the reason."""
         task = self._loop.create_task(step, name=f"multiworld join {self._life.world}")
         try:
             await asyncio.wait((task, self._over), return_when=asyncio.FIRST_COMPLETED)
@@ -308,11 +247,7 @@ class LocalMember:
     # The end.
 
     async def close(self) -> None:
-        """Leave politely; wait at most ``close_s`` for sent data to leave the process.
-
-        Cancellation:
-            The world is closed all the same, at once.
-        """
+        """Leave politely; wait at most ``close_s`` for sent data, unless cancelled."""
         self.report(CloseAsked())
         if self._over.done():
             self._free()
@@ -334,7 +269,6 @@ class LocalMember:
         self._is_forked = True
 
     def filenos(self) -> list[int]:
-        """Return the descriptors that a forked child must close."""
         return self.backend.filenos()
 
     def _end_data(self) -> None:
@@ -359,7 +293,6 @@ class LocalMember:
     # WorldPort: calls from the watchdog.
 
     def on_message(self, rank: int, message: control.WorldMessage) -> None:
-        """Handle a control message from a member."""
         match message:
             case control.Ready():
                 self._ready_ranks.add(rank)
@@ -384,7 +317,6 @@ class LocalMember:
         self.report(WasLost(told.rank, reason, evidence, told.silent_s, told_by=rank))
 
     def on_finding(self, rank: int, finding: Finding) -> None:
-        """Handle a finding of the failure detector about a member."""
         match finding:
             case Verdict(reason=reason, evidence=evidence, silent_s=silent_s):
                 self.report(WasLost(rank, reason, evidence, silent_s))
@@ -434,12 +366,6 @@ class LocalMember:
         return [rank for rank in range(self.incarnation.size) if rank != self.rank]
 
     def trouble(self, rank: int | None, evidence: str) -> None:
-        """Break the world after a failure of data, unless the link explains it first.
-
-        Args:
-            rank: The member whose connection failed; None if unknown.
-            evidence: The observation.
-        """
         if self._life.is_over or rank in self._life.left or rank in self._grace:
             return
         if rank is None and self._life.left:
@@ -461,36 +387,23 @@ class LocalMember:
     # WorldView: calls from the backend.
 
     async def lane(self, rank: int, channel: str) -> Stream:
-        """Return a new data connection with a member.
-
-        Raises:
-            MemberUnreachableError: The member could not be reached.
-
-        Cancellation:
-            Safe; nothing stays open.
-        """
         return await self._watchdog.lane(self.incarnation, self.rank, rank, channel)
 
     def has_lane(self, rank: int, channel: str) -> bool:
-        """Tell whether a connection that the member dialed is waiting."""
         return self._watchdog.has_lane(self.incarnation.nonce, rank, channel)
 
     def dials(self, rank: int) -> bool:
-        """Tell whether this member dials the other one; otherwise it is dialed."""
         return self._watchdog.dials(self.incarnation.members[rank])
 
     def has_left(self, rank: int) -> bool:
-        """Tell whether a member has left politely."""
         return rank in self._life.left
 
     def tell(self, rank: int, message: control.BackendMessage) -> None:
-        """Send a control message to the member's backend."""
         self._watchdog.tell(rank, message)
 
-    # Errors, a fresh one each time: sharing one would mix up tracebacks.
+    # Errors: a new one each time, because sharing one would mix up tracebacks.
 
     def broken_error(self) -> Exception:
-        """Return a new error that says why the world is unusable."""
         breakage = self._life.breakage
         if breakage is not None:
             return breakage.error()
@@ -502,7 +415,6 @@ class LocalMember:
         )
 
     def left_error(self, rank: int) -> MemberLeftError:
-        """Return a new error for an operation that needs a member that has left."""
         return MemberLeftError(
             f"rank {rank} has left world {self._life.world!r}; close it, and join "
             "again when the member is back",
@@ -521,5 +433,5 @@ class LocalMember:
 
 
 def _as_unicode(text: str) -> str:
-    """Return a text without lone surrogates, such as those in names of files."""
+    """Escape lone surrogates, such as those in file names."""
     return text.encode(errors="backslashreplace").decode()

@@ -1,8 +1,8 @@
 """Manager of a process's worlds: joins, finds and closes them.
 
-A ``WorldManager`` belongs to one event loop. It owns the listener, the links and the
-heartbeat of the process (``WatchDog``), its sessions with the stores (``Joiner``) and
-its worlds. Joining, leaving or losing one world affects no other.
+A ``WorldManager`` belongs to one event loop. It owns the process's listener, links and
+heartbeats (``WatchDog``), its sessions with the stores (``Joiner``) and its worlds.
+Joining, leaving or losing one world affects no other.
 """
 
 from __future__ import annotations
@@ -50,20 +50,16 @@ _fork_hook_installed = False
 class WorldManager:
     """Manager of this process's worlds.
 
-    Create it inside a running event loop. Use it with ``async with``, or call ``await
-    close()`` (or ``cleanup()``) at the end. Call its methods only from the thread of
-    that loop.
+    Create it inside a running event loop (else ``RuntimeError``). Use it with ``async
+    with``, or call ``await close()`` (or ``cleanup()``) at the end. Call its methods
+    only from the thread of that loop.
 
     Args:
-        enable_monitor: False switches the detection of silent members off; the end of a
+        enable_monitor: False disables the detection of silent members; the end of a
             member's process is still detected.
-        config: Settings for worlds that are joined without settings of their own.
-        security: Secret and TLS; by default as the environment says, see
-            ``Security.from_environment``.
-
-    Raises:
-        ConfigError: The environment's settings for security are invalid.
-        RuntimeError: There is no running event loop.
+        config: Settings for worlds that are joined without their own.
+        security: Secret and TLS; by default from ``Security.from_environment``, which
+            may raise ``ConfigError``.
     """
 
     def __init__(
@@ -123,7 +119,7 @@ class WorldManager:
 
     @property
     def communicator(self) -> WorldCommunicator:
-        """Operations by a world's name, as programs for pymultiworld use them."""
+        """Operations by a world's name, as in pymultiworld."""
         return self._communicator
 
     @property
@@ -143,13 +139,10 @@ class WorldManager:
         return self._admission.worlds
 
     def world(self, name: str) -> World:
-        """Return a world by its name.
+        """Return a world by its name, or raise ``UnknownWorldError``.
 
         Args:
             name: The world's name.
-
-        Raises:
-            UnknownWorldError: This process is in no world of that name.
         """
         world = self.worlds.get(name)
         if world is None:
@@ -164,11 +157,9 @@ class WorldManager:
     def events(self) -> AsyncIterator[Event]:
         """Return an iterator over the events of this manager's worlds from now on.
 
-        The iteration ends when the manager is closed. A reader that is 1,024 events
-        behind loses the oldest ones, and ``EventsDropped`` tells how many.
-
-        Cancellation:
-            Ends the iteration; events that were not read are lost.
+        It ends when the manager is closed. A reader that is 1,024 events behind loses
+        the oldest ones; ``EventsDropped`` reports how many. Cancelling loses unread
+        events.
         """
         return self._hub.subscribe().events()
 
@@ -185,7 +176,7 @@ class WorldManager:
         config: WorldConfig | None = None,
         device: torch.device | str = "cpu",
     ) -> World:
-        """Join a world and wait until every member has joined.
+        """Return a world, ready for traffic, once every member has joined.
 
         The members may start in any order. If this process was in a world of that name
         that has broken since, the join opens the next epoch.
@@ -198,17 +189,14 @@ class WorldManager:
             store: Address of the store: ``tcp://HOST:PORT``, or ``memory://NAME`` for
                 ``backend="memory"``. The default is ``MULTIWORLD_STORE`` in the
                 environment, or else ``MASTER_ADDR`` and ``MASTER_PORT`` (under
-                torchrun, which has a store of its own there, the port after it). If
-                nobody serves the address and it belongs to this host, rank 0 embeds the
-                store. Commas separate several addresses, the same list for every
-                member; the first store that answers is used, and none is embedded.
-            backend: ``direct``, ``memory``, ``gloo``, ``nccl``, or any other backend
-                of ``torch.distributed``.
+                torchrun, which runs its own store there, the next port). If nobody
+                serves the address and it belongs to this host, rank 0 embeds the store.
+                Commas separate several addresses, in the same order on every member;
+                the first store that answers is used, and none is embedded.
+            backend: ``direct``, ``memory``, ``gloo``, ``nccl``, or any other backend of
+                ``torch.distributed``.
             config: The world's settings; the manager's by default.
             device: Device of a c10d backend's tensors.
-
-        Returns:
-            The world, ready for traffic.
 
         Raises:
             ConfigError: An argument is not valid.
@@ -223,8 +211,7 @@ class WorldManager:
             WrongSecretError: The store or a member holds another secret.
             MemberLostError: A member was lost while the members connected.
 
-        Cancellation:
-            Safe; the claim is withdrawn and nothing stays behind.
+        Cancellation: Safe; the claim is withdrawn and nothing stays behind.
         """
         self._check_usable(name)
         config = config or self._config
@@ -234,41 +221,20 @@ class WorldManager:
         return await self._exclusively(name, self._admission.join(request))
 
     async def reform(self, name: str) -> World:
-        """Go on in a smaller world, without the lost: ``World.reform`` by name.
+        """Return the smaller world; see ``World.reform``. Cancellation: As there.
 
         Args:
             name: The world's name.
-
-        Returns:
-            The next incarnation, ready for traffic.
-
-        Raises:
-            WorldExistsError: This process is already joining or changing the world.
-            MultiWorldError: As for ``World.reform``.
-
-        Cancellation:
-            As for ``World.reform``.
         """
         self._check_usable(name)
         self._check_free(name)
         return await self._exclusively(name, self._admission.reform(name))
 
     async def grow(self, name: str, to: int) -> World:
-        """Let newcomers into a living world: ``World.grow`` by name.
+        """Return the larger world; see ``World.grow``. Cancellation: As there.
 
         Args:
-            name: The world's name.
-            to: The new world size.
-
-        Returns:
-            The next incarnation, ready for traffic.
-
-        Raises:
-            WorldExistsError: This process is already joining or changing the world.
-            MultiWorldError: As for ``World.grow``.
-
-        Cancellation:
-            As for ``World.grow``.
+            name, to: The world's name, and its new size.
         """
         self._check_usable(name)
         self._check_free(name)
@@ -300,7 +266,7 @@ class WorldManager:
         config: WorldConfig | None = None,
         device: torch.device | str = "cpu",
     ) -> AsyncIterator[World]:
-        """Stay in a world: join, and join again after every fault.
+        """Yield a ready world: join, and join again after every fault.
 
         ::
 
@@ -311,23 +277,19 @@ class WorldManager:
                 except (multiworld.WorldBrokenError, multiworld.WorldClosedError):
                     pass  # the next iteration has the next incarnation
 
-        Joins and yields the world. When it is broken or a member has left, joins again,
-        with a backoff from 0.1 to 5 s. This ends when the program leaves the loop,
-        closes the manager, or leaves the world with ``leave``.
+        When the yielded world is broken or a member has left, this joins again, with a
+        backoff from 0.1 to 5 s. It ends when the program leaves the loop, closes the
+        manager, or leaves the world with ``leave``.
 
         Args:
             name, rank, size, store, backend, config, device: As for ``join``.
 
-        Yields:
-            A ready world.
-
         Raises:
-            MultiWorldError: As for ``join``, except the errors that another attempt
-                may cure: ``JoinTimeoutError``, ``RankTakenError``,
+            MultiWorldError: As for ``join``, except the errors that another attempt may
+                cure: ``JoinTimeoutError``, ``RankTakenError``,
                 ``StoreUnreachableError`` and ``WorldBrokenError``.
 
-        Cancellation:
-            Safe; a world that was yielded stays as it is.
+        Cancellation: Safe; a world that was yielded stays as it is.
         """
 
         self._check_usable(name)
@@ -392,8 +354,7 @@ class WorldManager:
     async def close(self) -> None:
         """Leave every world politely and free all resources.
 
-        Cancellation:
-            All resources are freed all the same, at once.
+        Cancellation: All resources are freed all the same, at once.
         """
         if self._is_closed:
             return
@@ -414,8 +375,8 @@ class WorldManager:
     def cleanup(self) -> None:
         """Leave every world and free all resources, without waiting.
 
-        This is for programs written for pymultiworld, which call it last. Sent data
-        that the network has not taken may be lost; ``close`` waits for it.
+        For programs written for pymultiworld, which call it last. Sent data that the
+        network has not taken may be lost; ``close`` waits for it.
         """
         if self._is_closed or self._is_forked:
             return
@@ -439,16 +400,12 @@ class WorldManager:
         return joining
 
     async def leave(self, name: str) -> None:
-        """Leave one world politely and remove it.
+        """Leave one world politely and remove it; ``UnknownWorldError`` if unknown.
 
         Args:
             name: The world's name.
 
-        Raises:
-            UnknownWorldError: This process is in no world of that name.
-
-        Cancellation:
-            Once closing has begun, the world is closed all the same, at once.
+        Cancellation: Once closing has begun, the world is closed all the same, at once.
         """
         self.world(name)
         await self._stop_changing(name)
@@ -472,23 +429,15 @@ class WorldManager:
         timeout: float = 30,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Join a world whose store rank 0 hosts on ``addr``:``port``.
+        """Join a world whose store rank 0 hosts. Cancellation: As for ``join``.
 
         Args:
-            world_name: The world's name.
-            rank: This member's rank.
-            world_size: World size.
-            backend: As for ``join``.
-            addr: Rank 0's address, as every member reaches it.
-            port: Rank 0's port; -1 is 29500.
+            world_name, rank, world_size, backend, device: As for ``join``.
+            addr, port: Rank 0's address, as every member reaches it; port -1 is 29500.
             timeout: Seconds to wait for the other members.
-            device: As for ``join``.
 
         Raises:
             MultiWorldError: As for ``join``.
-
-        Cancellation:
-            As for ``join``.
         """
         host = f"[{addr}]" if ":" in addr else addr
         reserved = self._reserved.pop(world_name, None)
@@ -508,15 +457,13 @@ class WorldManager:
             raise
 
     def add_world(self, world_name: str, backend: str) -> None:
-        """Reserve a name; ``initialize_world`` joins the world.
+        """Reserve a name, which ``initialize_world`` joins later.
 
         Args:
-            world_name: The name to reserve.
-            backend: Accepted for compatibility; ``initialize_world`` names the backend
-                that is used.
-
-        Raises:
-            WorldExistsError: The name is in use (a ``ValueError``).
+            world_name: The name; ``WorldExistsError`` (a ``ValueError``) if it is in
+                use.
+            backend: Accepted for compatibility; the one of ``initialize_world`` is
+                used.
         """
         if world_name in self.worlds or world_name in self._reserved:
             raise WorldExistsError(
@@ -529,11 +476,8 @@ class WorldManager:
         """Leave a world politely and remove it; sent data leaves in the background.
 
         Args:
-            world_name: The world's name.
-
-        Raises:
-            UnknownWorldError: This process is in no world of that name (a
-                ``ValueError``).
+            world_name: The world's name; ``UnknownWorldError`` (a ``ValueError``) if
+                unknown.
         """
         if self._reserved.pop(world_name, None) is not None:
             return
@@ -542,7 +486,7 @@ class WorldManager:
         if changing is not None:
             changing.cancel()
         local = self._admission.take_out(world_name)
-        local.report(CloseAsked())  # tell the others now, whatever the loop does next
+        local.report(CloseAsked())  # notify the others now, whatever the loop does next
         task = self._loop.create_task(
             self._admission.end(local), name=f"multiworld leave {world_name}"
         )
@@ -554,8 +498,8 @@ class WorldManager:
     def _close_after_fork(self) -> None:
         """Close every inherited descriptor in a forked child.
 
-        Otherwise the child would hide the parent's death from its peers. The loop's
-        selector belongs to the parent and stays untouched.
+        Else the child would hide the parent's death. The loop's selector stays as it
+        is.
         """
         self._is_forked = True
         found = self._watchdog.filenos() + self._admission.joiner.filenos()
@@ -582,5 +526,5 @@ def _after_fork() -> None:
 
 
 def _is_spent(world: World) -> bool:
-    """Tell whether the next epoch may replace a world."""
+    """Return whether the next epoch may replace a world."""
     return world.is_broken or world.is_closed or bool(world.left)

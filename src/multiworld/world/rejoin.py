@@ -1,8 +1,4 @@
-"""Staying in a world: join, and join again after every fault.
-
-``RETRIED`` lists the errors after which another attempt makes sense, and ``pause_s``
-gives the backoff between attempts.
-"""
+"""Staying in a world: join, and join again with backoff after every fault."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ logger = logging.getLogger("multiworld.manager")
 
 FIRST_S = 0.1
 LAST_S = 5.0
-"""Seconds of the shortest and the longest pause. Pauses double from one to the other: a
+"""Shortest and longest pause, in seconds. Pauses double from one to the other: a
 replaced member returns within tenths of a second, and a store that is down for long is
 not flooded with attempts."""
 
@@ -35,17 +31,15 @@ RETRIED = (
     WorldBrokenError,
 )
 """Errors after which another attempt may succeed: members and stores come back, and the
-rank of a dead process becomes free. Any other error (an invalid value, another version,
-a wrong secret) is raised."""
+rank of a dead process becomes free. Other errors (an invalid value, another version, a
+wrong secret) are raised."""
 
 
 def pause_s(failures: int, chance: float) -> float:
     """Return the seconds to wait after failed attempts: exponential backoff.
 
-    Args:
-        failures: Failed attempts in a row, 1 or more.
-        chance: Random number from 0 to 1. It scales the pause from half to full, so
-            that members that failed together do not retry together ("equal jitter").
+    The random ``chance``, from 0 to 1, scales the pause from half to full, so that
+    members that failed together do not retry together ("equal jitter").
     """
     longest = min(LAST_S, FIRST_S * 2.0 ** min(failures - 1, 16))
     return longest * (0.5 + 0.5 * chance)
@@ -60,14 +54,6 @@ async def keep(
 
     An incarnation ends when it breaks or a member leaves. The iteration ends when this
     process closes the world or its manager.
-
-    Args:
-        name: The world's name, for the log.
-        join: Joins the world.
-        newest: Returns the manager's newest incarnation of the world, or None.
-
-    Cancellation:
-        Safe; the world stays as it is.
     """
     failures = 0
     while True:

@@ -41,10 +41,7 @@ class WorldStatistics:
     """A snapshot of one world.
 
     Attributes:
-        world: The world's name.
-        epoch: Number of the incarnation.
-        rank: This member's rank.
-        size: World size.
+        world, epoch, rank, size: The world's name, and as in ``World``.
         phase: "joining", "ready", "broken" or "closed".
         left: Ranks that have left politely.
         pending: Operations in progress.
@@ -62,10 +59,7 @@ class WorldStatistics:
 
 
 class _Pending:
-    """Counts operations while they run.
-
-    A class, because it is entered for each message and a generator would be slower.
-    """
+    """Counts operations while they run; a generator would be slower per message."""
 
     __slots__ = ("count", "started")
 
@@ -89,22 +83,17 @@ class Changes(Protocol):
     """Opens the next incarnation of a world."""
 
     async def reform(self, name: str) -> World:
-        """Return the next incarnation, without the members that are lost or have left.
+        """Return the smaller world; see ``World.reform``. Cancellation: As there.
 
         Args:
             name: The world's name.
-
-        Cancellation: As for ``World.reform``.
         """
 
     async def grow(self, name: str, to: int) -> World:
-        """Return the next, larger incarnation.
+        """Return the larger world; see ``World.grow``. Cancellation: As there.
 
         Args:
-            name: The world's name.
-            to: The new world size.
-
-        Cancellation: As for ``World.grow``.
+            name, to: The world's name, and its new size.
         """
 
 
@@ -174,22 +163,19 @@ class World(CollectiveMethods):
         """Return the seconds since a member's last sign of life; 0 for this process.
 
         The failure detector waits for ``WorldConfig.silence_s``. A program that
-        distributes work can react earlier: heartbeats are sent and evaluated every
-        0.1 s, so a silence of 0.3 s or more is suspicious. A stopped process counts as
-        silent, although its heartbeat helper still sends.
+        distributes work can react earlier: heartbeats are sent and evaluated every 0.1
+        s, so 0.3 s or more is suspicious. A stopped process counts as silent, although
+        its helper still sends.
 
         Args:
             rank: Rank of the member.
-
-        Raises:
-            ConfigError: The world has no such rank.
         """
         self._check_rank(rank, self_too=True)
         return self._life.silent_s(rank)
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Descriptions of the members, by rank, for messages to people."""
+        """Descriptions of the members, by rank, for people."""
         return tuple(map(str, self._life.incarnation.members))
 
     def statistics(self) -> WorldStatistics:
@@ -206,37 +192,26 @@ class World(CollectiveMethods):
         )
 
     async def wait_over(self) -> None:
-        """Wait until the world is broken or closed.
-
-        Cancellation: Safe.
-        """
+        """Wait until the world is broken or closed. Cancellation: Safe."""
         await self._life.wait_over()
 
     async def wait_incomplete(self) -> None:
-        """Wait until the world is broken or closed, or a member has left.
-
-        Cancellation: Safe.
-        """
+        """Wait until the world ends or a member has left. Cancellation: Safe."""
         await self._life.wait_incomplete()
 
     @contextlib.asynccontextmanager
     async def named_errors(self) -> AsyncIterator[None]:
-        """Raise the world's own error where code on ``process_group`` fails.
+        """Yield to code on ``process_group``, and raise the world's own errors in it.
 
         ``DistributedDataParallel`` and other users of ``process_group`` raise the
-        backend's ``RuntimeError``, which names nobody::
+        backend's ``RuntimeError``, which does not name the lost member. This raises
+        ``WorldBrokenError`` (``MemberLostError`` names the member) or
+        ``MemberLeftError`` instead::
 
             async with world.named_errors():
                 await asyncio.to_thread(train_step)
 
-        Returns:
-            A context manager, which raises these errors in place of the backend's.
-
-        Raises:
-            WorldBrokenError: The world broke; ``MemberLostError`` says who was lost.
-            MemberLeftError: A member has left.
-
-        Cancellation: Safe. What runs inside decides what its own cancelling does.
+        Cancellation: Safe; the code inside decides how it is cancelled itself.
         """
         try:
             yield
@@ -257,11 +232,6 @@ class World(CollectiveMethods):
 
         Args:
             cause: The error that made the caller ask.
-
-        Raises:
-            WorldBrokenError: The world is broken.
-            WorldClosedError: This process has left it.
-            MemberLeftError: A member has left.
         """
         try:
             self._life.check()
@@ -275,9 +245,10 @@ class World(CollectiveMethods):
     async def send(self, tensor: Tensor, *, dst: int, tag: int = 0) -> None:
         """Send one tensor, with its dtype and shape.
 
-        Returns when the message has left this process, so that it arrives even if this
-        process then computes for long, or is killed. The caller may change the tensor
-        again. A small message usually does not wait for the receiver; a large one may.
+        Returns once the message has left this process, so that it arrives even if this
+        process then computes for a long time, or is killed; the caller may change the
+        tensor again. A small message usually does not wait for the receiver; a large
+        one may.
 
         Args:
             tensor: Any dtype, shape and strides; on the host, or, in a c10d world for
@@ -288,8 +259,6 @@ class World(CollectiveMethods):
 
         Raises:
             TensorMismatchError: The tensor's device, dtype or layout cannot be sent.
-            WorldBrokenError: The world is or becomes broken.
-            MemberLeftError: The receiver has left.
 
         Cancellation:
             ``direct`` finishes the fragment that is being written (at most 256 KiB over
@@ -303,10 +272,10 @@ class World(CollectiveMethods):
     async def recv(
         self, out: Tensor | None = None, *, src: int, tag: int = 0
     ) -> Tensor:
-        """Receive one tensor.
+        """Return one received tensor: ``out``, or a new one.
 
         Receives from one source are served in the order in which they were called. A
-        broken world still gives the messages that had arrived.
+        broken world still delivers the messages that had arrived.
 
         Args:
             out: Tensor to fill, of the sent dtype and number of elements; any shape and
@@ -315,17 +284,13 @@ class World(CollectiveMethods):
             src: The sender's rank in this world.
             tag: Tag of the message.
 
-        Returns:
-            ``out``, or the new tensor.
-
         Raises:
             TensorMismatchError: The message does not fit ``out``, or is a bundle or an
                 object. It stays first in its queue; receive it with a call that fits.
-            WorldBrokenError: The world is or becomes broken.
             MemberLeftError: The sender has left, and all its messages were received.
 
         Cancellation:
-            Loses no message, even one that has arrived in part; the content of ``out``
+            Loses no message, even one that has partly arrived; the content of ``out``
             is undefined. A receive by a c10d backend itself cannot be withdrawn, so the
             world breaks.
         """
@@ -335,17 +300,12 @@ class World(CollectiveMethods):
     async def recv_any(
         self, out: Tensor | None = None, *, tag: int = 0
     ) -> tuple[int, Tensor]:
-        """Receive one tensor from the first member whose message arrives.
+        """Return the sender's rank and the tensor of the first message that arrives.
 
         Args:
-            out: Tensor to fill, as for ``recv``.
-            tag: Tag of the message.
-
-        Returns:
-            The sender's rank, and the tensor as ``recv`` returns it.
+            out, tag: As for ``recv``.
 
         Raises:
-            TensorMismatchError: As for ``recv``.
             MemberLeftError: All other members have left.
             ConfigError: The world has no other members.
 
@@ -372,9 +332,8 @@ class World(CollectiveMethods):
 
         Args:
             tensors: Tensors by name; any dtypes and shapes, on the host.
-            dst: The receiver's rank in this world.
+            dst, tag: As for ``send``.
             meta: JSON data: str, int, float, bool, None, lists and dicts.
-            tag: Tag of the message, as for ``send``.
 
         Raises:
             TensorMismatchError: A tensor cannot be sent.
@@ -386,20 +345,12 @@ class World(CollectiveMethods):
             await self._life.backend.send_bundle(tensors, meta or {}, dst, tag)
 
     async def recv_bundle(self, *, src: int | None = None, tag: int = 0) -> Bundle:
-        """Receive a message that ``send_bundle`` sent.
+        """Return the tensors, metadata and source of a ``send_bundle`` message.
 
         Args:
-            src: The sender's rank in this world; None: any member.
-            tag: Tag of the message.
+            src, tag: As for ``recv``; ``src`` None: any member.
 
-        Returns:
-            The tensors, the metadata and the sender's rank.
-
-        Raises:
-            TensorMismatchError: The message is not a bundle. It stays first in its
-                queue; receive it with a call that fits.
-
-        Cancellation: As for ``recv``.
+        Errors and Cancellation: As for ``recv``.
         """
         with self._receiving(src, tag):
             return await self._life.backend.recv_bundle(src, tag)
@@ -408,12 +359,9 @@ class World(CollectiveMethods):
         """Send small JSON data. Nothing is ever pickled.
 
         Args:
-            obj: JSON data: str, int, float, bool, None, lists and dicts.
-            dst: The receiver's rank in this world.
-            tag: Tag of the message, as for ``send``.
-
-        Raises:
-            ConfigError: ``obj`` is not JSON data.
+            obj: JSON data, as for ``meta`` of ``send_bundle``; otherwise
+                ``ConfigError``.
+            dst, tag: As for ``send``.
 
         Cancellation: As for ``send``.
         """
@@ -421,20 +369,12 @@ class World(CollectiveMethods):
             await self._life.backend.send_object(obj, dst, tag)
 
     async def recv_object(self, *, src: int | None = None, tag: int = 0) -> Any:
-        """Receive data that ``send_object`` sent.
+        """Return data that ``send_object`` sent, with tuples as lists.
 
         Args:
-            src: The sender's rank in this world; None: any member.
-            tag: Tag of the message.
+            src, tag: As for ``recv_bundle``.
 
-        Returns:
-            The data, with tuples as lists.
-
-        Raises:
-            TensorMismatchError: The message is not an object. It stays first in its
-                queue; receive it with a call that fits.
-
-        Cancellation: As for ``recv``.
+        Errors and Cancellation: As for ``recv``.
         """
         with self._receiving(src, tag):
             return await self._life.backend.recv_object(src, tag)
@@ -444,15 +384,15 @@ class World(CollectiveMethods):
     ) -> None:
         """Pass each tensor from a member to a function as it arrives.
 
-        It is called on the event loop, in the order of sending, until the world ends,
-        and must be short and not raise. Bundles and objects still wait for receives.
+        It is called on the event loop, in the order of sending, until the world ends;
+        it must be short and must not raise. Bundles and objects still wait for
+        receives.
 
         Args:
             handler: Function of the tensor, which is new memory.
-            src: The sender's rank in this world.
-            tag: Tag of the tensors.
+            src, tag: The sender's rank in this world, and the tag of the tensors.
             peek: Function of the bytes of a uint8 tensor, which may be called instead,
-                to save a copy. They are valid until it returns.
+                to save a copy. The bytes are valid until it returns.
 
         Raises:
             UnsupportedOperationError: The backend is not ``direct`` or ``memory``.
@@ -471,8 +411,6 @@ class World(CollectiveMethods):
     def process_group(self) -> ProcessGroup:
         """The c10d process group, which ends with this world.
 
-        For ``torch.distributed``, functional collectives, DeviceMesh and DTensor.
-
         Raises:
             UnsupportedOperationError: This world's backend is not a c10d backend.
         """
@@ -480,13 +418,10 @@ class World(CollectiveMethods):
         return self._life.backend.process_group
 
     def device_mesh(self, dim_name: str = "world") -> DeviceMesh:
-        """Return a one-dimensional DeviceMesh over this world, for DTensor.
+        """Return a one-dimensional DeviceMesh over ``process_group``, for DTensor.
 
         Args:
             dim_name: Name of the mesh's dimension.
-
-        Raises:
-            UnsupportedOperationError: This world's backend is not a c10d backend.
         """
         from multiworld.backends.c10d.registration import mesh_of
 
@@ -496,27 +431,22 @@ class World(CollectiveMethods):
 
     @property
     def waiting(self) -> dict[int, int]:
-        """World size that each waiting process expects, by the rank that it claims.
-
-        See ``grow`` and the event ``MemberWaiting``.
-        """
+        """World size that each waiting newcomer expects, by its rank; see ``grow``."""
         return dict(self._life.waiting)
 
     async def reform(self) -> World:
-        """Go on in a smaller world, without the members that are lost or have left.
+        """Return the next incarnation, without the members that are lost or have left.
 
-        Every survivor calls it, and all of them return when the last one has called.
-        The survivors keep their order; their ranks become consecutive. The name stays
-        and the epoch grows; this object stays broken. The store decides who survives by
-        the first claims, so two members that accused each other do not both continue.
-        If another member is lost meanwhile, the world goes on without that one, too.
-        Called on an older incarnation, this acts on the newest one of the name.
-
-        Returns:
-            The next incarnation, which may have only this member.
+        Every survivor calls it, and all calls return after the last one. The survivors
+        keep their order; their ranks become consecutive. The name stays and the epoch
+        grows; this object stays broken. The store decides who survives by the first
+        claims, so two members that accuse each other do not both continue. If another
+        member is lost meanwhile, the world continues without that one, too. The next
+        incarnation may have only this member. Called on an older incarnation, this acts
+        on the newest one of the name.
 
         Raises:
-            StaleEpochError: The others went on without this member; join again.
+            StaleEpochError: The others continued without this member; join again.
             JoinTimeoutError: A survivor did not call within ``WorldConfig.join_s``.
             ConfigError: No member is lost, and none has left.
             WorldClosedError: This process has closed the world.
@@ -526,24 +456,21 @@ class World(CollectiveMethods):
             Before the store admits the next incarnation, withdraws the claim, and this
             world stays as it is. After that this world is closed. If members of the
             next incarnation had not connected yet, it is kept as broken and
-            ``manager.world(name).reform()`` goes on; otherwise it is closed.
+            ``manager.world(name).reform()`` recovers it; otherwise it is closed.
         """
         return await self._changes.reform(self.name)
 
     async def grow(self, *, to: int) -> World:
-        """Let newcomers into this world without closing it first.
+        """Return the next incarnation, with newcomers; this one need not close first.
 
         This is a collective: every member calls it with the same ``to``. Each newcomer
         joins as usual, with ``manager.join(name, rank=r, size=to, ...)`` and one of the
-        new ranks; the event ``MemberWaiting`` tells the members that one waits. Members
-        keep their ranks. Other worlds are not affected. This incarnation is closed, and
-        its messages that were not received are dropped.
+        new ranks; the event ``MemberWaiting`` notifies the members that one waits.
+        Members keep their ranks. Other worlds are not affected. This incarnation is
+        closed, and messages that were not received are dropped.
 
         Args:
             to: The new world size.
-
-        Returns:
-            The next incarnation.
 
         Raises:
             JoinTimeoutError: Not all members claimed their ranks within
@@ -551,15 +478,11 @@ class World(CollectiveMethods):
                 connect after its admission, and this world is closed.
             WorldBrokenError: A member was lost. If the store had already admitted the
                 next incarnation, that one is broken, on every member:
-                ``manager.world(name).reform()`` goes on.
+                ``manager.world(name).reform()`` recovers it.
             ConfigError: ``to`` is not greater than the present size.
             StoreUnreachableError: No store answered; this world stays usable.
 
-        Cancellation:
-            Before the store admits the next incarnation, withdraws the claim, and this
-            world stays as it is. After that this world is closed. If members of the
-            next incarnation had not connected yet, it is kept as broken and
-            ``manager.world(name).reform()`` goes on; otherwise it is closed.
+        Cancellation: As for ``reform``.
         """
         self._life.check()
         return await self._changes.grow(self.name, to)
@@ -569,7 +492,7 @@ class World(CollectiveMethods):
     async def close(self) -> None:
         """Leave politely: the others get what was sent, then ``MemberLeftError``.
 
-        Waits at most ``WorldConfig.close_s`` until sent data has left. May be repeated.
+        Waits at most ``WorldConfig.close_s`` for sent data to leave. May be repeated.
 
         Cancellation: The world is closed all the same, at once.
         """
@@ -589,7 +512,7 @@ class World(CollectiveMethods):
         return self._pending
 
     def _receiving(self, src: int | None, tag: int) -> _Pending:
-        """Check a receive; a broken world still gives what has arrived."""
+        """Check a receive; a broken world still delivers what has arrived."""
         if self._life.is_broken and self._life.has_message(src, tag):
             return self._pending
         return self._operation(src, tag)

@@ -1,9 +1,8 @@
 """The ``c10d`` backend: Gloo, NCCL, or any backend registered with torch.
 
-Every c10d world also has the ``direct`` data path. Host tensors, bundles and objects go
-point to point over it (see ``WorldConfig.host_p2p``). Other tensors go over the native
-group; the direct path first announces their dtype and shape, so that the receiver can
-post a matching receive.
+Host tensors, bundles and objects go point to point over the ``direct`` data path (see
+``WorldConfig.host_p2p``). Other tensors go over the native group; the direct path first
+announces their dtype and shape, so that the receiver can post a matching receive.
 """
 
 from __future__ import annotations
@@ -49,12 +48,10 @@ MAX_BACKEND_TAG = 2**31 - 1
 
 
 class C10dBackend:
-    """Backend of one world on a c10d group.
-
-    Args:
-        view: The world.
-        name: Name of the backend: ``gloo``, ``nccl`` or a registered one.
-    """
+    """Backend of one world on a c10d group. The native group carries tags up to
+    ``MAX_BACKEND_TAG`` (NCCL: only 0), and cannot receive from any member. A send or
+    receive that it has started cannot be withdrawn, so cancelling one breaks the
+    world."""
 
     def __init__(self, view: WorldView, name: str) -> None:
         self._view, self._name = view, name
@@ -69,13 +66,9 @@ class C10dBackend:
         self._headers: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
 
     async def open(self) -> None:
-        """Open the lanes of the direct data path, then make the native group.
-
-        Raises:
-            ConnectionError: The members could not connect to each other.
-
-        Cancellation: safe; aborts making the group. Call ``close_nowait`` afterwards.
-        """
+        """Open the lanes of the direct data path, then make the native group. Raises
+        ``ConnectionError`` if the members cannot connect. Cancelling aborts making the
+        group; call ``close_nowait`` afterwards."""
         await self._direct.open()
         incarnation = self._view.incarnation
         prefix = key_prefix(incarnation.world, incarnation.epoch, incarnation.nonce)
@@ -112,11 +105,9 @@ class C10dBackend:
     # Point to point.
 
     def _is_ours(self, tensor: Tensor | None) -> bool:
-        """Tell whether the direct data path carries ``tensor``.
-
-        A receive without a tensor expects host tensors on a host world, and device
-        tensors on a device world.
-        """
+        """Return whether the direct data path carries ``tensor``. A receive without a
+        tensor expects host tensors on a host world, and device tensors on a device
+        world."""
         is_host_world = self._view.device.type == "cpu"
         if isinstance(tensor, Tensor) and tensor.device.type != "cpu":
             return is_host_world  # the direct path refuses it with a clear error
@@ -125,21 +116,6 @@ class C10dBackend:
         return self._view.config.host_p2p == "direct"
 
     async def send(self, tensor: Tensor, dst: int, tag: int) -> None:
-        """Send one tensor.
-
-        Args:
-            tensor: Dense tensor of any shape and dtype with a wire code, in host memory
-                or on the world's device.
-            dst: Rank of the receiver.
-            tag: Tag, up to ``MAX_BACKEND_TAG``; on NCCL only 0.
-
-        Raises:
-            TensorMismatchError: The tensor cannot be sent in this world.
-            UnsupportedOperationError: The backend does not carry this tag.
-
-        Cancellation: on the direct data path, withdraws the rest of the message. A send
-            that the native group has started cannot be withdrawn: the world breaks.
-        """
         if self._is_ours(tensor):
             await self._direct.send(tensor, dst, tag)
             return
@@ -152,8 +128,8 @@ class C10dBackend:
             try:
                 await self._direct.send_object(header, dst, HEADER_TAG_BASE + tag)
             except asyncio.CancelledError:
-                # The header may have left, and the receiver would meet the next tensor
-                # with this one's size: Gloo ends the process for that.
+                # The header may have been sent. The receiver would then expect this
+                # size of the next tensor, and Gloo ends the process if it differs.
                 reason = f"rank {self._rank} cancelled a send that was announced"
                 self._view.report(Failed(reason))
                 raise
@@ -162,25 +138,6 @@ class C10dBackend:
             )
 
     async def recv(self, out: Tensor | None, src: int | None, tag: int) -> Received:
-        """Receive one tensor.
-
-        Args:
-            out: Tensor to receive into; None makes a new one, on the world's device.
-            src: Rank of the sender; None, for any rank, works on the direct path only.
-            tag: Tag, as in ``send``.
-
-        Returns:
-            The tensor (``out`` if given) and the rank that sent it.
-
-        Raises:
-            TensorMismatchError: The message does not fit ``out``; it can still be
-                received.
-            UnsupportedOperationError: The backend does not carry this tag, or cannot
-                receive from any rank.
-
-        Cancellation: on the direct data path, no message is lost. A receive that the
-            native group has started cannot be withdrawn: the world breaks.
-        """
         if self._is_ours(out):
             return await self._direct.recv(out, src, tag)
         self._check_tag(tag)
@@ -238,64 +195,20 @@ class C10dBackend:
     async def send_bundle(
         self, tensors: Mapping[str, Tensor], meta: Meta, dst: int, tag: int
     ) -> None:
-        """Send several host tensors as one message over the direct data path.
-
-        Args:
-            tensors: Tensors by name.
-            meta: Metadata as plain data.
-            dst: Rank of the receiver.
-            tag: Tag of the message.
-
-        Raises:
-            TensorMismatchError, ConfigError: Something in the bundle cannot be sent.
-
-        Cancellation: withdraws the rest of the message; the world stays usable.
-        """
         await self._direct.send_bundle(tensors, meta, dst, tag)
 
     async def recv_bundle(self, src: int | None, tag: int) -> Bundle:
-        """Receive a bundle over the direct data path; ``src`` None takes any rank.
-
-        Cancellation: no message is lost.
-        """
         return await self._direct.recv_bundle(src, tag)
 
     async def send_object(self, obj: Any, dst: int, tag: int) -> None:
-        """Send plain data over the direct data path.
-
-        Args:
-            obj: Data that JSON can represent.
-            dst: Rank of the receiver.
-            tag: Tag of the message.
-
-        Raises:
-            ConfigError: JSON cannot represent ``obj``.
-
-        Cancellation: withdraws the rest of the message; the world stays usable.
-        """
         await self._direct.send_object(obj, dst, tag)
 
     async def recv_object(self, src: int | None, tag: int) -> Any:
-        """Receive plain data over the direct data path; ``src`` None takes any rank.
-
-        Cancellation: no message is lost.
-        """
         return await self._direct.recv_object(src, tag)
 
     def handle(
         self, src: int, tag: int, handler: Handler, peek: Peek | None = None
     ) -> None:
-        """Pass each host tensor from ``src`` with this tag to ``handler``.
-
-        Args:
-            src: Rank of the sender.
-            tag: Tag of the tensors.
-            handler: Takes each tensor.
-            peek: May take the bytes of a uint8 tensor in place of ``handler``.
-
-        Raises:
-            UnsupportedOperationError: The native group carries host tensors.
-        """
         if self._view.device.type == "cpu" and self._view.config.host_p2p != "direct":
             raise UnsupportedOperationError(
                 f"{self._name} cannot pass tensors to a handler; use host_p2p='direct'"
@@ -324,43 +237,33 @@ class C10dBackend:
         return self._public
 
     def on_message(self, rank: int, message: BackendMessage) -> None:
-        """Pass a control message of another member to the direct data path."""
         self._direct.on_message(rank, message)
 
     def member_left(self, rank: int) -> None:
-        """Fail the operations that only this member could have completed."""
         self._direct.member_left(rank)
         self._runner.member_left(rank)
 
     def abort(self) -> None:
-        """Fail every operation, release the group's waiters and free everything."""
         self._direct.abort()
         self._free()
 
     def has_message(self, src: int | None, tag: int) -> bool:
-        """Tell whether a complete message of the direct data path waits."""
+        """Return whether a complete message of the direct data path waits."""
         return self._direct.has_message(src, tag)
 
     def drop_messages(self) -> None:
-        """Drop what has arrived over the direct data path."""
         self._direct.drop_messages()
 
     def begin_close(self) -> None:
-        """Send a fin to every member over the direct data path; never waits."""
         self._direct.begin_close()
 
     async def close(self) -> None:
-        """Wait until sent messages have been written, then free everything.
-
-        Cancellation: safe; call ``close_nowait`` afterwards.
-        """
         await self._direct.close()
         dropped = self._loop.create_future()
         if self._free(lambda: self._runner.from_thread(dropped, None)):
             await dropped
 
     def close_nowait(self) -> None:
-        """Free everything at once."""
         self._direct.close_nowait()
         self._free()
 
@@ -381,7 +284,6 @@ class C10dBackend:
         return True
 
     def filenos(self) -> list[int]:
-        """Return the descriptors that a forked child must close."""
         found = self._direct.filenos()
         return (
             found

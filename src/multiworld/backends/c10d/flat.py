@@ -11,17 +11,7 @@ from multiworld.errors import TensorMismatchError
 
 
 def on_device(tensor: Tensor, device: torch.device, what: str) -> Tensor:
-    """Return ``tensor``, detached, if it is dense and on the right type of device.
-
-    Args:
-        tensor: Object to check.
-        device: The world's device; only its type counts.
-        what: Name of the tensor in the error.
-
-    Raises:
-        TensorMismatchError: The object is no tensor, is not dense, or is on another
-            type of device.
-    """
+    """Return ``tensor``, detached, if it is dense and on this type of device."""
     if not isinstance(tensor, Tensor):
         raise TensorMismatchError(
             f"{what} must be a torch.Tensor, not {type(tensor).__name__}"
@@ -40,7 +30,7 @@ def flat_of(tensor: Tensor) -> Tensor:
 
 
 def as_bytes(flat: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor; so groups can move every dtype."""
+    """Return the bytes of a contiguous tensor, so that groups can move every dtype."""
     return flat.view(-1).view(torch.uint8)
 
 
@@ -51,6 +41,5 @@ def write_back(tensor: Tensor, flat: Tensor) -> None:
 
 
 def write_back_all(tensors: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
-    """Copy each of ``flats`` into its tensor."""
     for tensor, flat in zip(tensors, flats, strict=True):
         write_back(tensor, flat)

@@ -16,10 +16,8 @@ _WIDER = {
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
 }
-"""Wider dtypes for those that Gloo cannot reduce.
-
-Their results are equal modulo 2^bits.
-"""
+"""Wider dtypes for those that Gloo cannot reduce. Their results are equal modulo
+2^bits."""
 
 _ON_BOOL = {
     "SUM": ReduceOp.MAX,
@@ -48,17 +46,9 @@ _NATIVE = (
 
 
 class Reduction:
-    """Plan for reducing tensors of one dtype with Gloo.
-
-    Args:
-        like: A tensor of the dtype to reduce.
-        op: The reduce operation.
-        size: World size.
-
-    Raises:
-        UnsupportedOperationError: Gloo cannot reduce this dtype by ``op``, not even
-            through another dtype. Every member gets this error.
-    """
+    """Plan for reducing tensors of the dtype of ``like`` with Gloo. If Gloo cannot do
+    it, not even through another dtype, every member gets
+    ``UnsupportedOperationError``."""
 
     def __init__(self, like: Tensor, op: ReduceOp, size: int) -> None:
         combiner(op, like)

@@ -39,13 +39,8 @@ from multiworld.incarnation.lifecycle import Failed
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """The steps that carry out one call on the group.
-
-    Attributes:
-        prepare: Returns the tensors that the group works on.
-        start: Starts the work on the group with them; returns the work.
-        finish: Writes the results to the caller's tensors.
-    """
+    """The steps that carry out one call: make the tensors that the group works on,
+    start its work on them, and write the results to the caller's tensors."""
 
     prepare: Callable[[], list[Tensor]]
     start: Callable[[Any, list[Tensor]], Any]
@@ -53,16 +48,9 @@ class Native:
 
 
 class GroupCollectives:
-    """Collectives of one world on its native group, run one after the other.
-
-    Cancelling one breaks the world, even before its turn: the other members cannot know
-    how far this member took part.
-
-    Args:
-        view: The world.
-        direct: Data path over which the members compare their calls.
-        runner: Runs the works of the native group.
-    """
+    """Collectives of one world on its native group, run one after the other. Cancelling
+    one breaks the world, even before its turn: the other members cannot know how far
+    this member took part."""
 
     def __init__(
         self, view: WorldView, direct: DirectBackend, runner: WorkRunner
@@ -76,15 +64,8 @@ class GroupCollectives:
     # finished in its turn; large copies run in a thread.
 
     async def run(self, call: Call) -> None:
-        """Carry out a call; over lanes, if the group does not have the collective.
-
-        Raises:
-            TensorMismatchError: The tensors cannot be used, or the members called
-                different collectives. In the latter case no data was moved, and the
-                world stays usable.
-
-        Cancellation: Breaks the world, because the other members wait for this one.
-        """
+        """Carry out a call; over lanes, if the group does not have the collective. If
+        the members' calls differ, no data was moved, and the world stays usable."""
         prepare_native = getattr(self, f"_{call.collective.name}", None)
         steps = (
             self._direct.collectives.run(call)

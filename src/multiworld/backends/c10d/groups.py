@@ -23,10 +23,8 @@ from multiworld.backends.c10d.store import C10dStore
 from multiworld.errors import ConfigError
 
 CONNECT_S = 2.0
-"""Seconds for Gloo's own limit while members connect to each other.
-
-Gloo waits five times as long for a member that was admitted and then died.
-"""
+"""Seconds for Gloo's own limit while members connect to each other. Gloo waits five
+times as long for a member that was admitted and then died."""
 
 
 class GroupMaker(Protocol):
@@ -35,15 +33,9 @@ class GroupMaker(Protocol):
     def __call__(
         self, store: Store, rank: int, size: int, host: str, timeout_s: float
     ) -> Any:
-        """Return the new group; blocks until the members are connected.
-
-        Args:
-            store: Store over which the members find each other.
-            rank: This member's rank.
-            size: World size.
-            host: Address of the interface to bind to.
-            timeout_s: Limit of the group's operations, in seconds.
-        """
+        """Return the new group; block until the members are connected. ``host`` is the
+        address of the interface to bind to; ``timeout_s`` limits the group's
+        operations."""
 
 
 def _nccl_maker(device: torch.device) -> GroupMaker:
@@ -54,22 +46,9 @@ def _nccl_maker(device: torch.device) -> GroupMaker:
 
 
 def make_gloo(store: Store, rank: int, size: int, host: str, timeout_s: float) -> Any:
-    """Return a Gloo group that binds to ``host`` and connects eagerly; blocks.
-
-    Each group has its own device, and so its own listener. This is how ``sockets``
-    tells its connections from those of other worlds.
-
-    Args:
-        store: Store over which the members find each other.
-        rank: This member's rank.
-        size: World size.
-        host: Address of the interface to bind to.
-        timeout_s: Limit of the group's operations, in seconds. The limit for
-            connecting is ``CONNECT_S``.
-
-    Raises:
-        RuntimeError: The members could not connect.
-    """
+    """Return a Gloo group that binds to ``host`` and connects eagerly; blocks. Each
+    group has its own device, and so its own listener. This is how ``sockets``
+    distinguishes its connections from those of other worlds."""
     return torch_names.new_gloo(
         store, rank, size, host=host, connect_s=CONNECT_S, timeout_s=timeout_s
     )
@@ -90,20 +69,15 @@ def make_registered(name: str) -> GroupMaker:
 
 
 def maker_of(name: str, device: torch.device) -> GroupMaker:
-    """Return the function that makes a group of backend ``name``."""
     if name == "nccl":
         return _nccl_maker(device)
     return make_gloo if name == "gloo" else make_registered(name)
 
 
 def check_backend(name: str, device: torch.device) -> None:
-    """Check, before any I/O, that this process can use a backend.
-
-    Raises:
-        ConfigError: torch does not know the backend or was built without it, or the
-            backend does not work on ``device``.
-        TorchVersionError: This torch lacks names that multiworld needs.
-    """
+    """Check, before any I/O, that this process can use a backend. Raises
+    ``ConfigError`` if torch lacks the backend or it does not work on ``device``, and
+    ``TorchVersionError`` if torch lacks names that multiworld needs."""
     torch_names.check("c10d")
     known = ["direct", "memory", *dist.Backend.backend_list]
     plugins = [plugin.lower() for plugin in torch_names.plugins()]
@@ -123,14 +97,7 @@ def check_backend(name: str, device: torch.device) -> None:
 
 
 class Group:
-    """One native group, from its construction to its end.
-
-    Args:
-        name: Name of the backend.
-        store: Store that the group is made on; the group closes it.
-        device: The world's device.
-        call_soon: Schedules a function on the event loop.
-    """
+    """One native group, from its construction to its end; it closes ``store``."""
 
     def __init__(
         self,
@@ -152,17 +119,7 @@ class Group:
         self._published[key] = value
 
     def make(self, rank: int, size: int, host: str, timeout_s: float) -> None:
-        """Make the native group; blocks, until ``give_up`` at the latest.
-
-        Args:
-            rank: This member's rank.
-            size: World size.
-            host: Address of the interface to bind to.
-            timeout_s: Limit of the group's operations, in seconds.
-
-        Raises:
-            RuntimeError, TimeoutError: The members could not connect.
-        """
+        """Make the native group; block until it is connected, or until ``give_up``."""
         make = maker_of(self.name, self.device)
         self.native = make(self.store, rank, size, host, timeout_s)
         if self.name == "gloo":
@@ -199,18 +156,15 @@ class Group:
             self.native.abort()
 
     def filenos(self) -> list[int]:
-        """Return the descriptors that a forked child must close."""
         found = [self.store.fileno()]
         return (
             found if self._connections is None else self._connections.filenos() + found
         )
 
     def drop(self, done: Callable[[], None] | None = None) -> None:
-        """Free the native group in a thread, because its destructor joins threads.
-
-        The interpreter waits for the thread at exit: a group that outlives the
-        interpreter aborts the process. ``done`` is called in the thread at the end.
-        """
+        """Free the native group in a thread, because its destructor joins threads. The
+        interpreter waits for the thread at exit: a group that outlives the interpreter
+        aborts the process. ``done`` is called in the thread at the end."""
         holder = [self.native]
         self.native = None
         ends_politely = self.name == "nccl" and not self._is_aborted

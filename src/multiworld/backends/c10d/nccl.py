@@ -8,7 +8,7 @@ NCCL's constraints, and the answers to them:
 - NCCL does not notice a dead peer: its kernels spin. multiworld's failure detector
   notices, and the group is aborted.
 - An abort waits until the device frees memory, and so may wait for kernels of *other*
-  communicators on the device. If those spin for the same dead peer, both wait for ever.
+  communicators on the device. If those spin for the same dead peer, both wait forever.
   The loss of one process breaks all its worlds in one turn of the loop. Their groups
   are therefore aborted together, each in its own thread: every abort flag is set before
   any abort waits.
@@ -39,11 +39,9 @@ QUIET = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
-"""Environment variables that torch reads when it constructs an NCCL group.
-
-They switch off the handler that aborts the process, the monitor that kills the process
-if that handler hangs, and the dumps written before such an end.
-"""
+"""Environment variables that torch reads when it constructs an NCCL group. They switch
+off the handler that aborts the process, the monitor that kills the process if that
+handler hangs, and the dumps written before such an end."""
 
 _environment_lock = threading.Lock()
 
@@ -67,18 +65,9 @@ def quiet_environment() -> Iterator[None]:
 def make_nccl(
     store: Store, rank: int, size: int, device: torch.device, timeout_s: float
 ) -> Any:
-    """Return an NCCL group that is connected, and can be aborted at any time.
-
-    The communicator is non-blocking: a call into NCCL returns even if a peer is dead.
-    It connects eagerly: an unreachable peer fails the join, not the first operation.
-
-    Args:
-        store: Store over which the members find each other.
-        rank: This member's rank.
-        size: World size.
-        device: CUDA device of the communicator.
-        timeout_s: Limit of the group's operations, in seconds.
-    """
+    """Return an NCCL group that is connected, and can be aborted at any time. The
+    communicator is non-blocking: a call into NCCL returns even if a peer is dead. It
+    connects eagerly: an unreachable peer fails the join, not the first operation."""
     options = torch_names.nccl_options(timeout_s)
     with quiet_environment(), torch.cuda.device(device):
         group = torch_names.nccl_class()(store, rank, size, options)
@@ -103,7 +92,6 @@ class Aborter:
         self._due: list[Any] = []
 
     def add(self, native: Any) -> None:
-        """Queue a group for the next ``abort_all``."""
         with self._lock:
             self._due.append(native)
 

@@ -50,17 +50,7 @@ def register(
     device: torch.device,
     name: str,
 ) -> ProcessGroup:
-    """Return a group around ``backend`` that torch's functions accept.
-
-    Args:
-        backend: The native group.
-        store: Store that the native group was made on.
-        rank: This member's rank.
-        size: World size.
-        world: Name of the world; part of the group's name.
-        device: Device of the world's tensors.
-        name: Name of the backend.
-    """
+    """Return a group around the native ``backend`` that torch's functions accept."""
     kinds = ProcessGroup.BackendType
     kind = {"gloo": kinds.GLOO, "nccl": kinds.NCCL}.get(name, kinds.CUSTOM)
     with _lock:
@@ -101,15 +91,7 @@ def unregister(group: ProcessGroup) -> None:
 
 
 def mesh_of(group: ProcessGroup, device: torch.device, dim_name: str) -> DeviceMesh:
-    """Return a one-dimensional mesh over a registered group.
-
-    ``unregister`` empties the mesh.
-
-    Args:
-        group: A group from ``register``.
-        device: Device of the world's tensors.
-        dim_name: Name of the mesh's dimension.
-    """
+    """Return a one-dimensional mesh over a group; ``unregister`` empties it."""
     mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(dim_name,))
     with _lock:
         _meshes[group.group_name].append(weakref.ref(mesh))

@@ -16,20 +16,14 @@ import struct
 from multiworld.net.tcp import persist
 
 SocketAddress = tuple[str, int]
-"""IP address and port."""
 
 _MINIMUM = 28  # bytes of a sockaddr_in6
 
 
 def parse_published(blob: bytes) -> SocketAddress:
-    """Parse the listener's address and port from a value that Gloo published.
-
-    Layout (torch 2.13): length and bytes of the host's name, length and bytes of a
-    ``sockaddr_storage``, then fields that are not needed here.
-
-    Raises:
-        ValueError: The value has another layout or address family.
-    """
+    """Parse the listener's address and port from a value that Gloo published. Layout
+    (torch 2.13): length and bytes of the host's name, length and bytes of a
+    ``sockaddr_storage``, then fields that are not needed here."""
     try:
         (name,) = struct.unpack_from("=Q", blob, 0)
         (length,) = struct.unpack_from("=Q", blob, 8 + name)
@@ -48,15 +42,10 @@ def parse_published(blob: bytes) -> SocketAddress:
 
 
 class Connections:
-    """Connected sockets of one world, found once, when all members are connected.
-
-    Gloo connects eagerly and never again, so the descriptors stay the same. Each is
-    checked again before every use: it may have been closed and reused.
-
-    Args:
-        own: Address of this member's listener.
-        peers: Addresses of the other members' listeners.
-    """
+    """Connected sockets of one world, found once, when all members are connected. Gloo
+    connects eagerly and never again, so the descriptors stay the same. Each is checked
+    again before every use: it may have been closed and reused. ``own`` and ``peers``
+    are the members' listeners."""
 
     def __init__(self, own: SocketAddress, peers: set[SocketAddress]) -> None:
         self._own, self._peers = own, peers
@@ -79,7 +68,7 @@ class Connections:
         return found
 
     def cut(self) -> int:
-        """Shut down every connection; return how many were shut down."""
+        """Shut down every connection; return the number shut down."""
         count = 0
         for fd in self._fds:
             sock = self._duplicate(fd)

@@ -26,18 +26,12 @@ from multiworld.rendezvous.store_messages import (
 )
 
 Recorder = Callable[[str, bytes], None]
-"""Function called with each key and value that passes."""
+"""Called with each key and value that passes, in either direction."""
 
 
 class C10dStore(Store):
-    """Keys of one incarnation, kept in the store under a prefix.
-
-    Args:
-        values: Connection to the store; this object closes it.
-        prefix: Prefix of every key.
-        timeout_s: Seconds that ``get`` waits for a key.
-        record: Called with each key and value that passes, in either direction.
-    """
+    """Keys of one incarnation, kept in the store under a prefix. It owns the connection
+    ``values``. ``get`` waits up to ``timeout_s`` for a key."""
 
     def __init__(
         self, values: BlockingValues, prefix: str, timeout_s: float, record: Recorder
@@ -48,7 +42,6 @@ class C10dStore(Store):
         self._record = record
 
     def fileno(self) -> int:
-        """Return the connection's descriptor, or -1 once closed."""
         return self._values.fileno()
 
     def close(self) -> None:
@@ -59,14 +52,12 @@ class C10dStore(Store):
         return self._prefix + key
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a value."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._record(key, data)
         request = SetValue(0, self._key(key), data.decode("latin-1"))
         self._values.request(request, NoneType)
 
     def get(self, key: str) -> bytes:
-        """Return a value; block until it is set."""
         data = self._get([key], self._timeout_s)[0]
         self._record(key, data)
         return data
@@ -79,56 +70,43 @@ class C10dStore(Store):
         return [str(value).encode("latin-1") for value in found]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Return several values; block until all are set."""
         return self._get(keys, self._timeout_s)
 
     def multi_set(self, keys: list[str], values: list[str]) -> None:
-        """Set several values."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Block until all keys are set."""
         limit = self._timeout_s if timeout is None else timeout.total_seconds()
         self._get(keys, limit)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, and return its new value."""
         return self._values.request(AddAmount(0, self._key(key), amount), int)
 
     def compare_set(
         self, key: str, expected: str | bytes, desired: str | bytes
     ) -> bytes:
-        """Set a value if the current one is ``expected``; return the value held then.
-
-        Args:
-            key: Key to set.
-            expected: Value that the key must have.
-            desired: Value to set.
-        """
+        """Set a value if the current one is ``expected``; return the resulting one."""
         request = CompareSet(0, self._key(key), _text(expected), _text(desired))
         return self._values.request(request, str).encode("latin-1")
 
     def check(self, keys: list[str]) -> bool:
-        """Tell whether all keys are set."""
         wanted = tuple(self._key(key) for key in keys)
         return self._values.request(CheckKeys(0, wanted), bool)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; tell whether it was set."""
+        """Delete a key; return whether it was set."""
         return self._values.request(DeleteKey(0, self._key(key)), bool)
 
     def num_keys(self) -> int:
-        """Return the number of keys in the whole store."""
+        """Return the number of keys in the whole store, not only under the prefix."""
         return self._values.request(CountKeys(0), int)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time that ``get`` waits for a key."""
         self._timeout_s = timeout.total_seconds()
 
     @property
     def timeout(self) -> timedelta:
-        """Time that ``get`` waits for a key."""
         return timedelta(seconds=self._timeout_s)
 
 

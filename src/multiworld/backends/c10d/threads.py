@@ -9,12 +9,9 @@ from typing import Any
 
 
 def in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
-    """Start ``call`` in a thread of its own; return an awaitable of its result.
-
-    Not in a pool: all threads of a pool could be waiting.
-
-    Cancellation: stops the wait; the thread goes on, and its result is dropped.
-    """
+    """Start ``call`` in a thread of its own; return an awaitable of its result. Not in
+    a pool: all threads of a pool could be waiting. Cancelling stops the wait; the
+    thread continues, and its result is dropped."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 

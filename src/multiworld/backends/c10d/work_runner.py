@@ -24,15 +24,8 @@ LEFT_GRACE_S = 1.0
 
 
 class WorkRunner:
-    """Runs the works of one world's native group.
-
-    Args:
-        view: The world.
-        name: Name of the backend, for errors.
-
-    Attributes:
-        group: The group; None before it is made and after it is freed.
-    """
+    """Runs the works of one world's native group. ``group`` is None before it is made
+    and after it is freed."""
 
     def __init__(self, view: WorldView, name: str) -> None:
         self._view, self._name = view, name
@@ -54,12 +47,10 @@ class WorkRunner:
                 _fail(future, self._view.broken_error())
 
     def member_left(self, rank: int) -> None:
-        """Fail the collectives that wait now, ``LEFT_GRACE_S`` seconds later.
-
-        A collective that the member completed still completes on the others, within
-        the grace period. Any other never does, and only the member's neighbours in the
-        algorithm notice by themselves.
-        """
+        """Fail the collectives that wait now, ``LEFT_GRACE_S`` seconds later. A
+        collective that the member completed still completes on the others, within the
+        grace period. Any other never does, and only the member's neighbours in the
+        algorithm notice by themselves."""
         waiting = list(self._collectives)
 
         def fail() -> None:
@@ -72,14 +63,8 @@ class WorkRunner:
 
     async def carry_out(self, start: Callable[[Any], Any]) -> None:
         """Start a collective with ``start(native group)`` and wait for its completion.
-
-        Raises:
-            UnsupportedOperationError: The native group does not support the operation.
-            Exception: The world's error, if it broke or a member left.
-
-        Cancellation: stops the wait, but the native work goes on; the caller must break
-            the world.
-        """
+        Raises ``UnsupportedOperationError`` or the world's error. Cancelling stops the
+        wait but not the native work, so the caller must break the world."""
         native = self.native()
         try:
             work = start(native)
@@ -137,10 +122,8 @@ class WorkRunner:
             self._waiting.discard(future)
 
     async def _translate(self, error: RuntimeError) -> None:
-        """Raise torch's error as one of multiworld's.
-
-        For a lost connection, first wait for the failure detector's verdict.
-        """
+        """Raise torch's error as one of multiworld's. For a lost connection, first wait
+        for the failure detector's verdict."""
         text = str(error)
         if "scalar type" in text or "not supported" in text.lower():
             raise UnsupportedOperationError(
@@ -155,14 +138,9 @@ class WorkRunner:
         raise self._view.broken_error() from error
 
     async def wait_in_thread(self, start: Callable[[Any], Any]) -> None:
-        """Start a send or receive and wait for its completion in a thread.
-
-        Raises:
-            UnsupportedOperationError: The native group does not support the operation.
-            Exception: The world's error, if it broke or a member left.
-
-        Cancellation: breaks the world, because the operation cannot be withdrawn.
-        """
+        """Start a send or receive and wait for its completion in a thread. Errors are
+        as for ``carry_out``. Cancelling breaks the world, because the operation cannot
+        be withdrawn."""
         native = self.native()
         try:
             work = start(native)
@@ -187,11 +165,7 @@ class WorkRunner:
             work.wait(self._limit)
 
     def native(self) -> Any:
-        """Return the native group.
-
-        Raises:
-            Exception: The world's ``broken_error``, if the group is gone.
-        """
+        """Return the native group; raise ``broken_error`` if it is gone."""
         if self.group is None or self.group.native is None:
             raise self._view.broken_error()
         return self.group.native

@@ -21,13 +21,13 @@ offset bytes field        meaning
 14     2     reserved     zero
 16     8     nonce        of the incarnation
 24     8     sequence     number of the frame on its lane, from 0
-32     8     tag          of the message · collective: its number
+32     8     tag          of the message · collective: 0
 40     4     fragment     index of the frame in its message, from 0
 44     4     payload      bytes of this frame after header and dimensions
 48     8     size         bytes of the whole message · lend: bytes of the block
-56     4     label        bundle: bytes of manifest · collective: operation code
+56     4     label        bundle: bytes of manifest · collective: code, op, root
 60     4     payload sum  CRC-32 of the payload, or 0
-64     8*n   dimensions   the tensor's shape
+64     8*n   dimensions   the tensor's shape · collective: number, elements
 ====== ===== ============ ======================================================
 """
 
@@ -38,14 +38,11 @@ import zlib
 from typing import NamedTuple
 
 MAGIC = b"MWD1"
-"""First bytes of every frame."""
 
 VERSION = 1
-"""Version of the header's layout."""
 
 TENSOR, BUNDLE, OBJECT, COLLECTIVE, FIN, WITHDRAW, MEMORY, BELL, LEND = range(9)
 KIND_NAMES = ("a tensor", "a bundle", "an object", "a collective")
-"""Names of the first four kinds, for error texts."""
 
 LAST = 1
 SUMMED = 2
@@ -53,11 +50,8 @@ SHARED = 4
 LENT = 8
 
 FRAGMENT_BYTES = 256 * 1024
-"""Largest payload of one frame, in bytes.
-
-A cancelled send still finishes its current frame, and a lane moves about this much
-before it lets other tasks run.
-"""
+"""Maximum payload of one frame, in bytes. A cancelled send still finishes its current
+frame, and a lane moves about this much before it lets other tasks run."""
 
 MAX_NDIM = 64
 """Torch's own limit on the number of dimensions."""
@@ -75,10 +69,8 @@ assert SIZE == 64
 
 
 class HeaderError(Exception):
-    """The bytes that arrived are not a valid frame of this lane.
-
-    The message says why. It is reported as the evidence when the world breaks.
-    """
+    """The bytes that arrived are not a valid frame of this lane. Its message becomes
+    the evidence when the world breaks."""
 
 
 class Header(NamedTuple):
@@ -108,20 +100,7 @@ def encode(header: Header, shape: tuple[int, ...] = ()) -> bytes:
 def decode(
     buffer: memoryview, begin: int, end: int
 ) -> tuple[Header, tuple[int, ...]] | None:
-    """Decode the header that starts at offset ``begin`` of a buffer.
-
-    Args:
-        buffer: Memory that received bytes lie in.
-        begin: Offset of the header's first byte.
-        end: Offset after the last byte that has arrived.
-
-    Returns:
-        The header and its dimensions, or None if they have not arrived completely.
-
-    Raises:
-        HeaderError: The bytes have the wrong magic, version, number of dimensions or
-            checksum.
-    """
+    """Return the header at ``begin`` and its dimensions; None if incomplete."""
     if end - begin < SIZE:
         return None
     magic, total = _LEAD.unpack_from(buffer, begin)

@@ -3,11 +3,9 @@
 This module does no I/O. The lane reads into ``buffers`` and reports the number of bytes
 with ``advance``. A large payload is read straight into the message's tensor; everything
 else passes through a small staging buffer. While ``is_stalled`` is true the lane must
-not read.
-
-A message with no posted receive is first held at its header (``is_held``). A program
-that has just received one message usually asks for the next within a turn or two of the
-loop. The message then needs no memory of its own and no queue, and is copied once.
+not read. A message with no posted receive is first held at its header (``is_held``): a
+program that has just received one message usually asks for the next within a turn or
+two of the loop, and the message is then copied only once, and needs no queue.
 """
 
 from __future__ import annotations
@@ -26,17 +24,14 @@ from multiworld.backends.dtypes import SIZES, UINT8
 from multiworld.backends.mailbox import Mailbox
 
 STAGE_BYTES = 128 * 1024
-"""Bytes of a staging buffer."""
 
 AHEAD_BYTES = wire.SIZE + 8 * 8
-"""Bytes to read beyond a large payload that goes straight into its tensor.
-
-They hold the next header, but so little of the next payload that it is not copied
-twice.
-"""
+"""Bytes to read beyond a large payload that goes straight into its tensor. They hold
+the next header, but too little of the next payload for much of it to be copied
+twice."""
 
 MOST_ELEMENTS = 2**63 - 1
-"""Most elements of a tensor, empty dimensions left out: torch counts in 64 bits."""
+"""Maximum elements of a tensor, empty dimensions left out: torch counts in 64 bits."""
 
 LARGE_BYTES = 32 * 1024
 """Payload size, in bytes, from which a copy costs more than an extra system call."""
@@ -44,13 +39,11 @@ LARGE_BYTES = 32 * 1024
 
 _NOTHING = memoryview(b"")
 _IDLE: list[memoryview] = []
-"""Staging buffers that no lane uses now.
-
-A lane has one only while it holds unparsed bytes, so a thousand idle worlds need none.
-"""
+"""Staging buffers that no lane uses now. A lane has one only while it holds unparsed
+bytes, so a thousand idle worlds need none."""
 
 MOST_IDLE = 16
-"""Largest number of idle staging buffers that a process keeps."""
+"""Maximum number of idle staging buffers that a process keeps."""
 
 
 def _idle_stage() -> memoryview:
@@ -61,7 +54,8 @@ def _idle_stage() -> memoryview:
 
 
 class SharedEnd(Protocol):
-    """The lane's operations for payloads in shared memory."""
+    """The lane's operations for payloads in shared memory. Opening raises
+    ``HeaderError`` if the announced memory has not arrived or differs."""
 
     def open_window(self, slots: int) -> Window:
         """Map the shared memory whose descriptor has arrived."""
@@ -70,23 +64,16 @@ class SharedEnd(Protocol):
         """Map the lent block whose descriptor has arrived."""
 
     def ring_bell(self) -> None:
-        """Tell the waiting peer that a slot of its ring is free."""
+        """Notify the waiting peer that a slot of its ring is free."""
 
     def on_bell(self) -> None:
         """Handle the peer's message that a slot of our ring is free."""
 
 
 class Inbound:
-    """Parser of one lane's incoming bytes.
-
-    Args:
-        source: Rank of the sender.
-        nonce: Nonce of the incarnation; frames with another one are refused.
-        mailbox: Matches messages with receives.
-        max_message_bytes: Largest message to accept.
-        on_fin: Called when the sender's fin arrives.
-        shared: Handles shared memory; None refuses it.
-    """
+    """Parser of one lane's incoming bytes. It refuses frames with another nonce than
+    the incarnation's, and shared memory if ``shared`` is None. A ``HeaderError`` from
+    any method ends the lane."""
 
     def __init__(
         self,
@@ -165,12 +152,7 @@ class Inbound:
         self._start, self._end = 0, len(kept)
 
     def advance(self, count: int) -> None:
-        """Parse ``count`` bytes that were read into ``buffers``.
-
-        Raises:
-            HeaderError: The bytes are not frames of this lane. The lane cannot be used
-                any more.
-        """
+        """Parse ``count`` bytes that were read into ``buffers``."""
         if self._missing and self._start == self._end:
             straight = min(count, self._missing)
             assert self._arrival is not None
@@ -204,11 +186,7 @@ class Inbound:
         return description
 
     def take(self, memory: memoryview) -> None:
-        """Copy the message that ``held`` described into ``memory``, then parse on.
-
-        Raises:
-            HeaderError: The bytes after the message are not frames of this lane.
-        """
+        """Copy the message that ``held`` described into ``memory``, then parse on."""
         begin, count = self._start, len(memory)
         memory[:] = self._stage[begin : begin + count]
         self._start += count
@@ -217,15 +195,7 @@ class Inbound:
         self.give_back()
 
     def retry(self) -> bool:
-        """Try again to deliver the message that is held or had no room.
-
-        Returns:
-            True if the lane may read on. False if the message still has no room, or
-            the next message is held or has none.
-
-        Raises:
-            HeaderError: The bytes after the message are not frames of this lane.
-        """
+        """Retry delivering the pending message; return whether the lane may read on."""
         if self._pending is not None:
             header, description = self._pending
             self._pending, self.is_held = None, False
@@ -461,7 +431,6 @@ class Inbound:
         return block
 
     def _take_lent(self, header: Header, arrival: Arrival) -> None:
-        """Use a part of a message in a lent block, where it is or as a copy."""
         begin, count = arrival.received, header.payload
         block = self._block(header, arrival.description.size)
         payload = block.part(begin, count)
@@ -479,9 +448,7 @@ class Inbound:
         self._count(count)
 
     def _give_back_block(self, header: Header, arrival: Arrival) -> None:
-        """Free the block of a message that was copied or withdrawn.
-
-        That of a tensor is free when the tensor is gone.
-        """
+        """Free the block of a message that was copied or withdrawn. A tensor in a block
+        frees it when the tensor is gone."""
         if header.flags & wire.LENT and not arrival.is_lent:
             self._block(header, 0).free()

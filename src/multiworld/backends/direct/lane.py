@@ -2,10 +2,8 @@
 
 The reader stays registered with the loop, so a message, a fin or the end of the
 connection is noticed even if nobody waits for it. It pauses only while the mailbox has
-no room. A write is tried at once; the loop writes only what the socket did not take.
-
-A lane that fails makes no verdict. It reports to its owner, and pending operations
-keep waiting until the control link has told the world which member was lost.
+no room. A failed lane makes no verdict: it reports to its owner, and pending operations
+wait until the control link has reported to the world which member was lost.
 """
 
 from __future__ import annotations
@@ -36,20 +34,20 @@ SHARED_IS_FASTER = 16
 yields after it has filled the whole ring, which takes well under a millisecond."""
 
 LOW_WATER_BYTES = 256 * 1024
-"""Most bytes of a large payload to wait for before TCP wakes the reader."""
+"""Maximum bytes of a large payload to wait for before TCP wakes the reader."""
 
 HOLD_TURNS = 4
 """Turns of the loop for which a message without a posted receive stays in the read
 buffer."""
 
 TAKE_IN_BYTES = 16 * 1024 * 1024
-"""Most bytes to read from the kernel when a world breaks."""
+"""Maximum bytes to read from the kernel when a world breaks."""
 
 ErrorMaker = Callable[[], Exception]
 
 
 class LaneOwner(Protocol):
-    """The owner of a lane, which is told when the lane ends."""
+    """The owner of a lane, which is notified when the lane ends."""
 
     def lane_ended(self, rank: int, evidence: str) -> None:
         """Handle a connection that ended without a fin."""
@@ -62,16 +60,7 @@ class LaneOwner(Protocol):
 
 
 class Lane:
-    """A connection to one member.
-
-    Args:
-        sock: The connection; the lane owns it.
-        rank: Rank of the member.
-        nonce: Nonce of the incarnation, which every frame carries.
-        mailbox: Takes the messages that arrive.
-        config: Limits and options of the world.
-        owner: Told when the lane ends.
-    """
+    """A connection to one member; it owns ``sock``. Every frame carries ``nonce``."""
 
     def __init__(
         self,
@@ -112,12 +101,10 @@ class Lane:
         self._socket.read_on()
 
     def fileno(self) -> int:
-        """Return the file descriptor, or -1 once the lane is closed."""
         return self._socket.fileno()
 
     @property
     def is_finished(self) -> bool:
-        """True once the member's fin has arrived, behind all its messages."""
         return self._inbound.is_finished
 
     # Sending.
@@ -125,22 +112,10 @@ class Lane:
     async def send(
         self, description: Description, memory: memoryview, owner: object
     ) -> None:
-        """Send a message; return when the kernel or the ring has all of it.
-
-        So it arrives even if this process then computes for long, or is killed.
-
-        Args:
-            description: Tag, dtype, shape and size of the message.
-            memory: The payload, contiguous; not to be changed until this returns.
-            owner: Object kept alive for as long as ``memory`` is in use.
-
-        Raises:
-            Exception: The error given to ``fail_sends``, ``begin_close`` or ``abort``,
-                if nothing can be sent any more.
-
-        Cancellation:
-            The frame that is being written is finished; the rest is withdrawn.
-        """
+        """Send a message; return when the kernel or the ring has all of it. The message
+        then arrives even if this process computes for a long time, or is killed.
+        ``memory`` must not change until this returns. Cancelling finishes the frame in
+        progress and withdraws the rest."""
         if self._refusal is not None:
             raise self._refusal()
         self._messages += 1
@@ -163,11 +138,6 @@ class Lane:
             raise
 
     async def give_way(self) -> None:
-        """Let the loop's other tasks run.
-
-        Cancellation:
-            Safe.
-        """
         self._messages = self._bytes = 0
         await asyncio.sleep(0)
 
@@ -236,7 +206,6 @@ class Lane:
     # Receiving.
 
     def poll(self) -> None:
-        """Read what has arrived already, without waiting for the loop."""
         if self._inbound.is_held:
             self._go_on()  # the caller waits for this message, or for one behind it
         elif self._socket.is_reading:
@@ -244,15 +213,12 @@ class Lane:
 
     @property
     def is_held(self) -> bool:
-        """True while a message without a posted receive waits in the read buffer."""
         return self._inbound.is_held
 
     def held(self, tag: int) -> Description | None:
-        """Describe the next message if it has this tag and has arrived completely."""
         return None if self._is_leaving else self._inbound.held(tag)
 
     def take(self, memory: memoryview) -> None:
-        """Copy the message that ``held`` described into ``memory``."""
         try:
             self._inbound.take(memory)
         except HeaderError as error:
@@ -296,10 +262,8 @@ class Lane:
         self._socket.poll_again()
 
     def take_in(self) -> None:
-        """Read what the kernel holds, which its sender takes for sent.
-
-        For the last moment before ``abort``; at most ``TAKE_IN_BYTES``.
-        """
+        """Read what the kernel holds, which its sender considers sent. For the last
+        moment before ``abort``; at most ``TAKE_IN_BYTES``."""
         moved = 0
         try:
             self._let_go()
@@ -326,7 +290,6 @@ class Lane:
             self._inbound.retry()
 
     def _drain(self) -> None:
-        """Read and drop: receives are over, so no tensor may be written to."""
         self._inbound.free_memory()  # a member that is leaving may wait for it
         if not self._socket.drain(TURN_BYTES):
             self._end("connection closed by peer")
@@ -400,11 +363,10 @@ class Lane:
             self._socket.write_off()
             self._owner.lane_ended(self.rank, evidence)
 
-    # The end.
+    # Closing.
 
     @property
     def is_dead(self) -> bool:
-        """True once nothing more can arrive."""
         return self._is_dead or not self._socket.is_open
 
     def fail_sends(self, make_error: ErrorMaker) -> None:
@@ -415,7 +377,6 @@ class Lane:
         self._wake_drained()
 
     def begin_close(self, make_error: ErrorMaker) -> None:
-        """Queue the fin behind everything that was sent; refuse later sends."""
         if self._is_leaving or not self._socket.is_open:
             return
         self._is_leaving = True
@@ -424,15 +385,10 @@ class Lane:
             self._outbound.put_fin()
             self._flush()
         if self._socket.is_open and not self._is_dead:
-            self._inbound.free_memory()  # maybe all that the peer waits for
+            self._inbound.free_memory()  # the peer may wait for nothing else
             self._socket.read_on()
 
     async def wait_drained(self) -> None:
-        """Wait until the kernel has everything, including the fin.
-
-        Cancellation:
-            Safe.
-        """
         while (
             self._socket.is_open
             and not self._socket.is_mute
@@ -442,12 +398,10 @@ class Lane:
             await self._drained
 
     def finish_close(self, linger_s: float) -> bool:
-        """Close; return True if the connection stays open for a while.
-
-        A TCP socket closed with unread bytes sends a reset, which discards what the
-        member has not read yet. So the connection stays until the member closes it, at
-        most ``linger_s`` seconds. A Unix socket closes at once.
-        """
+        """Close; return True if the connection stays open for a while. A TCP socket
+        closed with unread bytes sends a reset, which discards what the member has not
+        read yet. So the connection stays until the member closes it, at most
+        ``linger_s`` seconds. A Unix socket closes at once."""
         is_needed = not self._socket.is_local and self._outbound.is_idle
         if self.is_dead or self._inbound.is_finished or not is_needed:
             self.close_nowait()
@@ -457,26 +411,13 @@ class Lane:
         return True
 
     def abort(self, make_error: ErrorMaker) -> None:
-        """Fail every send and close the connection at once."""
         self.fail_sends(make_error)
         self.close_nowait()
 
     async def wait_closed(self) -> None:
-        """Wait until the connection is closed; see ``finish_close``.
-
-        Cancellation:
-            Safe.
-        """
         await asyncio.shield(self._closed)
 
     async def paused(self, call: Callable[[], object]) -> None:
-        """Run ``call`` in a thread while this lane reads nothing.
-
-        Bytes that arrive meanwhile stay in the kernel.
-
-        Cancellation:
-            Waits for the thread.
-        """
         was_reading = self._socket.is_reading
         self._socket.read_off()
         try:

@@ -1,7 +1,7 @@
 """The shared memory of a lane: a ring to send through, and the peer's window.
 
-The descriptor of a ring travels over the lane's Unix socket once; from then on the
-socket carries headers, and the bell that says that a slot is free.
+The descriptor of a ring travels over the lane's Unix socket once. From then on the
+socket carries headers, and bells that signal a free slot.
 """
 
 from __future__ import annotations
@@ -25,18 +25,7 @@ RIGHTS_BYTES = socket.CMSG_SPACE(4)
 
 
 class LaneMemory:
-    """The shared-memory half of a lane; the ``SharedEnd`` of its ``Inbound``.
-
-    Args:
-        connection: The lane's connection.
-        outbound: What the lane sends.
-        ring_bytes: Size of the ring to send through; 0: none.
-        flush: Writes what can be written.
-        may_send: Returns False once nothing may be sent any more.
-
-    Attributes:
-        is_usable: Whether the two processes can share memory.
-    """
+    """The shared-memory half of a lane; the ``SharedEnd`` of its ``Inbound``."""
 
     def __init__(
         self,
@@ -48,7 +37,7 @@ class LaneMemory:
     ) -> None:
         self._connection, self._outbound = connection, outbound
         self._flush, self._may_send = flush, may_send
-        # What the peer shares is taken whatever this side's own setting is.
+        # The peer's shared memory is accepted whatever this side's own setting is.
         self.is_usable = shared_memory.is_usable(connection.sock)
         self._slots = shared_memory.slots_in(ring_bytes) if self.is_usable else 0
         self._descriptors: list[int] = []  # arrived, and not mapped yet
@@ -58,10 +47,8 @@ class LaneMemory:
     # Sending.
 
     def share(self) -> None:
-        """Make a ring and pass it on, unless that was done or cannot be.
-
-        Without a ring, the socket carries everything.
-        """
+        """Make a ring and pass it on, unless that was done or cannot be. Without a
+        ring, the socket carries everything."""
         if not self._slots:
             return
         slots, self._slots = self._slots, 0
@@ -91,7 +78,7 @@ class LaneMemory:
         sock = self._connection.sock
         try:
             written = sock.sendmsg([head], [rights])  # type: ignore[call-arg]
-        except OSError:  # full, or gone
+        except OSError:  # the socket is full or closed
             return False
         self._outbound.announced(head, written)
         if not self._outbound.is_idle:
@@ -116,14 +103,8 @@ class LaneMemory:
     # Receiving.
 
     def receive(self, buffers: list[memoryview]) -> int:
-        """Read into buffers, and keep a descriptor that comes along.
-
-        Returns:
-            The number of bytes; 0 at the end of the stream.
-
-        Raises:
-            OSError: There is nothing to read, or the connection was reset.
-        """
+        """Read into buffers, and keep a descriptor that comes along. Return the number
+        of bytes; 0 at the end of the stream."""
         sock = self._connection.sock
         if not self.is_usable:
             return int(sock.recvmsg_into(buffers)[0])
@@ -138,45 +119,33 @@ class LaneMemory:
     def _keep(self, data: bytes) -> None:
         for (fd,) in struct.iter_unpack("i", data[: len(data) // 4 * 4]):
             if self._descriptors:
-                os.close(fd)  # nobody has asked for it
+                os.close(fd)  # no frame has announced it
             else:
                 self._descriptors.append(fd)
 
     # SharedEnd.
 
     def open_window(self, slots: int) -> shared_memory.Window:
-        """Map the memory whose descriptor has arrived.
-
-        Raises:
-            HeaderError: There is none, or it is not what was announced.
-        """
         if not self._descriptors:
             raise HeaderError("the frame announces shared memory but passes none")
         return shared_memory.Window(self._descriptors.pop(), slots)
 
     def open_block(self, size: int) -> Borrowed:
-        """Map the lent block whose descriptor has arrived.
-
-        Raises:
-            HeaderError: There is none, or it is not what was announced.
-        """
         if not self._descriptors:
             raise HeaderError("the frame lends memory but passes none")
         return Borrowed(self._descriptors.pop(), size)
 
     def ring_bell(self) -> None:
-        """Tell the sender that a slot is free."""
         if self._may_send():
             self._outbound.put_bell()
             if not self._connection.is_writing:
                 self._loop.call_soon(self._flush)
 
     def on_bell(self) -> None:
-        """Look for the slot that has become free."""
         self._loop.call_soon(self._look)
 
     def close(self) -> None:
-        """Give back the ring and what has arrived; safe to repeat."""
+        """Free the ring, the blocks and unmapped descriptors; safe to repeat."""
         if self._outbound.ring is not None:
             self._outbound.ring.close()
             self._outbound.ring = None

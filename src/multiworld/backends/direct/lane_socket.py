@@ -11,20 +11,9 @@ from multiworld.net.streams import Stream
 
 
 class LaneSocket:
-    """A connection that is read and written when the loop says so.
-
-    Args:
-        sock: The connection, non-blocking.
-        on_readable: Called when there is something to read.
-        on_writable: Called when there is room to write.
-        poll: Called soon when bytes wait that the loop does not see.
-
-    Attributes:
-        is_open: False once closed.
-        is_reading: Whether ``on_readable`` is registered.
-        is_writing: Whether ``on_writable`` is registered.
-        is_mute: True once nothing more can be written.
-    """
+    """A non-blocking connection, read and written when the loop calls back. ``poll`` is
+    called soon when bytes wait that the loop does not see. ``is_mute`` is True once
+    nothing more can be written."""
 
     def __init__(
         self,
@@ -49,7 +38,6 @@ class LaneSocket:
         self.is_reading = self.is_writing = self.is_mute = False
 
     def fileno(self) -> int:
-        """Return the descriptor, or -1 once closed."""
         return self._fd if self.is_open else -1
 
     def write(self, pieces: Sequence[bytes | memoryview]) -> int:
@@ -64,26 +52,22 @@ class LaneSocket:
             return 0
 
     def read_on(self) -> None:
-        """Call ``on_readable`` from now on."""
         if not self.is_reading and self.is_open:
             self.is_reading = True
             self._loop.add_reader(self._fd, self._on_readable)
             self.poll_again()
 
     def read_off(self) -> None:
-        """Stop calling ``on_readable``."""
         if self.is_reading:
             self.is_reading = False
             self._loop.remove_reader(self._fd)
 
     def write_on(self) -> None:
-        """Call ``on_writable`` from now on."""
         if not self.is_writing and self.is_open:
             self.is_writing = True
             self._loop.add_writer(self._fd, self._on_writable)
 
     def write_off(self) -> None:
-        """Stop calling ``on_writable``."""
         if self.is_writing:
             self.is_writing = False
             self._loop.remove_writer(self._fd)
@@ -95,9 +79,7 @@ class LaneSocket:
 
     def wake_at(self, wanted: int) -> None:
         """Call ``on_readable`` over TCP for a good part of a payload, not each packet.
-
-        The rest of a frame always comes, or the connection ends.
-        """
+        The rest of a frame always comes, or the connection ends."""
         if not self._is_tcp or wanted == self._low_water or not self.is_open:
             return
         self._low_water = wanted
@@ -121,12 +103,12 @@ class LaneSocket:
         return self.sock.family == socket.AF_UNIX
 
     def finish_writing(self) -> None:
-        """Tell the member that nothing more comes."""
+        """Shut down the sending direction."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close the connection; the caller does so once."""
+        """Close the connection; call it only once."""
         self.read_off()
         self.write_off()
         self.is_open = False

@@ -2,9 +2,9 @@
 
 A block is a ``memfd`` that both processes have mapped. The sender copies a message into
 a free block, and the receiver's tensor *is* that memory. When the last tensor, view or
-array that shares it is gone, a mark in the block says that it is free, and the sender
-uses it again. The kernel frees the memory with the last process that has it, so a
-tensor outlives its sender.
+array that shares it is gone, a mark in the block becomes 0, and the sender uses the
+block again. The kernel frees the memory with the last process that has it, so a tensor
+outlives its sender.
 
 Blocks are few, so that they stay in the cache and memory is bounded. A message that
 finds none goes through the ring of ``shared_memory``, with a second copy.
@@ -27,11 +27,9 @@ from multiworld.backends.direct.header import HeaderError
 from multiworld.backends.direct.shared_memory import check_sealed, make_sealed
 
 LENT_BYTES, MOST_LENT_BYTES = 256 * 1024, 8 * 1024 * 1024
-"""Least and most bytes of a message for which blocks are used.
-
-A larger one does not stay in the cache as a whole, as it does piece by piece in the
-ring. To read it from memory again costs what the second copy would.
-"""
+"""Minimum and maximum bytes of a message for which blocks are used. A larger one does
+not stay in the cache as a whole, as it does piece by piece in the ring. To read it from
+memory again costs what the second copy would."""
 
 STEP_BYTES = 256 * 1024
 """Unit of the sizes of blocks, in bytes, so that similar messages fit."""
@@ -40,13 +38,13 @@ MARK_BYTES = mmap.PAGESIZE
 """Bytes behind the message, for the mark: 1 while the receiver has the block."""
 
 MOST_BLOCKS = 8
-"""Largest number of blocks that a lane lends."""
+"""Maximum number of blocks that a lane lends."""
 
 LANE_BYTES = 32 * 1024 * 1024
-"""Most bytes in the blocks of a lane."""
+"""Maximum bytes in the blocks of a lane."""
 
 PROCESS_BYTES = 256 * 1024 * 1024
-"""Most bytes in the blocks of all lanes of a process."""
+"""Maximum bytes in the blocks of all lanes of a process."""
 
 _lent_bytes = 0
 _lock = threading.Lock()
@@ -67,21 +65,9 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class Mapping:
-    """Memory of a ``memfd``, unmapped when nothing refers to this object.
-
-    Python's ``mmap`` would keep a descriptor for each.
-
-    Args:
-        fd: Descriptor of the memory.
-        size: Its size in bytes.
-
-    Raises:
-        OSError: It cannot be mapped.
-
-    Attributes:
-        address: Address of its first byte.
-        memory: View of all of it, valid as long as this object.
-    """
+    """Memory of a ``memfd``, unmapped when nothing refers to this object. Python's
+    ``mmap`` would keep a descriptor for each. ``memory`` is a view of all of it, valid
+    as long as this object."""
 
     def __init__(self, fd: int, size: int) -> None:
         self._size = size
@@ -102,23 +88,13 @@ class Mapping:
 
 
 class _Mapped:
-    """A block as one of the two processes has it."""
-
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
         self._mapping = Mapping(fd, size + MARK_BYTES)
 
 
 class Block(_Mapped):
-    """The sender's end; pass ``fd`` to the receiver, then call ``close_fd``.
-
-    Args:
-        number: Number of the block on its lane.
-        size: Bytes of its largest message.
-
-    Raises:
-        OSError: No memory or no descriptor is left.
-    """
+    """The sender's end; pass ``fd`` to the receiver, then call ``close_fd``."""
 
     def __init__(self, number: int, size: int) -> None:
         self.number = number
@@ -135,11 +111,9 @@ class Block(_Mapped):
         return not self._mapping.memory[self.size]
 
     def take(self) -> None:
-        """Mark it as used."""
         self._mapping.memory[self.size] = 1
 
     def write(self, begin: int, payload: memoryview) -> None:
-        """Copy a part of a message to its place."""
         self._mapping.memory[begin : begin + len(payload)] = payload
 
     def close_fd(self) -> None:
@@ -150,17 +124,9 @@ class Block(_Mapped):
 
 
 class Borrowed(_Mapped):
-    """The receiver's end; closes ``fd`` in every case.
-
-    It stays mapped as long as a tensor lies in it.
-
-    Args:
-        fd: Descriptor that the sender passed.
-        size: Bytes of the block's largest message, as announced.
-
-    Raises:
-        HeaderError: The memory has another size, can be resized or cannot be mapped.
-    """
+    """The receiver's end; closes ``fd`` in every case. It stays mapped as long as a
+    tensor lies in it. Raises ``HeaderError`` if the memory has another size, can be
+    resized or cannot be mapped."""
 
     def __init__(self, fd: int, size: int) -> None:
         try:
@@ -181,11 +147,11 @@ class Borrowed(_Mapped):
         return torch.frombuffer(lease, dtype=dtype, count=count).view(shape)
 
     def part(self, begin: int, count: int) -> memoryview:
-        """Return a part of the message; it must not be used after the block."""
+        """Return a part of the message; it must not outlive the block."""
         return self._mapping.memory[begin : begin + count]
 
     def free(self) -> None:
-        """Give the block back: the message was copied."""
+        """Free the block: the message was copied."""
         _free(self._mapping, self.size)
 
 
@@ -194,11 +160,8 @@ def _free(mapping: Mapping, size: int) -> None:
 
 
 class Lender:
-    """The blocks of one lane.
-
-    Args:
-        announce: Passes a new block to the receiver; returns False if it could not.
-    """
+    """The blocks of one lane. ``announce`` passes a new block to the receiver, and
+    returns False if it cannot."""
 
     def __init__(self, announce: Callable[[Block], bool]) -> None:
         self._announce = announce
@@ -220,17 +183,15 @@ class Lender:
                 self._blocks[number] = block
 
     def take(self, size: int) -> Block | None:
-        """Return a free block for a message, which is in use from now on, or None."""
+        """Return a free block for a message and mark it as used; None if none fits."""
         block = self._fitting(size) if size >= LENT_BYTES else None
         if block is not None:
             block.take()
         return block
 
     def _fitting(self, size: int) -> Block | None:
-        """Return the first free block that is not much too large.
-
-        Always the first: the blocks in use are then few, and stay in the cache.
-        """
+        """Return the first free block that is not much too large. Always the first: the
+        blocks in use are then few, and stay in the cache."""
         for block in self._blocks.values():
             if size <= block.size < 2 * max(size, STEP_BYTES) and block.is_free:
                 return block

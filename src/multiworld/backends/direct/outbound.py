@@ -21,22 +21,14 @@ from multiworld.backends.direct.lending import Block, Lender
 from multiworld.backends.direct.shared_memory import SLOT_BYTES, Ring
 
 SHARED_BYTES = 128 * 1024
-"""Message size, in bytes, from which payloads use shared memory where there is any.
-
-From this size on, two copies in user space and a wake-up cost less than the kernel's
-two copies.
-"""
+"""Message size, in bytes, from which payloads use shared memory if there is any. From
+this size on, two copies in user space and a wake-up cost less than the kernel's two
+copies."""
 
 
 class Outgoing:
-    """A message in the send queue; ``future`` completes when its memory is free again.
-
-    Args:
-        description: Header fields of the message.
-        memory: Bytes to send.
-        owner: Object that keeps ``memory`` alive, or None.
-        future: Completed when ``memory`` may be reused; None if nobody waits for it.
-    """
+    """A message in the send queue. ``owner`` keeps ``memory`` alive. ``future``
+    completes when ``memory`` is reusable."""
 
     __slots__ = (
         "block",
@@ -64,12 +56,7 @@ class Outgoing:
 
 
 class Outbound:
-    """Send queue of one lane.
-
-    Args:
-        nonce: Nonce of the incarnation, for every header.
-        is_summed: Whether to send a CRC-32 of every payload.
-    """
+    """Send queue of one lane; ``is_summed`` adds a CRC-32 of every payload."""
 
     def __init__(self, nonce: int, *, is_summed: bool) -> None:
         self._nonce, self._is_summed = nonce, is_summed
@@ -95,36 +82,25 @@ class Outbound:
         return bool(self._frame)
 
     def put(self, message: Outgoing) -> None:
-        """Append a message."""
         self._queue.append(message)
         self.queued_bytes += message.description.size + MESSAGE_BYTES
 
     def put_bell(self) -> None:
-        """Queue a bell, which tells the peer that a slot is free, as the next frame."""
+        """Queue a bell, which signals a free slot to the peer, as the next frame."""
         if wire.BELL not in self._control_frames:
             self._control_frames.append(wire.BELL)
 
     def announcement(self, slots: int) -> bytes:
-        """Return the frame to send together with a ring's descriptor.
-
-        Call ``announced`` once part of it has been written.
-        """
+        """Return the frame to send together with a ring's descriptor. Call
+        ``announced`` once part of it has been written."""
         return self._header(wire.MEMORY, slots)
 
     def loan(self, number: int, size: int) -> bytes:
-        """Return the frame to send together with the descriptor of a block.
-
-        Call ``announced`` once part of it has been written.
-        """
+        """Return the frame to send with a block's descriptor; see ``announcement``."""
         return self._header(wire.LEND, number, size)
 
     def announced(self, head: bytes, written: int) -> None:
-        """Count an announcement that is at least partly written, and send the rest.
-
-        Args:
-            head: Bytes of the announcement.
-            written: Number of those bytes that were written; at least 1.
-        """
+        """Count an announcement of which ``written`` bytes are sent; send the rest."""
         self._sequence += 1
         self._frame = [memoryview(head)]
         self.advance(written)
@@ -135,10 +111,8 @@ class Outbound:
         self.put(Outgoing(fin, memoryview(b""), None, None))
 
     def chunks(self) -> list[memoryview]:
-        """Return the unwritten pieces of one frame, to be written next.
-
-        The list is empty if the queue is idle, and while ``is_starving``.
-        """
+        """Return the unwritten pieces of one frame, to be written next. The list is
+        empty if the queue is idle, and while ``is_starving``."""
         if not self._frame:
             self._next_frame()
         return self._frame
@@ -248,17 +222,9 @@ class Outbound:
         slot: int | None = None,
         where: int = wire.SHARED,
     ) -> bytes:
-        """Return the header of a message's next frame, and count the frame.
-
-        Args:
-            description: Header fields of the message.
-            begin: Offset of the payload in the message, in bytes.
-            fragment: Index of the frame in the message.
-            payload: Bytes of this frame, or the part of the message in ``slot``.
-            slot: Slot or block that holds the payload; None if it follows the header
-                on the socket.
-            where: SHARED for a slot, LENT for a block.
-        """
+        """Return the header of a message's next frame, and count the frame. ``begin``
+        is the payload's offset in the message, in bytes. ``slot`` is the slot or block
+        that holds the payload; None if it follows the header on the socket."""
         kind, dtype, shape, size, tag, label = description
         if fragment:
             shape = ()
@@ -289,13 +255,7 @@ class Outbound:
         return wire.encode(header, shape)
 
     def resume(self, message: Outgoing, head: bytes, written: int) -> None:
-        """Continue a message of one frame of which some bytes are already written.
-
-        Args:
-            message: The message; it becomes the current one.
-            head: Its header, from ``frame_header``.
-            written: Number of bytes of header and payload that were written.
-        """
+        """Continue a one-frame message whose first ``written`` bytes are sent."""
         message.offset = message.description.size
         message.fragment = 1
         self._current = message

@@ -26,14 +26,11 @@ from typing import Any
 from multiworld.backends.direct.header import HeaderError
 
 SLOT_BYTES = 512 * 1024
-"""Bytes of one slot.
-
-Twice a frame on the socket: copies are as fast and need half as many frames. It is a
-multiple of every dtype's size, so a slot holds whole elements.
-"""
+"""Bytes of one slot. Twice a frame on the socket: copies are as fast and need half as
+many frames. A multiple of every dtype's size, so a slot holds whole elements."""
 
 MOST_SLOTS = 64
-"""Largest number of slots in a ring."""
+"""Maximum number of slots in a ring."""
 
 _WAITING = MOST_SLOTS
 """Offset of the byte, after the slots' marks, that is 1 while the sender waits."""
@@ -45,7 +42,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def is_usable(sock: Any) -> bool:
-    """Tell whether payloads on this connection can go through shared memory."""
+    """Return whether payloads on this connection can go through shared memory."""
     return (
         sys.platform == "linux"
         and platform.machine() == "x86_64"
@@ -60,15 +57,7 @@ def slots_in(size_bytes: int) -> int:
 
 
 def make_sealed(name: str, size: int) -> int:
-    """Return the descriptor of new memory whose size cannot change.
-
-    Args:
-        name: Name of it in ``/proc``.
-        size: Bytes of it.
-
-    Raises:
-        OSError: No memory or no descriptor is left.
-    """
+    """Return the descriptor of new memory whose size cannot change."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
@@ -80,19 +69,8 @@ def make_sealed(name: str, size: int) -> int:
 
 
 def check_sealed(fd: int, size: int, what: str) -> None:
-    """Check memory that a peer has made by ``make_sealed``.
-
-    Access to memory that the peer shrinks would kill this process (SIGBUS).
-
-    Args:
-        fd: Its descriptor.
-        size: Bytes that it must have.
-        what: The same for the error, such as "4 slots".
-
-    Raises:
-        HeaderError: It has another size, or its size can change.
-        OSError: The descriptor is not one of memory.
-    """
+    """Check memory from a peer's ``make_sealed``; ``what`` is its size in words. Access
+    to memory that the peer shrinks would kill this process (SIGBUS)."""
     if os.fstat(fd).st_size != size:
         raise HeaderError(f"the shared memory does not have {what}")
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
@@ -100,8 +78,6 @@ def check_sealed(fd: int, size: int, what: str) -> None:
 
 
 class _Mapped:
-    """Memory that two processes have mapped, closed by ``close``."""
-
     def __init__(self, fd: int, slots: int) -> None:
         self.slots = slots
         self._map = mmap.mmap(fd, CONTROL_BYTES + slots * SLOT_BYTES)
@@ -118,14 +94,7 @@ class _Mapped:
 
 
 class Ring(_Mapped):
-    """The sender's end; pass ``fd`` to the receiver, then call ``close_fd``.
-
-    Args:
-        slots: Number of slots, at most ``MOST_SLOTS``.
-
-    Raises:
-        OSError: No memory or no descriptor is left.
-    """
+    """The sender's end; pass ``fd`` to the receiver, then call ``close_fd``."""
 
     def __init__(self, slots: int) -> None:
         size = CONTROL_BYTES + slots * SLOT_BYTES
@@ -144,15 +113,12 @@ class Ring(_Mapped):
 
     @property
     def has_room(self) -> bool:
-        """True if a slot is free."""
         return self._free >= 0
 
     @property
     def _free(self) -> int:
-        """Number of the first free slot, or -1.
-
-        Always the first: the slots in use are then few, and stay in the cache.
-        """
+        """Number of the first free slot, or -1. Always the first: the slots in use are
+        then few, and stay in the cache."""
         return bytes(self._memory[: self.slots]).find(0)
 
     def fill(self, payload: memoryview) -> int:
@@ -168,21 +134,13 @@ class Ring(_Mapped):
         return self.has_room
 
     def close(self) -> None:
-        """Close the descriptor and unmap the memory."""
         self.close_fd()
         super().close()
 
 
 class Window(_Mapped):
-    """The receiver's end; closes ``fd`` in every case.
-
-    Args:
-        fd: Descriptor that the sender passed.
-        slots: Number of slots that the sender announced.
-
-    Raises:
-        HeaderError: The memory has another size, can be resized or cannot be mapped.
-    """
+    """The receiver's end; closes ``fd`` in every case. Raises ``HeaderError`` if the
+    memory has another size, can be resized or cannot be mapped."""
 
     def __init__(self, fd: int, slots: int) -> None:
         try:
@@ -196,11 +154,7 @@ class Window(_Mapped):
             os.close(fd)
 
     def payload(self, slot: int, size: int) -> memoryview:
-        """Return the first ``size`` bytes of a slot.
-
-        Raises:
-            HeaderError: The slot does not exist, is smaller or is free.
-        """
+        """Return the first ``size`` bytes of a filled slot."""
         if slot >= self.slots or size > SLOT_BYTES or not self._memory[slot]:
             raise HeaderError(f"the frame refers to slot {slot}, which holds nothing")
         return self._slot(slot, size)
@@ -210,11 +164,9 @@ class Window(_Mapped):
         self._memory[: self.slots] = bytes(self.slots)
 
     def free(self, slot: int) -> bool:
-        """Mark a slot free; return True if the caller must ring the bell.
-
-        The bell waits until half of the ring is free. A bell for every slot would wake
-        the sender for every slot.
-        """
+        """Mark a slot free; return True if the caller must ring the bell. The bell
+        waits until half of the ring is free. A bell for every slot would wake the
+        sender for every slot."""
         memory = self._memory
         memory[slot] = 0
         if (

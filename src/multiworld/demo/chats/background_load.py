@@ -1,4 +1,4 @@
-"""A load that runs while a story is played."""
+"""Load that runs in the background while faults are injected."""
 
 from __future__ import annotations
 
@@ -8,32 +8,25 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 
-class Runs(Protocol):
-    """A load."""
+class BackgroundLoad(Protocol):
+    """Load that runs until it is told to end."""
 
     async def run(self) -> object:
-        """Send until ``end``.
-
-        Cancellation:
-            Gives up what is under way.
-        """
+        """Send requests until ``end`` is called."""
 
     def end(self) -> None:
-        """Begin nothing more; what is under way is finished."""
+        """Send nothing new; ``run`` returns when every answer is there."""
 
 
 @asynccontextmanager
 async def under_load(
-    load: Runs, *beside: Coroutine[Any, Any, None]
+    load: BackgroundLoad, *beside: Coroutine[Any, Any, None]
 ) -> AsyncIterator[None]:
-    """Run a load during the block, and finish it afterwards.
+    """Run a load during the block, and wait for its last answer afterwards.
 
     Args:
         load: The load.
-        beside: What runs beside it until it is finished, such as a screen.
-
-    Cancellation:
-        The load is finished all the same.
+        beside: Coroutines that run until the load has ended, such as a screen.
     """
     running = asyncio.ensure_future(load.run())
     tasks = [asyncio.ensure_future(each) for each in beside]

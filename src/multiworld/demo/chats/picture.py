@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from multiworld.demo.chats.chats import Chat
-from multiworld.demo.pipeline.picture import COLORS, draw_replicas, mark
-from multiworld.demo.pipeline.story import ReplicaCounts, Scene
+from multiworld.demo.chats.story import ReplicaCounts, Scene
+
+COLORS = ("#4363d8", "#911eb4", "#3cb44b", "#f58231", "#469990")
+"""Colors of chats, tenants and stages, in order."""
+
+SHADE = "#f58231"
+"""Color behind the time that an event took."""
 
 CUT = "#e6194b"
 """Color of a chat that was cut."""
@@ -51,3 +58,49 @@ def draw(
     below.legend(loc="upper left", ncols=len(labels))
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def draw_replicas(
+    axes: Any, replica_counts: list[ReplicaCounts], labels: list[str]
+) -> None:
+    """Draw the ready replicas over time.
+
+    Args:
+        axes: Axes of the picture, the lowest ones.
+        replica_counts: Ready replicas over time.
+        labels: Labels of the counts in ``replica_counts``, in the same order.
+    """
+    for number, label in enumerate(labels):
+        axes.step(
+            [s.at_s for s in replica_counts],
+            [s.ready[number] + 0.06 * number for s in replica_counts],
+            where="post",
+            label=label,
+            color=COLORS[number % len(COLORS)],
+        )
+    axes.set_ylabel("ready replicas")
+    axes.set_xlabel("seconds")
+    axes.set_ylim(bottom=-0.2)
+
+
+def mark(scenes: list[Scene], named: Any, every: Sequence[Any], side: str) -> None:
+    """Shade the time of each scene, and write its title.
+
+    Args:
+        scenes: Events to mark.
+        named: Axes that get the titles.
+        every: Axes that get the shading.
+        side: Edge that the titles start at: "top" or "bottom".
+    """
+    for scene in scenes:
+        for axes in every:
+            axes.axvspan(scene.begin_s, scene.end_s, color=SHADE, alpha=0.25, lw=0)
+        named.annotate(
+            scene.title,
+            (scene.begin_s, 0.99 if side == "top" else 0.02),
+            xycoords=("data", "axes fraction"),
+            rotation=90,
+            va=side,
+            ha="right",
+            fontsize=9,
+        )

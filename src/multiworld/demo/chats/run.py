@@ -16,12 +16,12 @@ from typing import Any
 import click
 from rich.console import Console
 
+from multiworld.demo.chats.background_load import under_load
 from multiworld.demo.chats.chats import Chat, Chats
 from multiworld.demo.chats.check import Verdict, check
 from multiworld.demo.chats.picture import draw
 from multiworld.demo.chats.screen import ChatScreen, pause_table
-from multiworld.demo.pipeline.live import under_load
-from multiworld.demo.pipeline.story import Story
+from multiworld.demo.chats.story import Story
 from multiworld.errors import ServeError
 from multiworld.serve.models import smollm2
 

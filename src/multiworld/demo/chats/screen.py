@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from multiworld.demo.chats.chats import Chat, Chats
-from multiworld.demo.pipeline.screen import PHASES
-from multiworld.demo.pipeline.story import Scene, Story
+from multiworld.demo.chats.story import Scene, Story
 
 REFRESH_S = 0.2
 """Seconds between refreshes of the live view."""
@@ -27,6 +26,9 @@ LINES = 5
 
 SHOWN = 110
 """Characters of an answer that are shown, the last ones."""
+
+PHASES = {"ready": "green", "draining": "yellow", "finishing": "yellow"}
+"""Colors of a replica's phases; all others are red."""
 
 
 class ChatScreen:

@@ -1,4 +1,4 @@
-"""Events of the pipeline demo, and how the service recovered from each."""
+"""Service of a demo, its faults, and how it recovered from each of them."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import yaml
 
-from multiworld.demo.pipeline.patience import STILL_S, Patience
 from multiworld.errors import ServeError
 from multiworld.serve.control.answers import (
     FaultInjected,
     ProcessShown,
     Scaled,
     StatusAnswer,
-    Updated,
     decode,
 )
 from multiworld.serve.control.client import Service
@@ -29,14 +28,17 @@ from multiworld.serve.fleet.entries import HistoryEntry
 
 T = TypeVar("T")
 
-MODEL = "minilm"
-"""Model that the demo serves, as the spec names it."""
-
 END_S = 30.0
 """Seconds that the service may take to shut down."""
 
 POLL_S = 0.05
-"""Seconds between questions to the controller."""
+"""Seconds between requests to the controller."""
+
+STILL_S = 60.0
+"""Seconds without any change after which a wait fails."""
+
+TELL_S = 10.0
+"""Seconds between two lines about what is being waited for."""
 
 
 class Clock(Protocol):
@@ -86,19 +88,60 @@ class ReplicaCounts:
     ready: tuple[int, ...]
 
 
+async def until(
+    probe: Callable[[], Awaitable[T | None]],
+    progress: Callable[[], Hashable],
+    tell: Callable[[], None],
+) -> T:
+    """Call ``probe`` until it returns something, as long as there is progress.
+
+    Args:
+        probe: Returns what is waited for, or None.
+        progress: Returns a value that differs after each change.
+        tell: Called every ``TELL_S`` seconds, to say what is waited for.
+
+    Raises:
+        TimeoutError: ``progress`` has returned the same for ``STILL_S`` seconds.
+    """
+    seen = progress()
+    changed_at = told_at = time.monotonic()
+    while (found := await probe()) is None:
+        now = time.monotonic()
+        if (latest := progress()) != seen:
+            seen, changed_at = latest, now
+        if now - changed_at > STILL_S:
+            raise TimeoutError
+        if now - told_at >= TELL_S:
+            told_at = now
+            tell()
+        await asyncio.sleep(POLL_S)
+    return found
+
+
 class Story:
-    """Runs the service as a user would, by its commands, and breaks it.
+    """Runs the service as a user would, by its commands, and injects faults.
+
+    Args:
+        spec: Spec of the service.
+        root: Folder for the state and the log of the service.
+        tell: Shows one line.
+        model: Model that faults are injected into.
 
     Attributes:
+        labels: Labels that replicas are counted under: the stages of the spec.
         scenes: Events so far.
         replica_counts: Ready replicas over time.
     """
 
     def __init__(
-        self, spec: Path, root: Path, tell: Callable[[str], None], model: str = MODEL
+        self, spec: Path, root: Path, tell: Callable[[str], None], model: str
     ) -> None:
         self._spec, self._root, self.tell, self._model = spec, root, tell, model
-        self._app = yaml.safe_load(spec.read_text())
+        self._stages: dict[str, list[str]] = {
+            name: [stage["name"] for stage in described["stages"]]
+            for name, described in yaml.safe_load(spec.read_text())["models"].items()
+        }
+        self.labels = [stage for stages in self._stages.values() for stage in stages]
         self._process: asyncio.subprocess.Process | None = None
         self._service: Service | None = None
         self._load: Clock | None = None
@@ -112,28 +155,16 @@ class Story:
         assert self._status is not None
         return self._status
 
-    @property
-    def stages(self) -> list[str]:
-        """Names of the model's stages."""
-        return [s["name"] for s in self._app["models"][self._model]["stages"]]
-
-    @property
-    def labels(self) -> list[str]:
-        """Labels that replicas are counted under: the names of the stages."""
-        return self.stages
-
     def label_of(self, process: ProcessShown) -> str:
-        """Return the label that a replica is counted under."""
-        return self.stages[process.stage]
+        """Return the label of a replica; empty if its model was added later."""
+        stages = self._stages.get(process.model)
+        return stages[process.stage] if stages else ""
 
     async def start(self) -> str:
         """Start the service; return its URL when it is ready.
 
         Raises:
-            DemoFailedError: The service ended, or nothing moved for a minute.
-
-        Cancellation:
-            The service may be running; ``end`` stops it.
+            DemoFailedError: The service ended, or nothing changed for ``STILL_S``.
         """
         state = self._root / "state"
         command = [sys.executable, "-m", "multiworld.cli.main", "serve"]
@@ -150,36 +181,37 @@ class Story:
         text = await self._first_line(self._process.stdout)
         if not text:
             raise DemoFailedError(
-                f"the service did not start; its log ends with: {self._last_words()}"
+                f"the service did not start; its log ends with: {self._log_end(5)}"
             )
         self._service = Service(None, state)
         self._status = decode(text, StatusAnswer)
         return self._status.url
 
     async def _first_line(self, output: asyncio.StreamReader) -> bytes:
-        """Return the first line of the service's output, empty if it never comes."""
-        patience, log = Patience(), self._root / "serve.log"
+        """Return the first line of the service's output; empty if it never comes."""
+        log = self._root / "serve.log"
         reading = asyncio.ensure_future(output.readline())
-        while not reading.done() and patience.look(log.stat().st_size):
-            await asyncio.wait([reading], timeout=POLL_S)
-            if patience.is_time_to_tell():
-                words = self._last_words(1) or "modules are imported"
-                self.tell(f"waiting until the service is ready: {words}")
-        if not reading.done():
-            reading.cancel()
-            return b""
-        return reading.result()
 
-    def _last_words(self, lines: int = 5) -> str:
+        async def probe() -> bytes | None:
+            return reading.result() if reading.done() else None
+
+        def tell() -> None:
+            words = self._log_end(1) or "importing modules"
+            self.tell(f"waiting until the service is ready: {words}")
+
+        try:
+            return await until(probe, lambda: log.stat().st_size, tell)
+        except TimeoutError:
+            return b""
+        finally:
+            reading.cancel()
+
+    def _log_end(self, lines: int) -> str:
         text = (self._root / "serve.log").read_text(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
     async def end(self) -> None:
-        """Shut the service down; kill its processes if that takes too long.
-
-        Cancellation:
-            The shutdown goes on, but nothing is killed if it hangs.
-        """
+        """Shut the service down; kill its processes if that takes too long."""
         if self._process is None:
             return
         if self._process.returncode is None:
@@ -199,21 +231,7 @@ class Story:
         json: Mapping[str, object] | None = None,
         params: Mapping[str, str | float | bool] | None = None,
     ) -> T:
-        """Send a request to the controller from a thread, and return its answer.
-
-        Args:
-            method: HTTP method.
-            path: Path of the controller's API.
-            kind: Type of the answer.
-            json: Body of the request; None sends no body.
-            params: Query of the request.
-
-        Raises:
-            ServeError: The controller refused, or did not answer.
-
-        Cancellation:
-            The request is still sent, and its answer dropped.
-        """
+        """Send a request to the controller from a thread; see ``Service.ask``."""
         service = self._service
         assert service is not None
         return await asyncio.to_thread(
@@ -226,10 +244,7 @@ class Story:
         """Record the number of ready replicas until cancelled.
 
         Args:
-            load: What the story's times are counted from.
-
-        Cancellation:
-            Ends the recording; this is the only way to end it.
+            load: Load whose start is time 0 of the story.
         """
         self._load = load
         while True:
@@ -238,14 +253,14 @@ class Story:
             except ServeError:
                 await asyncio.sleep(POLL_S)
                 continue
-            labels = self.labels
-            ready = [0] * len(labels)
+            ready = dict.fromkeys(self.labels, 0)
             for process in self.status.processes:
                 if process.model and process.phase == "ready":
                     label = self.label_of(process)
-                    if label in labels:
-                        ready[labels.index(label)] += 1
-            self.replica_counts.append(ReplicaCounts(self.now(), tuple(ready)))
+                    if label:
+                        ready[label] += 1
+            counts = ReplicaCounts(self.now(), tuple(ready.values()))
+            self.replica_counts.append(counts)
             await asyncio.sleep(POLL_S)
 
     def now(self) -> float:
@@ -264,9 +279,6 @@ class Story:
 
         Raises:
             DemoFailedError: The loss was not detected, or nothing replaced the replica.
-
-        Cancellation:
-            The replica stays broken and the service heals on its own.
         """
         scene = self.begin(f"{action} {stage}")
         since = await self.last_event()
@@ -291,98 +303,54 @@ class Story:
 
         Raises:
             DemoFailedError: The service did not recover.
-
-        Cancellation:
-            The service heals on its own.
         """
+        stages = self._stages[self._model]
         await asyncio.sleep(pause_s)
-        for stage in self.stages:
+        for stage in stages:
             await self.break_replica("kill", stage)
             await asyncio.sleep(pause_s)
-        await self.break_replica("stop", self.stages[1])
+        await self.break_replica("stop", stages[1])
         await asyncio.sleep(pause_s)
-        stage = await self.bottleneck()
+        bottleneck = await self._bottleneck()
         for replicas in (3, 1):
-            await self.scale(stage, replicas)
+            await self._scale(bottleneck, replicas)
             await asyncio.sleep(pause_s)
 
-    async def scale(self, stage: str, replicas: int) -> None:
-        """Scale a stage, and wait until it has this many replicas.
-
-        Raises:
-            DemoFailedError: It did not happen in time.
-            ServeError: The service refused.
-
-        Cancellation:
-            The scaling goes on.
-        """
+    async def _scale(self, stage: str, replicas: int) -> None:
+        """Scale a stage, and wait until it has this many replicas."""
         scene = self.begin(f"scale stage {stage} to {replicas}")
         asked = {"model": self._model, "stage": stage, "replicas": replicas}
         answer = await self.ask("POST", "/scale", Scaled, json=asked)
         self.tell(
             f"[cyan]scale[/] stage {stage} from {answer.before} to {answer.replicas}"
         )
-        number = self.stages.index(stage)
-        await self.wait_until(
-            lambda: (
-                self._count(number) == replicas and not self._count(number, going=True)
+        number = self._stages[self._model].index(stage)
+
+        def is_scaled() -> bool:
+            phases: Counter[str] = Counter(
+                p.phase for p in self.status.processes if p.model and p.stage == number
             )
-        )
+            is_going = phases["draining"] or phases["finishing"]
+            return phases["ready"] == replicas and not is_going
+
+        await self.wait_until(is_scaled)
         self.finish(scene)
 
-    async def update(self, version: str) -> None:
-        """Update the model to a new version, and wait until the old one is gone.
-
-        Raises:
-            DemoFailedError: It did not happen in time.
-            ServeError: The service refused.
-
-        Cancellation:
-            The update goes on.
-        """
-        scene = self.begin(f"version {version}")
-        self._app["models"][self._model]["version"] = version
-        text = yaml.safe_dump(self._app, sort_keys=False)
-        asked = {"text": text, "where": "the demo"}
-        await self.ask("POST", "/update", Updated, json=asked)
-        self.tell(f"[cyan]update[/] to version {version}")
-        await self.wait_until(
-            lambda: all(
-                (p.version, p.phase) == (version, "ready")
-                for p in self.status.processes
-                if p.model
-            )
-        )
-        self.finish(scene)
-
-    async def bottleneck(self) -> str:
-        """Return the stage with the most computing time a request, over its replicas.
-
-        Cancellation:
-            Changes nothing.
-        """
+    async def _bottleneck(self) -> str:
+        """Return the stage with the most computing time per request and replica."""
         params = {"reports": True}
         found = await self.ask("GET", "/status", StatusAnswer, params=params)
-        busy: dict[int, list[float]] = {}
+        wanted = found.wanted.models[self._model].replicas
+        busy = [0.0] * len(wanted)
         for process in found.processes:
             if process.is_gateway:
                 continue
             report = found.worker_report(process.name)
             if report is not None:
                 requests = max(1, report.counts.get("requests", 0))
-                share = report.computed_s / requests / self._wanted(process.stage)
-                busy.setdefault(process.stage, []).append(share)
-        return self.stages[max(busy, key=lambda s: max(busy[s]))]
-
-    def _wanted(self, stage: int) -> int:
-        return self.status.wanted.models[self._model].replicas[stage]
-
-    def _count(self, stage: int, *, going: bool = False) -> int:
-        phases = ("draining", "finishing") if going else ("ready",)
-        return sum(
-            bool(p.model) and p.stage == stage and p.phase in phases
-            for p in self.status.processes
-        )
+                share = report.computed_s / requests / wanted[process.stage]
+                busy[process.stage] = max(busy[process.stage], share)
+        return self._stages[self._model][busy.index(max(busy))]
 
     def begin(self, title: str) -> Scene:
         """Record the start of an event; return its scene."""
@@ -399,41 +367,17 @@ class Story:
         """Wait until a condition holds in a status that arrives after this call.
 
         Raises:
-            DemoFailedError: Nothing has moved for a minute.
-
-        Cancellation:
-            Changes nothing.
+            DemoFailedError: Nothing has changed for ``STILL_S``.
         """
-        patience = Patience()
-        fresh = self.status
-        while fresh is self.status or not condition():
-            if not patience.look(self._progress()):
-                raise DemoFailedError(f"{self._title()}: {self._standstill()}")
-            if patience.is_time_to_tell():
-                self.tell(f"still waiting: {self._unfinished()}")
-            await asyncio.sleep(POLL_S)
+        old = self.status
 
-    def _progress(self) -> Hashable:
-        return frozenset((p.name, p.phase) for p in self.status.processes)
+        async def probe() -> bool | None:
+            return (self.status is not old and condition()) or None
 
-    def _unfinished(self) -> str:
-        found = [
-            f"{p.name} {p.phase}" for p in self.status.processes if p.phase != "ready"
-        ]
-        return ", ".join(found) or "no process is starting or ending"
-
-    def _standstill(self) -> str:
-        return f"nothing has moved for {STILL_S:g} s: {self._unfinished()}"
-
-    def _title(self) -> str:
-        return self.scenes[-1].title if self.scenes else "the beginning"
+        await self._until("", probe, self._progress)
 
     async def last_event(self) -> int:
-        """Return the number of the controller's last event; 0 if there is none.
-
-        Cancellation:
-            Changes nothing.
-        """
+        """Return the number of the controller's last event; 0 if there is none."""
         events = await self.ask("GET", "/events", list[HistoryEntry])
         return events[-1].number if events else 0
 
@@ -449,14 +393,13 @@ class Story:
             after: Earliest time of the event, in seconds since 1970.
 
         Raises:
-            DemoFailedError: No such event came, and nothing has moved for a minute.
-
-        Cancellation:
-            Changes nothing.
+            DemoFailedError: No such event came, and nothing has changed for
+                ``STILL_S``.
         """
-        patience = Patience()
         last = 0
-        while patience.look((last, self._progress())):
+
+        async def probe() -> HistoryEntry | None:
+            nonlocal last
             params = {"since": since}
             found = await self.ask("GET", "/events", list[HistoryEntry], params=params)
             for event in found:
@@ -464,7 +407,34 @@ class Story:
                 is_its = name in (None, event.name) and event.at >= after
                 if event.kind == kind and is_its:
                     return event
-            if patience.is_time_to_tell():
-                self.tell(f"still waiting for {kind!r}: {self._unfinished()}")
-            await asyncio.sleep(POLL_S)
-        raise DemoFailedError(f"{self._title()}: no {kind!r}; {self._standstill()}")
+            return None
+
+        what = f" for {kind!r}"
+        return await self._until(what, probe, lambda: (last, self._progress()))
+
+    async def _until(
+        self,
+        what: str,
+        probe: Callable[[], Awaitable[T | None]],
+        progress: Callable[[], Hashable],
+    ) -> T:
+        def tell() -> None:
+            self.tell(f"still waiting{what}: {self._unfinished()}")
+
+        try:
+            return await until(probe, progress, tell)
+        except TimeoutError as error:
+            title = self.scenes[-1].title if self.scenes else "the start"
+            raise DemoFailedError(
+                f"{title}: nothing has changed for {STILL_S:g} s while waiting{what}: "
+                f"{self._unfinished()}"
+            ) from error
+
+    def _progress(self) -> Hashable:
+        return frozenset((p.name, p.phase) for p in self.status.processes)
+
+    def _unfinished(self) -> str:
+        found = [
+            f"{p.name} {p.phase}" for p in self.status.processes if p.phase != "ready"
+        ]
+        return ", ".join(found) or "no process is starting or ending"

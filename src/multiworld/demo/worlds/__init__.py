@@ -1,1 +1,1 @@
-"""Worlds demo: a leader and two workers run a real model, and one worker is killed."""
+"""Worlds demo: a leader in three worlds loses a worker, and only its worlds break."""

@@ -1,4 +1,4 @@
-"""The controller's admin interface: HTTP on a Unix socket of its user alone."""
+"""The controller's admin interface: HTTP on a Unix socket, for its own user only."""
 
 from __future__ import annotations
 
@@ -59,12 +59,7 @@ class Chaos(_AdminRequest):
 
 
 def make_admin(controller: Controller, ended: asyncio.Event) -> FastAPI:
-    """Return the admin application.
-
-    Args:
-        controller: The controller that it administers.
-        ended: Set when a client requests the shutdown of the service.
-    """
+    """Return the admin application; a shutdown request sets `ended`."""
     app = FastAPI(title="multiworld controller", redoc_url=None)
 
     @app.exception_handler(ServeError)

@@ -8,5 +8,4 @@ from multiworld.serve.control.answers import Answer, encode
 
 
 def respond(answer: Answer, status: int = 200) -> Response:
-    """Return the HTTP response with an answer."""
     return Response(encode(answer), status, media_type="application/json")

@@ -28,7 +28,7 @@ from multiworld.serve.tenants.keys import KEY_PATTERN, PREFIX
 logger = logging.getLogger("multiworld.serve")
 
 SHOWN = 400
-"""Characters of a value that the audit log keeps."""
+"""Maximum number of characters of a value in the audit log."""
 
 
 ValidS = Annotated[float, Field(gt=0, le=3_153_600_000)]
@@ -36,7 +36,7 @@ ValidS = Annotated[float, Field(gt=0, le=3_153_600_000)]
 
 
 class TenantSettings(BaseModel):
-    """Limits and rights of a tenant; fields that are not given stay as they are."""
+    """Limits and rights of a tenant; omitted fields stay unchanged."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -77,7 +77,7 @@ class Rotation(BaseModel):
 
 
 class Revocation(BaseModel):
-    """A key to revoke; without a name, all keys."""
+    """A key to revoke; without one, all keys of the tenant."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -131,7 +131,7 @@ def add_tenants(app: FastAPI, tenanting: TenantManager) -> None:
 
 
 def _shown(tenant: Tenant) -> TenantShown:
-    """Return the form of a tenant for people, without the digests of its keys."""
+    """Return a tenant for people, without the digests of its keys."""
     return msgspec.convert(tenant, TenantShown, from_attributes=True)
 
 
@@ -174,7 +174,7 @@ def _add_audit(app: FastAPI, tenanting: TenantManager) -> None:
 
 
 def _audited_body(body: bytes) -> dict[str, object]:
-    """Return the body of a request for the audit log, with long values cut."""
+    """Return the body of a request for the audit log, with long values shortened."""
     try:
         said = json.loads(body) if body else {}
     except ValueError:
@@ -187,7 +187,7 @@ def _audited_body(body: bytes) -> dict[str, object]:
 def _cut(value: object) -> object:
     if not isinstance(value, str):
         return value
-    value = KEY_PATTERN.sub(rf"{PREFIX}-\1-…", value)  # a whole key was pasted
+    value = KEY_PATTERN.sub(rf"{PREFIX}-\1-…", value)  # hide the secret of a pasted key
     if len(value) > SHOWN:
         return f"{value[:SHOWN]} … ({len(value)} characters)"
     return value

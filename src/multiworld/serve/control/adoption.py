@@ -17,14 +17,7 @@ def adopted(
 ) -> list[Adopted]:
     """Return the recorded processes that still run; kill those of unknown versions.
 
-    Args:
-        records: The processes in the record of the earlier controller.
-        specs: Every known version, by model and version.
-        launcher: Adopts and kills the processes.
-        now: Current time, in seconds.
-
-    Returns:
-        The record, the launcher's handle and the fleet's state of each process.
+    Each comes with its record, the launcher's handle and the fleet's state.
     """
     found = []
     for said in records:

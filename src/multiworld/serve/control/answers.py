@@ -1,8 +1,6 @@
-"""Answers of the controller's admin interface, and their encoding. Pure.
+"""Responses of the controller's admin interface, and their encoding. Pure.
 
-Each answer is a declared type. It is sent as JSON with the names of its fields. Answers
-also hold types of lower packages: ``HistoryEntry``, ``Assessment``, ``DesiredState``,
-``UsageSum``, ``AuditEntry`` and the reports of processes.
+Each response is a declared type, sent as JSON with the names of its fields.
 """
 
 from __future__ import annotations
@@ -22,19 +20,14 @@ T = TypeVar("T")
 
 
 class AnswerFormError(ValueError):
-    """An answer is not of the expected type."""
+    """A response is not of the expected type."""
 
 
 # Operations.
 
 
 class Scaled(msgspec.Struct, frozen=True):
-    """The outcome of a scale operation.
-
-    Attributes:
-        before: Replicas before.
-        replicas: Replicas from now on.
-    """
+    """The number of replicas of a stage before and after a scale operation."""
 
     before: int
     replicas: int
@@ -44,9 +37,8 @@ class Updated(msgspec.Struct, frozen=True):
     """An update was accepted.
 
     Attributes:
-        versions: Desired version of each model, by name.
         since: Number of the last event before the update, to follow its events.
-        ready_s: Seconds in which the new versions must become ready.
+        ready_s: Seconds within which the new versions must become ready.
     """
 
     versions: dict[str, str]
@@ -55,23 +47,13 @@ class Updated(msgspec.Struct, frozen=True):
 
 
 class Drained(msgspec.Struct, frozen=True):
-    """A process is being replaced; then it is drained.
-
-    Attributes:
-        name: Name of the process.
-    """
+    """A process is being replaced; then it drains."""
 
     name: str
 
 
 class FaultInjected(msgspec.Struct, frozen=True):
-    """A fault was injected into a replica.
-
-    Attributes:
-        name: Name of the replica.
-        pid: Its process id.
-        action: "kill", "stop" or "cut".
-    """
+    """A fault ("kill", "stop" or "cut") was injected into a replica."""
 
     name: str
     pid: int
@@ -79,22 +61,13 @@ class FaultInjected(msgspec.Struct, frozen=True):
 
 
 class ShuttingDown(msgspec.Struct, frozen=True):
-    """The service is being shut down.
-
-    Attributes:
-        app: Name of the service.
-    """
+    """The service is shutting down."""
 
     app: str
 
 
 class RefusedByController(msgspec.Struct, frozen=True):
-    """The controller refused a request.
-
-    Attributes:
-        error: Reason, for people.
-        problems: Problems of a spec, one line each; left out where there is no spec.
-    """
+    """The controller refused a request; `problems` lists a spec's, one line each."""
 
     error: str
     problems: tuple[str, ...] | UnsetType = UNSET
@@ -104,13 +77,7 @@ class RefusedByController(msgspec.Struct, frozen=True):
 
 
 class KeyShown(msgspec.Struct, frozen=True):
-    """An API key, without its digest; see ``Key``.
-
-    Attributes:
-        id: The part of the key that is not secret.
-        made_at: Time of its creation, in seconds since the epoch.
-        expires_at: Time of its expiry, in seconds since the epoch; None: never.
-    """
+    """An API key, without its digest; see ``Key``."""
 
     id: str
     made_at: float
@@ -118,23 +85,7 @@ class KeyShown(msgspec.Struct, frozen=True):
 
 
 class TenantShown(msgspec.Struct, frozen=True):
-    """A tenant, without the digests of its keys; see ``Tenant``.
-
-    Attributes:
-        name: Unique name.
-        models: Patterns of the models it may use.
-        rpm_limit: Most requests in any 60 seconds; None: no limit.
-        max_parallel_requests: Most requests under way at a time; None: no limit.
-        bytes_per_s: Average bytes of requests and answers each second; None: no limit.
-        tpm_limit: Average tokens of prompts and answers each minute; None: no limit.
-        tokens_per_day: Tokens of prompts and answers each day (UTC); None: no limit.
-        tokens_per_month: The same for each month.
-        weight: Weight of its share where the service is saturated.
-        priority: Requests of a higher priority always run first.
-        is_operator: Whether it may read the metrics, which cover all tenants.
-        is_suspended: Whether its keys are refused for now.
-        keys: Its API keys.
-    """
+    """A tenant, without the digests of its keys; see ``Tenant``."""
 
     name: str
     models: tuple[str, ...]
@@ -152,21 +103,13 @@ class TenantShown(msgspec.Struct, frozen=True):
 
 
 class TenantWithKey(TenantShown, frozen=True, kw_only=True):
-    """A tenant with a new key, which is not stored and not shown again.
-
-    Attributes:
-        key: The whole key.
-    """
+    """A tenant with a whole new key, which is neither stored nor shown again."""
 
     key: str
 
 
 class TenantRemoved(msgspec.Struct, frozen=True):
-    """A tenant was removed.
-
-    Attributes:
-        name: Name of the tenant.
-    """
+    """A tenant was removed."""
 
     name: str
 
@@ -175,16 +118,7 @@ class TenantRemoved(msgspec.Struct, frozen=True):
 
 
 class FailingStage(msgspec.Struct, frozen=True):
-    """A stage without a ready replica, whose replicas fail again and again.
-
-    Attributes:
-        model: Name of the model.
-        version: Version of the model.
-        stage: Number of the stage.
-        failures: Failures in a row.
-        cause: Cause of the last failure, for people.
-        next_in_s: Seconds until the next start.
-    """
+    """A stage without a ready replica whose replicas keep failing."""
 
     model: str
     version: str
@@ -198,22 +132,10 @@ class ProcessShown(msgspec.Struct, frozen=True):
     """A worker, or a gateway (with an empty ``model``).
 
     Attributes:
-        name: Unique name, never reused.
-        model: Name of the model.
-        version: Version of the model.
-        stage: Number of the stage.
-        stage_name: Name of the stage.
-        phase: Current phase.
         since_s: Seconds since its launch, readiness or start of draining, whichever was
             last.
-        pid: Process id; None before it runs.
-        node: Name of its machine; empty if it has none.
-        booked_cpus: Cores that it has booked.
-        booked_memory_bytes: Memory that it has booked.
-        gpu: Number of its GPU; None on the CPU.
-        crashes: Failures in a row of its stage.
-        log: Path of its log.
-        restarts: Replicas of its stage that were lost since the controller began.
+        crashes: Consecutive failures of its stage.
+        restarts: Replicas of its stage lost since the controller started.
     """
 
     name: str
@@ -234,7 +156,6 @@ class ProcessShown(msgspec.Struct, frozen=True):
 
     @property
     def is_gateway(self) -> bool:
-        """True for a gateway."""
         return not self.model
 
 
@@ -242,24 +163,12 @@ class StatusAnswer(msgspec.Struct, frozen=True):
     """The observed and the desired state of a service.
 
     Attributes:
-        app: Name of the service.
-        url: URL at which clients reach the gateways.
-        store: Address of the store.
-        launcher: Name of the launcher.
-        authentication: "none" or "keys".
-        trouble: What keeps the launcher from starting processes; empty if nothing does.
-        operations: The last operations, oldest first.
-        is_ready: True if everything that is desired is ready.
+        trouble: Why the launcher cannot start processes; empty if it can.
         controller: Process id of the controller.
-        wanted: Desired state.
-        active: Version of each model that serves, by name.
+        active: Version of each model that serves.
         table: Number of the routing table.
-        unplaced: Reason for each stage of which a replica has no place.
-        failing: Stages whose replicas fail.
-        processes: All processes.
-        dtypes: Dtype of each model that generates text, and why.
-        reports: Report of each process that answered, by its name; left out unless they
-            were asked for.
+        unplaced: Reason for each stage that has an unplaced replica.
+        reports: Report of each process that answered; omitted unless requested.
     """
 
     app: str
@@ -278,11 +187,11 @@ class StatusAnswer(msgspec.Struct, frozen=True):
     failing: tuple[FailingStage, ...]
     processes: tuple[ProcessShown, ...]
     dtypes: dict[str, str] = {}
-    # Of two types, which have no tag: that of a process says which one it is.
+    # Two untagged types: the kind of process decides which one a report has.
     reports: dict[str, Raw] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
-        """Refuse an answer with a report of an unknown form."""
+        """Reject a status that contains a report of an unknown form."""
         for process in self.processes:
             if process.is_gateway:
                 self.gateway_report(process.name)
@@ -290,12 +199,10 @@ class StatusAnswer(msgspec.Struct, frozen=True):
                 self.worker_report(process.name)
 
     def worker_report(self, name: str) -> WorkerReport | None:
-        """Return the report of a replica; None if there is none."""
         found = self._report(name)
         return None if found is None else _WORKER_REPORT.decode(found)
 
     def gateway_report(self, name: str) -> GatewayReport | None:
-        """Return the report of a gateway; None if there is none."""
         found = self._report(name)
         return None if found is None else _GATEWAY_REPORT.decode(found)
 
@@ -308,24 +215,7 @@ _GATEWAY_REPORT = msgspec.json.Decoder(GatewayReport)
 
 
 class NodeShown(msgspec.Struct, frozen=True):
-    """A machine of a service, with its free resources and its replicas.
-
-    Attributes:
-        name: Unique name.
-        cpus: Cores.
-        memory_bytes: Main memory.
-        gpus: GPUs.
-        address: Address of the machine, for people.
-        key: Identifier that the launcher uses for it.
-        price: Price per hour, charged if any of it is used; 0 if it is there anyway.
-        bandwidth: Bytes a second that it can send to others; None: no limit.
-        bfloat16: Time of a product in bfloat16, as a multiple of that in float32; None:
-            not measured.
-        free_cpus: Cores that are not booked.
-        free_memory_bytes: Memory that is not booked.
-        free_gpu_memory_bytes: GPU memory that is not booked, by the number of the GPU.
-        replicas: Names of the replicas on it.
-    """
+    """A machine of a service (see ``Node``), with free resources and replicas."""
 
     name: str
     cpus: float
@@ -346,35 +236,20 @@ class NodeShown(msgspec.Struct, frozen=True):
 
 
 class DecisionShown(msgspec.Struct, frozen=True):
-    """One decision; see ``LoggedDecision``.
-
-    Attributes:
-        number: Number of the decision, from 1.
-        at: Time in seconds since the epoch.
-        kind: "scaling" or "placement".
-        about: Name of the model; empty for all models.
-        what: The decision, in one line.
-        facts: Numbers behind the decision.
-        snapshot: Complete input of the decision; left out unless it was asked for.
-    """
+    """One decision; see ``LoggedDecision``. `snapshot` is omitted unless requested."""
 
     number: int
     at: float
     kind: str
     about: str
     what: str
-    # Both are up to the policy, which a user may replace.
+    # The policy defines both, and users may replace the policy.
     facts: dict[str, Any]
     snapshot: dict[str, Any] | UnsetType = UNSET
 
 
 class DecisionsAnswer(msgspec.Struct, frozen=True):
-    """The last decisions, and the latest reason of each kind and model.
-
-    Attributes:
-        decisions: The last decisions, oldest first.
-        thoughts: The latest reasons.
-    """
+    """The last decisions, oldest first, and the latest reason by kind and model."""
 
     decisions: tuple[DecisionShown, ...]
     thoughts: tuple[Assessment, ...]
@@ -384,24 +259,16 @@ class DecisionsAnswer(msgspec.Struct, frozen=True):
 
 
 Answer = msgspec.Struct | Sequence[msgspec.Struct]
-"""An answer: of one type, or several of one type."""
+"""A response: one struct, or several of one type."""
 
 
 def encode(answer: Answer) -> bytes:
-    """Return an answer as JSON; a value of a policy that JSON lacks becomes text."""
+    """Return a response as JSON; a policy's value that JSON lacks becomes text."""
     return msgspec.json.encode(answer, enc_hook=str)
 
 
 def decode(content: bytes | str, kind: type[T]) -> T:
-    """Return the answer that ``encode`` encoded.
-
-    Args:
-        content: The answer as JSON.
-        kind: Its expected type.
-
-    Raises:
-        AnswerFormError: It is not of that type.
-    """
+    """Return what ``encode`` encoded; raise ``AnswerFormError`` if it is no `kind`."""
     try:
         return msgspec.json.Decoder(kind).decode(content)
     except (msgspec.DecodeError, UnicodeError) as error:
@@ -409,6 +276,6 @@ def decode(content: bytes | str, kind: type[T]) -> T:
 
 
 def plain(answer: Answer) -> object:
-    """Return an answer as plain data, as it is sent."""
+    """Return a response as plain data, as it is sent."""
     found: object = msgspec.json.decode(encode(answer))
     return found

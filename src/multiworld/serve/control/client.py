@@ -25,22 +25,15 @@ from multiworld.serve.fleet.record import StateFolder, state_root
 T = TypeVar("T")
 
 ASK_S = 30.0
-"""Seconds to wait for an answer of the controller."""
+"""Seconds to wait for the controller's response."""
 
 WHO = "x-multiworld-who"
-"""Header that names the caller. It is trusted: only the user can open the socket."""
+"""Header that names the caller. It is trusted: only the service's user can open the
+socket."""
 
 
 class Service:
-    """A running service, found by its name or because it is the only one.
-
-    Args:
-        app: Name of the service; None if only one runs.
-        state: Folder of the service; None to look below the default one.
-
-    Raises:
-        ServeError: No such service runs, or several run and no name was given.
-    """
+    """A running service, found by name or as the only one (`state` is its folder)."""
 
     def __init__(self, app: str | None, state: Path | None) -> None:
         self.folder = StateFolder(state or _find(app))
@@ -54,18 +47,11 @@ class Service:
         json: Mapping[str, object] | None = None,
         params: Mapping[str, str | float | bool] | None = None,
     ) -> T:
-        """Send a request to the controller; return its answer.
+        """Send a request to the controller; return its response as a `kind`.
 
-        Args:
-            method: HTTP method.
-            path: Path of the route, with a leading slash, quoted.
-            kind: Type of the answer; see ``answers``.
-            json: Body of the request, as plain data; None sends no body.
-            params: Query of the request.
-
-        Raises:
-            ServeError: No controller answers, or with something else; or it refuses,
-                and ``status`` is the HTTP status then.
+        `path` is quoted. Raises ``ServeError`` if no controller answers, if its
+        response does not decode, or if it refuses; then the error's ``status`` is the
+        HTTP status.
         """
         words = {False: "false", True: "true"}
         query = {
@@ -109,8 +95,6 @@ class Service:
 
 
 class _UnixConnection(HTTPConnection):
-    """HTTP connection over a Unix socket."""
-
     def __init__(self, path: Path) -> None:
         super().__init__("controller", timeout=ASK_S)
         self._path = path
@@ -124,7 +108,7 @@ class _UnixConnection(HTTPConnection):
 def _text_of(refusal: bytes) -> str:
     try:
         return decode(refusal, RefusedByController).error
-    except AnswerFormError:  # FastAPI's own, about a body or query of another form
+    except AnswerFormError:  # FastAPI itself rejected the body or the query
         return refusal.decode(errors="replace")
 
 

@@ -77,37 +77,26 @@ TICK_S = 0.25
 """Seconds between checks of deadlines and of memory."""
 
 FACTS_S = 10.0
-"""Seconds that the machines of a cluster get to say how fast bfloat16 is there."""
+"""Seconds to wait for a cluster's machines to report their bfloat16 speed."""
 
 COLLECT_TICKS = 20
-"""Ticks after which the counts of all processes are collected again."""
+"""Ticks between collections of the counts of all processes."""
 
 RECORDED_S = 5.0
-"""Most seconds to wait for the disk before an operation is confirmed."""
+"""Maximum seconds to wait for the disk before an operation is confirmed."""
 
 END_S = 10.0
-"""Seconds for workers to exit when the service is shut down."""
+"""Seconds for workers to exit on shutdown."""
 
 OPERATIONS_SHOWN = 10
-"""Operations that ``status`` lists."""
+"""Number of operations that ``status`` lists."""
 
 STARTING = (ProcessPhase.LAUNCHING, ProcessPhase.JOINED)
 """Phases before a replica has loaded its stage."""
 
 
 class Controller:
-    """The controller of one service.
-
-    Args:
-        folder: The service's state folder.
-        app: Its spec.
-        manager: Joins the control worlds.
-        launcher: Starts processes.
-        store: The store's process and address.
-        port: Port of the gateways.
-        old: Record of an earlier controller; None for a new service.
-        clock: Returns the monotonic time in seconds.
-    """
+    """The controller of one service; `old` is the record of an earlier controller."""
 
     def __init__(
         self,
@@ -167,17 +156,10 @@ class Controller:
         self._failure: LaunchError | None = None
         self._record = RecordKeeper(folder.save, rare_log)
 
-    # Starting and ending.
+    # Start and shutdown.
 
     def start(self, old: Record | None) -> None:
-        """Adopt running processes, and start the missing ones.
-
-        Args:
-            old: Record of an earlier controller; None for a new service.
-
-        Raises:
-            PlacementError: A new service does not fit on the machines.
-        """
+        """Adopt running processes, and start the missing ones."""
         self._is_started = True
         adopted = [] if old is None else self._adopt(old)
         self._launcher.settle()
@@ -196,7 +178,7 @@ class Controller:
         self._ticker = self._loop.create_task(self._tick())
 
     def _remember_old_versions(self, old: Record, desired: DesiredState) -> None:
-        """Tell the reconciler of versions that run but are no longer desired."""
+        """Register versions with the reconciler that run but are no longer desired."""
         for name, versions in old.specs.items():
             for version, spec in versions.items():
                 if name in desired.models and version != desired.models[name].version:
@@ -223,15 +205,7 @@ class Controller:
         return found
 
     async def decide_dtypes(self) -> None:
-        """Decide in which dtype each model is computed, before memory is booked.
-
-        Machines of a cluster get a while to say what they have measured.
-
-        Raises:
-            SpecError: A model cannot be built.
-
-        Cancellation: Safe.
-        """
+        """Choose the dtype of each model before memory is booked."""
         models = self.app.models.values()
         is_asked = any(m.generation and m.generation.dtype is None for m in models)
         if is_asked and self.app.launcher == "ray":
@@ -248,21 +222,11 @@ class Controller:
             await asyncio.sleep(TICK_S)
 
     def resolve(self, app: AppSpec) -> AppSpec:
-        """Return a spec whose models name the dtype that they are computed in.
-
-        Raises:
-            SpecError: A model cannot be built.
-        """
         resolved = resolve(app, self._launcher.nodes(), self._versions.specs)
         self.dtypes = resolved.why
         return resolved.app
 
     async def plan_first(self) -> None:
-        """Plan the placement of a service that is not started yet.
-
-        Cancellation:
-            Safe.
-        """
         self._versions.add(self.app)
         await self.placer.plan_first(desired_state_of(self.app))
 
@@ -270,30 +234,22 @@ class Controller:
         for number in itertools.count():
             await asyncio.sleep(TICK_S)
             if self._pauses.look(self._clock()):
-                continue  # what processes sent meanwhile is to be read first
+                continue  # first read the messages that arrived during the pause
             self._handle(events.Ticked())
             self.placer.check_memory()
             if number % COLLECT_TICKS == 0:
                 self._spawn(self._collect())
 
     async def _collect(self) -> None:
-        """Collect the counts of all processes, before they can be lost with one."""
+        """Collect the counts of all processes, to lose few with any of them."""
         await self._metrics.collect()
         self._metrics.keep_tenants(self.tenanting.tenants)
 
     async def _report_fleet(self, name: str, number: int) -> None:
-        """Answer a gateway that asks for the state of all processes."""
         self._links.send(name, await self._metrics.report(name, number))
 
     async def wait_ready(self) -> None:
-        """Wait until everything that is desired is ready.
-
-        Raises:
-            LaunchError: The first start of a stage failed in the same way every time.
-
-        Cancellation:
-            Safe.
-        """
+        """Wait until ready; raise ``LaunchError`` if a first start keeps failing."""
         while not self.is_ready:
             if self._failure is not None:
                 raise self._failure
@@ -303,20 +259,19 @@ class Controller:
 
     @property
     def is_ready(self) -> bool:
-        """True if everything that is desired is ready."""
         return is_ready(self.fleet)
 
     async def shutdown(self) -> None:
-        """End the service: gateways first, so that they answer accepted requests.
+        """Shut the service down, gateways first, so that they answer accepted requests.
 
-        Cancellation:
-            Processes that still run keep running; a new controller adopts them.
+        After cancellation, the remaining processes keep running; a new controller
+        adopts them.
         """
         self._is_ending = True
         await self.scaler.close()
         if self._ticker is not None:
             self._ticker.cancel()
-        if self._launching:  # a process cannot be ended before it is launched
+        if self._launching:  # a process cannot be stopped before it is launched
             await asyncio.wait(self._launching, timeout=END_S)
         everybody = list(self.fleet.processes.values())
         gateways = [p.name for p in everybody if p.is_gateway]
@@ -329,11 +284,7 @@ class Controller:
         self._folder.forget()
 
     async def abandon(self) -> None:
-        """End the controller only; the service keeps running.
-
-        Cancellation:
-            Tasks of the controller may be left to the event loop.
-        """
+        """Shut down the controller only; the service keeps running."""
         self._is_ending = True
         await self.scaler.close()
         await self.placer.close()
@@ -357,7 +308,6 @@ class Controller:
     # Status.
 
     def status(self) -> StatusAnswer:
-        """Return the observed and desired state, and the last operations."""
         sources = StatusSources(
             app=self.app,
             url=self.url,
@@ -383,29 +333,18 @@ class Controller:
 
     @property
     def url(self) -> str:
-        """URL at which clients reach the gateways."""
         return url_of(self.app.gateway, self.port)
 
     async def reports(self, limit_s: float = REPORT_S) -> Reports:
-        """Ask every process for a report.
-
-        Args:
-            limit_s: Seconds to wait; processes that do not answer by then are left out.
-
-        Cancellation:
-            Safe.
-        """
         return await self._links.reports(limit_s)
 
     # Reconciling.
 
     def want(self, desired: DesiredState) -> None:
-        """Set the desired state."""
         self._handle(events.DesiredStateChanged(desired))
         self.placer.wake()
 
     def happened(self, event: events.Event) -> None:
-        """Handle an event that another part of the controller has observed."""
         self._handle(event)
 
     def _handle(self, event: events.Event) -> None:
@@ -437,7 +376,7 @@ class Controller:
                 self._give_up(action)
 
     def _give_up(self, action: actions.GiveUp) -> None:
-        """End a service that was never ready and would fail in this way for ever."""
+        """Fail a service that was never ready and fails in the same way every time."""
         if not self._may_give_up or self._failure is not None:
             return
         version = self.app.models[action.model].version
@@ -455,7 +394,7 @@ class Controller:
         task.add_done_callback(self._launching.discard)
 
     async def _launch(self, name: str, model: str, version: str, stage: int) -> None:
-        await self.recorded()  # or the next controller might give its name again
+        await self.recorded()  # else the next controller might reuse the name
         args = args_of(self.app, self.store.address, self.port, name)
         spot, need = None, Need()
         if model:
@@ -511,7 +450,6 @@ class Controller:
             )  # its loss was handled before
 
     def lost(self, name: str, error: MemberLostError) -> None:
-        """Handle the loss of a process, as found by its control world."""
         self._gone(name, f"{error.reason} ({error.evidence})")
 
     def _gone(self, name: str, why: str) -> None:
@@ -523,34 +461,24 @@ class Controller:
         self._handle(events.ProcessGone(name, why, cause=cause))
 
     def nodes_changed(self) -> None:
-        """Handle machines that were added or lost, or trouble of the launcher."""
         self.placer.nodes_changed()
 
     # For the placement manager, the autoscaler and operations.
 
     def admit(self, desired: DesiredState, model: str) -> None:
-        """Check that all replicas of a model fit, whatever other models lack.
-
-        Raises:
-            PlacementError: They do not fit.
-        """
         self.placer.admit(desired, model)
 
     def running(self, name: str) -> RunningProcess | None:
-        """Return a running process, or None."""
         return self.processes.running.get(name)
 
     @property
     def specs(self) -> Specs:
-        """Every known version, by model and version."""
         return self._versions.specs
 
     def send(self, name: str, order: Order) -> None:
-        """Send an order to a process."""
         self._links.send(name, order)
 
     def tell_gateways(self, order: Order) -> None:
-        """Send an order to all gateways that have joined."""
         for name in self._joined_gateways():
             self._links.send(name, order)
 
@@ -560,7 +488,6 @@ class Controller:
     # News from the links; see ``ProcessLinkOwner``.
 
     def greeting(self, name: str) -> list[Order]:
-        """Return the first orders of a process that has joined."""
         table = TableChanged(self.fleet.table)
         if not _is_gateway(name):
             return [table]
@@ -568,11 +495,9 @@ class Controller:
         return [versions, *self.tenanting.greeting(), table]
 
     def joined(self, name: str) -> None:
-        """Handle a process that has joined."""
         self._handle(events.Joined(name))
 
     def news(self, name: str, news: News) -> None:
-        """Handle news from a process."""
         match news:
             case Loaded(fingerprint, weights):
                 self._handle(events.Loaded(name, fingerprint, weights))
@@ -596,12 +521,7 @@ class Controller:
     # The record.
 
     async def recorded(self) -> None:
-        """Wait until what has changed is on the disk, so that the next one knows it.
-
-        A disk that hangs is waited for ``RECORDED_S`` only.
-
-        Cancellation: Safe.
-        """
+        """Wait at most ``RECORDED_S`` until the latest change is on disk."""
         await self._record.settled(RECORDED_S)
 
     def _save(self) -> None:

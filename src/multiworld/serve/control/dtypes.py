@@ -1,8 +1,8 @@
-"""The dtype that a version of a model is computed in.
+"""The dtype in which a version of a model is computed.
 
-It is decided once for a version, from what its hosts measured: replicas that compute in
-several dtypes would make different tokens of one text. Everything else (bookings,
-replicas, gateways, the record) sees a spec that names the dtype.
+It is decided once per version, from measurements of its hosts: replicas that compute in
+different dtypes would produce different tokens for one sequence. Everything else
+(bookings, replicas, gateways, the record) sees a spec that names the dtype.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from multiworld.serve.spec.schema import AppSpec, ModelSpec
 from multiworld.serve.spec.stage import Generation
 
 SLOW = 1.2
-"""Cost of a product in bfloat16, as a multiple of float32, up to which it is used."""
+"""Maximum cost of a bfloat16 matmul, as a multiple of float32, to use bfloat16."""
 
 Specs = Mapping[str, Mapping[str, ModelSpec]]
 """Specs by model and version."""
@@ -24,28 +24,14 @@ Specs = Mapping[str, Mapping[str, ModelSpec]]
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A spec whose models name their dtype, where it was decided.
-
-    Attributes:
-        app: The spec.
-        why: In words, the dtype of each model that generates text, and the reason.
-    """
+    """A spec whose models name their dtype; `why` explains each model's, in words."""
 
     app: AppSpec
     why: dict[str, str]
 
 
 def resolve(app: AppSpec, nodes: Sequence[Node], known: Specs) -> Resolved:
-    """Decide the dtype of each model that generates text and does not name one.
-
-    Args:
-        app: The spec.
-        nodes: The machines.
-        known: Versions for which it was decided before; they keep their dtype.
-
-    Raises:
-        SpecError: A model cannot be built.
-    """
+    """Choose the dtype of each model that names none; `known` versions keep theirs."""
     models, why = {}, {}
     for name, spec in app.models.items():
         models[name] = spec
@@ -76,25 +62,14 @@ def resolve(app: AppSpec, nodes: Sequence[Node], known: Specs) -> Resolved:
 
 
 def resolved_here(name: str, spec: ModelSpec, node: Node) -> ModelSpec:
-    """Return the spec of one model with the dtype that a machine would compute it in.
-
-    Args:
-        name: Name of the model.
-        spec: Its spec.
-        node: The machine.
-
-    Raises:
-        SpecError: The model cannot be built.
-    """
+    """Return the spec of one model with the dtype that a machine would use."""
     return resolve(AppSpec(models={name: spec}), [node], {}).app.models[name]
 
 
 def slowest(spec: ModelSpec, nodes: Sequence[Node]) -> Node | None:
-    """Return the machine that is slowest in bfloat16, if it is too slow.
+    """Return the machine that is slowest in bfloat16, or None if all are fast enough.
 
-    Args:
-        spec: Spec of the model; only machines on which it may run count.
-        nodes: The machines; one that has not measured it counts as fast.
+    Only machines on which the model may run count; unmeasured ones count as fast.
     """
     needs = needs_of(spec)
     usable = [n for n in nodes if any(need.allows(n.name) for need in needs)]
@@ -105,11 +80,7 @@ def slowest(spec: ModelSpec, nodes: Sequence[Node]) -> Node | None:
 def widened(spec: ModelSpec, facts: Generation) -> ModelSpec:
     """Return a spec that computes a bfloat16 folder in float32.
 
-    Its weights take twice the memory, which is booked where a stage books any.
-
-    Args:
-        spec: The spec.
-        facts: Facts about the model, as in the folder.
+    Its weights take twice the memory, which is added where a stage books any.
     """
     assert spec.generation is not None
     generation = spec.generation.model_copy(update={"dtype": "float32"})

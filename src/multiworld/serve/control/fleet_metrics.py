@@ -1,4 +1,4 @@
-"""Metrics of all processes of a service, at its controller."""
+"""Metrics of all processes of a service, collected at its controller."""
 
 from __future__ import annotations
 
@@ -16,17 +16,11 @@ from multiworld.serve.transport.protocol import (
 )
 
 ASK_S = 1.0
-"""Seconds to wait for the counts of a process; after that its last ones are used."""
+"""Seconds to wait for the counts of a process; then its last known counts are used."""
 
 
 class FleetMetrics:
-    """Counts of all processes, those that have ended included.
-
-    Args:
-        ask: Asks all processes for reports with their counts, within some seconds.
-        processes: The processes of the service, by name.
-        history: Events of the fleet.
-    """
+    """Counts of all processes, including those that have exited."""
 
     def __init__(
         self,
@@ -39,10 +33,6 @@ class FleetMetrics:
         self._stages: dict[str, tuple[str, str, str]] = {}
 
     async def collect(self) -> Reports:
-        """Ask all processes for their counts, and return their reports.
-
-        Cancellation: Safe.
-        """
         reports = await self._ask(ASK_S)
         for name, worker in reports.workers.items():
             self.heard(name, Report(0, worker=worker))
@@ -55,14 +45,7 @@ class FleetMetrics:
         return reports
 
     async def report(self, name: str, number: int) -> FleetReport:
-        """Return the state of all processes, for the metrics of a gateway.
-
-        Args:
-            name: Name of the gateway.
-            number: Number of its question.
-
-        Cancellation: Safe.
-        """
+        """Return the state of all processes for the metrics of gateway `name`."""
         reports = await self.collect()
         gateways = {
             other: report for other, report in reports.gateways.items() if other != name
@@ -80,7 +63,7 @@ class FleetMetrics:
             yield "fleet_events", labels, count
 
     def heard(self, name: str, report: Report) -> None:
-        """Keep the counts of a process; the last ones may come after its end."""
+        """Store the counts of a process; the last ones may arrive after its exit."""
         if report.gateway is not None:
             self._totals.heard(name, report.counted)
         elif report.worker is not None and (stage := self._stage_of(name)):
@@ -94,7 +77,6 @@ class FleetMetrics:
         return self._stages.get(name)
 
     def keep_tenants(self, names: Iterable[str]) -> None:
-        """Forget the tenants that no longer exist."""
         self._totals.keep_tenants(set(names))
 
 

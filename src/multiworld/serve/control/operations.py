@@ -29,7 +29,7 @@ from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.transport.protocol import Cut, Order
 
 REPLICAS_A_CORE = 4
-"""Replicas for each core of the machines beyond which a scale must be confirmed."""
+"""Replicas per core, over all machines, above which scaling needs a confirmation."""
 
 
 class ConfirmationNeededError(ServeError):
@@ -44,7 +44,7 @@ class OperationsOwner(Protocol):
     app: AppSpec
 
     def resolve(self, app: AppSpec) -> AppSpec:
-        """Return a spec whose models name the dtype that they are computed in."""
+        """Return the spec with a dtype for every model that generates text."""
 
     def want(self, desired: DesiredState) -> None:
         """Set the desired state of the service."""
@@ -60,17 +60,6 @@ class OperationsOwner(Protocol):
 
 
 class Operations:
-    """The operations on one service.
-
-    Args:
-        owner: The controller.
-        fleet: Desired and observed state.
-        versions: The known versions.
-        placement: Admits a desired state if it fits on the machines.
-        processes: The running processes.
-        history: Where operations are recorded.
-    """
-
     def __init__(
         self,
         owner: OperationsOwner,
@@ -87,20 +76,7 @@ class Operations:
     def scale(
         self, model: str, stage: str, replicas: int, *, is_confirmed: bool = False
     ) -> Scaled:
-        """Set the number of replicas of a stage.
-
-        Args:
-            model: Name of the model.
-            stage: Name or number of the stage.
-            replicas: The new number.
-            is_confirmed: True if a number far above the machines' cores is intended.
-
-        Raises:
-            UnknownModelError: There is no such model or stage.
-            ServeError: The spec's range does not allow it.
-            PlacementError: The machines have no room for this many replicas.
-            ConfirmationNeededError: Many more replicas than cores, not confirmed.
-        """
+        """Set a stage's number of replicas; far above the cores only if confirmed."""
         spec = self._versions.desired(self._fleet.desired, model)
         number = stage_number(spec, model, stage)
         desired = self._fleet.desired
@@ -127,12 +103,7 @@ class Operations:
     def update(self, app: AppSpec) -> int:
         """Update the running service to another spec, without a pause.
 
-        Returns:
-            Number of the last event before the update, to follow its events.
-
-        Raises:
-            ServeError: The spec changes a field that a running service cannot change.
-            PlacementError: The new versions do not fit beside the running ones.
+        Returns the number of the last event before the update, to follow its events.
         """
         owner = self._owner
         if app.host == "auto":
@@ -162,11 +133,7 @@ class Operations:
         return last
 
     def drain(self, name: str) -> None:
-        """Replace one process; it is drained when its replacement is ready.
-
-        Raises:
-            UnknownModelError: There is no such process.
-        """
+        """Replace one process; it drains once its replacement is ready."""
         if name not in self._fleet.processes:
             known = ", ".join(sorted(self._fleet.processes))
             raise UnknownModelError(f"no process {name!r}; there are: {known}")
@@ -178,18 +145,7 @@ class Operations:
     def inject_fault(
         self, action: str, model: str, stage: str, seconds: float
     ) -> RunningProcess:
-        """Break a ready replica on purpose.
-
-        Args:
-            action: "kill", "stop" or "cut".
-            model: Name of the model.
-            stage: Name or number of the stage.
-            seconds: Duration of a cut.
-
-        Raises:
-            UnknownModelError: There is no such model or stage.
-            ServeError: It has no ready replica.
-        """
+        """Inject "kill", "stop" or "cut" (for `seconds`) into a ready replica."""
         spec = self._versions.desired(self._fleet.desired, model)
         number = stage_number(spec, model, stage)
         name = random.choice(self._fleet.ready_at(model, number))

@@ -28,20 +28,20 @@ from multiworld.world.world import World
 logger = logging.getLogger("multiworld.serve")
 
 JOIN_S = 20.0
-"""Seconds for a process to join its control world, at each attempt."""
+"""Seconds for a process to join its control world, per attempt."""
 
 REPORT_S = 2.0
 """Seconds to wait for the report of a process."""
 
 
 class ProcessLinkOwner(Protocol):
-    """The owner of the links, which is told what happens on them."""
+    """The owner of the links, notified of their events."""
 
     def greeting(self, name: str) -> Iterable[Order]:
         """Return the first orders for a process that has joined."""
 
     def joined(self, name: str) -> None:
-        """Handle a process that has joined and got its first orders."""
+        """Handle a process that has joined and received its first orders."""
 
     def news(self, name: str, news: News) -> None:
         """Handle news from a process."""
@@ -51,15 +51,7 @@ class ProcessLinkOwner(Protocol):
 
 
 class ProcessLinks:
-    """The control worlds of a service.
-
-    Args:
-        manager: Keeps the worlds.
-        app: Name of the service.
-        store: Address of the store.
-        silence_s: Seconds without a heartbeat after which a process is lost.
-        owner: Told what happens.
-    """
+    """The control worlds of a service; `silence_s` without a heartbeat means lost."""
 
     def __init__(
         self,
@@ -89,17 +81,11 @@ class ProcessLinks:
         self._tasks[name] = self._loop.create_task(self._live(name))
 
     def close(self, name: str) -> None:
-        """Leave the world of a process."""
         task = self._tasks.pop(name, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
 
     async def close_all(self) -> None:
-        """Leave the worlds of all processes.
-
-        Cancellation:
-            The remaining worlds are closed with the manager.
-        """
         tasks = [*self._tasks.values(), *self._sending]
         self._tasks.clear()
         for task in tasks:
@@ -107,7 +93,7 @@ class ProcessLinks:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def send(self, name: str, order: Order) -> None:
-        """Send an order to a process; it is dropped if the process has not joined."""
+        """Send an order to a process; drop it if the process has not joined."""
         world = self._worlds.get(name)
         if world is not None:
             task = self._loop.create_task(_send(world, order))
@@ -117,15 +103,7 @@ class ProcessLinks:
     async def reports(
         self, limit_s: float = REPORT_S, *, has_counts: bool = False
     ) -> Reports:
-        """Ask every process for a report.
-
-        Args:
-            limit_s: Seconds to wait; processes that do not answer by then are left out.
-            has_counts: Whether gateways are to add their counts.
-
-        Cancellation:
-            Safe.
-        """
+        """Return the reports of all processes that answer within `limit_s`."""
         names = self.names
         asking = (self._ask(name, limit_s, has_counts=has_counts) for name in names)
         answers = await asyncio.gather(*asking)
@@ -154,7 +132,6 @@ class ProcessLinks:
             self._asked.pop(number, None)
 
     async def _live(self, name: str) -> None:
-        """Stay in the control world of a process until it is lost."""
         world_name = control_world(self._app, name)
         try:
             async for world in self._manager.keep(
@@ -183,7 +160,7 @@ class ProcessLinks:
                 news = await receive(world, NEWS, src=1)
             except (
                 MessageError
-            ) as error:  # from another release; later messages may be understood
+            ) as error:  # from another release; later messages may be readable
                 logger.error("%s: %s", name, error)
                 continue
             if not isinstance(news, Report) or not news.number:

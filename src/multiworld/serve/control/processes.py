@@ -1,4 +1,4 @@
-"""The processes of a service: starts, signals and ends them."""
+"""The processes of a service: launches, signals and stops them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,7 @@ from multiworld.serve.transport.process_args import ProcessArgs
 
 
 class Processes:
-    """The running processes, as the launcher knows them.
-
-    Args:
-        launcher: Starts and ends processes.
-        bookings: Resources that the processes have booked.
-        logs: Folder for their output.
-
-    Attributes:
-        running: The processes that run, by name.
-    """
+    """The running processes, as the launcher knows them."""
 
     def __init__(self, launcher: Launcher, bookings: Bookings, logs: Path) -> None:
         self._launcher, self._bookings, self._logs = launcher, bookings, logs
@@ -33,28 +24,18 @@ class Processes:
         self._changed = asyncio.Event()
 
     def log_of(self, name: str) -> Path:
-        """Return the file that holds the output of a process."""
         return self._logs / f"{name.replace('/', '-')}.log"
 
     def last_words(self, name: str) -> str:
-        """Return the last line of a process's output."""
         return last_words(self.log_of(name))
 
     async def launch(
         self, args: ProcessArgs, location: Location | None, need: Need
     ) -> RunningProcess:
-        """Start a process.
+        """Start a process at a location, or beside the controller if it is None.
 
-        Args:
-            args: Arguments of the process.
-            location: Machine and GPU; None to run it beside the controller.
-            need: Resources that it has booked there.
-
-        Raises:
-            LaunchError: The process could not be started; its booking is released.
-
-        Cancellation:
-            The process may start all the same; a later controller ends it.
+        Releases its booking if the start fails. After cancellation the process may
+        still start; a later controller ends it.
         """
         name = args.name
         self._starting.add(name)
@@ -69,16 +50,14 @@ class Processes:
             self._starting.discard(name)
 
     def add(self, running: RunningProcess) -> None:
-        """Add a running process."""
         self.running[running.name] = running
 
     def signal(self, name: str, number: int) -> None:
-        """Send a signal to a process, if it runs."""
         if name in self.running:
             self._launcher.kill(self.running[name], number)
 
     def kill(self, running: RunningProcess) -> None:
-        """Kill a process that is no longer desired; its end releases its booking."""
+        """Kill a process that is no longer desired; its exit releases its booking."""
         self._launcher.kill(running)
 
     def forget(self, name: str) -> None:
@@ -90,22 +69,14 @@ class Processes:
             self._bookings.release(name)
 
     def exited(self, name: str, code: int | None) -> str:
-        """Remove a process that has ended; return in words how it ended."""
+        """Remove a process that has exited; return a description of its exit."""
         self.running.pop(name, None)
         self._bookings.release(name)
         self._changed.set()
         return "it ended" if code is None else f"it ended with {exit_words(code)}"
 
     async def end_all(self, names: Iterable[str], limit_s: float) -> None:
-        """Send SIGTERM to processes, and SIGKILL to those that still run after a while.
-
-        Args:
-            names: The processes.
-            limit_s: Seconds between the two signals.
-
-        Cancellation:
-            Processes that got SIGTERM end all the same; none gets SIGKILL.
-        """
+        """Send SIGTERM to processes, and SIGKILL to those left after `limit_s`."""
         names = list(names)
         for name in names:
             self.signal(name, signal.SIGTERM)

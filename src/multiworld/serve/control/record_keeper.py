@@ -1,4 +1,4 @@
-"""Keeper of a service's record: writes the newest one, in a thread."""
+"""Writer of a service's record, in a thread."""
 
 from __future__ import annotations
 
@@ -10,14 +10,7 @@ from multiworld.serve.fleet.record import Record
 
 
 class RecordKeeper:
-    """Writes records one after the other; those that a newer one overtakes are not.
-
-    A disk that is slow or hangs so holds up nothing else.
-
-    Args:
-        save: Writes a record; called in a thread.
-        log: Log of what cannot be written.
-    """
+    """Writes records, skipping outdated ones; a slow disk blocks nothing else."""
 
     def __init__(self, save: Callable[[Record], None], log: RareLog) -> None:
         self._save, self._log = save, log
@@ -26,19 +19,13 @@ class RecordKeeper:
         self._writing: asyncio.Task[None] | None = None
 
     def keep(self, record: Record) -> None:
-        """Write a record soon, unless it is the one that was written last."""
+        """Write a record soon, unless it equals the last one written."""
         self._newest = record
         if record != self._saved and (self._writing is None or self._writing.done()):
             self._writing = asyncio.get_running_loop().create_task(self._write())
 
     async def settled(self, limit_s: float) -> None:
-        """Wait until the newest record was written, or could not be.
-
-        Args:
-            limit_s: Most seconds to wait.
-
-        Cancellation: Safe; it is written all the same.
-        """
+        """Wait at most `limit_s` until the newest record is written or has failed."""
         if self._writing is not None:
             await asyncio.wait({self._writing}, timeout=limit_s)
 

@@ -53,17 +53,16 @@ PRELOAD = [
 """Modules that the fork server imports for every service."""
 
 OnProgress = Callable[[str], object]
-"""Callback with a line about the start of a service, for people."""
+"""Callback with one line about the start of a service, for people."""
 
 OnUp = Callable[[Controller, Startup], None]
-"""Callback with the controller of a service that is ready, and the times of its
-start."""
+"""Callback with the controller of a service that is ready, and its start times."""
 
 logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
 ELSEWHERE = "198.51.100.1"
-"""An address on another network that no host has (RFC 5737: for documentation)."""
+"""An address in another network that no host has (RFC 5737: for documentation)."""
 
 
 async def run_service(
@@ -75,21 +74,11 @@ async def run_service(
     """Serve until a signal or ``multiworld shutdown``; return the exit code.
 
     The signals are SIGINT, SIGTERM and, unless it is ignored as with ``nohup``, SIGHUP.
-    If the controller of a service was lost, this adopts its processes.
+    If an earlier controller was lost, this one adopts its processes. If the service
+    cannot start, this raises ``ServeError`` after stopping the processes it started.
 
-    Args:
-        app: The spec.
-        folder: The service's state folder.
-        on_up: Called with the controller, and the times of the start, when everything
-            is ready.
-        on_progress: Called with what was done so far, until then.
-
-    Raises:
-        ServeError: The service cannot be started; started processes are ended again.
-
-    Cancellation:
-        Ends the controller only. The processes keep running, and the next controller
-        adopts them.
+    Cancellation: Ends the controller only. The processes keep running, and the next
+    controller adopts them.
     """
     folder.make()
     folder.lock()
@@ -124,18 +113,13 @@ async def _run(
             await _control(app, folder, up, preload, env, port, store, old, on_progress)
     except ServeError:
         if old is None:
-            await end_store(store)  # no process of this service is left
+            await end_store(store)  # no other process of this service is left
         raise
     return 0
 
 
 class Progress:
-    """Tells what becomes of the processes of a service that starts.
-
-    Args:
-        fleet: Its processes.
-        on_progress: Called with a line about each event.
-    """
+    """Reports the progress of a starting service, with one line per event."""
 
     KINDS = ("ready", "lost", "unplaced", "probe failed", "adopted")
 
@@ -143,7 +127,6 @@ class Progress:
         self._fleet, self._on_progress = fleet, on_progress
 
     def happened(self, entry: HistoryEntry) -> None:
-        """Tell an event."""
         if entry.kind not in self.KINDS:
             return
         processes = self._fleet.processes.values()
@@ -171,7 +154,6 @@ async def _control(
     old: Record | None,
     on_progress: OnProgress,
 ) -> None:
-    """Run the controller until a signal or a request ends the service."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -209,10 +191,7 @@ async def _control(
 async def _mind_store(
     controller: Controller, folder: StateFolder, env: dict[str, str], security: Security
 ) -> None:
-    """Restart the store at its old address whenever it is lost, or hangs.
-
-    Ready worlds do not need it meanwhile.
-    """
+    """Restart a lost or hung store at its address; ready worlds do not need it."""
     missed = 0
     while True:
         await asyncio.sleep(CHECK_S)
@@ -312,7 +291,6 @@ def machine_of(app: AppSpec) -> Node:
 
 
 def measured_machine_of(app: AppSpec) -> Node:
-    """Return this machine, and how fast its bfloat16 is."""
     return dataclasses.replace(machine_of(app), bfloat16=bfloat16_cost())
 
 
@@ -333,7 +311,7 @@ def _preload(app: AppSpec) -> list[str]:
 
 
 def _check_tls(app: AppSpec) -> None:
-    """Load the certificate once, before every gateway would fail with it."""
+    """Load the certificate once, so that a mistake does not fail every gateway."""
     gateway = app.gateway
     if gateway.tls_certificate is None:
         return
@@ -364,7 +342,7 @@ def _reserve(app: AppSpec, old: Record | None) -> tuple[socket.socket, int]:
 
 
 def _check_free(app: AppSpec) -> None:
-    """Raise OSError if the port is in use, even by a socket that shares it as we do."""
+    """Raise OSError if the port is in use, even by a socket with SO_REUSEPORT."""
     family = socket.AF_INET6 if ":" in app.gateway.host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

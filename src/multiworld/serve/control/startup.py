@@ -1,4 +1,4 @@
-"""Times of a service's start, by phase, for people."""
+"""Duration of a service's start, by phase, for people."""
 
 from __future__ import annotations
 
@@ -11,13 +11,7 @@ from multiworld.serve.fleet.state import Process, ProcessPhase
 
 
 class Startup:
-    """The start of a service, from the start of the controller's process.
-
-    Args:
-        began: Time at which it began, by ``clock``.
-        clock: Returns the monotonic time in seconds.
-        on_phase: Called with the end of each phase, in words.
-    """
+    """The start of a service; all times are in seconds on `clock`."""
 
     def __init__(
         self,
@@ -30,19 +24,13 @@ class Startup:
         self._entered = began
 
     def end(self, phase: str, at: float | None = None) -> None:
-        """Record that a phase ends, and the next one begins.
-
-        Args:
-            phase: What was done in it, as in "0.2 s to start the store".
-            at: Time of its end; None: now.
-        """
+        """End a phase, named as in "0.2 s to start the store", at a time or now."""
         now = self._clock() if at is None else max(at, self._entered)
         self._phases.append((phase, now - self._entered))
         self._on_phase(f"{now - self._entered:.1f} s {phase}")
         self._entered = now
 
     def end_ready(self, processes: Iterable[Process]) -> None:
-        """Record that everything is ready, with these processes."""
         joined = [
             p.entered[ProcessPhase.JOINED]
             for p in processes
@@ -58,7 +46,7 @@ class Startup:
 
 
 def process_began(clock: Callable[[], float] = time.monotonic) -> float:
-    """Return the time at which this process started, by ``clock``, in seconds."""
+    """Return the time at which this process started, on ``clock``, in seconds."""
     fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     up_s = float(Path("/proc/uptime").read_text().split()[0])
     return clock() - (up_s - int(fields[19]) / os.sysconf("SC_CLK_TCK"))

@@ -1,4 +1,4 @@
-"""The state of a service as answers of the controller and as its record."""
+"""The state of a service, as admin responses and as its record."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ from multiworld.serve.spec.schema import AppSpec, GatewaySpec
 from multiworld.serve.transport.protocol import ModelsChanged, Reports
 
 LAST_WORDS = 300
-"""Most characters of a last log line that are shown."""
+"""Maximum number of characters shown of a last log line."""
 
 
 def is_ready(fleet: Reconciler) -> bool:
-    """Return True if everything that is desired is ready."""
     ready = [p for p in fleet.processes.values() if p.phase is ProcessPhase.READY]
     if sum(p.is_gateway for p in ready) < fleet.desired.gateways:
         return False
@@ -50,22 +49,7 @@ def is_ready(fleet: Reconciler) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusSources:
-    """Parts of a controller that its status is made from.
-
-    Attributes:
-        app: The spec.
-        url: URL at which clients reach the gateways.
-        store: Address of the store.
-        trouble: Trouble of the launcher; empty without any.
-        operations: The last operations, oldest first.
-        dtypes: Dtype of each model that generates text, and why.
-        fleet: Desired and observed state.
-        running: The running processes, by name.
-        places: Bookings of the replicas.
-        log_of: Returns the log file of a process.
-        stage_name: Returns the name of a process's stage.
-        now: Current time, in seconds, on the clock of ``fleet``.
-    """
+    """Parts of a controller from which its status is built."""
 
     app: AppSpec
     url: str
@@ -82,7 +66,6 @@ class StatusSources:
 
 
 def status_of(sources: StatusSources) -> StatusAnswer:
-    """Return the desired and the observed state of a service."""
     app, fleet = sources.app, sources.fleet
     return StatusAnswer(
         app=app.app,
@@ -148,7 +131,6 @@ def _shown(process: Process, sources: StatusSources) -> ProcessShown:
 
 
 def with_reports(status: StatusAnswer, reports: Reports) -> StatusAnswer:
-    """Return a status with the reports of the processes."""
     said = {**reports.workers, **reports.gateways}
     raw = {name: Raw(msgspec.json.encode(report)) for name, report in said.items()}
     return msgspec.structs.replace(status, reports=raw)
@@ -174,13 +156,7 @@ def nodes_of(ledger: Bookings) -> list[NodeShown]:
 def decisions_of(
     journal: DecisionLog, last: int, *, with_snapshots: bool
 ) -> DecisionsAnswer:
-    """Return the last decisions, and the latest reasons.
-
-    Args:
-        journal: Log of the decisions.
-        last: Most decisions to return.
-        with_snapshots: Whether to include their snapshots.
-    """
+    """Return the `last` decisions, and the latest reasons."""
     decisions = (
         DecisionShown(
             number=decided.number,
@@ -212,16 +188,7 @@ def record_of(
     port: int,
     processes: list[ProcessRecord],
 ) -> Record:
-    """Return the record from which a new controller adopts the service.
-
-    Args:
-        app: The spec.
-        specs: Every known version, by model and version.
-        fleet: Desired and observed state.
-        store: The store's process and address.
-        port: Port of the gateways.
-        processes: Records of the running processes.
-    """
+    """Return the record from which a new controller adopts the service."""
     return Record(
         app=app,
         specs={name: dict(versions) for name, versions in specs.items()},
@@ -240,13 +207,6 @@ def record_of(
 def records_of(
     fleet: Reconciler, running: Mapping[str, RunningProcess], places: ReplicaBookings
 ) -> list[ProcessRecord]:
-    """Return the records from which a new controller adopts the processes.
-
-    Args:
-        fleet: Desired and observed state.
-        running: The running processes, by name.
-        places: Bookings of the replicas.
-    """
     found = []
     for p in fleet.processes.values():
         if p.name not in running:
@@ -269,7 +229,6 @@ def records_of(
 
 
 def url_of(gateway: GatewaySpec, port: int) -> str:
-    """Return the URL at which clients reach the gateways."""
     scheme = "https" if gateway.tls_certificate else "http"
     host = gateway.host if gateway.host not in ("0.0.0.0", "::") else "127.0.0.1"
     shown = f"[{host}]" if ":" in host else host
@@ -277,7 +236,7 @@ def url_of(gateway: GatewaySpec, port: int) -> str:
 
 
 def models_order(specs: Specs) -> ModelsChanged:
-    """Return the order that tells gateways every version that may answer."""
+    """Return the order that lists every version that may answer, for gateways."""
     return ModelsChanged(
         {
             name: {v: spec.model_dump_json() for v, spec in versions.items()}

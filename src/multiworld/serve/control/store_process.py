@@ -1,4 +1,4 @@
-"""The store of a service: a process of its own that outlives the controller."""
+"""The store of a service: a separate process that outlives the controller."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ START_S = 30.0
 """Seconds for the store to start."""
 
 ANSWER_S = 1.5
-"""Seconds in which a store must answer."""
+"""Seconds within which a store must answer."""
 
 CHECK_S = 1.0
 """Seconds between checks of whether the store runs and answers."""
 
 HUNG_AFTER_CHECKS = 3
-"""Unanswered checks in a row after which the store counts as hung and is replaced."""
+"""Consecutive unanswered checks after which the store counts as hung and is
+replaced."""
 
 END_S = 5.0
 """Seconds to wait for the store to exit after SIGTERM."""
@@ -44,18 +45,8 @@ async def start_store(
 ) -> StoreRecord:
     """Return the running store, or start one at its old address.
 
-    Args:
-        folder: The service's folder; the store keeps its epochs and log there.
-        env: Environment of the store, beside this process's own.
-        old: Record of an earlier store; None for a new service.
-        host: Address to listen on.
-
-    Raises:
-        LaunchError: The store does not start; the message has the last line of its log.
-
-    Cancellation:
-        The store may run on without a record. It ends by itself when no process of the
-        service is left.
+    If cancelled, the store may survive without a record; it exits when no process of
+    the service is left.
     """
     if old is not None and began_at(old.pid) == old.began:
         return old
@@ -91,10 +82,7 @@ async def start_store(
 
 
 async def store_answers(store: StoreRecord, security: Security) -> bool:
-    """Tell whether the store answers within ``ANSWER_S``.
-
-    Cancellation: Safe.
-    """
+    """Return whether the store answers within ``ANSWER_S``."""
     (address,) = parse_store(store.address).stores
     try:
         async with asyncio.timeout(ANSWER_S):
@@ -111,11 +99,7 @@ def kill_store(store: StoreRecord) -> None:
 
 
 async def end_store(store: StoreRecord) -> None:
-    """Stop a store that no process uses, and wait until it has exited.
-
-    Cancellation:
-        The store exits all the same.
-    """
+    """Stop a store that no process uses, and wait until it has exited."""
     if began_at(store.pid) != store.began:
         return
     os.kill(store.pid, signal.SIGTERM)

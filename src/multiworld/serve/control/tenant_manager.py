@@ -1,4 +1,4 @@
-"""The tenants of a running service: changes, storage, news to gateways."""
+"""The tenants of a running service: changes, storage, updates for gateways."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
 CHUNK = 500
-"""Tenants in one message to a gateway."""
+"""Number of tenants in one message to a gateway."""
 
 POISON = 1024
-"""Most poison requests that are remembered for gateways that start later."""
+"""Maximum number of poison requests remembered for gateways that start later."""
 
 Send = Callable[[str, Order], None]
-"""Sends an order to the gateway of this name."""
+"""Sends an order to the gateway with this name."""
 
 
 class UnknownTenantError(ServeError):
@@ -60,12 +60,7 @@ class UnknownTenantError(ServeError):
 class TenantManager:
     """The tenants of one service, their usage and their poison requests.
 
-    Args:
-        registry: Database of tenants and usage.
-        history: Where events are recorded.
-        gateways: Returns the names of the gateways that have joined.
-        send: Sends an order to a gateway.
-        clock: Returns the monotonic time in seconds.
+    A cancelled operation may be stored without being in effect; repeat it.
     """
 
     def __init__(
@@ -89,27 +84,18 @@ class TenantManager:
         self._writing: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Finish pending writes, and close the database.
-
-        Cancellation:
-            The database stays open. Usage that is not stored yet is not confirmed, so
-            the gateways report it again.
-        """
+        """Finish pending writes, and close the database."""
         await self.settled()
         self.registry.close()
 
     async def settled(self) -> None:
-        """Wait until all reported usage was stored, as far as it can be.
-
-        Cancellation: Safe.
-        """
+        """Wait until all reported usage is stored, or its storage has failed."""
         if self._writing:
             await asyncio.wait(self._writing)
 
     # To and from gateways.
 
     def greeting(self) -> Iterator[Order]:
-        """Yield the first orders of a gateway that has joined."""
         everybody = tuple(self.tenants.values())
         count = max(1, len(everybody))
         for begin in range(0, count, CHUNK):
@@ -135,7 +121,6 @@ class TenantManager:
             self._send(name, TokensTold(told))
 
     def _told(self, tenants: Iterable[Tenant]) -> tuple[TokensUsed, ...]:
-        """Return the tokens that tenants with budgets have used."""
         now = time.time()
         return tuple(
             self._ledger.used(tenant.name, now)
@@ -144,7 +129,7 @@ class TenantManager:
         )
 
     def used(self, gateway: str, usage: UsageTold) -> None:
-        """Store the usage that a gateway reports, and confirm it."""
+        """Store the usage that a gateway reports, then confirm it."""
         self._spawn(self._keep(gateway, usage))
 
     async def _keep(self, gateway: str, usage: UsageTold) -> None:
@@ -162,7 +147,7 @@ class TenantManager:
             await self._note_exhausted(tenant)
 
     async def _note_exhausted(self, tenant: Tenant) -> None:
-        """Write down when a tenant has used up a budget, once for each time."""
+        """Record that a tenant has exhausted a budget, once each time."""
         used = self._ledger.used(tenant.name, time.time())
         limit = exhausted(tenant, used)
         before = self._exhausted.pop(tenant.name, "")
@@ -196,7 +181,7 @@ class TenantManager:
         task.add_done_callback(self._writing.discard)
 
     def poisonous(self, gateway: str, found: PoisonFound) -> None:
-        """Remember a poison request, and tell the other gateways."""
+        """Remember a poison request, and notify the other gateways."""
         self._poison.append((self._clock(), found))
         whose = found.tenant or "a client without a key"
         text = f"a request of {whose} to {found.model} ({found.version})"
@@ -225,16 +210,7 @@ class TenantManager:
     ) -> tuple[Tenant, str]:
         """Create a tenant; return it with its first key, which is not stored.
 
-        Args:
-            name: Its name.
-            said: Its settings that are given.
-            valid_s: Seconds after which the key expires; None: never.
-
-        Raises:
-            ServeError: The name is taken or invalid, or a value is invalid.
-
-        Cancellation:
-            The tenant may exist; its key is lost, so rotate it.
+        After cancellation the tenant may exist; its key is lost, so rotate it.
         """
         async with self._lock:
             if not re.fullmatch(NAME, name) or "\n" in name:
@@ -247,15 +223,6 @@ class TenantManager:
         return tenant, text
 
     async def change(self, name: str, said: Mapping[str, object]) -> Tenant:
-        """Change the limits and rights of a tenant.
-
-        Raises:
-            UnknownTenantError: There is no such tenant.
-            ServeError: A value is invalid.
-
-        Cancellation:
-            The change may be stored without being in effect.
-        """
         async with self._lock:
             tenant = _checked(self._known(name), said)
             await self._save(tenant)
@@ -264,19 +231,7 @@ class TenantManager:
     async def rotate(
         self, name: str, grace_s: float, valid_s: float | None = None
     ) -> tuple[Tenant, str]:
-        """Give a tenant a new key.
-
-        Args:
-            name: Its name.
-            grace_s: Seconds after which its other keys expire.
-            valid_s: Seconds after which the new key expires; None: never.
-
-        Raises:
-            UnknownTenantError: There is no such tenant.
-
-        Cancellation:
-            The new key may be stored without being in effect; it is lost, so repeat.
-        """
+        """Create a new key; the other keys expire after `grace_s` seconds."""
         async with self._lock:
             tenant = self._known(name)
             text, key = _fresh(valid_s)
@@ -291,17 +246,10 @@ class TenantManager:
         return tenant, text
 
     async def revoke(self, name: str, key_id: str | None) -> Tenant:
-        """Revoke a key of a tenant at once, or all of its keys.
-
-        Raises:
-            UnknownTenantError: There is no such tenant, or key.
-
-        Cancellation:
-            The change may be stored without being in effect; repeat it.
-        """
+        """Revoke one key of a tenant at once, or all (None)."""
         async with self._lock:
             tenant = self._known(name)
-            if key_id is not None:  # a whole key is accepted, too
+            if key_id is not None:  # may also be a whole key
                 key_id = parse_key(key_id)[0] or key_id
             kept = tuple(k for k in tenant.keys if key_id not in (None, k.id))
             if key_id is not None and len(kept) == len(tenant.keys):
@@ -314,14 +262,7 @@ class TenantManager:
         return tenant
 
     async def delete(self, name: str) -> None:
-        """Remove a tenant; its usage is kept.
-
-        Raises:
-            UnknownTenantError: There is no such tenant.
-
-        Cancellation:
-            The change may be stored without being in effect; repeat it.
-        """
+        """Remove a tenant but keep its usage."""
         async with self._lock:
             self._known(name)
             await asyncio.to_thread(self.registry.delete, name)
@@ -337,8 +278,8 @@ def _fresh(valid_s: float | None) -> tuple[str, Key]:
 
 
 def _checked(tenant: Tenant, said: Mapping[str, object]) -> Tenant:
-    """Return a tenant with changed values, after checking them."""
+    """Return a tenant with changed values, after validating them."""
     try:
         return tenant_from_json({**tenant.to_json(), **said})
-    except ValidationError as error:  # the admin interface checks before
+    except ValidationError as error:  # normally the admin interface rejects it before
         raise ServeError(f"tenant {tenant.name!r}: {error}") from error

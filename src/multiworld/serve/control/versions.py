@@ -1,4 +1,4 @@
-"""The specs of every version that a service knows. Pure."""
+"""The specs of every version known to a service. Pure."""
 
 from __future__ import annotations
 
@@ -11,22 +11,16 @@ from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 
 class Versions:
-    """Specs by model and version: of the desired versions and those that still run.
-
-    Args:
-        specs: Specs that an earlier controller recorded.
-    """
+    """Specs by model and version: the desired versions and those that still run."""
 
     def __init__(self, specs: Specs | None = None) -> None:
         self._specs = {name: dict(found) for name, found in (specs or {}).items()}
 
     @property
     def specs(self) -> Specs:
-        """Every known version, by model and version."""
         return self._specs
 
     def add(self, app: AppSpec) -> None:
-        """Add the version of each model of a spec."""
         for name, model in app.models.items():
             self._specs.setdefault(name, {})[model.version] = model
 
@@ -35,32 +29,20 @@ class Versions:
         return Versions(self._specs)
 
     def restore(self, other: Versions) -> None:
-        """Go back to a copy."""
         self._specs = other._specs
 
     def get(self, model: str, version: str) -> ModelSpec:
-        """Return the spec of a known version."""
         return self._specs[model][version]
 
     def stage_name(self, model: str, version: str, stage: int) -> str:
-        """Return the name of a stage as commands take it: its name, or its number.
-
-        Args:
-            model: Name of the model.
-            version: Its version.
-            stage: Number of the stage.
-        """
+        """Return a stage as commands take it: by its name, or else its number."""
         spec = self._specs.get(model, {}).get(version)
         if spec is None or stage >= len(spec.stages):
             return str(stage)
         return spec.stages[stage].name or str(stage)
 
     def desired(self, desired: DesiredState, model: str) -> ModelSpec:
-        """Return the spec of the desired version; after a rollback, of the old one.
-
-        Raises:
-            UnknownModelError: The service has no such model.
-        """
+        """Return the spec of the desired version; after a rollback, of the old one."""
         found = desired.models.get(model)
         if found is None:
             known = ", ".join(desired.models)

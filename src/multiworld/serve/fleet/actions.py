@@ -1,4 +1,4 @@
-"""Actions that the reconciler asks the controller to carry out. Pure."""
+"""Actions that the reconciler requests from the controller. Pure."""
 
 from __future__ import annotations
 
@@ -26,12 +26,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Send one request through a replica.
-
-    Attributes:
-        name: Name of the replica.
-        gateway: Name of the gateway that sends the request.
-    """
+    """Send one request through the replica `name`, from `gateway`."""
 
     name: str
     gateway: str
@@ -39,7 +34,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Tell a process to exit once it has no work left."""
+    """Order a process to exit once it has no work left."""
 
     name: str
 
@@ -53,13 +48,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class LogEvent:
-    """Add an entry to the event log.
-
-    Attributes:
-        kind: Kind of the event, such as "ready" or "rolled back".
-        text: One line for people.
-        name: Name of the process; empty if the event is about no single process.
-    """
+    """Add an entry to the history; `name` may be empty."""
 
     kind: str
     text: str
@@ -68,14 +57,7 @@ class LogEvent:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Report that a stage cannot be started: it failed the same way every time.
-
-    Attributes:
-        model: Name of the model.
-        stage: Number of the stage.
-        failures: Number of attempts.
-        cause: Why the last one failed.
-    """
+    """Report that a stage cannot start: every attempt failed in the same way."""
 
     model: str
     stage: int

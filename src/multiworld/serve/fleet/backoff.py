@@ -1,4 +1,4 @@
-"""Backoff before a crashed process is started again. Pure."""
+"""Backoff before a crashed process restarts. Pure."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 FREE_FAILURES = 2
-"""Consecutive failures without backoff: a single fault is replaced at once, a crash
+"""Consecutive failures without backoff: a single fault is repaired at once, a crash
 loop is not."""
 
 FIRST_S = 0.5
 LAST_S = 30.0
-"""First and longest backoff, in seconds; it doubles in between."""
+"""Initial and maximum backoff, in seconds; it doubles in between."""
 
 LAST_READY_S = 2.0
-"""Longest backoff, in seconds, after a process that had been ready: something outside
-may have killed it, and requests wait for its replacement."""
+"""Maximum backoff, in seconds, after the crash of a ready process: the cause may be
+external, and requests wait for the replacement."""
 
 BRIEF_S = 3.0
-"""Seconds of readiness after which a replacement starts at once, however often that
-was. Starting takes about a second, so a stage that is lost again and again is there
-most of the time; and one that has no other replica has requests that wait."""
+"""Seconds of readiness after which a replacement starts at once, however many crashes
+preceded. A start takes about a second, so a stage that keeps crashing is still ready
+most of the time; and if it has no other replica, requests wait for it."""
 
 STABLE_S = 10.0
-"""Seconds of readiness after which a crash does not count as part of a crash loop."""
+"""Seconds of readiness after which a crash is no longer part of a crash loop."""
 
 
 @dataclass(slots=True)
@@ -43,13 +43,9 @@ class CrashBackoff:
     def record_failure(
         self, key: Hashable, ready_s: float | None, now: float, cause: str = ""
     ) -> float:
-        """Record a crash; return the backoff of the replacement in seconds.
+        """Record a crash; return the backoff before the replacement, in seconds.
 
-        Args:
-            key: Stage and version that crashed.
-            ready_s: Seconds for which the process had been ready; None if it never was.
-            now: Current time, in monotonic seconds.
-            cause: Why it crashed, in words.
+        `ready_s` is how long the process was ready; None if it never was.
         """
         count = self._counts.setdefault(key, _Count())
         is_same = ready_s is None and cause == count.cause
@@ -69,21 +65,18 @@ class CrashBackoff:
         return pause_s
 
     def forget(self, key: Hashable) -> None:
-        """Reset the failures of a key."""
         self._counts.pop(key, None)
 
     def failures(self, key: Hashable) -> int:
-        """Return the number of consecutive failures."""
         count = self._counts.get(key)
         return 0 if count is None else count.failures
 
     def cause(self, key: Hashable) -> str:
-        """Return why the last process of a key crashed."""
         count = self._counts.get(key)
         return "" if count is None else count.cause
 
     def equal_failures(self, key: Hashable) -> int:
-        """Return the number of last failures in a row that had the same cause."""
+        """Return how many of the latest consecutive failures had the same cause."""
         count = self._counts.get(key)
         return 0 if count is None else count.same
 

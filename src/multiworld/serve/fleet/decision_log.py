@@ -19,10 +19,10 @@ logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
 KEPT = 200
-"""Decisions that are kept in memory."""
+"""Number of decisions kept in memory."""
 
 FORMAT = 1
-"""Format of a line; lines of releases before formats have none, and are the same."""
+"""Format of a line. Lines of releases before formats have none, and are the same."""
 
 FILE_BYTES = 8 * 2**20
 """Size in bytes above which the log file is rotated; one old file is kept."""
@@ -30,16 +30,12 @@ FILE_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedDecision:
-    """One decision.
+    """One decision; `snapshot` is its complete input.
 
     Attributes:
-        number: Number of the decision, from 1.
-        at: Time in seconds since the epoch.
+        at: Seconds since the epoch.
         kind: "scaling" or "placement".
         about: Name of the model; empty for all models.
-        what: The decision, in one line.
-        facts: Numbers behind the decision.
-        snapshot: Complete input of the decision.
     """
 
     number: int
@@ -47,17 +43,13 @@ class LoggedDecision:
     kind: str
     about: str
     what: str
-    # Both are up to the policy, which a user may replace.
+    # The policy defines both, and users may replace the policy.
     facts: dict[str, Any] = field(default_factory=dict)
     snapshot: dict[str, Any] = field(default_factory=dict)
 
 
 class DecisionLog:
-    """Log of effective decisions, with the latest explanation for each model.
-
-    Args:
-        path: File that gets one line of JSON per decision; None: no file.
-    """
+    """Log of effective decisions (JSON lines at `path`), and the latest reasons."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
@@ -73,15 +65,7 @@ class DecisionLog:
         facts: dict[str, Any],
         snapshot: dict[str, Any],
     ) -> None:
-        """Record a decision that changes something.
-
-        Args:
-            kind: "scaling" or "placement".
-            about: Name of the model; empty for all models.
-            what: The decision, in one line.
-            facts: Numbers behind the decision.
-            snapshot: Complete input of the decision.
-        """
+        """Record a decision that changes something; see ``LoggedDecision``."""
         self._number += 1
         decided = LoggedDecision(
             number=self._number,
@@ -97,25 +81,13 @@ class DecisionLog:
         self._write(decided)
 
     def set_reason(self, kind: str, about: str, what: str) -> None:
-        """Set the latest reason, whether the decision changes something or not.
-
-        Args:
-            kind: "scaling" or "placement".
-            about: Name of the model; empty for all models.
-            what: The reason, in one line.
-        """
+        """Set the latest reason, whether or not the decision changes something."""
         self._reasons[kind, about] = Assessment(kind, about, time.time(), what)
 
     def last(self, count: int) -> list[LoggedDecision]:
-        """Return the last decisions, oldest first.
-
-        Args:
-            count: Most decisions to return.
-        """
         return list(self._decided)[max(0, len(self._decided) - count) :]
 
     def reasons(self) -> list[Assessment]:
-        """Return the latest reason of each kind and model."""
         return list(self._reasons.values())
 
     def _write(self, decided: LoggedDecision) -> None:
@@ -129,20 +101,12 @@ class DecisionLog:
                 entry = {"format": FORMAT}
                 entry |= {name: getattr(decided, name) for name in names}
                 file.write(json.dumps(entry, default=str, skipkeys=True) + "\n")
-        except Exception as error:  # a policy's fact too; the service depends on none
+        except Exception as error:  # a policy's facts may fail too; the log is optional
             rare_log.error("cannot write the decision log", error)
 
 
 def read_decisions(path: Path) -> Iterator[LoggedDecision]:
-    """Yield the decisions of a ``decisions.jsonl``, oldest first.
-
-    Args:
-        path: The file.
-
-    Raises:
-        OSError: It cannot be read.
-        ServeError: A line is of another format, or not a decision.
-    """
+    """Yield the decisions of a ``decisions.jsonl``, oldest first."""
     known = {field.name for field in fields(LoggedDecision)}
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:

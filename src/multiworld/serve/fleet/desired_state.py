@@ -1,4 +1,4 @@
-"""The desired state that follows from a spec, and the updates that it allows. Pure."""
+"""The desired state derived from a spec, and the updates that a spec allows. Pure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,7 @@ from multiworld.serve.spec.schema import AppSpec, ModelSpec
 def desired_state_of(
     app: AppSpec, old: Mapping[str, Sequence[int]] | None = None
 ) -> DesiredState:
-    """Return the desired state that a spec describes.
-
-    A stage that was scaled keeps its number of replicas, as far as its range allows.
-
-    Args:
-        app: The spec.
-        old: Previous numbers of replicas of each stage, by model.
-    """
+    """Return the desired state of a spec; scaled stages keep their size if in range."""
     models = {}
     for name, model in app.models.items():
         before = (old or {}).get(name, ())
@@ -51,7 +44,6 @@ def desired_state_of(
 
 
 def _text_objectives(model: ModelSpec) -> tuple[float | None, float | None]:
-    """Return the objectives for the first token and for further ones, in seconds."""
     spec = model.generation
     if spec is None:
         return None, None
@@ -62,7 +54,7 @@ def _text_objectives(model: ModelSpec) -> tuple[float | None, float | None]:
 def with_new_versions_started(desired: DesiredState, old: DesiredState) -> DesiredState:
     """Return a desired state with at least one replica of each stage of new versions.
 
-    Without replicas, a new version would go live before a single probe has passed
+    Without replicas, a new version would become active before any probe has passed
     through it.
     """
     models = dict(desired.models)
@@ -75,7 +67,6 @@ def with_new_versions_started(desired: DesiredState, old: DesiredState) -> Desir
 
 
 def bounds_of(model: ModelSpec, stage: int) -> tuple[int, int]:
-    """Return the minimum and maximum number of replicas of a stage in a spec."""
     if (config := model.stages[stage].autoscaling_config) is not None:
         return config.min_replicas, config.max_replicas
     replicas = model.stages[stage].replicas
@@ -87,18 +78,7 @@ def bounds_of(model: ModelSpec, stage: int) -> tuple[int, int]:
 def rescaled(
     desired: DesiredState, spec: ModelSpec, model: str, stage: int, replicas: int
 ) -> tuple[int, DesiredState]:
-    """Return a stage's number of replicas so far, and the desired state with a new one.
-
-    Args:
-        desired: The current desired state.
-        spec: Spec of the model's desired version.
-        model: Name of the model.
-        stage: Number of the stage.
-        replicas: The new number of replicas.
-
-    Raises:
-        ServeError: The spec's range does not allow that number.
-    """
+    """Return a stage's previous number of replicas, and the new desired state."""
     low, high = bounds_of(spec, stage)
     stage_spec = spec.stages[stage]
     if stage_spec.autoscaling_config is None and isinstance(stage_spec.replicas, int):
@@ -116,16 +96,7 @@ def rescaled(
 
 
 def stage_number(spec: ModelSpec, model: str, stage: str) -> int:
-    """Return the number of a stage.
-
-    Args:
-        spec: Spec of the model.
-        model: Name of the model, for the error.
-        stage: Name or number of the stage.
-
-    Raises:
-        UnknownModelError: The model has no such stage.
-    """
+    """Return the number of a stage given by name or number."""
     names = [s.name or str(n) for n, s in enumerate(spec.stages)]
     if stage in names:
         return names.index(stage)
@@ -139,17 +110,7 @@ def stage_number(spec: ModelSpec, model: str, stage: str) -> int:
 def check_update(
     old: AppSpec, new: AppSpec, specs: Mapping[str, Mapping[str, ModelSpec]]
 ) -> None:
-    """Check that a running service can be updated to another spec.
-
-    Args:
-        old: Spec of the running service.
-        new: Spec to update to.
-        specs: Specs of all known versions, by model and version.
-
-    Raises:
-        ServeError: The new spec changes a field that is fixed while the service runs,
-            or a model without a new version.
-    """
+    """Raise ``ServeError`` if a running service cannot be updated to another spec."""
     fixed = (
         "app",
         "launcher",
@@ -182,7 +143,7 @@ def check_update(
 
 
 def version_fields(spec: ModelSpec) -> Any:
-    """Return the fields that define a version: all but those that scale or place it."""
+    """Return all fields that define a version, so none for scaling and placement."""
     stages = [s.model_dump(exclude=SCALING_STAGE_FIELDS) for s in spec.stages]
     found = spec.model_dump(exclude={"stages", *SCALING_FIELDS})
     for name in SCALING_TEXT_FIELDS if spec.generation is not None else ():
@@ -200,10 +161,8 @@ SCALING_FIELDS = {
     "scaling",
     "dedicated",
 }
-"""Fields of a model that affect scaling and placement, not what a replica computes."""
+"""Fields of a model that affect scaling and placement, but no result."""
 
 SCALING_STAGE_FIELDS = {"replicas", "autoscaling_config", "item_ms", "out_kb"}
-"""Fields of a stage that affect scaling and placement, not what a replica computes."""
 
 SCALING_TEXT_FIELDS = ("ttft_ms", "tpot_ms")
-"""Fields of `generation` that affect scaling, not what a replica computes."""

@@ -6,15 +6,7 @@ import msgspec
 
 
 class HistoryEntry(msgspec.Struct, frozen=True):
-    """An event in the life of a service.
-
-    Attributes:
-        number: Number of the event, from 1.
-        at: Time in seconds since the epoch.
-        kind: Kind of the event.
-        text: Description for people.
-        name: Name of the process concerned; empty if there is none.
-    """
+    """An event in the life of a service; `at` is in seconds since the epoch."""
 
     number: int
     at: float
@@ -24,13 +16,9 @@ class HistoryEntry(msgspec.Struct, frozen=True):
 
 
 class Assessment(msgspec.Struct, frozen=True):
-    """The latest reason for what runs, whether it changed something or not.
+    """The latest reason for the current scale or placement, changed or not.
 
-    Attributes:
-        kind: "scaling" or "placement".
-        about: Name of the model; empty for all models.
-        at: Time in seconds since the epoch.
-        what: The reason, in one line.
+    See ``LoggedDecision`` for the attributes.
     """
 
     kind: str

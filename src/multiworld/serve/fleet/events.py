@@ -30,14 +30,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A worker has loaded its weights, or a gateway listens.
-
-    Attributes:
-        name: Name of the process.
-        fingerprint: Kind of machine that its results depend on; empty if they may
-            differ.
-        weights: Name of its weights, if it has any.
-    """
+    """A worker has loaded its weights, or a gateway listens."""
 
     name: str
     fingerprint: str = ""
@@ -46,12 +39,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """A probe of a replica has ended.
-
-    Attributes:
-        name: Name of the replica.
-        error: Cause of the failure; None if the probe succeeded.
-    """
+    """A probe of a replica has ended; `error` is None if it succeeded."""
 
     name: str
     error: str | None = None
@@ -59,7 +47,7 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A process has applied the routing table of a number."""
+    """A process has applied the routing table with this number."""
 
     name: str
     number: int
@@ -69,11 +57,7 @@ class Applied:
 class ProcessGone:
     """A process has exited, or counts as lost.
 
-    Attributes:
-        name: Name of the process.
-        why: Cause, for people.
-        is_clean: True if the process exited because it was told to.
-        cause: What crashed it, in its own words; tells equal crashes apart from others.
+    `cause` is the process's own words about its crash; equal crashes have equal causes.
     """
 
     name: str
@@ -84,12 +68,7 @@ class ProcessGone:
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:
-    """No machine has room for a process that was to be launched.
-
-    Attributes:
-        name: Name of the process.
-        why: Missing resources, for people.
-    """
+    """No machine has room for a process about to be launched; `why` is for people."""
 
     name: str
     why: str
@@ -97,11 +76,7 @@ class Unplaced:
 
 @dataclass(frozen=True, slots=True)
 class CapacityChanged:
-    """Machines have changed; there may be room for unplaced replicas.
-
-    Attributes:
-        starts_at_once: Most replicas that start at once now.
-    """
+    """Machines have changed, and with them the maximum number of concurrent starts."""
 
     starts_at_once: int
 

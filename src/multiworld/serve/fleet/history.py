@@ -1,4 +1,4 @@
-"""History of a service: its last events, numbered, for people."""
+"""Numbered history of a service's last events, for people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multiworld.serve.fleet.entries import HistoryEntry
 logger = logging.getLogger("multiworld.serve")
 
 EVENTS = 1000
-"""Most events that are kept."""
+"""Maximum number of events kept."""
 
 OPERATIONS = (
     "update",
@@ -29,20 +29,14 @@ OPERATIONS = (
     "quarantined",
     "adopted",
 )
-"""Kinds of events by which what runs has changed, on purpose or not."""
+"""Kinds of events that change which processes run, on purpose or by a failure."""
 
 BAD = ("lost", "probe failed", "rolled back", "unplaced", "outgrown", "launcher")
-"""Kinds of events that are logged as warnings."""
+"""Kinds of events logged as warnings."""
 
 
 class History:
-    """The last events of a service, and counts of all events.
-
-    Attributes:
-        kinds: Number of events so far, by kind.
-        counts: The same by kind, model and stage; empty where an event is of neither.
-        on_event: Called with each event.
-    """
+    """The last events of a service, and counts by kind, model and stage of all."""
 
     def __init__(self) -> None:
         self._entries: deque[HistoryEntry] = deque(maxlen=EVENTS)
@@ -51,13 +45,7 @@ class History:
         self.on_event: Callable[[HistoryEntry], object] = lambda entry: None
 
     def say(self, kind: str, text: str, name: str = "") -> None:
-        """Record and log an event.
-
-        Args:
-            kind: Kind of the event.
-            text: Description for people.
-            name: Name of the process concerned; empty if there is none.
-        """
+        """Record and log an event; `name` is the process concerned, or empty."""
         number = self._entries[-1].number + 1 if self._entries else 1
         entry = HistoryEntry(number, time.time(), kind, text, name)
         self._entries.append(entry)
@@ -69,20 +57,19 @@ class History:
 
     @property
     def last_number(self) -> int:
-        """Number of the last event; 0 before the first."""
+        """0 before the first event."""
         return self._entries[-1].number if self._entries else 0
 
     def operations(self, count: int) -> list[HistoryEntry]:
-        """Return the last events that changed what runs, and who asked for it."""
+        """Return the last `count` events of the kinds in ``OPERATIONS``."""
         found = [entry for entry in self._entries if entry.kind in OPERATIONS]
         return found[max(0, len(found) - count) :]
 
     def since(self, number: int) -> list[HistoryEntry]:
-        """Return the events after the event with this number."""
         return [entry for entry in self._entries if entry.number > number]
 
 
 def _stage_of(process: str) -> tuple[str, str]:
-    """Return the model and the number of the stage in the name of a replica."""
+    """Return the model and stage in a replica's name; empty for other processes."""
     parts = process.rsplit("/", 2)
     return (parts[0], parts[1]) if len(parts) == 3 else ("", "")

@@ -1,7 +1,7 @@
-"""The reconciler: brings the observed state towards the desired state. Pure.
+"""The reconciler: moves the observed state towards the desired state. Pure.
 
 Every version of a model runs as a whole pipeline. A rolling update starts the new
-version beside the old one. Once every stage has all its replicas ready, new requests go
+version beside the old one. Once all replicas of every stage are ready, new requests go
 to the new version, and the old one drains, stage by stage. A new version that does not
 become ready is rolled back.
 """
@@ -54,28 +54,19 @@ from multiworld.serve.transport.routing_table import (
 
 
 class Reconciler:
-    """Turns events into actions that bring the observed state to the desired state.
+    """Turns events into actions that move the observed state to the desired state.
 
     Args:
-        ready_s: Seconds that a process has to become ready, and that a new version has
-            until the next of its replicas is.
-        drain_s: Seconds that a draining process gets to finish its work.
-        first: First number for the names of processes; names are never reused.
-        number: Number of the last routing table.
+        ready_s: Seconds for a process to become ready; also the maximum time between
+            two replicas of a new version becoming ready.
+        drain_s: Seconds for a draining process to finish its work.
         active: Active version of each model, from an earlier controller.
-        starts_at_once: Most replicas that start at once, until machines change.
 
     Attributes:
-        starts_at_once: See above.
-        desired: The desired state.
-        active: Version that gets new requests, by model.
-        processes: Observed state of each process, by name.
-        table: The current routing table.
-        unplaced: Missing resources, by model, version and stage.
-        start_s: Seconds from launch to readiness of the last start, by model, version
-            and stage.
-        backoff: Consecutive crashes, by model, version and stage.
-        next_number: Number for the name of the next process.
+        active: Version that receives new requests, by model.
+        unplaced: Missing resources, by stage.
+        start_s: Seconds from launch to readiness of the last start, by stage.
+        losses: Replicas lost since the controller started, by stage.
     """
 
     def __init__(
@@ -105,12 +96,7 @@ class Reconciler:
         self._lost: dict[StageKey, int] = {}
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Record an event; return the actions that follow from it, in order.
-
-        Args:
-            event: The event.
-            now: Current time, in monotonic seconds.
-        """
+        """Apply an event at a monotonic time; return the resulting actions in order."""
         actions = list(self._observe(event, now))
         if isinstance(event, Adopted):
             return actions  # the desired state is set once all processes are adopted
@@ -165,18 +151,13 @@ class Reconciler:
         self._advance(process.name, ProcessPhase.LAUNCHING, ProcessPhase.JOINED, now)
         process.is_joined = True
         if process.phase is ProcessPhase.FINISHING:
-            yield Finish(process.name)  # the first order may be lost
+            yield Finish(process.name)  # the first order may have been lost
         for other in self.processes.values():
             if other.probe.gateway == process.name:
                 other.probe.gateway = ""
 
     def remember(self, name: str, model: DesiredModel) -> None:
-        """Record a version that is no longer desired but may still run.
-
-        Args:
-            name: Name of the model.
-            model: Definition of the version.
-        """
+        """Record a version that is no longer desired but may still run."""
         self._versions[name, model.version] = model
 
     def _set_desired(self, desired: DesiredState, now: float) -> Iterator[Action]:
@@ -219,7 +200,7 @@ class Reconciler:
             yield LogEvent("ready", text + _by_phase(process, now - took_s, now), name)
 
     def _update_goes_on(self, process: Process, now: float) -> None:
-        """Give a new version of a model its time again, for the next replica."""
+        """Restart the deadline of a model's update, for its next replica."""
         version, _ = self._updates.get(process.model, ("", 0.0))
         if version == process.version:
             self._updates[process.model] = version, now
@@ -366,15 +347,7 @@ class Reconciler:
             yield self._launch(key, now)
 
     def ready_at(self, model: str, stage: int) -> list[str]:
-        """Return the names of the ready replicas of a stage, of any version.
-
-        Args:
-            model: Name of the model.
-            stage: Number of the stage.
-
-        Raises:
-            ServeError: The stage has no ready replica.
-        """
+        """Return the ready replicas of a stage, of any version; at least one."""
         names = [
             p.name
             for p in self.processes.values()
@@ -405,7 +378,6 @@ class Reconciler:
         yield LogEvent("drain", f"{process.name} gets no new work", process.name)
 
     def _switch(self) -> Iterator[Action]:
-        """Activate new versions of which all replicas are ready."""
         for name, model in self.desired.models.items():
             old = self.active[name]
             if old == model.version:
@@ -430,7 +402,7 @@ class Reconciler:
                 yield from self._drain(process, now)
 
     def _identified(self, process: Process, fingerprint: str) -> Iterator[Action]:
-        """Record the kind of machine of a replica; tell if it is another one."""
+        """Record a replica's hardware fingerprint; log an event if others differ."""
         process.fingerprint = fingerprint
         others = {
             p.fingerprint
@@ -445,7 +417,6 @@ class Reconciler:
             yield LogEvent("fingerprint", text, process.name)
 
     def _forget_versions(self) -> None:
-        """Forget versions that are not desired and have no process left."""
         needed = {key[:2] for key, _ in self._desired_counts()}
         running = {(p.model, p.version) for p in self.processes.values()}
         for version in self._versions.keys() - needed - running:
@@ -524,7 +495,7 @@ class Reconciler:
             yield Probe(process.name, probe.gateway)
 
     def _finish(self) -> Iterator[Action]:
-        """Finish draining processes that get no more work, the first stage first."""
+        """Finish draining processes that receive no more work, earlier stages first."""
         for process in self.processes.values():
             if process.phase is not ProcessPhase.DRAINING:
                 continue
@@ -539,8 +510,8 @@ class Reconciler:
             has_every_sender_applied = all(
                 s.applied >= process.drain_number for s in senders
             )
-            # If a whole stage goes, earlier stages that also go still send it what they
-            # have. Earlier stages that stay get back what they cannot send.
+            # If a whole stage drains, earlier stages that also drain still send it
+            # their work. Earlier stages that stay take back what they cannot send.
             is_last_of_stage = not any(
                 not p.is_going for p in self._processes_of(_key_of(process))
             )
@@ -557,20 +528,20 @@ class Reconciler:
 
 
 PLACEMENT_RETRY_S = 1.0
-"""Seconds until an unplaced replica is tried again; a new machine ends the wait."""
+"""Seconds before placing an unplaced replica again; a new machine ends the wait."""
 
 PROBE_PAUSE_S = 0.1
-"""Seconds until a failed probe is repeated; doubles with each failure, to 3.2 s."""
+"""Seconds before repeating a failed probe; doubles with each failure, up to 3.2 s."""
 
 PROBE_FAILURES = 5
 """Consecutive failed probes after which a replica is replaced: it computes wrong
-results, or cannot be reached."""
+results or is unreachable."""
 
 PROBE_LIMIT_S = 15.0
 """Seconds without an outcome after which a probe counts as lost and is repeated."""
 
 FIRST_START_FAILURES = 4
-"""Equal failures in a row after which the first start of a stage is given up."""
+"""Equal consecutive failures after which the first start of a stage is given up."""
 
 ROLL_BACK_FAILURES = 3
 """Consecutive crashes of one stage after which a new version is rolled back."""
@@ -585,7 +556,7 @@ def _number(name: str) -> int:
 
 
 def _by_phase(process: Process, launched_at: float, now: float) -> str:
-    """Return how long each phase of a start took; empty if that is not known."""
+    """Return how long each phase of a start took; empty if unknown."""
     joined_at = process.entered.get(ProcessPhase.JOINED)
     loaded_at = process.entered.get(ProcessPhase.LOADED)
     if joined_at is None or loaded_at is None:

@@ -1,4 +1,4 @@
-"""Record of a service on disk, from which a new controller continues."""
+"""Record of a service on disk, from which a new controller resumes."""
 
 from __future__ import annotations
 
@@ -17,23 +17,14 @@ from multiworld.errors import ServeError
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 FORMAT = 1
-"""Format of ``record.json``. Records of releases before formats have none, and are read
-as the first."""
+"""Format of ``record.json``. Releases before formats wrote none; their records are read
+as format 1."""
 
 
 class ProcessRecord(BaseModel):
-    """A process of the service.
+    """A process of the service; `node` is empty beside the controller.
 
-    Attributes:
-        name: Its name.
-        model: Name of its model; empty for a gateway.
-        version: Version of the model.
-        stage: Number of the stage, from 0.
-        phase: Phase of its life.
-        pid: Process id.
-        began: Start time in the kernel's ticks.
-        node: Name of its machine; empty for a process beside the controller.
-        gpu: Index of its GPU; None: none.
+    `began`, the start time in the kernel's ticks, guards against a reused `pid`.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -50,13 +41,7 @@ class ProcessRecord(BaseModel):
 
 
 class StoreRecord(BaseModel):
-    """The store's process.
-
-    Attributes:
-        address: Address of the store.
-        pid: Process id.
-        began: Start time in the kernel's ticks.
-    """
+    """The store's process; `began` is its start time in the kernel's ticks."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -69,16 +54,9 @@ class Record(BaseModel):
     """The state of a service.
 
     Attributes:
-        format: Format of the file.
-        app: Spec of the service.
         specs: Specs of all known versions, by model and version.
-        active: Active version of each model.
-        store: The store's process.
-        port: Port of the gateways.
         number: Number of the last routing table.
-        next_number: Number for the name of the next process.
-        replicas: Desired number of replicas of each stage, by model.
-        processes: The running processes.
+        next_number: Number in the name of the next process.
     """
 
     format: int = FORMAT
@@ -94,8 +72,8 @@ class Record(BaseModel):
 
 
 _WHOLE_FILE = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-"""Linux's ``struct flock``: a lock of the whole file for writing. The lock belongs to
-the open file, so it ends with the last process that has it."""
+"""Linux's ``struct flock``: a write lock on the whole file. The lock belongs to the
+open file, so the kernel releases it when the last process holding the file exits."""
 
 
 class AlreadyServedError(ServeError):
@@ -118,9 +96,9 @@ def _unusable(path: Path, error: OSError) -> ServeError:
 
 
 def _kept_secret(path: Path) -> bytes:
-    """Return the secret in a file, which is made if it is not there or empty."""
+    """Return the secret in a file; create it if the file is missing or empty."""
     if not path.exists() or not path.stat().st_size:
-        fresh = path.with_suffix(".new")  # a crash leaves no half of a secret
+        fresh = path.with_suffix(".new")  # a crash must not leave a partial secret
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
@@ -134,15 +112,6 @@ class StateFolder:
     It holds ``record.json``, the ``secret`` of the service's processes, ``logs/``, the
     controller's socket, and two lock files: the controller locks ``controller``, and
     every process of the service locks ``alive``.
-
-    Args:
-        path: The folder.
-
-    Attributes:
-        path: The folder.
-        logs: Folder of the log files.
-        socket: The controller's socket.
-        alive: Lock file of the service's processes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -154,11 +123,7 @@ class StateFolder:
         self._lock: int | None = None
 
     def make(self) -> None:
-        """Create the folder, readable by this user only.
-
-        Raises:
-            ServeError: It cannot be created, or something else has its name.
-        """
+        """Create the folder, readable by this user only."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
             self.path.chmod(0o700)
@@ -174,12 +139,7 @@ class StateFolder:
             ) from error
 
     def lock(self) -> None:
-        """Lock the folder for this process as the service's only controller.
-
-        Raises:
-            AlreadyServedError: Another controller holds the lock.
-            ServeError: The lock cannot be opened.
-        """
+        """Lock the folder for this process as the service's only controller."""
         path = self.path / "controller"
         try:
             self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -194,7 +154,7 @@ class StateFolder:
             ) from None
 
     def is_controlled(self) -> bool:
-        """Tell whether a controller runs, without taking its lock for a moment."""
+        """Return whether a controller runs, without taking its lock even briefly."""
         try:
             with open(self.path / "controller", "rb") as file:
                 found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _WHOLE_FILE)
@@ -210,13 +170,7 @@ class StateFolder:
         return held
 
     def secret(self) -> str:
-        """Return the secret of this service's processes; create it at the first call.
-
-        ``MULTIWORLD_SECRET`` in the environment takes precedence.
-
-        Raises:
-            ServeError: The file cannot be used, or does not hold a secret.
-        """
+        """Return ``MULTIWORLD_SECRET``, else the folder's secret (created once)."""
         given = os.environ.get("MULTIWORLD_SECRET")
         if given:
             return given
@@ -233,11 +187,6 @@ class StateFolder:
         return content.decode()
 
     def load(self) -> Record | None:
-        """Return the record; None if there is none.
-
-        Raises:
-            ServeError: The record cannot be read.
-        """
         try:
             data: Any = json.loads(self._record.read_text())
             found = data.get("format", FORMAT) if isinstance(data, dict) else FORMAT
@@ -258,12 +207,11 @@ class StateFolder:
             ) from error
 
     def save(self, record: Record) -> None:
-        """Replace the record atomically."""
         fresh = self._record.with_suffix(".new")
         fresh.write_text(record.model_dump_json(indent=1))
         fresh.replace(self._record)
 
     def forget(self) -> None:
-        """Remove the record and the socket, because no process runs any more."""
+        """Remove the record and the socket once no process of the service is left."""
         self._record.unlink(missing_ok=True)
         self.socket.unlink(missing_ok=True)

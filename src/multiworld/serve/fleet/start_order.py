@@ -1,9 +1,9 @@
-"""The order in which missing processes are started, and how many at once. Pure.
+"""Order in which missing processes start, and how many start at once. Pure.
 
-Starts compete for processor time: if all were started at once, all would be late. So
-only two for each core are started at once, and the most needed first:
-gateways; then a stage that nothing serves; then what was lost; then growth. Among
-equals, the stage goes first that has the smallest part of its replicas.
+Starts compete for processor time: if all ran at once, all would be late. So only two
+per core run at once, and the most needed go first: gateways, then a stage that has no
+replica, then lost replicas, then growth. Among equals, the stage with the smallest
+fraction of its replicas goes first.
 """
 
 from __future__ import annotations
@@ -17,19 +17,12 @@ StageKey = tuple[str, str, int]
 """Model, version and stage; model and version are empty for gateways."""
 
 PER_CORE = 2
-"""Starts at once for each core, because a start waits for others half of its time."""
+"""Concurrent starts per core; a start spends half of its time waiting for others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A stage that has fewer replicas than desired.
-
-    Attributes:
-        key: The stage; gateways count as one.
-        count: Replicas that are desired.
-        missing: Replicas that are to be started.
-        lost: Replicas that were lost and are not started again yet.
-    """
+    """A stage with fewer replicas than desired; `lost` of the `missing` were lost."""
 
     key: StageKey
     count: int
@@ -38,12 +31,7 @@ class Shortage:
 
 
 def next_starts(shortages: Sequence[Shortage], free: int) -> list[StageKey]:
-    """Return the stages of which to start a replica now, the most needed first.
-
-    Args:
-        shortages: The stages that lack replicas.
-        free: Most replicas to start; gateways are started in any case.
-    """
+    """Return the most needed starts: all gateways, and at most `free` replicas."""
     found = sorted(
         (_urgency(shortage, nth), shortage.key)
         for shortage in shortages
@@ -67,11 +55,7 @@ def _urgency(shortage: Shortage, nth: int) -> tuple[int, float]:
 
 
 def starts_at_once(nodes: Iterable[Node]) -> int:
-    """Return how many processes the machines can start at once.
-
-    Args:
-        nodes: The machines; those with one address are one machine.
-    """
+    """Return the maximum number of concurrent starts; one address is one machine."""
     cores: dict[str, float] = {}
     for node in nodes:
         cores[node.address] = max(cores.get(node.address, 0.0), node.cpus)

@@ -13,17 +13,11 @@ class DesiredModel:
     """Desired state of one model.
 
     Attributes:
-        version: The version that should serve.
-        replicas: Number of replicas of each stage.
-        max_queued_requests: Maximum number of requests that wait at a gateway.
-        max_ongoing_requests: Maximum number of requests that a gateway may have
-            outstanding at a replica of stage 0.
-        deadline_s: Seconds that a request may take, unless it sets its own deadline.
-        objective_s: Latency objective, in seconds; None without one.
+        max_ongoing_requests: Maximum number of requests in flight from one gateway to
+            one replica of stage 0.
         on_demand: Numbers of the stages that scale to zero.
-        generates: Whether the model generates text.
-        ttft_s: Objective for the first token of a text, in seconds.
-        tpot_s: Objective for each further one.
+        ttft_s: Objective for the first token of a sequence, in seconds.
+        tpot_s: Objective for each further token, in seconds.
     """
 
     version: str
@@ -40,19 +34,14 @@ class DesiredModel:
 
 @dataclass(frozen=True, slots=True)
 class DesiredState:
-    """Desired state of the service.
-
-    Attributes:
-        models: Desired state of each model, by name.
-        gateways: Number of gateway processes.
-    """
+    """Desired state of the service; `gateways` is a number of processes."""
 
     models: dict[str, DesiredModel] = field(default_factory=dict)
     gateways: int = 1
 
 
 class ProcessPhase(enum.StrEnum):
-    """The phase of a process in its life, as observed by the controller."""
+    """Phase of a process's life, as observed by the controller."""
 
     LAUNCHING = "launching"
     JOINED = "joined"
@@ -75,14 +64,7 @@ STATE_OF = {
 
 @dataclass(slots=True)
 class ProbeState:
-    """Progress of the probes of a replica. Times are monotonic seconds.
-
-    Attributes:
-        gateway: Gateway that was asked to send the current probe; empty if none was.
-        asked_at: Time of that request.
-        not_before: Earliest time for the next probe.
-        failures: Number of consecutive failures.
-    """
+    """Progress of a replica's probes; `gateway` sends the current one, if any."""
 
     gateway: str = ""
     asked_at: float = 0.0
@@ -95,22 +77,13 @@ class Process:
     """Observed state of a worker, or of a gateway (with an empty ``model``).
 
     Attributes:
-        name: Unique name, never reused.
-        model: Name of the model.
-        version: Version of the model.
-        stage: Number of the stage.
-        phase: Current phase.
         since: Time of launch, readiness or start of draining, whichever was last, in
             monotonic seconds.
         applied: Number of the last routing table that the process has applied.
         drain_number: Number of the first routing table without this process as a
             target; senders that have applied it send nothing more.
-        is_joined: True once the control world with the process is ready.
-        is_drain_requested: True if the process is to be replaced, then drained.
-        probe: Progress of its probes.
-        fingerprint: Kind of machine that its results depend on, if it has told.
-        weights: Name of its weights, if it has told.
-        entered: Times at which it entered its phases, in monotonic seconds.
+        is_joined: Whether the control world with the process is ready.
+        fingerprint: Hardware fingerprint on which its results depend; empty if unknown.
     """
 
     name: str
@@ -130,20 +103,17 @@ class Process:
 
     @property
     def is_gateway(self) -> bool:
-        """True for a gateway."""
         return not self.model
 
     @property
     def is_going(self) -> bool:
-        """True while the process drains or finishes."""
         return self.phase in (ProcessPhase.DRAINING, ProcessPhase.FINISHING)
 
     @property
     def is_starting(self) -> bool:
-        """True until it is ready."""
         return STATE_OF[self.phase] is ReplicaState.STARTING
 
     @property
     def is_there(self) -> bool:
-        """True once it has joined its control world; before, nobody can reach it."""
+        """True once it has joined its control world, and so can be reached."""
         return self.phase is not ProcessPhase.LAUNCHING

@@ -40,12 +40,7 @@ SERVER = {"name": "multiworld", "version": multiworld.__version__}
 def make_app(
     gateway: Gateway, more: Iterable[Callable[[FastAPI, Gateway], None]] = ()
 ) -> HotRoutes:
-    """Return the HTTP application of a gateway.
-
-    Args:
-        gateway: The gateway.
-        more: Functions that add further routes.
-    """
+    """Return the HTTP application; the functions in ``more`` add further routes."""
     app = FastAPIOffline(  # /docs works without internet access
         title="multiworld",
         version=multiworld.__version__,
@@ -81,7 +76,7 @@ def _errors(app: FastAPI) -> None:
 def _health(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/", include_in_schema=False)
     async def root() -> Response:
-        """Lead to the documentation of the API."""
+        """Redirect to the documentation of the API."""
         return RedirectResponse("/docs")
 
     def readiness() -> tuple[bool, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Memory and time that the bodies of all requests of a gateway may take. Pure."""
+"""Limits on the memory and time of request bodies at one gateway. Pure."""
 
 from __future__ import annotations
 
@@ -7,59 +7,45 @@ from dataclasses import dataclass
 from multiworld.errors import InvalidRequestError, OverloadedError
 
 FIRST_S = 30.0
-"""Seconds that a client has for a body, besides what its size adds."""
+"""Seconds that a client has to send a body, besides what its size adds."""
 
 BYTES_PER_S = 100_000
-"""Least rate at which a body must arrive, in bytes a second, after ``FIRST_S``."""
+"""Minimum rate at which a body must arrive, in bytes per second, after ``FIRST_S``."""
 
 WHOLE_S = 300.0
-"""Most seconds that a body may take, whatever its size."""
+"""Maximum seconds that a body may take, whatever its size."""
 
 RETRY_S = 1.0
-"""Seconds after which a client should try again when the memory is used up."""
+"""Seconds after which a client should retry when the memory is used up."""
 
 
 class NoMemoryError(OverloadedError):
-    """The bodies of requests under way fill the memory that they may have."""
+    """The bodies of requests in flight fill the memory that they may have."""
 
     status = 503
 
 
 class TooLargeError(InvalidRequestError):
-    """The body is larger than the gateway accepts."""
-
     status = 413
 
 
 class TooSlowError(InvalidRequestError):
-    """The client sends its body too slowly."""
-
     status = 408
 
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Most bytes of a body, as sent and decompressed.
+    """Maximum bytes of a body, as sent and as decompressed.
 
-    Attributes:
-        json_bytes: Most bytes of a body in JSON, or of the JSON part of another one; at
-            most ``body_bytes``.
-        body_bytes: Most bytes of a body with binary tensors.
+    ``body_bytes`` is for bodies with binary tensors; ``json_bytes`` is for other
+    bodies, and for the JSON part of these.
     """
 
     json_bytes: int
     body_bytes: int
 
     def check(self, size: int, *, is_binary: bool) -> None:
-        """Check the size of a body, or of the part of it that has arrived.
-
-        Args:
-            size: Bytes.
-            is_binary: Whether it has binary tensors.
-
-        Raises:
-            TooLargeError: It is too large.
-        """
+        """Raise ``TooLargeError`` if the bytes that have arrived are too many."""
         if size <= (self.body_bytes if is_binary else self.json_bytes):
             return
         if is_binary or self.json_bytes == self.body_bytes:
@@ -74,28 +60,19 @@ class BodyLimits:
 
 
 def limit_s(size: int) -> float:
-    """Return the seconds from its start until a body of ``size`` bytes must be here."""
+    """Return the seconds within which a body of ``size`` bytes must arrive."""
     return min(FIRST_S + size / BYTES_PER_S, WHOLE_S)
 
 
 @dataclass(slots=True, eq=False)
 class BodyBudget:
-    """Bytes that the bodies of all requests under way may occupy together.
-
-    Attributes:
-        limit: Most bytes.
-        used: Bytes in use.
-    """
+    """Bytes that the bodies of all requests in flight may occupy together."""
 
     limit: int
     used: int = 0
 
     def reserve(self, size: int) -> None:
-        """Take ``size`` bytes, until ``release``.
-
-        Raises:
-            NoMemoryError: They do not fit.
-        """
+        """Reserve ``size`` bytes; raise ``NoMemoryError`` if they do not fit."""
         if self.used + size > self.limit:
             raise NoMemoryError(
                 f"bodies of requests under way fill the {self.limit / 2**20:g} MiB of "
@@ -105,36 +82,24 @@ class BodyBudget:
         self.used += size
 
     def release(self, size: int) -> None:
-        """Give ``size`` bytes back."""
         self.used -= size
 
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Bytes that one request has taken from the budget.
-
-    Attributes:
-        budget: The budget.
-        size: Bytes taken so far.
-    """
+    """Bytes that one request has reserved in the budget."""
 
     budget: BodyBudget
     size: int = 0
 
     def add(self, size: int) -> None:
-        """Take more bytes.
-
-        Raises:
-            NoMemoryError: They do not fit.
-        """
         self.budget.reserve(size)
         self.size += size
 
     def give_back(self, size: int) -> None:
-        """Give some of the bytes back."""
         self.budget.release(size)
         self.size -= size
 
     def release(self) -> None:
-        """Give all bytes back; safe to repeat."""
+        """Release all bytes; safe to repeat."""
         self.give_back(self.size)

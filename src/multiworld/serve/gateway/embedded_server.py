@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import uvicorn
 
 TICK_S = 1.0
-"""Seconds between two turns of the main loop, which renew the ``Date`` of answers."""
+"""Seconds between ticks of the main loop, which renew the ``Date`` of answers."""
 
 
 class EmbeddedServer(uvicorn.Server):
     """A uvicorn server that leaves signals to its process.
 
-    uvicorn looks ten times a second whether it is to end; this server is told.
+    uvicorn polls ten times a second whether to stop; this server waits for ``end``.
     """
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -24,19 +24,14 @@ class EmbeddedServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture no signals."""
         yield
 
     def end(self) -> None:
-        """End the server once all requests are answered; safe to repeat."""
+        """Stop once all requests are answered; safe to repeat."""
         self.should_exit = True
         self._is_ending.set()
 
     async def main_loop(self) -> None:
-        """Do what is to be done every second until ``end`` is called.
-
-        Cancellation: Safe.
-        """
         while not await self.on_tick(0):
             try:
                 async with asyncio.timeout(TICK_S):

@@ -41,26 +41,18 @@ from multiworld.serve.tenants.authenticator import AdmittedRequest
 from multiworld.serve.tenants.directory import Tenant
 
 MAX_TEXTS = 2048
-"""Most texts in one request; the same as OpenAI's limit."""
+"""Maximum number of texts in one request; the same as OpenAI's limit."""
 
 MAX_TOKENS = 300_000
-"""Most token ids in one request; the same as OpenAI's limit."""
+"""Maximum number of token ids in one request; the same as OpenAI's limit."""
 
 WINDOW = 32
-"""Most texts of one request under way at once, so that it does not fill the queue."""
+"""Maximum number of texts of one request in flight; more would fill the queue."""
 
 Token = Annotated[int, msgspec.Meta(ge=0)]
 
 
 def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
-    """Add the OpenAI-compatible routes to an application.
-
-    Args:
-        app: The application.
-        hot: Gets the routes that most requests take.
-        gateway: The gateway.
-    """
-
     began_at = int(time.time())
 
     def shown(name: str, tenant: Tenant) -> dict[str, Any]:
@@ -73,7 +65,7 @@ def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
     async def models(request: Request) -> Response:
         """List the models that the client may use.
 
-        ``max_model_len``, as in vLLM, is there for those that generate text.
+        ``max_model_len`` is present for models that generate text, as in vLLM.
         """
         try:
             tenant = gateway.authenticator.identify(request.headers)
@@ -138,14 +130,7 @@ _token_lists = msgspec.json.Decoder(list[list[Token]])
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """A parsed request for embeddings.
-
-    Attributes:
-        model: Name of the model.
-        inputs: Texts, or arrays of tokens.
-        dimensions: Length of the vectors that the client wants; None: the model's.
-        is_base64: Whether vectors are sent as Base64 of 32-bit floats.
-    """
+    """A parsed request; ``is_base64``: vectors as Base64 of 32-bit floats."""
 
     model: str
     inputs: list[str] | list[list[int]]
@@ -175,10 +160,7 @@ def _embedding_request(body: Body) -> EmbeddingRequest:
 
 
 def _inputs(given: bytes) -> list[str] | list[list[int]]:
-    """Return the texts or arrays of tokens of a request.
-
-    Their number is bounded before they are decoded.
-    """
+    """Return the inputs; bound their number before decoding them."""
     try:
         if given.startswith(b'"'):
             return _not_empty([_text.decode(given)])
@@ -222,7 +204,6 @@ def _check_dimensions(dimensions: int | None, model: Model) -> None:
 
 
 def _encoded(frontend: Any, inputs: list[str] | list[list[int]]) -> list[Tensors]:
-    """Return the inputs of stage 0 for each text or array of tokens."""
     if isinstance(inputs[0], str):
         return [frontend.encode(text) for text in inputs]
     encode = getattr(frontend, "encode_tokens", None)
@@ -275,7 +256,7 @@ async def _embed(
 
 
 async def _all(parts: Iterable[Coroutine[Any, Any, Tensors]]) -> list[Tensors]:
-    """Return all answers, or cancel the others once one fails."""
+    """Return all answers; cancel the rest once one fails."""
     tasks = [asyncio.ensure_future(part) for part in parts]
     try:
         return await asyncio.gather(*tasks)

@@ -38,33 +38,16 @@ from multiworld.serve.transport.collation import rows_of
 from multiworld.serve.transport.protocol import Counted, FleetReport, GatewayReport
 
 LARGE_BYTES = 256 * 1024
-"""Bytes of inputs from which their digest is made in a thread."""
+"""Bytes of inputs from which their digest is computed in a thread."""
 
 
 class Gateway:
     """Models, authenticator and dispatcher of a gateway.
 
-    Args:
-        dispatcher: Sends requests to replicas.
-        limits: Most bytes of a request body.
-        bodies: Memory that all bodies may take together.
-        authenticator: Admits requests; None: one that needs no keys.
-        streams: Streams of generated text; None: streams without replicas.
-
     Attributes:
-        dispatcher: Sends requests to replicas.
-        streams: Streams of generated text.
-        specs: Specs of the models, by name and version.
-        bodies: Memory that all bodies may take together.
-        authenticator: Admits requests.
-        models: Loaded models, by name and version.
         texts: Text frontends, by name and version of their model.
-        counts: Finished requests.
-        fleet: Latest state of all other processes from the controller.
-        ask_fleet: Coroutine function that has the controller send ``fleet`` anew.
         on_poison: Called with the tenant, the model and version, and the digest of a
             poison request found here.
-        is_ending: The gateway is shutting down.
     """
 
     def __init__(
@@ -91,18 +74,7 @@ class Gateway:
     async def read_body(
         self, request: AnyRequest, admitted: AdmittedRequest, reservation: Reservation
     ) -> Body:
-        """Return the body of an admitted request.
-
-        Args:
-            request: The HTTP request.
-            admitted: The request, as admitted; its bytes are counted.
-            reservation: Holds the body's memory until the request is answered.
-
-        Raises:
-            ServeError: As ``request_body.read_body``.
-
-        Cancellation: Safe. The body read so far is dropped.
-        """
+        """Read the body of an admitted request; count and charge its bytes."""
         return await read_body(
             request,
             self._limits,
@@ -112,7 +84,6 @@ class Gateway:
         )
 
     def counted(self) -> Iterator[Counted]:
-        """Yield every count of this gateway since its start."""
         yield from self.counts.counted()
         yield from self.streams.timed.counted()
         for kind, count in self.streams.counts.items():
@@ -128,7 +99,6 @@ class Gateway:
             yield "missed", (model,), count
 
     def report(self) -> GatewayReport:
-        """Return what it does at this moment."""
         report = self.dispatcher.report()
         at_streams = self.streams.load()
         waiting, streams = report.waiting, self.streams
@@ -150,10 +120,7 @@ class Gateway:
         )
 
     async def metrics(self) -> bytes:
-        """Return the metrics of the service, in Prometheus's text format.
-
-        Cancellation: Safe.
-        """
+        """Return the metrics of the service, in Prometheus's text format."""
         await self.ask_fleet()
         sums: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for kind, labels, value in (*self.fleet.others, *self.counted()):
@@ -165,12 +132,11 @@ class Gateway:
         )
 
     def may_use(self, tenant: Tenant, name: str) -> bool:
-        """Tell whether a model is served and the tenant may use it."""
+        """Return whether a model is served and the tenant may use it."""
         is_served = name in self.dispatcher.table.routes and not is_dedicated(name)
         return is_served and tenant.may_use(name)
 
     def names(self, tenant: Tenant) -> list[str]:
-        """Return the models that a tenant may use, sorted."""
         routes = self.dispatcher.table.routes
         return sorted(name for name in routes if self.may_use(tenant, name))
 
@@ -183,15 +149,8 @@ class Gateway:
     ) -> tuple[str, Model]:
         """Return the active version of a model, and the model.
 
-        Args:
-            name: Name of the model.
-            version: The version that must be active; None: any.
-            tenant: The tenant that asks.
-
-        Raises:
-            UnknownModelError: No such model is served to this tenant, or another
-                version is active.
-            NoReplicaError: This gateway has not loaded the model yet.
+        Raises ``UnknownModelError`` if it is not served to this tenant, or if another
+        ``version`` than the active one is given.
         """
         routes = self.dispatcher.table.routes
         if not self.may_use(tenant, name):
@@ -212,15 +171,7 @@ class Gateway:
         return route.version, model
 
     def max_tokens(self, name: str, tenant: Tenant) -> int | None:
-        """Return the most tokens of a text, prompt and answer together.
-
-        Args:
-            name: Name of a model that the tenant may use.
-            tenant: The tenant.
-
-        Returns:
-            None: It generates no text, or this gateway has not loaded it yet.
-        """
+        """Return the maximum tokens of a sequence; None without a loaded text model."""
         name = self.route(name, tenant)
         version = self.dispatcher.table.routes[name].version
         model = self.models.get(name, {}).get(version)
@@ -232,7 +183,7 @@ class Gateway:
         return longest_of(spec.generation, model.generation)
 
     def forget_versions(self) -> None:
-        """Forget the versions that are no longer in the table."""
+        """Forget versions that are no longer in the routing table."""
         routes = self.dispatcher.table.routes
         for name, versions in list(self.models.items()):
             kept = routes[name].stages.keys() if name in routes else ()
@@ -242,14 +193,10 @@ class Gateway:
                 self.specs.pop((name, version), None)
 
     def is_ready(self, name: str) -> bool:
-        """Tell whether every stage of a model that needs a replica has a ready one."""
         return not self.missing_stages(name)
 
     def missing_stages(self, name: str) -> list[int]:
-        """Return the stages of a model that lack a ready replica.
-
-        Stages that may scale to zero are left out.
-        """
+        """Return the stages that lack a ready replica and may not scale to zero."""
         on_demand = self.dispatcher.table.routes[name].on_demand
         return [s for s in self.dispatcher.missing(name) if s not in on_demand]
 
@@ -264,19 +211,7 @@ class Gateway:
     ) -> Tensors:
         """Return the answer to one request of a tenant.
 
-        Args:
-            admitted: The request, as admitted; its rows are counted.
-            name: Name of the model.
-            version: The active version, for the quarantine.
-            tensors: Inputs of stage 0, by name; rows in dimension 0.
-            deadline_s: Seconds until the deadline; None: the model's default.
-            session: Requests of a tenant's session go to the same replicas.
-
-        Raises:
-            ServeError: The request was refused or failed; ``multiworld.errors`` lists
-                the subclasses.
-
-        Cancellation: Safe. The request is withdrawn, and its attempts are cancelled.
+        Cancelling is safe: it withdraws the request and cancels its attempts.
         """
         tenant, model_version = admitted.tenant, (name, version)
         await self.check_poison(admitted, model_version, lambda: _digest(tensors))
@@ -300,19 +235,7 @@ class Gateway:
         model_version: ModelVersion,
         digest: Callable[[], Awaitable[str]],
     ) -> None:
-        """Refuse poison requests, and all requests of a quarantined tenant.
-
-        Args:
-            admitted: The request.
-            model_version: Model and version.
-            digest: Makes the digest of its inputs; called only if that is needed.
-
-        Raises:
-            QuarantinedError: The tenant is quarantined for this model.
-            RequestPoisonedError: This request is poison.
-
-        Cancellation: Safe.
-        """
+        """Refuse poison requests, and all requests of a quarantined tenant."""
         if self.authenticator.needs_digest(admitted.tenant, model_version):
             found = await digest()
             self.authenticator.check_poison(admitted, model_version, found)
@@ -320,24 +243,12 @@ class Gateway:
     def found_poison(
         self, tenant: Tenant, model_version: ModelVersion, digest: str
     ) -> None:
-        """Record a poison request found here, and report it.
-
-        Args:
-            tenant: Its tenant.
-            model_version: Model and version.
-            digest: Digest of the request's inputs.
-        """
+        """Record a poison request found here, and report it."""
         self.poisonous(tenant.name, model_version, digest)
         self.on_poison(tenant.name, model_version, digest)
 
     def poisonous(self, tenant: str, model_version: ModelVersion, digest: str) -> None:
-        """Record a poison request; reject waiting ones if its tenant is quarantined.
-
-        Args:
-            tenant: Name of its tenant.
-            model_version: Model and version.
-            digest: Digest of the request's inputs.
-        """
+        """Record a poison request; reject waiting ones if its tenant is quarantined."""
         if self.authenticator.add_poison(tenant, model_version, digest):
             self.dispatcher.quarantine(tenant, model_version[0])
             self.streams.quarantine(tenant, model_version[0])
@@ -361,18 +272,7 @@ class Gateway:
         )
 
     async def text(self, name: str, version: str, model: Model) -> Any:
-        """Return the text frontend of a model; load it once, in a thread.
-
-        Args:
-            name: Name of the model.
-            version: Its version.
-            model: The model.
-
-        Raises:
-            InvalidRequestError: The model takes no text.
-
-        Cancellation: Safe. Loading goes on in its thread; its result is dropped.
-        """
+        """Return the text frontend of a model; load it once, in a thread."""
         load = model.text if model.generation is None else model.generation.tokenizer
         if load is None:
             raise InvalidRequestError(
@@ -387,13 +287,13 @@ class Gateway:
             loading.add_done_callback(lambda _: self._loading.pop(key, None))
             self._loading[key] = loading
         text = await asyncio.shield(loading)
-        if version in self.models.get(name, {}):  # not dropped meanwhile
+        if version in self.models.get(name, {}):  # not removed meanwhile
             self.texts[key] = text
         return text
 
 
 def _loaded(load: Callable[[], Any]) -> Any:
-    """Load a text frontend, and all that its first use would load."""
+    """Load a text frontend, and everything that its first use would load."""
     made = load()
     prepare = getattr(made, "prepare", None)
     if prepare is not None:
@@ -406,7 +306,7 @@ async def _nothing() -> None:
 
 
 async def _digest(tensors: Tensors) -> str:
-    """Return the digest of a request, made in a thread if it is large."""
+    """Return the digest of a request, computed in a thread if it is large."""
     size = sum(tensor.nbytes for tensor in tensors.values())
     if size < LARGE_BYTES:
         return digest_of(tensors)
@@ -414,15 +314,7 @@ async def _digest(tensors: Tensors) -> str:
 
 
 def require_tensors(name: str, model: Model) -> None:
-    """Raise an error if a model generates text: it takes no tensors.
-
-    Args:
-        name: Name of the model.
-        model: The model.
-
-    Raises:
-        InvalidRequestError: It generates text.
-    """
+    """Refuse a tensor request to a model that generates text."""
     if model.generation is not None:
         raise InvalidRequestError(
             f"model {name!r} generates text; use /v1/chat/completions, or "

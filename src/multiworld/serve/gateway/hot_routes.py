@@ -1,8 +1,8 @@
 """Routes that most requests take, without the layers of FastAPI.
 
-FastAPI's middleware and routing cost as much as all that the gateway does itself for a
-small request. The same endpoints are routes of the FastAPI application as well, which
-documents them and serves every other path.
+For a small request, FastAPI's middleware and routing cost as much as everything else in
+the gateway. The endpoints are also routes of the FastAPI application, which documents
+them and serves every other path.
 """
 
 from __future__ import annotations
@@ -24,31 +24,18 @@ Endpoint = Callable[..., Awaitable[Response]]
 
 
 class HotRoutes:
-    """An ASGI application: a few routes, and another application for all others.
-
-    Args:
-        app: The other application.
-    """
+    """ASGI application that serves a few routes itself; ``app`` serves the rest."""
 
     def __init__(self, app: FastAPI) -> None:
         self.app = app
         self._routes: list[tuple[re.Pattern[str], Endpoint]] = []
 
     def post(self, path: str, endpoint: Endpoint) -> None:
-        """Add a route for POST.
-
-        Args:
-            path: Path in which ``{name}`` stands for a part without a slash.
-            endpoint: Returns the response; must not raise.
-        """
+        """Add a route; ``{name}`` matches one part. ``endpoint`` must not raise."""
         pattern = re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^/]+)", re.escape(path))
         self._routes.append((re.compile(pattern), endpoint))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request.
-
-        Cancellation: As for the endpoint.
-        """
         if scope["type"] == "http" and scope["method"] == "POST":
             for pattern, endpoint in self._routes:
                 if (match := pattern.fullmatch(scope["path"])) is not None:

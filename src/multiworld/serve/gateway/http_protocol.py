@@ -12,7 +12,7 @@ from uvicorn.server import ServerState
 from multiworld.serve.gateway.http_request import CONNECTION, IS_COMPLETE, Connection
 
 HEAD_BYTES = 64 * 1024
-"""Most bytes of a request line and its headers; Apache and nginx allow less."""
+"""Maximum bytes of a request line and its headers; Apache and nginx allow less."""
 
 HEADER_BYTES = 4
 """Bytes of a header line besides its name and value."""
@@ -21,39 +21,32 @@ TOO_LONG = (
     "431 Request Header Fields Too Large",
     f"headers are longer than {HEAD_BYTES} bytes; shorten them",
 )
-"""Status and text for too many headers."""
 
 CREDENTIALS = (b"authorization", b"x-api-key")
-"""Headers of which a request may have one: two could name two tenants."""
+"""Headers that a request may have only once: two could name two tenants."""
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-"""Answer to a client that waits with its body; what follows depends on that."""
+"""Reply to a client that waits to send its body; it must not be held back."""
 
 STALL_S = 30.0
-"""Seconds in which a client must read something of an answer that waits for it."""
+"""Seconds within which a client must read some of an answer that is waiting for it."""
 
 ANSWER = (
     "HTTP/1.1 {0}\r\ncontent-type: application/json\r\ncontent-length: {1}\r\n"
     "connection: close\r\n\r\n{2}"
 )
-"""Refusal, with the status, the length of the body, and the body."""
+"""A refusal: status, length of the body, body."""
 
 
 class HeadKeeper:
-    """Transport that sends the head of an answer together with what follows it.
-
-    Two writes are two system calls, and two packets for the client.
-
-    Args:
-        transport: The connection's transport.
-    """
+    """Transport that sends the head of an answer in one packet with its body."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._head = b""
 
     def write(self, data: bytes) -> None:
-        """Send ``data``, or keep it if it is the head of an answer."""
+        """Send ``data``, or hold it back if it is the head of an answer."""
         is_head = data.startswith(b"HTTP/") and data.endswith(b"\r\n\r\n")
         if is_head and data != CONTINUE:
             self.flush()
@@ -63,34 +56,27 @@ class HeadKeeper:
             self._head = b""
 
     def flush(self) -> None:
-        """Send what is kept."""
         if self._head:
             self._transport.write(self._head)
             self._head = b""
 
     def close(self) -> None:
-        """Send what is kept, and close the connection."""
         self.flush()
         self._transport.close()
 
     def is_closing(self) -> bool:
-        """Tell whether the connection is being closed."""
         return self._transport.is_closing()
 
 
 def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
     """Return a protocol class for ``uvicorn.Config(http=...)``.
 
-    Args:
-        head_s: Seconds from the start of a connection, or from the first byte of a
-            later request, until its headers must be complete. A slower client gets
-            408, and its connection is closed.
-        max_connections: Most connections at a time. One more gets 503 and is closed.
+    ``head_s`` limits the seconds from the start of a connection, or from the first byte
+    of a later request, until its headers are complete. A slower client gets 408, and a
+    connection beyond ``max_connections`` gets 503; both are closed.
     """
 
     class Bounded(HttpToolsProtocol):
-        """HTTP connection with limits."""
-
         def __init__(
             self, config: Config, server_state: ServerState, *args: Any, **kwargs: Any
         ) -> None:
@@ -183,11 +169,10 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             super().on_message_complete()
 
         def _scope(self) -> dict[str, Any]:
-            """Return the scope of the request that arrives."""
             return self.scope  # type: ignore[return-value]
 
         def _count_head(self, size: int) -> None:
-            """Limit the headers of one request, however many bytes came at once."""
+            """Limit the headers of one request, however many bytes arrive at once."""
             self._head_bytes += size
             if self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
                 self._refuse(*TOO_LONG)
@@ -210,11 +195,11 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
                 self._stall_timer = None
 
         def _count_unused(self, size: int) -> None:
-            """Limit what the parser keeps: headers, trailers, extensions of chunks."""
+            """Limit what the parser buffers: headers, trailers, chunk extensions."""
             self._unused_bytes = 0 if self._has_progress else self._unused_bytes + size
             if self._unused_bytes <= HEAD_BYTES or self.transport.is_closing():
                 return
-            if self._timer is None:  # trailers: an answer may be under way
+            if self._timer is None:  # trailers: an answer may have started
                 self.transport.close()
                 return
             self._refuse(*TOO_LONG)

@@ -1,4 +1,4 @@
-"""A request of the hot routes, and what its connection tells about it."""
+"""A request of the hot routes, and the state of its connection."""
 
 from __future__ import annotations
 
@@ -6,33 +6,27 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Protocol
 
 CONNECTION = "multiworld.connection"
-"""Key of a scope: the ``Connection`` of the request."""
+"""Scope key of the ``Connection`` of the request."""
 
 IS_COMPLETE = "multiworld.is_complete"
-"""Key of a scope: present if the whole request has arrived."""
+"""Scope key that is present if the whole request has arrived."""
 
 
 class Connection:
-    """State of the connection of a request.
-
-    Attributes:
-        is_lost: The client has disconnected.
-        on_lost: Functions that are called when the client disconnects.
-    """
+    """Connection of a request; calls the functions in ``on_lost`` when it is lost."""
 
     def __init__(self) -> None:
         self.is_lost = False
         self.on_lost: set[Callable[[], object]] = set()
 
     def lost(self) -> None:
-        """Call the functions; the client has disconnected."""
         self.is_lost = True
         for call in list(self.on_lost):
             call()
 
 
 class AnyRequest(Protocol):
-    """The part of Starlette's requests that ``HttpRequest`` has, too."""
+    """The interface shared by Starlette's requests and ``HttpRequest``."""
 
     @property
     def scope(self) -> MutableMapping[str, Any]:
@@ -48,17 +42,7 @@ class AnyRequest(Protocol):
 
 
 class HttpRequest:
-    """A request whose headers are decoded once.
-
-    Args:
-        scope: The ASGI scope.
-        receive: ASGI's function that returns the next event.
-
-    Attributes:
-        scope: The ASGI scope.
-        receive: ASGI's function that returns the next event.
-        headers: The headers; of several with one name, the first.
-    """
+    """A request with decoded headers; of several with one name, the first counts."""
 
     def __init__(
         self,

@@ -31,42 +31,34 @@ logger = logging.getLogger("multiworld.serve")
 access_logger = logging.getLogger("multiworld.access")
 
 REQUEST_ID = "X-Request-Id"
-"""Header with the id of a request: taken, returned and logged."""
+"""Header with the id of a request: accepted, returned and logged."""
 
 GIVEN_ID = re.compile(r"[!-~]{1,128}")
-"""Ids of clients that are taken: they go into a log and a header."""
+"""Ids that are accepted from clients; they go into a log and a header."""
 
 ASK_TIMING = "x-timing"
-"""Header of a request whose answer is to say what its time was spent on."""
+"""Request header that asks for ``Server-Timing`` in the response."""
 
 OFFLOAD_BYTES = 64 * 1024
-"""Bytes from which a body is parsed in a thread, so that it does not block the loop."""
+"""Bytes from which a body is parsed in a thread, to keep the event loop responsive."""
 
 RENDER_BYTES = 32 * 1024
 """Bytes of tensors from which an answer is rendered in a thread."""
 
 BUG = "internal error of the gateway; see its log"
-"""Text of an error that nobody foresaw."""
 
 REFUSALS = {
     "tpm_limit": ("tokens", "rate_limit_exceeded"),
     "tokens_per_day": ("insufficient_quota", "insufficient_quota"),
     "tokens_per_month": ("insufficient_quota", "insufficient_quota"),
 }
-"""Type and code of errors in OpenAI's API, by the limit that is reached."""
+"""Type and code of errors in OpenAI's API, by the limit that was reached."""
 
 MAX_TEXT = 1000
-"""Most characters of an error's text."""
+"""Maximum number of characters of an error text."""
 
 
 def json_response(data: Any, status: int = 200, headers: Any = None) -> Response:
-    """Return a JSON response.
-
-    Args:
-        data: Content, as ``orjson`` encodes it.
-        status: HTTP status.
-        headers: Additional headers by name; None: none.
-    """
     return Response(orjson.dumps(data), status, headers, "application/json")
 
 
@@ -79,7 +71,7 @@ def _retry(error: ServeError) -> dict[str, str]:
 
 
 def text_of(error: ServeError) -> str:
-    """Return the text of an error, which may quote what a client has sent, cut."""
+    """Return the text of an error, cut: it may quote what a client has sent."""
     return _cut(str(error))
 
 
@@ -119,12 +111,8 @@ def openai_error(error: ServeError) -> dict[str, Any]:
 class EventStream(StreamingResponse):
     """A response of server-sent events, as OpenAI's clients expect them.
 
-    Args:
-        events: The events. If they raise a ``ServeError``, that is the last one.
-
-    Attributes:
-        last: Event after the last one.
-        on_end: Called once with the status to count, when the stream has ended.
+    A ``ServeError`` becomes the last event, before ``last``. ``on_end`` is called once,
+    with the status to count.
     """
 
     last = b"data: [DONE]\n\n"
@@ -137,7 +125,7 @@ class EventStream(StreamingResponse):
 
     @staticmethod
     def error_of(error: ServeError) -> Any:
-        """Return what the last event of a failed stream says."""
+        """Return the content of a failed stream's last event."""
         return openai_error(error)
 
     async def _all(self, events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
@@ -161,15 +149,10 @@ class EventStream(StreamingResponse):
 
 
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""Headers of a stream of events, so that no proxy holds it back."""
+"""Headers that keep proxies from buffering a stream of events."""
 
 
 def event_of(content: Any) -> bytes:
-    """Return a server-sent event.
-
-    Args:
-        content: Its content, as ``orjson`` encodes it.
-    """
     return b"data: %b\n\n" % orjson.dumps(content)
 
 
@@ -186,16 +169,9 @@ async def respond(
 ) -> Response:
     """Admit a request, answer it, and count it, whatever its outcome.
 
-    One that is answered with an ``EventStream`` is counted when that ends.
-
-    Args:
-        gateway: The gateway.
-        request: The HTTP request.
-        name: Name of the model, or a function that returns it after the answer.
-        handler: Answers the admitted request.
-        error_response: Renders an error.
-
-    Cancellation: Safe. The request is counted with status ``CLIENT_CLOSED``.
+    An ``EventStream`` is counted when it ends; a cancelled request with status
+    ``CLIENT_CLOSED``. ``name`` is the model, or a function that returns it after the
+    answer.
     """
     number = request_id_of(request)
     try:
@@ -214,7 +190,7 @@ async def respond(
     reservation = Reservation(gateway.bodies)
 
     def end(status: int) -> Phases | None:
-        """Count the request, and free what it holds; return where its time went."""
+        """Count the request, and free its resources."""
         reservation.release()
         model = (name() if callable(name) else name) or admitted.model
         is_known = gateway.may_use(admitted.tenant, model)
@@ -249,7 +225,7 @@ async def respond(
 
 
 def request_id_of(request: AnyRequest) -> str:
-    """Return the id that a client gave its request, or a new one."""
+    """Return the id that the client gave its request, or a new one."""
     given = request.headers.get(REQUEST_ID.lower(), "")
     return given if GIVEN_ID.fullmatch(given) else secrets.token_hex(16)
 
@@ -263,7 +239,7 @@ def _log_access(
 
 
 CLIENT_CLOSED = 499
-"""Status counted for a request whose client disconnected; it is nginx's."""
+"""Status of a request whose client disconnected; it is nginx's."""
 
 
 async def _handled(
@@ -282,16 +258,10 @@ async def _handled(
 def timeout_of(
     request: AnyRequest, timeout_s: Any = None, timeout_us: Any = None
 ) -> float | None:
-    """Return the client's timeout of a request in seconds; None: it gave none.
+    """Return the client's timeout in seconds; None if it gave none.
 
-    Args:
-        request: The HTTP request; its header ``X-Timeout-S`` counts if the body has no
-            ``timeout_s``.
-        timeout_s: ``timeout_s`` in its body.
-        timeout_us: ``timeout`` in its body: microseconds, as Triton's clients send it.
-
-    Raises:
-        InvalidRequestError: The timeout is not valid.
+    ``timeout_s`` and ``timeout_us`` (Triton's ``timeout``) are fields of the body; the
+    header ``X-Timeout-S`` counts if there is no ``timeout_s``.
     """
     given = timeout_s
     if given is None:

@@ -17,17 +17,17 @@ from multiworld.errors import InvalidRequestError
 T = TypeVar("T")
 
 SMALL_BYTES = 16 * 1024
-"""Most bytes of a part of a body that may be of any type, such as parameters."""
+"""Maximum bytes of a body part that may be of any type, such as parameters."""
 
 MAX_OBJECTS = 4096
-"""Most objects in a body."""
+"""Maximum number of objects in a body."""
 
 MAX_VALUES, MAX_LISTS, MAX_STRINGS = 300_000, 16_384, 50_000
-"""Most values, lists and strings in a body whose parts may be of any type. As many
-values as OpenAI allows token ids in a request."""
+"""Maximum number of values, lists and strings in a body whose parts may be of any type.
+OpenAI allows this many token ids in a request."""
 
 NOT_JSON = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
-"""Errors of msgspec for a text that is not JSON, or not of the expected type."""
+"""Errors of msgspec for text that is not JSON, or not of the expected type."""
 
 PIECE_BYTES = 64 * 1024
 """Bytes of numbers that are decoded at once."""
@@ -37,11 +37,7 @@ _NOTHING_ELSE = b"[] \t\r\n"
 
 
 def decode(text: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
-    """Return the decoded text.
-
-    Raises:
-        InvalidRequestError: The text is not JSON, or does not fit the type.
-    """
+    """Return the decoded text; raise ``InvalidRequestError`` if it does not fit."""
     try:
         return decoder.decode(text)
     except msgspec.ValidationError as error:
@@ -51,13 +47,7 @@ def decode(text: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
 
 
 def check_objects(text: bytes | bytearray) -> None:
-    """Check that a body has few objects, before it is decoded.
-
-    Braces within texts count as well.
-
-    Raises:
-        InvalidRequestError: It has more than ``MAX_OBJECTS``.
-    """
+    """Check the number of objects before decoding; braces in strings count as well."""
     if text.count(b"{") > MAX_OBJECTS:
         raise InvalidRequestError(
             f"body has more than {MAX_OBJECTS} objects; split the request"
@@ -65,15 +55,9 @@ def check_objects(text: bytes | bytearray) -> None:
 
 
 def check_values(text: bytes | bytearray) -> None:
-    """Check that a body has few values, whatever its type, before it is decoded.
-
-    What is within strings does not count. This takes 1 to 3 ms for a megabyte.
-
-    Raises:
-        InvalidRequestError: It has more values of a kind than a request may.
-    """
+    """Check the number of values outside strings, in 1 to 3 ms per megabyte."""
     plain: bytes | bytearray = text
-    if b"\\" in text:  # which valid JSON has within strings only
+    if b"\\" in text:  # valid JSON has it only within strings
         plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     strings = plain.count(b'"') // 2
     if strings > MAX_STRINGS:
@@ -96,16 +80,7 @@ def _too_many(count: int, most: int, name: str) -> InvalidRequestError:
 
 
 def small(part: msgspec.Raw, name: str, decoder: msgspec.json.Decoder[T]) -> T:
-    """Return the decoded part of a body.
-
-    Args:
-        part: The part.
-        name: Its name, for the error.
-        decoder: Decoder of its type.
-
-    Raises:
-        InvalidRequestError: The part is too large, or does not fit the type.
-    """
+    """Decode the part ``name`` of a body; refuse it if it is large or does not fit."""
     text = bytes(part)
     if len(text) > SMALL_BYTES:
         raise InvalidRequestError(f"{name} is longer than {SMALL_BYTES} bytes")
@@ -116,11 +91,7 @@ def small(part: msgspec.Raw, name: str, decoder: msgspec.json.Decoder[T]) -> T:
 
 
 def pieces(numbers: bytes) -> Iterator[bytes]:
-    """Split a list of numbers, nested or flat, into flat lists of about 64 KiB.
-
-    Args:
-        numbers: A valid JSON list.
-    """
+    """Split a valid JSON list of numbers into flat lists of about 64 KiB."""
     flat = numbers.translate(None, _NOTHING_ELSE)
     begin = 0
     while begin < len(flat):

@@ -1,7 +1,7 @@
 """Prometheus metrics of a service, as each of its gateways shows them.
 
-Counters are sums over all gateways and replicas, those that have ended included; the
-controller adds them up. Gauges are shown for each process.
+Counters are sums over all gateways and replicas, including exited ones; the controller
+adds them up. Gauges are shown for each process.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ Sums = Mapping[tuple[str, tuple[str, ...]], float]
 """Sums over all processes, by kind and labels."""
 
 OF_STAGE = ("model", "version", "stage")
-"""Labels of a stage."""
 
 OF_REPLICA = (*OF_STAGE, "replica")
-"""Labels of a replica."""
 
 OF_WORK = {
     "requests": "Requests computed.",
@@ -92,7 +90,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "stage_batches": ("Batches computed.", OF_STAGE),
     "stage_seconds": ("Seconds of computing batches.", OF_STAGE),
 }
-"""Counters that are sums over all processes: text and labels, by kind."""
+"""Help text and labels of each counter, by kind."""
 
 GAUGES = {
     "queued": "Requests waiting to be computed.",
@@ -108,27 +106,19 @@ def render(
     fleet: FleetReport,
     table: RoutingTable,
 ) -> bytes:
-    """Return the metrics in Prometheus's text format.
-
-    Args:
-        sums: Counts of all processes.
-        gateways: Reports of all gateways, by name.
-        fleet: Latest state of the fleet from the controller.
-        table: The routing table.
-    """
+    """Return the metrics in Prometheus's text format."""
     registry = CollectorRegistry()
     registry.register(_Families(_families(sums, gateways, fleet, table)))
     return generate_latest(registry)
 
 
 class _Families(Collector):
-    """Collector of families that are there already."""
+    """Collector of families that already exist."""
 
     def __init__(self, families: Iterator[Metric]) -> None:
         self._families = list(families)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all of them."""
         yield from self._families
 
 
@@ -182,7 +172,7 @@ HISTOGRAMS = {
         "Mean seconds between two tokens of a stream.",
     ),
 }
-"""Name and text of each histogram, by the name of its counts."""
+"""Name and help text of each histogram, by the name of its counts."""
 
 
 def _latencies(sums: Sums) -> Iterator[Metric]:
@@ -271,7 +261,7 @@ def _labels(name: str, table: RoutingTable) -> list[str]:
 
 
 def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Return the cumulative buckets of a histogram, as Prometheus wants them."""
+    """Return the cumulative buckets of a histogram, as Prometheus expects them."""
     ends = [f"{bound:g}" for bound in bounds] + ["+Inf"]
     sums = itertools.accumulate(counts or [0] * len(ends))
     return list(zip(ends, map(float, sums), strict=True))

@@ -2,6 +2,7 @@
 
 Supports JSON and the binary tensor extension: a JSON part whose length is in the header
 ``Inference-Header-Content-Length``, followed by the raw tensors in order.
+
 https://github.com/kserve/open-inference-protocol
 """
 
@@ -30,29 +31,26 @@ from multiworld.serve.spec.stage import Model, Tensors, TensorSpec
 from multiworld.serve.transport.collation import rows_of
 
 MAX_DIMENSIONS = 16
-"""Most dimensions of a tensor."""
+"""Maximum number of dimensions of a tensor."""
 
 MAX_DIGITS = 18
-"""Most digits of a length that is parsed; ``int`` takes long for millions of them."""
+"""Maximum number of digits of a length; ``int`` takes long for millions of them."""
 
 MAX_ELEMENTS = 2**40
-"""Bound on the elements of a tensor, and on each size."""
+"""Upper bound on the elements of a tensor, and on each size."""
 
 FEW = 16
-"""Values up to which Python checks them faster than torch."""
+"""Number of values up to which Python checks them faster than torch."""
 
 SHOWN = 80
-"""Most characters of an invalid value that an error text repeats."""
+"""Maximum number of characters of an invalid value in an error text."""
 
 
 class InferenceParameters(msgspec.Struct, frozen=True):
-    """Parameters of a request that mean something here; others are ignored.
+    """Supported parameters of a request; others are ignored.
 
-    Attributes:
-        binary_data_output: Whether outputs that are not named are binary.
-        timeout_s: The client's timeout, in seconds.
-        timeout: The client's timeout in microseconds, as Triton's clients send it.
-        sequence_id: Session of the request; 0 and "": none.
+    ``timeout`` is in microseconds, as Triton's clients send it. ``sequence_id`` 0 and
+    "" mean none.
     """
 
     binary_data_output: Any = False
@@ -109,14 +107,7 @@ class NotFiniteError(InvalidRequestError):
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """A parsed inference request.
-
-    Attributes:
-        tensors: Inputs by name.
-        id: The client's id, which the answer repeats.
-        parameters: Parameters of the request.
-        outputs: Names of the requested outputs, and whether each is binary; empty: all.
-    """
+    """A parsed request; ``outputs`` maps names to whether each is binary."""
 
     tensors: Tensors
     id: str | None
@@ -132,17 +123,7 @@ class InferenceRequest:
 def parse(
     body: bytes | bytearray, header_length: str | None, model: Model
 ) -> InferenceRequest:
-    """Parse and check a request.
-
-    Args:
-        body: Body of the request: JSON, with raw tensors after it if a length is given.
-        header_length: Value of ``Inference-Header-Content-Length``; None: not given.
-        model: The model that the inputs must fit.
-
-    Raises:
-        InvalidRequestError: The request is malformed or does not fit the model; the
-            text says what to change.
-    """
+    """Parse a request, and check that it fits the model."""
     length = json_length(header_length, len(body))
     text = body if length == len(body) else body[:length]
     check_objects(text)
@@ -173,15 +154,7 @@ def parse(
 
 
 def json_length(header: str | None, total: int) -> int:
-    """Return the length of the JSON part of a body of ``total`` bytes.
-
-    Args:
-        header: Value of ``Inference-Header-Content-Length``; None: not given.
-        total: Bytes of the body.
-
-    Raises:
-        InvalidRequestError: The header is not a length within the body.
-    """
+    """Return the length of the JSON part of a body of ``total`` bytes."""
     if header is None:
         return total
     is_number = len(header) <= MAX_DIGITS and header.isascii() and header.isdigit()
@@ -257,7 +230,7 @@ def _from_bytes(
 
 
 def _from_json(name: str, dtype: torch.dtype, count: int, data: bytes) -> Tensor:
-    """Return the tensor of a JSON list, decoded piece by piece."""
+    """Decode a JSON list piece by piece, so that each holds the GIL only briefly."""
     if not data.startswith(b"["):
         raise InvalidRequestError(
             f'{name}: "data" must be a list; or give binary_data_size'
@@ -294,7 +267,7 @@ def _values(
 
 
 def _first_wrong(piece: bytes, decoder: msgspec.json.Decoder[Any]) -> str:
-    """Return the first text between commas that is not valid, cut to ``SHOWN``."""
+    """Return the first invalid text between commas, cut to ``SHOWN``."""
     for part in piece[1:-1].split(b","):
         try:
             decoder.decode(b"[%b]" % part)
@@ -317,18 +290,13 @@ def _tensor(name: str, dtype: torch.dtype, values: list[Any]) -> Tensor:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Tell whether a flat tensor has no infinity and no NaN."""
     if len(tensor) <= FEW:
         return all(map(math.isfinite, tensor.tolist()))
     return bool(tensor.isfinite().all())
 
 
 def check(tensors: Tensors, model: Model) -> None:
-    """Check inputs against the specs and the check of a model.
-
-    Raises:
-        InvalidRequestError: The inputs do not fit the model.
-    """
+    """Check inputs against the specs and the check of a model."""
     if model.inputs:
         _check_specs(tensors, {spec.name: spec for spec in model.inputs})
     rows_of(tensors)
@@ -388,21 +356,7 @@ def _outputs(
 def render(
     name: str, version: str, request: InferenceRequest, tensors: Tensors
 ) -> tuple[bytes, int | None]:
-    """Return the body of an answer, and the length of its JSON part.
-
-    Args:
-        name: Name of the model.
-        version: Its version.
-        request: The request.
-        tensors: Outputs by name.
-
-    Returns:
-        The body, and the length of its JSON part in bytes; None if all of it is JSON.
-
-    Raises:
-        InvalidRequestError: The request wants an output that the model did not return.
-        NotFiniteError: An output that JSON must carry has NaN or an infinity.
-    """
+    """Return the body of an answer, and the bytes of its JSON part; None: all of it."""
     missing = request.outputs.keys() - tensors.keys()
     if missing:
         raise InvalidRequestError(

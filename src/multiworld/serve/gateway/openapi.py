@@ -70,12 +70,7 @@ OPENAI_ERROR = {
 
 
 def errors(schema: dict[str, Any], *statuses: int) -> dict[str, Any]:
-    """Return the description of error responses.
-
-    Args:
-        schema: Schema of their body.
-        statuses: Their statuses; all by default.
-    """
+    """Describe error responses; all statuses by default."""
     content = {"application/json": {"schema": schema}}
     return {
         str(status): {"description": _ERRORS[status], "content": content}
@@ -161,7 +156,7 @@ EMBEDDINGS = _described(
 )
 
 KNOWN_MODEL = {"responses": errors(ERROR, 401, 404)}
-"""Routes about one model in the Open Inference Protocol."""
+"""Errors of routes about one model in the Open Inference Protocol."""
 
 OPENAI_KNOWN_MODEL = {"responses": errors(OPENAI_ERROR, 401, 404)}
-"""Routes about one model in OpenAI's API."""
+"""Errors of routes about one model in OpenAI's API."""

@@ -34,26 +34,24 @@ GZIP_MAGIC = b"\x1f\x8b"
 """First bytes of each member of a gzip body (RFC 1952, section 2.3.1)."""
 
 MAX_MEMBERS = 16
-"""Most members of a gzip body; each costs a copy of a part of it."""
+"""Maximum number of members of a gzip body; each copies a part of it."""
 
 FIRST_BYTES = 64 * 1024
-"""Bytes, packed and unpacked, that are decompressed on the event loop: less than a
-millisecond."""
+"""Bytes, packed and unpacked, that are decompressed on the event loop; this takes less
+than a millisecond."""
 
 STEP_BYTES = 1024 * 1024
-"""Bytes, packed and unpacked, that are decompressed at once in a thread."""
+"""Bytes, packed and unpacked, that one step in a thread decompresses."""
 
 JSON_LENGTH = "inference-header-content-length"
 """Header with the length of the JSON part of a body with binary tensors."""
 
 MAX_DIGITS = 18
-"""Digits of a length from which it is too large without being parsed."""
+"""Number of digits at which a length is too large without being parsed."""
 
 GONE = "client disconnected before the answer"
-"""Error text, which nobody reads."""
 
 Body = bytes | bytearray
-"""Bytes of a body."""
 
 
 class UnknownEncodingError(InvalidRequestError):
@@ -75,25 +73,11 @@ async def read_body(
     on_bytes: Callable[[int], None] = lambda size: None,
     on_unpacked: Callable[[int], None] = lambda size: None,
 ) -> Body:
-    """Return the decompressed body of a request.
+    """Read and decompress the body of a request, within limits.
 
-    Args:
-        request: The request.
-        limits: Most bytes of the body, both as sent and decompressed.
-        reservation: Takes the memory of the body as it arrives.
-        on_bytes: Called with the size of each part that arrives.
-        on_unpacked: Called with the bytes that decompression has added, those of a body
-            that is refused as well.
-
-    Raises:
-        TooLargeError: The body is larger than its limit.
-        TooSlowError: The body arrives more slowly than ``body_budget`` demands.
-        NoMemoryError: The bodies of all requests fill the memory they may have.
-        ClientGoneError: The client disconnected.
-        UnknownEncodingError: Its Content-Encoding is not supported.
-        InvalidRequestError: The body cannot be decompressed.
-
-    Cancellation: Safe. The body read so far is dropped.
+    ``on_bytes`` is called with the size of each part that arrives, ``on_unpacked`` with
+    the bytes that decompression has added, even if the body is then refused. Cancelling
+    is safe; the body read so far is dropped.
     """
     json_length = request.headers.get(JSON_LENGTH)
     is_binary = json_length is not None
@@ -165,14 +149,7 @@ async def _unpack(
     check: Callable[[int], None],
     reservation: Reservation,
 ) -> None:
-    """Decompress a body into ``plain``; large ones in a thread, in steps.
-
-    Raises:
-        UnknownEncodingError: The encoding is not supported.
-        TooLargeError: The decompressed body is larger than its limit.
-        NoMemoryError: There is no memory for it.
-        InvalidRequestError: The body cannot be decompressed, or is incomplete.
-    """
+    """Decompress a body into ``plain``; large ones in a thread, in steps."""
     if encoding not in WINDOW_BITS:
         raise UnknownEncodingError(
             f"Content-Encoding {encoding!r} is not supported; send gzip, deflate or "
@@ -210,13 +187,7 @@ async def _unpack(
 
 
 async def while_connected(request: AnyRequest, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``; cancel it when the client disconnects.
-
-    Raises:
-        ClientGoneError: The client disconnected.
-
-    Cancellation: Safe. ``work`` is cancelled, too.
-    """
+    """Return the result of ``work``; cancel it when the client disconnects."""
     connection: Connection = request.scope.get(CONNECTION) or Connection()
     if connection.is_lost:
         work.close()
@@ -251,7 +222,7 @@ _named = msgspec.json.Decoder(_Named)
 
 
 def model_named_in(body: Body) -> str:
-    """Return the model that a body names, whatever is wrong with the rest of it."""
+    """Return the model that a body names, even if the rest of it is invalid."""
     try:
         found = _named.decode(body).model
     except (*NOT_JSON, msgspec.ValidationError):

@@ -10,7 +10,7 @@ from multiworld.serve.tenants.timing import Phases
 from multiworld.serve.transport.protocol import Counted
 
 LATENCY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
-"""Upper bounds of the latency histogram's buckets, in seconds; the last has none."""
+"""Upper bounds of the latency buckets, in seconds; a last bucket has none."""
 
 ENDS = (*(f"{bound:g}" for bound in LATENCY_S), "+Inf")
 """The same bounds, as Prometheus names them."""
@@ -35,15 +35,7 @@ class RequestCounts:
         took_s: float,
         phases: Phases | None = None,
     ) -> None:
-        """Count a finished request.
-
-        Args:
-            model: Name of the model.
-            tenant: Name of the tenant; empty for clients without a key.
-            status: HTTP status of the answer.
-            took_s: Seconds from its admission to its end.
-            phases: The same seconds by phase; None: it did not reach the replicas.
-        """
+        """Count a request; ``phases`` is None if it did not reach the replicas."""
         self._requests[model, status] += 1
         if tenant:
             self._of_tenants[tenant, model, status] += 1
@@ -62,14 +54,13 @@ class RequestCounts:
                 sums[number] += seconds
 
     def keep_tenants(self, names: Container[str]) -> None:
-        """Forget the tenants that no longer exist."""
+        """Forget tenants that no longer exist."""
         for key in [key for key in self._of_tenants if key[0] not in names]:
             del self._of_tenants[key]
         for pair in [pair for pair in self._seconds_of_tenants if pair[0] not in names]:
             del self._seconds_of_tenants[pair]
 
     def counted(self) -> Iterator[Counted]:
-        """Yield every count."""
         for (model, status), count in self._requests.items():
             yield "requests", (model, str(status)), count
         for model, buckets in self._buckets.items():

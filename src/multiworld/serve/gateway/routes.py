@@ -26,7 +26,7 @@ def finish_routes(app: FastAPI) -> None:
 
 
 def allowed(app: FastAPI, request: Request) -> str:
-    """Return the methods of the routes that a request's path matches."""
+    """Return the methods of the routes that match a request's path."""
     methods: set[str] = set()
     for route in app.routes:
         if isinstance(route, Route) and route.matches(request.scope)[0] != Match.NONE:
@@ -35,10 +35,7 @@ def allowed(app: FastAPI, request: Request) -> str:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI description, without errors that are never sent.
-
-    The gateway checks bodies and parameters itself, so FastAPI's 422 never occurs.
-    """
+    """Return the OpenAPI description without FastAPI's 422, which is never sent."""
     if app.openapi_schema is None:
         schema = get_openapi(
             title=app.title,

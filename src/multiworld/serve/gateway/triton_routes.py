@@ -17,31 +17,23 @@ PLATFORM = "multiworld_pytorch"
 
 TEXT_INPUTS = [TensorSpec("text_input", "BYTES", (1,))]
 TEXT_OUTPUTS = [TensorSpec("text_output", "BYTES", (1,))]
-"""Input and output of a model that generates text, in the body of ``generate``."""
+"""Input and output of ``generate`` for a model that generates text."""
 
 
 def tensors_of(model: Model) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
-    """Return the inputs and the outputs of a model, as its metadata lists them.
-
-    Args:
-        model: The model.
-    """
+    """Return the inputs and outputs of a model, as its metadata lists them."""
     if model.generation is not None:
         return TEXT_INPUTS, TEXT_OUTPUTS
     return model.inputs, model.outputs
 
 
 def type_of(datatype: str) -> str:
-    """Return Triton's name of a datatype in a model's configuration.
-
-    Args:
-        datatype: Datatype of the Open Inference Protocol.
-    """
+    """Return Triton's name of a datatype of the Open Inference Protocol."""
     return "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
 
 
 def add_triton(app: FastAPI, gateway: Gateway) -> None:
-    """Add the routes that Triton's clients know beyond the protocol."""
+    """Add the routes that Triton's clients expect beyond the protocol."""
 
     @app.get("/v2/models/{name}/config", tags=["inference"], openapi_extra=KNOWN_MODEL)
     @app.get(
@@ -52,7 +44,7 @@ def add_triton(app: FastAPI, gateway: Gateway) -> None:
     async def config(
         name: str, request: Request, version: str | None = None
     ) -> Response:
-        """Return the configuration of a model, as far as it has one here."""
+        """Return the configuration of a model: its inputs, outputs and version."""
         try:
             tenant = gateway.authenticator.identify(request.headers)
             current, model = gateway.model(name, version, tenant)
@@ -92,7 +84,7 @@ def add_triton(app: FastAPI, gateway: Gateway) -> None:
         return json_response(rows)
 
     async def absent() -> Response:
-        """Refuse what this server does another way: see the text of the error."""
+        """Refuse a request that this server serves in another way."""
         text = (
             "not offered here; Prometheus metrics are at /metrics, models are changed "
         )

@@ -1,8 +1,8 @@
-"""Control tokens in a chat: of the template only, not of what users write.
+"""Control tokens in a chat: from the template only, not from what users write.
 
-A chat template writes control tokens, such as ``<|im_end|>``, around what messages say.
-If a message has the same characters, they must become ordinary tokens, or it could end
-its turn and begin one of the system. So such characters are put between marks before
+A chat template writes control tokens, such as ``<|im_end|>``, around the contents of
+messages. The same characters in a message must become ordinary tokens, or it could end
+its turn and start one of the system. So such characters are enclosed in marks before
 the template is rendered, and encoded in two pieces afterwards, which no control token
 matches.
 """
@@ -24,14 +24,10 @@ REFUSED = "the messages have a control token of this model; write it in another 
 
 
 class ControlTokens:
-    """Finds and marks control tokens in what users write.
-
-    Args:
-        tokens: Texts of the control tokens.
-    """
+    """Finds and marks the texts of control tokens in what users write."""
 
     def __init__(self, tokens: Collection[str]) -> None:
-        # Cores as well: a template may write the brackets around a name.
+        # Also match names without brackets, in case a template adds those.
         cores = {t[1:-1] for t in tokens if len(t) > 2 and not t[1:-1].isalnum()}
         found = sorted({*filter(None, tokens), *cores}, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, found)) or r"(?!)")
@@ -40,20 +36,12 @@ class ControlTokens:
         )
 
     def check(self, text: str, made: int) -> None:
-        """Check that a tokenizer made no control tokens of other characters.
-
-        Args:
-            text: The rendered text.
-            made: Number of control tokens that were made of it.
-
-        Raises:
-            InvalidRequestError: There are more than the text has.
-        """
+        """Raise InvalidRequestError if ``made`` exceeds the text's control tokens."""
         if made > len(self._tokens.findall(text)):
             raise InvalidRequestError(REFUSED, param="messages", code="invalid_value")
 
     def marks(self) -> Marks:
-        """Return marks for one chat, which nobody can guess."""
+        """Return unguessable marks for one chat."""
         begin, end = (
             str(secrets.randbelow(9 * 10 ** (DIGITS - 1)) + 10 ** (DIGITS - 1))
             for _ in range(2)
@@ -62,16 +50,7 @@ class ControlTokens:
 
 
 class Marks:
-    """The marks of one chat.
-
-    Args:
-        pattern: What is marked.
-        begin: Mark before it.
-        end: Mark after it.
-
-    Attributes:
-        is_used: Whether anything was marked.
-    """
+    """The marks of one chat, put before and after each match of ``pattern``."""
 
     def __init__(self, pattern: re.Pattern[str], begin: str, end: str) -> None:
         self._pattern, self._begin, self._end = pattern, begin, end
@@ -80,11 +59,7 @@ class Marks:
         self.is_used = False
 
     def put(self, value: Any) -> Any:
-        """Return plain data with marks in all of its texts.
-
-        Raises:
-            RecursionError: It is nested too deeply.
-        """
+        """Return plain data with marks in all of its strings."""
         if isinstance(value, str):
             return self._pattern.sub(self._marked, value)
         if isinstance(value, dict):
@@ -100,16 +75,9 @@ class Marks:
     def encoded(
         self, text: str, encode: Callable[[list[str]], list[list[int]]], controls: Any
     ) -> list[int]:
-        """Return the tokens of a rendered text, in which marked parts are ordinary.
+        """Return the tokens of a rendered text, with ordinary tokens for marked parts.
 
-        Args:
-            text: The text.
-            encode: Returns the tokens of each of some texts.
-            controls: Ids of the control tokens.
-
-        Raises:
-            InvalidRequestError: The tokenizer makes a control token of a part all the
-                same.
+        Raises InvalidRequestError if a marked part still contains a control token.
         """
         pieces: list[str] = []
         are_marked: list[bool] = []

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 GROWTH = 1.25
-"""Factor between two sizes of the memory of a sequence that grows."""
+"""Ratio of two successive sizes of a growing sequence's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,11 +14,9 @@ class EngineLimits:
     """Limits of one replica of stage 0.
 
     Attributes:
-        max_num_seqs: Most sequences that run at once.
-        max_num_batched_tokens: Most tokens of a step.
-        block_size: Tokens of a block.
-        blocks: Number of blocks.
-        steps: Most steps under way at once; as many as there are stages.
+        max_num_seqs: Maximum number of running sequences.
+        max_num_batched_tokens: Maximum tokens of a step.
+        steps: Maximum number of steps in flight; the number of stages.
         is_prefill_chunked: Whether a prompt may be computed in several steps.
     """
 
@@ -30,14 +28,7 @@ class EngineLimits:
     is_prefill_chunked: bool = True
 
     def blocks_of(self, tokens: int, granule: int = 1) -> int:
-        """Return the number of blocks that a number of tokens needs.
-
-        One sequence may always have all of them, though they are no whole granules.
-
-        Args:
-            tokens: The number of tokens.
-            granule: Tokens in multiples of which a sequence takes memory.
-        """
+        """Return the blocks for a number of tokens, in multiples of ``granule``."""
         least = math.ceil(tokens / self.block_size)
         whole = math.ceil(tokens / granule) * granule
         return max(least, min(self.blocks, math.ceil(whole / self.block_size)))

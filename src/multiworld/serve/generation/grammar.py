@@ -1,8 +1,8 @@
-"""Texts of a given structure: which tokens may come next.
+"""Structured output: which tokens may come next.
 
 llguidance turns a JSON schema, a regular expression or a Lark grammar into a matcher,
-which says before each token which ones are allowed. The last stage keeps it; another
-replica that takes its place gives it the tokens so far.
+which determines before each token which ones are allowed. The last stage keeps it; a
+replica that takes over feeds it the tokens so far.
 """
 
 from __future__ import annotations
@@ -28,43 +28,44 @@ from multiworld.serve.spec.stage import Generation
 logger = logging.getLogger("multiworld.serve")
 
 MAX_CHARACTERS = 64 * 1024
-"""Most characters of a schema or a grammar."""
+"""Maximum characters of a schema or a grammar."""
 
 MAX_MULTIPLES = 50_000
-"""Largest least common multiple of all ``multipleOf`` of a schema, without decimal
-points. llguidance makes an automaton with as many states: of 10^6 it takes 6 s, of 10^7
-three minutes, whatever its limits."""
+"""Maximum least common multiple of all ``multipleOf`` of a schema, ignoring decimal
+points. llguidance builds an automaton with that many states: 10^6 take 6 s, 10^7 three
+minutes, whatever its limits."""
 
 MAX_ITEMS = 3000
-"""Most ways in which a text may go on at once (``step_max_items`` of llguidance). An
-ambiguous grammar has ever more: with the default, 50,000, each token takes seconds."""
+"""Maximum number of parser items per step (``step_max_items`` of llguidance). In an
+ambiguous grammar they keep increasing: with the default, 50,000, each token takes
+seconds."""
 
 KEPT_FAILURES = 256
-"""Grammars that were too complex, which are not tried again."""
+"""Number of too complex grammars that are remembered, and not tried again."""
 
 MAX_ERROR = 300
-"""Most characters of an error of llguidance that are told; it quotes the grammar."""
+"""Maximum reported characters of an llguidance error, which quotes the grammar."""
 
 SPACES: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
 }
-"""Spaces in JSON, as Python writes it: small models fill any free space for ever."""
+"""Whitespace in JSON, as Python writes it: small models fill any free space forever."""
 
 NO_TEXT = "NoExtensionBias"
-"""Error of llguidance about a grammar that no text ends."""
+"""llguidance's error about a grammar that no text completes."""
 
 MISSING = (
     "this server has no structured output: llguidance or jsonschema-rs is not installed"
 )
 
 MAX_ROW = 10_000
-"""Most alternatives at one place (``max_items_in_row`` of llguidance)."""
+"""Maximum alternatives at one position (``max_items_in_row`` of llguidance)."""
 
 NO_SUCH_TOKEN = "doesn't satisfy the grammar"
-"""Words of llguidance's error about a token that a structure does not allow; all others
-are about the structure."""
+"""Part of llguidance's error about a token that a structure does not allow; all other
+errors are about the structure."""
 
 
 class NoStructureError(ServeError):
@@ -74,7 +75,7 @@ class NoStructureError(ServeError):
 
 
 def import_grammars() -> None:
-    """Import what structures need, if it is installed: the first one does not wait."""
+    """Import optional dependencies, so that the first structure does not wait."""
     for name in ("llguidance", "jsonschema_rs"):
         try:
             importlib.import_module(name)
@@ -83,16 +84,7 @@ def import_grammars() -> None:
 
 
 def grammar_of_schema(schema: Any, param: str) -> str:
-    """Return the grammar of all texts that are JSON of a schema.
-
-    Args:
-        schema: The JSON schema.
-        param: Field that has it, for errors.
-
-    Raises:
-        InvalidRequestError: It is not valid, or has what cannot be enforced; the place
-            is named.
-    """
+    """Return a grammar of a schema's JSON texts; ``param`` is the request's field."""
     if not isinstance(schema, dict):
         raise _invalid("is not an object", param)
     matcher, text = _matcher(), json.dumps(schema)
@@ -121,30 +113,14 @@ def grammar_of_schema(schema: Any, param: str) -> str:
 
 
 def grammar_of_regex(regex: str, param: str) -> str:
-    """Return the grammar of all texts that match a regular expression.
-
-    Args:
-        regex: The expression, without look-around.
-        param: Field that has it, for errors.
-
-    Raises:
-        InvalidRequestError: It is not valid.
-    """
+    """Return a grammar of the texts that match an expression without look-around."""
     matcher = _matcher()
     _check_length(regex, param)
     return _checked(matcher.grammar_from_regex(regex), param)
 
 
 def grammar_of_lark(grammar: str, param: str) -> str:
-    """Return the grammar that is written in Lark's form, without schemas in it.
-
-    Args:
-        grammar: The grammar.
-        param: Field that has it, for errors.
-
-    Raises:
-        InvalidRequestError: It is not valid; the line is named.
-    """
+    """Return a grammar that is written in Lark's form, without embedded schemas."""
     matcher = _matcher()
     _check_length(grammar, param)
     if "%json" in grammar or grammar.lstrip().startswith("{"):
@@ -153,15 +129,7 @@ def grammar_of_lark(grammar: str, param: str) -> str:
 
 
 def grammar_of_choice(choices: Sequence[str], param: str) -> str:
-    """Return the grammar of some texts.
-
-    Args:
-        choices: The texts; at least one.
-        param: Field that has them, for errors.
-
-    Raises:
-        InvalidRequestError: There is none, or they are too long.
-    """
+    """Return a grammar that accepts exactly one of ``choices``."""
     if not choices or not all(choices):
         raise _invalid("must be a list of texts that are not empty", param)
     lines = " | ".join(json.dumps(choice) for choice in choices)
@@ -169,17 +137,9 @@ def grammar_of_choice(choices: Sequence[str], param: str) -> str:
 
 
 def grammar_of_calls(tools: Sequence[tuple[str, Any]], *, is_single: bool) -> str:
-    """Return the grammar of a list of tool calls, as JSON.
+    """Return a grammar of a list of tool calls, as JSON.
 
-    The text may end after each call, so that a small model does not have to invent
-    more of them; and what was cut off has all the calls before that.
-
-    Args:
-        tools: Name and JSON schema of the parameters of each tool.
-        is_single: Whether there is one call at most.
-
-    Raises:
-        InvalidRequestError: A schema is not valid, or cannot be enforced.
+    The text may end after each call, so that a small model need not invent more.
     """
     for _, parameters in tools:
         grammar_of_schema(parameters, "tools")
@@ -201,17 +161,7 @@ def grammar_of_calls(tools: Sequence[tuple[str, Any]], *, is_single: bool) -> st
 def grammar_of_marked_calls(
     tools: Sequence[tuple[str, Any]], begin: int, end: int, ends: Sequence[int]
 ) -> str:
-    """Return the grammar of free text with tool calls between two tokens.
-
-    Args:
-        tools: Name and JSON schema of the arguments of each tool.
-        begin: Token before a call.
-        end: Token after it.
-        ends: Tokens that end the text.
-
-    Raises:
-        InvalidRequestError: A schema is not valid, or cannot be enforced.
-    """
+    """Return a grammar of free text with tool calls between two tokens."""
     for _, parameters in tools:
         grammar_of_schema(parameters, "tools")
     others = ",".join(map(str, sorted({begin, *ends})))
@@ -230,14 +180,14 @@ def grammar_of_marked_calls(
 
 
 def _quoted(name: str) -> str:
-    """Return a name as JSON, within a text of Lark's form."""
+    """Return a name as JSON inside a Lark string."""
     return json.dumps(json.dumps(name))[1:-1]
 
 
 def _are_few_multiples(schema: Any) -> bool:
-    """Tell whether the least common multiple of all ``multipleOf`` is small.
+    """Return whether the least common multiple of all ``multipleOf`` is small.
 
-    Parts of a schema may apply to the same number, through ``allOf`` or ``$ref``.
+    Several may apply to the same number, through ``allOf`` or ``$ref``.
     """
     scale = multiple = 1
     left = [schema]
@@ -260,11 +210,7 @@ def _are_few_multiples(schema: Any) -> bool:
 
 @functools.cache
 def _schemas() -> Any:
-    """Return the validator of JSON schemas.
-
-    It is given the schema of schemas, as what a client sends may name another one,
-    which would be fetched.
-    """
+    """Return the validator, pinned to one metaschema so that none is fetched."""
     from jsonschema_rs import Draft202012Validator
 
     return Draft202012Validator(
@@ -273,11 +219,7 @@ def _schemas() -> Any:
 
 
 def _matcher() -> Any:
-    """Return llguidance's matcher, which makes and checks grammars.
-
-    Raises:
-        NoStructureError: It is not installed.
-    """
+    """Return llguidance's matcher; raise NoStructureError if it is not installed."""
     try:
         from llguidance import LLMatcher
     except ImportError as error:
@@ -293,7 +235,7 @@ def _checked(grammar: str, param: str) -> str:
 
 
 def _short(why: object) -> str:
-    """Return an error without most of what it quotes of a grammar."""
+    """Return an error without most of its quotes of the grammar."""
     text = str(why).partition("<non-verbose/>")[0].strip()
     if text == NO_TEXT:
         return "no text has this structure"
@@ -310,32 +252,23 @@ def _invalid(rule: str, param: str) -> InvalidRequestError:
 
 
 class Matchers:
-    """Makes matchers for one model.
-
-    Args:
-        model: The model; its tokenizer has the attribute ``fast``, as
-            ``text.Tokenizer`` has.
-    """
+    """Makes matchers for one model; its tokenizer must have the attribute ``fast``."""
 
     def __init__(self, model: Generation) -> None:
         self._model = model
-        # Grammars are compiled without the GIL, beside the steps of other sequences.
+        # Grammars are compiled without the GIL, in parallel to other sequences' steps.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="multiworld grammar")
         self._tokenizer: Any = None
         self._failures: OrderedDict[str, str] = OrderedDict()
 
     def begin(self, grammar: str) -> Matcher:
-        """Begin to make a matcher.
-
-        Args:
-            grammar: The grammar, as the functions of this module return it.
-        """
+        """Start to compile a grammar returned by a function of this module."""
         made = self._pool.submit(self._made, grammar)
         failed = functools.partial(self._failed, grammar)
         return Matcher(made, self._model.vocabulary, failed)
 
     def _failed(self, grammar: str, why: str) -> None:
-        """Do not try a grammar again: each try takes time of everybody."""
+        """Do not try a grammar again: each attempt delays all sequences."""
         self._failures[grammar] = why
         while len(self._failures) > KEPT_FAILURES:
             self._failures.popitem(last=False)
@@ -358,16 +291,7 @@ class Matchers:
 
 
 class Matcher:
-    """The structure of one text.
-
-    Args:
-        made: The matcher of llguidance, once it is made.
-        vocabulary: Number of tokens of the model.
-        failed: Called with the reason if the structure is too complex.
-
-    Attributes:
-        made: Done once it may be used without waiting.
-    """
+    """The structure of one sequence; usable without waiting once ``made`` is done."""
 
     def __init__(
         self, made: Future[Any], vocabulary: int, failed: Callable[[str], None]
@@ -376,18 +300,10 @@ class Matcher:
         self._consumed: list[int] = []
 
     def allowed(self, tokens: Sequence[int]) -> Tensor:
-        """Return which tokens may come next, [vocabulary], bool.
-
-        Args:
-            tokens: The tokens that were generated.
-
-        Raises:
-            InvalidRequestError: The structure is too complex, or allows no text.
-            ModelFailedError: The tokens do not have the structure.
-        """
+        """Return which tokens may follow the output ``tokens``, [vocabulary], bool."""
         matcher = self.made.result()
         if self._consumed != list(tokens[: len(self._consumed)]):
-            matcher.reset()  # the sequence goes on from an earlier token
+            matcher.reset()  # the sequence continues from an earlier token
             self._consumed = []
         for token in tokens[len(self._consumed) :]:
             if not matcher.consume_token(token):
@@ -407,11 +323,7 @@ class Matcher:
         return found
 
     def _check(self, matcher: Any) -> None:
-        """Raise an error if a matcher cannot go on.
-
-        Raises:
-            InvalidRequestError: It is too complex, or allows no text.
-        """
+        """Raise InvalidRequestError if the structure is too complex or impossible."""
         if matcher.is_error():
             why = f"structured output failed: {_short(matcher.get_error())}"
             self._failed(why)

@@ -1,4 +1,4 @@
-"""Text and tokens: tokenizer, chat template, and text that grows by tokens."""
+"""Tokenizer, chat template, and text that grows token by token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from multiworld.serve.generation.grammar import import_grammars
 logger = logging.getLogger("multiworld.serve")
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-"""Names of the tokens of single bytes in SentencePiece's models."""
+"""Name of a single-byte token in SentencePiece models."""
 
 
 def _letters() -> dict[str, int]:
@@ -37,11 +37,7 @@ BYTE_OF = _letters()
 
 
 class Tokenizer:
-    """The tokenizer and the chat template in a Hugging Face folder.
-
-    Args:
-        folder: The folder, with ``tokenizer.json``.
-    """
+    """The tokenizer (``tokenizer.json``) and chat template in a Hugging Face folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -76,32 +72,22 @@ class Tokenizer:
         return frozenset(found)
 
     def prepare(self) -> None:
-        """Load all that a chat needs, so that the first one does not wait for it."""
+        """Load everything that chats need, so that the first one does not wait."""
         if self.longest and self._slow.chat_template is not None:
             try:
                 self.chat([{"role": "user", "content": "."}], 2**31)
                 assert self.variables is not None
-            except Exception:  # of a template that wants other messages
+            except Exception:  # the template may require other messages
                 logger.info("a chat template refuses a message", exc_info=True)
         import_grammars()
 
     @functools.cached_property
     def longest(self) -> int:
-        """Most characters of a token."""
+        """Maximum characters of a token."""
         return max(map(len, self.fast.get_vocab()), default=1)
 
     def check_length(self, characters: int, tokens: int, param: str = "prompt") -> None:
-        """Refuse a text that cannot fit, before it costs the time to read it.
-
-        Args:
-            characters: Number of its characters.
-            tokens: Most tokens that it may have.
-            param: Field that has it.
-
-        Raises:
-            InvalidRequestError: It has more characters than that number of the longest
-                token.
-        """
+        """Reject a text that cannot fit, before spending the time to encode it."""
         if characters > tokens * self.longest:
             raise InvalidRequestError(
                 f"this model takes at most {tokens} tokens; the text has {characters} "
@@ -111,30 +97,18 @@ class Tokenizer:
             )
 
     def encode(self, text: str, *, has_special: bool = True) -> list[int]:
-        """Return the tokens of a text.
-
-        Args:
-            text: The text.
-            has_special: Whether to add the tokens that begin and end a text.
-        """
-        # A batch, because that runs without the GIL.
+        """Return the tokens of a text; ``has_special`` adds those that enclose it."""
+        # A batch, because batches run without the GIL.
         (made,) = self.fast.encode_batch([text], add_special_tokens=has_special)
         found: list[int] = made.ids
         return found
 
     def decode(self, tokens: Sequence[int], *, skips_special: bool = True) -> str:
-        """Return the text of tokens.
-
-        Args:
-            tokens: Token ids.
-            skips_special: Whether to leave special tokens out.
-        """
         return str(self.fast.decode(list(tokens), skip_special_tokens=skips_special))
 
     def piece(self, token: int) -> str:
-        """Return the text of one token, special or not.
-
-        A part of a character is ``bytes:\\x…``, as in OpenAI's API.
+        """Return the text of one token; a partial character is ``bytes:…``, as at
+        OpenAI.
         """
         text = self.decode([token], skips_special=False)
         if "\ufffd" in text:
@@ -166,18 +140,13 @@ class Tokenizer:
         """Return the tokens of a chat.
 
         Args:
-            messages: The messages, as OpenAI's API has them, but for the arguments of
-                tool calls, which are what their JSON says.
-            longest: Most tokens that they may have.
-            begins_answer: Whether the assistant's answer is to follow.
-            tools: Tools that it may call, as OpenAI's API has them.
+            messages: The messages of OpenAI's API, but with the arguments of tool calls
+                parsed.
+            longest: Maximum number of tokens.
+            begins_answer: Whether the assistant's answer follows.
             options: Values of further variables of the template.
             effort: Value of ``reasoning_effort``, for a template that reads it.
-            has_controls: Whether control tokens in the messages are control tokens.
-
-        Raises:
-            InvalidRequestError: The model has no chat template, the template refuses
-                the messages, has no such variable, shows no tools, or they cannot fit.
+            has_controls: Whether control tokens in the messages remain control tokens.
         """
         if self._slow.chat_template is None:
             raise InvalidRequestError(
@@ -207,11 +176,11 @@ class Tokenizer:
                 add_generation_prompt=begins_answer,
                 **shown_options,
             )
-        except Exception as error:  # of the template
+        except Exception as error:  # templates may raise anything
             raise InvalidRequestError(
                 f"the chat template refuses the messages: {error}", param="messages"
             ) from error
-        self.check_length(len(str(text)), longest, "messages")  # with its tools
+        self.check_length(len(str(text)), longest, "messages")  # including tools
         if marks.is_used:
             return marks.encoded(str(text), self._encode_all, ids)
         found = self.encode(str(text), has_special=False)
@@ -224,7 +193,7 @@ class Tokenizer:
         return [each.ids for each in made]
 
     def _known_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages; a developer's are the system's for older templates."""
+        """Return messages; ``developer`` becomes ``system`` for older templates."""
         if "developer" in str(self._slow.chat_template):
             return messages
         return [
@@ -244,19 +213,9 @@ class Tokenizer:
 
 
 class GrowingText:
-    """Text that grows token by token, up to a stop string.
+    """Text that grows token by token, up to a stop string, which is not part of it.
 
-    No character is cut, and what may be the beginning of a stop string is held back.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        stop: Texts that end it; they are not part of it.
-        skips_special: Whether to leave special tokens out.
-        min_tokens: Tokens before which no text ends it.
-
-    Attributes:
-        text: The text so far that was given out.
-        is_stopped: True once a stop string was found.
+    No character is split, and a possible start of a stop string is held back.
     """
 
     def __init__(
@@ -277,7 +236,7 @@ class GrowingText:
         self.is_stopped = False
 
     def add(self, token: int) -> str:
-        """Add a token; return the text that can be given out now."""
+        """Add a token; return the text that can be emitted now."""
         if self.is_stopped:
             return ""
         self._tokens.append(token)
@@ -285,10 +244,7 @@ class GrowingText:
         return self._give_out(is_end=False)
 
     def end(self) -> str:
-        """Return what was held back, at the end of the text.
-
-        A character that is not complete is shown as U+FFFD.
-        """
+        """Return what was held back; an incomplete character becomes U+FFFD."""
         if self.is_stopped:
             return ""
         whole = self._tokenizer.decode(self._tokens, skips_special=self._skips_special)
@@ -315,7 +271,7 @@ class GrowingText:
 
 
 def _held_back(text: str, stop: Sequence[str]) -> int:
-    """Return how many last characters may begin a stop string."""
+    """Return how many final characters may start a stop string."""
     return max(
         (
             length

@@ -1,1 +1,1 @@
-"""Requests with one answer each, at the gateway and at the replica."""
+"""Requests with a single answer, at the gateway and at the replica."""

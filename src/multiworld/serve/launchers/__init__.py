@@ -1,1 +1,1 @@
-"""Launchers: where and how the processes of a service are started."""
+"""Launchers: where and how the processes of a service start."""

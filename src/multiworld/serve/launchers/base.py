@@ -19,13 +19,9 @@ from multiworld.serve.transport.process_args import ProcessArgs
 
 @dataclass(frozen=True, slots=True)
 class RunningProcess:
-    """A process of the service.
+    """A process of the service; `node` is empty beside the controller.
 
-    Attributes:
-        name: Its name in the service.
-        pid: Its process id.
-        began: Start time in the kernel's ticks; distinguishes a reused ``pid``.
-        node: Name of its machine; empty for a process beside the controller.
+    `began`, the start time in the kernel's ticks, distinguishes a reused ``pid``.
     """
 
     name: str
@@ -43,15 +39,11 @@ class LauncherContext:
     """Arguments for creating a launcher.
 
     Attributes:
-        app: The spec of the service.
-        preload: Modules that the fork server imports.
         env: Variables added to the environment of every process.
         logs: Folder for the launcher's own output.
         node: The controller's machine, with the resources that the service may use.
-        on_exit: Called for every process that exits.
-        on_nodes: Called when machines were added or removed, or ``trouble`` has
-            changed.
-        is_new: True if no process of this service runs yet.
+        on_nodes: Called after machines or ``trouble`` have changed.
+        is_new: Whether no process of this service runs yet.
     """
 
     app: AppSpec
@@ -71,7 +63,7 @@ class Launcher(Protocol):
         """Return the machines that processes can run on."""
 
     def trouble(self) -> str:
-        """Return why no process can be started now; empty if one can."""
+        """Return why no process can start now; empty if one can."""
 
     async def launch(
         self,
@@ -81,66 +73,34 @@ class Launcher(Protocol):
         spot: Location | None,
         need: Need,
     ) -> RunningProcess:
-        """Start a process.
+        """Start a process that books `need` at `spot` (None: beside the controller).
 
-        Args:
-            name: Its name in the service.
-            args: Its arguments.
-            log: File for its output.
-            spot: Machine and GPU to run on; None: beside the controller.
-            need: Resources that it books there.
-
-        Raises:
-            LaunchError: The process could not be started.
-
-        Cancellation: The process may start all the same.
+        `log` receives its output. Raises ``LaunchError``. After cancellation the
+        process may still start.
         """
 
     def kill(self, running: RunningProcess, number: int = signal.SIGKILL) -> None:
-        """Send a signal to a process; do nothing if it has exited.
-
-        Args:
-            running: The process.
-            number: Number of the signal.
-        """
+        """Send a signal to a process; do nothing if it has exited."""
 
     def outgrown(self, running: RunningProcess, limit: int) -> int | None:
         """Return the bytes of memory that a process uses, if more than ``limit``.
 
-        None if it uses less, or if this process cannot see it. Every replica also
-        checks its own memory.
-
-        Args:
-            running: The process.
-            limit: Bytes that it may use.
+        None also if this process cannot see it; every replica checks its own memory,
+        too.
         """
 
     def adopt(self, running: RunningProcess, ranks: int) -> bool:
-        """Watch a process that an earlier controller started.
-
-        Args:
-            running: The process.
-            ranks: Number of its ranks.
-
-        Returns:
-            False if it has exited.
-        """
+        """Watch a process of an earlier controller; return False if it has exited."""
 
     def settle(self) -> None:
-        """End the processes of an earlier controller that were not adopted."""
+        """Stop the processes of an earlier controller that were not adopted."""
 
     async def close(self) -> None:
-        """Shut the launcher down; the processes go on.
-
-        Cancellation: Helper processes exit once they see that their socket is closed.
-        """
+        """Shut the launcher down; the processes keep running."""
 
 
 def began_at(pid: int) -> int | None:
-    """Return a process's start time, in ticks since the machine booted.
-
-    None if the process has exited.
-    """
+    """Return a process's start time in ticks since boot; None if it has exited."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""The entry point of every process of a service: a gateway, or a replica."""
+"""The entry point of every process of a service: a gateway or a replica."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ OOM_SCORE = 500
 
 
 def main(text: str) -> int:
-    """Run a process of the service; return its exit code.
-
-    Args:
-        text: The process's ``ProcessArgs`` as JSON.
-    """
+    """Run the process described by ``ProcessArgs`` as JSON; return its exit code."""
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,

@@ -3,7 +3,7 @@
 Importing torch and a model's code takes seconds; a fork takes about 10 ms. So a stage
 scales up quickly. The fork server has a single thread, because a fork copies no other.
 It runs no torch operation: torch's thread pool would hang in every child. It exits with
-the process that started it; the forked processes go on.
+the process that started it; the forked processes keep running.
 
 Run it as ``python -m multiworld.serve.launchers.fork_server FD MODULE...``. It reads
 orders and writes news as lines (``launchers.protocol``) on the socket FD.
@@ -37,11 +37,7 @@ from multiworld.serve.launchers.protocol import (
 
 
 class ForkServer:
-    """The main loop of the fork server.
-
-    Args:
-        control: Socket to the controller.
-    """
+    """The main loop of the fork server, on a socket to the controller."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -89,7 +85,7 @@ class ForkServer:
             return
         leash = None
         try:
-            # Before the order is answered: its giver may let go then.
+            # Before the answer, because the sender may let go after it.
             leash = open_leash(order.leash) if order.leash else None
             pid = os.fork()
         except OSError as error:
@@ -113,7 +109,7 @@ class ForkServer:
         self._tell(Exited(name, code))
 
     def _child(self, order: Launch, leash: int | None) -> None:
-        """Run the ordered process in the forked child; does not return."""
+        """Run the ordered process in the forked child; never return."""
         code = 1
         try:
             for key in list(self._selector.get_map().values()):
@@ -156,7 +152,6 @@ def _settle(order: Launch) -> None:
 
 
 def main() -> None:
-    """Run as the fork server."""
     # Ctrl-C in the terminal is for the controller, which closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
@@ -165,7 +160,7 @@ def main() -> None:
         try:
             importlib.import_module(module)
         except Exception:
-            traceback.print_exc()  # a process that needs the module fails with it
+            traceback.print_exc()  # only processes that need the module will fail
     gc.collect()
     gc.freeze()
     ForkServer(control).run()

@@ -1,4 +1,4 @@
-"""The fork server as its user sees it: starts it, orders forks, replaces it."""
+"""Client of the fork server: starts it, orders forks, replaces it."""
 
 from __future__ import annotations
 
@@ -21,24 +21,13 @@ from multiworld.serve.launchers.protocol import (
 logger = logging.getLogger("multiworld.serve")
 
 FORK_SERVER = "multiworld.serve.launchers.fork_server"
-"""Module of the fork server."""
 
 WARM_S = 120.0
-"""Most seconds that the fork server may take to import its modules."""
+"""Maximum seconds for the fork server to import its modules."""
 
 
 class Forks:
-    """The fork server of one machine; it is replaced when it hangs or exits.
-
-    Args:
-        preload: Modules that it imports.
-        env: Variables added to its environment.
-        log: File for its own output; None: the output of this process.
-        on_exit: Called for every forked process that exits, with its exit code.
-
-    Attributes:
-        trouble: Why no process can be forked now; empty if one can.
-    """
+    """The fork server of one machine; it is replaced when it hangs or exits."""
 
     def __init__(
         self,
@@ -49,7 +38,7 @@ class Forks:
     ) -> None:
         self.trouble = ""
         self._preload = list(preload)
-        # A forked process must not inherit a pool of threads.
+        # A forked process must not inherit a thread pool.
         self._env = {"OPENBLAS_NUM_THREADS": "1", **env}
         self._on_exit = on_exit
         self._server = HelperProcess(
@@ -60,26 +49,14 @@ class Forks:
         self._warming = asyncio.Lock()
 
     async def warm(self) -> None:
-        """Start the fork server, if it does not run, and wait until it is ready.
-
-        Raises:
-            LaunchError: The fork server exited, or was not ready within ``WARM_S``.
-
-        Cancellation: Safe; see ``HelperProcess.start``.
-        """
+        """Start the fork server unless it runs, and wait until it is ready."""
         async with self._warming:
             if not self._server.is_running:
                 await self._server.start(self._preload, self._env, WARM_S)
                 self.trouble = ""
 
     async def fork(self, order: Launch) -> int:
-        """Fork a process; return its process id.
-
-        Raises:
-            LaunchError: The process could not be forked, or the fork server exited.
-
-        Cancellation: The process may start all the same.
-        """
+        """Fork a process, and return its id; if cancelled, it may still start."""
         await self.warm()
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._starting[order.name] = future
@@ -111,7 +88,7 @@ class Forks:
         self._replacing = asyncio.get_running_loop().create_task(self._replace())
 
     async def _replace(self) -> None:
-        """Start another fork server at once, not only when a process is needed."""
+        """Start another fork server at once, before a process needs it."""
         try:
             await self.warm()
         except LaunchError as error:
@@ -119,10 +96,7 @@ class Forks:
             self.trouble = f"{error}; the next start of a process tries again"
 
     async def close(self) -> None:
-        """Shut the fork server down; the forked processes go on.
-
-        Cancellation: It exits once it sees that its socket is closed.
-        """
+        """Shut the fork server down; the forked processes keep running."""
         if self._replacing is not None:
             self._replacing.cancel()
         await self._server.close()

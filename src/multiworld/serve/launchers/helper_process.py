@@ -20,30 +20,27 @@ logger = logging.getLogger("multiworld.serve")
 M = TypeVar("M")
 
 END_S = 5.0
-"""Seconds that a helper process gets to exit before it is killed."""
+"""Seconds for a helper process to exit before it is killed."""
 
 PING_S = 1.0
-"""Seconds between questions whether a helper process works."""
+"""Seconds between pings of a helper process."""
 
 MISSED_LIMIT = 5
-"""Unanswered questions after which it hangs."""
+"""Unanswered pings after which it counts as hung."""
 
 LINE = 2**24
-"""Most bytes of a line; enough for thousands of machines."""
+"""Maximum number of bytes of a line; enough for thousands of machines."""
 
 
 class HelperProcess(Generic[M]):
     """A process ``python -m MODULE FD WORDS...`` that sends a line when it is ready.
 
     Args:
-        module: The module to run.
-        log: File for its output; None: the output of this process.
-        codec: Codec of its lines.
         on_news: Called with every message after the first.
         on_end: Called when the process has closed its socket.
-        on_hang: Called when the process does not answer any more.
-        is_replaceable: Whether a process that hangs is killed, so that ``on_end``
-            follows. False if others would be lost with it.
+        on_hang: Called when the process stops answering.
+        is_replaceable: Whether a hung process is killed, so that ``on_end`` follows.
+            False if others would be lost with it.
     """
 
     def __init__(
@@ -69,22 +66,13 @@ class HelperProcess(Generic[M]):
 
     @property
     def is_running(self) -> bool:
-        """True if the process is ready and has not exited."""
         return self._reading is not None and not self._reading.done()
 
     async def start(self, words: list[str], env: dict[str, str], limit_s: float) -> M:
-        """Start the process and return its first message.
+        """Start the process and return its first message, due within `limit_s`.
 
-        Args:
-            words: Further command-line arguments.
-            env: Variables added to its environment.
-            limit_s: Most seconds until it must be ready.
-
-        Raises:
-            LaunchError: The process exited, or was not ready within ``limit_s``.
-
-        Cancellation: The process runs until its socket is closed, by ``close`` or by
-            another ``start``.
+        After cancellation it runs until its socket is closed, by ``close`` or another
+        ``start``.
         """
         ours, theirs = socket.socketpair()
         with _output(self._log) as log:
@@ -121,10 +109,10 @@ class HelperProcess(Generic[M]):
         return self._codec.decode(line)
 
     async def _ping(self, process: asyncio.subprocess.Process) -> None:
-        """Ask whether the process works, for as long as it runs.
+        """Ping the process while it runs.
 
-        Unanswered questions are counted, and not seconds: this process may have been
-        suspended itself.
+        It counts pings, not seconds, because this process may have been suspended
+        itself.
         """
         while self.is_running:
             if self._unanswered == MISSED_LIMIT:
@@ -144,11 +132,11 @@ class HelperProcess(Generic[M]):
             await asyncio.sleep(PING_S)
 
     def _send_ping(self) -> None:
-        """Send a question past the stream, where an error would drop unread news."""
+        """Send a ping past the stream, where an error would drop unread messages."""
         if self._writer is None or self._socket is None or self._writer.is_closing():
             return
         if self._writer.transport.get_write_buffer_size() == 0:
-            with contextlib.suppress(OSError):  # it has exited, or reads nothing
+            with contextlib.suppress(OSError):  # it has exited or stopped reading
                 self._socket.send(LineCodec.encode(Ping(self._unanswered)))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
@@ -163,19 +151,12 @@ class HelperProcess(Generic[M]):
         self._on_end()
 
     def tell(self, order: Line) -> None:
-        """Send the process a message; the message is lost if it has exited."""
+        """Send the process a message, which is lost if the process has exited."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(LineCodec.encode(order))
 
     async def close(self, limit_s: float = END_S) -> None:
-        """Close the process's socket and wait until it exits; kill it if it does not.
-
-        Args:
-            limit_s: Seconds until it is killed.
-
-        Cancellation: The process is not killed; it exits once it sees that its socket
-            is closed.
-        """
+        """Close the socket and wait for the exit; kill the process after `limit_s`."""
         for task in (self._reading, self._pinging):
             if task is not None:
                 task.cancel()

@@ -1,10 +1,9 @@
 """A leash: the kernel kills a process as soon as nobody holds its leash.
 
 The leash is a pipe. The process that wears it has the read end, and its holders have
-the write end. When the last holder exits, however it does, the kernel sends the wearer
-the signal of its read end, SIGKILL (``F_SETSIG`` in fcntl(2)), which ends even a
-process that is stopped or hangs. So a process can be tied to one that is not its
-parent.
+the write end. When the last holder exits, for whatever reason, the kernel sends the
+wearer the signal of its read end, SIGKILL (``F_SETSIG`` in fcntl(2)), which kills even
+a process that is stopped or hangs. This ties a process to one that is not its parent.
 """
 
 from __future__ import annotations
@@ -36,46 +35,22 @@ class Leash:
 
 
 def hold_leash(path: str) -> int:
-    """Hold a leash that another process has made.
-
-    Args:
-        path: Its ``held_at``.
-
-    Returns:
-        A descriptor; closing it lets go.
-
-    Raises:
-        OSError: The process that made it has let go of it.
-    """
+    """Hold another process's leash (``held_at``); closing the result lets go."""
     return os.open(path, os.O_WRONLY)
 
 
 def open_leash(path: str) -> int:
-    """Open a leash, to be worn.
-
-    Args:
-        path: Its ``worn_at``.
-
-    Returns:
-        A descriptor for ``wear_leash``.
-
-    Raises:
-        OSError: The process that made it has let go of it.
-    """
+    """Open a leash at its ``worn_at``; return a descriptor for ``wear_leash``."""
     return os.open(path, os.O_RDONLY)
 
 
 def wear_leash(reader: int) -> None:
-    """Let the kernel kill this process as soon as nobody holds the leash.
-
-    Args:
-        reader: Descriptor of the leash, from ``open_leash``; stays open.
-    """
+    """Make the kernel kill this process once nobody holds the leash."""
     fcntl.fcntl(reader, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)
     flags = fcntl.fcntl(reader, fcntl.F_GETFL)
     fcntl.fcntl(reader, fcntl.F_SETFL, flags | os.O_ASYNC)
     poll = select.poll()
     poll.register(reader, 0)  # a hang-up is always reported
-    if poll.poll(0):  # everybody has let go before
+    if poll.poll(0):  # nobody holds it any more
         os.kill(os.getpid(), signal.SIGKILL)

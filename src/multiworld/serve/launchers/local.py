@@ -23,15 +23,7 @@ from multiworld.serve.transport.process_args import ProcessArgs
 
 
 class LocalLauncher:
-    """Processes of this machine, forked from a fork server; see ``base.Launcher``.
-
-    Args:
-        preload: Modules that the fork server imports.
-        env: Variables added to the environment of every process.
-        log: File for the output of the fork server itself.
-        on_exit: Called for every process that exits.
-        node: This machine, with the resources that may be used.
-    """
+    """Processes of this machine, forked from a fork server."""
 
     def __init__(
         self,
@@ -47,18 +39,13 @@ class LocalLauncher:
         self._watched: dict[str, int] = {}
 
     def nodes(self) -> tuple[Node, ...]:
-        """Return this machine."""
         return (self._node,)
 
     def trouble(self) -> str:
-        """Return why no process can be started now; empty if one can."""
         return self._forks.trouble
 
     async def warm(self) -> None:
-        """Start the fork server, if it does not run; see ``Forks.warm``.
-
-        Cancellation: Safe.
-        """
+        """Start the fork server unless it runs."""
         await self._forks.warm()
 
     def _exited(self, name: str, code: int | None) -> None:
@@ -73,20 +60,6 @@ class LocalLauncher:
         spot: Location | None,
         need: Need,
     ) -> RunningProcess:
-        """Start a process on this machine.
-
-        Args:
-            name: Its name in the service.
-            args: Its arguments.
-            log: File for its output.
-            spot: This machine and the GPU to use; None runs it beside the controller.
-            need: Not used.
-
-        Raises:
-            LaunchError: The process could not be started, or exited at once.
-
-        Cancellation: The process may start all the same.
-        """
         text = args.model_dump_json()
         pid = await self._forks.fork(Launch(name, text, str(log), self._env))
         node = "" if spot is None else spot.node
@@ -96,11 +69,9 @@ class LocalLauncher:
         return running
 
     def outgrown(self, running: RunningProcess, limit: int) -> int | None:
-        """Return the bytes of memory that a process uses, if more than ``limit``."""
         return outgrows(running.pid, limit)
 
     def adopt(self, running: RunningProcess, ranks: int) -> bool:
-        """Watch a process of an earlier controller; return False if it has exited."""
         return began_at(running.pid) == running.began and self._watch(running)
 
     def settle(self) -> None:
@@ -127,7 +98,6 @@ class LocalLauncher:
             os.close(pidfd)
 
     def kill(self, running: RunningProcess, number: int = signal.SIGKILL) -> None:
-        """Send a signal to a process; do nothing if it has exited."""
         if began_at(running.pid) == running.began:
             try:
                 os.kill(running.pid, number)
@@ -135,20 +105,13 @@ class LocalLauncher:
                 pass
 
     async def close(self) -> None:
-        """Shut the fork server down; the processes go on.
-
-        Cancellation: The fork server exits once it sees that its socket is closed.
-        """
         for name in list(self._watched):
             self._unwatch(name)
         await self._forks.close()
 
 
 async def make(context: LauncherContext) -> LocalLauncher:
-    """Return a launcher; its fork server starts with the first process.
-
-    Cancellation: Safe.
-    """
+    """Return a launcher; its fork server starts with the first process."""
     log = context.logs / "launcher.log"
     return LocalLauncher(
         context.preload, context.env, log, context.on_exit, context.node

@@ -1,7 +1,7 @@
 """Messages between the controller and its helper processes, one line each. Pure.
 
 The controller starts the fork server and the Ray bridge from its own release, so both
-sides speak the same version. The first line states it all the same.
+sides speak the same version. The first line states it nevertheless.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ class Line(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
 
 
 class Launch(Line, frozen=True):
-    """An order to start a process of the service.
+    """Start a process of the service (controller → fork server).
 
     Attributes:
-        name: Its name in the service.
-        args: Its ``ProcessArgs`` as JSON.
-        log: File for its output; empty: the output of the fork server.
-        env: Variables added to its environment.
-        leash: Path of the leash that it wears; empty: none.
+        args: ``ProcessArgs`` as JSON.
+        log: File for its output; empty for the output of the fork server.
+        leash: Path of the leash that it wears; empty for none.
     """
 
     name: str
@@ -64,13 +62,13 @@ class Exited(Line, frozen=True):
 
 
 class Ping(Line, frozen=True):
-    """A question whether the helper process still works."""
+    """Asks whether the helper process still works."""
 
     number: int
 
 
 class Pong(Line, frozen=True):
-    """The answer to the ``Ping`` of the same number."""
+    """The answer to the ``Ping`` with the same number."""
 
     number: int
 
@@ -79,7 +77,7 @@ class Pong(Line, frozen=True):
 
 
 class Warm(Line, frozen=True):
-    """The first line of the fork server: all modules are imported."""
+    """First line of the fork server: all modules are imported."""
 
     pid: int
     version: int = VERSION
@@ -93,10 +91,9 @@ ForkNews = Warm | Launched | LaunchFailed | Exited | Pong
 
 
 class WarmNodes(Line, frozen=True):
-    """An order to keep a fork server on every machine; it precedes all launches.
+    """Keep a fork server on every machine (controller → bridge); precedes all launches.
 
     Attributes:
-        preload: Modules that the fork servers import.
         folder: Folder in which the service was started; modules may be imported from
             it.
         logs: Folder for the output of the fork servers, if it exists on the machine.
@@ -108,15 +105,11 @@ class WarmNodes(Line, frozen=True):
 
 
 class LaunchActor(Line, frozen=True):
-    """An order to start a replica in a placement group, with one actor for each rank.
+    """Start a replica in a placement group (controller → bridge); one actor per rank.
 
     Attributes:
-        name: Name of the replica.
-        key: Ray's id of the machine.
-        address: Address of the machine.
         bundle: Resources that Ray reserves for each rank.
         args: ``ProcessArgs`` as JSON, by rank.
-        env: Variables added to the environment of each rank.
         log: File for the output, if its folder exists on the machine.
     """
 
@@ -130,12 +123,9 @@ class LaunchActor(Line, frozen=True):
 
 
 class AdoptActor(Line, frozen=True):
-    """An order to watch a replica of an earlier controller.
+    """Watch a replica of an earlier controller (controller → bridge).
 
-    Attributes:
-        name: Name of the replica.
-        ranks: Number of its ranks.
-        must_be_known: True if a replica that the head does not know counts as exited.
+    If `must_be_known`, a replica unknown to the head counts as exited.
     """
 
     name: str
@@ -144,14 +134,14 @@ class AdoptActor(Line, frozen=True):
 
 
 class KillActor(Line, frozen=True):
-    """An order to end a replica and release its resources."""
+    """Kill a replica and release its resources (controller → bridge)."""
 
     name: str
     ranks: int
 
 
 class Sweep(Line, frozen=True):
-    """An order to end all replicas of this service except ``known``."""
+    """Kill all replicas of this service except ``known`` (controller → bridge)."""
 
     known: tuple[str, ...]
 
@@ -160,17 +150,7 @@ ActorOrder = WarmNodes | LaunchActor | AdoptActor | KillActor | Sweep | Ping
 
 
 class ClusterNode(msgspec.Struct, frozen=True):
-    """A machine of the cluster.
-
-    Attributes:
-        name: Its name for people.
-        key: Ray's id of it.
-        address: Its address.
-        cpus: Number of CPU cores.
-        memory_bytes: Bytes of memory.
-        gpus: Index, kind and bytes of memory of each GPU.
-        bfloat16: Cost of bfloat16; see ``resources.amounts.Node``.
-    """
+    """A machine of the cluster; `key` is Ray's id, GPUs are (index, kind, bytes)."""
 
     name: str
     key: str
@@ -182,19 +162,14 @@ class ClusterNode(msgspec.Struct, frozen=True):
 
 
 class ClusterReady(Line, frozen=True):
-    """The first line of the bridge: it is connected."""
+    """First line of the bridge: it is connected."""
 
     nodes: tuple[ClusterNode, ...]
     version: int = VERSION
 
 
 class ClusterNodes(Line, frozen=True):
-    """An answer of the head.
-
-    Attributes:
-        nodes: The machines of the cluster.
-        is_same: True if the machines have not changed since the last answer.
-    """
+    """A response of the head; `is_same` if the machines equal those of the last one."""
 
     nodes: tuple[ClusterNode, ...]
     is_same: bool
@@ -204,26 +179,17 @@ BridgeNews = ClusterReady | ClusterNodes | Launched | LaunchFailed | Exited | Po
 
 
 class LineCodec(Generic[M]):
-    """Encoder and decoder of messages as lines.
-
-    Args:
-        kind: Type of the messages, or a union of types.
-    """
+    """Encoder and decoder of messages as lines, for a type or a union of types."""
 
     def __init__(self, kind: Any) -> None:
         self._decoder: msgspec.json.Decoder[M] = msgspec.json.Decoder(kind)
 
     @staticmethod
     def encode(message: Line) -> bytes:
-        """Return a message as a line."""
         return _ENCODER.encode(message) + b"\n"
 
     def decode(self, line: bytes) -> M:
-        """Return the message of a line.
-
-        Raises:
-            ValueError: The line is malformed or of an unexpected type.
-        """
+        """Return the message in a line; ``ValueError`` if it has another form."""
         return self._decoder.decode(line)
 
 

@@ -21,24 +21,13 @@ LAUNCHERS = {
 
 
 async def make_launcher(context: LauncherContext) -> Launcher:
-    """Return the launcher that a spec names.
-
-    Raises:
-        SpecError: The launcher is unknown or cannot be imported.
-        ServeError: The launcher cannot be started.
-
-    Cancellation: As for the launcher's factory.
-    """
+    """Return the launcher that a spec names."""
     launcher: Launcher = await _maker(context.app.launcher)(context)
     return launcher
 
 
 def check_launcher(name: str) -> None:
-    """Check that a launcher of this name or import path exists.
-
-    Raises:
-        SpecError: The launcher is unknown or cannot be imported.
-    """
+    """Raise ``SpecError`` unless a launcher of this name or import path exists."""
     _maker(name)
 
 

@@ -1,4 +1,4 @@
-"""Breakdown of the time and CPU of requests, as the service tells it. Pure."""
+"""Breakdown of the time and CPU of requests, as reported by the service. Pure."""
 
 from __future__ import annotations
 
@@ -13,20 +13,13 @@ CPU = "multiworld_process_cpu_seconds_total"
 """Metric with the CPU time of each process."""
 
 OUTSIDE = "outside"
-"""Phase for what the service does not see: the client, the network, and the wait of a
-generator that is late."""
+"""Phase for the time that the service does not see: the client, the network, and the
+delay of a late load generator."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseSummary:
-    """One phase of many requests.
-
-    Attributes:
-        phase: Its name.
-        mean_s: Mean seconds of a request.
-        p50_s: Median seconds.
-        p99_s: 99 % quantile of the seconds.
-    """
+    """One phase of many requests, in seconds."""
 
     phase: str
     mean_s: float
@@ -35,14 +28,7 @@ class PhaseSummary:
 
 
 def phases_of(header: str | None) -> dict[str, float] | None:
-    """Return the seconds in a ``Server-Timing`` header, by name.
-
-    Args:
-        header: Value of the header; None: not sent.
-
-    Returns:
-        The seconds; None if there are none or they cannot be read.
-    """
+    """Return the seconds in a ``Server-Timing`` header by name; None if it has none."""
     found: dict[str, float] = {}
     for part in (header or "").split(","):
         name, _, duration = part.strip().partition(";dur=")
@@ -54,7 +40,7 @@ def phases_of(header: str | None) -> dict[str, float] | None:
 
 
 def phases_in(samples: Iterable[Sample]) -> list[PhaseSummary]:
-    """Return each phase of the requests that were answered with their phases."""
+    """Return each phase of the answered requests that reported phases."""
     columns: dict[str, list[float]] = {}
     for sample in samples:
         if sample.is_answered and sample.phases:
@@ -74,7 +60,7 @@ def phases_in(samples: Iterable[Sample]) -> list[PhaseSummary]:
 
 
 def cpu_in(metrics: str) -> dict[str, float]:
-    """Return the seconds of CPU time of each process in the text of ``/metrics``."""
+    """Return each process's seconds of CPU time, from the text of ``/metrics``."""
     return {
         sample.labels["process"]: sample.value
         for family in text_string_to_metric_families(metrics)
@@ -86,13 +72,7 @@ def cpu_in(metrics: str) -> dict[str, float]:
 def cpu_between(
     before: dict[str, float], after: dict[str, float], requests: int
 ) -> dict[str, float]:
-    """Return the seconds of CPU time that one request took, by process.
-
-    Args:
-        before: Seconds of each process before the requests.
-        after: Seconds afterwards; a process that is only here has started meanwhile.
-        requests: Number of requests.
-    """
+    """Return the seconds of CPU time per request, by process."""
     if not requests:
         return {}
     return {

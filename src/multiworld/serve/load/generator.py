@@ -1,4 +1,4 @@
-"""Load generator that sends HTTP requests when they are due."""
+"""Open-loop load generator: it sends HTTP requests when they are due."""
 
 from __future__ import annotations
 
@@ -16,23 +16,20 @@ from multiworld.serve.load.breakdown import phases_of
 from multiworld.serve.load.summary import Sample
 
 CONNECTIONS = 512
-"""Most connections at a time."""
+"""Maximum number of concurrent connections."""
 TIMEOUT_S = 60.0
 """Seconds until a request without an answer fails."""
 
 Check = Callable[[int, Any], bool]
-"""Tells whether the answer (parsed JSON) to the request with that number is right."""
+"""Returns whether the answer (parsed JSON) to the request with that number is right."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """URL and requests of a load.
+    """URL and requests of a load; bodies are sent in turn.
 
     Attributes:
-        url: URL to send to.
-        bodies: Request bodies, sent in turn.
-        headers: HTTP headers of every request.
-        tls: Certificates to trust for HTTPS; True for those that the system trusts.
+        tls: Certificates to trust for HTTPS; True for the system's.
         is_stream: Whether the answers are streams of server-sent events, as OpenAI's.
     """
 
@@ -44,27 +41,14 @@ class Target:
 
 
 def embeddings(base: str, model: str, texts: list[str]) -> Target:
-    """Return a target that posts to ``/v1/embeddings``, one text per request.
-
-    Args:
-        base: Base URL of the service.
-        model: Name of the model.
-        texts: Texts, sent in turn.
-    """
+    """Return a target that posts to ``/v1/embeddings``, one text per request."""
     bodies = [orjson.dumps({"model": model, "input": text}) for text in texts]
     url = f"{base.rstrip('/')}/v1/embeddings"
     return Target(url, bodies, {"Content-Type": "application/json"})
 
 
 def chats(base: str, model: str, prompts: list[str], max_tokens: int) -> Target:
-    """Return a target that streams chats, one prompt per request.
-
-    Args:
-        base: Base URL of the service.
-        model: Name of the model.
-        prompts: What the user says, in turn.
-        max_tokens: Maximum number of tokens of an answer.
-    """
+    """Return a target that streams chats, one prompt per request."""
     bodies = [
         orjson.dumps(
             {
@@ -83,29 +67,14 @@ def chats(base: str, model: str, prompts: list[str], max_tokens: int) -> Target:
 
 
 def inference(base: str, model: str, bodies: list[bytes]) -> Target:
-    """Return a target that posts requests of the Open Inference Protocol.
-
-    Args:
-        base: Base URL of the service.
-        model: Name of the model.
-        bodies: Request bodies, sent in turn.
-    """
     url = f"{base.rstrip('/')}/v2/models/{model}/infer"
     return Target(url, bodies, {"Content-Type": "application/json"})
 
 
 class Load:
-    """One run of requests.
-
-    Args:
-        target: URL and requests.
-        rate_per_s: Requests a second, evenly spaced.
-        check: Checks the answers; None: they are not checked.
-        due: Times in seconds at which requests leave, instead of a steady rate.
+    """One run of requests, evenly spaced or at the times ``due`` (seconds).
 
     Attributes:
-        samples: Results of the requests answered or failed so far.
-        sent: Requests sent so far.
         began_at: Time of the event loop at which the run started.
         offset_s: Seconds added to the due times of samples, so that loads that start at
             different times share one clock.
@@ -127,14 +96,13 @@ class Load:
         self._is_ending = False
 
     def end(self) -> None:
-        """Send no more requests; ``run`` still waits for the answers."""
+        """Stop sending requests; ``run`` still waits for the answers."""
         self._is_ending = True
 
     async def run(self, seconds: float | None = None) -> list[Sample]:
         """Send requests until ``end`` is called or ``seconds`` pass; return samples.
 
-        Cancellation:
-            Safe. Pending requests are cancelled and not counted.
+        Cancelling it cancels pending requests, which are not counted.
         """
         loop = asyncio.get_running_loop()
         connector = aiohttp.TCPConnector(limit=CONNECTIONS, ssl=self._target.tls)
@@ -214,13 +182,7 @@ class Load:
 async def _streamed(
     response: aiohttp.ClientResponse, times: list[float], clock: Callable[[], float]
 ) -> str:
-    """Read a stream; return why it is not whole, or an empty text.
-
-    Args:
-        response: The response.
-        times: Gets the time of each part that has text or a tool call.
-        clock: Returns the time in seconds.
-    """
+    """Read a stream and append its parts' ``times``; return why it is incomplete."""
     is_finished = False
     async for line in response.content:
         if not line.startswith(b"data: {"):
@@ -237,8 +199,7 @@ async def _streamed(
 
 
 def _checked(check: Check, number: int, content: bytes) -> tuple[bool, str]:
-    """Return whether an answer is right, and why not if that is known."""
     try:
         return check(number, orjson.loads(content)), ""
-    except Exception as problem:  # of a check that did not expect such an answer
+    except Exception as problem:  # the check did not expect such an answer
         return False, f"{type(problem).__name__}: {problem}"

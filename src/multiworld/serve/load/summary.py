@@ -15,14 +15,13 @@ class Sample:
 
     Attributes:
         due_s: Time at which it was due, in seconds since the run started.
-        latency_s: Seconds from when it was *due* to its whole answer. A late generator
-            thus does not hide the wait of a client.
+        latency_s: Seconds from when it was *due* to its complete answer, so that a late
+            generator does not hide a client's wait.
         status: HTTP status; 0 if there was no answer (see ``error``).
         is_right: Result of the check; None if it was not checked.
-        error: Error text; empty if the request was answered.
-        phases: Seconds by what the service spent them on, if it was asked for that.
-        times: Of a stream, seconds from when it was due to each of its parts.
-        is_cut: Whether a stream ended before its end.
+        phases: Seconds by phase, if the service reported them.
+        times: Seconds from when it was due to each part of a stream.
+        is_cut: Whether a stream ended prematurely.
     """
 
     due_s: float
@@ -36,30 +35,19 @@ class Sample:
 
     @property
     def is_answered(self) -> bool:
-        """Tell whether the request was answered with status 200, and wholly."""
         return self.status == 200 and not self.is_cut
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Summary of many requests.
+    """Summary of many requests; latencies are those of answered ones, in seconds.
 
     Attributes:
-        sent: Requests sent.
-        answered: Requests answered with status 200.
-        failed: All others.
-        wrong: Answered requests whose answer was wrong.
-        p50_s: Median latency in seconds, of answered requests.
-        p99_s: 99 % quantile of the latency in seconds, of answered requests.
-        max_s: Greatest latency in seconds, of answered requests.
-        statuses: Number of requests by HTTP status.
+        answered: Requests answered completely with status 200.
         errors: Number of requests by error text, the ten most frequent.
-        cut: Streams that ended before their end.
-        first_p50_s: Median of the times to the first part of a stream, in seconds.
-        first_p99_s: 99 % quantile of those.
-        gap_p50_s: Median of the times between two parts of a stream, in seconds.
-        gap_p99_s: 99 % quantile of those.
-        gap_max_s: Greatest of those.
+        cut: Streams that ended prematurely.
+        first_p50_s: Median time to the first part of a stream.
+        gap_p50_s: Median time between two parts of a stream.
     """
 
     sent: int
@@ -88,7 +76,6 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def summarise(samples: Iterable[Sample]) -> Summary:
-    """Return the summary of a run, or of a part of one."""
     everything = list(samples)
     latencies = [s.latency_s for s in everything if s.is_answered]
     first = [s.times[0] for s in everything if s.times]

@@ -1,4 +1,4 @@
-"""The folder for what is made once on a machine and kept."""
+"""Cache of artifacts that are made once per machine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Return the folder: ``MULTIWORLD_CACHE``, or one in the home."""
+    """Return ``MULTIWORLD_CACHE``, or a folder in the home directory."""
     given = os.environ.get("MULTIWORLD_CACHE")
     return Path(given).expanduser() if given else Path.home() / ".cache" / "multiworld"

@@ -13,20 +13,10 @@ def chain_partition(
 ) -> list[tuple[int, int]]:
     """Cut a chain into contiguous parts so that the largest cost of a part is minimal.
 
-    Min-max chain partition by dynamic programming over (items, parts), in O(L² K) for L
-    items and K parts.
-
-    Args:
-        costs: Cost of each item, in order.
-        parts: Number of parts, from 1 to the number of items.
-        within: Other costs of each item, and their most for a part; there must be such
-            parts. None: no such limit.
-
-    Returns:
-        First item and end (exclusive) of each part.
-
-    Raises:
-        ValueError: The number of parts is less than 1 or exceeds that of the items.
+    Returns the first item and end (exclusive) of each part. Min-max chain partition by
+    dynamic programming over (items, parts), in O(L² K) for L items and K parts.
+    ``within`` holds another cost of each item and its maximum per part; it must be
+    satisfiable.
     """
     count = len(costs)
     if not 1 <= parts <= count:
@@ -34,7 +24,7 @@ def chain_partition(
     total = [0.0, *itertools.accumulate(costs)]
     others, most = within or ([0.0] * count, 0.0)
     other = [0.0, *itertools.accumulate(others)]
-    # best[i]: the minimal largest cost for the first i items, in the parts so far
+    # best[i]: the minimal largest cost of the first i items, with the parts so far
     best = [0.0] + [float("inf")] * count
     cuts: list[list[int]] = []
     for _ in range(parts):

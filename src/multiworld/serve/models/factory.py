@@ -24,12 +24,8 @@ DECODER = "multiworld.serve.generation.models.decoder:model"
 def build_model(spec: ModelSpec) -> Model:
     """Build the model that a spec describes.
 
-    A factory with a parameter named ``path``, ``stages`` or ``cut`` gets the spec's
-    value for it, besides the spec's ``options``.
-
-    Raises:
-        SpecError: The factory cannot be imported or called, or the number of stages
-            differs from the spec.
+    A factory receives those of the spec's values that it has parameters for (``path``,
+    ``stages``, ``cut``, ...), and its ``options``.
     """
     count = len(spec.stages)
     factory = _factory_of(spec)
@@ -69,11 +65,7 @@ def build_model(spec: ModelSpec) -> Model:
 
 
 def _check_limits(model: Model, spec: ModelSpec) -> None:
-    """Refuse texts that are longer than the model takes.
-
-    Raises:
-        SpecError: They may be.
-    """
+    """Raise SpecError if sequences may be longer than the model supports."""
     if model.generation is None or spec.generation is None:
         return
     asked, most = spec.generation.max_model_len, model.generation.max_tokens
@@ -84,7 +76,6 @@ def _check_limits(model: Model, spec: ModelSpec) -> None:
 
 
 def _with_attention(model: Model, spec: ModelSpec) -> Model:
-    """Return a model with the attention that its spec names."""
     if model.generation is None or spec.generation is None:
         return model
     if spec.generation.attention is None:
@@ -110,22 +101,12 @@ def _factory_of(spec: ModelSpec) -> str:
 
 
 def stage_name(spec: ModelSpec, model: Model, number: int) -> str:
-    """Return the display name of a stage.
-
-    Args:
-        spec: Spec of the model.
-        model: The model.
-        number: Number of the stage.
-    """
+    """Return the display name of a stage."""
     return spec.stages[number].name or model.stages[number].name or str(number)
 
 
 def import_factory(factory: str) -> Callable[..., Any]:
-    """Import a function by its name, ``package.module:function``.
-
-    Raises:
-        SpecError: The module cannot be imported, or has no such function.
-    """
+    """Import a function by its name, ``package.module:function``."""
     module, _, name = factory.partition(":")
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), name)
@@ -140,11 +121,7 @@ def import_factory(factory: str) -> Callable[..., Any]:
 
 
 def check_policies(app: AppSpec) -> None:
-    """Check that every policy that a spec names can be imported.
-
-    Raises:
-        SpecError: A policy cannot be imported.
-    """
+    """Raise SpecError unless every policy that a spec names can be imported."""
     if app.placement is not None:
         import_factory(app.placement)
     for spec in app.models.values():
@@ -153,7 +130,6 @@ def check_policies(app: AppSpec) -> None:
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a factory has a parameter of this name."""
     try:
         return name in inspect.signature(function).parameters
     except (TypeError, ValueError):

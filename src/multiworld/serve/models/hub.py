@@ -15,24 +15,16 @@ FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
 def is_hub_name(path: str) -> bool:
-    """Tell whether a path is the name of a model on the hub, and no folder."""
+    """Return whether a path is the name of a model on the hub, not a folder."""
     return NAME.fullmatch(path) is not None and not Path(path).exists()
 
 
 def folder_of(path: str, revision: str | None) -> str:
-    """Return the folder of a model; fetch it from the hub if it is not there yet.
+    """Return the folder of a model; fetch it from the hub if it is not cached yet.
 
     The folder is in the cache of ``huggingface_hub``, whose environment variables
-    (``HF_HOME``, ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HUB_OFFLINE``) apply. Files of
-    a fetched revision are never looked up again.
-
-    Args:
-        path: A folder, or the name of a model on the hub.
-        revision: Commit, tag or branch on the hub; None for a folder.
-
-    Raises:
-        SpecError: A hub name has no revision, a folder has one, or the model cannot be
-            fetched.
+    (``HF_HOME``, ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HUB_OFFLINE``) apply. Files of a
+    fetched revision are never looked up again.
     """
     if not is_hub_name(path):
         if revision is not None:

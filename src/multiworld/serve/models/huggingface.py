@@ -1,9 +1,9 @@
 """A transformer in a Hugging Face folder on disk, cut between layers.
 
 Supports models with one chain of layers: encoders (BERT and its relatives), and
-decoders without a cache. ``transformer_stage`` lists the tested architectures, and
-loads the stages. This module runs in every process of the service, so it imports
-nothing heavy. Nothing is downloaded; the folder must be complete.
+decoders without a cache. ``transformer_stage`` lists the tested architectures and loads
+the stages. Every process of the service imports this module, so it imports nothing
+heavy. Nothing is downloaded; the folder must be complete.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ def model(
         path: The folder.
         stages: Number of stages.
         max_length: Maximum number of tokens of a text; by default as in the folder.
-        cut: First layer of every stage but the first; ``multiworld partition``
-            proposes it. By default the stages have equal numbers of layers, as far as
-            possible.
+        cut: First layer of every stage but the first; ``multiworld partition`` proposes
+            it. By default the numbers of layers are as equal as possible.
         dtype: Dtype to compute in: ``float32``, ``float16`` or ``bfloat16``; by default
             as in the folder.
 
@@ -108,17 +107,12 @@ def model(
 
 
 def title_of(begin: int, end: int) -> str:
-    """Return the name of a stage.
-
-    Args:
-        begin: Its first layer.
-        end: The layer after its last one.
-    """
+    """Return the name of a stage with the layers ``begin`` to ``end`` (exclusive)."""
     return f"layer {begin}" if end == begin + 1 else f"layers {begin}-{end - 1}"
 
 
 def _check(vocabulary: int, longest: int, tensors: Tensors) -> None:
-    """Reject token ids and lengths that the embeddings have no row for."""
+    """Reject token ids and lengths that exceed the embedding tables."""
     ids, mask = tensors["input_ids"], tensors["attention_mask"]
     if ids.shape != mask.shape:
         raise InvalidRequestError(
@@ -141,7 +135,7 @@ def _check(vocabulary: int, longest: int, tensors: Tensors) -> None:
 
 
 HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForSequenceClassification")
-"""Endings of architectures with a head, which a folder is served without."""
+"""Suffixes of architectures with a head, which is not served."""
 
 
 def _notes(config: dict[str, Any]) -> list[str]:
@@ -153,7 +147,7 @@ def _notes(config: dict[str, Any]) -> list[str]:
 
 
 def preloaded_modules(model_type: str) -> list[str]:
-    """Return the modules that stages of an architecture take long to import."""
+    """Return the slow imports of an architecture's stages, for preloading."""
     found = [
         "multiworld.serve.models.transformer_stage",
         "multiworld.serve.models.conversions",
@@ -169,17 +163,7 @@ def preloaded_modules(model_type: str) -> list[str]:
 def cuts_of(
     layers: int, stages: int, cut: Sequence[int] | None, folder: Path
 ) -> list[tuple[int, int]]:
-    """Return the first layer of each stage, and the one after its last.
-
-    Args:
-        layers: Number of layers.
-        stages: Number of stages.
-        cut: First layer of every stage but the first; None: equal numbers of layers.
-        folder: Folder of the model, for errors.
-
-    Raises:
-        SpecError: There are fewer layers than stages, or ``cut`` does not fit.
-    """
+    """Return the first layer and end (exclusive) of each stage."""
     if cut is None:
         try:
             return chain_partition([1.0] * layers, stages)
@@ -202,11 +186,7 @@ def _example() -> Tensors:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises:
-        SpecError: The file cannot be read.
-    """
+    """Return the object in a JSON file, or raise SpecError."""
     try:
         found: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -224,16 +204,7 @@ HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 
 
 def number_of(config: dict[str, Any], names: Sequence[str], folder: Path) -> int:
-    """Return a number of a ``config.json``.
-
-    Args:
-        config: The configuration.
-        names: Names that the number has in different architectures.
-        folder: Folder of the model, for errors.
-
-    Raises:
-        SpecError: It has none of these.
-    """
+    """Return the number that ``config.json`` has under one of ``names``."""
     for name in names:
         if name in config:
             return int(config[name])
@@ -269,17 +240,16 @@ def _max_length(folder: Path, config: dict[str, Any]) -> int:
 
 
 MAX_CHARACTERS_PER_TOKEN = 64
-"""Characters passed to the tokenizer for each token of the maximum length; it would
-read a longer text whole before cutting it. The longest English words have 45."""
+"""Characters passed to the tokenizer per token of the maximum length. It would
+otherwise read a longer text whole before truncating it. The longest English words have
+45."""
 
 
 class Tokenizer:
     """Turns text into ``input_ids`` and ``attention_mask`` of one row.
 
-    Args:
-        folder: Folder of the model, with ``tokenizer.json``.
-        max_length: Most tokens of a text; a longer one is cut, as the model's own
-            tokenizer does. Token ids are never cut: see ``_check``.
+    Texts are truncated, as by the model's own tokenizer; token ids never (see
+    ``_check``).
     """
 
     def __init__(self, folder: Path, max_length: int) -> None:
@@ -291,19 +261,11 @@ class Tokenizer:
         self._max_characters = max_length * MAX_CHARACTERS_PER_TOKEN
 
     def encode(self, text: str) -> Tensors:
-        """Return ``input_ids`` and ``attention_mask``, of shape [1, length], int64.
-
-        Args:
-            text: The text; cut to the maximum length.
-        """
+        """Return ``input_ids`` and ``attention_mask``, of shape [1, length], int64."""
         return self.encode_tokens(self._fast.encode(text[: self._max_characters]).ids)
 
     def encode_tokens(self, ids: Sequence[int]) -> Tensors:
-        """Return ``input_ids`` and ``attention_mask``, of shape [1, length], int64.
-
-        Args:
-            ids: Token ids, with those that begin and end a text.
-        """
+        """Return the same for token ids, including those that start and end a text."""
         return {
             "input_ids": torch.tensor([list(ids)], dtype=torch.int64),
             "attention_mask": torch.ones((1, len(ids)), dtype=torch.int64),
@@ -313,7 +275,6 @@ class Tokenizer:
 def _load_stage(
     folder: Path, span: Span, dtype: str, pooling: str | None, context: StageContext
 ) -> Callable[[Tensors], Tensors]:
-    """Load one stage of the model in a folder; see ``transformer_stage.load``."""
     from multiworld.serve.models import transformer_stage
 
     return transformer_stage.load(folder, span, dtype, pooling, context.device)

@@ -14,7 +14,7 @@ from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.stage import Model, StageContext, StageFunction, Tensors
 
 WARM_UP = 3
-"""Runs before those that are timed."""
+"""Untimed runs before the timed ones."""
 
 Outcome = TypeVar("Outcome")
 
@@ -24,12 +24,11 @@ class Measured:
     """Measured costs of one stage.
 
     Attributes:
-        name: Name of the stage.
-        seconds: Median seconds for one batch, by its rows.
+        seconds: Median seconds per batch, by its rows.
         weight_bytes: Size of the parameters; 0 if the stage is not an ``nn.Module``.
-        out_bytes: Bytes of the outputs for one row.
-        kv_bytes: Bytes of the keys and values of one token, if it generates text.
-        texts_bytes: Memory that keys and values took while it was measured.
+        out_bytes: Bytes of the outputs per row.
+        kv_bytes: KV bytes per token of a model that generates text.
+        texts_bytes: Memory that KV blocks used during the measurement.
     """
 
     name: str
@@ -41,31 +40,17 @@ class Measured:
 
 
 class Meter(Protocol):
-    """Measures the stages of a model; each gets what the one before it has returned."""
+    """Measures the stages of a model; each receives the outputs of the previous one."""
 
     def load(self, number: int) -> None:
-        """Load a stage.
-
-        Args:
-            number: Its number; the one after that of the stage before.
-        """
+        """Load a stage; they must be loaded in order."""
 
     def measure(self) -> Measured:
-        """Run the stage that was loaded, measure it, and drop it."""
+        """Run the loaded stage, measure it, and drop it."""
 
 
 class BatchMeter:
-    """Measures a model that takes batches, with its example.
-
-    Args:
-        model: The model.
-        batches: Batch sizes, as numbers of copies of the example.
-        repeats: Timed runs of each stage and batch size, after ``WARM_UP`` others.
-        device: Torch device to run on.
-
-    Raises:
-        SpecError: The model has neither ``example`` nor ``inputs``.
-    """
+    """Measures a model that takes batches, on copies of its example."""
 
     def __init__(
         self, model: Model, batches: Sequence[int], repeats: int, device: str = "cpu"
@@ -77,13 +62,11 @@ class BatchMeter:
         self._function: StageFunction | None = None
 
     def load(self, number: int) -> None:
-        """Load a stage; see ``Meter``."""
         stage = self._model.stages[number]
         self._name = stage.name or str(number)
         self._function = stage.load(StageContext(device=self._device))
 
     def measure(self) -> Measured:
-        """Run the stage; see ``Meter``."""
         function, self._function = self._function, None
         assert function is not None
         seconds = {}
@@ -96,12 +79,6 @@ class BatchMeter:
 
 
 def measured_stages(meter: Meter, count: int) -> list[Measured]:
-    """Measure all stages of a model.
-
-    Args:
-        meter: Measures them.
-        count: Number of the stages.
-    """
     found = []
     for number in range(count):
         meter.load(number)
@@ -110,7 +87,7 @@ def measured_stages(meter: Meter, count: int) -> list[Measured]:
 
 
 def _runner(function: StageFunction, tensors: Tensors) -> Callable[[], Tensors]:
-    """Return a function that computes a batch, and waits for its device."""
+    """Return a function that computes a batch and waits for its device."""
 
     def run() -> Tensors:
         with torch.inference_mode():
@@ -124,7 +101,6 @@ def _runner(function: StageFunction, tensors: Tensors) -> Callable[[], Tensors]:
 
 
 def _repeated(tensors: Tensors, rows: int, device: str) -> Tensors:
-    """Return copies of a batch as one batch."""
     return {
         name: tensor.repeat(rows, *[1] * (tensor.dim() - 1)).to(device)
         for name, tensor in tensors.items()
@@ -132,12 +108,7 @@ def _repeated(tensors: Tensors, rows: int, device: str) -> Tensors:
 
 
 def timed(run: Callable[[], Outcome], repeats: int) -> tuple[float, Outcome]:
-    """Run something again and again; return its median seconds, and its last outcome.
-
-    Args:
-        run: The computation.
-        repeats: Timed runs, after ``WARM_UP`` others.
-    """
+    """Run a computation repeatedly; return its median seconds and its last outcome."""
     for _ in range(WARM_UP):
         outcome = run()
     times: list[float] = []

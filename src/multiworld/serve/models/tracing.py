@@ -1,8 +1,8 @@
 """The cutter of an ``nn.Module``: finds the parts, traces, and loads one stage.
 
 If the weights are in a file, the module is built on fake tensors, which use no memory.
-``torch.distributed.pipelining`` traces it once, and the graph of one stage is kept.
-The rows are a dynamic dimension, so that a batch may have any number of them.
+``torch.distributed.pipelining`` traces it once, and the graph of one stage is kept. The
+rows are a dynamic dimension, so that a batch may have any number of them.
 """
 
 from __future__ import annotations
@@ -31,30 +31,22 @@ if TYPE_CHECKING:
     from multiworld.serve.spec.module import Module
 
 ROWS, SIZE = 3, 4
-"""Sizes for tracing: number of rows, and size of other dimensions of any size. Sizes 0
-and 1 would not do: ``torch.export`` treats them as constants."""
+"""Sizes for tracing: number of rows, and size of other dynamic dimensions. Sizes 0 and
+1 would not work: ``torch.export`` treats them as constants."""
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """Modules whose children are candidates for parts."""
 
 
 class Cutter:
-    """Cuts a module into stages and loads them.
+    """Cuts a module into stages and loads them; raises SpecError if it cannot.
 
     Args:
         module: The description of the module.
-        stages: Number of stages; None for one stage for each part.
+        stages: Number of stages; None for one stage per part.
         cut: Number of the first part of every stage but the first. By default the
             stages have about equal numbers of operations.
         least: Minimum number of parts, if ``stages`` is None.
-
-    Attributes:
-        begins: Names of the submodules that the stages begin with; the first one is
-            the first part of the module.
-
-    Raises:
-        SpecError: The module cannot be built, run, traced, or cut into these stages.
-        TorchVersionError: This torch lacks names that tracing needs.
     """
 
     def __init__(
@@ -81,15 +73,6 @@ class Cutter:
                 )
 
     def load(self, number: int, device: str) -> TracedPart:
-        """Return one stage with its weights, on a device.
-
-        Args:
-            number: Number of the stage.
-            device: Torch device of the stage.
-
-        Raises:
-            SpecError: The file lacks weights, or has weights of other shapes.
-        """
         stages = len(self.begins)
         with _tracing():
             interface = _chain_interface(self._module, number, stages)
@@ -140,7 +123,7 @@ def _build_module(module: Module) -> nn.Module:
 
 
 def _unify_fake_modes(made: nn.Module, mode: Any) -> None:
-    """Move all fake tensors to one mode: deep copies come with a mode of their own."""
+    """Move all fake tensors to one mode; deep copies come with a mode of their own."""
     known: dict[Tensor, Any] = {}
     for part in made.modules():
         held = itertools.chain(
@@ -186,7 +169,7 @@ def _mode_of(whole: nn.Module) -> Any:
 
 
 def _part_costs(module: Module, whole: nn.Module, least: int) -> dict[str, float]:
-    """Return the approximate number of operations of each part, in running order."""
+    """Return the approximate number of operations of each part, in execution order."""
     depth, previous = 0, -1
     while True:
         names = list(_candidates(whole, depth))
@@ -260,7 +243,7 @@ def _parameters(whole: nn.Module, name: str) -> Iterator[nn.Parameter]:
 def _begins(
     costs: dict[str, float], stages: int, cut: Sequence[int] | None
 ) -> list[str]:
-    """Return the names of the parts that stages after the first begin with."""
+    """Return the name of the first part of each stage after the first."""
     names = list(costs)
     if cut is None:
         spans = chain_partition(list(costs.values()), stages)
@@ -287,7 +270,7 @@ def _slice(whole: nn.Sequential, number: int, names: Sequence[str]) -> nn.Module
 
 
 def _chain_interface(module: Module, number: int, stages: int) -> StageInterface:
-    """Return the interface of a stage of a sequential module: one tensor goes on."""
+    """Return the interface of a stage of a sequential module."""
     takes = [s.name for s in module.inputs] if number == 0 else ["value"]
     is_last = number == stages - 1
     gives = [s.name for s in module.outputs] if is_last else ["value"]
@@ -341,13 +324,7 @@ def _load_weights(part: nn.Module, path: Path) -> None:
 
 
 class TracedPart(nn.Module):
-    """A part of a module as a stage: takes and returns a dict of tensors.
-
-    Args:
-        part: The submodule or traced graph.
-        interface: Inputs and outputs of the stage.
-        device: Torch device of the stage.
-    """
+    """A part of a module as a stage: takes and returns a dict of tensors."""
 
     def __init__(self, part: nn.Module, interface: StageInterface, device: str) -> None:
         super().__init__()
@@ -360,7 +337,6 @@ class TracedPart(nn.Module):
         return self
 
     def forward(self, tensors: Tensors) -> Tensors:
-        """Compute the stage; tensors for later stages pass through unchanged."""
         interface = self._interface
         found = self.part(
             *(interface.argument(take, tensors) for take in interface.takes)
@@ -370,7 +346,7 @@ class TracedPart(nn.Module):
 
 
 def _move_constants(part: torch.fx.GraphModule, device: str) -> None:
-    """Create the constants of the graph (positions, masks) on a device."""
+    """Create the constants of the graph (positions, masks) on ``device``."""
     for module in part.modules():
         if not isinstance(module, torch.fx.GraphModule):
             continue

@@ -2,8 +2,8 @@
 
 A subclass of the model's class replaces, in ``__init__``, the modules of other stages
 with modules without weights. ``from_pretrained`` then builds the rest on ``meta`` and
-reads the weights of the rest only. So its handling of renamed and fused weights, and of
-buffers that are in no file, still applies.
+reads only its weights. So its handling of renamed and fused weights, and of buffers
+that are in no file, still applies.
 
 The model's ``base_model_pp_plan`` names the modules before, in and after the chain of
 layers. Tables in this module name them for older architectures, which have no plan.
@@ -63,15 +63,7 @@ AFTER = (
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """Names of the modules before, in and after the chain of layers.
-
-    Attributes:
-        chain: The list of layers.
-        embeddings: Embedding modules that take ``inputs_embeds`` themselves.
-        positions: Position embeddings, added to the token embeddings.
-        tokens: Token embeddings and projections.
-        after: Modules after the last layer.
-    """
+    """Names of the modules before, in and after the chain of layers."""
 
     chain: str
     embeddings: Sequence[str] = ()
@@ -81,7 +73,7 @@ class Anatomy:
 
 
 class PassEmbeddings(nn.Module):
-    """Replaces the embeddings of another stage; the input is embedded already."""
+    """Replaces the embeddings of another stage; the input is already embedded."""
 
     def forward(
         self,
@@ -90,20 +82,12 @@ class PassEmbeddings(nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Return ``inputs_embeds`` unchanged.
-
-        Args:
-            input_ids: Ignored.
-            inputs_embeds: Embeddings, of shape [rows, length, hidden].
-            args: Ignored.
-            kwargs: Ignored.
-        """
         assert inputs_embeds is not None
         return inputs_embeds
 
 
 class NoPositions(nn.Module):
-    """Replaces the position embeddings of another stage; they are added already."""
+    """Replaces the position embeddings of another stage; they are already added."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return a scalar zero, which changes nothing when it is added."""
@@ -114,7 +98,6 @@ class Identity(nn.Module):
     """Replaces a module of another stage."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the input unchanged."""
         return hidden
 
 
@@ -123,17 +106,7 @@ def load(
 ) -> LayerPart:
     """Build and load the part of a model that has the layers of a span.
 
-    Args:
-        folder: Hugging Face folder of the model.
-        span: Layers of the stage.
-        dtype: Name of the torch dtype to compute in.
-        pooling: ``mean`` or ``cls``, how a sentence encoder pools its tokens; None for
-            other models.
-        device: Torch device of the stage.
-
-    Raises:
-        SpecError: transformers does not know the architecture, the model has no known
-            chain of layers, or the folder lacks weights.
+    ``pooling`` is ``mean`` or ``cls`` for sentence encoders, None for other models.
     """
     from transformers import MODEL_MAPPING, AutoConfig
     from transformers.utils import logging
@@ -159,21 +132,10 @@ def load(
 
 
 def load_owned(folder: Path, kind: Any, config: Any, span: Span, dtype: str) -> Any:
-    """Build a model of a class of transformers, and load the layers of a span.
-
-    Args:
-        folder: Hugging Face folder of the model.
-        kind: The class: a base model, or one with a head.
-        config: Its configuration; changed if layers are left out.
-        span: The layers to load.
-        dtype: Name of the torch dtype to compute in.
-
-    Raises:
-        SpecError: The model has no known chain of layers, or the folder lacks weights.
-    """
+    """Load the layers of a span as transformers' class ``kind``; changes ``config``."""
     from transformers.utils import logging
 
-    disable: Any = logging.disable_progress_bar  # for a part, it says little
+    disable: Any = logging.disable_progress_bar  # of little use for a part
     disable()
     owned = _owned_class(kind, span, folder)
     whole, info = owned.from_pretrained(
@@ -183,7 +145,7 @@ def load_owned(folder: Path, kind: Any, config: Any, span: Span, dtype: str) -> 
         dtype=getattr(torch, dtype),
         output_loading_info=True,
     )
-    # If a folder has no weights for the pooler, its output is not used.
+    # If a folder has no weights for the pooler, the pooler's output is not used.
     missing = [name for name in info["missing_keys"] if not name.startswith("pooler.")]
     if missing:
         raise SpecError(
@@ -196,7 +158,7 @@ def load_owned(folder: Path, kind: Any, config: Any, span: Span, dtype: str) -> 
 
 def _owned_class(kind: Any, span: Span, folder: Path) -> Any:
     class Owned(kind):  # type: ignore[misc]
-        """The model, without the weights of other stages."""
+        """The model without the weights of other stages."""
 
         # The weights of other stages are in the files, too. A list, because
         # transformers 5.0 adds one to it.
@@ -223,8 +185,7 @@ def _anatomy(whole: nn.Module, folder: Path) -> Anatomy:
 def anatomy_from_plan(plan: dict[str, Any]) -> Anatomy:
     """Return the anatomy that a ``base_model_pp_plan`` describes.
 
-    The plan lists modules in order, with their inputs and outputs. The chain of layers
-    is the first module that takes the attention mask.
+    The chain of layers is the first module that takes the attention mask.
     """
     names = list(plan)
     chain = next(n for n in names if "attention_mask" in plan[n][0])
@@ -254,16 +215,11 @@ def _anatomy_from_tables(whole: nn.Module, folder: Path) -> Anatomy:
 def strip(
     whole: nn.Module, span: Span, anatomy: Anatomy, *, keeps_tokens: bool = False
 ) -> None:
-    """Replace the modules of other stages with modules without weights.
+    """Replace the modules of other stages, in place, with modules without weights.
 
     The remaining layers keep their numbers, which are part of the names of weights.
-
-    Args:
-        whole: The model; changed in place.
-        span: Layers of this stage.
-        anatomy: Names of the model's modules.
-        keeps_tokens: Whether token embeddings stay in every stage; they are used if
-            ``input_ids`` are given.
+    ``keeps_tokens`` keeps the token embeddings, which are used if ``input_ids`` are
+    given.
     """
     chain = whole.get_submodule(anatomy.chain)
     assert isinstance(chain, nn.ModuleList)
@@ -290,8 +246,7 @@ def _replace(whole: nn.Module, names: Sequence[str], kind: type[nn.Module]) -> N
 def _drop_other_layers(whole: nn.Module, span: Span, name: str) -> None:
     """Remove the layers of other stages from the chain and from the config.
 
-    This must wait until the weights are loaded, because their names have the numbers of
-    the layers.
+    This must wait until the weights are loaded: their names have the layers' numbers.
     """
     chain = whole.get_submodule(name)
     assert isinstance(chain, nn.ModuleList)
@@ -306,13 +261,7 @@ def _drop_other_layers(whole: nn.Module, span: Span, name: str) -> None:
 
 
 class LayerPart(nn.Module):
-    """A part of a model as a stage: takes and returns a dict of tensors.
-
-    Args:
-        whole: The model, reduced to the layers of this stage.
-        span: Layers of this stage.
-        pooling: ``mean`` or ``cls`` for a sentence encoder; None for other models.
-    """
+    """A part of a model as a stage: takes and returns a dict of tensors."""
 
     def __init__(self, whole: nn.Module, span: Span, pooling: str | None) -> None:
         super().__init__()
@@ -321,14 +270,10 @@ class LayerPart(nn.Module):
     def forward(self, tensors: Tensors) -> Tensors:
         """Compute the layers of this stage.
 
-        Args:
-            tensors: ``attention_mask``, of shape [rows, length], int64, and either
-                ``input_ids``, of the same shape and dtype (first stage), or ``hidden``,
-                of shape [rows, length, hidden].
-
-        Returns:
-            ``hidden`` and ``attention_mask``. The last stage returns ``embedding``, of
-            shape [rows, hidden], or ``last_hidden_state``.
+        Takes ``attention_mask``, [rows, length], int64, and either ``input_ids``, of
+        the same shape and dtype (first stage), or ``hidden``, [rows, length, hidden].
+        Returns ``hidden`` and ``attention_mask``; the last stage returns ``embedding``,
+        [rows, hidden], or ``last_hidden_state``.
         """
         mask = tensors["attention_mask"]
         if self._span.is_first:

@@ -1,4 +1,4 @@
-"""Reader for single tensors in safetensors files, and their name."""
+"""Reader for single tensors in safetensors files, and identity of weights."""
 
 from __future__ import annotations
 
@@ -21,19 +21,11 @@ MAX_HEADER = 100_000_000
 """Maximum bytes of the header of a safetensors file (the format's own limit)."""
 
 INDEX = "model.safetensors.index.json"
-"""Name of the index of several files."""
+"""Index file of weights in several files."""
 
 
 def read_weights(path: Path, wanted: Set[str]) -> dict[str, Tensor]:
-    """Read named tensors; others are not read, and missing ones are left out.
-
-    Args:
-        path: A file, or a folder with ``model.safetensors`` or with an index.
-        wanted: Names of the tensors.
-
-    Raises:
-        SpecError: A file is missing, or is not a safetensors file.
-    """
+    """Read only the named tensors from a file or folder; missing ones are left out."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, Tensor] = {}
@@ -48,11 +40,6 @@ def read_weights(path: Path, wanted: Set[str]) -> dict[str, Tensor]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the safetensors files at a path, a file or a folder.
-
-    Raises:
-        SpecError: The folder has no such files, or its index cannot be read.
-    """
     if not path.is_dir():
         return [path]
     index = path / INDEX
@@ -73,18 +60,11 @@ def files_of(path: Path) -> list[Path]:
 
 
 def name_of(folder: Path, *settings: object) -> str:
-    """Return a name of the weights in a folder; the same for the same weights.
+    """Return a hash of the weights in a folder and of ``settings`` that also matter.
 
-    Files are told apart by size and time of change; those in the cache of the hub by
-    their content, after which they are named there. So the same weights may have other
-    names on another machine, but other weights never have the same.
-
-    Args:
-        folder: The folder of the model.
-        *settings: What else a result depends on.
-
-    Raises:
-        SpecError: The folder has no weights.
+    Files are identified by size and modification time; those in the hub's cache by
+    their content hash. So the same weights may have different names on two machines,
+    but different weights never share a name.
     """
     made = hashlib.blake2b(repr(settings).encode(), digest_size=16)
     for file in (folder / "config.json", *files_of(folder)):
@@ -100,20 +80,16 @@ def name_of(folder: Path, *settings: object) -> str:
 
 
 def bytes_by_stage(folder: Path, cuts: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the bytes of the weights that each stage of a decoder loads.
+    """Return the bytes of weights that each stage of a decoder loads.
 
-    Only the headers of the files are read. What is in no layer counts for the first and
-    the last stage: the embeddings may be the head as well.
-
-    Args:
-        folder: The folder of the model.
-        cuts: First layer of each stage, and the one after its last.
+    Weights outside the layers count for the first and the last stage, as the embeddings
+    may also be the head.
     """
     found = [0] * len(cuts)
     try:
         headers = [_header(file) for file in files_of(folder)]
     except (OSError, ValueError, SpecError, struct.error):
-        return found  # loading the model says what is wrong with them
+        return found  # loading the model reports the error
     for name, begin, end in itertools.chain.from_iterable(headers):
         layer = LAYER.search(name)
         if layer is None:

@@ -1,4 +1,4 @@
-"""The tensors and sizes that go from stage to stage of a traced module."""
+"""The tensors and sizes that pass from stage to stage of a traced module."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ from multiworld.serve.spec.stage import Tensors
 
 @dataclass(frozen=True, slots=True)
 class SizeOf:
-    """An argument that is a number, computed from the sizes of incoming tensors.
-
-    Attributes:
-        compute: Returns the number for the sizes, in order.
-        sizes: Name of the tensor and dimension of each size.
-    """
+    """A number computed from the sizes (tensor, dimension) of incoming tensors."""
 
     compute: Callable[..., int]
     sizes: tuple[tuple[str, int], ...]
@@ -40,10 +35,8 @@ class StageInterface:
     """Inputs, outputs and pass-through tensors of one stage.
 
     Attributes:
-        takes: Arguments of the stage's module, in order: the name of a tensor, a size
-            or a constant.
-        gives: Names of the results, in order; empty for results that nothing uses.
-        passes: Names of the tensors that pass through to later stages.
+        takes: Arguments of the stage's module: tensor names, sizes or constants.
+        gives: Names of the results, in order; empty for unused results.
     """
 
     takes: tuple[str | SizeOf | Constant, ...]
@@ -51,18 +44,12 @@ class StageInterface:
     passes: tuple[str, ...]
 
     def argument(self, take: str | SizeOf | Constant, tensors: Tensors) -> Any:
-        """Return the value of one argument."""
         if isinstance(take, SizeOf):
             sizes = (tensors[name].shape[at] for name, at in take.sizes)
             return int(take.compute(*sizes))
         return take.value if isinstance(take, Constant) else tensors[take]
 
     def outputs(self, found: Any) -> Tensors:
-        """Return the results of the stage's module by name.
-
-        Raises:
-            TypeError: The numbers of results and names differ.
-        """
         if isinstance(found, Mapping):
             found = tuple(found.values())
         values = found if isinstance(found, tuple | list) else (found,)
@@ -79,16 +66,9 @@ class StageInterface:
 def interfaces_of(
     split: GraphModule, inputs: Sequence[str], outputs: Sequence[str]
 ) -> list[StageInterface]:
-    """Return the interface of each stage of a split graph.
+    """Return the interface of each stage of a split graph, whose calls are the stages.
 
-    Args:
-        split: Graph whose calls are the stages.
-        inputs: Names of the graph's inputs, in order.
-        outputs: Names of the graph's results, in order.
-
-    Raises:
-        SpecError: Something other than tensors with rows would go between stages, or
-            the numbers of inputs or outputs differ from the names.
+    Raises SpecError if other values than tensors with rows would pass between stages.
     """
     nodes = list(split.graph.nodes)
     graph_inputs = [node for node in nodes if node.op == "placeholder"]
@@ -129,7 +109,6 @@ def interfaces_of(
             _check_rows(placeholder, rows)
 
     def crosses(node: Node, number: int) -> bool:
-        """Return whether a stage passes a value through to a later one."""
         return made_by[node] < number < last_use.get(node, -1) and node not in sizes
 
     return [
@@ -224,7 +203,7 @@ def _take(
 
 
 def _size(placeholder: Node, tensors: Sequence[tuple[str, Node]]) -> SizeOf:
-    """Return how to compute a number from the sizes of tensors."""
+    """Return a function that computes a number from the sizes of tensors."""
     expression = placeholder.meta["val"].node.expr
     known = {
         size.node.expr: (name, at)

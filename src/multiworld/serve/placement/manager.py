@@ -1,6 +1,6 @@
 """Manager of placements: carries out what bookings, policy and solvers decide.
 
-It admits models, plans placements, moves replicas, follows the machines, and ends
+It admits models, plans placements, moves replicas, tracks the machines, and kills
 replicas that use more memory than they booked.
 """
 
@@ -48,19 +48,7 @@ class PlacementOwner(Protocol):
 
 
 class PlacementManager:
-    """The machines of a service, the bookings on them, and the placement plan.
-
-    Args:
-        launcher: Launcher of the processes.
-        fleet: Desired and observed state of the service.
-        history: Log of events, for people.
-        owner: Runner of the processes.
-        policy: Policy for choosing a machine.
-        journal: Log of decisions; by default one in memory.
-
-    Attributes:
-        places: Bookings of the replicas.
-    """
+    """The machines of a service, the bookings on them, and the placement plan."""
 
     def __init__(
         self,
@@ -80,21 +68,12 @@ class PlacementManager:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """The machines that there are."""
         return self._launcher.nodes()
 
     # Before anything is started.
 
     def admit(self, wanted: DesiredState, model: str | None = None) -> None:
-        """Check that the machines have room for a desired state.
-
-        Args:
-            wanted: The desired state.
-            model: Check this model only; None: all models.
-
-        Raises:
-            PlacementError: Some replicas do not fit.
-        """
+        """Raise ``PlacementError`` if the machines lack room for all models, or one."""
         if model is not None:
             wanted = replace(wanted, models={model: wanted.models[model]})
         self.places.admit(asks_of(wanted, self._owner.specs))
@@ -110,10 +89,7 @@ class PlacementManager:
     # Planning.
 
     async def plan_first(self, wanted: DesiredState) -> None:
-        """Plan for a service that is not started yet.
-
-        Cancellation: Safe; no plan is applied.
-        """
+        """Plan for a service that has not started yet."""
         try:
             planned = await self._replanner.plan(self._snapshot(wanted))
         except Exception:  # the service can start without a plan
@@ -123,18 +99,12 @@ class PlacementManager:
             self._apply_plan(planned)
 
     def start(self) -> None:
-        """Start planning after every change."""
         self._replanner.start()
 
     def wake(self) -> None:
-        """Plan soon, because something has changed."""
         self._replanner.wake()
 
     async def close(self) -> None:
-        """Stop planning.
-
-        Cancellation: Safe; planning stops all the same.
-        """
         await self._replanner.close()
 
     def _snapshot(self, wanted: DesiredState | None = None) -> PlacementSnapshot:
@@ -195,7 +165,7 @@ class PlacementManager:
         self.wake()
 
     def check_memory(self) -> None:
-        """End replicas that use more memory than they booked."""
+        """Kill replicas that use more memory than they booked."""
         for name, limit in self.places.limits().items():
             running = self._owner.running(name)
             used = running and self._launcher.outgrown(running, limit)
@@ -203,13 +173,7 @@ class PlacementManager:
                 self.outgrown(name, used, limit)
 
     def outgrown(self, name: str, used: int, limit: int) -> None:
-        """End a replica that uses more memory than it booked.
-
-        Args:
-            name: Name of the replica.
-            used: Bytes that it uses.
-            limit: Bytes that it booked.
-        """
+        """Kill a replica that uses more memory than it booked, both in bytes."""
         text = f"it used {mib(used)} of memory; memory_mb books {mib(limit)}"
         self._history.say("outgrown", f"{name}: {text}", name)
         self._owner.happened(events.ProcessGone(name, text))

@@ -28,23 +28,22 @@ from multiworld.serve.spec.schema import (
 )
 
 MANY = 64
-"""Most replicas of a stage on one device that are planned."""
+"""Maximum number of replicas of a stage that are planned on one device."""
 
 NOMINAL = 1e-3
-"""Rows a second that are planned for a model without a declared demand: nearly none."""
+"""Rows per second planned for a model without a declared demand: almost none."""
 
 CPU = "cpu"
 """Kind of device that stands for the cores of a machine."""
 
 BALANCE = 0.01
-"""Cost per hour of the fullest device, see ``Problem.balance``.
-
-It is less than a move costs: new replicas go to emptier machines, running ones stay."""
+"""Cost per hour of the fullest device (``Problem.balance``), below the cost of a move:
+new replicas go to emptier machines, running ones stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRequest:
-    """A model, and the least and greatest number of replicas of each stage."""
+    """A model, and the minimum and maximum number of replicas of each stage."""
 
     name: str
     spec: ModelSpec
@@ -67,10 +66,7 @@ def device_name(node: str, gpu: int | None) -> str:
 
 
 def asks_in(models: Mapping[str, ModelSpec]) -> list[ReplicaRequest]:
-    """Return the replicas that a spec asks for.
-
-    If a model declares a demand, the solver may choose within its ranges of replicas.
-    """
+    """Return a spec's replicas; a demand lets the solver choose within their ranges."""
     return [
         ReplicaRequest(
             name, spec, [_range(stage, spec.demand) for stage in spec.stages]
@@ -83,7 +79,7 @@ def _range(stage: StageSpec, demand: float | None) -> tuple[int, int]:
     config = stage.autoscaling_config or stage.replicas
     if isinstance(config, AutoscalingConfig | ReplicaRange) and demand is not None:
         return max(1, config.min_replicas), config.max_replicas
-    least = max(1, stage.initial_count)  # one that runs on demand needs a place, too
+    least = max(1, stage.initial_count)  # a stage scaled to zero needs room, too
     return least, least
 
 
@@ -92,15 +88,7 @@ def problem_of(
     asks: Iterable[ReplicaRequest],
     running: Iterable[PlacedReplica] = (),
 ) -> Problem:
-    """Return the problem of placing models on machines.
-
-    A model with a stage that has no replicas (it is scaled to zero) is left out.
-
-    Args:
-        nodes: Machines.
-        asks: Models and their numbers of replicas.
-        running: Replicas that already run.
-    """
+    """Return the problem of placing models; those scaled to zero are left out."""
     nodes = list(nodes)
     names = [node.name for node in nodes]
     hosts = tuple(Host(node.name, _devices(node), node.bandwidth) for node in nodes)
@@ -161,7 +149,7 @@ def _stage(
         out_bytes=round((stage.out_kb or 0.0) * 1024),
         least=counts[0],
         most=counts[1],
-        # If none of its machines exists, its own names go into the error text.
+        # If none of its machines exists, the error text shows the spec's names.
         nodes=(allowed or need.nodes) if need.nodes else frozenset(),
         width=1.0 if need.on_gpu else float(stage.threads * stage.ranks),
         cores=0.0 if need.on_gpu else need.cpus,
@@ -183,12 +171,7 @@ def plan_of(
 def moves(
     plan: Mapping[tuple[Any, str], int], here: Mapping[str, tuple[object, str]]
 ) -> list[str]:
-    """Return the replicas that the plan wants on another machine.
-
-    Args:
-        plan: Planned number of replicas for each post and machine.
-        here: Post and machine of every ready replica, by name.
-    """
+    """Return the replicas (of `here`, by name) that the plan places elsewhere."""
     left = Counter(plan)
     surplus = []
     for name, (post, node) in sorted(here.items()):
@@ -211,11 +194,8 @@ class StageOutlook:
     """Expected load of one stage under a plan.
 
     Attributes:
-        model: Name of the model.
-        stage: Number of the stage.
-        where: Number of replicas by device.
         busy: Share of the time that its busiest replica computes.
-        able: Rows a second that its replicas could do if nothing else is short.
+        able: Rows per second that its replicas could do if nothing else limited them.
     """
 
     model: str
@@ -226,7 +206,6 @@ class StageOutlook:
 
 
 def outlook(problem: Problem, placement: Placement) -> list[StageOutlook]:
-    """Return the expected load of every stage under a placement."""
     kind_of = {d.name: d.kind for node in problem.nodes for d in node.devices}
     found = []
     for model in problem.models:
@@ -251,7 +230,6 @@ def bottleneck(stages: Iterable[StageOutlook], model: str) -> StageOutlook | Non
 
 
 def in_words(placement: Placement) -> str:
-    """Return a placement as text for people."""
     where = Counter(r.device.rpartition("/")[0] for r in placement.replicas)
     spread = ", ".join(f"{node} {count}" for node, count in sorted(where.items()))
     short = "".join(

@@ -1,4 +1,4 @@
-"""Replanner: runs the solvers in a thread whenever something has changed."""
+"""Replanner: runs the solvers in a thread after every change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from multiworld.serve.resources.assignment import Plan
 logger = logging.getLogger("multiworld.serve")
 
 LIMIT_S = 2.0
-"""Seconds that the solvers may take; meanwhile replicas are placed one by one."""
+"""Seconds for the solvers; meanwhile replicas are placed one by one."""
 
 DEBOUNCE_S = 0.2
 """Seconds to wait for further changes before planning."""
@@ -31,13 +31,7 @@ DEBOUNCE_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class PlacementSnapshot:
-    """Everything that a plan is made from.
-
-    Attributes:
-        nodes: Machines.
-        asks: Models and their numbers of replicas.
-        running: Replicas that already run.
-    """
+    """Complete input of a plan."""
 
     nodes: Sequence[Node]
     asks: Sequence[ReplicaRequest]
@@ -46,14 +40,7 @@ class PlacementSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class PlanReady:
-    """A plan, and what it was made from.
-
-    Attributes:
-        snapshot: Machines, models and replicas.
-        problem: Problem that was solved.
-        placement: Answer of the solvers.
-        plan: Planned number of replicas for each post and machine.
-    """
+    """A plan with its input."""
 
     snapshot: PlacementSnapshot
     problem: Problem
@@ -78,7 +65,7 @@ def facts_of(planned: PlanReady) -> dict[str, Any]:
 
 
 def snapshot_of(planned: PlanReady) -> dict[str, Any]:
-    """Return the snapshot that a plan was made from, as plain data."""
+    """Return the snapshot behind a plan, as plain data."""
     snapshot = planned.snapshot
     return {
         "nodes": [asdict(node) for node in snapshot.nodes],
@@ -96,12 +83,7 @@ def snapshot_of(planned: PlanReady) -> dict[str, Any]:
 
 
 class Replanner:
-    """Plans in the background when it is woken.
-
-    Args:
-        take_snapshot: Returns the snapshot of this moment.
-        on_plan: Called with every plan.
-    """
+    """Plans in the background when woken; calls `on_plan` with every plan."""
 
     def __init__(
         self,
@@ -114,16 +96,14 @@ class Replanner:
 
     @staticmethod
     def is_able() -> bool:
-        """Return whether the solvers are installed."""
         return importlib.util.find_spec("scipy") is not None
 
     def start(self) -> None:
-        """Start planning in the background; does nothing without solvers."""
+        """Start planning in the background; do nothing without solvers."""
         if self._task is None and self.is_able():
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     def wake(self) -> None:
-        """Request a new plan soon."""
         self._woken.set()
 
     async def _run(self) -> None:
@@ -142,21 +122,12 @@ class Replanner:
                 self._on_plan(planned)
 
     async def plan(self, snapshot: PlacementSnapshot) -> PlanReady | None:
-        """Plan at once; return None if there is only one machine or no solver.
-
-        Cancellation:
-            Safe. The solvers finish in their thread, and their answer is dropped.
-        """
+        """Plan at once; return None if there is only one machine or no solver."""
         if len(snapshot.nodes) < 2 or not self.is_able():
             return None
         return await asyncio.to_thread(_plan, snapshot)
 
     async def close(self) -> None:
-        """Stop planning.
-
-        Cancellation:
-            Safe. The background task has been cancelled already.
-        """
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

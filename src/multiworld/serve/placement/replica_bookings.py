@@ -1,7 +1,4 @@
-"""Bookings of the replicas of a service, and the choice of their machines. Pure.
-
-A policy chooses the machine, and a plan says how many replicas go where.
-"""
+"""Bookings of the replicas of a service, and the choice of their machines. Pure."""
 
 from __future__ import annotations
 
@@ -17,20 +14,10 @@ from multiworld.serve.resources.bookings import Bookings
 from multiworld.serve.spec.schema import ModelSpec
 
 Specs = Mapping[str, Mapping[str, ModelSpec]]
-"""Specs by model and version."""
 
 
 class ReplicaBookings:
-    """Bookings of a service's replicas on its machines.
-
-    Args:
-        nodes: Machines.
-        policy: Chooses among the machines that have room.
-
-    Attributes:
-        ledger: Bookings of the machines.
-        plan: Planned number of replicas for each post and machine.
-    """
+    """Bookings of a service's replicas on its machines, and the plan for them."""
 
     def __init__(self, nodes: Iterable[Node], policy: Policy = assign) -> None:
         self.ledger = Bookings(nodes)
@@ -45,16 +32,7 @@ class ReplicaBookings:
         return sorted(after - before), sorted(before - after)
 
     def take(self, name: str, post: object, need: Need) -> tuple[Location, str]:
-        """Book a location for a replica; return it, and the reason for people.
-
-        Args:
-            name: Name of the replica.
-            post: Post of the replica.
-            need: Resources that it takes.
-
-        Raises:
-            PlacementError: No machine has room.
-        """
+        """Book a location for a replica; return it, and the reason for people."""
         spot = self._policy(self.ledger, post, need, self.plan)
         here = self.ledger.count(spot.node, post)
         is_planned = here < self.plan.get((post, spot.node), 0)
@@ -65,17 +43,13 @@ class ReplicaBookings:
         return spot, f"{fewest}, and there is room"
 
     def admit(self, asks: Iterable[PlaceRequest]) -> None:
-        """Check that all requested replicas have a place beside the running ones.
-
-        Raises:
-            PlacementError: Some have no place; nothing changes.
-        """
+        """Raise ``PlacementError`` unless all requests fit beside running replicas."""
         admit(self.ledger, asks, self._policy, self.plan)
 
     def runs(
         self, versions: Mapping[str, str], names: Iterable[str]
     ) -> list[PlacedReplica]:
-        """Return the locations of those replicas that are of the given versions."""
+        """Return the locations of those replicas that run the given versions."""
         found = []
         bookings = [self.ledger.bookings.get(name) for name in names]
         for booking in filter(None, bookings):
@@ -86,7 +60,7 @@ class ReplicaBookings:
         return found
 
     def moves(self, names: Iterable[str]) -> list[str]:
-        """Return which of these replicas the plan wants elsewhere."""
+        """Return which of these replicas the plan places elsewhere."""
         bookings = self.ledger.bookings
         here = {n: (bookings[n].post, bookings[n].spot.node) for n in names}
         return moves(self.plan, here)
@@ -106,10 +80,6 @@ class ReplicaBookings:
 
 
 def asks_of(wanted: DesiredState, specs: Specs) -> list[PlaceRequest]:
-    """Return requests for all desired replicas.
-
-    Bookings of other running replicas are not affected.
-    """
     asks: list[PlaceRequest] = []
     for name, model in wanted.models.items():
         spec = specs[name][model.version]

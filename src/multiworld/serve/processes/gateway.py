@@ -1,4 +1,4 @@
-"""Process of a gateway: HTTP server, router and controller connection."""
+"""Process of a gateway: HTTP server, dispatcher and controller connection."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ ROUTES = (add_generation, add_generate)
 """Functions that add the routes of models that generate text."""
 
 PROBE_S = 10.0
-"""Most seconds that a probe may take."""
+"""Maximum seconds that a probe may take."""
 
 PROBE_TOKENS = (1, 1, 1, 1)
 """Prompt of the probe of a model that generates text."""
 
 POISON = 256
-"""Most poison requests that wait to be reported while there is no controller."""
+"""Maximum number of poison requests waiting to be reported to a controller."""
 
 USAGE_S = 1.0
 """Seconds between usage reports."""
@@ -80,19 +80,19 @@ FLEET_S = 2.0
 """Seconds to wait for the state of the fleet; after that the last one is shown."""
 
 LAST_S = 0.5
-"""Most seconds to wait until the controller has taken the last report."""
+"""Maximum seconds to wait until the controller has taken the last report."""
 
 ASK_S = 0.2
-"""Least seconds between two requests for replicas of a model that has none."""
+"""Minimum seconds between two requests for replicas of a model that has none."""
 
 OTHER_FILES = 256
 """Open files of a gateway besides its clients' connections."""
 
 MIN_CONNECTIONS = 64
-"""Least number of connections that a gateway can be run with."""
+"""Minimum number of connections for a gateway to run."""
 
 BACKLOG = 2048
-"""Most connections that wait to be accepted."""
+"""Maximum number of connections waiting to be accepted."""
 
 KEEP_ALIVE_S = 30
 """Seconds after which an idle HTTP connection is closed."""
@@ -106,18 +106,10 @@ ORPHAN_FACTOR = 60
 
 
 def listen(spec: GatewaySpec, port: int) -> socket.socket:
-    """Return a socket that shares its port with the other gateways.
-
-    Args:
-        spec: Spec of the gateway; names the address.
-        port: Port number.
-
-    Raises:
-        OSError: The address cannot be used.
-    """
+    """Return a socket that shares its port with the other gateways."""
     family = socket.AF_INET6 if ":" in spec.host else socket.AF_INET
-    # asyncio switches Nagle's algorithm off if the protocol is given as TCP. With it,
-    # an answer in two parts waits 40 ms for an acknowledgement.
+    # asyncio disables Nagle's algorithm if the protocol is given as TCP. With it, an
+    # answer in two parts waits 40 ms for an acknowledgement.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -130,15 +122,7 @@ def listen(spec: GatewaySpec, port: int) -> socket.socket:
 
 
 def allowed_connections(wanted: int) -> int:
-    """Raise the limit of open files, and return how many connections it allows.
-
-    Args:
-        wanted: Connections that the spec allows; fewer are returned, with a warning, if
-            ``ulimit -n`` does not suffice.
-
-    Raises:
-        ServeError: The limit is too low to run a gateway.
-    """
+    """Raise the limit of open files; return how many of ``wanted`` it allows."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     room = hard - OTHER_FILES
@@ -158,12 +142,7 @@ def allowed_connections(wanted: int) -> int:
 
 
 class GatewayProcess:
-    """A gateway and its connection to the controller.
-
-    Args:
-        args: Arguments of the process.
-        manager: Manager of the process's worlds.
-    """
+    """A gateway and its connection to the controller."""
 
     def __init__(
         self,
@@ -229,13 +208,9 @@ class GatewayProcess:
         )
 
     async def run(self) -> None:
-        """Serve until the controller or a signal ends it, or it is orphaned.
+        """Serve until the controller or a signal stops the process, or it is orphaned.
 
-        Raises:
-            OSError: The port cannot be used.
-
-        Cancellation: Stops at once and closes the edges; usage that the controller has
-            not confirmed is lost.
+        Cancelling stops at once and closes the edges; unconfirmed usage is lost.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -294,7 +269,7 @@ class GatewayProcess:
         except MultiWorldError as error:
             logger.error("model %s: %s", name, error)
             return
-        except Exception:  # of a user's factory; the other models are served
+        except Exception:  # a user's factory may raise anything; serve the other models
             logger.exception("model %s cannot be built", name)
             return
         self._gateway.models.setdefault(name, {})[spec.version] = model
@@ -353,10 +328,7 @@ class GatewayProcess:
         return Report(number, gateway=self._gateway.report(), counted=counted)
 
     async def _ask_fleet(self) -> None:
-        """Ask the controller for a ``FleetReport``, and wait for it.
-
-        Cancellation: Safe.
-        """
+        """Request a ``FleetReport`` from the controller, and wait for it."""
         if self._agent.lost_at is not None:
             return
         if self._fleet is None or self._fleet.done():
@@ -396,10 +368,7 @@ class GatewayProcess:
     def _report_poison(
         self, tenant: str, model_version: ModelVersion, digest: str
     ) -> None:
-        """Report a poison request, now or once there is a controller.
-
-        The controller tells the other gateways.
-        """
+        """Report a poison request, now or once there is a controller."""
         self._poison.append(PoisonFound(tenant, *model_version, digest))
         self._send_pending_poison()
 
@@ -408,7 +377,7 @@ class GatewayProcess:
             self._agent.tell(self._poison.popleft())
 
     async def _report_usage(self) -> None:
-        """Report usage and pending poison requests to the controller, for ever."""
+        """Report usage and pending poison requests to the controller, forever."""
         reported_to: object = None
         while True:
             await asyncio.sleep(USAGE_S)
@@ -439,7 +408,7 @@ class GatewayProcess:
             logger.warning("the controller did not confirm the last usage report")
 
     def _ask_for(self, model: str) -> None:
-        """Tell the controller that a request needs a model without replicas."""
+        """Report to the controller that a request needs a model without replicas."""
         now = self._clock()
         if now - self._asked_at.get(model, -ASK_S) >= ASK_S:
             self._asked_at[model] = now
@@ -484,10 +453,7 @@ class GatewayProcess:
 
 
 async def run_gateway(args: ProcessArgs) -> int:
-    """Run a gateway; return the exit code of its process.
-
-    Cancellation: As for ``GatewayProcess.run``.
-    """
+    """Run a gateway; return the exit code of its process."""
     try:
         async with WorldManager(config=args.config()) as manager:
             await GatewayProcess(args, manager).run()

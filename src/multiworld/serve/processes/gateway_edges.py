@@ -12,34 +12,24 @@ from multiworld.serve.transport.frames import Entry
 from multiworld.serve.transport.generation_messages import GenerationMessage
 
 GENERATION = get_args(GenerationMessage)
-"""Types of the messages of models that generate text."""
 
 
 class GatewayEdges:
-    """Passes what happens on the edges to the dispatcher and the streams.
-
-    An ``EdgeOwner``.
-
-    Args:
-        dispatcher: Sends requests to replicas.
-        streams: Streams of generated text.
-    """
+    """An ``EdgeOwner`` that passes edge events to the dispatcher and the streams."""
 
     def __init__(self, dispatcher: Dispatcher, streams: Streams) -> None:
         self._dispatcher, self._streams = dispatcher, streams
 
     def edge_up(self, outbox: Outbox) -> None:
-        """Use a new incarnation of an edge."""
         self._dispatcher.edge_up(outbox)
         self._streams.edge_up(outbox)
 
     def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
-        """Handle the messages of a frame; those of one edge are of one kind."""
+        """Dispatch a frame; the messages of one edge are all of one kind."""
         is_generation = isinstance(frame[0][0], GENERATION) if frame else False
         owner = self._streams if is_generation else self._dispatcher
         owner.received(outbox, frame)
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
-        """Stop using an incarnation of an edge."""
         self._dispatcher.edge_down(outbox, is_polite=is_polite)
         self._streams.edge_down(outbox, is_polite=is_polite)

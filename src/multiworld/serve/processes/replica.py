@@ -9,13 +9,19 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 import torch
 
 from multiworld.errors import MultiWorldError
 from multiworld.serve.generation.limits import MIB, limits_of, prefix_bytes_of
-from multiworld.serve.generation.replica.generation_worker import GenerationWorker
+from multiworld.serve.generation.replica.engine_thread import HUNG_S, EngineThread
+from multiworld.serve.generation.replica.generation_worker import (
+    GenerationWorker,
+    ReplicaSettings,
+)
+from multiworld.serve.generation.replica.hardware_fingerprint import fingerprint
 from multiworld.serve.generation.replica.scheduler import Scheduler
 from multiworld.serve.inference.replica.executor import Executor
 from multiworld.serve.inference.replica.rank_group import (
@@ -28,8 +34,8 @@ from multiworld.serve.inference.replica.worker import Worker, WorkerLimits
 from multiworld.serve.models.factory import build_model, stage_name
 from multiworld.serve.resources.amounts import Need, mib, needs_of
 from multiworld.serve.resources.usage import outgrows, usage_of
-from multiworld.serve.spec.schema import ModelSpec
-from multiworld.serve.spec.stage import StageContext
+from multiworld.serve.spec.schema import GenerationSpec, ModelSpec
+from multiworld.serve.spec.stage import Model, StageContext
 from multiworld.serve.transport.control_agent import ControlAgent
 from multiworld.serve.transport.edges import EdgeKeeper
 from multiworld.serve.transport.process_args import ProcessArgs
@@ -38,6 +44,7 @@ from multiworld.serve.transport.protocol import (
     AskReport,
     Cut,
     Finish,
+    Loaded,
     Order,
     Outgrown,
     Report,
@@ -51,7 +58,7 @@ from multiworld.world.world import World
 logger = logging.getLogger("multiworld.serve")
 
 LAST_S = 0.5
-"""Most seconds to wait until the controller has taken the last report."""
+"""Maximum seconds to wait until the controller has taken the last report."""
 
 IDLE_S = 0.1
 """Seconds without work after which a finishing worker exits."""
@@ -60,57 +67,43 @@ LOOK_S = 1.0
 """Seconds between checks for a controller and gateways."""
 
 SEND_S = 5.0
-"""Most seconds that an exiting worker waits until its messages are sent."""
+"""Maximum seconds that an exiting worker waits until its messages are sent."""
 
 MEMORY_LOOK_S = 0.1
-"""Seconds between checks of the memory that is used."""
+"""Seconds between checks of the memory in use."""
 
 TELL_S = 0.5
-"""Seconds between the report of too much memory and the exit."""
+"""Seconds between the report of excessive memory use and the exit."""
 
 OUTGROWN = 99
-"""Exit code of a process that has used more memory than it booked."""
+"""Exit code of a process that used more memory than it booked."""
 
 
 def _credit_of_next(spec: ModelSpec, stage: int) -> int:
-    """Return how many requests a replica of the next stage takes from a sender."""
+    """Return the credit that a replica of the next stage grants a sender."""
     return spec.stages[min(stage + 1, len(spec.stages) - 1)].max_ongoing_requests
 
 
-def _worker_of(
-    args: ProcessArgs,
-) -> tuple[Executor | GenerationWorker, Worker | GenerationWorker]:
-    """Return what loads the stage, and what owns the edges."""
+class _Parts(NamedTuple):
+    """Loader of the stage, owner of the edges, and maker of ``Loaded``."""
+
+    runner: Executor | GenerationWorker
+    worker: Worker | GenerationWorker
+    loaded: Callable[[str], Loaded]
+
+
+def _parts_of(args: ProcessArgs, clock: Callable[[], float]) -> _Parts:
     assert args.spec is not None
     model = build_model(args.spec)
-    limits = args.spec.stages[args.stage]
-    stage = model.stages[args.stage]
-    name = stage_name(args.spec, model, args.stage)
-    is_last = args.stage == len(args.spec.stages) - 1
     if args.spec.generation is not None and model.generation is not None:
-        scheduler = Scheduler(
-            limits_of(args.spec.generation, model.generation, len(model.stages))
-        )
-        made = GenerationWorker(
-            args.name,
-            args.stage,
-            is_last,
-            stage,
-            name,
-            limits.threads,
-            scheduler,
-            model.generation,
-            int(args.spec.generation.backup_memory_mb * MIB),
-            prefix_bytes_of(args.spec.generation),
-            args.spec.generation.deterministic,
-            limits.compute_s,
-        )
-        return made, made
-    runner = Executor(stage, name, limits.threads)
+        return _generation_of(args, args.spec, args.spec.generation, model, clock)
+    limits = args.spec.stages[args.stage]
+    name = stage_name(args.spec, model, args.stage)
+    runner = Executor(model.stages[args.stage], name, limits.threads)
     worker = Worker(
         args.name,
         args.stage,
-        is_last,
+        args.stage == len(args.spec.stages) - 1,
         runner,
         WorkerLimits(
             max_batch_size=limits.max_batch_size,
@@ -119,16 +112,51 @@ def _worker_of(
             compute_s=limits.compute_s,
         ),
     )
-    return runner, worker
+    return _Parts(runner, worker, worker.loaded)
+
+
+def _generation_of(
+    args: ProcessArgs,
+    spec: ModelSpec,
+    generation: GenerationSpec,
+    model: Model,
+    clock: Callable[[], float],
+) -> _Parts:
+    assert model.generation is not None
+    facts, limits = model.generation, spec.stages[args.stage]
+    is_last = args.stage == len(spec.stages) - 1
+    settings = ReplicaSettings(
+        name=args.name,
+        stage=args.stage,
+        stage_name=stage_name(spec, model, args.stage),
+        is_last=is_last,
+        log_bytes=int(generation.backup_memory_mb * MIB),
+        prefix_bytes=prefix_bytes_of(generation),
+        overdue_s=2 * (limits.compute_s or HUNG_S),
+    )
+    engine = EngineThread(
+        model.stages[args.stage],
+        is_last,
+        limits.threads,
+        facts,
+        limits.compute_s,
+        generation.deterministic,
+        clock,
+    )
+    scheduler = Scheduler(limits_of(generation, facts, len(model.stages)))
+    worker = GenerationWorker(settings, engine, scheduler, clock)
+
+    def loaded(device: str) -> Loaded:
+        is_fixed = generation.deterministic
+        kind = [fingerprint(limits.threads, device)] if is_fixed else []
+        kind += [facts.dtype] if facts.dtype else []
+        return Loaded(", ".join(kind), facts.weights())
+
+    return _Parts(worker, worker, loaded)
 
 
 class WorkerProcess:
-    """A worker and its connection to the controller.
-
-    Args:
-        args: Arguments of the process.
-        manager: Manager of the process's worlds.
-    """
+    """A worker and its connection to the controller."""
 
     def __init__(
         self,
@@ -139,7 +167,7 @@ class WorkerProcess:
         self._clock = clock
         assert args.spec is not None
         self._args = args
-        self._runner, self._worker = _worker_of(args)
+        self._runner, self._worker, self._loaded = _parts_of(args, clock)
         config = args.config()
         self._agent = ControlAgent(
             manager, args.app, args.name, args.store, config, self._obey
@@ -149,12 +177,9 @@ class WorkerProcess:
         self._is_finishing = asyncio.Event()
 
     async def run(self) -> None:
-        """Work until the controller or a signal ends it, or it is orphaned.
+        """Work until the controller or a signal stops the process, or it is orphaned.
 
-        Raises:
-            Exception: The stage cannot be loaded, or a part of the worker has a bug.
-
-        Cancellation: Closes the edges and stops at once; work is lost.
+        Cancelling closes the edges and stops at once; work is lost.
         """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._is_finishing.set)
@@ -202,7 +227,7 @@ class WorkerProcess:
         limit_gpu(device, needs_of(self._args.spec)[self._args.stage])
         await self._runner.load(StageContext(device=device, group=group))
         logger.info("loaded in %.3f s", self._clock() - began)
-        self._agent.fact(self._worker.loaded(device))
+        self._agent.fact(self._loaded(device))
         await self._worker.run()
 
     async def _obey(self, order: Order) -> None:
@@ -228,7 +253,7 @@ class WorkerProcess:
         )
 
     async def _exit_if_orphaned(self) -> None:
-        """Finish if there is neither a controller nor a gateway for ``orphan_s``."""
+        """Finish after ``orphan_s`` with neither a controller nor a gateway."""
         alone_since: float | None = None
         while True:
             await asyncio.sleep(LOOK_S)
@@ -267,22 +292,14 @@ class WorkerProcess:
 
 
 def memory_limit(args: ProcessArgs) -> int:
-    """Return the bytes of memory that this process and its forks may use.
-
-    0: no limit.
-    """
+    """Return the bytes that this process and its forks may use; 0: no limit."""
     assert args.spec is not None
     need = needs_of(args.spec)[args.stage]
     return need.memory_bytes if args.rank is None else need.memory_bytes // need.ranks
 
 
 async def outgrown(limit: int) -> int:
-    """Wait until this process uses more than ``limit`` bytes; return how many.
-
-    Never returns if ``limit`` is 0.
-
-    Cancellation: Safe.
-    """
+    """Wait until this process uses over ``limit`` bytes, if not 0; return how many."""
     if not limit:
         await asyncio.get_running_loop().create_future()
     while True:
@@ -303,12 +320,7 @@ async def _exit_if_outgrown(limit: int) -> None:
 
 
 def limit_gpu(device: str, need: Need) -> None:
-    """Limit torch's GPU memory in this process to what the replica books.
-
-    Args:
-        device: Device of the stage.
-        need: Resources that the replica books.
-    """
+    """Limit torch's GPU memory in this process to what the replica books."""
     if not device.startswith("cuda") or not need.gpu_memory_bytes:
         return
     total = torch.cuda.get_device_properties(device).total_memory
@@ -324,9 +336,9 @@ def gpu_memory_of(device: str) -> int:
 
 
 def cut(seconds: float) -> None:
-    """Simulate a lost network for some seconds, without notice to the peers.
+    """Simulate a network partition for some seconds, without notice to the peers.
 
-    Nothing is read or written and no heartbeats are sent; the model goes on computing.
+    Nothing is read or written and no heartbeats are sent; the model keeps computing.
     """
     # This blocks the event loop on purpose, and stops the heartbeat helper.
     found = subprocess.run(
@@ -334,7 +346,7 @@ def cut(seconds: float) -> None:
     )
     helpers = found.stdout.split()
     # Another process wakes the helper: this one is usually killed meanwhile, and a
-    # stopped helper would not notice that and remain.
+    # stopped helper would not notice that and would remain.
     waking = f"sleep {seconds}; kill -CONT {' '.join(helpers)}"
     subprocess.Popen(
         ["sh", "-c", waking],
@@ -357,14 +369,7 @@ async def _exit_with(world: World) -> None:
 
 
 async def run_follower(args: ProcessArgs, rank: int) -> int:
-    """Run a rank other than the leader; return the exit code of its process.
-
-    Args:
-        args: Arguments of the process.
-        rank: Rank in the replica.
-
-    Cancellation: Closes its worlds; a computation goes on in its thread.
-    """
+    """Run a rank other than the leader; return the exit code of its process."""
     assert args.spec is not None
     limits = args.spec.stages[args.stage]
     model = build_model(args.spec)
@@ -388,10 +393,7 @@ async def run_follower(args: ProcessArgs, rank: int) -> int:
 
 
 async def run_worker(args: ProcessArgs) -> int:
-    """Run a worker; return the exit code of its process.
-
-    Cancellation: As for ``WorkerProcess.run``.
-    """
+    """Run a worker; return the exit code of its process."""
     try:
         async with WorldManager(config=args.config()) as manager:
             await WorkerProcess(args, manager).run()

@@ -1,1 +1,1 @@
-"""Parts of a replica process that both kinds of work use."""
+"""Parts of a replica process shared by inference and generation."""

@@ -1,4 +1,4 @@
-"""A thread that runs a model, for an event loop."""
+"""Thread that runs a model, on behalf of an event loop."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _Job = tuple[asyncio.Future[Any], Callable[..., Any], tuple[Any, ...]]
 class ComputeThread:
     """Runs functions one after the other in a thread of its own.
 
-    A call costs half of what it costs in a ``ThreadPoolExecutor``. The thread is a
-    daemon: the process exits even if the model still computes.
+    A call costs half as much as with a ``ThreadPoolExecutor``. The thread is a daemon:
+    the process exits even while the model is computing.
     """
 
     def __init__(self) -> None:
@@ -30,13 +30,10 @@ class ComputeThread:
         self._thread.start()
 
     async def call(self, function: Callable[..., T], *args: Any) -> T:
-        """Call ``function`` in the thread and return its result.
+        """Call ``function`` in the thread and return its result, or raise its error.
 
-        Raises:
-            RuntimeError: The thread is closed, or ``function`` raised StopIteration.
-            Exception: Any error that ``function`` raises.
-
-        Cancellation: Safe. The function still runs to its end; its result is dropped.
+        StopIteration becomes RuntimeError; so does a call after ``close``. Cancellation
+        is safe: the function still runs to its end, and its result is dropped.
         """
         if self._is_closed:
             raise RuntimeError("compute thread is closed; create a new one")
@@ -56,7 +53,7 @@ class ComputeThread:
             error: BaseException | None = None
             try:
                 result = function(*args)
-            except StopIteration as problem:  # a future cannot hold it
+            except StopIteration as problem:  # a future does not accept it
                 error = RuntimeError(f"model raised StopIteration: {problem}")
             except BaseException as problem:
                 error = problem

@@ -1,4 +1,4 @@
-"""Thread that looks for a hang of the event loop's own thread."""
+"""Thread that checks whether the main thread hangs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ EXIT_HUNG = 70
 """Exit code of a replica that exits because its model hangs."""
 
 GUARD_S = 1.0
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 
 
 class HangGuard:
-    """Calls a function again and again in a thread of its own, once it is started.
+    """Calls a function periodically in a thread of its own, once it is started.
 
-    Args:
-        look: Ends the process if something hangs. It must be safe in any thread. It
-            gets the monotonic time before which nothing counts: the process was paused.
-        clock: Returns the monotonic time in seconds.
+    ``look`` ends the process if something hangs. It must be thread-safe. It receives
+    the monotonic time before which nothing counts because the process was paused.
     """
 
     def __init__(
@@ -32,7 +30,7 @@ class HangGuard:
         self._is_started = False
 
     def start(self) -> None:
-        """Start the thread, if it does not run yet; it ends with the process."""
+        """Start the thread unless it already runs; it ends with the process."""
         if not self._is_started:
             self._is_started = True
             threading.Thread(

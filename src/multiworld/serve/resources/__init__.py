@@ -1,6 +1,6 @@
-"""Resources: what machines have, what replicas need, and what is still free.
+"""Resources: capacities of machines, needs of replicas, and free resources.
 
-``amounts``, ``bookings``, ``assignment`` and ``admission`` are pure: a machine, a need
-and the bookings go in, a location or a ``PlacementError`` comes out. ``inventory`` and
-``usage`` read the machine.
+``amounts``, ``bookings``, ``assignment`` and ``admission`` are pure: they turn a
+machine, a need and the bookings into a location or a ``PlacementError``. ``inventory``
+and ``usage`` read the machine.
 """

@@ -1,4 +1,4 @@
-"""Admission: checks that all replicas have a place before any is started. Pure."""
+"""Admission: checks that all replicas fit before any starts. Pure."""
 
 from __future__ import annotations
 
@@ -21,19 +21,9 @@ def admit(
     policy: Policy = assign,
     plan: Plan | None = None,
 ) -> Bookings:
-    """Return the bookings with all requested replicas placed; running ones stay put.
+    """Return the bookings with all requested replicas placed, the largest needs first.
 
-    The largest needs are placed first, where the plan says, if there is one.
-
-    Args:
-        ledger: Bookings of the machines; not changed.
-        asks: Requested replicas.
-        policy: Chooses the location of each replica.
-        plan: Planned number of replicas for each post and machine.
-
-    Raises:
-        PlacementError: A replica has no place; the message says which, and what each
-            machine lacks.
+    Running replicas stay. Raises ``PlacementError`` with what each machine lacks.
     """
     trial = ledger.copy()
     missing = []

@@ -9,18 +9,11 @@ from fnmatch import fnmatchcase
 from multiworld.serve.spec.schema import ModelSpec
 
 MIB = 2**20
-"""Bytes of a mebibyte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU of a machine.
-
-    Attributes:
-        index: Its number on the machine.
-        kind: Its model, as the driver names it.
-        memory_bytes: Its memory.
-    """
+    """A GPU of a machine; `kind` is its model, as the driver names it."""
 
     index: int
     kind: str
@@ -32,16 +25,12 @@ class Node:
     """A machine, or the part of it that replicas may use.
 
     Attributes:
-        name: Unique name.
-        cpus: Cores.
-        memory_bytes: Main memory.
-        gpus: GPUs.
         address: Address of the machine, for people.
         key: Identifier that the launcher uses for it.
         price: Price per hour, charged if any of it is used; 0 if it is there anyway.
-        bandwidth: Bytes a second that it can send to others; None: no limit.
-        bfloat16: Time of a product in bfloat16, as a multiple of that in float32; None:
-            not measured.
+        bandwidth: Bytes per second that it can send to others; None for no limit.
+        bfloat16: Time of a matmul in bfloat16, as a multiple of float32; None if not
+            measured.
     """
 
     name: str
@@ -62,12 +51,8 @@ class Need:
     A resource that is not declared is zero: it is neither booked nor limited.
 
     Attributes:
-        cpus: Cores.
-        memory_bytes: Main memory.
-        on_gpu: Whether it needs a GPU.
-        gpu: Number of the GPU it must have; None: any.
-        gpu_memory_bytes: GPU memory.
-        nodes: Names or patterns of the machines it may run on; empty: any.
+        gpu: Number of the GPU it must have; None for any.
+        nodes: Names or patterns of the machines it may run on; empty for any.
         ranks: Number of its processes.
     """
 
@@ -80,22 +65,22 @@ class Need:
     ranks: int = 1
 
     def allows(self, node: str) -> bool:
-        """Tell whether the replica may run on a machine (patterns: * and ?)."""
+        """Return whether the replica may run on a machine (patterns: * and ?)."""
         return not self.nodes or any(fnmatchcase(node, name) for name in self.nodes)
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Place of a replica: a machine, and the number of a GPU (None on the CPU)."""
+    """Location of a replica: a machine, and the number of a GPU (None on the CPU)."""
 
     node: str
     gpu: int | None = None
 
 
 def needs_of(model: ModelSpec) -> list[Need]:
-    """Return what a replica of each stage needs, as the spec declares it.
+    """Return the needs of one replica of each stage, as the spec declares them.
 
-    A stage that generates text also needs memory for its texts, where it declares any.
+    If a stage that generates text declares memory, its KV blocks and caches add to it.
     """
     found = []
     for number, stage in enumerate(model.stages):
@@ -120,7 +105,7 @@ def needs_of(model: ModelSpec) -> list[Need]:
 
 
 def _texts_mb(model: ModelSpec, *, is_last: bool) -> float:
-    """Return the MiB of a replica for keys and values, prefixes and its log."""
+    """Return the MiB of a replica for KV blocks, cached prefixes and its log."""
     spec = model.generation
     if spec is None:
         return 0.0
@@ -130,7 +115,6 @@ def _texts_mb(model: ModelSpec, *, is_last: bool) -> float:
 
 
 def in_words(need: Need) -> str:
-    """Return a need as text for people."""
     parts = []
     if need.cpus:
         parts.append(f"{need.cpus:g} cpus")
@@ -146,10 +130,8 @@ def in_words(need: Need) -> str:
 
 
 def mib(size: float) -> str:
-    """Return a number of bytes as text for people."""
     return f"{size / MIB:,.0f} MiB"
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names as text for people."""
     return ", ".join(names) or "none"

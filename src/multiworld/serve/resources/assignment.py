@@ -37,17 +37,7 @@ class Policy(Protocol):
 
 
 def assign(ledger: Bookings, post: object, need: Need, plan: Plan) -> Location:
-    """Return the location of one more replica of ``post``.
-
-    Args:
-        ledger: Bookings of the machines.
-        post: Post of the replica.
-        need: Resources that it takes.
-        plan: Planned number of replicas for each post and machine.
-
-    Raises:
-        PlacementError: No machine has what it needs; ``short`` says what each lacks.
-    """
+    """Return the location of one more replica of ``post``; see ``Policy``."""
     short = {name: ledger.shortage(name, need) for name in ledger.nodes}
     able = [name for name, lack in short.items() if not lack]
     if not able:

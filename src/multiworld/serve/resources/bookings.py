@@ -25,14 +25,7 @@ CLOSE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Booking:
-    """Resources that one replica holds.
-
-    Attributes:
-        name: Name of the replica.
-        post: Stage that it is a replica of; replicas of one post are spread.
-        spot: Location of the replica.
-        need: Resources that it holds.
-    """
+    """Resources that one replica holds; replicas of one `post` are spread."""
 
     name: str
     post: object
@@ -50,19 +43,13 @@ class Free:
 
 
 class Bookings:
-    """Bookings on all machines of a service.
-
-    Attributes:
-        nodes: Machines by name.
-        bookings: Bookings by the name of the replica.
-    """
+    """Bookings on all machines of a service, by the name of the replica."""
 
     def __init__(self, nodes: Iterable[Node] = ()) -> None:
         self.nodes: dict[str, Node] = {node.name: node for node in nodes}
         self.bookings: dict[str, Booking] = {}
 
     def copy(self) -> Bookings:
-        """Return a copy with the same bookings, to try changes on."""
         other = Bookings(self.nodes.values())
         other.bookings = dict(self.bookings)
         return other
@@ -72,18 +59,7 @@ class Bookings:
         self.nodes = {node.name: node for node in nodes}
 
     def book(self, name: str, post: object, spot: Location, need: Need) -> None:
-        """Book the resources of a replica.
-
-        Args:
-            name: Name of the replica.
-            post: Post of the replica.
-            spot: Location of the replica.
-            need: Resources that it takes.
-
-        Raises:
-            PlacementError: It does not fit there; the message says what the machine
-                lacks.
-        """
+        """Book the resources of a replica, or raise ``PlacementError``."""
         short = self.shortage(spot.node, need, spot.gpu)
         if short:
             raise PlacementError(
@@ -93,30 +69,19 @@ class Bookings:
         self.restore(name, post, spot, need)
 
     def restore(self, name: str, post: object, spot: Location, need: Need) -> None:
-        """Enter a replica that already runs, whether or not it fits.
-
-        Args:
-            name: Name of the replica.
-            post: Post of the replica.
-            spot: Location of the replica.
-            need: Resources that it takes.
-        """
+        """Enter a replica that already runs, whether or not it fits."""
         self.bookings[name] = Booking(name, post, spot, need)
 
     def release(self, name: str) -> None:
-        """Release the resources of a replica; does nothing if it holds none."""
         self.bookings.pop(name, None)
 
     def on(self, node: str) -> list[Booking]:
-        """Return the bookings on a machine."""
         return [b for b in self.bookings.values() if b.spot.node == node]
 
     def count(self, node: str, post: object) -> int:
-        """Return how many replicas of a post are on a machine."""
         return sum(b.post == post for b in self.on(node))
 
     def free(self, node: str) -> Free:
-        """Return the free resources of a machine."""
         has, taken = self.nodes[node], self.on(node)
         return Free(
             has.cpus - sum(b.need.cpus for b in taken),
@@ -129,13 +94,7 @@ class Bookings:
         )
 
     def shortage(self, node: str, need: Need, gpu: int | None = None) -> str:
-        """Return what a machine lacks for a replica, as text; empty if it fits.
-
-        Args:
-            node: Name of the machine.
-            need: Resources of the replica.
-            gpu: Number of the chosen GPU; None: any GPU will do.
-        """
+        """Return what a machine lacks for a replica; empty if it fits."""
         if node not in self.nodes:
             return "the machine is gone"
         if not need.allows(node):

@@ -23,13 +23,8 @@ def this_node(
 ) -> Node:
     """Return the resources of this machine that this process may use.
 
-    For each resource, this is the least of the machine's, the container's limit, the
-    CPU affinity and the declared limit.
-
-    Args:
-        name: Name of the machine; the host's name by default.
-        cpus: Declared limit of cores; None: no limit.
-        memory_bytes: Declared limit of memory; None: no limit.
+    Each is the minimum of the machine's resource, the container's limit, the CPU
+    affinity and the declared limit (`cpus`, `memory_bytes`).
     """
     has_cpus = min(float(len(os.sched_getaffinity(0))), _quota(CGROUP / "cpu.max"))
     has_bytes = min(psutil.virtual_memory().total, _limit(CGROUP / "memory.max"))
@@ -63,7 +58,7 @@ def _gpu(pynvml: Any, index: int) -> Gpu | None:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         name = pynvml.nvmlDeviceGetName(handle)
         memory_bytes = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-    except Exception as error:  # it has fallen off the bus, say
+    except Exception as error:  # for example, it has fallen off the bus
         logger.warning("GPU %d is not usable: %s", index, error)
         return None
     kind = name.decode() if isinstance(name, bytes) else str(name)

@@ -7,26 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 KIB = 1024
-"""Bytes of a kibibyte."""
 TICKS = os.sysconf("SC_CLK_TCK")
-"""Clock ticks a second, the unit of CPU times in ``/proc``."""
+"""Clock ticks per second, the unit of CPU times in ``/proc``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Resources that a process and its children use.
-
-    Attributes:
-        cpu_s: CPU seconds since they started.
-        memory_bytes: Memory, as ``memory_of`` counts it.
-    """
+    """CPU seconds since the start, and memory as ``memory_of`` counts it."""
 
     cpu_s: float
     memory_bytes: int
 
 
 def usage_of(pid: int) -> Usage:
-    """Return what a process and its children use; zeros if it has exited."""
+    """Return the usage of a process and its children; zeros if it has exited."""
     family = [pid, *_children(pid)]
     return Usage(sum(map(_cpu_s, family)), sum(map(_memory, family)))
 
@@ -34,18 +28,15 @@ def usage_of(pid: int) -> Usage:
 def memory_of(pid: int) -> int:
     """Return the bytes of memory that a process and its children occupy.
 
-    Anonymous and shared memory counts; processes that share memory (after a fork) count
-    their part of it each. File pages (mapped weights) do not count, because the kernel
-    drops them when memory is short.
+    Anonymous and shared memory counts, shared memory (after a fork) proportionally for
+    each process. File pages (mapped weights) do not count, because the kernel drops
+    them when memory is short.
     """
     return sum(map(_memory, [pid, *_children(pid)]))
 
 
 def outgrows(pid: int, limit: int) -> int | None:
-    """Return the bytes of memory a process and its children use if above ``limit``.
-
-    Return None if they use less. Usually one cheap look at an upper bound is enough.
-    """
+    """Return the bytes of memory a process and its children use, if above ``limit``."""
     family = [pid, *_children(pid)]
     if sum(map(_resident, family)) <= limit:
         return None
@@ -60,7 +51,7 @@ def _children(pid: int) -> list[int]:
             text = Path(f"/proc/{pid}/task/{task}/children").read_text()
             found += map(int, text.split())
     except OSError:
-        pass  # the process exits just now, or the kernel does not report children
+        pass  # the process is exiting, or the kernel does not report children
     return found
 
 

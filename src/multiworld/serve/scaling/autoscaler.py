@@ -1,7 +1,7 @@
 """Autoscaler: asks each model's scaling policy and applies its decisions.
 
-The policies decide from samples of all processes' reports. A model that is scaled to
-zero is decided about as soon as a gateway reports a request for it.
+The policies decide from samples of all processes' reports. A request for a model that
+is scaled to zero triggers a decision at once.
 """
 
 from __future__ import annotations
@@ -33,46 +33,31 @@ from multiworld.serve.transport.protocol import Reports
 logger = logging.getLogger("multiworld.serve")
 
 LOOK_S = 0.5
-"""Most seconds between looks for new models and for those that are due."""
+"""Maximum seconds between checks for new models and for models that are due."""
 
 REPORT_S = 0.5
-"""Most seconds that a process may take to report; a late one counts as before."""
+"""Maximum seconds to wait for a process's report; a late one counts with its last."""
 
 START_S = 1.0
-"""Assumed seconds to start a replica, until one was measured."""
+"""Assumed seconds to start a replica, until one has been measured."""
 
 
 class AutoscalerOwner(Protocol):
-    """The runner of a service's processes."""
-
     @property
     def specs(self) -> Specs:
         """Specs of all known versions, by model and version."""
 
     async def reports(self, limit_s: float) -> Reports:
-        """Return reports of all processes that answer within ``limit_s``.
-
-        Cancellation: Safe.
-        """
+        """Return the reports of processes that answer within ``limit_s`` seconds."""
 
     def admit(self, wanted: DesiredState, model: str) -> None:
-        """Check that all replicas of a model fit, whatever other models lack.
-
-        Args:
-            wanted: The desired state.
-            model: Name of the model.
-
-        Raises:
-            PlacementError: They do not fit.
-        """
+        """Raise PlacementError unless all replicas of ``model`` fit."""
 
     def want(self, wanted: DesiredState) -> None:
         """Set the desired state."""
 
 
 class _Model:
-    """State of one model that is scaled."""
-
     def __init__(self, spec: ModelSpec, name: str) -> None:
         look_back = [
             s.autoscaling_config.look_back_period_s
@@ -93,15 +78,6 @@ class _Model:
 
 
 class Autoscaler:
-    """Scales the models of a service.
-
-    Args:
-        fleet: Desired and observed state of the service.
-        history: Log of events, for people.
-        journal: Log of decisions.
-        owner: Runner of the processes.
-    """
-
     def __init__(
         self,
         fleet: Reconciler,
@@ -119,7 +95,6 @@ class Autoscaler:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start scaling in the background."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def wake(self, model: str) -> None:
@@ -131,10 +106,6 @@ class Autoscaler:
             self._woken.set()
 
     async def close(self) -> None:
-        """Stop scaling.
-
-        Cancellation: Safe; scaling stops all the same.
-        """
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -149,38 +120,35 @@ class Autoscaler:
             self._woken.clear()
             try:
                 await self._look()
-            except Exception:  # a bug; go on, rather than scale no more
+            except Exception:  # a bug must not stop autoscaling for good
                 logger.exception("scaling failed; trying again")
                 await asyncio.sleep(START_S)
 
     def _pause_s(self) -> float:
-        """Return the seconds until a model is due, or to look for new ones."""
         due_at = min(
             (model.due_at for model in self._models.values()), default=math.inf
         )
         return max(0.0, min(due_at - self._clock(), LOOK_S))
 
     async def _look(self) -> None:
-        """Decide about every model whose interval has passed."""
         self._sync_models()
         now = self._clock()
         due = [name for name, model in self._models.items() if model.due_at <= now]
         if not due:
             return
-        for name in due:  # first, because ``wake`` may make one due while this waits
+        for name in due:  # before the await, during which ``wake`` may make one due
             self._models[name].due_at = now + self._models[name].interval_s
         reports = await self._owner.reports(REPORT_S)
         for name in sorted(due, key=lambda n: -self._models[n].spec.weight):
             try:
                 self._decide(name, reports)
-            except Exception as error:  # a user's policy; go on with other models
+            except Exception as error:  # a user's policy must not stop other models
                 logger.exception("scaling of model %s failed", name)
                 text = f"the policy failed: {type(error).__name__}: {error}"
                 self._journal.set_reason("scaling", name, text)
                 self._models[name].due_at = self._clock() + START_S
 
     def _sync_models(self) -> None:
-        """Follow the desired state: models are added, removed and updated."""
         specs = {
             name: self._owner.specs[name][wanted.version]
             for name, wanted in self._fleet.desired.models.items()
@@ -198,16 +166,16 @@ class Autoscaler:
             ):
                 try:
                     self._models[name] = _Model(spec, name)
-                except SpecError as error:  # its policy was removed since the start
+                except SpecError as error:  # its policy was removed after the start
                     self._models.pop(name, None)
-                    self._unusable[name] = spec  # importing again may take long
+                    self._unusable[name] = spec  # retrying the import may be slow
                     self._journal.set_reason("scaling", name, f"not scaled: {error}")
 
     def _decide(self, name: str, reports: Reports) -> None:
         known, now = self._models[name], self._clock()
         wanted = self._fleet.desired.models.get(name)
         if wanted is None or self._fleet.active.get(name) != wanted.version:
-            return  # a rolling update is in progress: do not scale meanwhile
+            return  # do not scale during a rolling update
         replicas = self._replicas(name, wanted.version)
         gateways = [p.name for p in self._fleet.processes.values() if p.is_gateway]
         known.window.note(now, gateways, replicas, reports)
@@ -241,7 +209,6 @@ class Autoscaler:
     def _hold_starting(
         self, name: str, wanted: DesiredModel, decision: Decision
     ) -> Decision:
-        """Return a decision that drains no replica which is still starting."""
         starting, there = [0] * len(wanted.replicas), [0] * len(wanted.replicas)
         for process in self._fleet.processes.values():
             if (process.model, process.version) != (name, wanted.version):

@@ -1,16 +1,16 @@
 """Burst reserve: replicas kept for bursts that end before a new replica is ready. Pure.
 
-Starting replicas at the start of a burst is too late if a start takes longer than a
-request may wait. Only replicas that run already help, and they cost. The reserve is
-therefore empty until SLO attainment falls short without it.
+Starting replicas when a burst starts is too late if a start takes longer than a request
+may wait. Only replicas that already run help, and they cost. The reserve is therefore
+empty until SLO attainment falls short without it.
 
-The size of the reserve comes from fluid queues. For each candidate number of replicas,
-a fluid queue runs beside the real one: requests flow in, the replicas drain it, and it
-counts the requests that would have waited too long. The fluid is too optimistic: it
-knows neither batches nor chance, nor how close together requests arrive between two
-samples. A calibration corrects it: the same fluid queue runs for the replicas that
-really were ready, and its assumptions are tightened until it predicts as many late
-requests as the lack of replicas really caused.
+Its size comes from fluid queues. For each candidate number of replicas, a fluid queue
+runs beside the real one: requests flow in, the replicas drain it, and it counts the
+requests that would have waited too long. The fluid is too optimistic: it ignores
+batches, chance, and how closely requests arrive between two samples. A calibration
+corrects it: the same fluid queue runs for the replicas that were actually ready, and
+its assumptions are tightened until it predicts as many late requests as the lack of
+replicas actually caused.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ SIGMAS = 2.0
 """Standard deviations above the allowed late requests that activate the reserve."""
 
 MIN_LATE_BURSTS = 2
-"""Separate bursts with late answers that must be seen before a reserve is kept."""
+"""Minimum number of separate bursts with late answers that activates the reserve."""
 
 MIN_WAIT_SHARE = 0.25
-"""Least share of the allowed wait that a request lost to a lack of replicas has waited.
-
-The total waiting time, divided by this, limits how many requests a lack of replicas can
-have made late. It is well below 1 because samples miss part of the waiting."""
+"""Minimum share of the allowed wait that a request late for lack of replicas has
+waited. Limits how many such requests the total waiting time can explain; well below 1
+because samples miss part of the waiting."""
 
 EVERY_SIZE_UP_TO = 16
 """Fleet size up to which every number of replicas is a candidate."""
@@ -38,37 +37,26 @@ SIZE_GROWTH = 1.2
 """Ratio of successive candidate sizes above ``EVERY_SIZE_UP_TO``."""
 
 CALIBRATION_LEVELS = ((1.0, 1.0), (1.0, 0.5), (0.5, 0.5), (0.0, 0.5), (0.0, 0.25))
-"""Assumptions of the fluid queue, from optimistic to pessimistic.
-
-Each pair holds the share of a sampling interval within which its requests arrive, and
-the share of the allowed wait that the fluid queue may use up."""
+"""Assumptions of the fluid queue, from optimistic to pessimistic. Each pair holds the
+share of a sampling interval within which its requests arrive, and the share of the
+allowed wait that the fluid queue may use up."""
 
 MAX_STEP_S = 1.0
-"""Longest step of a fluid queue, in seconds; longer intervals are cut up."""
+"""Maximum step of a fluid queue, in seconds; longer intervals are split."""
 
 RECOVERY = 1.0
-"""Calibration levels per horizon that a period with few misses takes back.
-
-The return is slow because a period without misses proves little while a reserve is
-kept."""
+"""Calibration levels per horizon by which a period with few misses recovers. Recovery
+is slow because a period without misses proves little while a reserve is kept."""
 
 LateCounts = tuple[float, ...]
 """Requests that would have waited too long, for each of the ``CALIBRATION_LEVELS``."""
 
 NO_LATE: LateCounts = (0.0,) * len(CALIBRATION_LEVELS)
-"""Zero late requests at every calibration level."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetFacts:
-    """Fluid queue of one stage with one number of replicas.
-
-    Attributes:
-        replicas: Number of replicas.
-        queue: Requests that would wait now.
-        late: Late requests in the current half of the horizon.
-        previous: Late requests in the half before.
-    """
+    """Fluid queue of one stage with one number of replicas."""
 
     replicas: int
     queue: float = 0.0
@@ -80,13 +68,7 @@ class FleetFacts:
 class Counts:
     """Measured requests of a model in one half of the horizon.
 
-    Attributes:
-        arrived: Requests that arrived.
-        missed: Requests answered after the objective, or refused because too many
-            waited.
-        refused: Requests refused because too many waited.
-        waited: Total waiting time, as a multiple of the allowed wait.
-        late_bursts: Separate bursts with late answers.
+    ``missed`` includes refused ones; ``waited`` is a multiple of the allowed wait.
     """
 
     arrived: float = 0.0
@@ -102,13 +84,9 @@ class BurstReserve:
 
     Attributes:
         seconds: Seconds since the current half of the horizon started.
-        recent: Requests of the current half.
-        previous: Requests of the half before.
-        since_late_s: Seconds since the last late answer; None if there was none.
-        is_active: Whether SLO attainment fell short, so that a reserve is kept.
         level: Position among the ``CALIBRATION_LEVELS`` at which the fluid queue
             predicts the measured number of late requests; fractions interpolate.
-        actual: By stage, the fluid queue of the replicas that really were ready.
+        actual: By stage, the fluid queue of the replicas that were actually ready.
         fleets: By stage, the fluid queues of all candidate sizes, smallest first.
     """
 
@@ -123,12 +101,11 @@ class BurstReserve:
 
     @property
     def arrived(self) -> float:
-        """Requests that arrived within the horizon."""
         return self.previous.arrived + self.recent.arrived
 
     @property
     def missed(self) -> float:
-        """Requests within the horizon that a lack of replicas made late (estimate)."""
+        """Estimated requests that a lack of replicas made late within the horizon."""
         missed = self.previous.missed + self.recent.missed
         refused = self.previous.refused + self.recent.refused
         waited = max(0.0, self.previous.waited + self.recent.waited)
@@ -136,30 +113,19 @@ class BurstReserve:
 
     @property
     def late_bursts(self) -> int:
-        """Separate bursts with late answers within the horizon."""
         return self.previous.late_bursts + self.recent.late_bursts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurstRecord:
-    """Measurements of one sampling interval.
+    """Measurements of one sampling interval; sequences are by stage.
 
     Attributes:
-        seconds: Length of the interval.
-        arrived: Requests that arrived.
         missed: Requests found late, or refused.
-        refused: Requests refused because too many waited.
-        ongoing: By stage, requests waiting or computed at the end of the interval.
-        item_s: By stage, seconds that a replica is busy with one request.
-        ready: By stage, replicas that were ready.
-        min_replicas: By stage, the least number of replicas.
-        max_replicas: By stage, the greatest number of replicas.
+        item_s: Seconds that a replica is busy with one request.
         max_wait_s: Seconds that a request may wait and still meet the objective.
-        deadline_s: Seconds after which a waiting request is given up.
-        burst_gap_s: Seconds without a late answer after which the next one belongs to a
-            new burst: enough for replicas started in the previous burst to become
-            ready.
-        objective_share: Share of the requests that should meet the objective.
+        burst_gap_s: Seconds without a late answer after which the next one starts a new
+            burst, enough for replicas started in the previous one to become ready.
     """
 
     seconds: float
@@ -180,15 +146,7 @@ class BurstRecord:
 def update(
     previous: BurstReserve, record: BurstRecord, horizon_s: float
 ) -> BurstReserve:
-    """Return the reserve with the measurements of one interval added.
-
-    Measurements older than ``horizon_s`` are dropped, half a horizon at a time.
-
-    Args:
-        previous: Reserve before this interval.
-        record: Measurements of this interval.
-        horizon_s: Seconds over which requests and late answers are counted.
-    """
+    """Return the reserve with one interval added and expired ones dropped."""
     old = _start_half(previous) if previous.seconds >= horizon_s / 2 else previous
     actual, fleets = [], []
     for k, item_s in enumerate(record.item_s):
@@ -218,15 +176,9 @@ def update(
 def reserved_replicas(
     reserve: BurstReserve, item_s: Sequence[float], objective_share: float
 ) -> tuple[int, ...]:
-    """Return by stage how many replicas to keep; all zero while no reserve is needed.
+    """Return the replicas to keep by stage; all zero while no reserve is needed.
 
-    No stage is kept wider than the bottleneck can become: the stage that carries least
-    with its greatest number of replicas limits the whole pipeline.
-
-    Args:
-        reserve: Reserve of the model.
-        item_s: By stage, seconds that a replica is busy with one request.
-        objective_share: Share of the requests that should meet the objective.
+    No stage is kept wider than the bottleneck can become.
     """
     fleets = reserve.fleets
     if not reserve.is_active:
@@ -251,7 +203,6 @@ def reserved_replicas(
 
 
 def candidate_sizes(max_replicas: int) -> list[int]:
-    """Return the numbers of replicas for which a fluid queue runs."""
     found = list(range(1, min(max_replicas, EVERY_SIZE_UP_TO) + 1))
     while found[-1] < max_replicas:
         found.append(min(max_replicas, math.ceil(SIZE_GROWTH * found[-1])))
@@ -280,7 +231,7 @@ def _start_half(old: BurstReserve) -> BurstReserve:
 
 
 def _add_counts(old: BurstReserve, record: BurstRecord) -> Counts:
-    # Little's law: requests present times seconds is the total time they spend here.
+    # Little's law: requests present times seconds is their total time in the system.
     computed_s = sum(record.item_s) * (record.arrived - record.refused)
     waited_s = sum(record.ongoing) * record.seconds - computed_s
     is_new = record.missed > 0 and (
@@ -302,9 +253,9 @@ def _since_late_s(old: BurstReserve, record: BurstRecord) -> float | None:
 
 
 def _is_needed(found: BurstReserve, record: BurstRecord) -> bool:
-    """Tell whether to keep a reserve.
+    """Return whether to keep a reserve.
 
-    It starts when attainment falls short in several bursts, and ends when the least
+    It starts when attainment falls short in several bursts, and ends when the minimum
     number of replicas would be enough.
     """
     allowed = (1.0 - record.objective_share) * found.arrived
@@ -337,7 +288,6 @@ def _calibrate(reserve: BurstReserve) -> float:
 def _smallest_sufficient(
     stage_fleets: Sequence[FleetFacts], level: float, allowed: float
 ) -> int:
-    """Return the fewest replicas that leave at most ``allowed`` requests late."""
     enough = (
         fleet.replicas
         for fleet in stage_fleets
@@ -347,7 +297,7 @@ def _smallest_sufficient(
 
 
 def _late_requests(fleet: FleetFacts, level: float) -> float:
-    """Return how many requests would be late; interpolates between two levels."""
+    """Return how many requests would be late, interpolated between two levels."""
     low = min(int(level), len(CALIBRATION_LEVELS) - 2)
     one = fleet.previous[low] + fleet.late[low]
     other = fleet.previous[low + 1] + fleet.late[low + 1]
@@ -378,7 +328,7 @@ def _advance(
             )
         )
         queue = max(0.0, queue + arrived - rate * seconds)
-        queue = min(queue, rate * record.deadline_s)  # others were given up
+        queue = min(queue, rate * record.deadline_s)  # the others were abandoned
     return FleetFacts(replicas, queue, late, fleet.previous)
 
 

@@ -1,10 +1,9 @@
 """Default autoscaling policy, used where a spec names no other. Pure.
 
-1. Estimate the demand now, and at the moment when a new replica would be ready
-   (``demand``).
+1. Estimate the demand now, and when a new replica would be ready (``demand``).
 2. Look up the gear, a number of replicas for every stage, that carries the demand
    (``gears``). Add replicas if recent bursts or the backlog need more to meet the
-   objective. Until computing times are known, the queue length alone decides, as in Ray
+   objective. Until service times are known, the queue length alone decides, as in Ray
    Serve.
 3. Keep a burst reserve if SLO attainment fell short without it (``burst_reserve``).
 4. Apply the stabilization windows (``stabilization``).
@@ -47,12 +46,11 @@ from multiworld.serve.scaling.snapshot import (
 from multiworld.serve.scaling.stabilization import PendingChange
 
 GEAR_TOLERANCE = 0.2
-"""Relative change of a stage's computing time that makes the gears be computed anew."""
+"""Relative change of a stage's service time that recomputes the gears."""
 
 RESERVE_HORIZON = 15.0
 """Horizon of the burst reserve, as a multiple of the largest ``downscale_delay_s``.
-
-Long enough for several bursts to recur. Chosen on traces, see
+Long enough for several bursts to recur. Chosen on traces; see
 docs/serve/scaling-report.md."""
 
 
@@ -61,13 +59,8 @@ class PolicyState:
     """State that the policy keeps from one decision to the next.
 
     Attributes:
-        costs: By stage, seconds of a request and of a batch that the gears were
-            computed for.
-        bounds: By stage, least and greatest number of replicas for the same.
-        gears: Gears of the pipeline, smallest first.
-        pending: By stage, recent needs that the stabilization windows still cover.
-        measured: By stage, measured computing times; None where they are not known.
-        burst_reserve: Burst reserve of the model.
+        costs: By stage, seconds per request and per batch that ``gears`` are for.
+        bounds: By stage, minimum and maximum replicas that ``gears`` are for.
     """
 
     costs: tuple[tuple[float, float], ...] = ()
@@ -79,15 +72,7 @@ class PolicyState:
 
 
 def decide(snapshot: Snapshot) -> Decision:
-    """Return how many replicas each stage should have.
-
-    Args:
-        snapshot: Limits, samples and objective of one model. At least one stage must
-            have limits.
-
-    Returns:
-        The replicas by stage, the reason in one line, and the state for the next call.
-    """
+    """Return the replicas of each stage; at least one stage must have limits."""
     old = snapshot.memory if isinstance(snapshot.memory, PolicyState) else PolicyState()
     period_s = look_back_s(snapshot)
     measured = times_of(snapshot, period_s, old.measured)
@@ -155,7 +140,7 @@ def _gears(
     measured: Sequence[Times | None],
     old: PolicyState,
 ) -> tuple[tuple[tuple[float, float], ...], tuple[Gear, ...]]:
-    """Return the computing times and the gears; both empty if times are not known."""
+    """Return the service times and the gears; both empty if times are unknown."""
     if any(times is None for times in measured):
         return (), ()
     costs = tuple(times[:2] for times in measured if times is not None)
@@ -211,7 +196,7 @@ def _update_reserve(
 
 
 def _is_reachable(snapshot: Snapshot, costs: Sequence[tuple[float, float]]) -> bool:
-    """Tell whether more replicas can help to meet the objective."""
+    """Return whether more replicas can help to meet the objective."""
     if snapshot.objective_s is None or not costs:
         return False
     return snapshot.objective_s >= MIN_OBJECTIVE * sum(item_s for item_s, _ in costs)
@@ -223,10 +208,7 @@ def _reserved(
     burst_reserve: BurstReserve,
     costs: Sequence[tuple[float, float]],
 ) -> tuple[int, ...]:
-    """Return by stage the burst reserve.
-
-    A pipeline that may scale to zero keeps no reserve while it is idle.
-    """
+    """Return the burst reserve by stage; idle on-demand models have none."""
     nothing = (0,) * len(snapshot.stages)
     is_known = len(burst_reserve.fleets) == len(nothing)
     if not is_known or not _is_reachable(snapshot, costs):
@@ -248,7 +230,6 @@ def _needs(
     costs: Sequence[tuple[float, float]],
     period_s: float,
 ) -> list[tuple[int, int]]:
-    """Return by stage how many replicas are needed, without and with the margin."""
     queued = [
         for_queue(snapshot.samples, k, stage, period_s)
         for k, stage in enumerate(snapshot.stages)
@@ -256,7 +237,7 @@ def _needs(
     if is_idle(snapshot, demand.rate):
         return [(0, 0) for _ in snapshot.stages]
     if not gears:
-        # A request needs every stage, even those that it has not reached yet.
+        # A request needs every stage, including those that it has not reached yet.
         return [(max(1, count), max(1, count)) for count in queued]
     low = gears[gear_for(gears, demand.expected)].replicas
     high = gears[gear_for(gears, MARGIN * demand.expected)].replicas
@@ -295,7 +276,7 @@ def _for_backlog(
 
 
 def _is_urgent(snapshot: Snapshot, costs: Sequence[tuple[float, float]]) -> bool:
-    """Tell whether the backlog of one stage alone makes requests miss the objective."""
+    """Return whether the backlog of one stage alone makes requests late."""
     if snapshot.objective_s is None or not costs:
         return False
     last = snapshot.samples[-1]

@@ -14,43 +14,34 @@ SIGMAS = 3.0
 """Standard deviations of a Poisson process that a burst must exceed."""
 
 BURST_SHARE = 6
-"""Divisor of the look-back period that gives the window for bursts.
-
-The window spans two samples at least."""
+"""Divisor of the look-back period that gives the burst window."""
 
 MIN_INTERVALS = 3
-"""Least number of sampling intervals that a rate is averaged over.
-
-Right after the start, the first requests may or may not be a burst."""
+"""Minimum sampling intervals per rate: the very first requests may or may not be a
+burst."""
 
 TREND_PERIODS = 2.0
 """Look-back periods over which a trend is fitted."""
 
 BINS = 8
-"""Bins of the regression that fits the trend."""
+"""Bins of the trend's linear regression."""
 
 MIN_T = 2.5
-"""Least ratio of a slope to its standard error; below it, the slope counts as noise.
-
-Student's t with six degrees of freedom, two-sided 5 %."""
+"""Minimum ratio of a slope to its standard error (Student's t with six degrees of
+freedom, two-sided 5 %)."""
 
 MAX_GROWTH = 2.0
-"""Greatest expected demand, as a multiple of the demand now."""
+"""Maximum expected demand, as a multiple of the current demand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Demand in arrivals a second.
+    """Demand in arrivals per second.
 
     Attributes:
-        rate: Demand now: over the look-back period, or at the start of a burst over its
-            last part (``BURST_SHARE``).
-        expected: Demand when a replica that is started now becomes ready.
-        ahead_s: Seconds that ``expected`` looks ahead: a replica's start time, but no
-            more than the look-back period.
-        slope: Change of ``rate`` per second; 0 if it may be chance.
-        is_burst: Whether many more requests came lately than the look-back period's
-            average.
+        rate: Current demand: over the look-back period, or in a burst over its window.
+        expected: Demand in ``ahead_s`` seconds, when a replica started now is ready.
+        slope: Change of ``rate`` per second; 0 if not significant.
     """
 
     rate: float
@@ -61,7 +52,6 @@ class Demand:
 
     @property
     def is_rising(self) -> bool:
-        """Tell whether the demand grows."""
         return self.is_burst or self.slope > 0
 
 
@@ -72,7 +62,6 @@ def sample_at(samples: Sequence[Sample], at: float) -> Sample:
 
 
 def rate_between(first: Sample, last: Sample) -> float:
-    """Return the arrivals a second between two samples."""
     span_s = last.at - first.at
     return (last.arrived - first.arrived) / span_s if span_s > 0 else 0.0
 
@@ -80,23 +69,16 @@ def rate_between(first: Sample, last: Sample) -> float:
 def demand_of(
     samples: Sequence[Sample], look_back_s: float, ahead_s: float, interval_s: float
 ) -> Demand:
-    """Return the demand now and the expected demand.
-
-    Args:
-        samples: Samples, oldest first.
-        look_back_s: Seconds over which arrivals are averaged.
-        ahead_s: Seconds to look ahead.
-        interval_s: Seconds between two samples.
-    """
+    """Return the current demand and the demand expected ``ahead_s`` from now."""
     last = samples[-1]
     first = sample_at(samples, last.at - look_back_s)
-    # See MIN_INTERVALS.
+
     least_s = min(look_back_s, MIN_INTERVALS * interval_s)
     rate = (last.arrived - first.arrived) / max(last.at - first.at, least_s)
     burst = _burst(samples, rate, look_back_s, interval_s)
     now = max(rate, burst)
     slope = _slope(samples, TREND_PERIODS * look_back_s)
-    # An average over a period is the rate in its middle.
+    # An average over a period is the rate at its midpoint.
     behind_s = 0.0 if burst else look_back_s / 2
     ahead_s = min(ahead_s, look_back_s)
     expected = now + slope * (ahead_s + behind_s)
@@ -110,17 +92,12 @@ def demand_of(
 
 
 def envelope(samples: Sequence[Sample], period_s: float, max_wait_s: float) -> float:
-    """Return the least throughput (requests a second) with which none waits too long.
+    """Return the minimum throughput, in requests/s, that bounds waits by
+    ``max_wait_s``.
 
-    The requests that arrive within any ``w`` seconds of the period must be computed
-    within ``w + max_wait_s``. This is the measured arrival curve of network calculus
-    (Cruz, "A calculus for network delay", IEEE Transactions on Information Theory 37,
-    1991).
-
-    Args:
-        samples: Samples, oldest first.
-        period_s: Seconds to look back.
-        max_wait_s: Seconds that a request may wait.
+    The requests that arrive within any ``w`` seconds must be computed within ``w +
+    max_wait_s``. This is the measured arrival curve of network calculus (Cruz, "A
+    calculus for network delay", IEEE Transactions on Information Theory 37, 1991).
     """
     first = bisect.bisect_left([s.at for s in samples], samples[-1].at - period_s)
     lately = samples[max(0, first - 1) :]
@@ -143,7 +120,7 @@ def _widths(count: int) -> list[int]:
 def _burst(
     samples: Sequence[Sample], rate: float, look_back_s: float, interval_s: float
 ) -> float:
-    """Return the rate of a burst; 0 if the recent arrivals may be chance."""
+    """Return the arrival rate of a burst; 0 if recent arrivals may be chance."""
     last = samples[-1]
     short_s = max(look_back_s / BURST_SHARE, 2 * interval_s)
     if short_s >= look_back_s:
@@ -178,7 +155,7 @@ def _slope(samples: Sequence[Sample], period_s: float) -> float:
     rest = sum(
         (y - mean_y - slope * (x - mean_x)) ** 2 for x, y in zip(xs, ys, strict=True)
     )
-    # Counts scatter at least as much as those of a Poisson process.
+    # Assume at least the variance of a Poisson process.
     noise = max(rest / (BINS - 2), mean_y / width_s)
     error = math.sqrt(noise / spread)
     return slope if abs(slope) > MIN_T * error else 0.0

@@ -14,17 +14,12 @@ from multiworld.serve.scaling.snapshot import Snapshot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """Intermediate results that a decision is made from.
+    """Intermediate results behind a decision; tuples are empty if unknown.
 
     Attributes:
-        demand: Demand now and expected.
-        costs: By stage, seconds of a request and of a batch; empty if not known.
-        gears: Gears of the pipeline; empty if not known.
-        burst_reserve: Burst reserve of the model.
-        reserved: By stage, replicas kept as burst reserve; empty if the reserve adds
-            none.
+        costs: By stage, seconds of a request and of a batch.
+        reserved: By stage, replicas of the burst reserve; empty if it adds none.
         needs: By stage, replicas needed, without and with the margin.
-        is_urgent: Whether the backlog makes requests miss the objective.
     """
 
     demand: Demand
@@ -37,13 +32,6 @@ class Findings:
 
 
 def describe(snapshot: Snapshot, found: Findings, replicas: Sequence[int]) -> str:
-    """Return the reason for a decision, in one line for people.
-
-    Args:
-        snapshot: Snapshot that the decision was made from.
-        found: Intermediate results.
-        replicas: Replicas by stage that were decided.
-    """
     demand, gears = found.demand, found.gears
     text = f"{demand.rate:.2f} requests/s"
     if demand.is_burst:
@@ -75,7 +63,6 @@ def describe(snapshot: Snapshot, found: Findings, replicas: Sequence[int]) -> st
 
 
 def facts(snapshot: Snapshot, found: Findings) -> dict[str, Any]:
-    """Return the numbers behind a decision, as plain data."""
     demand, gears = found.demand, found.gears
     return {
         "rate": demand.rate,

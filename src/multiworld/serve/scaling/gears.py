@@ -1,9 +1,9 @@
-"""Gears: a table, computed ahead, of the replicas that carry each load. Pure.
+"""Gears: a precomputed table of the replicas that carry each load. Pure.
 
-A gear is a number of replicas for *every* stage of a pipeline, and the greatest arrival
+A gear is a number of replicas for *every* stage of a pipeline, and the maximum arrival
 rate that these carry within the objective. The next gear has one more replica at the
 bottleneck. All stages are thus scaled together, and a decision is a table lookup. Plans
-computed ahead and keyed by load are the idea of CascadeServe (Kossmann et al., arXiv
+precomputed and keyed by load are the idea of CascadeServe (Kossmann et al., arXiv
 2406.14424); its gears also choose among models.
 """
 
@@ -18,27 +18,24 @@ from multiworld.serve.scaling import queue_model
 from multiworld.serve.scaling.snapshot import StageLimits
 
 BISECTIONS = 18
-"""Bisection steps that find a gear's load: exact to a few millionths."""
+"""Bisection steps that find a gear's load; exact to a few millionths."""
 
 MAX_UTILISATION = 0.85
-"""Greatest utilisation of a stage that is planned where a model has an objective."""
+"""Maximum planned utilization of a stage where a model has an objective."""
 
 MIN_OBJECTIVE = 1.5
-"""Least objective that gears work towards, as a multiple of the computing time.
-
-A shorter objective is missed even by an idle service; it must not claim all
-replicas."""
+"""Minimum objective that gears plan for, as a multiple of the service time. Even an
+idle service misses a shorter objective; it must not claim all replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """Computing times and limits of one stage.
+    """Service times and limits of one stage.
 
     Attributes:
         item_s: Seconds that a replica is busy with one request.
-        batch_s: Seconds that one batch takes: the least time a request spends here.
-        limits: Limits within which the stage is scaled.
-        variability: See ``queue_model.mean_wait_s``.
+        batch_s: Seconds of one batch, the minimum time a request spends in the stage.
+        variability: See ``mean_wait_s``.
     """
 
     item_s: float
@@ -49,14 +46,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class Gear:
-    """Greatest load that a number of replicas of each stage carries.
-
-    Attributes:
-        rate: Arrivals a second.
-        replicas: Replicas by stage.
-        latency_s: Seconds within which ``share`` of the requests is answered at that
-            load.
-    """
+    """Maximum arrival rate that some number of replicas of each stage carries."""
 
     rate: float
     replicas: tuple[int, ...]
@@ -74,11 +64,7 @@ def gears_of(
 ) -> tuple[Gear, ...]:
     """Return all gears of a pipeline, smallest first.
 
-    Args:
-        stages: Computing times and limits of the stages.
-        objective_s: Seconds within which requests should be answered. None: a stage
-            gets as many replicas as ``target_ongoing_requests`` says.
-        share: Share of the requests that should meet the objective.
+    Without an objective, ``target_ongoing_requests`` determines the replicas.
     """
     aim = _Aim(objective_s, share)
     counts = [max(1, stage.limits.min_replicas) for stage in stages]
@@ -105,14 +91,7 @@ def latency_s(
 ) -> float:
     """Return the seconds within which ``share`` of the requests passes all stages.
 
-    Only the slowest stage counts with the tail of its waits, the others with the mean:
-    two rare events seldom coincide.
-
-    Args:
-        stages: Computing times of the stages.
-        counts: Replicas by stage.
-        rate: Arrivals a second.
-        share: Share of the requests, between 0 and 1.
+    Only the slowest stage contributes its tail, as two rare events seldom coincide.
     """
     late, mean, compute_s = [], [], 0.0
     for stage, count in zip(stages, counts, strict=True):
@@ -146,7 +125,6 @@ def _is_carried(
 
 
 def _carried(stages: Sequence[StageCost], counts: Sequence[int], aim: _Aim) -> float:
-    """Return the greatest arrival rate that these replicas carry, a second."""
     narrowest = min(
         (c / s.item_s for s, c in zip(stages, counts, strict=True) if s.item_s > 0),
         default=math.inf,
@@ -178,7 +156,7 @@ def _stage_to_widen(
             best = gain
     if best is None:
         return None
-    # If a stage that may not grow is the bottleneck, growing the others is useless.
+    # If a stage that cannot grow is the bottleneck, growing the others is useless.
     fixed = [
         s.item_s / c
         for s, c in zip(stages, counts, strict=True)

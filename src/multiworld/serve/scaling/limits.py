@@ -37,24 +37,16 @@ def text_of(spec: ModelSpec) -> TextObjectives | None:
 
 
 def is_scaled(spec: ModelSpec) -> bool:
-    """Return whether any stage of a model is autoscaled."""
     return any(stage.autoscaling_config is not None for stage in spec.stages)
 
 
 def interval_s(spec: ModelSpec) -> float:
-    """Return the seconds between two decisions about a model."""
     configs = [stage.autoscaling_config for stage in spec.stages]
     return min((c.metrics_interval_s for c in configs if c is not None), default=1.0)
 
 
 def within(decision: Decision, stages: Sequence[StageNow]) -> Decision:
-    """Return the decision of a policy, brought within the limits of the stages.
-
-    A stage without limits keeps its number of replicas.
-
-    Raises:
-        ValueError: The decision does not have one whole number for each stage.
-    """
+    """Return a policy's decision, clamped to the limits of the stages."""
     counts = tuple(decision.replicas)
     if len(counts) != len(stages) or any(type(count) is not int for count in counts):
         raise ValueError(
@@ -74,16 +66,11 @@ def keep_starting(
     starting: Sequence[int],
     there: Sequence[int],
 ) -> tuple[int, ...]:
-    """Return the replicas of each stage such that no starting one is drained.
+    """Return ``wanted``, raised where it would drain a replica that is still starting.
 
-    A start costs the most before the replica is ready, and frees nothing if it is given
-    up; if it is too many, it is drained once it is ready.
-
-    Args:
-        wanted: Replicas that are wanted, by stage.
-        before: Replicas that were wanted before; no stage gets more for this reason.
-        starting: Replicas that are starting.
-        there: Replicas that are starting or ready.
+    Most of a start's cost is spent before the replica is ready, and aborting it frees
+    nothing. The result never exceeds ``before``, the previous desired number, for this
+    reason. ``there`` counts starting and ready replicas.
     """
     return tuple(
         max(want, min(most, known)) if starts else want
@@ -94,7 +81,6 @@ def keep_starting(
 
 
 def stages_now(spec: ModelSpec, replicas: Sequence[int]) -> tuple[StageNow, ...]:
-    """Return the stages of a model with their limits and desired replicas."""
     return tuple(
         StageNow(
             name=stage.name or str(k),

@@ -13,26 +13,18 @@ from multiworld.serve.scaling.stabilization import PendingChange, remember, stab
 
 
 def fixed(snapshot: Snapshot) -> Decision:
-    """Return the numbers of replicas as they are."""
+    """Keep the current number of replicas."""
     replicas = tuple(stage.replicas for stage in snapshot.stages)
     return Decision(replicas=replicas, why="a fixed fleet")
 
 
 Need = Callable[[Snapshot, int, StageLimits], int]
-"""Function that returns how many replicas one stage needs at this moment."""
 
 
 def _each(
     snapshot: Snapshot, need: Need, why: str, *, resets_on_change: bool = False
 ) -> Decision:
-    """Scale each stage by itself, within its stabilization windows.
-
-    Args:
-        snapshot: Snapshot to decide on.
-        need: Returns how many replicas a stage needs.
-        why: Reason for people.
-        resets_on_change: Whether needs recorded before a change are dropped after it.
-    """
+    """Scale each stage independently, within its stabilization windows."""
     counts: list[int] = []
     pending: list[tuple[PendingChange, ...]] = []
     for k, stage in enumerate(snapshot.stages):
@@ -51,10 +43,10 @@ def _each(
 
 
 def queued(snapshot: Snapshot) -> Decision:
-    """Scale each stage by itself, by its queue length: Ray Serve's own policy.
+    """Scale each stage by its queue length: Ray Serve's own policy.
 
-    ``ceil(ongoing / target_ongoing_requests)``, averaged over the look-back period,
-    within the stabilization windows (``ray/serve/autoscaling_policy.py``, 2.60).
+    ``ceil(ongoing / target_ongoing_requests)``, averaged over the look-back period
+    (``ray/serve/autoscaling_policy.py``, 2.60).
     """
     return _each(snapshot, _for_queue, "by queued requests")
 
@@ -67,14 +59,11 @@ def _for_queue(snapshot: Snapshot, k: int, limits: StageLimits) -> int:
 
 
 HIGH, LOW = 0.8, 0.4
-"""Utilisations above and below which ``threshold`` adds or removes a replica."""
+"""Utilization above (below) which ``threshold`` adds (removes) a replica."""
 
 
 def threshold(snapshot: Snapshot) -> Decision:
-    """Add a replica above 80 % utilisation, remove one below 40 %: a plain autoscaler.
-
-    Utilisation is averaged over the look-back period; the stabilization windows apply.
-    """
+    """Add a replica above 80 % mean utilization, remove one below 40 %."""
     return _each(snapshot, _for_utilisation, "by utilisation", resets_on_change=True)
 
 
@@ -98,15 +87,8 @@ def oracle(
     """Return a policy that knows all future arrivals: roughly the best possible.
 
     It starts replicas just in time for every burst, and drains them right after. It
-    knows when requests arrive, but not how they will spread over replicas and batches;
-    ``margin`` makes up for that.
-
-    Args:
-        arrivals: Arrival time of every request in seconds, ascending.
-        costs: Computing times and limits of the stages.
-        objective_s: Seconds within which requests should be answered; None: 10 s.
-        share: Share of the requests that should meet the objective.
-        margin: Replicas, as a multiple of what an even flow would need.
+    does not know how requests will spread over replicas and batches; ``margin``
+    compensates.
     """
     gears = gears_of(costs, objective_s, share)
     compute_s = sum(stage.item_s for stage in costs)
@@ -143,7 +125,7 @@ def oracle(
 
 
 def _needed(coming: Sequence[float], max_wait_s: float) -> float:
-    """Return the throughput that the requests need; see ``demand.envelope``."""
+    """Return the required throughput; see ``demand.envelope``."""
     most, step = 0.0, max(1, len(coming) // 64)
     for first in range(0, len(coming), step):
         for last in range(first, len(coming), step):

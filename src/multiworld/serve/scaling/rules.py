@@ -1,4 +1,4 @@
-"""Rules that the policies share, for all of their ways to find what is needed. Pure."""
+"""Rules that the policies share. Pure."""
 
 from __future__ import annotations
 
@@ -18,28 +18,18 @@ MARGIN = 1.15
 
 
 def look_back_s(snapshot: Snapshot) -> float:
-    """Return the longest ``look_back_period_s`` of the stages that are scaled.
-
-    Args:
-        snapshot: Limits of the stages; at least one must have some.
-    """
+    """Return the longest look-back period of the scaled stages (at least one)."""
     return max(s.limits.look_back_period_s for s in snapshot.stages if s.limits)
 
 
 def limits_now(stage: StageNow) -> StageLimits:
-    """Return the limits of a stage; a stage that is not scaled keeps its number."""
+    """Return the limits of a stage; a fixed stage is limited to its current size."""
     if stage.limits is not None:
         return stage.limits
     return StageLimits(min_replicas=stage.replicas, max_replicas=max(1, stage.replicas))
 
 
 def is_idle(snapshot: Snapshot, rate: float) -> bool:
-    """Tell whether a model has nothing to do.
-
-    Args:
-        snapshot: Its samples.
-        rate: Arrivals a second.
-    """
     last = snapshot.samples[-1]
     return rate == 0 and not any(seen.ongoing for seen in last.stages)
 
@@ -47,14 +37,7 @@ def is_idle(snapshot: Snapshot, rate: float) -> bool:
 def for_queue(
     samples: Sequence[Sample], k: int, stage: StageNow, period_s: float
 ) -> int:
-    """Return the replicas for the mean ongoing requests (Ray Serve's rule).
-
-    Args:
-        samples: Samples, oldest first.
-        k: Number of the stage.
-        stage: The stage.
-        period_s: Seconds over which the mean is taken.
-    """
+    """Return the replicas for a stage's mean ongoing requests (Ray Serve's rule)."""
     begin = samples[-1].at - period_s
     lately = [s.stages[k].ongoing for s in samples if s.at > begin - 1e-9]
     mean = sum(lately) / len(lately)
@@ -69,17 +52,11 @@ def settled(
     is_urgent: bool,
     is_rising: bool = False,
 ) -> tuple[list[int], tuple[tuple[PendingChange, ...], ...]]:
-    """Return the replicas by stage that the needs lead to now.
+    """Return the replicas by stage after stabilization, and the needs to remember.
 
-    Args:
-        snapshot: Limits of the stages, and their replicas.
-        needs: By stage, replicas that are needed, without and with the margin.
-        pending: By stage, recent needs that the stabilization windows still cover.
-        is_urgent: Whether objectives are missed already, so that nothing waits.
-        is_rising: Whether the load rises, so that nothing is scaled down.
-
-    Returns:
-        The replicas by stage, and the recent needs with these.
+    ``needs`` are without and with the margin, ``pending`` the needs that the windows
+    still cover. ``is_urgent`` scales up without waiting; ``is_rising`` prevents scaling
+    down.
     """
     remembered, replicas = [], []
     for k, stage in enumerate(snapshot.stages):
@@ -97,28 +74,14 @@ def settled(
 
 
 def _kept_while_starting(snapshot: Snapshot, k: int) -> int:
-    """Return how many replicas a busy stage keeps while some are still starting.
-
-    These are the ready ones and at least one: the load looks small while it waits.
-
-    Args:
-        snapshot: The samples.
-        k: Number of the stage.
-    """
+    """Return the minimum for a busy stage: its load looks small while some start."""
     seen, count = snapshot.samples[-1].stages[k], snapshot.stages[k].replicas
     is_starting = seen.ready < count and seen.ongoing > 0
     return min(count, max(1, seen.ready)) if is_starting else 0
 
 
 def _all_or_none(snapshot: Snapshot, replicas: list[int]) -> list[int]:
-    """Return the replicas with at least one for each stage, or none for all on demand.
-
-    A pipeline without one of its stages answers nothing.
-
-    Args:
-        snapshot: Limits of the stages.
-        replicas: Replicas by stage.
-    """
+    """Raise all on-demand stages to one replica if any needs one."""
     on_demand = [
         k
         for k, stage in enumerate(snapshot.stages)

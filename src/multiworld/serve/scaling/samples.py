@@ -20,10 +20,10 @@ COUNTED = (
     "prompt_tokens",
     "generated_tokens",
 )
-"""Counts of a sample that are sums over the gateways."""
+"""Counters of a sample that are summed over the gateways."""
 
 PERIODS = 2.5
-"""Look-back periods over which samples are kept."""
+"""Multiple of the look-back period for which samples are kept."""
 
 
 @dataclass(slots=True)
@@ -36,8 +36,6 @@ class _Stage:
 
 @dataclass(frozen=True, slots=True)
 class ObservedReplica:
-    """A replica of the model: its name, its stage, and whether it is ready."""
-
     name: str
     stage: int
     is_ready: bool
@@ -47,14 +45,7 @@ class ObservedReplica:
 class SampleWindow:
     """Recent samples of one model.
 
-    Processes count from their own start and may be lost. The samples count on over all
-    of them, so sums never decrease.
-
-    Attributes:
-        model: Name of the model.
-        stages: Number of stages.
-        look_back_s: Longest look-back period of its stages, in seconds.
-        samples: Samples, oldest first.
+    Processes may be lost and count from their own start; the totals never decrease.
     """
 
     model: str
@@ -69,7 +60,6 @@ class SampleWindow:
     _preexisting: set[str] | None = None
 
     def __post_init__(self) -> None:
-        """Set all sums to zero."""
         self._totals = [_Stage() for _ in range(self.stages)]
 
     def note(
@@ -79,20 +69,11 @@ class SampleWindow:
         replicas: Iterable[ObservedReplica],
         reports: Reports,
     ) -> Sample:
-        """Add a sample built from the reports of all processes, and return it.
-
-        A process that does not report counts as in its last report.
-
-        Args:
-            now: Time of the sample, in seconds.
-            gateways: Names of the gateways.
-            replicas: Replicas of the model.
-            reports: Reports of the processes that answered.
-        """
+        """Add and return a sample; silent processes count with their last report."""
         replicas = list(replicas)
         known = {*gateways, *(replica.name for replica in replicas)}
         if self._preexisting is None:
-            self._preexisting = known  # their earlier counts are not new
+            self._preexisting = known  # ignore what they counted before
         self._gateways = _kept(self._gateways, reports.gateways, known)
         self._workers = _kept(self._workers, reports.workers, known)
         waiting = 0
@@ -162,7 +143,7 @@ class SampleWindow:
         self._sums["tokens"] += int(tokens)
 
     def _increase(self, name: str, *counts: float) -> tuple[float, ...]:
-        """Return how much the counts of a process grew since its last report."""
+        """Return how much the counters of a process grew since its last report."""
         is_older = self._preexisting is not None and name in self._preexisting
         nothing = counts if is_older else (0.0,) * len(counts)
         before = self._last_counts.get(name, nothing)
@@ -173,5 +154,4 @@ class SampleWindow:
 
 
 def _kept(before: dict[str, R], now: Mapping[str, R], known: set[str]) -> dict[str, R]:
-    """Return the latest report of each process that is still known."""
     return {name: one for name, one in {**before, **now}.items() if name in known}

@@ -1,4 +1,4 @@
-"""Computing times of the stages, measured from recent samples. Pure."""
+"""Service times of the stages, measured from recent samples. Pure."""
 
 from __future__ import annotations
 
@@ -11,24 +11,16 @@ SIMILAR_ROWS = 0.8
 """Ratio of mean batch sizes above which two batches count as about equally large."""
 
 MIN_REQUESTS = 20
-"""Requests that a stage must have computed lately for its times to count."""
+"""Minimum number of recent requests for a stage's measured times to count."""
 
 Times = tuple[float, float, float]
-"""Seconds of a request, seconds of a batch, and requests in a batch."""
+"""Seconds per request, seconds per batch, and requests per batch."""
 
 
 def times_of(
     snapshot: Snapshot, look_back_s: float, old: Sequence[Times | None]
 ) -> tuple[Times | None, ...]:
-    """Return the computing times of each stage; None where they are not known.
-
-    Times found earlier stay while too few requests are computed to measure.
-
-    Args:
-        snapshot: Samples and declared times of the model.
-        look_back_s: Seconds to measure over.
-        old: Times of the decision before, by stage.
-    """
+    """Return the service times by stage; ``old`` ones stay until there are new ones."""
     first = sample_at(snapshot.samples, snapshot.now - look_back_s)
     last = snapshot.samples[-1]
     step = min(1.0, snapshot.interval_s / look_back_s)
@@ -50,10 +42,9 @@ def times_of(
 def _smoothed(before: Times, now: Times, step: float) -> Times:
     """Return the times, moved towards the new measurement by the share ``step``.
 
-    A busy machine scatters, so times follow slowly. A request in a small batch takes
-    longer than in a large one; that more replicas have smaller batches does not make
-    them slower. A longer time therefore counts only if its batches are about as large
-    as before.
+    A request takes longer in a small batch than in a large one, so adding replicas,
+    which shrinks batches, must not make them look slower: a longer time counts only if
+    its batches are about as large as before.
     """
     item_s, batch_s, rows = before
     is_slower = now[0] > item_s

@@ -17,11 +17,10 @@ class StageLimits:
     """Limits within which a stage is scaled; names and meanings are Ray Serve's.
 
     Attributes:
-        min_replicas: Least number of replicas; with 0 the stage scales to zero when
-            idle.
-        max_replicas: Greatest number of replicas.
-        target_ongoing_requests: Mean number of requests queued for or computed by each
-            replica that is aimed at.
+        min_replicas: Minimum number of replicas; with 0 an idle stage scales to zero.
+        max_replicas: Maximum number of replicas.
+        target_ongoing_requests: Target for the mean number of requests queued or in
+            service per replica.
         upscale_delay_s: Seconds that a need for more replicas must last before some are
             started.
         downscale_delay_s: Seconds that fewer replicas must be enough before some are
@@ -44,7 +43,7 @@ class StageLimits:
     downscaling_factor: float = 1.0
 
     def within(self, count: int) -> int:
-        """Return a number of replicas, brought within the limits.
+        """Return a number of replicas, clamped to the limits.
 
         Args:
             count: Number of replicas.
@@ -66,9 +65,9 @@ class StageNow:
     Attributes:
         name: Name of the stage, or its number.
         replicas: Desired number of replicas.
-        limits: Limits of scaling; None if the number of replicas is fixed.
-        item_s: Seconds that a replica needs for a request in a full batch, as declared
-            or measured earlier; None if not known.
+        limits: Scaling limits; None if the number of replicas is fixed.
+        item_s: Seconds per request in a full batch, as declared or measured earlier;
+            None if unknown.
     """
 
     name: str
@@ -79,16 +78,16 @@ class StageNow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeen:
-    """Observed state of one stage at the moment of a sample.
+    """Observed state of one stage at the time of a sample.
 
     Attributes:
         ongoing: Requests waiting for the stage or computed by it.
         ready: Replicas that were ready.
         requests: Requests computed so far; never decreases.
-        batches: Batches computed so far; never decreases.
-        busy_s: Seconds of computing so far, of all replicas together.
-        rows: Of a model that generates text, tokens computed so far, those of prompts
-            and answers; ``batches`` are then its steps.
+        batches: Batches (steps, if the model generates text) computed so far; never
+            decreases.
+        busy_s: Seconds of computing so far, summed over all replicas.
+        rows: Prompt and output tokens computed so far by a model that generates text.
     """
 
     ongoing: float
@@ -107,15 +106,15 @@ class Sample:
         at: Time in seconds, of a monotonic clock.
         arrived: Requests so far, including refused ones.
         stages: Observed state of the stages, in order.
-        missed: Requests so far that were answered after the objective, or refused
-            because too many waited. Errors of clients and of models do not count.
-        refused: Requests so far that were refused because too many waited.
-        tokens: Tokens that were generated so far.
-        texts: Generated texts that have ended so far.
-        prompt_tokens: Tokens of their prompts.
-        generated_tokens: Tokens that were generated for them.
-        kv_usage: Share of the memory for keys and values that is in use, of the replica
-            of stage 0 with the largest.
+        missed: Requests so far that were answered after the objective or refused
+            because of a full queue. Errors of clients and models do not count.
+        refused: Requests so far that were refused because of a full queue.
+        tokens: Output tokens so far.
+        texts: Sequences finished so far.
+        prompt_tokens: Prompt tokens of the finished sequences.
+        generated_tokens: Output tokens of the finished sequences.
+        kv_usage: Share of the KV blocks in use, at the stage 0 replica with the highest
+            usage.
     """
 
     at: float
@@ -136,10 +135,9 @@ class TextObjectives:
 
     Attributes:
         ttft_s: Seconds within which the first token should come; None: no objective.
-        tpot_s: Seconds that each further token should take, on average over a text;
-            None: no objective.
-        step_tokens: Most tokens of a step (``max_num_batched_tokens``).
-        texts: Most texts that a replica of stage 0 generates at once
+        tpot_s: Mean seconds per further token of a sequence; None: no objective.
+        step_tokens: Maximum tokens of a step (``max_num_batched_tokens``).
+        texts: Maximum number of running sequences of a stage 0 replica
             (``max_num_seqs``).
     """
 
@@ -151,22 +149,22 @@ class TextObjectives:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Everything that a decision is made from.
+    """Input of one decision.
 
     Attributes:
         model: Name of the model.
         now: Time of the decision in seconds, of the same clock as the samples.
         stages: Desired state of the stages, in order.
-        samples: Samples, oldest first; the last one is of now.
+        samples: Samples, oldest first; the last one was taken at ``now``.
         objective_s: Seconds within which requests should be answered; None: no
             objective.
         objective_share: Share of the requests that should meet the objective.
-        deadline_s: Seconds after which a request is given up, unless it sets its own
+        deadline_s: Seconds after which a request is abandoned, unless it sets its own
             deadline.
         start_s: Seconds from the decision to start a replica until it is ready.
         interval_s: Seconds between two decisions.
-        text: Its objectives, if it generates text.
-        memory: ``Decision.memory`` of the decision before; None at first.
+        text: Objectives of a model that generates text; None for others.
+        memory: ``Decision.memory`` of the previous decision; None at first.
     """
 
     model: str
@@ -184,13 +182,13 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Replicas that each stage should have, and the reason.
+    """Number of replicas that each stage should have, and the reason.
 
     Attributes:
         replicas: Replicas by stage.
-        why: Reason for people, in one line.
+        why: Reason in one line, for people.
         facts: Numbers behind the decision, as plain data.
-        memory: State that the policy gets back in the next snapshot.
+        memory: State that the policy receives in the next snapshot.
     """
 
     replicas: tuple[int, ...]
@@ -200,4 +198,4 @@ class Decision:
 
 
 Policy = Callable[[Snapshot], Decision]
-"""Function that ``scaling:`` in a spec names."""
+"""Type of the function that ``scaling:`` in a spec names."""

@@ -1,4 +1,4 @@
-"""Snapshots as plain data, and back, so that decisions can be replayed. Pure."""
+"""Snapshots as plain data and back, so that decisions can be replayed. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ _MEMORY: TypeAdapter[PolicyState] = TypeAdapter(PolicyState)
 
 
 def snapshot_to_json(snapshot: Snapshot) -> dict[str, Any]:
-    """Return a snapshot as plain data.
-
-    The memory of a policy other than the default is recorded as text, for people.
-    """
+    """Return a snapshot as plain data; a custom policy's memory as its ``repr``."""
     found = asdict(replace(snapshot, memory=None))
     memory = snapshot.memory
     if isinstance(memory, PolicyState):
@@ -29,11 +26,7 @@ def snapshot_to_json(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def snapshot_from_json(data: dict[str, Any]) -> Snapshot:
-    """Return a recorded snapshot, on which ``default_policy.decide`` decides as it did.
-
-    Raises:
-        ValueError: The data is not a snapshot.
-    """
+    """Return a recorded snapshot, on which ``default_policy`` decides the same."""
     memory = data.get("memory")
     fields = {**data, "memory": None}
     snapshot = _SNAPSHOT.validate_python(fields)

@@ -1,9 +1,8 @@
 """Stabilization windows: a need counts only after it has lasted. Pure.
 
-The windows are Ray Serve's delays. A stage scales up once it needed more replicas
-throughout ``upscale_delay_s``, to the least number it needed in that window. It scales
-down once it needed fewer throughout ``downscale_delay_s``, to the greatest number it
-needed in that window. A need that comes and goes changes nothing.
+The windows are Ray Serve's delays. A stage scales up once it has needed more replicas
+throughout ``upscale_delay_s``, to the minimum of that window. It scales down once it
+has needed fewer throughout ``downscale_delay_s``, to the maximum of that window.
 """
 
 from __future__ import annotations
@@ -19,12 +18,9 @@ EPSILON_S = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class PendingChange:
-    """Need of one stage at one moment.
+    """Replicas that one stage needed at one moment, without and with a margin.
 
-    Attributes:
-        at: Time in seconds.
-        low: Replicas needed; the stage scales up to have them.
-        high: Replicas needed with a margin; the stage scales down only above this.
+    It scales up to ``low``, and down only above ``high``.
     """
 
     at: float
@@ -35,17 +31,11 @@ class PendingChange:
 def remember(
     needs: tuple[PendingChange, ...], need: PendingChange, limits: StageLimits
 ) -> tuple[PendingChange, ...]:
-    """Return the needs that the windows still cover, with one more.
-
-    Args:
-        needs: Needs recorded so far, oldest first.
-        need: Need at this moment.
-        limits: Limits with the windows.
-    """
+    """Return ``needs``, oldest first, with ``need`` added and expired ones dropped."""
     if len(needs) > 1 and all(
         (w.low, w.high) == (need.low, need.high) for w in needs[-2:]
     ):
-        needs = needs[:-1]  # the ends of a run of equal needs are enough
+        needs = needs[:-1]  # the two ends of a run of equal needs suffice
     longest = max(limits.upscale_delay_s, limits.downscale_delay_s, limits.to_zero_s)
     kept = [w for w in needs if w.at > need.at - longest - EPSILON_S]
     # One older need shows how far back the others reach.
@@ -60,14 +50,7 @@ def stabilized(
     *,
     is_urgent: bool,
 ) -> int:
-    """Return how many replicas a stage should have now.
-
-    Args:
-        needs: Needs recorded so far; the last one is of now.
-        replicas: Replicas that the stage has now.
-        limits: Limits with the windows.
-        is_urgent: Whether to scale up without waiting for the window.
-    """
+    """Return the replicas that a stage should have; the last need is the newest."""
     up = _lasting(needs, 0.0 if is_urgent else limits.upscale_delay_s)
     if up is not None:
         least = min(need.low for need in up)
@@ -95,7 +78,6 @@ def stabilized(
 def _lasting(
     needs: tuple[PendingChange, ...], delay_s: float
 ) -> list[PendingChange] | None:
-    """Return the needs of the last ``delay_s``; None if they reach back less far."""
     begin = needs[-1].at - delay_s
     if needs[0].at > begin + EPSILON_S:
         return None

@@ -1,7 +1,7 @@
-"""Time of a step of a model that generates text, learned from samples. Pure.
+"""Duration of a step of a model that generates text, learned from samples. Pure.
 
 A step of ``n`` tokens takes ``step_s + n * row_s``: it reads all weights once, and
-computes each token. Both follow by least squares from samples with steps of different
+computes each token. Both are fitted by least squares to samples with steps of different
 sizes.
 """
 
@@ -14,54 +14,39 @@ from dataclasses import dataclass
 from multiworld.serve.scaling.snapshot import Snapshot, StageSeen
 
 USUAL_RATIO = 9.0
-"""Usual ``step_s / row_s`` (SmolLM2 on an EPYC, see ``generation.scheduler.ROWS``); it
-decides while all steps have about the same size."""
+"""Typical ``step_s / row_s``, used while all steps have about the same size. SmolLM2 on
+an EPYC; see ``generation.replica.scheduler``."""
 
 LEAST_PART = 32
-"""Least tokens of a part of a prompt that is cut so that all stages compute at once,
-as in ``generation.scheduler``."""
+"""Minimum tokens of a prefill chunk when a prompt is split over the pipeline. The same
+as in ``generation.replica.scheduler``."""
 
 PRIOR = 0.01
-"""Weight of ``USUAL_RATIO``, in steps for each step that was measured."""
+"""Weight of ``USUAL_RATIO``, in steps per measured step."""
 
 MEMORY_PERIODS = 20.0
-"""Look-back periods after which a measurement counts by 1/e."""
+"""Look-back periods after which the weight of a measurement has decayed to 1/e."""
 
 MIN_STEPS = 20
-"""Steps that must have been measured."""
+"""Minimum number of measured steps for an estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Time of a step of one stage.
-
-    Attributes:
-        step_s: Seconds of any step.
-        row_s: Seconds of each of its tokens.
-    """
+    """Fixed seconds per step of one stage, and seconds per token."""
 
     step_s: float
     row_s: float
 
     def seconds(self, rows: float) -> float:
-        """Return the seconds of a step.
-
-        Args:
-            rows: Number of its tokens.
-        """
         return self.step_s + self.row_s * rows
 
 
 def prompt_seconds(tokens: float, costs: Sequence[StepCost], most: int) -> float:
-    """Return how long a prompt takes that nothing else is computed with, in seconds.
+    """Return the seconds to prefill a prompt that has the pipeline to itself.
 
-    Its parts go through the stages one after the other, so that all stages compute at
-    once. All parts under way have together at most as many tokens as one step may have.
-
-    Args:
-        tokens: Its tokens.
-        costs: Times of a step, by stage.
-        most: Most tokens of a step.
+    Its chunks pass through the stages one after the other; those in flight together
+    have at most ``most`` tokens, the limit of one step.
     """
     tokens = max(1.0, tokens)
     part = min(tokens, max(LEAST_PART, min(tokens, most) / len(costs)))
@@ -71,15 +56,7 @@ def prompt_seconds(tokens: float, costs: Sequence[StepCost], most: int) -> float
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
-    """Sums over the measured steps of one stage, for the least squares.
-
-    Attributes:
-        steps: Number of steps.
-        rows: Number of tokens.
-        row_squares: Sum of the squares of the tokens of a step.
-        seconds: Computing time.
-        row_seconds: Sum of tokens times time of a step.
-    """
+    """Sums over the measured steps of one stage, for the least-squares fit."""
 
     steps: float = 0.0
     rows: float = 0.0
@@ -88,7 +65,6 @@ class StepSums:
     row_seconds: float = 0.0
 
     def faded(self, share: float) -> StepSums:
-        """Return the sums with a smaller weight."""
         return StepSums(
             self.steps * share,
             self.rows * share,
@@ -98,7 +74,7 @@ class StepSums:
         )
 
     def with_steps(self, one: StageSeen, other: StageSeen) -> StepSums:
-        """Return the sums with the steps between two samples, as equal steps."""
+        """Add the steps between two samples, taken to be of equal size."""
         steps = other.batches - one.batches
         rows, seconds = other.rows - one.rows, other.busy_s - one.busy_s
         if steps <= 0 or seconds <= 0:
@@ -131,12 +107,7 @@ class StepSums:
 
 
 def measured(snapshot: Snapshot, before: Sequence[StepSums]) -> tuple[StepSums, ...]:
-    """Return the sums of each stage with the steps of the last sample.
-
-    Args:
-        snapshot: The samples.
-        before: Sums of the decision before, by stage; none at first.
-    """
+    """Return the sums of each stage, with the steps of the latest sample added."""
     sums = list(before) or [StepSums() for _ in snapshot.stages]
     if len(snapshot.samples) < 2:
         return tuple(sums)

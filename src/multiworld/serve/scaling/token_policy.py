@@ -1,15 +1,15 @@
-"""Autoscaling policy of models that generate text: by tokens. Pure.
+"""Autoscaling policy of models that generate text, based on tokens. Pure.
 
-1. Learn the time of a step of each stage (``step_costs``), and the usual length of
-   prompts and answers.
+1. Learn the duration of a step of each stage (``step_costs``), and the mean length of
+   prompts and completions.
 2. Estimate the demand, now and when a new replica would be ready (``demand``), and the
-   texts that will be generated at once (Little's law).
-3. Find the smallest fleet with which a round of the pipeline, in which each text gets a
-   token, takes no longer than ``tpot_ms``, a prompt is computed within ``ttft_ms``, and
-   keys and values have room.
+   number of concurrent sequences (Little's law).
+3. Find the smallest fleet in which a round of the pipeline, which gives each sequence a
+   token, takes at most ``tpot_ms``, a prompt is computed within ``ttft_ms``, and the KV
+   blocks suffice.
 4. Apply the stabilization windows.
 
-Until the times are known, the queue length alone decides, as in Ray Serve.
+Until the durations are known, the queue length alone decides, as in Ray Serve.
 """
 
 from __future__ import annotations
@@ -43,46 +43,41 @@ from multiworld.serve.scaling.step_costs import (
 )
 
 BUSY = 0.85
-"""Greatest share of a stage's time that may be planned for."""
+"""Maximum utilization of a stage that is planned for."""
 
 ROWS = 8
-"""Texts of a step below which the pipeline does not split them; see
-``generation.scheduler``."""
+"""Sequences per step below which the pipeline does not split them (``ROWS`` of the
+scheduler)."""
 
 KV_SHARE = 0.9
-"""Greatest share of the memory for keys and values that may be planned for."""
+"""Maximum share of the KV blocks that is planned for."""
 
 MIN_TOKENS = 100
-"""Tokens that must have been generated lately for the length of a round to count."""
+"""Minimum number of recent output tokens for a measured round to count."""
 
 MOST_FACTOR = 1.5
 LEAST_FACTOR = 0.85
-"""Limits of the correction of what is planned by what was measured. Texts that still
-wait for their first token look like slow rounds."""
+"""Limits of the measured correction of the predicted round. Sequences that still wait
+for their first token look like slow rounds."""
 
 MIN_TEXTS = 5
-"""Texts that must have ended for their mean length to count."""
+"""Minimum number of finished sequences for their mean length to count."""
 
 OVERLAP, SPLIT_COST = 0.75, 1.4
-"""Share of the prompts' time that a round waits for, where steps go one after the
-other; and how much longer a round is whose steps wait for each other, because they are
-several or meet others at a replica. Both by comparison with the simulation."""
+"""Share of the prefill time that delays a round where steps run one after the other;
+and slowdown of a round whose steps wait for each other, because there are several or
+they share a replica. Both are fitted to the simulation."""
 
 SETTLING = 50
-"""Most iterations until the number of texts settles."""
+"""Maximum iterations until the number of sequences converges."""
 
 GUESSED_ROUND = 4.0
-"""Without ``tpot_ms``: longest round, as a multiple of that of one text alone."""
+"""Longest round without ``tpot_ms``, as a multiple of the round of a lone sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Mean tokens of a text.
-
-    Attributes:
-        prompt: Of its prompt.
-        answer: Of its answer.
-    """
+    """Mean tokens of a sequence's prompt and output."""
 
     prompt: float
     answer: float
@@ -93,14 +88,12 @@ class Load:
     """Work that a fleet has to carry.
 
     Attributes:
-        rate: Texts a second.
-        burst: Texts a second, in the worst burst lately.
-        texts: Texts that are generated now. There will be more while a round takes
-            long, as each then lives longer.
-        lengths: Their mean length.
-        factor: How much longer rounds were lately than they should have been.
-        backlog: Prompts a second that are computed besides, so that those that wait are
-            done soon.
+        rate: Requests per second.
+        burst: Requests per second in the worst recent burst.
+        texts: Running sequences now; long rounds increase them, as each then lives
+            longer.
+        factor: Measured round, as a multiple of the predicted one.
+        backlog: Additional prompts per second needed to clear the waiting ones soon.
     """
 
     rate: float
@@ -111,7 +104,6 @@ class Load:
     backlog: float = 0.0
 
     def times(self, factor: float) -> Load:
-        """Return a multiple of it."""
         rate, burst, texts = self.rate, self.burst, self.texts
         return replace(
             self, rate=rate * factor, burst=burst * factor, texts=texts * factor
@@ -120,14 +112,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class TokenState:
-    """State that the policy keeps from one decision to the next.
-
-    Attributes:
-        sums: What was measured of each stage.
-        lengths: Usual lengths of texts, once known.
-        factor: How much longer rounds are than they should be.
-        pending: By stage, recent needs that the stabilization windows still cover.
-    """
+    """State that the policy keeps from one decision to the next; see ``Load``."""
 
     sums: tuple[StepSums, ...] = ()
     lengths: Lengths | None = None
@@ -136,15 +121,7 @@ class TokenState:
 
 
 def decide(snapshot: Snapshot) -> Decision:
-    """Return how many replicas each stage should have.
-
-    Args:
-        snapshot: Limits, samples and objectives of one model. At least one stage must
-            have limits.
-
-    Returns:
-        The replicas by stage, the reason in one line, and the state for the next call.
-    """
+    """Return the replicas of each stage; at least one stage must have limits."""
     old = snapshot.memory if isinstance(snapshot.memory, TokenState) else TokenState()
     sums = measured(snapshot, old.sums)
     lengths = _lengths(snapshot.samples, old.lengths)
@@ -175,11 +152,10 @@ def decide(snapshot: Snapshot) -> Decision:
     )
 
 
-# What is known.
+# Measurements.
 
 
 def _lengths(samples: Sequence[Sample], before: Lengths | None) -> Lengths | None:
-    """Return the mean lengths of the texts that have ended lately."""
     first, last = samples[0], samples[-1]
     texts = last.texts - first.texts
     if texts < MIN_TEXTS:
@@ -196,10 +172,7 @@ def _factor(
     lengths: Lengths,
     before: float,
 ) -> float:
-    """Return how much longer rounds are than ``_round_with`` says, learned slowly.
-
-    The running texts got as many tokens as rounds have passed, each.
-    """
+    """Return the measured round as a multiple of the predicted one."""
     begin = snapshot.now - look_back_s(snapshot)
     lately = [sample for sample in snapshot.samples if sample.at >= begin - 1e-9]
     first, last = lately[0], lately[-1]
@@ -219,7 +192,6 @@ def _factor(
 
 
 def _has_missed(samples: Sequence[Sample]) -> bool:
-    """Tell whether texts were late or refused since the last decision."""
     return len(samples) > 1 and samples[-1].missed > samples[-2].missed
 
 
@@ -234,7 +206,7 @@ def _queue_needs(snapshot: Snapshot) -> tuple[list[tuple[int, int]], str]:
     return [(count, count) for count in found], why
 
 
-# What is needed.
+# Needs.
 
 
 def _token_needs(
@@ -243,7 +215,6 @@ def _token_needs(
     lengths: Lengths,
     factor: float,
 ) -> tuple[list[tuple[int, int]], str]:
-    """Return by stage how many replicas are needed, without and with the margin."""
     text = snapshot.text or TextObjectives()
     period_s = look_back_s(snapshot)
     demand = demand_of(
@@ -255,7 +226,7 @@ def _token_needs(
     ongoing = max(seen.ongoing for seen in snapshot.samples[-1].stages)
     begin = sample_at(snapshot.samples, snapshot.now - period_s)
     arrived = snapshot.samples[-1].arrived - begin.arrived
-    # Texts wait if there are more than there would be if each took the longest round.
+    # More sequences than the longest round explains means that some are waiting.
     usual = arrived / period_s * lengths.answer * longest_round_s(text, costs)
     load = Load(
         rate=demand.expected,
@@ -276,16 +247,10 @@ def _token_needs(
 
 
 def longest_round_s(text: TextObjectives, costs: Sequence[StepCost]) -> float:
-    """Return the longest round that is planned for, in seconds.
-
-    Args:
-        text: The objectives.
-        costs: Times of a step, by stage.
-    """
     alone_s = sum(cost.seconds(1) for cost in costs)
     if text.tpot_s is None:
         return GUESSED_ROUND * alone_s
-    return max(text.tpot_s, 1.05 * alone_s)  # more replicas cannot help below
+    return max(text.tpot_s, 1.05 * alone_s)  # replicas cannot make it any shorter
 
 
 def fleet(
@@ -296,14 +261,8 @@ def fleet(
 ) -> tuple[int, ...]:
     """Return the smallest fleet that meets the objectives, or else the largest.
 
-    All stages grow alike, and then lose what is not needed: steps that are split
-    between replicas cost more, so an even fleet is often better than a smaller one.
-
-    Args:
-        snapshot: Limits of the stages, and the memory in use.
-        costs: Times of a step, by stage.
-        load: The load.
-        text: The objectives.
+    All stages grow together and are then trimmed: steps that are split between replicas
+    cost more, so an even fleet is often better than a smaller one.
     """
     limits = [limits_now(stage) for stage in snapshot.stages]
     least = max(_for_memory(snapshot, load), math.ceil(load.texts / text.texts))
@@ -330,7 +289,6 @@ def fleet(
 def _trimmed(
     counts: list[int], lowest: Sequence[int], is_enough: Callable[[list[int]], bool]
 ) -> list[int]:
-    """Return a fleet without the replicas that it can do without."""
     for k in range(len(counts)):
         while counts[k] > lowest[k]:
             fewer = [count - (number == k) for number, count in enumerate(counts)]
@@ -341,18 +299,11 @@ def _trimmed(
 
 
 def round_of(counts: Sequence[int], costs: Sequence[StepCost], load: Load) -> float:
-    """Return the seconds of a round, in which each running text gets a token.
+    """Return the seconds of a round; infinite if the fleet does not carry the load.
 
-    Texts live for as many rounds as they have tokens, so their number follows from the
-    round (Little's law), and the round from their number: they settle, or grow.
-
-    Args:
-        counts: Replicas by stage.
-        costs: Times of a step, by stage.
-        load: The load.
-
-    Returns:
-        The seconds; infinite if the fleet does not carry the load.
+    A sequence lives for as many rounds as it has tokens, so the number of sequences
+    follows from the round (Little's law) and the round from their number: both
+    converge, or grow without limit.
     """
     texts = load.texts
     for _ in range(SETTLING):
@@ -367,12 +318,12 @@ def round_of(counts: Sequence[int], costs: Sequence[StepCost], load: Load) -> fl
 def _round_with(
     number: float, counts: Sequence[int], costs: Sequence[StepCost], load: Load
 ) -> float:
-    """Return the seconds of a round with a number of running texts.
+    """Return the seconds of a round with ``number`` running sequences.
 
-    In it, each replica computes a token of each of its texts, and its part of the
-    prompts that come in that time. Few texts go through the stages one after the other;
-    many are split into as many steps as there are stages, which are computed at once.
-    A stage with fewer replicas than stage 0 has steps of several of those.
+    Each replica computes one token of each of its sequences and its share of the
+    prompts that arrive meanwhile. Few sequences pass through the stages one after the
+    other; many are split into as many concurrent steps as there are stages. A stage
+    with fewer replicas than stage 0 serves the steps of several of them.
     """
     prompts = (load.rate + load.backlog) * load.lengths.prompt
     groups = min(len(counts), max(1.0, number / counts[0] / ROWS))
@@ -396,7 +347,7 @@ def _is_first_in_time(
     load: Load,
     text: TextObjectives,
 ) -> bool:
-    """Tell whether first tokens come in time, as far as replicas can help."""
+    """Return whether first tokens meet the objective, as far as replicas can help."""
     if text.ttft_s is None:
         return True
     prompt = load.lengths.prompt
@@ -404,7 +355,7 @@ def _is_first_in_time(
     left_s = max(text.ttft_s - alone_s, text.ttft_s / 4)
     running, round_s = load.texts, round_of(counts, costs, load)
     for cost, count in zip(costs, counts, strict=True):
-        # Steps of the running texts take their part; a burst must be done in the rest.
+        # Running sequences take their share; a burst must fit into the rest.
         rounds = cost.step_s + cost.row_s * running / count
         share = rounds / max(rounds, round_s)
         work_s = load.burst * prompt * cost.row_s / count * (text.ttft_s + left_s)
@@ -418,7 +369,7 @@ def _is_first_in_time(
 
 
 def _for_memory(snapshot: Snapshot, load: Load) -> int:
-    """Return the replicas of stage 0 that have room for keys and values."""
+    """Return the replicas of stage 0 needed for its KV blocks."""
     last = snapshot.samples[-1]
     seen = last.stages[0]
     if not seen.ongoing or not seen.ready:

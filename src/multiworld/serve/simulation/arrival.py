@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class Arrival:
-    """One request of a trace.
+    """One request of a trace, ``at`` seconds after the first.
 
     Attributes:
-        at: Seconds since the first request.
-        work: Work of the request, relative to the mean of its trace.
-        model: Name of the requested model; empty where the trace names none.
-        prompt: Tokens of its prompt; 0 where the trace does not say.
-        answer: Tokens that are generated for it.
+        work: Work, relative to the mean of its trace.
+        prompt: Prompt tokens; 0 if unknown.
+        answer: Output tokens; 0 if unknown.
     """
 
     at: float

@@ -1,10 +1,10 @@
 """Discrete-event simulation of a served model: queues, batches, replicas.
 
 It follows the rules of the real parts: a bounded queue at the router, windows to the
-replicas of the next stage, the less loaded of two replicas drawn at random, batches of
-the requests that arrived during the batch before. Replicas take ``start_s`` to become
-ready, and are drained before they exit. Replicas do not slow each other down: each has
-the cores that it was measured with.
+replicas of the next stage, the less loaded of two random replicas, batches of the
+requests that arrived during the previous batch. Replicas become ready after
+``start_s``, and are drained before they exit. Replicas do not slow each other down:
+each has the cores that it was measured with.
 """
 
 from __future__ import annotations
@@ -35,15 +35,13 @@ class StageModel:
     """One stage of a simulated model.
 
     Attributes:
-        name: Name of the stage.
         seconds: Returns the seconds of a batch for its work (its rows, if each request
             takes 1).
-        max_batch_size: Most requests in a batch.
         max_wait_s: Seconds that the oldest request of a batch waits for others.
-        window: Most requests that one sender may have waiting at a replica.
-        replicas: Replicas at the start.
-        limits: Limits of scaling; None if the number of replicas is fixed.
-        item_s: Seconds of a request in a full batch; None if not known to the policy.
+        window: Maximum number of requests that one sender may have waiting at a
+            replica.
+        item_s: Seconds of a request in a full batch; None if the policy does not know
+            it.
     """
 
     name: str
@@ -61,18 +59,10 @@ class PipelineModel:
     """One simulated model and how it is scaled.
 
     Attributes:
-        name: Name of the model.
-        stages: Stages in order.
-        policy: Scaling policy.
-        objective_s: Seconds within which requests should be answered; None: no
-            objective.
-        objective_share: Share of the requests that should meet the objective.
-        deadline_s: Seconds after which a request is given up.
-        max_queued_requests: Requests that may wait at the router; more are refused.
+        text: Objectives of a model that generates text; None for others.
+        limits: Limits of its stage 0 replicas.
         start_s: Seconds until a started replica is ready.
         interval_s: Seconds between two decisions.
-        text: Its objectives, if it generates text.
-        limits: Limits of a replica of stage 0, if it generates text.
     """
 
     name: str
@@ -90,7 +80,7 @@ class PipelineModel:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request in a simulation; times in seconds, ``ended`` is -1 until then."""
+    """A simulated request; times in seconds, ``ended`` is -1 until it ends."""
 
     at: float
     work: float
@@ -101,8 +91,6 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """A replica in a simulation."""
-
     name: str
     stage: int
     launched_at: float
@@ -126,8 +114,6 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedDecision:
-    """Decision that changed the number of replicas."""
-
     at: float
     before: tuple[int, ...]
     after: tuple[int, ...]
@@ -139,18 +125,12 @@ class SimulationResult:
     """Result of replaying a trace for one model.
 
     Attributes:
-        model: Name of the model.
-        objective_s: Objective in seconds; None if there is none.
-        requests: Arrival time and latency of each request, in seconds; of generated
-            texts, that of their first token. The latency is -1 if the request was
+        requests: Arrival time and latency of each request, in seconds; for generated
+            text, the latency of the first token. The latency is -1 if the request was
             refused or passed its deadline.
-        attained: Requests that were answered within the objective.
-        refused: Requests refused because too many waited.
-        late: Requests that passed their deadline.
         replica_s: By stage, seconds that replicas existed, from their launch.
-        seconds: Seconds from the first arrival to the last answer.
         moments: Changes of the desired or ready replicas.
-        decided: Decisions that changed something.
+        decided: Decisions that changed a number of replicas.
     """
 
     model: str
@@ -169,28 +149,15 @@ class Room:
     """Unlimited room for replicas; subclasses may limit it."""
 
     def take(self, name: str, model: str, stage: int) -> bool:
-        """Book a place for a replica; return False if there is none.
-
-        Args:
-            name: Name of the replica.
-            model: Name of its model.
-            stage: Number of its stage.
-        """
+        """Book room for a replica; return False if there is none."""
         return True
 
     def free(self, name: str) -> None:
-        """Release the place of a replica."""
+        """Release the room of a replica."""
 
 
 class Pipeline:
-    """One model in a simulation.
-
-    Args:
-        model: Model to simulate.
-        at: Schedules a function to be called at a time.
-        chance: Source of random choices.
-        room: Room for replicas.
-    """
+    """One model in a simulation; ``at`` schedules a function to be called at a time."""
 
     def __init__(
         self,
@@ -220,7 +187,7 @@ class Pipeline:
     # Replicas.
 
     def begin(self) -> None:
-        """Start the initial replicas, ready at once."""
+        """Start the initial replicas; they are ready at once."""
         for k, count in enumerate(self._wanted):
             for _ in range(count):
                 self._launch(k, 0.0, is_ready=True)
@@ -268,7 +235,6 @@ class Pipeline:
     # Requests.
 
     def arrive(self, arrival: Arrival, now: float) -> None:
-        """Accept or refuse a request."""
         request = Request(now, arrival.work)
         self._requests.append(request)
         self.in_flight += 1
@@ -285,7 +251,7 @@ class Pipeline:
             self.decide(now)  # scale up from zero at once
 
     def _expire(self, now: float) -> None:
-        """Give up requests that waited past their deadline."""
+        """Abandon requests that waited past their deadline."""
         begin = now - self._model.deadline_s
         lines = [self._waiting]
         for replicas in self._replicas:
@@ -300,7 +266,7 @@ class Pipeline:
         self._missed += 1
 
     def _move(self, now: float) -> None:
-        """Send requests on, last stage first, and start batches."""
+        """Forward requests, last stage first, and start batches."""
         for k in reversed(range(1, len(self._model.stages))):
             for sender in self._replicas[k - 1]:
                 self._send(sender.finished, k, len(self._replicas[k - 1]), now)
@@ -315,7 +281,7 @@ class Pipeline:
             return
         by_name = {r.name: r for r in self._live(k) if r.is_ready}
         if not by_name:
-            # The last draining replicas of a later stage still take work.
+            # The last draining replicas of a later stage still accept work.
             by_name = {r.name: r for r in self._replicas[k] if r.is_ready and k}
         load = {n: len(r.queue) + len(r.running) for n, r in by_name.items()}
         limit = self._model.stages[k].window * max(1, senders)
@@ -339,7 +305,7 @@ class Pipeline:
         while replica.queue and len(replica.running) < stage.max_batch_size:
             request = replica.queue.popleft()
             if now - request.at >= self._model.deadline_s:
-                self._give_up()  # its client has got an error already
+                self._give_up()  # its client has already received an error
             else:
                 replica.running.append(request)
         if replica.running:
@@ -350,7 +316,7 @@ class Pipeline:
             counts[1] += 1
 
     def _is_due(self, replica: Replica, stage: StageModel, now: float) -> bool:
-        """Tell whether a batch may start; if not, schedule another look."""
+        """Return whether a batch may start; if not, schedule the next check."""
         if not replica.queue or len(replica.queue) >= stage.max_batch_size:
             return bool(replica.queue)
         due_at = replica.queue[0].queued_at + stage.max_wait_s
@@ -403,7 +369,6 @@ class Pipeline:
         )
 
     def decide(self, now: float) -> None:
-        """Call the policy and carry out its decision."""
         self._expire(now)
         self._samples.append(self._sample(now))
         while len(self._samples) > 2 and self._samples[1].at < now - self._horizon_s:
@@ -452,7 +417,6 @@ class Pipeline:
             self.moments.append(moment)
 
     def outcome(self, now: float) -> SimulationResult:
-        """Return the result of the simulation so far."""
         replica_s = list(self._replica_s)
         for k, replicas in enumerate(self._replicas):
             replica_s[k] += sum(now - r.launched_at for r in replicas)

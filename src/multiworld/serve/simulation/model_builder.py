@@ -1,4 +1,4 @@
-"""Simulation models, built from a spec and measured computing times."""
+"""Simulation models, built from a spec and measured service times."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def seconds_of(curve: Curve) -> Callable[[float], float]:
     def seconds(work: float) -> float:
         if len(points) == 1 or work <= points[0][0]:
             rows, took = points[0]
-            # A batch below the smallest of several measured ones saves no time.
+            # A batch below the smallest of several measured ones is no faster.
             return took * work / rows if len(points) == 1 else took
         upper = next(
             (k for k in range(1, len(points)) if work <= points[k][0]), len(points) - 1
@@ -48,18 +48,7 @@ def pipeline_of(
     measured: ModelProfile | None,
     start_s: float,
 ) -> PipelineModel:
-    """Return the simulation model of a spec.
-
-    Args:
-        name: Name of the model.
-        spec: Spec of the model.
-        policy: Scaling policy.
-        measured: Its measured costs; without, stages use ``item_ms``.
-        start_s: Seconds until a started replica is ready.
-
-    Raises:
-        SpecError: A stage has neither ``item_ms`` nor a measured curve.
-    """
+    """Return the simulation model of a spec; unmeasured stages use ``item_ms``."""
     stages = []
     for k, stage in enumerate(spec.stages):
         title = stage.name or str(k)
@@ -108,12 +97,11 @@ def pipeline_of(
 
 
 def _steps(row_s: float) -> Curve:
-    """Return the usual times of steps of which a token takes ``row_s``."""
+    """Return typical step times if one token takes ``row_s``."""
     return {rows: row_s * (USUAL_RATIO + rows) for rows in (1, 2)}
 
 
 def with_fleet(model: PipelineModel, replicas: tuple[int, ...]) -> PipelineModel:
-    """Return the same model with other numbers of replicas at the start."""
     stages = [
         replace(stage, replicas=count)
         for stage, count in zip(model.stages, replicas, strict=True)
@@ -122,7 +110,6 @@ def with_fleet(model: PipelineModel, replicas: tuple[int, ...]) -> PipelineModel
 
 
 def costs_of(model: PipelineModel) -> list[StageCost]:
-    """Return the computing times and limits that gears are computed from."""
     return [
         StageCost(
             item_s=stage.item_s or 0.0,
@@ -137,24 +124,12 @@ def costs_of(model: PipelineModel) -> list[StageCost]:
 
 
 class Machines(Room):
-    """Room of a limited set of machines.
-
-    Args:
-        ledger: Bookings of the machines.
-        needs: Needs of a replica of each stage, by model.
-    """
+    """Room on a limited set of machines; ``needs`` holds each stage's, by model."""
 
     def __init__(self, ledger: Bookings, needs: Mapping[str, tuple[Need, ...]]) -> None:
         self._ledger, self._needs = ledger, needs
 
     def take(self, name: str, model: str, stage: int) -> bool:
-        """Book a place for a replica; return False if no machine has room.
-
-        Args:
-            name: Name of the replica.
-            model: Name of its model.
-            stage: Number of its stage.
-        """
         need, post = self._needs[model][stage], (model, stage)
         try:
             spot = assign(self._ledger, post, need, {})
@@ -164,5 +139,4 @@ class Machines(Room):
         return True
 
     def free(self, name: str) -> None:
-        """Release the place of a replica."""
         self._ledger.release(name)

@@ -19,15 +19,7 @@ def with_foresight(
     arrivals: Sequence[Arrival],
     new_chance: Callable[[], Chance],
 ) -> PipelineModel:
-    """Return the model with the cheapest oracle that meets the objective.
-
-    If no oracle meets it, return the one with the highest SLO attainment.
-
-    Args:
-        model: Model to simulate.
-        arrivals: Future arrivals, in order of time.
-        new_chance: Returns a fresh source of random choices for each run.
-    """
+    """Return the model with the cheapest oracle that meets the objective."""
     times = [arrival.at for arrival in arrivals]
     best, most = model, -1.0
     for margin in reference_policies.MARGINS:

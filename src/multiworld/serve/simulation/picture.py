@@ -10,24 +10,12 @@ from multiworld.serve.load.summary import quantile
 from multiworld.serve.simulation.engine import SimulationResult
 
 COLORS = ("#4363d8", "#f58231", "#3cb44b", "#911eb4", "#469990", "#808000")
-"""Line colors, as RGB."""
 POINTS = 300
-"""Time slots that a run is plotted in."""
+"""Number of time slots in a plot."""
 
 
 def draw(path: Path, title: str, outcomes: dict[str, list[SimulationResult]]) -> None:
-    """Draw the runs of all policies over time into a file.
-
-    Args:
-        path: File to write; its suffix chooses the format.
-        title: Title of the plot.
-        outcomes: By policy, one result for each model.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-        OSError: The file cannot be written.
-        ValueError: The format is not supported.
-    """
+    """Plot the runs of all policies; the suffix of ``path`` selects the format."""
     import matplotlib
 
     matplotlib.use("Agg")

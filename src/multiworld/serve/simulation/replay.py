@@ -17,9 +17,8 @@ from multiworld.serve.simulation.engine import (
 from multiworld.serve.simulation.token_pipeline import TokenPipeline
 
 POLL_S = 0.1
-"""Greatest random delay of a decision after its interval, in seconds.
-
-The real autoscaler polls this often whether an interval is over."""
+"""Maximum random delay of a decision after its interval, in seconds. The real
+autoscaler polls this often whether an interval is over."""
 
 
 def simulate(
@@ -28,14 +27,7 @@ def simulate(
     chance: Chance,
     room: Room | None = None,
 ) -> list[SimulationResult]:
-    """Replay a trace for each model and return the results.
-
-    Args:
-        models: Models to simulate.
-        arrivals: Arrivals of each model, in order of time.
-        chance: Source of random choices.
-        room: Room for replicas; unlimited by default.
-    """
+    """Replay each model's trace, in order of time, and return the results."""
     heap: list[tuple[float, int, Callable[[float], None]]] = []
     numbers = itertools.count()
 
@@ -66,7 +58,6 @@ def _feed(
     trace: Iterator[Arrival],
     at: Callable[[float, Callable[[float], None]], None],
 ) -> None:
-    """Schedule each arrival at its time."""
     arrival = next(trace, None)
     if arrival is not None:
 
@@ -84,7 +75,7 @@ def _tick(
     at: Callable[[float, Callable[[float], None]], None],
     chance: Chance,
 ) -> None:
-    """Schedule a decision at every interval until no request is left."""
+    """Schedule a decision every interval until no request is left."""
 
     def tick(now: float) -> None:
         pipeline.decide(now)

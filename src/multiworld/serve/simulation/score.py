@@ -17,20 +17,12 @@ class Score:
     """Score of one model under one policy.
 
     Attributes:
-        policy: Name of the policy.
-        model: Name of the model.
-        requests: Requests that arrived.
         attained: Share of all requests answered within the objective; without an
             objective, the share answered.
-        goodput: Requests a second answered within the objective, if there is one.
-        replica_s: Seconds of replicas, of all stages.
-        mean_replicas: Mean number of replicas.
-        p50_s: Median latency in seconds, of answered requests.
-        p99_s: 99 % quantile of the latency in seconds, of answered requests.
-        refused: Requests refused because too many waited.
+        goodput: Requests per second answered within the objective, if there is one.
+        replica_s: Replica-seconds, summed over all stages.
+        refused: Requests refused because of a full queue.
         late: Requests that passed their deadline.
-        changes: Decisions that changed something.
-        flaps: Stages scaled one way and back within ``FLAP_S``.
     """
 
     policy: str
@@ -49,7 +41,6 @@ class Score:
 
 
 def judge(policy: str, outcome: SimulationResult) -> Score:
-    """Return the score of a run."""
     took = [seconds for _, seconds in outcome.requests if seconds >= 0]
     good = outcome.attained
     replica_s = sum(outcome.replica_s)

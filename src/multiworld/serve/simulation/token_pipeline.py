@@ -80,12 +80,7 @@ class Preparation:
 
 @dataclass(slots=True, eq=False)
 class TextReplica(Replica):
-    """A replica of a stage.
-
-    Attributes:
-        scheduler: Plans the steps; None except in stage 0.
-        new_until: Time until which sequences are moved to it.
-    """
+    """A replica of a stage; only those of stage 0 have a scheduler."""
 
     scheduler: Scheduler | None = None
     work: deque[SimulatedStep | Preparation] = field(default_factory=deque)

@@ -1,9 +1,10 @@
 """Traces of requests, read from files or generated.
 
-It reads the Azure LLM inference traces (``TIMESTAMP,ContextTokens,GeneratedTokens``;
-https://github.com/Azure/AzurePublicDataset), BurstGPT (``Timestamp,Model,Request
-tokens,Response tokens,Total tokens,Log Type``; https://github.com/HPMLL/BurstGPT), and
-any CSV file whose first column is a number of seconds or a date.
+Supported files are the Azure LLM inference traces (``TIMESTAMP,ContextTokens,
+GeneratedTokens``; https://github.com/Azure/AzurePublicDataset), BurstGPT
+(``Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type``;
+https://github.com/HPMLL/BurstGPT), and any CSV file whose first column is a number of
+seconds or a date.
 """
 
 from __future__ import annotations
@@ -22,25 +23,19 @@ from multiworld.serve.simulation.arrival import Arrival
 CONTEXT = ("ContextTokens", "Request tokens", "context_tokens", "input_tokens")
 """Titles of columns with the number of prompt tokens."""
 GENERATED = ("GeneratedTokens", "Response tokens", "generated_tokens", "output_tokens")
-"""Titles of columns with the number of generated tokens."""
+"""Titles of columns with the number of output tokens."""
 
 TOKEN_WEIGHT = 20.0
-"""Time of a generated token, as a multiple of the time of a prompt token.
-
-Prompt tokens are computed together. (Patel et al., "Splitwise", ISCA 2024, figures 5
-and 6: a prompt of 1,500 tokens takes as long as generating about 40 to 80.)"""
+"""Time of an output token, as a multiple of the time of a prompt token. Prompt tokens
+are computed together. (Patel et al., "Splitwise", ISCA 2024, figures 5 and 6: a prompt
+of 1,500 tokens takes as long as about 40 to 80 output tokens.)"""
 
 
 def read_trace(path: Path, *, by_tokens: bool = False) -> list[Arrival]:
-    """Read a trace; its first request arrives at 0.
+    """Read a trace from a CSV file; its first request arrives at 0.
 
-    Args:
-        path: CSV file.
-        by_tokens: Whether requests take as much work as their tokens say; otherwise
-            each takes 1.
-
-    Raises:
-        ServeError: The file cannot be read; the message names the line.
+    With ``by_tokens``, the work of a request follows from its tokens; otherwise it is
+    1.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -89,7 +84,7 @@ def _seconds(text: str) -> float | None:
 
 
 def _columns(titles: Sequence[str]) -> list[tuple[int, float]]:
-    """Return the columns with tokens, and the weight of a token in each."""
+    """Return the token columns, and the weight of a token in each."""
     found = [(titles.index(t), 1.0) for t in CONTEXT if t in titles]
     return found + [(titles.index(t), TOKEN_WEIGHT) for t in GENERATED if t in titles]
 
@@ -108,7 +103,7 @@ def _work(row: list[str], titles: list[str], path: Path, number: int) -> float:
 
 
 def _tokens(row: list[str], titles: list[str]) -> tuple[int, int]:
-    """Return the tokens of a prompt and of its answer; 0 where the trace has none."""
+    """Return the numbers of prompt and output tokens; 0 where the trace has none."""
     found = []
     for names in (CONTEXT, GENERATED):
         column = next((titles.index(t) for t in names if t in titles), len(row))
@@ -129,14 +124,10 @@ LEAST_CV, MOST_CV = 0.01, 100.0
 
 
 def gamma(rate: float, seconds: float, cv: float = 1.0, seed: int = 0) -> list[Arrival]:
-    """Return arrivals whose distances follow a gamma distribution.
+    """Return arrivals with gamma-distributed interarrival times.
 
-    Args:
-        rate: Arrivals a second.
-        seconds: Length of the trace.
-        cv: Coefficient of variation of the distances. 1 is a Poisson process, more is
-            burstier (AlpaServe, OSDI 2023, replays its traces this way).
-        seed: Seed of the random numbers.
+    Their coefficient of variation is ``cv``: 1 is a Poisson process, more is burstier
+    (AlpaServe, OSDI 2023, replays its traces this way).
     """
     draw = random.Random(seed)
     shape = 1.0 / (cv * cv)
@@ -154,10 +145,7 @@ def generated(text: str, seed: int = 0) -> list[Arrival]:
 
     The text is ``poisson:rate=5,seconds=600``, ``gamma:rate=5,seconds=600,cv=4``, or
     several of them joined by ``+``, which follow each other. ``prompt=500,answer=100``
-    gives mean numbers of tokens; they are distributed exponentially.
-
-    Raises:
-        ServeError: The text is wrong; the message shows the right syntax.
+    sets mean numbers of tokens; they are distributed exponentially.
     """
     found: list[Arrival] = []
     begin = 0.0
@@ -206,11 +194,5 @@ def stretched(arrivals: Sequence[Arrival], factor: float) -> list[Arrival]:
 
 
 def between(arrivals: Sequence[Arrival], begin: float, end: float) -> list[Arrival]:
-    """Return the arrivals from ``begin`` to before ``end``, counted from ``begin``.
-
-    Args:
-        arrivals: Arrivals to choose from.
-        begin: Start of the part, in seconds.
-        end: End of the part, in seconds.
-    """
+    """Return the arrivals in [begin, end) seconds, counted from ``begin``."""
     return [replace(a, at=a.at - begin) for a in arrivals if begin <= a.at < end]

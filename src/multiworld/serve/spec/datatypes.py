@@ -25,18 +25,10 @@ TORCH_OF = {
 """Torch dtypes by the names of the Open Inference Protocol."""
 
 NAME_OF = {dtype: name for name, dtype in TORCH_OF.items()}
-"""Names of the Open Inference Protocol by torch dtype."""
 
 
 def example_of(model: Model) -> Tensors:
-    """Return example inputs for one request.
-
-    They come from ``model.example``, or are zeros of the shapes in ``model.inputs``,
-    with size 1 for every dimension of unspecified size.
-
-    Raises:
-        SpecError: The model has neither ``example`` nor ``inputs``.
-    """
+    """Return example inputs for one request: ``model.example()``, or zeros."""
     if model.example is not None:
         return model.example()
     if not model.inputs:

@@ -1,8 +1,8 @@
 """Copies of a model for one tenant. Pure.
 
-``dedicated: [acme]`` adds a second model, ``model@acme``, with processes of its own
-that serve the requests of this tenant only. Scaling, recovery and placement treat it
-like any other model.
+``dedicated: [acme]`` adds a second model, ``model@acme``, with its own processes that
+serve only this tenant's requests. Scaling, recovery and placement treat it like any
+other model.
 """
 
 from __future__ import annotations
@@ -28,17 +28,10 @@ def with_dedicated(models: Mapping[str, ModelSpec]) -> dict[str, ModelSpec]:
 
 
 def route_of(model: str, tenant: str, routes: Container[str]) -> str:
-    """Return the name of the model that serves a tenant's requests.
-
-    Args:
-        model: Name of the model that the request asks for.
-        tenant: Name of the tenant; empty without authentication.
-        routes: Names of all models that are served.
-    """
+    """Return the name of the model that serves a tenant's requests."""
     own = f"{model}{SEPARATOR}{tenant}"
     return own if tenant and own in routes else model
 
 
 def is_dedicated(name: str) -> bool:
-    """Return whether a name is that of a dedicated copy."""
     return SEPARATOR in name

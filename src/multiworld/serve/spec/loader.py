@@ -16,22 +16,17 @@ from multiworld.serve.spec.profiles import with_profiles
 from multiworld.serve.spec.schema import PATTERNS, AppSpec
 
 MAX_BYTES = 1024 * 1024
-"""Most bytes of a spec."""
+"""Maximum bytes of a spec."""
 
 MAX_NODES = 100_000
-"""Most keys, values and lists of a spec, after its aliases are unfolded."""
+"""Maximum number of keys, values and lists of a spec, with aliases expanded."""
 
 KeyPath = tuple[str | int, ...]
 """Keys and list indices that lead to a value."""
 
 
 def load_spec(path: Path) -> AppSpec:
-    """Read a YAML spec from a file.
-
-    Raises:
-        SpecError: The file cannot be read, is not valid YAML, or breaks a rule of the
-            schema; ``problems`` has one line for each mistake.
-    """
+    """Read a YAML spec from a file; ``SpecError.problems`` lists every mistake."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise SpecError(f"{path} is longer than {MAX_BYTES} bytes; split the spec")
@@ -45,12 +40,7 @@ def load_spec(path: Path) -> AppSpec:
 def parse_spec(text: str, where: str = "spec") -> AppSpec:
     """Read a YAML spec from text.
 
-    Args:
-        text: The YAML text.
-        where: Path of the spec, for messages; relative paths start in its folder.
-
-    Raises:
-        SpecError: See ``load_spec``.
+    ``where`` is the path of the spec, for messages; relative paths start in its folder.
     """
     if len(text) > MAX_BYTES:
         raise SpecError(f"{where} is longer than {MAX_BYTES} bytes; split the spec")
@@ -67,7 +57,7 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
     except RecursionError:
         why = "line 1: the spec is nested too deeply or refers to itself; flatten it"
         raise _spec_error(where, [why]) from None
-    except Exception as error:  # of any kind: PyYAML checks no value that it converts
+    except Exception as error:  # any error: PyYAML checks no value that it converts
         why = f"line 1: a value is not what it seems to be ({error}); put it in quotes"
         raise _spec_error(where, [why]) from error
     if not isinstance(root, yaml.MappingNode):
@@ -99,7 +89,6 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON Schema of a spec."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **AppSpec.model_json_schema(),
@@ -115,7 +104,7 @@ def _spec_error(where: str, problems: list[str]) -> SpecError:
 def _describe_yaml_error(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     what = getattr(error, "problem", None) or str(error)
-    if "end of stream" in what:  # the start of the open item is more helpful
+    if "end of stream" in what:  # the start of the unclosed item helps more
         mark = getattr(error, "context_mark", None) or mark
         what = f"{getattr(error, 'context', None) or 'while parsing'}: {what}"
     line = 1 if mark is None else mark.line + 1
@@ -123,15 +112,7 @@ def _describe_yaml_error(error: yaml.YAMLError) -> str:
 
 
 def _size(node: yaml.Node, known: dict[int, int]) -> int:
-    """Return the number of nodes below a node, with every alias unfolded.
-
-    Args:
-        node: The node.
-        known: Sizes of nodes that were counted already, by their ``id``.
-
-    Raises:
-        RecursionError: The node is nested too deeply, or refers to itself.
-    """
+    """Return the number of nodes below a node, with every alias expanded."""
     if id(node) not in known:
         parts: list[yaml.Node] = []
         if isinstance(node, yaml.MappingNode):

@@ -1,4 +1,4 @@
-"""An ``nn.Module`` as a model: the description of it.
+"""Description of a model that is an ``nn.Module``.
 
 ::
 
@@ -32,15 +32,15 @@ class Module:
     An ``nn.Sequential`` is cut between its children. Any other module is traced by
     ``torch.distributed.pipelining`` and cut where a submodule begins, so
     ``torch.export`` must be able to trace its ``forward`` with any number of rows. The
-    spec's ``cut`` sets the places; by default the stages have about equal numbers of
-    operations.
+    spec's ``cut`` sets the cut points; by default the stages have about equal numbers
+    of operations.
 
     Attributes:
         make: Builds the module, the same one at every call.
         inputs: Arguments of ``forward``, in order; dimension 0 holds the rows.
         outputs: Results of ``forward``, in order (of the keys, for a dict).
         weights: Safetensors file, or folder with such files and their index. Each
-            replica then reads the weights of its own stage only, and ``make`` uses no
+            replica then reads only the weights of its own stage, and ``make`` uses no
             memory for weights. By default the weights are those that ``make`` returns;
             every replica then builds the whole module and drops the other stages.
         example: As in ``Model``. Its sizes are used for tracing; a size of 1 is then

@@ -13,24 +13,23 @@ from multiworld.serve.spec.schema import AppSpec, ModelSpec, StageSpec
 MIB = 2**20
 
 MARGIN = 1.25
-"""Bytes booked for each byte measured: other requests may need more memory."""
+"""Bytes booked per byte measured: other requests may need more memory."""
 
 
 WIDE = "float32"
-"""Dtype of a profile that decides in which dtype the model is served."""
+"""Dtype of a profile that makes the model be served in that dtype."""
 
 
 class StageProfile(BaseModel):
     """Measured costs of one stage.
 
     Attributes:
-        name: Name of the stage.
         weight_bytes: Size of the parameters; 0 if the stage is not an ``nn.Module``.
         loaded_bytes: Growth of the process when it loaded the stage.
         peak_bytes: Largest growth of the process while it computed, loading included.
         out_bytes: Bytes sent to the next stage for one item (a row).
-        seconds: Median seconds for one batch, by batch size in rows; of a model that
-            generates text, for one step, by its tokens.
+        seconds: Median seconds of one batch, by batch size in rows; for a model that
+            generates text, of one step, by its tokens.
         kv_bytes: Bytes of the keys and values of one token, if it generates text.
     """
 
@@ -51,17 +50,7 @@ class StageProfile(BaseModel):
 
 
 class ModelProfile(BaseModel):
-    """Measured costs of a model.
-
-    Attributes:
-        model: Name of the model in the spec.
-        version: Version of the model in the spec.
-        device: Device on which the stages ran.
-        threads: Threads that torch used for one operation.
-        base_bytes: Memory of the process before it loaded any stage.
-        dtype: Dtype that a model which generates text was measured in.
-        stages: Costs of each stage, in order.
-    """
+    """Measured costs of a model; ``base_bytes`` is the process without any stage."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -79,11 +68,7 @@ class ModelProfile(BaseModel):
 
 
 def load_profile(path: Path) -> ModelProfile:
-    """Read a file that ``multiworld profile`` wrote.
-
-    Raises:
-        SpecError: The file cannot be read or is not a profile.
-    """
+    """Read a file that ``multiworld profile`` wrote."""
     try:
         return ModelProfile.model_validate(json.loads(path.read_text()))
     except OSError as error:
@@ -95,16 +80,7 @@ def load_profile(path: Path) -> ModelProfile:
 
 
 def with_profiles(app: AppSpec, folder: Path) -> AppSpec:
-    """Return a spec whose stages take from profiles what they do not declare.
-
-    Args:
-        app: The spec.
-        folder: Folder in which relative paths of profiles start.
-
-    Raises:
-        SpecError: A profile cannot be read, or differs from its model in the number of
-            stages.
-    """
+    """Fill in undeclared values from profiles, whose paths start in ``folder``."""
     models = {
         name: _with_profile(name, spec, folder) for name, spec in app.models.items()
     }
@@ -124,7 +100,7 @@ def _with_profile(name: str, spec: ModelSpec, folder: Path) -> ModelSpec:
     stages = [_declared(stage, found, k) for k, stage in enumerate(spec.stages)]
     generation = spec.generation
     if generation is not None and generation.dtype is None and found.dtype == WIDE:
-        # Where it was measured, bfloat16 is slow; and its memory is that of float32.
+        # bfloat16 is slow where it was measured; the memory is that of float32.
         generation = generation.model_copy(update={"dtype": WIDE})
     return spec.model_copy(update={"stages": stages, "generation": generation})
 

@@ -58,8 +58,8 @@ class AutoscalingConfig(_Strict):
     """Autoscaling of a stage; names and meanings are those of Ray Serve."""
 
     min_replicas: Annotated[int, Field(ge=0, le=4096, strict=True)] = 1
-    """Minimum number of replicas. 0: none runs while there is no traffic, and the
-    first request then waits until a replica has started."""
+    """Minimum number of replicas. 0: none runs while there is no traffic, and the first
+    request then waits until a replica has started."""
     max_replicas: Count
     """Maximum number of replicas."""
     initial_replicas: Annotated[int, Field(ge=0, le=4096, strict=True)] | None = None
@@ -110,11 +110,11 @@ class StageSpec(_Strict):
     max_batch_size: Count = 16
     """Maximum number of rows in a batch."""
     max_wait_ms: Annotated[float, Field(ge=0, le=10_000)] = 0.0
-    """Milliseconds that the oldest request may wait for others to fill its batch. 0: a
-    batch takes what has arrived while the previous one was computed."""
+    """Maximum milliseconds that the oldest request waits for others to fill its batch.
+    0: a batch takes what has arrived while the previous one was computed."""
     compute_s: Seconds | None = None
-    """Seconds that one batch may take to compute; a replica that takes longer exits and
-    is replaced. By default a replica exits once a batch has taken 30 s and all its
+    """Maximum seconds to compute one batch; a replica that takes longer exits and is
+    replaced. By default a replica exits once a batch has taken 30 s and all its
     requests are more than 10 s past their deadlines."""
     max_ongoing_requests: Count = 32
     """Maximum number of requests that one sender (a gateway, or a replica of the
@@ -131,8 +131,7 @@ class StageSpec(_Strict):
     memory_mb: Annotated[float, Field(gt=0, le=1e8)] | None = None
     """Main memory to book for each rank, in MiB. A replica that uses more is killed,
     and an event names it. By default no memory is booked, and there is no limit. The
-    memory that `generation` declares for texts is added to it (on a GPU, to
-    `gpu_memory_mb`)."""
+    memory that `generation` declares is added to it (on a GPU, to `gpu_memory_mb`)."""
     gpu_memory_mb: Annotated[float, Field(gt=0, le=1e8)] | None = None
     """GPU memory to book for each rank, in MiB; torch can allocate no more than this.
     Needs a GPU as `device`."""
@@ -140,8 +139,8 @@ class StageSpec(_Strict):
     """Milliseconds that a replica takes to compute one row of a full batch. Placement
     and autoscaling plan with it; `multiworld profile` measures it."""
     out_kb: Annotated[float, Field(ge=0)] | None = None
-    """Size of what the stage sends to the next one for a row, in KiB. Placement plans
-    with it; `multiworld profile` measures it."""
+    """Size of the output that the stage sends to the next one for a row, in KiB.
+    Placement plans with it; `multiworld profile` measures it."""
     nodes: list[Annotated[str, Field(min_length=1, max_length=253)]] = Field(
         default_factory=list
     )
@@ -175,61 +174,62 @@ class StageSpec(_Strict):
 
 
 class GenerationSpec(_Strict):
-    """The generation of text. Names and meanings are vLLM's."""
+    """Settings of text generation. Names and meanings are vLLM's."""
 
     max_model_len: Annotated[int, Field(ge=2, le=10_000_000, strict=True)] | None = None
-    """Most tokens of a text, prompt and answer together; by default what the model
-    takes, as far as there is memory for it."""
+    """Maximum number of tokens of a sequence, prompt and output together; by default
+    the model's maximum, as far as memory allows."""
     max_num_seqs: Annotated[int, Field(ge=1, le=4096, strict=True)] = 64
-    """Most texts that a replica of stage 0 generates at once; others wait."""
+    """Maximum number of sequences that a replica of stage 0 generates at once; others
+    wait."""
     max_num_batched_tokens: Annotated[int, Field(ge=1, le=1_000_000, strict=True)] = 256
-    """Most tokens of a step. A longer prompt is computed in several steps, between
-    which other texts go on."""
+    """Maximum number of tokens of a step. A longer prompt is computed in several steps,
+    between which other sequences continue."""
     enable_chunked_prefill: bool = True
     """`false`: every prompt is computed in one step, however long it is."""
     block_size: Annotated[int, Field(ge=1, le=4096, strict=True)] = 16
-    """Tokens of a block, the unit of memory for keys and values."""
+    """Number of tokens of a KV block, the unit of memory for keys and values."""
     kv_cache_memory_mb: Annotated[float, Field(gt=0, le=1e8)] = 512.0
     """Memory for keys and values in each replica of a stage, in MiB."""
     backup_memory_mb: Annotated[float, Field(ge=0, le=1e8)] = 128.0
-    """Memory in each replica for what it has sent to the next stage, in MiB. A replica
-    that replaces a lost one is filled from it; without, more stages compute again."""
+    """Memory for the activation log in each replica, in MiB: the outputs it has sent to
+    the next stage. They rebuild the keys and values of a replacement there; without
+    them, more stages compute again."""
     enable_prefix_caching: bool = True
-    """`true`: prompts that begin like earlier ones of the same tenant are computed from
-    there on only."""
+    """`true`: a prompt with the same prefix as an earlier one of its tenant is computed
+    only from the end of that prefix on."""
     prefix_cache_memory_mb: Annotated[float, Field(ge=0, le=1e8)] = 128.0
-    """Memory in each replica for the beginnings of prompts, in MiB."""
+    """Memory in each replica for cached prefixes, in MiB."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Datatype to compute in; by default as in the folder, but float32 for a folder in
-    bfloat16 if a machine of the service computes that more slowly."""
+    """Datatype to compute in; by default that of the folder, but float32 for a folder
+    in bfloat16 if a machine of the service computes bfloat16 more slowly."""
     generation_config: Literal["auto", "none"] = "auto"
     """`auto`: `generation_config.json` in the folder has the defaults of temperature,
-    top_p, top_k, min_p and repetition_penalty. `none`: they are OpenAI's."""
+    top_p, top_k, min_p and repetition_penalty. `none`: the defaults are OpenAI's."""
     control_tokens_in_messages: bool = False
-    """`true`: control tokens such as `<|im_end|>` in what messages and tools say are
+    """`true`: control tokens such as `<|im_end|>` in the text of messages and tools are
     control tokens, as in vLLM. By default they are plain text there."""
     deterministic: bool = False
-    """`true`: a text depends neither on what it is computed with, nor on lost replicas:
-    it is bit for bit that of an undisturbed run on the same kind of processor, with the
-    same torch and the same number of threads."""
+    """`true`: a completion depends neither on the rest of its batch nor on lost
+    replicas: it is bit-identical to that of an undisturbed run on the same kind of
+    processor, with the same torch and the same number of threads."""
     attention: str | None = Field(default=None, pattern=FACTORY)
     """`package.module:Class` (or function) that makes the attention of a step from the
     cache and the rows of the step, in place of torch's. Not with `deterministic`. See
-    multiworld.serve.generation.replica.kv_cache.Attention.
-    """
+    multiworld.serve.generation.replica.kv_cache.Attention."""
     tool_call_parser: Literal["hermes", "llama3_json"] | None = None
-    """The form in which the model calls a tool: `hermes` (Hermes, Qwen) or
-    `llama3_json`. By default it calls only tools that a request names or requires."""
+    """Format of tool calls in the output: `hermes` (Hermes, Qwen) or `llama3_json`. By
+    default the model calls only tools that a request names or requires."""
     ttft_ms: Annotated[float, Field(gt=0, le=8.64e7)] | None = None
-    """Objective: milliseconds within which the first token of a text should come.
-    Autoscaling works towards it; SLO attainment is measured against it."""
+    """Objective for the time to the first token, in milliseconds. Autoscaling works
+    towards it; SLO attainment is measured against it."""
     tpot_ms: Annotated[float, Field(gt=0, le=8.64e7)] | None = None
-    """Objective: milliseconds that each further token should take, on average over a
-    text."""
+    """Objective for the time per further output token, in milliseconds, on average over
+    a completion."""
     first_token_s: Seconds | None = None
-    """Most seconds until the first token of a text; by default only `deadline_s`."""
+    """Maximum seconds until the first token; by default only `deadline_s` applies."""
     between_tokens_s: Seconds | None = None
-    """Most seconds between two tokens of a text; by default only `deadline_s`."""
+    """Maximum seconds between two tokens; by default only `deadline_s` applies."""
 
     @model_validator(mode="after")
     def _one_attention(self) -> GenerationSpec:
@@ -254,8 +254,9 @@ class ModelSpec(_Strict):
     """Commit, tag or branch of a model on the hub. A commit is best: replicas that
     start later then load the same weights."""
     generation: GenerationSpec | None = None
-    """The model generates text, behind the chat and completion routes of the OpenAI
-    API. `generation: {}` takes all defaults. A `path` must be that of a decoder."""
+    """Makes the model generate text, behind the chat and completion routes of the
+    OpenAI API. `generation: {}` uses all defaults. A `path` must be that of a
+    decoder."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the factory."""
     stages: Annotated[list[StageSpec], Field(min_length=1, max_length=64)]
@@ -273,10 +274,10 @@ class ModelSpec(_Strict):
     `memory_mb`, `item_ms` and `out_kb` where a stage does not declare them."""
     demand: Annotated[float, Field(gt=0)] | None = None
     """Rows per second to plan the placement for. The number of replicas still follows
-    `replicas`; only `multiworld plan` proposes one, within the range. By default
+    `replicas`; only `multiworld plan` proposes a number, within the range. By default
     placement plans for the replicas alone."""
     weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
-    """Weight of this model against the others where not all demand can be met."""
+    """Weight of this model relative to the others if not all demand can be met."""
     dedicated: list[Annotated[str, Field(pattern=NAME)]] = Field(default_factory=list)
     """Tenants that get replicas of this model for themselves, as many as the stages
     declare. Each copy is a model of its own, named `NAME@TENANT`."""
@@ -290,13 +291,13 @@ class ModelSpec(_Strict):
     """`package.module:function` that decides the number of replicas of each stage, in
     place of `multiworld.serve.scaling.default_policy:decide`."""
     latency_ms: Annotated[float, Field(gt=0)] | None = None
-    """Milliseconds that a row may take through all stages, without queueing: a limit
-    for the placement."""
+    """Maximum milliseconds for a row through all stages, without queueing: a constraint
+    on the placement."""
 
     @field_validator("version", mode="before")
     @classmethod
     def _text(cls, value: Any) -> Any:
-        # YAML reads an unquoted 2 as a number, and means it.
+        # YAML reads an unquoted 2 as a number; a 2 is unambiguous.
         if isinstance(value, float):
             raise ValueError(f'quote it: version: "{value}" (1.10 would become 1.1)')
         is_number = isinstance(value, int) and not isinstance(value, bool)
@@ -347,22 +348,22 @@ class GatewaySpec(_Strict):
     answered with 413."""
     max_json_mb: Annotated[float, Field(gt=0, le=4096)] = 8.0
     """Maximum size of JSON in a request body, decompressed, in MiB; a larger one is
-    answered with 413. Parsing takes up to 5 ms of the whole gateway for each MiB."""
+    answered with 413. Parsing blocks the whole gateway for up to 5 ms per MiB."""
     max_bodies_mb: Annotated[float, Field(gt=0, le=1_048_576)] = 512.0
-    """Maximum size of the bodies of all requests under way in a gateway, in MiB; beyond
+    """Maximum size of the bodies of all requests in flight in a gateway, in MiB; beyond
     it, requests are answered with 503."""
     max_connections: Annotated[int, Field(ge=1, le=1_000_000, strict=True)] = 4096
     """Maximum number of connections to a gateway; others are answered with 503."""
     head_s: Seconds = 10.0
-    """Seconds that a client may take to send the headers of a request; a slower one is
+    """Maximum seconds for a client to send the headers of a request; a slower one is
     answered with 408."""
     shutdown_s: Seconds = 30.0
-    """Seconds that accepted requests get to finish at a shutdown."""
+    """Seconds that accepted requests have to finish at a shutdown."""
     access_log: bool = False
-    """`true`: a line in the gateway's log for every request: its id (header
-    `X-Request-Id`), tenant, method, path, status and seconds."""
+    """`true`: log a line for every request: its id (header `X-Request-Id`), tenant,
+    method, path, status and seconds."""
     tls_certificate: str | None = None
-    """PEM file with the certificate chain; turns HTTPS on. Needs `tls_key`."""
+    """PEM file with the certificate chain; turns on HTTPS. Needs `tls_key`."""
     tls_key: str | None = None
     """PEM file with the private key of the certificate."""
 
@@ -411,19 +412,19 @@ class AppSpec(_Strict):
     machine: MachineSpec = MachineSpec()
     """Resources of this machine that replicas may book, with `launcher: local`."""
     host: str = Field(default="127.0.0.1", min_length=1)
-    """Address of this machine at which replicas reach the store. If replicas run on
-    other machines, these must be able to reach it. `auto`: the address from which this
-    machine reaches other networks."""
+    """Address of this machine at which replicas reach the store. Replicas on other
+    machines must be able to reach it. `auto`: the address from which this machine
+    reaches other networks."""
     placement: str | None = Field(default=None, pattern=FACTORY)
     """`package.module:function` that chooses the machine for the next replica, in place
     of `multiworld.serve.resources.assignment:assign`."""
     silence_s: Seconds = 2.0
     """Seconds of silence after which a process counts as lost and is replaced."""
     ready_s: Seconds = 120.0
-    """Seconds that a process has to become ready; it is replaced after that. A new
-    version is rolled back if none of its replicas becomes ready for that long."""
+    """Maximum seconds for a process to become ready; after that it is replaced. A new
+    version is rolled back if none of its replicas becomes ready within this time."""
     drain_s: Seconds = 60.0
-    """Seconds that a draining process gets to finish its work before it is killed."""
+    """Maximum seconds for a draining process to finish its work before it is killed."""
     orphan_s: Seconds = 10.0
     """Seconds after which a worker with neither controller nor gateway exits."""
 

@@ -1,8 +1,8 @@
-"""The description of a model: its stages, inputs and outputs, and batching.
+"""Description of a model: its stages, inputs and outputs, and batching.
 
 A factory returns a ``Model`` (or just a list of stages). The factory runs in every
-process of the service, so it must be cheap: it does not load weights. The ``load`` of a
-stage does, in the processes that run this stage.
+process of the service, so it must be cheap and must not load weights. The ``load`` of
+a stage does that, in the processes that run this stage.
 
 ::
 
@@ -95,7 +95,7 @@ class Group(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StageContext:
-    """The process in which a stage is loaded.
+    """The environment in which a stage is loaded.
 
     Attributes:
         device: Torch device of the stage's tensors, such as ``cuda:0``.
@@ -111,14 +111,13 @@ class Stage:
     """One part of a model.
 
     Attributes:
-        load: Loads the weights of this stage and returns the function that computes
-            it. That function takes and returns a dict of tensors, each with the rows
-            in dimension 0. It runs in a thread of its own, under
-            ``torch.inference_mode``.
+        load: Loads the weights of this stage and returns the function that computes it.
+            That function takes and returns a dict of tensors, each with the rows in
+            dimension 0. It runs in a thread of its own, under ``torch.inference_mode``.
         name: Display name.
-        ragged: Padding values of inputs and outputs whose dimension 1 differs between
-            requests. A batch pads such inputs to the longest, and cuts such outputs
-            back to the length of their request.
+        ragged: Padding values, by name, of inputs and outputs whose dimension 1 differs
+            between requests. A batch pads such inputs to the longest, and cuts such
+            outputs back to the length of their request.
         buckets: Lengths to pad to, ascending, for models that should see few distinct
             lengths (compiled ones). Empty: pad to the longest request.
         is_batched: False if the stage must compute one request at a time.
@@ -134,9 +133,9 @@ class Stage:
 class TextFrontend(Protocol):
     """Tokenizer for ``/v1/embeddings``: turns text into the inputs of stage 0.
 
-    It runs in the gateway. One that also has ``encode_tokens(ids)`` takes arrays of
-    token ids. By convention a text that is longer than the model takes is cut, and
-    token ids that are more than it takes are refused, on every API.
+    It runs in the gateway. It accepts arrays of token ids if it also has
+    ``encode_tokens(ids)``. By convention, on every API, text longer than the model's
+    maximum is truncated, and too many token ids are refused.
     """
 
     def encode(self, text: str) -> Tensors:
@@ -152,27 +151,26 @@ class TextFrontend(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """Facts about a model that generates text.
+    """Properties of a model that generates text.
 
     Its stages are loaded as functions ``(rows, positions, attention, wanted)``; see
     ``multiworld.serve.generation.models.decoder_stage.DecoderStage.forward``.
 
     Attributes:
         tokenizer: Loads the tokenizer, which runs in the gateway.
-        end_tokens: Tokens that end a text.
-        vocabulary: Number of tokens.
-        max_tokens: Most tokens that the model takes.
+        end_tokens: Tokens that end a completion.
+        vocabulary: Number of tokens in the vocabulary.
+        max_tokens: Maximum number of tokens of a sequence.
         kv_bytes: Bytes of the keys and values of one token, by stage.
-        weights: Returns a name of the weights. Texts are moved from one version of the
-            model to another one without a pause if that is the same; empty: they never
-            are.
+        weights: Returns a name of the weights. Sequences move between versions of the
+            model without a pause if the name is the same; empty: never.
         attention: Makes the attention of a step, from a ``kv_cache.KvCache`` and the
             ``Rows`` of the step; None: torch's.
-        dtype: Dtype that it is computed in; empty: not known. A model of its folder's
-            dtype bfloat16 is computed in float32 by machines without fast bfloat16.
+        dtype: Dtype of the computation; empty: not known. A model whose folder has
+            bfloat16 is computed in float32 on machines without fast bfloat16.
         weight_bytes: Bytes of the weights in the folder, by stage; empty: not known.
         defaults: Values of ``temperature``, ``top_p``, ``top_k``, ``min_p`` and
-            ``repetition_penalty`` for requests that name none.
+            ``repetition_penalty`` for requests that give none.
     """
 
     tokenizer: Callable[[], Any]
@@ -199,16 +197,16 @@ class Model:
             them has passed through it. By default zeros of the inputs' shapes, with
             size 1 for each -1.
         text: Loads the tokenizer for ``/v1/embeddings``; None if the model has none.
-        embedding: Output that ``/v1/embeddings`` answers with.
-        notes: What a user of the model should know; ``plan`` and ``serve`` print it.
+        embedding: Name of the output that ``/v1/embeddings`` returns.
+        notes: Notes for users of the model; ``plan`` and ``serve`` print them.
         check: Validates the inputs of a request in the gateway, once their names,
             datatypes and shapes match ``inputs``. Raises ``InvalidRequestError`` for
             values that the model cannot take.
         preload: Modules that the stages need and that take long to import.
         parts: Returns the same model in as many stages as possible, for ``multiworld
             partition``; None if the model is cut by hand.
-        generation: Set if the model generates text; its stages are other functions
-            then.
+        generation: Set if the model generates text; its stages then have another
+            signature.
     """
 
     stages: Sequence[Stage]

@@ -1,6 +1,6 @@
 """Authenticator of a gateway: API keys, limits, quarantine and usage.
 
-It reads clocks and makes digests; its parts decide.
+It reads clocks and computes digests; its parts are pure and decide.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from multiworld.serve.tenants.timing import Timing
 from multiworld.serve.tenants.usage_meter import UsageMeter
 
 ModelVersion = tuple[str, str]
-"""Model and version."""
 
 FORGET_S = 60.0
 """Seconds between removals of outdated limits and quarantines."""
@@ -49,17 +48,9 @@ class AdmittedRequest:
     """A request that was admitted and is not answered yet.
 
     Attributes:
-        tenant: Its tenant.
         started_at: Monotonic time of its admission, in seconds.
         bytes_in: Bytes of its body so far, as sent.
-        bytes_out: Bytes of its answer.
-        rows: Rows of its inputs.
-        prompt_tokens: Tokens of its prompts.
-        generated_tokens: Tokens that were generated for it so far.
-        is_refused: It was counted as refused.
-        timing: Its times in the pipeline.
-        id: Its id, of the client or new.
-        model: Name of the model that it names, if it was refused before it was read.
+        model: Name of the model in its body, if it was refused before it was parsed.
     """
 
     tenant: Tenant
@@ -76,21 +67,10 @@ class AdmittedRequest:
 
 
 class Authenticator:
-    """Admits requests to one gateway, and keeps account of them.
-
-    Args:
-        clock: Returns the monotonic time in seconds.
-        needs_key: Whether every request needs an API key.
+    """Admits requests to one gateway, and accounts for them.
 
     Attributes:
-        clock: Returns the monotonic time in seconds.
-        needs_key: Whether every request needs an API key.
-        directory: The tenants and their keys.
-        limiter: The rate limits.
-        quarantine: Poison requests and quarantined tenants.
-        budgets: The tokens that tenants may still use.
-        meter: Usage that is not written down yet.
-        refused: Refused requests, by tenant and reason.
+        meter: Usage that the controller has not stored yet.
         gateways: Number of gateways that share the limits.
     """
 
@@ -108,12 +88,7 @@ class Authenticator:
         self._forget_at = 0.0
 
     def identify(self, headers: Mapping[str, str]) -> Tenant:
-        """Return the tenant of a request, by its headers.
-
-        Raises:
-            UnauthorizedError: The request has no key although one is needed, or its
-                key is not valid.
-        """
+        """Return the tenant of a request; refuse it without a valid key."""
         key = _key_in(headers)
         if not key:
             if self.needs_key:
@@ -124,18 +99,12 @@ class Authenticator:
         if tenant is not None:
             return tenant
         if not self.needs_key and not self.directory.tenants:
-            return ANONYMOUS  # OpenAI's clients always send one
+            return ANONYMOUS  # OpenAI's clients always send a key
         self._count_refusal("", "wrong key")
         raise UnauthorizedError(BAD_KEY)
 
     def admit(self, headers: Mapping[str, str]) -> AdmittedRequest:
-        """Admit a request, by its headers; ``finish`` must follow.
-
-        Raises:
-            UnauthorizedError: The request has no key although one is needed, or its
-                key is not valid.
-            OverloadedError: Its tenant has reached a limit.
-        """
+        """Admit a request within its tenant's limits; ``finish`` must follow."""
         tenant, now = self.identify(headers), self.clock()
         if now >= self._forget_at:
             self._forget_at = now + FORGET_S
@@ -152,13 +121,7 @@ class Authenticator:
         return AdmittedRequest(tenant, now)
 
     def finish(self, admitted: AdmittedRequest, model: str, status: int) -> None:
-        """Count a finished request, and release its share of the limits.
-
-        Args:
-            admitted: The request.
-            model: Name of the model, for the usage.
-            status: HTTP status of the answer.
-        """
+        """Count a finished request, and release its share of the limits."""
         self.limiter.release(admitted.tenant)
         self.limiter.spend(admitted.tenant, admitted.bytes_out)
         sums = self.meter.at(admitted.tenant.name, model, time.time())
@@ -173,17 +136,17 @@ class Authenticator:
         sums.seconds += self.clock() - admitted.started_at if status == 200 else 0.0
 
     def count_bytes(self, admitted: AdmittedRequest, size: int) -> None:
-        """Count bytes of a body that have arrived, whatever becomes of the request."""
+        """Count bytes of a body that have arrived, whatever the outcome."""
         admitted.bytes_in += size
         self.limiter.spend(admitted.tenant, size)
 
     def count_prompt(self, admitted: AdmittedRequest, tokens: int) -> None:
-        """Count the tokens of a request's prompts, whatever becomes of it."""
+        """Count the tokens of a request's prompts, whatever its outcome."""
         admitted.prompt_tokens += tokens
         self._spend_tokens(admitted.tenant, tokens)
 
     def count_generated(self, admitted: AdmittedRequest) -> None:
-        """Count a token that was generated for a request."""
+        """Count one output token."""
         admitted.generated_tokens += 1
         self._spend_tokens(admitted.tenant, 1)
 
@@ -200,11 +163,7 @@ class Authenticator:
         self.limiter.spend(admitted.tenant, size)
 
     def check_operator(self, headers: Mapping[str, str]) -> None:
-        """Check that a request may read data about all tenants.
-
-        Raises:
-            UnauthorizedError: Keys are needed, and this request has no operator's.
-        """
+        """Refuse a request that may not read data about all tenants."""
         if not self.needs_key:
             return
         tenant = self.identify(headers)
@@ -217,7 +176,7 @@ class Authenticator:
         self.meter.at(tenant, "", time.time()).refused += 1
 
     def _count_refusal_once(self, admitted: AdmittedRequest, why: str) -> None:
-        """Count a refused request once, however many texts it had."""
+        """Count a refused request once, however many texts it has."""
         if not admitted.is_refused:
             admitted.is_refused = True
             self._count_refusal(admitted.tenant.name, why)
@@ -229,24 +188,14 @@ class Authenticator:
     # Poison requests.
 
     def needs_digest(self, tenant: Tenant, model_version: ModelVersion) -> bool:
-        """Tell whether ``check_poison`` must be called for a tenant's requests."""
+        """Return whether a tenant's requests need ``check_poison``."""
         model_key = f"{model_version[0]} {model_version[1]}"
         return self.quarantine.has_records(tenant.name, model_key)
 
     def check_poison(
         self, admitted: AdmittedRequest, model_version: ModelVersion, digest: str
     ) -> None:
-        """Refuse poison requests, and all requests of a quarantined tenant.
-
-        Args:
-            admitted: The request.
-            model_version: Model and version.
-            digest: Digest of the request's inputs.
-
-        Raises:
-            QuarantinedError: The tenant is quarantined for this model.
-            RequestPoisonedError: This request is poison.
-        """
+        """Refuse poison requests, and all requests of a quarantined tenant."""
         tenant, now = admitted.tenant, self.clock()
         model_key = f"{model_version[0]} {model_version[1]}"
         quarantine_s = self.quarantine.remaining_s(tenant.name, model_key, now)
@@ -268,16 +217,7 @@ class Authenticator:
     def add_poison(
         self, tenant: str, model_version: ModelVersion, digest: str
     ) -> float:
-        """Record a poison request, found here or at another gateway.
-
-        Args:
-            tenant: Name of its tenant.
-            model_version: Model and version.
-            digest: Digest of the request's inputs.
-
-        Returns:
-            Seconds for which the tenant is now quarantined; 0 if it is not.
-        """
+        """Record a poison request; return the seconds of the quarantine, or 0."""
         model_key = f"{model_version[0]} {model_version[1]}"
         return self.quarantine.add(tenant, model_key, digest, self.clock())
 

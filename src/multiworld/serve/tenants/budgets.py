@@ -1,9 +1,8 @@
-"""Budgets of tenants: tokens for each day and month, in UTC. Pure.
+"""Token budgets of tenants, per day and month, in UTC. Pure.
 
-The controller adds up what all gateways have reported, and tells each of them; a
-gateway adds what it has counted since. So all together may give out more than the
-budget by what they count in about a second, and by texts that are on their way: these
-are never cut.
+The controller adds up the usage of all gateways and sends each gateway the sums; a
+gateway adds its own usage since then. Together they can exceed the budget by the usage
+of about a second, and by completions in flight, which are never cut.
 """
 
 from __future__ import annotations
@@ -18,22 +17,12 @@ from multiworld.serve.tenants.rate_limits import RateLimited
 from multiworld.serve.tenants.usage_meter import UsageRow
 
 DAY_S = 86400
-"""Seconds of a day."""
 
 LIMITS = ("tokens_per_day", "tokens_per_month")
-"""Names of the budgets."""
 
 
 class TokensUsed(NamedTuple):
-    """Tokens of one tenant in the current day and month, of prompts and answers.
-
-    Attributes:
-        tenant: Name of the tenant.
-        day: Start of the day, in seconds since the epoch.
-        in_day: Tokens in that day so far.
-        month: Start of the month, in seconds since the epoch.
-        in_month: Tokens in that month so far.
-    """
+    """Tokens used in the current ``day`` and ``month`` (starts, in epoch seconds)."""
 
     tenant: str
     day: int
@@ -42,7 +31,7 @@ class TokensUsed(NamedTuple):
     in_month: int
 
     def at(self, wall_s: float) -> TokensUsed:
-        """Return the same for a later time, when the day or month may be over."""
+        """Return the usage at a later time, when the day or month may be over."""
         day, month = day_of(wall_s), month_of(wall_s)
         in_day = self.in_day if self.day == day else 0
         in_month = self.in_month if self.month == month else 0
@@ -50,24 +39,21 @@ class TokensUsed(NamedTuple):
 
 
 def day_of(wall_s: float) -> int:
-    """Return the start of a day, in seconds since the epoch."""
+    """Return the start of the day; times are in seconds since the epoch."""
     return int(wall_s) // DAY_S * DAY_S
 
 
 def month_of(wall_s: float) -> int:
-    """Return the start of a month, in seconds since the epoch."""
     found = datetime.fromtimestamp(wall_s, UTC)
     return int(datetime(found.year, found.month, 1, tzinfo=UTC).timestamp())
 
 
 def next_month_of(wall_s: float) -> int:
-    """Return the start of the month after, in seconds since the epoch."""
     first = datetime.fromtimestamp(month_of(wall_s), UTC)
     return month_of((first + timedelta(days=31)).timestamp())
 
 
 def has_budget(tenant: Tenant) -> bool:
-    """Tell whether a tenant has a budget."""
     return (tenant.tokens_per_day, tenant.tokens_per_month) != (None, None)
 
 
@@ -82,13 +68,7 @@ def exhausted(tenant: Tenant, used: TokensUsed) -> str:
 
 
 class TokenLedger:
-    """The tokens of all tenants, at the controller.
-
-    Args:
-        in_day: Tokens of the current day, by tenant.
-        in_month: Tokens of the current month, by tenant.
-        wall_s: Current time, in seconds since the epoch.
-    """
+    """Token usage of all tenants, at the controller."""
 
     def __init__(
         self, in_day: Mapping[str, int], in_month: Mapping[str, int], wall_s: float
@@ -100,17 +80,11 @@ class TokenLedger:
         }
 
     def used(self, tenant: str, wall_s: float) -> TokensUsed:
-        """Return the tokens of a tenant."""
         nothing = TokensUsed(tenant, 0, 0, 0, 0)
         return self._used.get(tenant, nothing).at(wall_s)
 
     def add(self, rows: Iterable[UsageRow], wall_s: float) -> set[str]:
-        """Add usage; return the tenants that had any tokens.
-
-        Args:
-            rows: The usage.
-            wall_s: Current time, in seconds since the epoch.
-        """
+        """Add usage; return the tenants that used any tokens."""
         changed = set()
         for row in rows:
             tokens = row.prompt_tokens + row.generated_tokens
@@ -126,14 +100,14 @@ class TokenLedger:
 
 
 class TokenBudgets:
-    """The budgets of all tenants, at one gateway."""
+    """Budgets of all tenants, at one gateway."""
 
     def __init__(self) -> None:
         self._used: dict[str, TokensUsed] = {}
         self._since: Counter[str] = Counter()
 
     def told(self, used: Iterable[TokensUsed]) -> None:
-        """Use what the controller has added up."""
+        """Replace the sums by those of the controller."""
         self._used.update((each.tenant, each) for each in used)
 
     def count(self, tenant: str, tokens: int) -> None:
@@ -141,19 +115,14 @@ class TokenBudgets:
         self._since[tenant] += tokens
 
     def stored(self, rows: Iterable[UsageRow]) -> None:
-        """Forget tokens that the controller knows of now."""
+        """Stop counting tokens that the controller has stored."""
         for row in rows:
             self._since[row.tenant] -= row.prompt_tokens + row.generated_tokens
             if self._since[row.tenant] <= 0:
                 del self._since[row.tenant]
 
     def check(self, tenant: Tenant, wall_s: float) -> RateLimited | None:
-        """Return why a tenant gets no more tokens; None if it does.
-
-        Args:
-            tenant: The tenant.
-            wall_s: Current time, in seconds since the epoch.
-        """
+        """Return why a tenant gets no more tokens; None if it does."""
         if not has_budget(tenant):
             return None
         nothing = TokensUsed(tenant.name, 0, 0, 0, 0)

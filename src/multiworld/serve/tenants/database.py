@@ -1,7 +1,7 @@
 """Database of tenants, usage and the audit log of a service, in SQLite.
 
-Its methods block. It is one file in the service's folder. The file remains when the
-service is shut down, unlike the service's record.
+It is one file in the service's folder, and remains when the service is shut down,
+unlike the service's record. Methods block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from multiworld.serve.tenants.usage_meter import FIELDS, MAX_UNCONFIRMED, UsageR
 logger = logging.getLogger("multiworld.serve")
 
 FORMAT = 2
-"""Format of the database (SQLite's user_version). 1 and 0 have no tokens."""
+"""Format of the database (SQLite's user_version). Formats 0 and 1 have no tokens."""
 
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS tenants (name TEXT PRIMARY KEY, data TEXT NOT NULL);
@@ -44,7 +44,7 @@ CREATE TABLE IF NOT EXISTS told (
 """
 
 KEPT = 4 * MAX_UNCONFIRMED
-"""Batch numbers of a gateway that are remembered; it resends fewer than that."""
+"""Number of batch numbers remembered per gateway; it resends fewer than that."""
 
 PUT = "INSERT OR REPLACE INTO tenants VALUES (?, ?)"
 
@@ -56,14 +56,7 @@ ADD = (
 
 
 class TenantDatabase:
-    """The database of one service. Its methods may be called from any thread.
-
-    Args:
-        path: The file; it is created if it does not exist.
-
-    Raises:
-        ServeError: The file cannot be used.
-    """
+    """The database of one service. Its methods may be called from any thread."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -95,7 +88,7 @@ class TenantDatabase:
             )
 
     def _add_totals(self) -> None:
-        """Add the totals that an earlier format does not have."""
+        """Add the totals that an earlier format lacks."""
         known = {row[1] for row in self._db.execute("PRAGMA table_info(usage)")}
         for name in FIELDS:
             if name not in known:
@@ -118,7 +111,6 @@ class TenantDatabase:
                 raise ServeError(f"{self._path}: {error}") from error
 
     def close(self) -> None:
-        """Close the database."""
         with self._lock:
             self._db.close()
 
@@ -147,42 +139,20 @@ class TenantDatabase:
         return found
 
     def save(self, tenant: Tenant) -> None:
-        """Store a tenant; replace the one of the same name.
-
-        Raises:
-            ServeError: The database cannot be written.
-        """
+        """Store a tenant, replacing any of the same name."""
         data = json.dumps(tenant.to_json())
         with self._transaction() as db:
             db.execute(PUT, (tenant.name, data))
 
     def delete(self, name: str) -> None:
-        """Remove a tenant; its usage stays.
-
-        Raises:
-            ServeError: The database cannot be written.
-        """
+        """Remove a tenant, but not its usage."""
         with self._transaction() as db:
             db.execute("DELETE FROM tenants WHERE name = ?", (name,))
 
     # Usage.
 
     def add_usage(self, meter: str, number: int, rows: Sequence[UsageRow]) -> bool:
-        """Add a batch of usage; a batch that arrives again is ignored.
-
-        Batches may arrive in any order.
-
-        Args:
-            meter: Random name of the gateway's usage meter.
-            number: Number of the batch at that meter.
-            rows: Rows of the batch.
-
-        Returns:
-            Whether the batch is new.
-
-        Raises:
-            ServeError: The database cannot be written.
-        """
+        """Add a batch of usage, in any order; return False if it was added before."""
         with self._transaction() as db:
             known = db.execute(
                 "SELECT 1 FROM told WHERE meter = ? AND number = ?", (meter, number)
@@ -198,11 +168,7 @@ class TenantDatabase:
         return True
 
     def tokens_since(self, minute: int) -> dict[str, int]:
-        """Return the tokens of prompts and answers by tenant.
-
-        Args:
-            minute: First minute, in seconds since the epoch.
-        """
+        """Return prompt and output tokens by tenant since ``minute`` (epoch time)."""
         query = (
             "SELECT tenant, CAST(sum(prompt_tokens + generated_tokens) AS INTEGER) "
             "FROM usage WHERE minute >= ? GROUP BY tenant"
@@ -211,24 +177,14 @@ class TenantDatabase:
             return dict(self._db.execute(query, (minute,)).fetchall())
 
     def forget_meters(self) -> None:
-        """Remove the batch numbers of all meters, when no gateway runs.
-
-        Raises:
-            ServeError: The database cannot be written.
-        """
+        """Remove the batch numbers of all meters; no gateway may be running."""
         with self._transaction() as db:
             db.execute("DELETE FROM told")
 
     def usage(
         self, tenant: str | None, since: float, *, by_minute: bool
     ) -> list[UsageSum]:
-        """Return the usage by tenant and model.
-
-        Args:
-            tenant: Name of the tenant; None: all tenants.
-            since: First minute, in seconds since the epoch.
-            by_minute: Return one row per minute, instead of one in total.
-        """
+        """Return the usage since an epoch time; ``tenant`` None: of all tenants."""
         minute = "minute" if by_minute else "min(minute)"
         last = "minute" if by_minute else "max(minute)"
         group = "minute, tenant, model" if by_minute else "tenant, model"
@@ -247,16 +203,7 @@ class TenantDatabase:
     # Audit.
 
     def audit(self, who: str, act: str, what: dict[str, Any]) -> int:
-        """Record an administrative action before it is done; return its number.
-
-        Args:
-            who: The user.
-            act: Name of the action.
-            what: Its parameters.
-
-        Raises:
-            ServeError: The database cannot be written.
-        """
+        """Record an administrative action before it is done; return its number."""
         entry = time.time(), who, act, json.dumps(what, default=str), "begun"
         with self._transaction() as db:
             done = db.execute(
@@ -267,26 +214,13 @@ class TenantDatabase:
             return done.lastrowid or 0
 
     def audit_outcome(self, number: int, outcome: str) -> None:
-        """Record the outcome of an administrative action.
-
-        Args:
-            number: Number of the action.
-            outcome: "done", "failed" or "refused (STATUS)".
-
-        Raises:
-            ServeError: The database cannot be written.
-        """
         with self._transaction() as db:
             db.execute(
                 "UPDATE audit SET outcome = ? WHERE number = ?", (outcome, number)
             )
 
     def audited(self, last: int) -> list[AuditEntry]:
-        """Return the last administrative actions, oldest first.
-
-        Args:
-            last: Number of actions.
-        """
+        """Return the ``last`` administrative actions, oldest first."""
         with self._lock:
             rows = self._db.execute(
                 "SELECT number, at, who, act, what, outcome FROM audit "

@@ -15,13 +15,10 @@ from multiworld.serve.tenants.fair_queue import Share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """Record of an API key; it holds a digest, not the key.
+    """Record of an API key, without the key.
 
-    Attributes:
-        id: The part of the key that is not secret.
-        digest: SHA-256 of the whole key, as hexadecimal digits.
-        made_at: Time of its creation, in seconds since the epoch.
-        expires_at: Time of its expiry, in seconds since the epoch; None: never.
+    ``id`` is not secret; ``digest`` is the SHA-256 of the whole key in hexadecimal.
+    Times are in seconds since the epoch.
     """
 
     id: str
@@ -32,22 +29,17 @@ class Key:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """A client of the service, with its permissions and limits.
+    """A client of the service, with its permissions and limits. None: no limit.
 
     Attributes:
-        name: Unique name.
         models: Patterns of the models it may use (``*`` and ``?`` are wildcards).
-        rpm_limit: Most requests in any 60 seconds; None: no limit.
-        max_parallel_requests: Most requests under way at a time; None: no limit.
-        bytes_per_s: Average bytes of requests and answers each second; None: no limit.
-        tpm_limit: Average tokens of prompts and answers each minute; None: no limit.
-        tokens_per_day: Tokens of prompts and answers each day (UTC); None: no limit.
-        tokens_per_month: The same for each month.
-        weight: Weight of its share where the service is saturated.
+        rpm_limit: Maximum number of requests in any 60 seconds.
+        bytes_per_s: Average bytes of requests and answers per second.
+        tpm_limit: Average prompt and output tokens per minute.
+        tokens_per_day: Prompt and output tokens per day (UTC); the month likewise.
         priority: Requests of a higher priority always run first.
         is_operator: Whether it may read the metrics, which cover all tenants.
         is_suspended: Whether its keys are refused for now.
-        keys: Its API keys.
     """
 
     name: str
@@ -66,22 +58,18 @@ class Tenant:
 
     @property
     def share(self) -> Share:
-        """Share with which its work is queued."""
         return Share(self.name, self.weight, self.priority)
 
     def may_use(self, model: str) -> bool:
-        """Tell whether the tenant may use a model."""
         return any(
             pattern == "*" or fnmatch.fnmatchcase(model, pattern)
             for pattern in self.models
         )
 
     def with_key(self, key: Key) -> Tenant:
-        """Return a copy with one more key."""
         return replace(self, keys=(*self.keys, key))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the form that ``tenant_from_json`` reads."""
         return asdict(self)
 
 
@@ -89,11 +77,7 @@ _TENANT: TypeAdapter[Tenant] = TypeAdapter(Tenant)
 
 
 def tenant_from_json(data: Any) -> Tenant:
-    """Return the tenant described by ``data``.
-
-    Raises:
-        ValueError: ``data`` does not describe a tenant.
-    """
+    """Read the form of ``Tenant.to_json``; raise ``ValueError`` if it is not valid."""
     return _TENANT.validate_python(data)
 
 
@@ -112,7 +96,7 @@ class TenantDirectory:
     _keys: dict[str, tuple[Key, str]] = field(default_factory=dict)
 
     def put(self, tenants: Iterable[Tenant]) -> None:
-        """Add tenants; replace those of the same names."""
+        """Add tenants, replacing those of the same names."""
         for tenant in tenants:
             self.remove(tenant.name)
             self.tenants[tenant.name] = tenant
@@ -120,13 +104,11 @@ class TenantDirectory:
                 self._keys[key.id] = key, tenant.name
 
     def remove(self, name: str) -> None:
-        """Remove a tenant and its keys."""
         old = self.tenants.pop(name, None)
         for key in old.keys if old else ():
             self._keys.pop(key.id, None)
 
     def replace_all(self, tenants: Mapping[str, Tenant]) -> None:
-        """Replace all tenants by these."""
         self.tenants.clear()
         self._keys.clear()
         self.put(tenants.values())
@@ -136,11 +118,6 @@ class TenantDirectory:
 
         The time of the comparison reveals neither whether the key id exists nor how
         much of the digest matches.
-
-        Args:
-            key_id: The part of the key that is not secret.
-            digest: SHA-256 of the whole key, as hexadecimal digits.
-            now: Current time, in seconds since the epoch.
         """
         key, name = self._keys.get(key_id, (None, ""))
         is_valid = hmac.compare_digest(NO_DIGEST if key is None else key.digest, digest)

@@ -27,16 +27,13 @@ PRUNE_AT = 1024
 """Number of finish tags at which those not after the virtual time are dropped."""
 
 MIN_COST = 1.0
-"""Lowest cost of a piece of work: else work without rows would be free."""
+"""Minimum cost of a piece of work; otherwise work without rows would be free."""
 
 
 class Share(NamedTuple):
-    """Tenant of a piece of work, with its weight and priority.
+    """Tenant of a piece of work ("" without a key), with its relative weight.
 
-    Attributes:
-        tenant: Name of the tenant; empty for clients without a key.
-        weight: Weight of its share, relative to other tenants'.
-        priority: Work of a higher priority is always served first.
+    Work of a higher priority is always served first.
     """
 
     tenant: str = ""
@@ -74,13 +71,9 @@ class FairQueue(Generic[K]):
         return len(self._queues) > 1
 
     def put(self, key: K, share: Share, cost: float, number: int) -> None:
-        """Queue a piece of work; replace the one with the same key.
+        """Queue a piece of work, replacing any with the same key.
 
-        Args:
-            key: Key of the work.
-            share: Its tenant, weight and priority.
-            cost: Cost in any one unit, such as rows.
-            number: Unique number; the work of one tenant is served in this order.
+        The work of one tenant is served in the order of its numbers, which are unique.
         """
         self.drop(key)
         self._pieces[key] = _Piece(share, max(cost, MIN_COST), number)
@@ -125,10 +118,7 @@ class FairQueue(Generic[K]):
             self._prune_at = max(PRUNE_AT, 2 * len(self._finish_tags))
 
     def order(self) -> Iterator[K]:
-        """Yield the keys of all waiting work, in the order of service.
-
-        The queue must not change meanwhile.
-        """
+        """Yield all keys in service order; the queue must not change meanwhile."""
         if not self.is_shared:
             for queue in self._queues.values():
                 yield from (key for _, key in queue)

@@ -23,11 +23,11 @@ def make_key() -> tuple[str, str, str]:
 
 
 def digest_of(key: str) -> str:
-    """Return the SHA-256 of a key, as hexadecimal digits."""
+    """Return the SHA-256 of a key, in hexadecimal."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def parse_key(text: str) -> tuple[str, str]:
-    """Return the id and the digest of a text; the id is empty if it is not a key."""
+    """Return the id and the digest of a key; the id is empty if it is malformed."""
     found = KEY_PATTERN.fullmatch(text)
     return found.group(1) if found else "", digest_of(text)

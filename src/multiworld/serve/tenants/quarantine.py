@@ -1,6 +1,6 @@
 """Quarantine: refusal of poison requests, and of tenants that send several. Pure.
 
-A poison request kills the replicas that compute it; a router identifies one after it
+A poison request kills the replicas that compute it; a gateway identifies one after it
 has killed two in isolation. From then on the same request of the same tenant is
 refused. A tenant that sends several poison requests to a model within a short time is
 quarantined: all its requests to that model are refused, for longer each time. Requests
@@ -16,7 +16,7 @@ POISON_S = 3600.0
 """Seconds for which a poison request is refused."""
 
 MAX_POISON = 1024
-"""Most poison requests that are remembered, for each tenant and model."""
+"""Maximum number of poison requests remembered per tenant and model."""
 
 POISON_LIMIT, WINDOW_S = 3, 300.0
 """This many poison requests within ``WINDOW_S`` seconds quarantine their tenant."""
@@ -25,7 +25,6 @@ FIRST_QUARANTINE_S, LONGEST_QUARANTINE_S = 30.0, 3600.0
 """Seconds of a tenant's first quarantine, and of the longest; each doubles the last."""
 
 TenantModel = tuple[str, str]
-"""Tenant and model."""
 
 
 @dataclass(slots=True)
@@ -33,10 +32,8 @@ class _Record:
     """History of one tenant at one model.
 
     Attributes:
-        poison: Digests of its poison requests, with the time of the latest loss.
+        poison: Time of the latest loss, by digest of the request.
         found_at: Times of poison requests that count towards a quarantine.
-        quarantined_until: End of the latest quarantine.
-        quarantines: Quarantines so far.
     """
 
     poison: OrderedDict[str, float] = field(default_factory=OrderedDict)
@@ -52,21 +49,13 @@ class Quarantine:
         self._records: dict[TenantModel, _Record] = {}
 
     def has_records(self, tenant: str, model: str) -> bool:
-        """Tell whether a tenant has sent poison; only then is a digest needed."""
+        """Return whether a tenant has sent poison; only then is a digest needed."""
         return (tenant, model) in self._records
 
     def add(self, tenant: str, model: str, digest: str, now: float) -> float:
-        """Record a poison request.
+        """Record a poison request; return the resulting quarantine in seconds, or 0.
 
-        Args:
-            tenant: Name of its tenant; empty for clients without a key, who share it
-                and are never quarantined for each other.
-            model: Model and version.
-            digest: Digest of the request.
-            now: Current time.
-
-        Returns:
-            Seconds for which the tenant is now quarantined; 0 if it is not.
+        Clients without a key share the tenant "", which is never quarantined.
         """
         record = self._records.setdefault((tenant, model), _Record())
         record.poison[digest] = now
@@ -88,25 +77,10 @@ class Quarantine:
         return 0.0
 
     def remaining_s(self, tenant: str, model: str, now: float) -> float:
-        """Return the seconds left of a tenant's quarantine; 0 without one.
-
-        Args:
-            tenant: Name of the tenant.
-            model: Model and version.
-            now: Current time.
-        """
         record = self._records.get((tenant, model))
         return 0.0 if record is None else max(0.0, record.quarantined_until - now)
 
     def is_poison(self, tenant: str, model: str, digest: str, now: float) -> bool:
-        """Tell whether a request was found to be poison within ``POISON_S``.
-
-        Args:
-            tenant: Name of its tenant.
-            model: Model and version.
-            digest: Digest of the request.
-            now: Current time.
-        """
         record = self._records.get((tenant, model))
         at = None if record is None else record.poison.get(digest)
         return at is not None and now - at < POISON_S

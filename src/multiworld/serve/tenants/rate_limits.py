@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from multiworld.serve.tenants.directory import Tenant
 
 MINUTE_S = 60
-"""Seconds of the window for ``rpm_limit``, and of the bucket of ``tpm_limit``."""
+"""Seconds of the ``rpm_limit`` window, and of the ``tpm_limit`` bucket."""
 
 BURST_S = 2.0
 """Seconds of ``bytes_per_s`` that a tenant may use at once after a pause."""
@@ -17,13 +17,7 @@ BURST_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RateLimited:
-    """Refusal of a request by a rate limit.
-
-    Attributes:
-        limit: Name of the limit.
-        text: Error text for the client.
-        retry_after_s: Seconds after which the client should retry.
-    """
+    """Refusal by the rate limit named ``limit``, with the error text for the client."""
 
     limit: str
     text: str
@@ -34,15 +28,9 @@ class RateLimited:
 class RecentUse:
     """Recent usage of a tenant at one gateway.
 
-    Attributes:
-        minute: Pairs of a whole second and the requests admitted in it, oldest first.
-        in_flight: Requests under way.
-        bytes_left: Bytes that it may still use; negative: it owes them. None: it has
-            no limit.
-        at: Time of the last update of ``bytes_left``, in seconds.
-        tokens_left: Tokens that it may still use; negative: it owes them. None: it has
-            no limit.
-        tokens_at: Time of the last update of ``tokens_left``, in seconds.
+    ``minute`` has pairs of a whole second and the requests admitted in it.
+    ``bytes_left`` and ``tokens_left`` are negative in debt, and None without a limit;
+    ``at`` and ``tokens_at`` are the times of their last updates.
     """
 
     minute: deque[list[int]] = field(default_factory=deque)
@@ -60,18 +48,13 @@ class RateLimiter:
         self._used: dict[str, RecentUse] = {}
 
     def in_flight(self, tenant: str) -> int:
-        """Return the number of a tenant's requests under way."""
         used = self._used.get(tenant)
         return 0 if used is None else used.in_flight
 
     def admit(self, tenant: Tenant, gateways: int, now: float) -> RateLimited | None:
         """Admit a request, or return why not; ``release`` must follow an admission.
 
-        Args:
-            tenant: Its tenant.
-            gateways: Number of gateways that share the limits; each has its part,
-                rounded up.
-            now: Current time, in seconds.
+        Each of the gateways has an equal part of the limits, rounded up.
         """
         used = self._used.setdefault(tenant.name, RecentUse(at=now))
         refusal = (
@@ -90,13 +73,13 @@ class RateLimiter:
         return refusal
 
     def spend(self, tenant: Tenant, size: int) -> None:
-        """Charge a tenant for bytes; it may owe some afterwards."""
+        """Charge a tenant for bytes, into debt if necessary."""
         used = self._used.get(tenant.name)
         if used is not None and used.bytes_left is not None:
             used.bytes_left -= size
 
     def spend_tokens(self, tenant: Tenant, count: int) -> None:
-        """Charge a tenant for tokens of a prompt or an answer; it may owe some."""
+        """Charge a tenant for prompt or output tokens, into debt if necessary."""
         used = self._used.get(tenant.name)
         if used is not None and used.tokens_left is not None:
             used.tokens_left -= count
@@ -110,7 +93,7 @@ class RateLimiter:
             del self._used[tenant.name]
 
     def prune(self, now: float) -> None:
-        """Forget tenants without recent requests or owed bytes."""
+        """Forget tenants without recent requests or debt."""
         for name, used in list(self._used.items()):
             last = used.minute[-1][0] if used.minute else -math.inf
             is_still = now - max(last, used.at, used.tokens_at) > MINUTE_S + 1
@@ -158,7 +141,7 @@ def _per_minute(
 def _bytes(
     tenant: Tenant, used: RecentUse, gateways: int, now: float
 ) -> RateLimited | None:
-    """Refuse while the tenant owes bytes; a large request is admitted and owes them."""
+    """Refuse a tenant in debt; a large request is admitted and causes debt."""
     if tenant.bytes_per_s is None:
         used.bytes_left = None
         return None
@@ -181,7 +164,7 @@ def _bytes(
 def _tokens(
     tenant: Tenant, used: RecentUse, gateways: int, now: float
 ) -> RateLimited | None:
-    """Refuse while the tenant owes tokens; a long answer is given and owes them."""
+    """Refuse a tenant in debt; a long completion is not cut and causes debt."""
     if tenant.tpm_limit is None:
         used.tokens_left = None
         return None

@@ -8,16 +8,7 @@ import msgspec
 
 
 class UsageSum(msgspec.Struct, frozen=True):
-    """Usage of one tenant and model from one minute to another.
-
-    Attributes:
-        first_minute: Start of the first minute, in seconds since the epoch.
-        last_minute: Start of the last minute, in seconds since the epoch.
-        tenant: Name of the tenant; empty for clients without a key.
-        model: Name of the model; empty for requests that named none.
-
-    The other fields are those of ``UsageTotals``.
-    """
+    """Usage of one tenant and model over a range of minutes (in epoch seconds)."""
 
     first_minute: int
     last_minute: int
@@ -36,21 +27,16 @@ class UsageSum(msgspec.Struct, frozen=True):
 
 
 class AuditEntry(msgspec.Struct, frozen=True):
-    """One administrative action.
+    """One administrative action; ``at`` is its start, in epoch seconds.
 
-    Attributes:
-        number: Number of the action, from 1.
-        at: Time of its begin, in seconds since the epoch.
-        who: The user.
-        act: Name of the action: method and path of the request.
-        what: Its parameters.
-        outcome: "begun", "done", "failed" or "refused (STATUS)".
+    ``act`` is the method and path of the request. ``outcome`` is "begun", "done",
+    "failed" or "refused (STATUS)".
     """
 
     number: int
     at: float
     who: str
     act: str
-    # The body of a request as it arrived, also one that no route knows.
+    # The body of the request as it arrived, even if no route knows it.
     what: dict[str, Any]
     outcome: str

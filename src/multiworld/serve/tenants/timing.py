@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 
 class Phases(NamedTuple):
-    """Seconds of one request, by what they were spent on.
+    """Seconds of one request, by phase.
 
     Attributes:
-        parse: From its head to the parsed and checked inputs.
+        parse: From the head of the request to parsed and checked inputs.
         queue: Waiting, at the gateway and at replicas.
-        hop: The way between processes, and whatever else is none of the others.
+        hop: Between processes, and everything that is in no other phase.
         compute: In the stages' functions.
-        render: From the answer's tensors to the response.
+        render: From the output tensors to the response.
     """
 
     parse: float
@@ -34,14 +34,10 @@ class Phases(NamedTuple):
 
 @dataclass(slots=True)
 class Timing:
-    """Times of one request, which may have several parts (texts to embed, say).
+    """Times of one request, which may have several parts (such as texts to embed).
 
-    Attributes:
-        asked_at: Monotonic time at which its first part was submitted; None: not yet.
-        answered_at: Monotonic time at which its last part was answered.
-        queued_s: Seconds that its parts have waited, together.
-        computed_s: Seconds that its parts were computed, together.
-        parts: Parts that were answered.
+    ``asked_at`` is when the first part was submitted, ``answered_at`` when the last one
+    was answered; ``queued_s`` and ``computed_s`` are sums over the parts.
     """
 
     asked_at: float | None = None
@@ -51,18 +47,10 @@ class Timing:
     parts: int = 0
 
     def asked(self, now: float) -> None:
-        """Note that a part is submitted."""
         if self.asked_at is None:
             self.asked_at = now
 
     def answered(self, now: float, queued_s: float, computed_s: float) -> None:
-        """Note that a part is answered.
-
-        Args:
-            now: Monotonic time, in seconds.
-            queued_s: Seconds that it waited, at the gateway and at replicas.
-            computed_s: Seconds that it was computed.
-        """
         self.answered_at = now
         self.queued_s += queued_s
         self.computed_s += computed_s
@@ -71,11 +59,7 @@ class Timing:
     def phases(self, began_at: float, ended_at: float) -> Phases | None:
         """Return the phases; None if no part was answered.
 
-        Waiting and computing are those of an average part.
-
-        Args:
-            began_at: Monotonic time of the request, in seconds.
-            ended_at: Monotonic time of the response, in seconds.
+        ``queue`` and ``compute`` are those of an average part.
         """
         if self.asked_at is None or not self.parts:
             return None

@@ -1,8 +1,8 @@
 """Usage metering: counts at a gateway, reported to the controller in batches. Pure.
 
 Each minute of a tenant and a model is one row of totals. A batch of rows is kept and
-sent again until the controller confirms that it has stored it. So the loss of a
-controller, or a full disk, loses no usage.
+sent again until the controller confirms that it has stored it, so neither the loss of a
+controller nor a full disk loses usage.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MINUTE_S = 60
 """Seconds covered by one row."""
 
 MAX_UNCONFIRMED = 16
-"""Most unconfirmed batches; at this number no new batch is made."""
+"""Maximum number of unconfirmed batches; at this number no new batch is made."""
 
 RESEND_S = 5.0
 """Seconds after which an unconfirmed batch is sent again."""
@@ -27,16 +27,10 @@ class UsageTotals:
     """Usage of one tenant and model in one minute.
 
     Attributes:
-        requests: Admitted requests that ended.
-        answered: Requests answered with status 200.
-        failed: Requests answered with an error.
+        requests: Admitted requests that ended; ``answered`` are those with status 200.
         refused: Requests refused by a limit, a quarantine or for lack of permission.
         rows: Rows of answered requests.
-        bytes_in: Bytes of request bodies.
-        bytes_out: Bytes of answers.
         seconds: Total duration of the answered requests.
-        prompt_tokens: Tokens of the prompts of generated texts.
-        generated_tokens: Tokens that were generated.
     """
 
     requests: int = 0
@@ -56,15 +50,7 @@ FIELDS = tuple(field.name for field in fields(UsageTotals))
 
 
 class UsageRow(NamedTuple):
-    """Usage of one tenant and model in one minute.
-
-    Attributes:
-        minute: Start of the minute, in seconds since the epoch.
-        tenant: Name of the tenant.
-        model: Name of the model.
-
-    The other fields are those of ``UsageTotals``.
-    """
+    """``UsageTotals`` of one tenant and model; ``minute`` is in epoch seconds."""
 
     minute: int
     tenant: str
@@ -96,25 +82,12 @@ class UsageMeter:
         self._number = 0
 
     def at(self, tenant: str, model: str, wall_s: float) -> UsageTotals:
-        """Return the totals of the current minute, to add to.
-
-        Args:
-            tenant: Name of the tenant.
-            model: Name of the model.
-            wall_s: Current time, in seconds since the epoch.
-        """
+        """Return the totals of the current minute, to add to."""
         minute = int(wall_s) // MINUTE_S * MINUTE_S
         return self._open.setdefault((minute, tenant, model), UsageTotals())
 
     def take_due(self, now: float) -> list[tuple[int, tuple[UsageRow, ...]]]:
-        """Return the batches to send now, each with its number.
-
-        Open minutes become a new batch. Unconfirmed batches are due again after
-        ``RESEND_S``.
-
-        Args:
-            now: Monotonic time in seconds.
-        """
+        """Return the batches to send now, new and overdue ones, with their numbers."""
         if self._open and len(self._unconfirmed) < MAX_UNCONFIRMED:
             rows = tuple(
                 UsageRow(*key, *(getattr(sums, name) for name in FIELDS))
@@ -130,7 +103,6 @@ class UsageMeter:
 
     @property
     def is_all_confirmed(self) -> bool:
-        """True if the controller has stored all usage."""
         return not self._unconfirmed and not self._open
 
     def resend_all(self) -> None:

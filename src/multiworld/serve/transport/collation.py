@@ -17,12 +17,7 @@ from multiworld.serve.spec.stage import Tensors
 
 
 def rows_of(tensors: Tensors) -> int:
-    """Return the number of rows of one request: the size of dimension 0.
-
-    Raises:
-        InvalidRequestError: There are no tensors, one has no dimensions, or they differ
-            in their number of rows.
-    """
+    """Return the size of dimension 0, which must be the same for all tensors."""
     sizes = {name: t.shape[0] if t.dim() else -1 for name, t in tensors.items()}
     if not sizes or -1 in sizes.values() or len(set(sizes.values())) > 1:
         raise InvalidRequestError(
@@ -35,11 +30,8 @@ def group_of(tensors: Tensors, ragged: Mapping[str, float]) -> Hashable:
     """Return a key that is equal for requests that can share a batch.
 
     It has the names, dtypes and fixed dimensions of the tensors. Dimension 0 (rows)
-    and, for ragged tensors, dimension 1 (length) may differ.
-
-    Args:
-        tensors: Inputs of one request.
-        ragged: Padding value of each ragged tensor, by name.
+    and, for ragged tensors, dimension 1 (length) may differ. ``ragged`` has the padding
+    value of each ragged tensor, by name.
     """
     return tuple(
         (name, tensor.dtype, _fixed(name, tensor, ragged))
@@ -63,15 +55,11 @@ def length_of(tensors: Tensors, ragged: Mapping[str, float]) -> int:
 def collate(
     requests: Sequence[Tensors], ragged: Mapping[str, float], buckets: Sequence[int]
 ) -> Tensors:
-    """Return one batch with the rows of all requests.
+    """Return one batch with the rows of all requests, which share one ``group_of``.
 
     Ragged tensors are padded to the smallest bucket that fits all of them, or to the
     longest if no bucket does. Shapes: ``[rows, ...]``, ragged ``[rows, length, ...]``.
-
-    Args:
-        requests: Inputs of each request, all of one ``group_of``.
-        ragged: Padding value of each ragged tensor, by name.
-        buckets: Lengths to pad to, ascending.
+    ``buckets`` are ascending.
     """
     longest = max(length_of(tensors, ragged) for tensors in requests)
     length = next((bucket for bucket in buckets if bucket >= longest), longest)
@@ -100,19 +88,9 @@ def split(
     ragged: Mapping[str, float],
     stage: str,
 ) -> list[Tensors]:
-    """Return the outputs of each request, without padding.
+    """Return the outputs of each request, cut back to the length of its ragged inputs.
 
-    Args:
-        outputs: Outputs of the batch, ``[rows, ...]`` by name.
-        rows: Number of rows of each request.
-        lengths: Length of each request's ragged inputs.
-        ragged: Padding value of each ragged tensor, by name; outputs of these names are
-            cut to the length.
-        stage: Name of the stage, used in error messages.
-
-    Raises:
-        ModelFailedError: The outputs are not a dict of tensors with this many rows, or
-            cannot be sent: they are not on the host, sparse, nested or quantized.
+    Raises ``ModelFailedError`` if they do not have these rows, or cannot be sent.
     """
     _check(outputs, sum(rows), stage)
     shares: list[Tensors] = []

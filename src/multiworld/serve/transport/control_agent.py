@@ -38,19 +38,8 @@ class ControlAgent:
     It survives the loss of the controller and connects to the next one. Facts are sent
     to every new controller; other messages are dropped while there is none.
 
-    Args:
-        manager: Manager of the world.
-        app: Name of the service.
-        name: Name of this process.
-        store: Address of the store.
-        config: Configuration of the world.
-        obey: Carries out one order.
-        clock: Returns the monotonic time in seconds.
-
     Attributes:
-        lost_at: Monotonic time since when there is no controller; None while there is
-            one.
-        was_joined: True once a controller has been connected.
+        lost_at: Monotonic time since when there is no controller; None while connected.
         joined_at: Monotonic time of the last connection; None before the first.
     """
 
@@ -88,13 +77,7 @@ class ControlAgent:
             self._outbox.put_nowait(news)
 
     async def flush(self, limit_s: float) -> None:
-        """Wait until all messages were sent, or there is no controller.
-
-        Args:
-            limit_s: Most seconds to wait.
-
-        Cancellation: Safe.
-        """
+        """Wait at most ``limit_s`` seconds until all messages were sent."""
         if self._world is None:
             return
         try:
@@ -104,10 +87,7 @@ class ControlAgent:
             logger.info("the controller did not take the last messages")
 
     async def run(self) -> None:
-        """Stay connected until cancelled.
-
-        Cancellation: Safe; the control world stays open until its manager is closed.
-        """
+        """Stay connected until cancelled; the control world closes with its manager."""
         self._facts[Hello] = Hello(os.getpid())
         async for world in self._manager.keep(
             self._world_name, rank=1, size=2, store=self._store, config=self._config

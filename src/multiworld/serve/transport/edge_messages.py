@@ -20,7 +20,7 @@ EdgeMessage = Work | Answers | Note | Credit | Cancel | GenerationMessage
 
 
 def contents_of(message: EdgeMessage) -> int:
-    """Return how many dicts of tensors a frame has for a message."""
+    """Return the number of tensor dicts that a frame has for a message."""
     match message:
         case Work(items) | Answers(items):
             return len(items)

@@ -1,4 +1,4 @@
-"""The edges of a process, kept as the routing table demands.
+"""The edges of a process, as the routing table requires.
 
 Each edge has a task that stays in the edge's world while the table contains the edge.
 It joins again after a fault (``WorldManager.keep``) and passes each incarnation to the
@@ -43,35 +43,28 @@ SILENT_S = 0.6
 """Seconds of silence after which a replica's work is hedged: three heartbeats."""
 
 RETRY_S = 1.0
-"""Seconds before an edge that failed unexpectedly is opened again."""
+"""Seconds before an edge is reopened after an unexpected error."""
 
 SEND_S = 1.0
-"""Most seconds to wait for queued messages when an edge is closed."""
+"""Maximum seconds to wait for queued messages when an edge closes."""
 
 FRAME_BYTES = 4 * 1024 * 1024
-"""Bytes of tensors from which a frame gets no further messages."""
+"""Bytes of tensors above which a frame takes no further messages."""
 
 FRAME_MESSAGES = 512
-"""Most messages in a frame."""
+"""Maximum number of messages in a frame."""
 
 OUTBOX_LIMIT = 4096
-"""Most messages that wait to be sent on one edge. Windows and credits bound the
-senders, so only a bug reaches this limit."""
+"""Maximum number of messages queued on one edge. Windows and credits bound the senders,
+so only a bug reaches this limit."""
 
 
 class OutboxFullError(MultiWorldError):
-    """Too many messages wait on an edge; to lose one of them would be worse."""
+    """Too many messages are queued on an edge; dropping one would be worse."""
 
 
 class Outbox:
-    """Messages to send on one incarnation of an edge, in order.
-
-    Those of one turn of the loop go together, in one frame.
-
-    Args:
-        edge: The edge.
-        world: Its incarnation.
-    """
+    """Messages to send on one incarnation of an edge, one frame per loop iteration."""
 
     def __init__(self, edge: Edge, world: World) -> None:
         self.edge, self.world = edge, world
@@ -86,25 +79,14 @@ class Outbox:
         self._waiters: list[asyncio.Future[None]] = []
 
     def put(self, message: EdgeMessage, contents: Sequence[Tensors] = ()) -> None:
-        """Queue a message; it is sent in this turn of the loop, or dropped if the edge
-        has failed. An edge on which too many wait fails.
-
-        Args:
-            message: The message.
-            contents: Tensors of each of its items.
-        """
+        """Queue a message for this loop iteration; drop it if the edge has failed."""
         self._queue(message, contents)
         if self._pending and not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._turn)
 
     def put_now(self, message: EdgeMessage, contents: Sequence[Tensors] = ()) -> None:
-        """Queue a message, and send all that waits at once.
-
-        Args:
-            message: The message.
-            contents: Tensors of each of its items.
-        """
+        """Queue a message, and send the whole queue at once."""
         self._queue(message, contents)
         self.flush()
 
@@ -120,14 +102,10 @@ class Outbox:
 
     @property
     def is_idle(self) -> bool:
-        """True if no message waits to be sent."""
         return not self._pending and self._rest is None
 
     def flush(self) -> None:
-        """Send what waits now, as far as the connection takes it.
-
-        Usually it takes all, and no task has to wake up.
-        """
+        """Send as much as the connection takes: usually all, without waking a task."""
         while self._pending and self._rest is None:
             try:
                 self._rest = begin(self._send(self._next()))
@@ -142,7 +120,7 @@ class Outbox:
                     waiter.set_result(None)
 
     def _fail(self, error: Exception) -> None:
-        """Send nothing any more; ``run`` raises the error."""
+        """Stop sending, and make ``run`` raise the error."""
         self._failure = error
         self._pending.clear()
         self._has_rest.set()
@@ -154,7 +132,6 @@ class Outbox:
         self.flush()
 
     def _next(self) -> list[Entry]:
-        """Remove and return the messages of the next frame."""
         entries: list[Entry] = []
         size = 0
         while self._pending and size < FRAME_BYTES and len(entries) < FRAME_MESSAGES:
@@ -170,13 +147,9 @@ class Outbox:
         await self.world.send(packed, dst=self._peer, tag=FRAMES)
 
     async def run(self) -> None:
-        """Finish sending what the connection did not take at once, until it fails.
+        """Finish sends that did not complete at once, until the edge fails.
 
-        Raises:
-            WorldBrokenError: The world is broken.
-            WorldClosedError: The world is closed.
-
-        Cancellation: Withdraws the frame that is being sent; the rest stays unsent.
+        Cancelling withdraws the frame in flight; later ones stay unsent.
         """
         while True:
             await self._has_rest.wait()
@@ -196,10 +169,7 @@ class Outbox:
                 raise self._failure
 
     async def wait_sent(self) -> None:
-        """Wait until all queued messages were sent, or dropped.
-
-        Cancellation: Safe.
-        """
+        """Wait until all queued messages were sent or dropped."""
         self.flush()
         if not self.is_idle:
             waiter = self._loop.create_future()
@@ -211,13 +181,7 @@ class Outbox:
         return self.world.silent_s(self._peer) if self.world.is_ready else 0.0
 
     async def wait_end(self) -> None:
-        """Wait until all that the peer sent has been handled, or the world is over.
-
-        Raises:
-            MultiWorldError: Always: the peer has left, or the world is over.
-
-        Cancellation: Safe.
-        """
+        """Wait until the peer has left and its messages were handled; always raises."""
         await self.world.recv_object(src=self._peer, tag=NOTHING)
 
 
@@ -225,39 +189,21 @@ class EdgeOwner(Protocol):
     """The user of a process's edges."""
 
     def edge_up(self, outbox: Outbox) -> None:
-        """Handle a new incarnation.
-
-        Args:
-            outbox: Messages to send on it.
-        """
+        """Start using an incarnation; ``outbox`` sends on it."""
 
     def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
-        """Handle the messages of a frame that has arrived.
-
-        Args:
-            outbox: The incarnation that it came on.
-            frame: The messages, each with the tensors of its items.
-        """
+        """Handle the messages of a frame that arrived on this incarnation."""
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
-        """Handle the end of an incarnation.
+        """Stop using an incarnation.
 
-        Args:
-            outbox: Its outbox.
-            is_polite: True if the peer has left; False if it was lost, or if the table
-                has no such edge any more.
+        ``is_polite`` is True if the peer has left; False if it was lost, or if the
+        table no longer has the edge.
         """
 
 
 class EdgeKeeper:
-    """The edges of one process.
-
-    Args:
-        manager: Manager of the worlds.
-        store: Address of the store.
-        config: Configuration of the worlds.
-        owner: User of the edges.
-    """
+    """The edges of one process."""
 
     def __init__(
         self, manager: WorldManager, store: str, config: WorldConfig, owner: EdgeOwner
@@ -268,11 +214,7 @@ class EdgeKeeper:
         self._loop = asyncio.get_running_loop()
 
     def apply(self, wanted: dict[str, Edge]) -> None:
-        """Open missing edges and close the ones that are not in ``wanted``.
-
-        Args:
-            wanted: The edges that the process should have, by peer.
-        """
+        """Open and close edges so that they match ``wanted``, which is by peer."""
         edges = set(wanted.values())
         for edge in [edge for edge in self._tasks if edge not in edges]:
             self._tasks.pop(edge).cancel()
@@ -282,10 +224,7 @@ class EdgeKeeper:
             )
 
     async def close(self) -> None:
-        """Send queued messages and close all edges.
-
-        Cancellation: Safe; ``WorldManager.close`` closes the remaining edges.
-        """
+        """Send queued messages and close all edges."""
         tasks = list(self._tasks.values())
         self._tasks.clear()
         for task in tasks:
@@ -334,24 +273,19 @@ class EdgeKeeper:
                 pass
             raise
         finally:
-            # Messages that the peer sent before it left are still to be read.
+            # Messages that the peer sent before it left must still be read.
             has_left = bool(world.left) and not world.is_broken
             try:
                 await _drain(tasks, is_polite=has_left)
             finally:  # a table without the peer may cancel this at any moment
-                # A peer that was removed from the table without having left was
-                # given up; what it was computing may have killed it.
+                # A peer that was removed from the table without leaving was given
+                # up; what it was computing may have killed it.
                 has_left = bool(world.left) and not world.is_broken
                 self._owner.edge_down(outbox, is_polite=has_left)
 
 
 def listen(outbox: Outbox, owner: EdgeOwner) -> None:
-    """Pass on the frames that arrive on an edge; an unexpected error closes it.
-
-    Args:
-        outbox: The edge's incarnation.
-        owner: Takes the messages.
-    """
+    """Pass on the frames that arrive on an edge; an unexpected error closes it."""
     world, loop = outbox.world, asyncio.get_running_loop()
     closing: list[asyncio.Task[None]] = []
 
@@ -361,7 +295,7 @@ def listen(outbox: Outbox, owner: EdgeOwner) -> None:
         try:
             owner.received(outbox, unpack(packed))
         except Exception:
-            # A bug, here or there: nobody can trust this edge any more.
+            # A bug, here or at the peer: this edge can no longer be trusted.
             logger.exception(BUG, world.name)
             closing.append(loop.create_task(world.close()))
 
@@ -382,7 +316,7 @@ async def _until_over(body: Body, world: World) -> None:
 
 
 async def _drain(tasks: list[asyncio.Task[None]], *, is_polite: bool) -> None:
-    """Cancel the tasks of an incarnation; what a peer sent before it left is read."""
+    """Cancel an incarnation's tasks, after reading what a peer sent before it left."""
     if is_polite:
         await asyncio.wait(tasks[1:], timeout=0.5)
     for task in tasks:

@@ -1,9 +1,9 @@
-"""Frames: what one process sends another in one turn of its loop.
+"""Frames: the messages that one process sends another in one event loop iteration.
 
 A frame has any number of messages, with the tensors of those that carry requests or
 answers. Layout: version and length of the header (``_LEAD``); the header, which is the
-messages and the descriptions of the tensors in MessagePack; and the tensors, each at
-an offset that ``aligned`` returns.
+messages and the descriptions of the tensors in MessagePack; and the tensors, each at an
+offset that ``aligned`` returns.
 """
 
 from __future__ import annotations
@@ -41,14 +41,7 @@ _decoder = msgspec.msgpack.Decoder(_Header)
 
 
 def lay_out(entries: Sequence[Entry]) -> Layout:
-    """Return the layout of the frame of these messages; ``pack`` makes it.
-
-    Args:
-        entries: The messages, in order. Tensors are dense and on the host.
-
-    Raises:
-        TensorMismatchError: A tensor's dtype cannot be sent.
-    """
+    """Return the layout of a frame; its tensors must be dense and on the host."""
     tensors: list[Tensor] = []
     contents = []
     for _, items in entries:
@@ -73,12 +66,7 @@ def lay_out(entries: Sequence[Entry]) -> Layout:
 def unpack(packed: Tensor | memoryview) -> list[tuple[EdgeMessage, list[Tensors]]]:
     """Return the messages of a frame, each with the tensors of its items.
 
-    Args:
-        packed: The frame as a uint8 tensor, whose memory the tensors share; or its
-            bytes, which they are copied from.
-
-    Raises:
-        MessageError: This release does not know the frame, or it is malformed.
+    They share the memory of a uint8 tensor, and are copied from a memoryview.
     """
     memory = _bytes_of(packed)
     if len(memory) < _LEAD.size:
@@ -109,7 +97,7 @@ def unpack(packed: Tensor | memoryview) -> list[tuple[EdgeMessage, list[Tensors]
 
 
 def _bytes_of(packed: Tensor | memoryview) -> memoryview:
-    """Return the bytes of a frame; none if it cannot be one."""
+    """Return the bytes of a frame; empty if it cannot be one."""
     if isinstance(packed, memoryview):
         return packed
     return memory_of(packed) if packed.dtype == torch.uint8 else memoryview(b"")
@@ -118,11 +106,6 @@ def _bytes_of(packed: Tensor | memoryview) -> memoryview:
 def _shared_out(
     messages: Sequence[EdgeMessage], contents: list[Tensors]
 ) -> list[tuple[EdgeMessage, list[Tensors]]]:
-    """Give each message the tensors of its items.
-
-    Raises:
-        ValueError: There are more or fewer items than tensors.
-    """
     found: list[tuple[EdgeMessage, list[Tensors]]] = []
     begin = 0
     for message in messages:

@@ -10,34 +10,24 @@ from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.protocol import Key, Message, RemoteError
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-"""Number of tokens, or position of one."""
+"""Number of tokens, or position of a token."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-"""Id of a token; that it is one of the model's shows when it is used."""
+"""Token id; checked against the model's vocabulary where it is used."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Parameters of the choice of tokens; names and meanings are vLLM's.
+    """Sampling parameters; names and meanings are vLLM's.
 
     Attributes:
-        temperature: 0 takes the most likely token.
-        top_p: Smallest sum of probabilities of the tokens to choose from.
         top_k: Number of tokens to choose from; 0: all.
-        min_p: Least probability, as a share of that of the most likely token.
-        seed: Seed of the random numbers; each depends on it, the choice and the index.
-        choice: Number of the choice, of several for one prompt.
-        presence_penalty: Subtracted from the logits of tokens generated before.
-        frequency_penalty: The same, for each time.
-        repetition_penalty: Divides the logits of tokens that were there before.
-        logit_bias: Added to the logits of these tokens, by token id.
-        stop_token_ids: Tokens that end the sequence.
-        min_tokens: Least tokens before a token may end the sequence.
-        max_tokens: Most tokens to generate.
-        ignore_eos: Whether the model's own end of text ends nothing.
-        logprobs: Number of most likely tokens to report with each token; None: report
-            no probabilities.
+        min_p: Minimum probability, relative to that of the most likely token.
+        seed: Each random number depends on it, the choice and the token's index.
+        ignore_eos: Do not stop at the model's end-of-text tokens.
+        logprobs: Number of most likely tokens to report with each token; None: none,
+            and no probabilities.
         prompt_logprobs: The same for the tokens of the prompt.
-        grammar: Structure of the text, in llguidance's form; empty: any.
+        grammar: Grammar of the output, in llguidance's form; empty: any output.
     """
 
     temperature: float = 1.0
@@ -60,23 +50,18 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence, as the stages of its chain get to know it.
+    """A sequence, as announced to the stages of its chain.
 
     Attributes:
-        key: Gateway, stream and attempt.
-        tokens: The prompt, and the tokens that were delivered.
-        prompt: Number of tokens of the prompt.
+        tokens: The prompt (``prompt`` tokens), and the output tokens delivered so far.
         chain: Replicas by stage.
-        sampling: How its tokens are chosen.
-        share: Its tenant.
-        previous: Number of the attempt that it continues: a replica that has that one
-            keeps what it has computed. -1: it begins anew.
-        is_probe: Whether it is a probe, which waits for nobody.
-        is_suspect: Whether replicas were lost with it again and again, so that it is
-            computed alone until it has a token.
-        prepared: Number of the attempt that some replicas were prepared for, and keep
-            what they have computed. -1: none.
-        is_watched: Whether the gateway is to be told when anything of it is computed.
+        previous: Attempt that it continues; replicas keep that one's KV blocks. -1:
+            none.
+        is_probe: Probes skip the queue.
+        is_suspect: Computed alone until it has a token, after repeated losses.
+        prepared: Attempt that replicas were prepared for, and whose KV blocks they
+            keep. -1: none.
+        is_watched: Whether to send ``ComputeBegan`` to the gateway.
     """
 
     key: Key
@@ -93,44 +78,26 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Begin(Message, frozen=True):
-    """Sequences to generate: of a gateway to all replicas of a chain."""
+    """Gateway → all replicas of a chain: sequences to generate."""
 
     openings: tuple[Opening, ...]
 
 
 class Pause(Message, frozen=True):
-    """Sequences of whose chain a stage has no replica now, so that they wait.
-
-    Of a gateway to a replica of stage 0.
-    """
+    """Gateway → stage 0: pause these sequences; a stage of their chain is missing."""
 
     keys: tuple[Key, ...]
 
 
 class Prepare(Message, frozen=True):
-    """A sequence that will go on with other replicas: of its gateway to these.
-
-    It goes on meanwhile with its chain so far, whose attempt is ``opening.previous``.
-
-    Attributes:
-        opening: The sequence, as it will begin.
-        stages: Stages that have other replicas then.
-    """
+    """Gateway → new replicas of ``stages``: a running sequence will move to them."""
 
     opening: Opening
     stages: tuple[int, ...]
 
 
 class Fetch(Message, frozen=True):
-    """Tokens that a replica lacks which is prepared: to the one before it.
-
-    That one sends it what it has of them, and goes on.
-
-    Attributes:
-        key: The sequence, as it will begin.
-        previous: Number of the attempt that goes on.
-        begin: Position of the first token.
-    """
+    """Prepared replica → previous stage: request for activations from ``begin`` on."""
 
     key: Key
     previous: int
@@ -138,20 +105,15 @@ class Fetch(Message, frozen=True):
 
 
 class Prepared(Message, frozen=True):
-    """A replica has computed what there was of a sequence: to its gateway."""
+    """Prepared replica → gateway: it has caught up with the sequence."""
 
     key: Key
 
 
 class Held(Message, frozen=True):
-    """The tokens that a replica has of a sequence that begins: to the one before it.
+    """Stage k → stage k-1, in turn from the last stage up: tokens with KV entries.
 
-    That one sends it all tokens from there on. It is told from the last stage up, each
-    replica in turn, and with it stage 0 begins.
-
-    Attributes:
-        key: The sequence.
-        count: Number of its tokens of which the keys and values are there.
+    The receiver replays the rest. Stage 0 starts the sequence when it receives this.
     """
 
     key: Key
@@ -159,14 +121,10 @@ class Held(Message, frozen=True):
 
 
 class Refill(Message, frozen=True):
-    """Tokens that a stage has computed before: of a replica to one of the next stage.
+    """Replica → next stage: replay from the activation log, starting at ``begin``.
 
-    The frame has one content, ``hidden`` of shape [tokens, hidden].
-
-    Attributes:
-        key: The sequence.
-        begin: Position of the first token.
-        is_end: True if these are the last ones, so that the last stage tells stage 0.
+    The frame has ``hidden`` [tokens, hidden]. After ``is_end`` the last stage sends
+    ``Resumed``.
     """
 
     key: Key
@@ -175,11 +133,9 @@ class Refill(Message, frozen=True):
 
 
 class Resumed(Message, frozen=True):
-    """A sequence whose stages all have what they need: of the last stage to stage 0.
+    """Last stage → stage 0: every stage has caught up.
 
-    Attributes:
-        key: The sequence.
-        token: The next token; None if its prompt is not complete yet, or it has ended.
+    ``token`` is None if the prompt is incomplete, or the sequence has ended.
     """
 
     key: Key
@@ -187,19 +143,16 @@ class Resumed(Message, frozen=True):
 
 
 class End(Message, frozen=True):
-    """Sequences that nobody waits for any more: of a gateway to all of a chain."""
+    """Gateway → all replicas of a chain: sequences that nobody waits for any more."""
 
     keys: tuple[Key, ...]
 
 
 class StepPart(msgspec.Struct, frozen=True, array_like=True):
-    """The part of a step that is of one sequence.
+    """One sequence's part of a step, from position ``begin`` on.
 
-    Attributes:
-        key: The sequence.
-        begin: Position of its first token.
-        count: Number of its tokens; 0 if the next stage has them already.
-        samples: True if the last stage samples the next token.
+    ``count`` is 0 if the next stage has the tokens already. With ``samples``, the last
+    stage samples the next token.
     """
 
     key: Key
@@ -209,15 +162,10 @@ class StepPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(Message, frozen=True):
-    """A step of some sequences: of a replica to one of the next stage.
+    """Replica → next stage: one step of the in-flight batch.
 
-    The frame has one content, ``hidden`` of shape [tokens, hidden], with the tokens of
-    all parts in order.
-
-    Attributes:
-        origin: Replica of stage 0 that has scheduled it.
-        number: Number of the step there.
-        parts: Its parts.
+    The frame has ``hidden`` [tokens, hidden], with the tokens of all parts in order.
+    ``origin`` is the replica of stage 0 that scheduled and numbered the step.
     """
 
     origin: str
@@ -226,40 +174,26 @@ class Step(Message, frozen=True):
 
 
 class Preempted(Message, frozen=True):
-    """Sequences that are computed again later, from their first token.
-
-    Of a replica to one of the next stage, which passes it on.
-    """
+    """Replica → next stage and on: sequences to compute again later, from the start."""
 
     keys: tuple[Key, ...]
 
 
 class KvEvicted(Message, frozen=True):
-    """Stage k → stage k-1 → … → stage 0: a sequence was dropped for lack of memory.
-
-    Stage 0 preempts it, and sends nothing more to that replica for a while.
-
-    Attributes:
-        key: The sequence.
-        replica: The replica that had no memory for it.
-    """
+    """Stage k → stage k-1 → … → stage 0: no memory for a sequence at ``replica``."""
 
     key: Key
     replica: str
 
 
 class TokenItem(msgspec.Struct, frozen=True, array_like=True):
-    """A generated token.
+    """A generated token; ``index`` counts those of the completion, from 0.
 
     Attributes:
-        key: The sequence.
-        index: Number of the token in the stream, from 0.
-        token: Its id.
-        finish: ``stop`` or ``length`` if it is the last one; else empty.
-        logprob: Logarithm of its probability; None if that was not asked for.
-        top: The most likely tokens with theirs.
-        prompt: With the first token, if that was asked for: of each token of the prompt
-            but the first, its logarithm and the most likely tokens with theirs.
+        logprob: None if it was not requested.
+        top: The most likely tokens with their logprobs.
+        prompt: With the first token, if requested: for each token of the prompt but the
+            first, its logprob and ``top``.
     """
 
     key: Key
@@ -272,28 +206,22 @@ class TokenItem(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tokens(Message, frozen=True):
-    """Generated tokens: of a replica of the last stage to a gateway."""
+    """Last stage → gateway: generated tokens."""
 
     items: tuple[TokenItem, ...]
 
 
 class StepDone(Message, frozen=True):
-    """The outcome of a step: of the last stage, back to the replica of stage 0.
-
-    Attributes:
-        number: Number of the step.
-        tokens: Its sequences, each with the next token; None if its prompt is not
-            complete yet, or the sequence has ended.
-    """
+    """Last stage → stage 0: each sequence's next token, if one was sampled."""
 
     number: int
     tokens: tuple[tuple[Key, TokenId | None], ...]
 
 
 class Alone(Message, frozen=True):
-    """A suspect whose step begins, with no other under way: to its gateway.
+    """Replica → gateway: a suspect's step begins, with no other step in flight.
 
-    If a replica of its chain is lost now, it is the cause, and no other sequence.
+    If a replica of its chain is lost now, this sequence is the cause.
     """
 
     key: Key
@@ -302,20 +230,14 @@ class Alone(Message, frozen=True):
 class ComputeBegan(Message, frozen=True):
     """Replica → gateway: the first rows of watched sequences are computed now.
 
-    A replica of theirs that is lost before that is not lost because of them.
+    A replica lost before that was not lost because of them.
     """
 
     keys: tuple[Key, ...]
 
 
 class SequenceFailed(Message, frozen=True):
-    """A sequence that a replica cannot go on with: to its gateway.
-
-    Attributes:
-        key: The sequence.
-        error: Why, if it would fail in the same way elsewhere; None: it is to be
-            computed again.
-    """
+    """Replica → gateway: a sequence cannot continue; ``error`` None: replay it."""
 
     key: Key
     error: RemoteError | None = None

@@ -8,27 +8,19 @@ from multiworld.config import SERVICE_HEARTBEAT_S, WorldConfig
 from multiworld.serve.spec.schema import AppSpec, GatewaySpec, ModelSpec
 
 JOIN_S = 10.0
-"""Most seconds that a process waits for the other member of a world."""
+"""Maximum seconds that a process waits for the other member of a world."""
 
 
 class ProcessArgs(BaseModel):
     """The arguments of one process: a gateway, or one rank of a replica.
 
     Attributes:
-        app: Name of the service.
-        name: Name of the process.
         role: "gateway" or "worker".
-        store: Address of the store.
         silence_s: Seconds of silence after which a peer is declared lost.
-        orphan_s: Seconds after which it exits if it has neither controller nor work;
-            see ``gateway.process.ORPHAN_FACTOR`` for gateways.
-        model: Name of the model; empty for a gateway.
-        stage: Number of the stage, from 0.
+        orphan_s: Seconds without controller and work after which it exits; for gateways
+            see ``processes.gateway.ORPHAN_FACTOR``.
         gpu: Index of the GPU; None: the device of the spec.
         rank: Rank in its replica if each rank is started separately; else None.
-        spec: Spec of the model.
-        gateway: Spec of the gateway.
-        port: Port of the gateways.
         alive: File whose lock every process of the service holds; empty: none.
     """
 
@@ -51,23 +43,16 @@ class ProcessArgs(BaseModel):
 
     @property
     def device(self) -> str:
-        """Device of the stage's tensors, as torch names it."""
         assert self.spec is not None
         wanted = self.spec.stages[self.stage].device
         return wanted if self.gpu is None else f"cuda:{self.gpu}"
 
     def config(self) -> WorldConfig:
-        """Return the configuration of the process's worlds."""
         return world_config(self.silence_s)
 
 
 def world_config(silence_s: float, join_s: float = JOIN_S) -> WorldConfig:
-    """Return the configuration of the worlds of every process of a service.
-
-    Args:
-        silence_s: Seconds of silence after which a process is lost.
-        join_s: Most seconds to wait for the other member of a world.
-    """
+    """Return the configuration of the worlds of every process of a service."""
     return WorldConfig(
         silence_s=silence_s,
         heartbeat_s=min(SERVICE_HEARTBEAT_S, silence_s / 5),
@@ -77,14 +62,7 @@ def world_config(silence_s: float, join_s: float = JOIN_S) -> WorldConfig:
 
 
 def args_of(app: AppSpec, store: str, port: int, name: str) -> ProcessArgs:
-    """Return the arguments that every process of a service is started with.
-
-    Args:
-        app: The spec of the service.
-        store: Address of the store.
-        port: Port of the gateways.
-        name: Name of the process; that of a gateway begins with ``gateway/``.
-    """
+    """Return a process's arguments; names of gateways begin with ``gateway/``."""
     is_gateway = name.startswith("gateway/")
     return ProcessArgs(
         app=app.app,

@@ -1,10 +1,10 @@
 """Messages between the processes of a service, and their encoding. Pure.
 
 Each message is a declared type, ``[name, field, …]`` on the wire. Fields are
-positional: a new field is added at the end, with a default, and the previous release
-ignores it. A release rejects messages that it does not know (``MessageError``). Orders
-and news are sent one at a time, as text: the version of the protocol, then JSON.
-Messages of edges are sent in ``frames``.
+positional: new fields are appended with a default, and the previous release ignores
+them. A release rejects messages that it does not know (``MessageError``). Orders and
+news travel one at a time, as text: the protocol version, then JSON. Edge messages
+travel in ``frames``.
 """
 
 from __future__ import annotations
@@ -25,56 +25,46 @@ PROTOCOL = 1
 """Version of these messages. A process also understands the previous version."""
 
 UNDERSTOOD = (str(PROTOCOL - 1), str(PROTOCOL))
-"""Versions that this release understands."""
 
 Counted = tuple[str, tuple[str, ...], float]
 """A count since the start of a process: its kind, its labels and its value."""
 
 Attempt = tuple[int, int]
-"""Number of a request at its router, and number of the attempt."""
+"""Number of a request at its gateway, and number of the attempt."""
 
 Key = tuple[str, int, int]
-"""Name of a router, number of the request at it, and number of the attempt."""
+"""Name of a gateway, number of the request there, and number of the attempt."""
 
 M = TypeVar("M")
 
 
 class MessageError(InternalError):
-    """A message of another version, or one that this release does not know."""
+    """The message has another protocol version, or this release does not know it."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One message; the name of its type is its tag."""
+    """A message; the name of its type is its tag."""
 
 
-# Orders: messages of the controller to a process.
+# Orders: controller → process.
 
 
 class ModelsChanged(Message, frozen=True):
-    """All versions of all models that may answer requests.
-
-    Attributes:
-        specs: Spec of each version as JSON, by model and version.
-    """
+    """Controller → gateway: spec (JSON) of all served models, by name and version."""
 
     specs: dict[str, dict[str, str]]
 
 
 class TableChanged(Message, frozen=True):
-    """A new routing table."""
+    """Controller → process: a new routing table."""
 
     table: RoutingTable
 
 
 class AllTenants(Message, frozen=True):
-    """A part of the list of all tenants.
+    """Controller → gateway: a part of the list of all tenants.
 
     The previous list stays valid until the last part has arrived.
-
-    Attributes:
-        tenants: Tenants of this part.
-        is_first: True for the first part.
-        is_last: True for the last part.
     """
 
     tenants: tuple[Tenant, ...]
@@ -83,83 +73,71 @@ class AllTenants(Message, frozen=True):
 
 
 class TenantsChanged(Message, frozen=True):
-    """New or changed tenants, and the names of removed ones."""
+    """Controller → gateway: new or changed tenants, and names of removed ones."""
 
     tenants: tuple[Tenant, ...]
     removed: tuple[str, ...]
 
 
 class TokensTold(Message, frozen=True):
-    """Tokens that tenants with budgets have used, all gateways together."""
+    """Controller → gateway: tokens used by tenants with budgets, over all gateways."""
 
     used: tuple[TokensUsed, ...]
 
 
 class UsageStored(Message, frozen=True):
-    """The batch of usage with this number is on disk."""
+    """Controller → gateway: the usage batch with this number is on disk."""
 
     number: int
 
 
 class ProbeReplica(Message, frozen=True):
-    """An order to send one request through a replica and answer with ``Probed``."""
+    """Controller → gateway: probe this replica, and reply with ``Probed``."""
 
     replica: str
 
 
 class Finish(Message, frozen=True):
-    """An order to exit as soon as no work is left."""
+    """Controller → process: exit as soon as no work is left."""
 
 
 class AskReport(Message, frozen=True):
-    """An order to answer with a ``Report`` of the same number.
-
-    Attributes:
-        number: The number.
-        has_counts: Whether a gateway is to add its counts, which are many.
-    """
+    """Controller → process: reply with a ``Report`` of this number."""
 
     number: int
     has_counts: bool = False
 
 
 class Cut(Message, frozen=True):
-    """An order to simulate a lost network for some seconds; for fault injection."""
+    """Controller → replica: simulate a network partition for this many seconds."""
 
     seconds: float
 
 
 ROWS_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
-"""Upper bounds of the rows of a batch in its histogram; larger ones come last."""
+"""Upper bounds of the batch size histogram, in rows; a last bucket has no bound."""
 
 SECONDS_BOUNDS = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
     *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0),
 )
-"""Upper bounds of the seconds of a batch in its histogram; longer ones come last."""
+"""Upper bounds of the batch duration histogram; a last bucket has no bound."""
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """The current state of a replica.
 
     Attributes:
-        queued: Requests that wait to be computed.
-        computing: Requests in the batch that is being computed.
         probing: Probes among the queued and computing requests.
         computing_s: Seconds since the current batch started.
         waiting_for_next: Outputs that wait for credit of the next stage.
-        handed: Outputs sent to the next stage and not begun there.
+        handed: Outputs sent to the next stage that it has not started.
         computed_s: Total computing time of all batches, in seconds.
-        counts: Number of events since the start, by kind.
-        batch_rows: Batches so far by their rows, up to each of ``ROWS_BOUNDS``.
-        batch_seconds: Batches so far by their duration, up to ``SECONDS_BOUNDS``.
-        upstream: Connected replicas of the previous stage.
+        counts: Events since the start, by kind.
+        batch_rows: Batches by size, in the buckets of ``ROWS_BOUNDS``.
+        batch_seconds: Batches by duration, in the buckets of ``SECONDS_BOUNDS``.
         routers: Connected gateways.
-        downstream: Connected replicas of the next stage.
-        cpu_s: CPU time of the process, in seconds.
-        memory_bytes: Memory that the process uses.
-        gpu_memory_bytes: GPU memory that torch has reserved.
-        kv_usage: Share of the memory for keys and values that is in use.
+        kv_usage: Used fraction of the memory for KV blocks.
     """
 
     queued: int = 0
@@ -185,21 +163,13 @@ class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
     """The current state of a gateway; counters start with the process.
 
     Attributes:
-        in_flight: Requests that were accepted and are not answered.
         load: Attempts in progress, by replica.
         waiting: Requests that were never sent to a replica, by model.
-        pending: Requests that wait to be sent, first attempts and retries, by model.
-        silent: Replicas that are silent.
-        connected: Replicas that it has an edge to.
-        counts: Number of events, by kind.
-        arrived: Requests received, by model.
+        pending: Requests waiting to be sent, first attempts and retries, by model.
         attained: Requests answered within the latency objective, by model.
         missed: Requests answered late, or not at all for lack of replicas, by model.
-        refused: Requests rejected because too many waited, by model.
-        texts: Generated texts that have ended, by model.
-        prompt_tokens: Tokens of their prompts, by model.
-        generated_tokens: Tokens that were generated for them, by model.
-        cpu_s: CPU time of the process, in seconds.
+        refused: Requests rejected because the queue was full, by model.
+        texts: Completions that have ended; the next two fields count their tokens.
     """
 
     in_flight: int = 0
@@ -220,7 +190,7 @@ class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reports(msgspec.Struct, frozen=True):
-    """Reports of all processes that answered, and their counts if wanted, by name."""
+    """Reports of all processes that replied, by name; their counts if requested."""
 
     workers: dict[str, WorkerReport] = {}
     gateways: dict[str, GatewayReport] = {}
@@ -228,16 +198,7 @@ class Reports(msgspec.Struct, frozen=True):
 
 
 class FleetReport(Message, frozen=True):
-    """The state of all processes, for the metrics of the gateway that asked for it.
-
-    Attributes:
-        number: Number of the question.
-        events: Events of the fleet, by kind.
-        replicas: Reports of replicas, by name.
-        gateways: Reports of the other gateways, by name.
-        others: Sums of the counts of all processes but the gateway that asked, those
-            that have ended included.
-    """
+    """Controller → gateway: reply to ``FleetAsked``; leaves out the receiver itself."""
 
     number: int = 0
     events: dict[str, int] = {}
@@ -247,16 +208,7 @@ class FleetReport(Message, frozen=True):
 
 
 class PoisonFound(Message, frozen=True):
-    """A poison request, which must not be retried.
-
-    A gateway reports it to the controller, which tells the other gateways.
-
-    Attributes:
-        tenant: Name of the tenant.
-        model: Name of the model.
-        version: Version of the model.
-        digest: Digest of the request's inputs.
-    """
+    """Gateway → controller → other gateways: a poison request, by input digest."""
 
     tenant: str
     model: str
@@ -278,48 +230,33 @@ Order = (
     | FleetReport
     | PoisonFound
 )
-"""Message of the controller to a process."""
+"""Controller → process."""
 
 
-# News: messages of a process to the controller.
+# News: process → controller.
 
 
 class Hello(Message, frozen=True):
-    """The first message of a process, with its process id."""
+    """Process → controller: first message on a control world."""
 
     pid: int
 
 
 class Loaded(Message, frozen=True):
-    """A worker has loaded its stage, or a gateway listens.
-
-    Attributes:
-        fingerprint: Kind of machine that its results depend on, if they are to be bit
-            for bit the same.
-        weights: Name of its weights, if it has any.
-    """
+    """Process → controller: a replica has loaded its stage, or a gateway listens."""
 
     fingerprint: str = ""
     weights: str = ""
 
 
 class Applied(Message, frozen=True):
-    """This process has applied the routing table of this number."""
+    """Process → controller: the routing table of this number has been applied."""
 
     number: int
 
 
 class Report(Message, frozen=True):
-    """The answer to ``AskReport``, with one of the two reports.
-
-    A process that ends sends its last one unasked, with number 0.
-
-    Attributes:
-        number: Number of the question.
-        worker: Report of a replica.
-        gateway: Report of a gateway.
-        counted: Counts of a gateway, if they were asked for.
-    """
+    """Process → controller: reply to ``AskReport``; number 0 at exit, unasked."""
 
     number: int
     worker: WorkerReport | None = None
@@ -328,19 +265,13 @@ class Report(Message, frozen=True):
 
 
 class FleetAsked(Message, frozen=True):
-    """A question of a gateway, which is answered with a ``FleetReport``."""
+    """Gateway → controller: request for a ``FleetReport``."""
 
     number: int
 
 
 class UsageTold(Message, frozen=True):
-    """A batch of usage at one gateway.
-
-    Attributes:
-        meter: Random name of the gateway's usage meter.
-        number: Number of the batch at that meter.
-        rows: Usage by minute, tenant and model.
-    """
+    """Gateway → controller: batch ``number`` of the usage meter ``meter``."""
 
     meter: str
     number: int
@@ -348,20 +279,20 @@ class UsageTold(Message, frozen=True):
 
 
 class ModelNeeded(Message, frozen=True):
-    """A request arrived for a model of which a stage has no replica."""
+    """Gateway → controller: a request needs a model that lacks a replica of a stage."""
 
     model: str
 
 
 class Outgrown(Message, frozen=True):
-    """A replica uses more memory than it booked; both numbers in bytes."""
+    """Replica → controller: memory use exceeds the booked amount; both in bytes."""
 
     used: int
     limit: int
 
 
 class Probed(Message, frozen=True):
-    """The result of a probe; ``error`` is None if it was answered."""
+    """Gateway → controller: result of a probe; ``error`` is None if it succeeded."""
 
     replica: str
     error: str | None = None
@@ -379,60 +310,49 @@ News = (
     | Probed
     | PoisonFound
 )
-"""Message of a process to the controller."""
+"""Process → controller."""
 
 
-# Edges: messages of replicas to routers and to the previous stage, and back.
+# Edges: between gateways and replicas, and between neighbouring stages.
 
 
 class Begun(Message, frozen=True):
-    """Attempts whose computation starts now.
-
-    Attributes:
-        attempts: The attempts of one batch, as far as they are of this router.
-        is_isolated: True for a suspect that runs alone in its batch.
-    """
+    """Replica → gateway: these attempts start computing; ``is_isolated``: a suspect."""
 
     attempts: tuple[Attempt, ...]
     is_isolated: bool
 
 
 class Dropped(Message, frozen=True):
-    """Attempts that were sent to a replica of ``stage`` and may be lost with it."""
+    """Replica → gateway: attempts at a replica of ``stage``, maybe lost with it."""
 
     attempts: tuple[Attempt, ...]
     stage: int
 
 
 class Returned(Message, frozen=True):
-    """Attempts that come back because no replica of ``stage`` takes them."""
+    """Replica → gateway: attempts that no replica of ``stage`` accepts."""
 
     attempts: tuple[Attempt, ...]
     stage: int
 
 
 class Stuck(Message, frozen=True):
-    """Attempts at a replica of ``stage`` that has fallen silent."""
+    """Replica → gateway: attempts at a replica of ``stage`` that has fallen silent."""
 
     attempts: tuple[Attempt, ...]
     stage: int
 
 
 class Failed(Message, frozen=True):
-    """An attempt for which the model raised an error."""
+    """Replica → gateway: the model raised an error for this attempt."""
 
     attempt: Attempt
     error: RemoteError
 
 
 class RemoteError(msgspec.Struct, frozen=True, array_like=True):
-    """A ``ServeError`` of another process.
-
-    Attributes:
-        kind: Name of its class.
-        text: Its message.
-        stage: Name of the stage that raised it; empty if none did.
-    """
+    """A ``ServeError`` of another process; ``stage`` is empty if no stage raised it."""
 
     kind: str
     text: str
@@ -440,7 +360,6 @@ class RemoteError(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def of(error: ServeError) -> RemoteError:
-        """Return the message from which another process can raise ``error`` again."""
         stage = getattr(error, "stage", "")
         return RemoteError(type(error).__name__, str(error), stage)
 
@@ -456,58 +375,49 @@ class RemoteError(msgspec.Struct, frozen=True, array_like=True):
 
 
 Note = Begun | Dropped | Returned | Stuck | Failed
-"""Message of a replica to a router."""
+"""Replica → gateway."""
 
 
 class Released(Message, frozen=True):
-    """Work that was begun, so that its sender gets its credit back."""
+    """Replica → previous stage: attempts that have started; their credit is free."""
 
     keys: tuple[Key, ...]
 
 
 class Refused(Message, frozen=True):
-    """Work that goes back to the sender: its router is not connected here."""
+    """Replica → previous stage: attempts whose gateway is not connected here."""
 
     keys: tuple[Key, ...]
 
 
 Credit = Released | Refused
-"""Message of a replica to the replica that sent it work."""
+"""Replica → replica of the previous stage."""
 
 
 class Cancel(Message, frozen=True):
-    """An attempt whose answer nobody waits for any more."""
+    """Gateway → replica: nobody waits for this attempt any more."""
 
     key: Key
 
 
 class Spent(NamedTuple):
-    """Seconds that one attempt has taken at replicas so far.
-
-    Attributes:
-        queued_s: Waiting for its batch, and for room at the next stage.
-        computed_s: In batches.
-    """
+    """Seconds at replicas so far; ``queued_s`` includes waits for the next stage."""
 
     queued_s: float = 0.0
     computed_s: float = 0.0
 
 
 NOTHING_SPENT = Spent()
-"""Time of an attempt that no replica has had yet."""
 
 
 class WorkItem(msgspec.Struct, frozen=True, array_like=True):
-    """The header of one attempt at one request.
+    """The header of one attempt.
 
     Attributes:
-        key: Router, request and attempt.
         remaining_s: Seconds until its deadline, at the time of sending.
         is_isolated: True for a suspect, which is computed alone.
         session: Requests of one session go to the same replica of a stateful stage.
-        via: For a probe: replicas by stage that it must go through.
-        share: The tenant, its weight and its priority.
-        spent: Time that it has taken at earlier stages.
+        via: Replicas that a probe must pass, by stage.
     """
 
     key: Key
@@ -520,19 +430,13 @@ class WorkItem(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Work(Message, frozen=True):
-    """Attempts at requests; the frame has the tensors of each."""
+    """Gateway or replica → next stage: attempts; the frame has the tensors of each."""
 
     items: tuple[WorkItem, ...]
 
 
 class AnswerItem(msgspec.Struct, frozen=True, array_like=True):
-    """The header of one answer.
-
-    Attributes:
-        attempt: Request and attempt.
-        is_last: True for the last part of an answer; today an answer is one part.
-        spent: Time that it has taken at all stages.
-    """
+    """The header of one answer; today an answer is one part, which is the last."""
 
     attempt: Attempt
     is_last: bool = True
@@ -540,7 +444,7 @@ class AnswerItem(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answers(Message, frozen=True):
-    """Answers to requests; the frame has the tensors of each."""
+    """Last stage → gateway: answers; the frame has the tensors of each."""
 
     items: tuple[AnswerItem, ...]
 
@@ -549,19 +453,14 @@ FRAMES = 1
 """Tag of the frames of an edge."""
 
 NOTHING = 2
-"""Tag that nothing is sent with; a receive of it ends with the edge."""
+"""Tag that nothing is ever sent with; a receive of it ends with the edge."""
 
 
 # The encoding.
 
 
 class Codec(Generic[M]):
-    """Encoder and decoder of one kind of messages.
-
-    Args:
-        kind: Type of the messages, or a union of types.
-        tag: Tag that they are sent with.
-    """
+    """Encoder and decoder of messages of type ``kind``, sent with ``tag``."""
 
     def __init__(self, kind: Any, tag: int) -> None:
         self.tag = tag
@@ -572,12 +471,7 @@ class Codec(Generic[M]):
         return f"{PROTOCOL} {_ENCODER.encode(message).decode()}"
 
     def decode(self, text: object) -> M:
-        """Return the message that ``encode`` encoded.
-
-        Raises:
-            MessageError: The text is of another version, has an unexpected type, or is
-                malformed.
-        """
+        """Return the message; raise ``MessageError`` if it is unknown or malformed."""
         version, _, body = str(text).partition(" ")
         if version not in UNDERSTOOD:
             raise MessageError(

@@ -12,10 +12,8 @@ from dataclasses import dataclass, field
 
 
 class ReplicaState(enum.StrEnum):
-    """State of a replica in its life."""
-
     STARTING = "starting"
-    """The process loads the model and connects; only probes go through it."""
+    """The process loads the model and connects; it gets probes only."""
     READY = "ready"
     """A probe has passed through it; it gets work."""
     DRAINING = "draining"
@@ -24,17 +22,7 @@ class ReplicaState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One running copy of a stage.
-
-    Attributes:
-        name: Its name, never reused in this service.
-        model: Name of the model.
-        version: Version of the model.
-        stage: Number of the stage, from 0.
-        state: State in its life.
-        fingerprint: Kind of machine that its results depend on, if it has told.
-        weights: The weights that it has loaded, if they can be told from others.
-    """
+    """One running copy of a stage; its name is never reused in this service."""
 
     name: str
     model: str
@@ -52,16 +40,14 @@ class Route:
     Attributes:
         version: The version that new requests go to.
         stages: Number of stages of each running version.
-        max_queued_requests: Most requests that wait at one router.
-        max_ongoing_requests: Most requests of one router at a replica of stage 0.
-        deadline_s: Deadline of requests that name none, in seconds.
-        objective_s: Latency objective in seconds, for counting SLO attainment.
-        on_demand: Stages that are scaled to zero while there are no requests; a request
-            waits until they have a replica.
-        generates: Whether the model generates text: its last stage also sends to
+        max_queued_requests: Maximum number of requests waiting at one gateway.
+        max_ongoing_requests: Maximum number of requests of one gateway at a replica of
             stage 0.
-        ttft_s: Objective for the first token of a text, in seconds.
-        tpot_s: Objective for each further one.
+        deadline_s: Deadline of requests that name none, in seconds.
+        objective_s: Latency objective in seconds, for SLO attainment.
+        on_demand: Stages that may scale to zero; a request waits until they have a
+            replica.
+        generates: The model generates text: its last stage also sends to stage 0.
     """
 
     version: str
@@ -76,16 +62,9 @@ class Route:
     tpot_s: float | None = None
 
 
-@dataclass(frozen=True)  # no slots: what is derived from it is kept
+@dataclass(frozen=True)  # no slots: cached_property needs __dict__
 class RoutingTable:
-    """The gateways, routes and replicas of a service.
-
-    Attributes:
-        number: Version of the table; grows with each change.
-        gateways: Names of the gateways; each has one router.
-        routes: Routing settings by model.
-        replicas: Replicas by name.
-    """
+    """The gateways, routes and replicas of a service; ``number`` is its version."""
 
     number: int = 0
     gateways: tuple[str, ...] = ()
@@ -102,13 +81,6 @@ class RoutingTable:
         return found
 
     def stage(self, model: str, version: str, stage: int) -> list[Replica]:
-        """Return the replicas of a stage.
-
-        Args:
-            model: Name of the model.
-            version: Version of the model.
-            stage: Number of the stage, from 0.
-        """
         return self.stages.get((model, version, stage), [])
 
 
@@ -117,10 +89,9 @@ class Edge:
     """A world of two processes that carries work; rank 0 is nearer to the clients.
 
     Attributes:
-        world: Name of the world.
         peer: Name of the process at the other end.
         rank: Rank of this process.
-        is_upstream: True if work comes from the peer. A router is upstream of every
+        is_upstream: True if work comes from the peer. A gateway is upstream of every
             replica: it sends work to stage 0 and cancellations to all stages, and
             receives notes and answers.
     """
@@ -132,12 +103,7 @@ class Edge:
 
 
 def edges_of(table: RoutingTable, process: str) -> dict[str, Edge]:
-    """Return the edges that a process should have, by peer.
-
-    Args:
-        table: The routing table.
-        process: Name of the process.
-    """
+    """Return the edges that a process should have, by peer."""
     if process in table.gateways:
         return {name: _edge(process, name, 0) for name in table.replicas}
     me = table.replicas.get(process)
@@ -166,10 +132,7 @@ def _edge(upper: str, lower: str, rank: int) -> Edge:
 
 
 def first_ready(replicas: list[Replica]) -> list[str]:
-    """Return the names of the ready replicas, or else of the starting ones.
-
-    A probe goes through these.
-    """
+    """Return the names of the ready replicas, else of the starting ones."""
     ready = [r.name for r in replicas if r.state is ReplicaState.READY]
     starting = [r.name for r in replicas if r.state is ReplicaState.STARTING]
     return ready or starting

@@ -1,7 +1,4 @@
-"""Small typed messages on worlds, one at a time.
-
-The control worlds use them; edges send frames.
-"""
+"""Small typed messages on control worlds, one at a time; edges send frames."""
 
 from __future__ import annotations
 
@@ -14,17 +11,5 @@ M = TypeVar("M")
 
 
 async def receive(world: World, codec: Codec[M], src: int) -> M:
-    """Receive one small message.
-
-    Args:
-        world: World of the sender.
-        codec: Codec of the message.
-        src: Rank of the sender.
-
-    Raises:
-        MessageError: This release does not know the message.
-        WorldBrokenError: The sender, or another member, was lost.
-
-    Cancellation: Safe; the message stays for the next call.
-    """
+    """Receive one small message; a cancelled call leaves it for the next one."""
     return codec.decode(await world.recv_object(src=src, tag=codec.tag))

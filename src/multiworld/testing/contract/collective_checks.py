@@ -35,9 +35,7 @@ async def broadcasts(arena: Arena) -> None:
     """Check that every member gets the root's tensor, for every root and size.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     for size in SIZES:
         worlds = await arena.world(size)
@@ -56,9 +54,7 @@ async def broadcasts_every_dtype_and_shape(arena: Arena) -> None:
     """Check broadcasts of every dtype, and of scalar, empty and strided tensors.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     worlds = await arena.world(2)
     for dtype in DTYPES:
@@ -77,9 +73,7 @@ async def all_reduces(arena: Arena) -> None:
     """Check every reduce operation on every member, for short and long tensors.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     for size in SIZES:
         worlds = await arena.world(size)
@@ -118,9 +112,7 @@ async def all_reduces_other_dtypes(arena: Arena) -> None:
     """Check averages, small integers, booleans, complex numbers and strided tensors.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     worlds = await arena.world(3)
 
@@ -148,9 +140,7 @@ async def reduces_large_tensors(arena: Arena) -> None:
     """Check reductions of several segments and fragments, for several element sizes.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     for size in (2, 3):
         worlds = await arena.world(size)
@@ -176,7 +166,7 @@ async def reduces_large_tensors(arena: Arena) -> None:
             )
             for outs in gathered:
                 assert all(map(torch.equal, outs, inputs)), (size, dtype)
-            # The result goes where one of the inputs is.
+            # The output is also one of the inputs.
             parts = [[t.clone() for _ in range(size)] for t in inputs]
             await every(
                 worlds,
@@ -195,9 +185,7 @@ async def refuses_reductions_that_do_not_exist(arena: Arena) -> None:
     """Check that every member gets the same error, and the world stays usable.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     worlds = await arena.world(2)
     for tensor, op in (
@@ -217,9 +205,7 @@ async def reduces(arena: Arena) -> None:
     """Check that ``reduce`` changes the root's tensor only.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     for size in SIZES:
         worlds = await arena.world(size)
@@ -236,9 +222,7 @@ async def gathers(arena: Arena) -> None:
     """Check that ``all_gather`` and ``gather`` return the members' tensors by rank.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     for size in SIZES:
         worlds = await arena.world(size)
@@ -261,9 +245,7 @@ async def scatters(arena: Arena) -> None:
     """Check that each member gets its own element of the root's list.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     for size in SIZES:
         worlds = await arena.world(size)
@@ -286,9 +268,7 @@ async def reduce_scatters(arena: Arena) -> None:
     """Check that rank i gets the reduction of all i-th tensors; inputs stay unchanged.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     for size in SIZES:
         worlds = await arena.world(size)
@@ -311,9 +291,7 @@ async def exchanges_all_to_all(arena: Arena) -> None:
     """Check that rank j receives from rank i the tensor that i sent to j.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     for size in SIZES:
         worlds = await arena.world(size)
@@ -332,9 +310,7 @@ async def waits_at_a_barrier(arena: Arena) -> None:
     """Check that no member passes a barrier before the last one has reached it.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     worlds = await arena.world(3)
     early = [asyncio.ensure_future(world.barrier()) for world in worlds[:2]]
@@ -350,9 +326,7 @@ async def runs_many_operations_at_once(arena: Arena) -> None:
     """Check collectives and messages of several worlds that are pending together.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     one, two = await arena.world(3), await arena.world(3)
     steps: list[Awaitable[Any]] = []
@@ -371,9 +345,7 @@ async def names_both_sides_of_a_mismatch(arena: Arena) -> None:
     """Check that the error of a mismatch names both members' calls; nobody hangs.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     mistakes: list[Callable[[World], Awaitable[Any]]] = [
         lambda w: w.all_reduce(torch.ones(3)),
@@ -401,9 +373,7 @@ async def checks_lists_of_tensors(arena: Arena) -> None:
     """Check that a list of wrong length or content fails before anything is sent.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     worlds = await arena.world(2)
     one = torch.ones(2)

@@ -27,12 +27,8 @@ from multiworld.world.world import World
 async def leaves_politely(arena: Arena) -> None:
     """Check that ``close`` delivers sent messages first, then ``MemberLeftError``.
 
-    The world of the other members stays ready.
-
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     left, right = await arena.world(2)
     sizes = (1, 100, 50_000) if arena.config.host_p2p == "direct" else ()
@@ -63,14 +59,10 @@ async def _receive_all(world: World, count: int) -> list[Tensor]:
 
 @check
 async def a_collective_is_complete_though_its_root_has_left(arena: Arena) -> None:
-    """Check that a collective completes if its root left after its own part.
-
-    This includes the first collective of a world, which still has to open lanes.
+    """Check that a collective completes, even a world's first, after its root left.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     if arena.config.eager_bytes == 0:
         return  # in the rendezvous mode the root waits for the others
@@ -99,9 +91,7 @@ async def closing_fails_our_own_sends(arena: Arena) -> None:
     """Check that ``cleanup`` ends pending sends, and the receiver does not hang.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     if arena.config.host_p2p == "backend":
         return  # a pending receive is torch's own and cannot be withdrawn
@@ -123,14 +113,10 @@ async def closing_fails_our_own_sends(arena: Arena) -> None:
 
 @check
 async def the_rest_goes_on_after_a_leave(arena: Arena) -> None:
-    """Check that the remaining members can send to each other after a leave.
-
-    Collectives raise ``MemberLeftError`` with the rank that left.
+    """Check that remaining members can still send, while collectives raise errors.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     worlds = await arena.world(3)
     await every(worlds, lambda w: w.barrier())
@@ -143,14 +129,10 @@ async def the_rest_goes_on_after_a_leave(arena: Arena) -> None:
 
 @check
 async def cancelling_a_collective_breaks_the_world_only(arena: Arena) -> None:
-    """Check that a cancelled collective breaks its world and no other.
-
-    The other members learn the reason, and the name can be joined again.
+    """Check that a cancelled collective breaks its world only, which may be rejoined.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     other = await arena.world(2, "other")
     worlds = await arena.world(2, "again")
@@ -172,9 +154,7 @@ async def closes_while_operations_wait(arena: Arena) -> None:
     """Check that ``close`` ends this member's pending operations.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     left, _ = await arena.world(2)
     pending = [

@@ -43,13 +43,10 @@ DTYPES = [
 
 
 def check(function: Check) -> Check:
-    """Add a check to ``CHECKS``, with a time limit of ``HANG_S``.
+    """Return a check with a time limit of ``HANG_S``, and add it to ``CHECKS``.
 
     Args:
         function: The check; a decorated function.
-
-    Returns:
-        The check with the time limit; it raises ``TimeoutError`` if it hangs.
     """
 
     async def bounded(arena: Arena) -> None:
@@ -62,13 +59,10 @@ def check(function: Check) -> Check:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors have equal bytes, shape and dtype.
-
-    Works for every dtype, and for NaN.
+    """Return True if two tensors have equal bytes, shape and dtype, even with NaN.
 
     Args:
-        one: A host tensor.
-        other: A host tensor.
+        one, other: Host tensors of any dtype.
     """
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
@@ -80,8 +74,7 @@ def some(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return a tensor of the elements 0 to 99, repeated as needed.
 
     Args:
-        shape: Its shape.
-        dtype: Its dtype, to which the elements are converted.
+        shape, dtype: Its shape, and the dtype to which the elements are converted.
     """
     count = 1
     for extent in shape:
@@ -90,30 +83,20 @@ def some(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 async def every(worlds: list[World], call: Callable[..., Awaitable[Any]]) -> Any:
-    """Call the same function on every member at once.
+    """Return the results, by rank, of a call on every member at once.
 
     Args:
         worlds: Each member's view of the world, by rank.
-        call: Coroutine function of a world.
-
-    Returns:
-        The results, by rank.
-
-    Cancellation: cancels the call on every member.
+        call: Coroutine function of a world. Cancellation: Cancels it on every member.
     """
     return await asyncio.gather(*(call(world) for world in worlds))
 
 
 async def raised_by(step: Awaitable[Any]) -> BaseException | None:
-    """Await a step, and return the error that it raised.
+    """Return the error that awaiting a step raises, or None.
 
     Args:
-        step: An awaitable.
-
-    Returns:
-        The error, or None if there was none.
-
-    Cancellation: cancels the step and raises ``CancelledError``.
+        step: An awaitable. Cancellation: Cancels it and raises ``CancelledError``.
     """
     try:
         await step
@@ -123,18 +106,10 @@ async def raised_by(step: Awaitable[Any]) -> BaseException | None:
 
 
 async def expect(world: World, tensor: Tensor, src: int = 0, tag: int = 0) -> None:
-    """Receive a tensor and assert that it equals another.
+    """Receive a tensor and assert that it equals ``tensor``.
 
     Args:
-        world: The receiver's view of the world.
-        tensor: The expected tensor, of any shape and dtype.
-        src: Rank of the sender.
-        tag: Tag of the message.
-
-    Raises:
-        AssertionError: The tensor that arrived differs.
-
-    Cancellation: as that of ``World.recv``.
+        world, tensor, src, tag: As for ``World.recv``. Cancellation: As there.
     """
     got = await world.recv(src=src, tag=tag)
     assert same(got, tensor), f"sent {tensor}, got {got}"

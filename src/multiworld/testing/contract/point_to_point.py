@@ -33,9 +33,7 @@ async def sends_every_dtype(arena: Arena) -> None:
     """Check that a tensor of every dtype arrives unchanged, with dtype and shape.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     left, right = await arena.world(2)
     for dtype in DTYPES:
@@ -48,9 +46,7 @@ async def sends_every_shape(arena: Arena) -> None:
     """Check that scalar, empty and strided tensors arrive unchanged.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     left, right = await arena.world(2)
     base = some((6, 8), torch.float32)
@@ -62,14 +58,10 @@ async def sends_every_shape(arena: Arena) -> None:
 
 @check
 async def receives_into_given_tensors(arena: Arena) -> None:
-    """Check receives into a given tensor.
-
-    ``out`` may have another shape, and strides; ``recv`` returns it.
+    """Check receives into a given tensor of another shape, or with strides.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     left, right = await arena.world(2)
     tensor = some((4, 6), torch.int32)
@@ -88,9 +80,7 @@ async def sends_large_tensors(arena: Arena) -> None:
     """Check that tensors of many fragments arrive whole, in both directions at once.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     left, right = await arena.world(2)
     one, other = torch.randn(1_500_003), torch.randn(1_200_001)
@@ -107,9 +97,7 @@ async def keeps_order_of_each_tag(arena: Arena) -> None:
     """Check that messages of one tag arrive in order, independent of other tags.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     left, right = await arena.world(2)
 
@@ -134,9 +122,7 @@ async def keeps_order_of_concurrent_sends(arena: Arena) -> None:
     """Check that sends started together arrive in the order of the calls.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     left, right = await arena.world(2)
     count = 200 if arena.config.host_p2p == "direct" else 20
@@ -153,9 +139,7 @@ async def serves_receives_in_call_order(arena: Arena) -> None:
     """Check that pending receives get messages in the order of their calls.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     left, right = await arena.world(2)
     pending = [asyncio.ensure_future(right.recv(src=0)) for _ in range(5)]
@@ -170,9 +154,7 @@ async def receives_from_whoever_is_first(arena: Arena) -> None:
     """Check that ``recv_any`` returns the first message, and its sender's rank.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     if arena.config.host_p2p == "backend":
         return  # refused, because torch's own call never notices a lost member
@@ -193,9 +175,7 @@ async def sends_bundles_and_objects(arena: Arena) -> None:
     """Check that a bundle with metadata, and plain data, arrive as one message each.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     left, right = await arena.world(2)
     tensors = {
@@ -217,12 +197,10 @@ async def sends_bundles_and_objects(arena: Arena) -> None:
 
 @check
 async def passes_tensors_to_a_handler(arena: Arena) -> None:
-    """Check that a handler gets the tensors of its tag, held ones first, in order.
+    """Check that a handler gets its tag's tensors in order, pending ones first.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     left, right = await arena.world(2)
     got: list[Tensor] = []
@@ -231,7 +209,7 @@ async def passes_tensors_to_a_handler(arena: Arena) -> None:
         right.handle(got.append, src=0, tag=1)
 
     if arena.config.host_p2p == "backend":
-        # Torch's own receive blocks a thread, so nothing can wait for all that comes.
+        # Torch's own receive blocks a thread, so no handler can wait for tensors.
         assert isinstance(await raised_by(handle()), UnsupportedOperationError)
         return
     sizes = (3, 2_000_000, 5, 300_000, 0, 2_000_000, 1)
@@ -255,12 +233,10 @@ async def passes_tensors_to_a_handler(arena: Arena) -> None:
 
 @check
 async def lets_a_handler_peek(arena: Arena) -> None:
-    """Check that bytes may come as they arrived, in order with those that do not.
+    """Check that a handler may see bytes in place, in order with other tensors.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     if arena.config.host_p2p == "backend":
         return  # such a world has no handlers
@@ -287,9 +263,7 @@ async def refuses_objects_that_are_not_plain(arena: Arena) -> None:
     """Check that data that JSON cannot represent is refused by the sender.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     left, _ = await arena.world(2)
     for thing in (object(), {1, 2}, torch.ones(1), b"bytes"):
@@ -302,9 +276,7 @@ async def keeps_a_message_that_does_not_fit(arena: Arena) -> None:
     """Check that a receive of the wrong dtype, size or kind loses no message.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     left, right = await arena.world(2)
     tensor = some((4,), torch.float32)
@@ -328,9 +300,7 @@ async def refuses_ranks_and_tags_that_cannot_be(arena: Arena) -> None:
     """Check that invalid arguments raise errors, and the world stays usable.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     left, right = await arena.world(2)
     one = torch.ones(1)
@@ -359,9 +329,7 @@ async def cancelling_a_receive_loses_nothing(arena: Arena) -> None:
     """Check that the next receive gets the message of a cancelled one.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     if arena.config.host_p2p == "backend":
         return  # documented: torch's own cannot be withdrawn
@@ -380,9 +348,7 @@ async def cancelling_several_receives_keeps_the_order(arena: Arena) -> None:
     """Check that messages stay in order when several receives are cancelled.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     if arena.config.host_p2p == "backend":
         return  # documented: torch's own cannot be withdrawn
@@ -403,15 +369,10 @@ async def cancelling_several_receives_keeps_the_order(arena: Arena) -> None:
 
 @check
 async def cancelling_one_receive_keeps_the_order_of_the_others(arena: Arena) -> None:
-    """Check that the other receives get the messages in order, whichever is cancelled.
-
-    It is cancelled after any number of the loop's turns: before its message arrives,
-    while it does, and when it is there but not returned yet.
+    """Check that cancelling one receive, at any moment, keeps the others' order.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     if arena.config.host_p2p == "backend":
         return  # documented: torch's own cannot be withdrawn
@@ -445,9 +406,7 @@ async def cancelling_a_send_sends_all_or_nothing(arena: Arena) -> None:
     """Check that the message after a cancelled send arrives whole.
 
     Args:
-        arena: Source of the worlds under test.
-
-    Cancellation: safe; the arena closes its worlds.
+        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
     """
     if arena.config.host_p2p == "backend":
         return  # documented: torch's own cannot be withdrawn

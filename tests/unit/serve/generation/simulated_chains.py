@@ -19,10 +19,14 @@ import torch
 
 from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.gateway.streams import Streams
-from multiworld.serve.generation.replica.generation_worker import GenerationWorker
+from multiworld.serve.generation.replica.engine import Engine
+from multiworld.serve.generation.replica.generation_worker import (
+    GenerationWorker,
+    ReplicaSettings,
+)
 from multiworld.serve.generation.replica.scheduler import Scheduler
-from multiworld.serve.generation.replica.stage_engine import Chores, StageEngine
-from multiworld.serve.spec.stage import Generation, Stage
+from multiworld.serve.generation.replica.stage_engine import StageEngine
+from multiworld.serve.spec.stage import Generation
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.generation_messages import (
     Opening,
@@ -91,52 +95,27 @@ def reference(stages: int, prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-class InlineEngine:
+class InlineEngine(Engine):
     """An engine that computes at once, in place of one in a thread."""
 
     def __init__(self, function: Any, is_last: bool, limits: EngineLimits) -> None:
-        self._engine = StageEngine(function, is_last, FACTS)
+        super().__init__(FACTS, is_last)
+        self._stage_engine: StageEngine = StageEngine(function, is_last, FACTS)
         self._limits, self.most_blocks, self.steps = limits, 0, 0
-        self._free: list[Any] = []
-        self._drop: list[Any] = []
-        self._open: dict[Any, Opening] = {}
-        self._restore: dict[Any, Any] = {}
-        self.began_at: float | None = None
-        self.computed_s = 0.0
-        self.rows, self.granule = 0, 1
+        self.rows = 0
         self.compiled: dict[int, Future[None]] = {}
 
     def open(self, opening: Opening) -> Future[None] | None:
         """Let a sequence begin; return its structure, if a test has given it one."""
-        self._open[opening.key[:2]] = opening
+        super().open(opening)
         return self.compiled.get(opening.key[1])
-
-    def restore(self, stream: Any, blocks: Any, tokens: int) -> None:
-        """Let a sequence begin with blocks."""
-        self._restore[stream] = blocks, tokens
-
-    def copied(self, stream: Any, begin: int, end: int) -> Any:
-        """Return a copy of keys and values."""
-        return self._engine.cache.copied(stream, begin, end)
-
-    def free(self, stream: Any) -> None:
-        """Forget a sequence."""
-        self._open.pop(stream, None)
-        self._restore.pop(stream, None)
-        self._free.append(stream)
-
-    def drop(self, stream: Any) -> None:
-        """Drop its keys and values."""
-        self._restore.pop(stream, None)
-        self._drop.append(stream)
 
     async def compute(self, parts: Any, rows: Any) -> Any:
         """Compute a step; messages may arrive while it is computed."""
-        await self.tidy()
         self.rows += len(rows)
         self.steps += 1
-        found = self._engine.compute(parts, rows)
-        lengths = self._engine.cache.lengths.values()
+        found = self._run(self._chores(), parts, rows)
+        lengths = self._stage_engine.cache.lengths.values()
         blocks = sum(self._limits.blocks_of(length) for length in lengths)
         self.most_blocks = max(blocks, self.most_blocks)
         await asyncio.sleep(0)
@@ -144,14 +123,12 @@ class InlineEngine:
 
     async def tidy(self) -> None:
         """Forget what is to be forgotten."""
-        opened = [(each, None) for each in self._open.values()]
-        self._engine.tidy(Chores(self._free, self._drop, opened, self._restore))
-        self._free, self._drop, self._open, self._restore = [], [], {}, {}
+        self._stage_engine.tidy(self._chores())
 
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values."""
-        return self._engine.cache.nbytes
+        return self._stage_engine.cache.nbytes
 
 
 @dataclass
@@ -213,6 +190,7 @@ class Net:
         self.owners: dict[str, Any] = {}
         self._ends: dict[tuple[str, str], FakeOutbox] = {}
         self._replicas: dict[str, Replica] = {}
+        self._engines: dict[str, InlineEngine] = {}
         self._numbers = 0
         self.version = "1"
         self.now = 0.0
@@ -239,22 +217,20 @@ class Net:
         functions = [front, *[middle] * (self.stages - 2), back]
         if is_last and stage == 0:
             functions = [only]
-        worker = GenerationWorker(
-            name,
-            stage,
-            is_last,
-            Stage(load=lambda context: lambda tensors: tensors),
-            f"stage {stage}",
-            1,
-            Scheduler(self._limits),
-            FACTS,
-            self._log_bytes,
-            self._prefix_bytes,
-            clock=lambda: self.now,
+        settings = ReplicaSettings(
+            name=name,
+            stage=stage,
+            stage_name=f"stage {stage}",
+            is_last=is_last,
+            log_bytes=self._log_bytes,
+            prefix_bytes=self._prefix_bytes,
         )
-        engine: Any = InlineEngine(functions[stage], is_last, self._limits)
-        worker._engine = engine
-        self.owners[name] = worker
+        engine = InlineEngine(functions[stage], is_last, self._limits)
+        scheduler = Scheduler(self._limits)
+        self._engines[name] = engine
+        self.owners[name] = GenerationWorker(
+            settings, engine, scheduler, lambda: self.now
+        )
         self._replicas[name] = Replica(
             name, "m", self.version, stage, ReplicaState.READY, weights="w"
         )
@@ -411,9 +387,7 @@ class Net:
 
     def engine(self, name: str) -> InlineEngine:
         """Return the engine of a replica."""
-        found: Any = self.worker(name)._engine
-        assert isinstance(found, InlineEngine)
-        return found
+        return self._engines[name]
 
     # Time.
 
@@ -467,7 +441,7 @@ class Net:
 
     async def _compute(self, name: str) -> bool:
         """Let a replica compute a step; messages arrive meanwhile."""
-        computing = asyncio.ensure_future(self.worker(name)._compute_next())
+        computing = asyncio.ensure_future(self.worker(name).compute_next())
         await asyncio.sleep(0)
         if not computing.done() and self.chance.random() < 0.5:
             ready = [p for p, q in sorted(self.queues.items()) if q and p[1] == name]

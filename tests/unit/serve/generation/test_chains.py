@@ -45,14 +45,8 @@ async def freed(net: Net) -> None:
     for name in net.alive():
         worker = net.worker(name)
         await net.engine(name).tidy()
-        assert len(worker._links) == 0
-        assert not worker._prompts._found
-        cache = worker._prompts._cache
-        assert cache is None or not cache._uses
-        assert worker._log.nbytes == 0
+        assert worker.leaks() == {}
         assert net.engine(name).nbytes == 0
-        assert worker._scheduler.is_idle
-        assert worker._scheduler.used_blocks == 0
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2, 3])
@@ -135,14 +129,15 @@ async def test_text_that_waits_takes_no_memory_for_its_known_beginning() -> None
     first = Client(net, [*shared, 51], 40)
     await net.settle(lambda: len(first.items) == 5)
     before = {name: net.engine(name).nbytes for name in net.alive()}
-    logged = {name: net.worker(name)._log.nbytes for name in net.alive()}
+    logged = {n: net.worker(n).leaks()["logged bytes"] for n in net.alive()[:-1]}
     others = [Client(net, [*shared, 60 + n], 5) for n in range(12)]
     await net.settle(lambda: len(first.items) == 20)
     (front, *_) = net.alive()
-    assert net.worker(front)._scheduler.waiting == 12
+    assert net.worker(front).report().queued == 12
     for name in net.alive():
         assert net.engine(name).nbytes < 2 * before[name]
-        assert net.worker(name)._log.nbytes <= 2 * logged[name]
+    for name, nbytes in logged.items():
+        assert net.worker(name).leaks()["logged bytes"] <= 2 * nbytes
     await whole(net, first, *others)
     for name in net.alive():
         assert net.worker(name).counts["prefix_cache_hits"] == 13 * 40
@@ -529,7 +524,7 @@ async def test_new_replica_takes_its_share_of_the_streams() -> None:
     clients = [Client(net, [number] * 10, 90) for number in range(1, 7)]
     await net.settle(lambda: all(len(client.items) >= 2 for client in clients))
     fresh = net.start(1)
-    await net.settle(lambda: len(net.worker(fresh)._links) >= 2)
+    await net.settle(lambda: net.worker(fresh).leaks().get("sequences", 0) >= 2)
     await whole(net, *clients)
     assert 2 <= net.streams.counts["moved"] <= 3
     assert net.streams.counts["replayed"] == 0

@@ -240,13 +240,13 @@ async def test_sequence_that_cannot_be_does_not_begin(changes: dict[str, Any]) -
     opening = messages.Opening(**{**given, **changes})
     here = net.alive()[1]
     worker = net.worker(here)
-    before = len(worker._links)
+    before = worker.leaks().get("sequences", 0)
     with pytest.raises(MessageError):
         worker.received(
             FakeOutbox(net, here, GATEWAY),  # type: ignore[arg-type]
             [(messages.Begin((opening,)), [])],
         )
-    assert len(worker._links) == before
+    assert worker.leaks().get("sequences", 0) == before
     await whole(net, clients)
 
 

@@ -1,4 +1,4 @@
-"""The messages of a chat: checked, and made what chat templates take. Pure."""
+"""Messages of a chat: validation, and conversion for chat templates. Pure."""
 
 from __future__ import annotations
 
@@ -14,20 +14,16 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles of messages in OpenAI's API."""
 
 MAX_ARGUMENTS = 50_000
-"""Most values in the arguments of all tool calls of a chat; texts in them count by
-their commas and brackets. As many take some 10 ms to decode."""
+"""Maximum number of values in the arguments of all tool calls of a chat; strings count
+by their commas and brackets. This many take some 10 ms to decode."""
 
 
 def for_template(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of a chat as chat templates take them.
+    """Validate the messages of a chat, and convert them for chat templates.
 
-    Parts of text are joined, fields that are null are left out, and the arguments of
-    tool calls, which OpenAI's API has as JSON, are what they say; arguments that are no
-    object in JSON, as of an answer that was cut, stay as they are.
-
-    Raises:
-        InvalidRequestError: A role is not known, a content is no text, or a tool call
-            does not have the fields of OpenAI's API.
+    Parts of text are joined, null fields are dropped, and the JSON arguments of tool
+    calls are decoded. Arguments that are not a JSON object, such as those of a
+    truncated answer, stay as they are.
     """
     found = [_message(message) for message in messages]
     calls = [call for message in found for call in message.get("tool_calls", ())]
@@ -54,7 +50,7 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
         known = ", ".join(ROLES)
         raise _wrong(f"has a role {reprlib.repr(role)}; known are {known}")
     is_answer = role == "assistant"
-    # An answer that only calls tools has none.
+    # An answer that only calls tools has no content.
     message["content"] = _content(message.get("content", "" if is_answer else None))
     calls = message.pop("tool_calls", [])
     if not isinstance(calls, list) or (calls and not is_answer):

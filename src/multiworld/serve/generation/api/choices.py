@@ -19,22 +19,17 @@ from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.generation_messages import Sampling, TokenItem
 
 LEAST_LOGPROB = -9999.0
-"""Logarithm of a probability of zero in answers, as in vLLM: JSON has no infinity."""
+"""Logprob of a probability of zero in answers, as in vLLM: JSON has no infinity."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """One choice.
+    """One choice of a completion request.
 
     Attributes:
-        index: Its index in the answer.
-        prompt: Tokens of its prompt.
-        text: Its text.
-        is_prompt_only: Whether the token that is computed is not part of it.
-        items: Its tokens so far.
-        scores: Probabilities of the tokens of its prompt, if they were asked for; see
-            ``TokenItem``.
-        finish: Why it ended; empty while it goes on.
+        is_prompt_only: Whether the computed token is left out of the answer.
+        scores: Logprobs of its prompt, if requested; see ``TokenItem.prompt``.
+        finish: Why it ended; empty until then.
     """
 
     index: int
@@ -48,14 +43,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The piece that one token adds to a choice.
+    """The text that one token adds to a choice; it may be empty.
 
-    Attributes:
-        choice: The choice.
-        text: Text that can be given out now; may be empty.
-        item: The token.
-        finish: ``stop`` or ``length`` if it is the last piece.
-        offset: Characters of the choice's text before it.
+    ``finish`` is empty except for the last piece. ``offset`` is in characters of the
+    text.
     """
 
     choice: Choice
@@ -66,10 +57,7 @@ class Piece:
 
 
 def digest_of(choices: Sequence[Choice], sampling: Sampling) -> str:
-    """Return a digest of a request: of its prompts, and how it samples.
-
-    Its seed has no part in it: a request without one gets another each time.
-    """
+    """Return a digest of prompts and sampling, except for the seed."""
     found = hashlib.blake2b(digest_size=16)
     found.update(
         msgspec.msgpack.encode(
@@ -92,24 +80,7 @@ async def generate(
     session: str = "",
     request: str = "",
 ) -> AsyncGenerator[Piece]:
-    """Generate all choices at once; yield their pieces as they come.
-
-    Args:
-        streams: Streams of the gateway.
-        model: Name of the model.
-        choices: The choices.
-        samplings: How to choose the tokens of each.
-        deadline_s: Seconds until the deadline; None: the model's default.
-        limits: Other time limits, of each choice.
-        share: The tenant.
-        session: Its name of a session, whose streams prefer the same replicas.
-        request: Id of the request, for logs.
-
-    Raises:
-        ServeError: One choice failed; the others are ended.
-
-    Cancellation: Safe. All choices end, and their replicas are told.
-    """
+    """Generate all choices at once; if one fails, the others end."""
     arrived: asyncio.Queue[Piece | ServeError | Exception] = asyncio.Queue()
 
     async def one(choice: Choice, sampling: Sampling) -> None:
@@ -125,7 +96,7 @@ async def generate(
                 request=request,
             ) as tokens:
                 async for item in tokens:
-                    await asyncio.sleep(0)  # others go on, however many have come
+                    await asyncio.sleep(0)  # let others run
                     piece = _piece(choice, item)
                     arrived.put_nowait(piece)
                     if piece.finish:
@@ -168,7 +139,7 @@ def _piece(choice: Choice, item: TokenItem) -> Piece:
 
 
 def chat_logprobs(tokenizer: Tokenizer, items: Sequence[TokenItem]) -> Any:
-    """Return the probabilities of tokens as in a chat completion."""
+    """Return the logprobs of tokens in the form of a chat completion."""
 
     def shown(token: int, logprob: float) -> dict[str, Any]:
         return {
@@ -195,14 +166,10 @@ def text_logprobs(
     prompt: Sequence[int] = (),
     scores: Sequence[tuple[float, Any]] = (),
 ) -> dict[str, Any]:
-    """Return the probabilities of tokens as in a text completion.
+    """Return the logprobs of tokens in the form of a text completion.
 
-    Args:
-        tokenizer: Tokenizer of the model.
-        items: The generated tokens.
-        offset: Characters of the text before them.
-        prompt: Tokens of the prompt, to be told as well; the first has no probability.
-        scores: Probabilities of the others.
+    ``offset`` is the number of characters before them. If ``prompt`` is given, its
+    tokens come first, with ``scores``; the first one has no logprob.
     """
     scored: list[tuple[int, float | None, Any]] = [
         (item.token, item.logprob, item.top) for item in items
@@ -224,7 +191,7 @@ def text_logprobs(
             for _, logprob, _ in scored
         ],
         "top_logprobs": [
-            # The token itself is always among them.
+            # The chosen token is always included.
             None
             if top is None or logprob is None
             else {

@@ -31,20 +31,11 @@ KEEP_ALIVE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A request that was checked.
+    """A request that was checked against its model.
 
     Attributes:
-        wanted: What it wants.
-        served: Name of the model that serves it.
-        version: Version of the model.
-        tokenizer: Tokenizer of the model.
-        choices: Its choices.
-        is_chat: Whether it is a chat completion.
+        served: Name of the model that serves it, maybe a dedicated one.
         echoes: Text that each choice begins with.
-        id: Id of the answer.
-        made_at: Time of the answer, in seconds since the epoch.
-        limits: Time limits of its streams.
-        family: Template family of the model's tool calls.
     """
 
     wanted: Wanted
@@ -60,12 +51,12 @@ class Ready:
     family: Family | None = None
 
     def parser(self) -> CallParser | None:
-        """Return what finds the tool calls in one choice; None if there are none."""
+        """Return a parser of the tool calls of one choice; None if it may call none."""
         calling = self.wanted.calling
         return None if calling is None else CallParser(calling, self.family)
 
     def head(self, *, is_chunk: bool = False) -> dict[str, Any]:
-        """Return the fields with which each answer, or chunk of one, begins."""
+        """Return the fields that begin each answer, or each chunk of a streamed one."""
         kind = "text_completion"
         if self.is_chat:
             kind = "chat.completion.chunk" if is_chunk else "chat.completion"
@@ -78,17 +69,7 @@ class Ready:
 
 
 async def whole(ready: Ready, pieces: AsyncGenerator[Piece]) -> Response:
-    """Return the whole answer, once all choices have ended.
-
-    Args:
-        ready: The request.
-        pieces: What is generated.
-
-    Raises:
-        ServeError: A choice failed.
-
-    Cancellation: Safe. The streams end, and their replicas are told.
-    """
+    """Return the whole answer, once all choices have ended."""
     texts = list(ready.echoes)
     async for piece in pieces:
         texts[piece.choice.index] += piece.text
@@ -153,7 +134,7 @@ def _choice(
 
 
 def _message(ready: Ready, text: str) -> dict[str, Any]:
-    """Return the message of a chat completion, with the tools that it calls."""
+    """Return the message of a chat completion, with its tool calls."""
     parser = ready.parser()
     if parser is None:
         return {"role": "assistant", "content": text}
@@ -165,7 +146,7 @@ def _message(ready: Ready, text: str) -> dict[str, Any]:
             name, arguments = calls.get(found.number, ("", ""))
             calls[found.number] = name + found.name, arguments + found.arguments
     if not calls:
-        # A call that was cut off is no text.
+        # A truncated call is not text.
         return {"role": "assistant", "content": text if parser.is_free else None}
     shown = [
         {
@@ -183,17 +164,7 @@ def _message(ready: Ready, text: str) -> dict[str, Any]:
 
 
 async def events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[bytes]:
-    """Yield a streamed answer as server-sent events.
-
-    Args:
-        ready: The request.
-        pieces: What is generated.
-
-    Raises:
-        ServeError: A choice failed.
-
-    Cancellation: Safe. The streams end, and their replicas are told.
-    """
+    """Yield a streamed answer as server-sent events."""
     begun: set[int] = set()
     parsers = [ready.parser() for _ in ready.choices]
     held: list[list[Piece]] = [[] for _ in ready.choices]
@@ -222,13 +193,7 @@ async def events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[
 
 
 async def kept_alive(pieces: AsyncGenerator[Piece]) -> AsyncGenerator[Piece | None]:
-    """Yield pieces, and None whenever none came for a while.
-
-    Args:
-        pieces: What is generated.
-
-    Cancellation: Safe. The streams end.
-    """
+    """Yield pieces, and None after every ``KEEP_ALIVE_S`` without one."""
     waiting: asyncio.Future[Piece] | None = None
     try:
         while True:
@@ -252,9 +217,9 @@ async def kept_alive(pieces: AsyncGenerator[Piece]) -> AsyncGenerator[Piece | No
 
 
 def _first_event(ready: Ready, choice: Choice) -> bytes:
-    """Return what comes before the first token of a choice; empty if nothing does.
+    """Return the event before the first token of a choice; empty if there is none.
 
-    It comes with that token, because clients take it for the time of the first one.
+    It is sent with that token, because clients take it for the time to first token.
     """
     prompt = {"prompt_token_ids": list(choice.prompt)} if ready.wanted.has_ids else {}
     if ready.is_chat:
@@ -267,15 +232,10 @@ def _first_event(ready: Ready, choice: Choice) -> bytes:
 def _parsed_events(
     ready: Ready, held: list[Piece], parser: CallParser
 ) -> Iterator[bytes]:
-    """Yield the events of a text that may call tools.
+    """Yield the events of output that may call tools.
 
-    A token may end nothing that can be shown yet; the next event has it then.
-
-    Args:
-        ready: The request.
-        held: Pieces of one choice that no event has had yet; those that get one are
-            removed. The last one is not parsed yet.
-        parser: Finds its tool calls.
+    ``held`` has the pieces of one choice that no event has included yet, because they
+    complete nothing that can be shown; the last one is not parsed yet.
     """
     piece = held[-1]
     found = [*parser.feed(piece.text), *(parser.end() if piece.finish else ())]
@@ -315,16 +275,7 @@ def _event(
     finish: str = "",
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> bytes:
-    """Return the event for some pieces of a choice.
-
-    Args:
-        ready: The request.
-        choice: The choice.
-        delta: What to show of it.
-        pieces: The pieces whose tokens it tells of.
-        finish: Why the choice has ended; empty if it goes on.
-        more: Further fields of the choice.
-    """
+    """Return the event for some pieces of a choice, with further fields ``more``."""
     items = [piece.item for piece in pieces]
     found: dict[str, Any] = {"index": choice.index}
     found["delta" if ready.is_chat else "text"] = delta

@@ -1,7 +1,7 @@
-"""Requests for chat and text completions, as OpenAI's API has them.
+"""Requests for chat and text completions, as in OpenAI's API.
 
-Fields that vLLM adds are known as well. What is unknown or not supported is refused by
-name.
+Fields that vLLM adds are supported as well. Unknown or unsupported fields are refused
+by name.
 """
 
 from __future__ import annotations
@@ -28,36 +28,34 @@ from multiworld.serve.generation.grammar import (
 from multiworld.serve.transport.generation_messages import Sampling
 
 MAX_CHOICES = 64
-"""Most choices of one request, over all of its prompts."""
+"""Maximum number of choices of one request, over all of its prompts."""
 
 MAX_PROMPTS = 2048
-"""Most prompts of one request."""
 
 MAX_STOPS = 16
-"""Most stop strings."""
+"""Maximum number of stop strings."""
 
 MAX_STOP_TOKENS = 1024
-"""Most tokens that end a text."""
+"""Maximum number of tokens that end a completion."""
 
 MAX_STOP = 256
-"""Most characters of a stop string: they are looked for at every token."""
+"""Maximum number of characters of a stop string; each token is searched for them."""
 
 MAX_BIASES = 1024
-"""Most tokens with a bias."""
 
 GREEDY = 1e-5
 """Temperature below which the most likely token is taken, as in vLLM: the quotient
 would overflow."""
 
 MAX_LOGPROBS = 20
-"""Most alternatives whose probabilities are reported with each token."""
+"""Maximum number of alternatives reported with each token."""
 
 DEFAULT_TOKENS = 16
-"""Tokens of a text completion that names no number, as in OpenAI's API."""
+"""Output tokens of a text completion that gives no number, as in OpenAI's API."""
 
 
 class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A JSON schema, as OpenAI's API names it."""
+    """A JSON schema, in the form of OpenAI's API."""
 
     name: str
     schema: Any = None
@@ -66,8 +64,6 @@ class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The form of an answer: ``text``, ``json_object`` or ``json_schema``."""
-
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -83,8 +79,6 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options of a streamed answer."""
-
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False
@@ -130,8 +124,6 @@ class _Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class ChatBody(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Body of a chat completion."""
-
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -163,8 +155,6 @@ class ChatBody(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class CompletionBody(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Body of a text completion."""
-
     prompt: str | list[Any] = "<|endoftext|>"
     logprobs: int | None = None
     echo: bool | None = None
@@ -177,7 +167,7 @@ _chat = msgspec.json.Decoder(ChatBody)
 _completion = msgspec.json.Decoder(CompletionBody)
 
 UNSUPPORTED = (
-    "chat_template",  # a client's template could compute for ever
+    "chat_template",  # a client's template could run forever
     *("functions", "function_call", "modalities"),
     *("audio", "prediction", "web_search_options", "suffix"),
     *("store", "service_tier", "verbosity", "moderation", "prompt_cache_options"),
@@ -198,34 +188,29 @@ NOTHING: dict[str, Any] = {
     "echo": False,
     "add_special_tokens": False,
 }
-"""Values of some of them that ask for nothing, besides ``DEFAULTS``."""
+"""Values of some of them that request nothing, besides ``DEFAULTS``."""
 
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
-"""Pairs of ``metadata``, and characters of their names and values, as in OpenAI's."""
+"""Maximum pairs of ``metadata``, and characters of names and values, as in OpenAI's."""
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-"""Values of ``reasoning_effort``."""
 
 DEFAULTS: tuple[Any, ...] = (
     *(None, False, [], {}, "", "auto", "default"),
     *(["text"], {"type": "text"}),
 )
-"""Values of those fields that ask for nothing."""
+"""Values of unsupported fields that request nothing."""
 
 MAX_SESSION = 256
-"""Most characters of the name of a session."""
+"""Maximum number of characters of the name of a session."""
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The structure of an answer, which is still to be checked.
+    """The required structure of an answer, not checked yet.
 
-    Attributes:
-        kind: ``json``, ``regex``, ``choice``, ``grammar``, ``calls`` or ``marked
-            calls``.
-        value: The schema, the expression, the texts, the grammar, the ``Calling``, or
-            the arguments of ``grammar_of_marked_calls``.
-        param: Field that has it.
+    ``kind`` selects the function that makes the grammar from ``value``; ``param`` is
+    the field of the request that has it.
     """
 
     kind: str
@@ -233,11 +218,7 @@ class Structure:
     param: str
 
     def grammar(self) -> str:
-        """Return its grammar; this may take a second.
-
-        Raises:
-            InvalidRequestError: It is not valid.
-        """
+        """Check the structure and return its grammar; this may take a second."""
         makers: dict[str, Callable[[Any, str], str]] = {
             "json": grammar_of_schema,
             "regex": grammar_of_regex,
@@ -260,7 +241,7 @@ def _grammar_of_marked_calls(
 
 
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields whose default is that of the model's ``generation_config.json``."""
+"""Fields whose default is in the model's ``generation_config.json``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,22 +249,16 @@ class Wanted:
     """A request without its prompts.
 
     Attributes:
-        model: Name of the model.
-        sampling: How to choose tokens; ``max_tokens`` is 0 if none was given.
-        n: Choices of each prompt.
-        stop: Stop strings.
-        is_streamed: Whether the answer is streamed.
+        sampling: ``max_tokens`` is 0 if the request gives none.
+        n: Number of choices per prompt.
         has_usage: Whether a streamed answer ends with the usage.
-        skips_special: Whether special tokens are left out of the text.
         echo: Whether the answer begins with the prompt.
-        is_prompt_only: Whether it ends there. One token is computed all the same.
+        is_prompt_only: The answer is only the prompt; one token is computed all the
+            same.
         timeout_s: Seconds until the deadline; None: the model's default.
-        has_ids: Whether the answer names the tokens by their ids.
-        structure: Structure of the answer; None: any.
-        calling: How it may call tools; None: it may not.
-        session: Requests with the same one, of a tenant, prefer the same replicas;
-            empty: none.
-        given: Those of ``DEFAULTED`` that the request names.
+        has_ids: Whether the answer includes the token ids.
+        session: Requests of a tenant with the same session prefer the same replicas.
+        given: Fields of ``DEFAULTED`` that the request gives.
     """
 
     model: str
@@ -304,11 +279,7 @@ class Wanted:
 
 
 def chat_of(body: bytes | bytearray) -> tuple[ChatBody, Wanted]:
-    """Return a request for a chat completion, its messages as templates take them.
-
-    Raises:
-        InvalidRequestError: It is malformed, or wants what is not supported.
-    """
+    """Parse a request for a chat completion; convert its messages for templates."""
     asked = decoded(body, _chat)
     if not asked.messages:
         raise _wrong("messages", "must hold a message")
@@ -328,11 +299,7 @@ def chat_of(body: bytes | bytearray) -> tuple[ChatBody, Wanted]:
 
 
 def _with_tools(asked: ChatBody, wanted: Wanted) -> Wanted:
-    """Return what a request wants with the tools that it names.
-
-    Raises:
-        InvalidRequestError: They are not valid, or do not fit other fields.
-    """
+    """Add the tools of a request to its parameters."""
     calling = calling_of(asked.tools, asked.tool_choice)
     if calling is None:
         return wanted
@@ -349,21 +316,12 @@ def _with_tools(asked: ChatBody, wanted: Wanted) -> Wanted:
 
 
 def completion_of(body: bytes | bytearray) -> tuple[CompletionBody, Wanted]:
-    """Return a request for text completions.
-
-    Raises:
-        InvalidRequestError: It is malformed, or wants what is not supported.
-    """
     asked = decoded(body, _completion)
     return asked, wanted_of(asked)
 
 
 def wanted_of(asked: CompletionBody) -> Wanted:
-    """Return what a text completion wants.
-
-    Raises:
-        InvalidRequestError: It wants what is not supported.
-    """
+    """Return the parameters of a text completion."""
     logprobs = asked.logprobs
     if logprobs is not None:
         logprobs = int(_between("logprobs", logprobs, 0, MAX_LOGPROBS, 0))
@@ -383,11 +341,7 @@ def wanted_of(asked: CompletionBody) -> Wanted:
 
 
 def prompts_of(prompt: Any) -> list[str] | list[list[int]]:
-    """Return the prompts of a text completion: all texts, or all token ids.
-
-    Raises:
-        InvalidRequestError: They are neither.
-    """
+    """Return the prompts of a text completion: all strings, or all token ids."""
     if isinstance(prompt, str):
         return [prompt]
     if prompt and all(type(one) is int for one in prompt):
@@ -403,11 +357,7 @@ def prompts_of(prompt: Any) -> list[str] | list[list[int]]:
 
 
 def decoded(body: bytes | bytearray, decoder: msgspec.json.Decoder[Any]) -> Any:
-    """Return a body as the type of a decoder.
-
-    Raises:
-        InvalidRequestError: It is malformed; the field is named.
-    """
+    """Decode a body; the error names the invalid field."""
     check_values(body)
     try:
         return decoder.decode(body)
@@ -426,7 +376,7 @@ def invalid(error: msgspec.ValidationError) -> InvalidRequestError:
 
 
 def _named(text: str) -> str:
-    """Return the field that an error of msgspec names, or empty."""
+    """Return the field named in an error of msgspec; empty if it names none."""
     for mark, end in (("`$.", "`"), ("field `", "`")):
         _, found, rest = text.partition(mark)
         if found:
@@ -502,11 +452,7 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
 def structure_of(
     form: ResponseFormat | None, outputs: StructuredOutputs | None
 ) -> Structure | None:
-    """Return the structure that a request wants; None: any.
-
-    Raises:
-        InvalidRequestError: It wants several, or none of those that there are.
-    """
+    """Return the structure that a request requires; None: any."""
     found: list[Structure] = []
     if form is not None and form.type == "json_object":
         found.append(Structure("json", {"type": "object"}, "response_format"))
@@ -530,7 +476,7 @@ def structure_of(
 
 
 def _check_metadata(given: dict[str, str] | None) -> None:
-    """Refuse metadata beyond OpenAI's limits; nothing depends on it."""
+    """Refuse metadata beyond OpenAI's limits; it has no other effect."""
     found = given or {}
     is_long = any(len(k) > MAX_KEY or len(v) > MAX_VALUE for k, v in found.items())
     if len(found) > MAX_METADATA or is_long:
@@ -573,18 +519,9 @@ def _wrong(param: str, rule: str, code: str = "invalid_value") -> InvalidRequest
 def check_fits(
     prompt: int, wanted: Sampling, longest: int, vocabulary: int, param: str
 ) -> Sampling:
-    """Return the sampling with the most tokens that fit after a prompt.
+    """Check that a sequence fits, and return its sampling with ``max_tokens`` set.
 
-    Args:
-        prompt: Number of tokens of the prompt.
-        wanted: The sampling; ``max_tokens`` 0 takes all that fit.
-        longest: Most tokens that the model takes.
-        vocabulary: Number of tokens of the model.
-        param: Name of the field with the prompt.
-
-    Raises:
-        InvalidRequestError: The prompt and the answer do not fit, or a token does not
-            exist.
+    ``prompt`` and ``longest`` (the maximum of the sequence) are numbers of tokens.
     """
     if not prompt:
         raise _wrong(param, "must have a token")

@@ -61,16 +61,11 @@ from multiworld.serve.spec.stage import Generation
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 
 MAX_SCORES = 200_000
-"""Most probabilities of prompts in one answer; each takes about 50 bytes of it."""
+"""Maximum number of prompt logprobs in one answer; each takes about 50 bytes of it."""
 
 
 def add_generation(app: FastAPI, gateway: Gateway) -> None:
-    """Add the routes to an application.
-
-    Args:
-        app: The application.
-        gateway: The gateway.
-    """
+    """Add the routes to an application."""
 
     @app.post("/v1/chat/completions", tags=["openai"])
     async def chat(request: Request) -> Response:
@@ -82,7 +77,7 @@ def add_generation(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/v1/completions", tags=["openai"])
     async def completions(request: Request) -> Response:
-        """Continue texts, or lists of token ids."""
+        """Continue prompts, given as text or as token ids."""
         return await answered(gateway, request, _read_completion)
 
     @app.post("/tokenize", tags=["openai"])
@@ -103,16 +98,7 @@ Reader = Callable[[Gateway, AdmittedRequest, Request, Body], Awaitable[Ready]]
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """A model that generates text.
-
-    Attributes:
-        generation: Facts about it.
-        tokenizer: Its tokenizer.
-        version: Its version.
-        longest: Most tokens of a text.
-        limits: Time limits of its streams.
-        family: Template family of its tool calls; None: it calls none by itself.
-    """
+    """A model that generates text; ``longest`` is the maximum tokens of a sequence."""
 
     generation: Generation
     tokenizer: Tokenizer
@@ -124,7 +110,6 @@ class _Served:
 
 
 async def _served(gateway: Gateway, admitted: AdmittedRequest, name: str) -> _Served:
-    """Return a model that generates text."""
     version, model = gateway.model(name, None, admitted.tenant)
     if model.generation is None:
         raise InvalidRequestError(
@@ -176,19 +161,7 @@ async def _read_completion(
 async def read_completion(
     gateway: Gateway, admitted: AdmittedRequest, asked: CompletionBody, wanted: Wanted
 ) -> Ready:
-    """Return a completion request once it was checked against its model.
-
-    Args:
-        gateway: The gateway.
-        admitted: The request, as admitted.
-        asked: Its body.
-        wanted: What it wants.
-
-    Raises:
-        ServeError: The request is not valid, or the model is not served.
-
-    Cancellation: Safe.
-    """
+    """Check a completion request against its model."""
     served = await _served(gateway, admitted, asked.model)
     tokenizer = served.tokenizer
     prompts = prompts_of(asked.prompt)
@@ -207,7 +180,7 @@ async def read_completion(
 
 
 def _shown_tools(wanted: Wanted) -> list[dict[str, Any]]:
-    """Return the tools of a request as its chat template takes them."""
+    """Return the tools of a request as its chat template expects them."""
     if wanted.calling is None:
         return []
     found: list[dict[str, Any]] = msgspec.to_builtins(wanted.calling.tools)
@@ -226,7 +199,7 @@ def _check_choices(prompts: int, n: int) -> None:
 
 
 def _check_scores(prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
-    """Check how many probabilities of prompts an answer is to tell."""
+    """Check the number of prompt logprobs in an answer."""
     most = wanted.sampling.prompt_logprobs
     if most is None:
         return
@@ -241,7 +214,7 @@ def _check_scores(prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
 
 
 def _with_defaults(wanted: Wanted, generation: Generation) -> Wanted:
-    """Return a request with the model's own values where it names none."""
+    """Use the model's own defaults for fields that the request does not give."""
     own = {k: v for k, v in generation.defaults.items() if k not in wanted.given}
     if not own:
         return wanted
@@ -249,11 +222,7 @@ def _with_defaults(wanted: Wanted, generation: Generation) -> Wanted:
 
 
 def _strict(wanted: Wanted, served: _Served) -> Structure:
-    """Return the structure of free text whose tool calls fit their schemas.
-
-    Raises:
-        InvalidRequestError: This model's calls cannot be held to them.
-    """
+    """Return the structure of output whose tool calls must fit their schemas."""
     assert wanted.calling is not None
     token_id = served.tokenizer.fast.token_to_id
     begin, end = token_id(BEGIN), token_id(END)
@@ -350,14 +319,7 @@ async def _ready(
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form of the answers of a route.
-
-    Attributes:
-        whole: Renders an answer that is not streamed.
-        events: Renders one that is, as server-sent events.
-        error: Renders an error.
-        event_stream: Response that sends the events.
-    """
+    """The form of the answers of a route: whole, as events, and errors."""
 
     whole: Callable[[Ready, AsyncGenerator[Piece]], Coroutine[Any, Any, Response]]
     events: Callable[[Ready, AsyncGenerator[Piece]], AsyncGenerator[bytes]]
@@ -366,7 +328,6 @@ class Form:
 
 
 OPENAI = Form(whole, events, openai_error_response)
-"""The form of OpenAI's API."""
 
 
 async def answered(
@@ -374,13 +335,7 @@ async def answered(
 ) -> Response:
     """Answer a request, at once or as a stream.
 
-    Args:
-        gateway: The gateway.
-        request: The HTTP request.
-        read: Reads its body.
-        form: Form of the answer.
-
-    Cancellation: Safe. Its streams end, and it is counted as ``CLIENT_CLOSED``.
+    Cancelling ends its streams and counts it as ``CLIENT_CLOSED``.
     """
     ready: Ready | None = None
 
@@ -415,7 +370,7 @@ async def answered(
         )
         pieces = _watched(gateway, admitted, ready, generated)
         if ready.wanted.is_streamed:
-            gateway.streams.check_room(ready.served)  # while a status can say it
+            gateway.streams.check_room(ready.served)  # the status can still report it
             return form.event_stream(form.events(ready, pieces))
         return await while_connected(request, form.whole(ready, pieces))
 

@@ -1,9 +1,9 @@
-"""Tools that a model may call, as OpenAI's API has them. Pure.
+"""Tools that a model may call, as in OpenAI's API. Pure.
 
-A model that is asked with ``tool_choice: auto`` says in its text that it calls a tool,
-in the form of its template family, and the parser finds it there. With a named tool or
-``required``, the text is given the structure of the call's arguments, or of a list of
-calls, and any model can do it.
+With ``tool_choice: auto``, the model writes its tool calls into its output, in the form
+of its template family, and the parser finds them there. With a named tool or
+``required``, the output is constrained to the arguments of the call, or to a list of
+calls, which works with any model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from multiworld.errors import InvalidRequestError
 
 MAX_TOOLS = 128
-"""Most tools of a request, as in OpenAI's API."""
+"""Maximum number of tools of a request, as in OpenAI's API."""
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 """Marks around a call in the template family of Hermes and Qwen."""
@@ -28,8 +28,6 @@ Family = Literal["hermes", "llama3_json"]
 
 
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A function that a model may call."""
-
     name: str
     description: str | None = None
     parameters: Any = None
@@ -37,20 +35,18 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool; only functions are known."""
+    """A tool; only functions are supported."""
 
     type: Literal["function"]
     function: Function
 
 
 class NamedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The name of a function."""
-
     name: str
 
 
 class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The tool that a model is to call."""
+    """The tool that a model must call."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -58,13 +54,12 @@ class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Calling:
-    """The way in which a model calls tools in one answer.
+    """How a model may call tools in one answer.
 
     Attributes:
-        tools: The tools.
-        named: Name of the one that it calls; empty: its own choice.
-        is_required: Whether it calls at least one.
-        is_single: Whether it calls at most one.
+        named: Name of the tool that it must call; empty: its own choice.
+        is_required: Whether it must call at least one.
+        is_single: Whether it may call at most one.
     """
 
     tools: tuple[Tool, ...]
@@ -84,15 +79,14 @@ class Calling:
 
     @property
     def named_parameters(self) -> Any:
-        """JSON schema of the arguments of the tool that is named."""
+        """JSON schema of the arguments of the named tool."""
         (tool,) = [t for t in self.tools if t.function.name == self.named]
         return _parameters(tool)
 
     def forms(self, *, is_strict: bool = False) -> list[tuple[str, Any]]:
         """Return the name and the JSON schema of the parameters of each tool.
 
-        Args:
-            is_strict: Whether those of tools that are not strict may be any.
+        With ``is_strict``, tools that are not strict accept any object.
         """
         return [
             (
@@ -108,15 +102,7 @@ class Calling:
 def calling_of(
     tools: Sequence[Tool] | None, choice: str | NamedTool | None
 ) -> Calling | None:
-    """Return how a request lets the model call tools; None: it may not.
-
-    Args:
-        tools: The tools of the request.
-        choice: Its ``tool_choice``.
-
-    Raises:
-        InvalidRequestError: They do not fit together.
-    """
+    """Return how a request lets the model call tools; None: it may not."""
     if not tools:
         if choice not in (None, "none", "auto"):
             raise InvalidRequestError('"tool_choice" needs tools', param="tool_choice")
@@ -147,13 +133,7 @@ def _parameters(tool: Tool) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call, or a part of one.
-
-    Attributes:
-        number: Its number in the answer, from 0.
-        name: Name of the tool; empty in further parts of a call.
-        arguments: Its arguments as JSON, or a part of them.
-    """
+    """A call, or a part of its JSON arguments; only the first part has a name."""
 
     number: int
     name: str
@@ -161,12 +141,7 @@ class Call:
 
 
 class CallParser:
-    """Finds the calls in the text of one answer, as it grows.
-
-    Args:
-        calling: How the model calls tools.
-        family: Template family of the model; used if the choice is its own.
-    """
+    """Finds the calls in the output of one choice, as it grows."""
 
     def __init__(self, calling: Calling, family: Family | None) -> None:
         self._calling, self._family = calling, family
@@ -177,11 +152,10 @@ class CallParser:
 
     @property
     def is_free(self) -> bool:
-        """True if the text may be something else than calls."""
         return self._calling.is_free
 
     def feed(self, text: str) -> Iterator[str | Call]:
-        """Yield what more of the text says: text to give out, or calls."""
+        """Parse more output; yield text to send, or calls."""
         self._held += text
         if self._calling.named:
             yield from self._named()
@@ -193,9 +167,9 @@ class CallParser:
             yield from self._rest()
 
     def end(self) -> Iterator[str | Call]:
-        """Yield what the end of the text says."""
+        """Yield the rest, after the last output."""
         if not self._calling.is_free:
-            return  # what is left is a call that was cut off
+            return  # the rest is a truncated call
         found = self._parsed(self._held.removeprefix(BEGIN).removesuffix(END))
         if found is None:
             yield from self._rest()
@@ -210,7 +184,7 @@ class CallParser:
             yield from self._calls(self._parsed(call) or [])
 
     def _named(self) -> Iterator[Call]:
-        """Yield the arguments of the one call as they come."""
+        """Yield the arguments of the one call as they arrive."""
         if self._held or not self.calls:
             name = "" if self.calls else self._calling.named
             yield Call(0, name, self._held)
@@ -230,7 +204,7 @@ class CallParser:
             self._held = mark + rest
             inside, closed, after = rest.partition(END)
             if not closed:
-                return  # it is not complete yet
+                return  # the call is not complete yet
             found = self._parsed(inside)
             self._held = after
             if found is None:
@@ -239,7 +213,7 @@ class CallParser:
                 yield from self._calls(found)
 
     def _may_not_be_json(self) -> bool:
-        """Tell whether the text is certainly no call in the form of Llama 3."""
+        """Return whether the output is certainly not a call in Llama 3's form."""
         begun = self._held.lstrip()
         return self._is_free or self._family is None or begun[:1] not in ("", "{", "[")
 
@@ -250,7 +224,7 @@ class CallParser:
             yield text
 
     def _parsed(self, text: str) -> list[tuple[str, str]] | None:
-        """Return the calls that a text is; None if it is something else."""
+        """Return the calls in a text; None if it is something else."""
         try:
             found = json.loads(text)
             calls = found if isinstance(found, list) else [found]
@@ -259,17 +233,13 @@ class CallParser:
             return None
 
     def _call(self, call: Any) -> tuple[str, str]:
-        """Return the tool and the arguments of one call.
-
-        Raises:
-            ValueError: It is something else, or its arguments cannot be JSON.
-        """
+        """Return the tool and arguments of a call; raise ``ValueError`` if invalid."""
         names = [tool.function.name for tool in self._calling.tools]
         if not isinstance(call, dict) or call.get("name") not in names:
             raise ValueError("no call of a known tool")
         given = call.get("arguments", call.get("parameters", {}))
         text = given if isinstance(given, str) else json.dumps(given, allow_nan=False)
-        text.encode()  # half of a character cannot be
+        text.encode()  # fails for a lone surrogate
         return call["name"], text
 
     def _calls(self, found: list[tuple[str, str]]) -> Iterator[Call]:
@@ -304,7 +274,7 @@ class ListedCalls:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Return how many characters at the end of a text may begin a mark."""
+    """Return the length of the longest end of a text that may begin a mark."""
     for count in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-count:]):
             return count

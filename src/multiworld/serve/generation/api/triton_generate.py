@@ -1,6 +1,7 @@
 """Triton's routes ``generate`` and ``generate_stream``.
 
 Fields and meanings are those of Triton's generate extension and of its vLLM backend.
+
 https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/docs/protocol/extension_generate.html
 """
 
@@ -48,11 +49,8 @@ EXCLUDES = "exclude_input_in_output"
 class GenerateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of a request.
 
-    Attributes:
-        text_input: The prompt.
-        id: Id of the request, which the answer repeats.
-        parameters: Fields of a text completion, but for the model and the prompt.
-        stream: Ignored but for its type: the route decides.
+    ``parameters`` are the fields of a text completion, except those in ``FIXED``. The
+    route decides, not ``stream``.
     """
 
     text_input: str
@@ -72,23 +70,17 @@ class _Events(EventStream):
 
     @staticmethod
     def error_of(error: ServeError) -> Any:
-        """Return the text of the error, as Triton does."""
         return text_of(error)
 
 
 def add_generate(app: FastAPI, gateway: Gateway) -> None:
-    """Add the routes to an application.
-
-    Args:
-        app: The application.
-        gateway: The gateway.
-    """
+    """Add the routes to an application."""
 
     def add(path: str, *, is_streamed: bool) -> None:
         async def generate(
             name: str, request: Request, version: str | None = None
         ) -> Response:
-            """Continue a text, as Triton's generate extension has it."""
+            """Continue a text, as defined by Triton's generate extension."""
             read = _reader(name, version, is_streamed)
             return await answered(gateway, request, read, _form(name))
 

@@ -1,6 +1,6 @@
-"""A decoder in a Hugging Face folder, cut between layers, that generates text.
+"""A decoder in a Hugging Face folder, cut between layers.
 
-This module runs in every process of the service, so it imports nothing heavy.
+Every process of the service imports this module, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ DEFAULTS = {
     "min_p": (0.0, 1.0),
     "repetition_penalty": (0.01, 100.0),
 }
-"""Fields of ``generation_config.json`` that are defaults of requests, as in vLLM, and
-their least and largest values."""
+"""Fields of ``generation_config.json`` that are defaults of requests, as in vLLM, with
+their minimum and maximum values."""
 
 COLDEST = 1e-5
-"""Temperature below which the most likely token is taken."""
+"""Temperature below which decoding is greedy."""
 
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes of a number, by dtype."""
+"""Bytes per number, by dtype."""
 
 
 def model(
@@ -45,17 +45,12 @@ def model(
     Args:
         path: The folder.
         stages: Number of stages.
-        cut: First layer of every stage but the first; by default the stages have equal
-            numbers of layers, as far as possible.
-        dtype: Dtype to compute in: ``float32``, ``float16`` or ``bfloat16``; by default
-            as in the folder.
-        deterministic: Whether texts are to have the same bits whatever happens.
-        generation_config: ``auto``: the folder's ``generation_config.json`` has the
-            defaults of sampling; ``none``: these are OpenAI's.
-
-    Raises:
-        SpecError: The folder has no usable model, the model has fewer layers than
-            stages, ``cut`` does not fit, or the model cannot be deterministic.
+        cut: First layer of every stage but the first; by default the numbers of layers
+            are as equal as possible.
+        dtype: ``float32``, ``float16`` or ``bfloat16``; by default as in the folder.
+        deterministic: Whether outputs must be bit-identical under all conditions.
+        generation_config: ``auto``: sampling defaults come from the folder's
+            ``generation_config.json``; ``none``: they are OpenAI's.
     """
     folder = Path(path).expanduser()
     config = huggingface.read_json(folder / "config.json")
@@ -108,7 +103,7 @@ def model(
 
 
 def _kv_numbers(config: dict[str, Any], folder: Path) -> int:
-    """Return the numbers that one layer keeps for one token: its key and value."""
+    """Return the size of one token's key and value in one layer, in numbers."""
     heads = huggingface.number_of(config, ("num_attention_heads", "n_head"), folder)
     hidden = huggingface.number_of(config, huggingface.HIDDEN, folder)
     size = int(config.get("head_dim") or hidden // heads)
@@ -116,11 +111,7 @@ def _kv_numbers(config: dict[str, Any], folder: Path) -> int:
 
 
 def _defaults(folder: Path) -> dict[str, float]:
-    """Return the sampling of the folder's ``generation_config.json``.
-
-    Raises:
-        SpecError: A value is not allowed.
-    """
+    """Return the sampling defaults of the folder; raise SpecError if one is invalid."""
     path = folder / "generation_config.json"
     given = huggingface.read_json(path) if path.exists() else {}
     found: dict[str, float] = {}
@@ -153,7 +144,6 @@ def _end_tokens(config: dict[str, Any], folder: Path) -> tuple[int, ...]:
 def _load(
     folder: Path, span: Span, dtype: str, context: StageContext
 ) -> Callable[..., Any]:
-    """Load one stage; see ``decoder_stage.load``."""
     from multiworld.serve.generation.models import decoder_stage
 
     return decoder_stage.load(folder, span, dtype, context.device)

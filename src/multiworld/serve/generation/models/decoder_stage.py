@@ -1,8 +1,8 @@
-"""One stage of a decoder, by transformers' own layers and our attention.
+"""One stage of a decoder: transformers' own layers with our attention.
 
 The rows of all sequences of a step are one row of a batch, [1, tokens, hidden], with
 explicit positions. transformers calls the attention by its name, and it finds the
-step's keys and values in this module.
+step's KV blocks in this module.
 """
 
 from __future__ import annotations
@@ -26,18 +26,7 @@ _step = threading.local()
 
 
 def load(folder: Path, span: Span, dtype: str, device: str) -> DecoderStage:
-    """Build and load the part of a decoder that has the layers of a span.
-
-    Args:
-        folder: Hugging Face folder of the model.
-        span: Layers of the stage.
-        dtype: Name of the torch dtype to compute in.
-        device: Torch device of the stage.
-
-    Raises:
-        SpecError: transformers has no such decoder with a language-model head, or the
-            folder lacks weights.
-    """
+    """Build and load the part of a decoder that has the layers of a span."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoConfig
 
     _register()
@@ -58,7 +47,7 @@ def load(folder: Path, span: Span, dtype: str, device: str) -> DecoderStage:
 
 
 def _register() -> None:
-    """Tell transformers our attention, and that it needs no mask."""
+    """Register our attention in transformers, without a mask."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -67,7 +56,7 @@ def _register() -> None:
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Return None: who sees whom follows from the step."""
+    """Return None: the step determines which tokens attend to which."""
 
 
 def _attention(
@@ -82,7 +71,7 @@ def _attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend for one layer; the signature is that of transformers' attention."""
+    """Attend for one layer, with the signature of transformers' attention functions."""
     if kwargs.get("s_aux") is not None:
         raise SpecError("attention with sinks is not supported")
     attention: Attention = _step.attention
@@ -100,28 +89,14 @@ def _attention(
 
 
 class DecoderStage(nn.Module):
-    """The layers of a stage as a function of rows, positions and attention.
-
-    Args:
-        whole: The model, reduced to the layers of this stage.
-        span: Layers of this stage.
-    """
+    """The layers of a stage as a function of rows, positions and attention."""
 
     def __init__(self, whole: nn.Module, span: Span) -> None:
         super().__init__()
         self.whole, self._span = whole, span
 
     def example(self, count: int, seed: int) -> Tensor:
-        """Return random rows as the stage before sends them.
-
-        Args:
-            count: Number of rows.
-            seed: Seed of the random numbers.
-
-        Returns:
-            Token ids, [count], int64; after the first stage hidden states,
-            [count, hidden].
-        """
+        """Return random rows as the previous stage sends them; see ``forward``."""
         whole: Any = self.whole
         config = whole.config.get_text_config()
         chance = torch.Generator().manual_seed(seed)
@@ -135,16 +110,9 @@ class DecoderStage(nn.Module):
     ) -> Tensor:
         """Compute the layers of this stage for the rows of a step.
 
-        Args:
-            rows: In the first stage token ids, [rows], int64; in others hidden states,
-                [rows, hidden].
-            positions: Position of each row in its sequence, [rows], int64.
-            attention: Attention of this step.
-            wanted: Rows of which the last stage returns logits, [wanted], int64.
-
-        Returns:
-            Hidden states, [rows, hidden]; in the last stage logits,
-            [wanted, vocabulary], float32.
+        Rows are token ids, [rows], int64, in the first stage, else hidden states,
+        [rows, hidden]. Returns hidden states, or in the last stage logits, [wanted,
+        vocabulary], float32, of the rows ``wanted``.
         """
         name = "input_ids" if self._span.is_first else "inputs_embeds"
         given = {name: rows[None], "position_ids": positions[None], "use_cache": False}

@@ -1,20 +1,17 @@
-"""Log of the hidden states that a stage has sent, for a replica that is lost."""
+"""Log of the hidden states that a stage has sent, for replicas that lack them."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from multiworld.serve.generation.engine_limits import GROWTH
-from multiworld.serve.generation.replica.recovery import StreamId
+from multiworld.serve.generation.replica.sequence_state import StreamId
 
 
-class RowLog:
-    """The outputs of one stage for its sequences, within a limit of memory.
+class ActivationLog:
+    """The outputs of one stage for its sequences, at most ``limit`` bytes.
 
-    Beyond it, the rows of the sequence that came first are dropped.
-
-    Args:
-        limit: Most bytes.
+    Beyond that, the rows of the sequence that came first are dropped.
     """
 
     def __init__(self, limit: int) -> None:

@@ -1,8 +1,8 @@
-"""Attention that gives each row the same bits, whatever it is computed with.
+"""Batch-invariant attention: bit-identical rows in a batch of any shape.
 
-torch's kernel for CPUs goes over the keys in pieces of 512, from the first key on.
-Every call here has a number of rows, and of keys in its last piece, with which this
-machine was found to compute alike; keys that a row must not see count as nothing.
+torch's kernel for CPUs processes the keys in pieces of 512, starting with the first.
+Every call here uses a number of rows, and of keys in its last piece, that was found to
+be bit-identical on this machine; keys that a row must not attend to are masked.
 """
 
 from __future__ import annotations
@@ -22,27 +22,21 @@ from multiworld.serve.generation.replica.kv_cache import Batch, KvCache, Rows
 from multiworld.serve.generation.replica.kv_memory import PLACES
 
 PIECE = 512
-"""Keys that torch's kernel takes at once (kvSplitSize in FlashAttentionKernel.cpp)."""
+"""Keys per iteration of torch's kernel (kvSplitSize in FlashAttentionKernel.cpp)."""
 
 KEYS = (64, 128, 192, 256, 320, 384, 448, PIECE)
-"""Numbers of keys in the last piece that are tried."""
+"""Tried numbers of keys in the last piece."""
 
 ROWS = (4, 16, 64, 256)
-"""Numbers of rows that are tried."""
+"""Tried numbers of rows."""
 
 REFERENCE = 16
-"""Number of rows with which the others are compared."""
+"""Number of rows that the others are compared with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of calls that give the same bits.
-
-    Attributes:
-        rows: Numbers of rows, ascending.
-        keys: Numbers of keys in the last piece, ascending.
-        texts: Most sequences in a call, with the fewest rows of each.
-    """
+    """Sizes of calls that are bit-identical; ``keys`` are those of the last piece."""
 
     rows: tuple[int, ...]
     keys: tuple[int, ...]
@@ -52,14 +46,9 @@ class Sizes:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
 ) -> Tensor:
-    """Return torch's attention.
+    """Return torch's attention; ``mask`` is True for the keys that a row attends to.
 
-    Args:
-        query: Shape [batch, heads, rows, size].
-        key: Shape [batch, heads, keys, size].
-        value: Like ``key``.
-        mask: True for the keys that a row sees, [rows, keys], or of each batch.
-        scale: Factor of the scores.
+    Queries are [batch, heads, rows, size], keys and values [batch, heads, keys, size].
     """
     return functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale
@@ -70,15 +59,7 @@ def attend(
 def alike_sizes(
     heads: int, size: int, value_size: int, dtype: torch.dtype, threads: int
 ) -> Sizes:
-    """Return the sizes of calls with which attention gives the same bits.
-
-    Args:
-        heads: Number of key heads.
-        size: Size of a query and a key.
-        value_size: Size of a value.
-        dtype: Their dtype.
-        threads: Threads of torch; another number may have other sizes.
-    """
+    """Return the sizes of calls that are bit-identical for ``heads`` key heads."""
     what = f"attention of {heads} heads of {size} and {value_size}, {dtype}"
     trial = functools.partial(_Trial, heads, size, value_size, dtype)
     keys = known(f"{what}: keys of {KEYS}", threads, lambda: trial().keys())
@@ -94,14 +75,7 @@ def alike_sizes(
 
 
 class _Trial:
-    """Attention on random numbers, in calls of several sizes.
-
-    Args:
-        heads: Number of key heads.
-        size: Size of a query and a key.
-        value_size: Size of a value.
-        dtype: Their dtype.
-    """
+    """Attention on random numbers, in calls of several sizes."""
 
     def __init__(
         self, heads: int, size: int, value_size: int, dtype: torch.dtype
@@ -116,7 +90,7 @@ class _Trial:
         return torch.randn(*shape, generator=self._chance).to(dtype)
 
     def keys(self) -> list[int]:
-        """Return the numbers of keys that give the bits of a whole piece."""
+        """Return the numbers of keys that are bit-identical to a whole piece."""
         return [
             keys
             for keys in KEYS
@@ -124,7 +98,7 @@ class _Trial:
         ]
 
     def rows(self, keys: Sequence[int]) -> list[int]:
-        """Return the numbers of rows that do so with each of some numbers of keys."""
+        """Return the numbers of rows that are bit-identical with each of ``keys``."""
         return [
             rows
             for rows in ROWS
@@ -132,12 +106,7 @@ class _Trial:
         ] or [REFERENCE]
 
     def texts(self, rows: Sequence[int], keys: Sequence[int]) -> list[int]:
-        """Return the numbers of sequences in a call that give the bits of one.
-
-        Args:
-            rows: Numbers of rows that do so.
-            keys: Numbers of keys that do so.
-        """
+        """Return the numbers of sequences per call that are bit-identical to one."""
         extremes = list(product({rows[0], rows[-1]}, {keys[0], keys[-1]}))
         found = [1]
         for count in range(2, PLACES + 1):
@@ -147,7 +116,6 @@ class _Trial:
         return found
 
     def _are_same(self, count: int, rows: int, keys: int) -> bool:
-        """Tell whether some sequences give the same bits together as one by one."""
         heads, size, values = (*self._key.shape[1::2], self._value.shape[3])
         dtype = self._key.dtype
         key = self._drawn(dtype, count, heads, 2 * keys, size)[:, :, :keys]
@@ -174,7 +142,7 @@ class _Trial:
         return torch.equal(self._computed(rows, keys, at), wanted)
 
     def _computed(self, rows: int, keys: int, at: Tensor) -> Tensor:
-        """Return the attention of all queries, in calls of some rows and keys."""
+        """Return the attention of all queries, in calls of the given size."""
         masks = torch.split(torch.arange(keys)[None] <= at[:, None], rows)
         seen_keys = self._key[:, :, :keys].expand(self._batch, -1, -1, -1)
         seen_values = self._value[:, :, :keys].expand(self._batch, -1, -1, -1)
@@ -188,11 +156,9 @@ class _Trial:
 
 
 class FixedAttention:
-    """Attention of one step in fixed sizes: single rows together, others one by one.
+    """Batch-invariant attention of one step, without ``softcap``.
 
-    Args:
-        cache: Keys and values of the stage.
-        rows: The rows of the step, in order.
+    Single rows are batched, other sequences are computed one by one.
     """
 
     def __init__(self, cache: KvCache, rows: Sequence[Rows]) -> None:
@@ -212,20 +178,6 @@ class FixedAttention:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Keep the keys and values, and attend.
-
-        Args:
-            layer: As for ``kv_cache.Attention.attend``, and so are the others.
-            query: Queries.
-            key: Keys.
-            value: Values.
-            scale: Factor of the scores.
-            window: Most tokens that a row sees.
-            softcap: Not supported here.
-
-        Raises:
-            ValueError: The scores are to be capped.
-        """
         if softcap is not None:
             raise ValueError("deterministic: true does not support capped scores")
         heads, size = key.shape[0], query.shape[2]
@@ -276,19 +228,9 @@ class FixedAttention:
         window: int | None,
         scale: float,
     ) -> Tensor:
-        """Return the outputs of some sequences, [sequences, heads, rows, size].
-
-        Args:
-            query: Shape [sequences, heads, rows, size].
-            key: Shape [sequences, key heads, keys, size].
-            value: Like ``key``.
-            begins: Position of the first row of each sequence.
-            sizes: Numbers of rows of a call.
-            window: Most tokens that a row sees.
-            scale: Factor of the scores.
-        """
+        """Return the outputs of some sequences, [sequences, heads, rows, size]."""
         texts, heads, count, _ = query.shape
-        # The rows of a group of heads see the same keys: they are rows of one head.
+        # A group of heads shares its keys, so its rows are treated as rows of one head.
         group = heads // key.shape[1]
         queries = query.reshape(texts, key.shape[1], group * count, -1)
         tiles = cover(sizes, group * count)
@@ -315,8 +257,8 @@ class FixedAttention:
         length: int,
         window: int | None,
     ) -> Tensor:
-        """Return which keys each row sees, [sequences, 1, rows, keys]."""
-        form = (id(begins), group, window)  # they are kept as long as this
+        """Return which keys each row attends to, [sequences, 1, rows, keys]."""
+        form = (id(begins), group, window)  # ``begins`` live as long as this object
         mask = self._masks.get(form)
         if mask is None:
             at = torch.arange(count).repeat(group)
@@ -330,20 +272,11 @@ class FixedAttention:
 
 
 def largest_step(keys: Sequence[int]) -> int:
-    """Return by how many keys ``padded`` rounds up at most, and one.
-
-    Args:
-        keys: As for ``padded``.
-    """
+    """Return the maximum number of keys that ``padded`` adds, plus one."""
     return max(after - before for before, after in pairwise((0, *keys)))
 
 
 def padded(keys: Sequence[int], end: int) -> int:
-    """Return the number of keys of a call that is to see some keys.
-
-    Args:
-        keys: Numbers of keys that the last piece may have, ascending.
-        end: Number of keys to see.
-    """
+    """Return the number of keys of a call that covers ``end`` keys."""
     pieces, rest = divmod(end, PIECE)
     return pieces * PIECE + (next(k for k in keys if k >= rest) if rest else 0)

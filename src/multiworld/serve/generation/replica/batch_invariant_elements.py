@@ -1,9 +1,9 @@
-"""Element by element functions that give each number the same bits.
+"""Batch-invariant elementwise functions: bit-identical results for each number.
 
-torch computes such a function with vector instructions, and the numbers left at the end
-of each thread's slice one by one, by other instructions with other last bits (SiLU,
-GELU, tanh). Which numbers those are depends on the number of rows and threads. Here
-every slice is a multiple of ``VECTORS`` numbers, and nothing is left.
+torch computes such a function with vector instructions, except for the remainder of
+each thread's slice, which takes scalar instructions with other last bits (SiLU, GELU,
+tanh). Which numbers are in the remainder depends on the number of rows and threads.
+Here every slice is a multiple of ``VECTORS`` numbers, without a remainder.
 """
 
 from __future__ import annotations
@@ -19,23 +19,18 @@ GRAIN = 32_768
 """Numbers from which torch uses another thread (``GRAIN_SIZE`` in TensorIterator.h)."""
 
 VECTORS = 64
-"""Numbers that every processor's vector loop takes without a rest: two vectors of
+"""Numbers that every processor's vector loop takes without a remainder: two vectors of
 bfloat16 with AVX512."""
 
 ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 """Modules whose classes are such functions."""
 
 ROTATED = 8
-"""Positions that rotary embeddings are computed for at once, or multiples of them."""
+"""Rotary embeddings are computed for multiples of this many positions."""
 
 
 def whole_slices(count: int, threads: int) -> int:
-    """Return how many of some numbers are in slices without a rest.
-
-    Args:
-        count: Number of numbers, a multiple of ``VECTORS``.
-        threads: Threads of torch.
-    """
+    """Return how many of ``count`` numbers are in slices without a remainder."""
     for slices in range(min(threads, -(-count // GRAIN)), 1, -1):
         whole = count - count % (VECTORS * slices)
         if min(threads, -(-whole // GRAIN)) == slices:
@@ -44,17 +39,12 @@ def whole_slices(count: int, threads: int) -> int:
 
 
 class FixedElements:
-    """A function of numbers, one by one, that gives each the same bits.
-
-    Args:
-        function: Takes a tensor of any shape, and returns one of the same shape.
-    """
+    """A bit-identical version of an elementwise function."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         self._function = function
 
     def __call__(self, given: Tensor) -> Tensor:
-        """Return the function of each number."""
         width = given.shape[-1]
         rest = -width % VECTORS
         padded = functional.pad(given, (0, rest)) if rest else given.contiguous()
@@ -71,12 +61,7 @@ class FixedElements:
 
 
 class FixedRotary:
-    """Rotary embeddings whose bits do not depend on the other positions of a step.
-
-    Args:
-        function: Takes hidden states, [1, rows, hidden], and positions, [1, rows], and
-            returns cosines and sines, [1, rows, size].
-    """
+    """Rotary embeddings whose bits do not depend on the other positions of a step."""
 
     def __init__(self, function: Callable[..., tuple[Tensor, Tensor]]) -> None:
         self._function = function
@@ -85,7 +70,6 @@ class FixedRotary:
     def __call__(
         self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of the positions."""
         count = position_ids.shape[-1]
         positions = functional.pad(position_ids, (0, -count % ROTATED))
         most = self._most or ROTATED
@@ -105,11 +89,7 @@ class FixedRotary:
 
 
 def fix_elements(module: nn.Module) -> None:
-    """Let a module's activations and rotary embeddings give the same bits always.
-
-    Args:
-        module: Its activation functions and rotary embeddings are changed.
-    """
+    """Make a module's activations and rotary embeddings batch-invariant, in place."""
     for found in module.modules():
         each: Any = found
         if type(found).__module__ in ACTIVATIONS:

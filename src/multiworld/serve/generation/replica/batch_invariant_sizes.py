@@ -1,10 +1,10 @@
-"""Sizes of operations that a machine computes alike, bit for bit.
+"""Sizes of operations that are bit-identical on this machine.
 
-A kernel may add up the numbers of a row in another order when the operation has more
-rows or more columns, and then the row comes out with other last bits. Which sizes are
-affected depends on the processor, the library and the number of threads. So they are
-tried once, when a stage is loaded: a size is used only if every row of it has the bits
-that it has in an operation of the reference size.
+A kernel may sum the numbers of a row in another order when the operation has more rows
+or columns, and then the row has other last bits. Which sizes are affected depends on
+the processor, the library and the number of threads. So they are tested once, when a
+stage is loaded: a size is used only if each of its rows has the same bits as in an
+operation of the reference size.
 """
 
 from __future__ import annotations
@@ -19,25 +19,20 @@ from multiworld.serve.generation.replica.hardware_fingerprint import known
 from multiworld.serve.models.packed_linear import PackedLinear
 
 ROWS = (4, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256)
-"""Numbers of rows that are tried; fewer than 4 take kernels of their own."""
+"""Tried numbers of rows; fewer than 4 use kernels of their own."""
 
 REFERENCE = 16
-"""Number of rows with which the others are compared."""
+"""Number of rows that the others are compared with."""
 
 OUTPUTS = 250_000
-"""Least numbers to compare for each size: in bfloat16 few of them show a difference."""
+"""Minimum number of outputs to compare per size: in bfloat16 few of them differ."""
 
 MOST_PRODUCTS = 1e9
-"""Most multiplications to try a size with: a few hundredths of a second on one core."""
+"""Maximum multiplications per tested size: a few hundredths of a second on one core."""
 
 
 def cover(sizes: Sequence[int], count: int) -> list[int]:
-    """Return the sizes of operations that together have room for some rows.
-
-    Args:
-        sizes: Sizes that may be used, ascending.
-        count: Number of rows.
-    """
+    """Return sizes of operations that together cover ``count`` rows."""
     found = [sizes[-1]] * (count // sizes[-1])
     rest = count % sizes[-1]
     if rest:
@@ -46,11 +41,9 @@ def cover(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def alike_rows(function: Callable[[Tensor], Tensor], example: Tensor) -> list[int]:
-    """Return the numbers of rows with which a function gives every row the same bits.
+    """Return the numbers of rows for which a function is bit-identical in every row.
 
-    Args:
-        function: Takes [rows, inputs] and returns [rows, outputs], row by row.
-        example: A tensor of the dtype and device of its inputs, [1, inputs].
+    ``function`` maps [rows, inputs] to [rows, outputs], row by row.
     """
     width = example.shape[1]
     outputs = function(example).shape[1]
@@ -62,7 +55,7 @@ def alike_rows(function: Callable[[Tensor], Tensor], example: Tensor) -> list[in
         given = torch.randn(count + REFERENCE, width, generator=chance).to(example)
         wanted = torch.cat([function(part) for part in torch.split(given, REFERENCE)])
         for size in list(alike):
-            # At another place than in the reference, too.
+            # Also at other offsets than in the reference.
             for begin in (0, REFERENCE // 2 + 1):
                 here = slice(begin, begin + size)
                 if not torch.equal(function(given[here].contiguous()), wanted[here]):
@@ -72,12 +65,7 @@ def alike_rows(function: Callable[[Tensor], Tensor], example: Tensor) -> list[in
 
 
 class FixedRows:
-    """A function of rows that gives each row the same bits, whatever the others are.
-
-    Args:
-        function: Takes [rows, inputs] and returns [rows, outputs], row by row.
-        sizes: Numbers of rows with which it does so, ascending.
-    """
+    """A batch-invariant version of a function that maps rows one by one."""
 
     def __init__(
         self, function: Callable[[Tensor], Tensor], sizes: Sequence[int]
@@ -85,11 +73,6 @@ class FixedRows:
         self._function, self._sizes = function, list(sizes)
 
     def __call__(self, given: Tensor) -> Tensor:
-        """Return the outputs, [..., outputs].
-
-        Args:
-            given: Shape [..., inputs].
-        """
         rows = given.reshape(-1, given.shape[-1])
         found = []
         begin = 0
@@ -101,18 +84,14 @@ class FixedRows:
             out = self._function(part)
             found.append(out[: size - lacking] if lacking else out)
             begin += size
-        if not found:  # no rows, such as logits that nobody needs in this step
+        if not found:  # no rows, for instance if a step needs no logits
             found.append(self._function(rows))
         out = found[0] if len(found) == 1 else torch.cat(found)
         return out.reshape(*given.shape[:-1], out.shape[-1])
 
 
 def fix_linears(module: nn.Module) -> None:
-    """Let every matrix product of a module give each row the same bits.
-
-    Args:
-        module: Its ``Linear`` modules, and transformers' ``Conv1D``, are changed.
-    """
+    """Make every matmul (``Linear``, ``Conv1D``) of a module batch-invariant."""
     sizes: dict[str, list[int]] = {}
     for found in module.modules():
         is_product = isinstance(found, nn.Linear) or type(found).__name__ == "Conv1D"

@@ -1,4 +1,4 @@
-"""The kind of machine on which results are bit for bit the same."""
+"""Hardware fingerprint: machines with equal ones give bit-identical results."""
 
 from __future__ import annotations
 
@@ -26,19 +26,14 @@ def processor() -> str:
     for line in text.splitlines():
         name, _, value = line.partition(":")
         if not line.strip():
-            break  # the other cores are alike
+            break  # the other cores are the same
         found[name.strip()] = value.strip()
     names = ("model name", "cpu family", "model", "stepping")
     return " ".join(found.get(name, "") for name in names)
 
 
 def fingerprint(threads: int, device: str = "cpu") -> str:
-    """Return what results depend on besides the model and its inputs.
-
-    Args:
-        threads: Threads that torch uses for one operation.
-        device: Torch device.
-    """
+    """Return everything that results depend on besides the model and its inputs."""
     if device.startswith("cuda"):
         machine = torch.cuda.get_device_name(device)
     else:
@@ -47,13 +42,7 @@ def fingerprint(threads: int, device: str = "cpu") -> str:
 
 
 def known(what: str, threads: int, find: Callable[[], list[int]]) -> list[int]:
-    """Return what was found out about this kind of machine; find it out once.
-
-    Args:
-        what: Name of the fact; it names all that the fact depends on.
-        threads: Threads that torch uses for one operation.
-        find: Finds it out.
-    """
+    """Return a fact about this hardware from the cache, or call ``find``."""
     name = f"{what}, {fingerprint(threads)}"
     digest = hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
     path = cache_folder() / "alike" / f"{digest}.json"
@@ -62,7 +51,7 @@ def known(what: str, threads: int, find: Callable[[], list[int]]) -> list[int]:
         if kept["name"] == name:
             return [int(size) for size in kept["sizes"]]
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # it was not found out yet, or the file is damaged
+        pass  # not cached yet, or the file is damaged
     sizes = find()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,5 +59,5 @@ def known(what: str, threads: int, find: Callable[[], list[int]]) -> list[int]:
         fresh.write_text(json.dumps({"name": name, "sizes": sizes}))
         fresh.replace(path)
     except OSError:
-        pass  # it is found out again next time
+        pass  # it is measured again next time
     return sizes

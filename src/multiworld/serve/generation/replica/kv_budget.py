@@ -1,10 +1,10 @@
-"""Memory for keys and values in a stage after the first. Pure.
+"""KV budget of a stage after the first. Pure.
 
-Stage 0 counts the blocks of the sequences that it schedules. But several replicas of
-stage 0 may share one of a later stage, and after a loss more sequences come to it than
-before. So every stage enforces its own limit: what does not fit is dropped, and stage 0
-preempts it. All stages agree on what is dropped first, so at least one sequence is
-computed in all of them.
+Stage 0 counts the blocks of the sequences that it schedules. But several stage 0
+replicas may share one of a later stage, which also receives more sequences after a
+loss. So every stage enforces its own limit: it drops what does not fit, and stage 0
+preempts it. All stages agree on what is dropped first, so at least one sequence makes
+progress in all of them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class KvBudget(Generic[K]):
-    """Blocks that the sequences of one stage have.
-
-    Args:
-        blocks: Number of blocks.
-        blocks_of: Returns the blocks that a number of tokens needs.
-        rank: Returns the rank of a sequence; the highest is dropped first.
-    """
+    """Blocks of one stage's sequences; the highest rank is dropped first."""
 
     def __init__(
         self, blocks: int, blocks_of: Callable[[int], int], rank: Callable[[K], Any]
@@ -32,14 +26,8 @@ class KvBudget(Generic[K]):
         self.used = 0
 
     def take(self, wanted: Mapping[K, int]) -> list[K]:
-        """Give sequences the blocks for some tokens.
-
-        Args:
-            wanted: Number of tokens of each sequence that is to be computed.
-
-        Returns:
-            Sequences that are dropped for others, or have no room; they have no blocks
-            now. One sequence is never dropped for itself.
+        """Allocate blocks; return the sequences dropped for them, but never the last
+        one.
         """
         for sequence, tokens in wanted.items():
             needed = self._blocks_of(tokens)
@@ -56,5 +44,4 @@ class KvBudget(Generic[K]):
         return dropped
 
     def free(self, sequence: K) -> None:
-        """Take back the blocks of a sequence, if it has any."""
         self.used -= self._blocks.pop(sequence, 0)

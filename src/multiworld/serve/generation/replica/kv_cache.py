@@ -1,10 +1,10 @@
-"""Keys and values that a stage keeps for its sequences, and attention over them.
+"""KV cache of a stage, and attention over it.
 
-On CPUs the tokens of a sequence lie side by side, and their memory grows by blocks: a
-table of blocks in between would have to be gathered for every step, which costs as much
-as the attention itself. Several sequences of about one length lie side by side, too, so
-that one call attends for one row of each. A kernel that reads blocks where they lie (on
-a GPU) is another ``Attention``.
+On CPUs the tokens of a sequence are contiguous, and their memory grows by blocks: a
+block table would require a gather in every step, which costs as much as the attention
+itself. Several sequences of about the same length are adjacent, too, so that one call
+attends for one row of each. A kernel that reads scattered blocks (on a GPU) is another
+``Attention``.
 """
 
 from __future__ import annotations
@@ -21,19 +21,13 @@ from torch.nn import functional
 from multiworld.serve.generation.replica.kv_memory import PLACES, KvMemory, Run
 
 LEAST_ROWS = 4
-"""Rows from which products have fast kernels (bfloat16 on an EPYC, 300 keys: 292 us
-with one row, 46 with four)."""
+"""Minimum number of rows with fast matmul kernels. bfloat16 on an EPYC, 300 keys: 292
+us with one row, 46 with four."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a step that are of one sequence.
-
-    Attributes:
-        sequence: The sequence.
-        begin: Position of its first row in the sequence.
-        count: Number of its rows.
-    """
+    """The rows of one sequence in a step; the first is at position ``begin``."""
 
     sequence: Hashable
     begin: int
@@ -54,16 +48,16 @@ class Attention(Protocol):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Keep the keys and values of the rows, and return what the rows attend to.
+        """Append the keys and values of the rows; return the attention.
 
         Args:
-            layer: Number of the layer.
             query: Shape [heads, rows, size].
             key: Shape [key heads, rows, size]; heads are a multiple of key heads.
             value: Like ``key``; its size may differ.
             scale: Factor of the scores; None: 1 / sqrt(size).
-            window: Most tokens that a row sees, with itself; None: all before it.
-            softcap: Scores are ``softcap * tanh(score / softcap)``; None: as they are.
+            window: Maximum number of tokens that a row attends to, with itself; None:
+                all.
+            softcap: Scores are ``softcap * tanh(score / softcap)``; None: unchanged.
 
         Returns:
             Shape [rows, heads, size of the values].
@@ -75,17 +69,9 @@ class MissingTokensError(Exception):
 
 
 class Batch:
-    """Sequences with one row each in a step, whose memory lies side by side.
+    """Sequences with one row each in a step (at ``rows``), whose memory is adjacent.
 
-    Args:
-        run: Their memory.
-        rows: The place of each one's row in the step.
-        at: The position of each one's row in its sequence.
-
-    Attributes:
-        run: See above.
-        rows: Likewise, [sequences].
-        at: Likewise, [sequences].
+    ``at`` are the positions of the rows in their sequences.
     """
 
     def __init__(self, run: Run, rows: Sequence[int], at: Sequence[int]) -> None:
@@ -93,11 +79,7 @@ class Batch:
         self._index: dict[int, Tensor] = {}
 
     def index(self, heads: int) -> Tensor:
-        """Return where the rows go in the memory of the run, [heads x sequences].
-
-        Args:
-            heads: Number of key heads.
-        """
+        """Return the rows' indices in the run's memory, [key heads x sequences]."""
         found = self._index.get(heads)
         if found is None:
             place = torch.arange(len(self.at)) + self.run.place
@@ -108,16 +90,7 @@ class Batch:
 
 
 class KvCache:
-    """Keys and values of the sequences of one stage.
-
-    Args:
-        block_size: Tokens by which memory grows at least.
-        attention: Makes the attention of a step, from this cache and its rows.
-        granule: See below.
-
-    Attributes:
-        granule: Tokens in multiples of which the attention needs memory.
-    """
+    """KV cache of one stage; the attention needs memory in multiples of ``granule``."""
 
     def __init__(
         self,
@@ -132,29 +105,20 @@ class KvCache:
 
     @torch.inference_mode()
     def free(self, sequence: Hashable) -> None:
-        """Forget a sequence, if it is known."""
         self._memory.free(sequence)
         self._lengths.pop(sequence, None)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the keys and values take."""
         return self._memory.nbytes
 
     @property
     def lengths(self) -> dict[Hashable, int]:
-        """Number of tokens of each sequence whose keys and values are here."""
+        """Number of tokens of each sequence in the cache."""
         return dict(self._lengths)
 
     def step(self, rows: Sequence[Rows]) -> Attention:
-        """Return the attention of one step; rows from position 0 begin anew.
-
-        Args:
-            rows: Its rows, in order.
-
-        Raises:
-            MissingTokensError: A sequence has fewer tokens here than the step assumes.
-        """
+        """Return the attention of one step; sequences at position 0 start anew."""
         for each in rows:
             if each.begin == 0:
                 self._memory.free(each.sequence)
@@ -167,15 +131,10 @@ class KvCache:
     def append(
         self, rows: Rows, layer: int, key: Tensor, value: Tensor, room: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Keep keys and values; return all of the sequence up to them, or with room.
+        """Append keys and values, [key heads, rows, size]; return all of the sequence.
 
-        Args:
-            rows: Whose they are.
-            layer: Number of the layer.
-            key: Shape [key heads, rows, size].
-            value: Like ``key``.
-            room: Least tokens to return; those after the end are numbers of any kind,
-                but no NaN.
+        At least ``room`` tokens are returned; those after the end are arbitrary, but
+        not NaN.
         """
         end = rows.begin + rows.count
         least = max(end, room)
@@ -191,19 +150,10 @@ class KvCache:
         room: Callable[[int], int] | None = None,
         most: int = PLACES,
     ) -> tuple[list[Batch], list[tuple[int, Rows]]]:
-        """Return the rows of a step that one call can attend for; and the others.
+        """Allocate memory; return batches of 2 to ``most`` sequences, and other rows.
 
-        They are valid for the step. There is memory for all rows then.
-
-        Args:
-            rows: The rows of the step, in order.
-            room: Returns the tokens to have memory for, of those there are; all
-                sequences of a batch have the same then. None: those there are.
-            most: Most sequences of a batch; less than 2: no batches.
-
-        Returns:
-            The batches, of two sequences at least; and the place of the first row in
-            the step of all others.
+        Batches are valid for the step. ``room`` returns the tokens to allocate for
+        those of a sequence, which are then equal within a batch.
         """
         single: dict[int, dict[Hashable, tuple[int, Rows]]] = {}
         others: list[tuple[int, Rows]] = []
@@ -233,17 +183,10 @@ class KvCache:
     def append_batch(
         self, batch: Batch, layer: int, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Keep keys and values of a batch; return all memory of its sequences.
+        """Append keys and values of a batch; return all memory of its sequences.
 
-        Args:
-            batch: The batch.
-            layer: Number of the layer.
-            key: Keys of all rows of the step, [key heads, rows, size].
-            value: Like ``key``.
-
-        Returns:
-            Shape [sequences, key heads, tokens, size]; tokens after the end of a
-            sequence are numbers of any kind, but no NaN.
+        The results are [sequences, key heads, tokens, size]; tokens after the end of a
+        sequence are arbitrary, but not NaN.
         """
         memory = self._memory.of_run(batch.run, layer, (key, value))
         end = batch.run.place + len(batch.at)
@@ -257,13 +200,7 @@ class KvCache:
     def copied(
         self, sequence: Hashable, begin: int, end: int
     ) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return a copy of keys and values of a sequence, by layer.
-
-        Args:
-            sequence: The sequence.
-            begin: Position of the first token.
-            end: Position after the last token.
-        """
+        """Return a copy of the keys and values at positions [begin, end), by layer."""
         return {
             layer: (keys[:, begin:end].clone(), values[:, begin:end].clone())
             for layer, (keys, values) in self._memory.all_of(sequence).items()
@@ -276,13 +213,7 @@ class KvCache:
         pieces: Sequence[dict[int, tuple[Tensor, Tensor]]],
         tokens: int,
     ) -> None:
-        """Let a sequence begin with keys and values that were computed before.
-
-        Args:
-            sequence: The sequence.
-            pieces: Keys and values of its first tokens, by layer, piece by piece.
-            tokens: Number of those tokens; the pieces may have more.
-        """
+        """Start a sequence with ``pieces`` that were computed before."""
         self._memory.free(sequence)
         self._memory.make_room(sequence, tokens)
         self._lengths[sequence] = tokens
@@ -294,12 +225,7 @@ class KvCache:
 
 
 class StepAttention:
-    """Attention of one step by torch: single rows together, the others one by one.
-
-    Args:
-        cache: Keys and values of the stage.
-        rows: The rows of the step, in order.
-    """
+    """torch's attention of one step: single rows are batched, others run one by one."""
 
     def __init__(self, cache: KvCache, rows: Sequence[Rows]) -> None:
         self._cache = cache
@@ -322,17 +248,6 @@ class StepAttention:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Keep the keys and values, and attend.
-
-        Args:
-            layer: As for ``Attention.attend``, and so are the others.
-            query: Queries.
-            key: Keys.
-            value: Values.
-            scale: Factor of the scores.
-            window: Most tokens that a row sees.
-            softcap: Bound of the scores.
-        """
         found = query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
         for batch in self._batches if softcap is None else ():
             keys, values = self._cache.append_batch(batch, layer, key, value)
@@ -368,10 +283,7 @@ class StepAttention:
     def _seen(
         self, batch: Batch, window: int | None, dtype: torch.dtype
     ) -> tuple[slice, Tensor | None]:
-        """Return the tokens that a batch sees, and what to add to their scores.
-
-        That is of shape [sequences, 1, 1, tokens]; None: nothing.
-        """
+        """Return the tokens that a batch attends to, and their mask."""
         known = self._seen_by.get((batch, window))
         if known is None:
             first = 0 if window is None else max(0, int(batch.at.min()) - window + 1)
@@ -388,7 +300,7 @@ class StepAttention:
         return known
 
     def _mask(self, rows: Rows, first: int, window: int | None) -> Tensor | None:
-        """Return which keys each row sees, [rows, keys]; None: all of them."""
+        """Return which keys each row attends to, [rows, keys]; None: all of them."""
         if rows.count == 1:
             return None
         end = rows.begin + rows.count
@@ -408,15 +320,8 @@ def _of_single_rows(
 ) -> Tensor:
     """Return the attention of one row of each sequence, [sequences, heads, size].
 
-    Heads that share keys are rows of one head. A product with a single row is several
-    times slower in bfloat16.
-
-    Args:
-        query: Shape [heads, sequences, size].
-        key: Shape [sequences, key heads, tokens, size].
-        value: Like ``key``.
-        mask: What is added to the scores, [sequences, 1, 1, tokens]; None: nothing.
-        scale: Factor of the scores.
+    Heads that share keys are treated as rows of one head; a matmul with a single row is
+    several times slower in bfloat16. Keys are [sequences, key heads, tokens, size].
     """
     sequences, heads = key.shape[:2]
     group = len(query) // heads
@@ -437,7 +342,7 @@ def _capped(
     scale: float | None,
     softcap: float,
 ) -> Tensor:
-    """Return attention whose scores are capped, as in Gemma 2, [heads, rows, size]."""
+    """Return attention with capped scores, as in Gemma 2, [heads, rows, size]."""
     repeats = query.shape[0] // key.shape[0]
     key, value = (each.repeat_interleave(repeats, 0) for each in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale

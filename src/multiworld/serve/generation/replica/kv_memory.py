@@ -1,9 +1,10 @@
-"""Memory for the keys and values of sequences, several side by side.
+"""KV memory of sequences, several side by side.
 
-Attention of one row at a time spends more on the calls than on the numbers. So
-sequences of about one length share tensors, [places, heads, tokens, size], and one call
-takes several of them. The places of one size have no gaps: when a sequence leaves, the
-last one moves into its place, so a size has at most ``PLACES - 1`` empty ones.
+Attention of one row at a time spends more on the calls than on the arithmetic. So
+sequences of about the same length share tensors, [places, heads, tokens, size], and one
+call processes several of them. The places of one size have no gaps: when a sequence
+leaves, the last one moves into its place, so a size has at most ``PLACES - 1`` empty
+ones.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from torch import Tensor
 from multiworld.serve.generation.engine_limits import GROWTH
 
 PLACES = 4
-"""Most sequences that share tensors (SmolLM2 in float32 on two cores, 160 keys: one row
-takes 47 us, four together 100, eight 160)."""
+"""Maximum number of sequences that share tensors. SmolLM2 in float32 on two cores, 160
+keys: one row takes 47 us, four together 100, eight 160."""
 
 SHARED_TOKENS = 1024
-"""Most tokens of all places of a tensor; the attention of longer sequences takes its
-time for the numbers."""
+"""Maximum tokens of all places of a tensor. Attention of longer sequences is bound by
+arithmetic, not by calls."""
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values."""
@@ -38,20 +39,13 @@ class _Shelf:
 
     @property
     def places(self) -> int:
-        """Places of a slab."""
+        """Places per slab."""
         return max(1, min(PLACES, SHARED_TOKENS // self.tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Sequences whose memory lies side by side.
-
-    Attributes:
-        tokens: Size of each of them.
-        slab: Number of their slab, of those of this size.
-        place: Place of the first one in it.
-        sequences: The sequences, by place.
-    """
+    """Sequences with adjacent memory; ``slab`` and ``place`` locate the first one."""
 
     tokens: int
     slab: int
@@ -60,11 +54,7 @@ class Run:
 
 
 class KvMemory:
-    """Memory of the keys and values of one stage.
-
-    Args:
-        block_size: Number of tokens that sizes are multiples of.
-    """
+    """KV memory of one stage; sizes are multiples of ``block_size`` tokens."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -82,7 +72,7 @@ class KvMemory:
         )
 
     def size_for(self, tokens: int) -> int:
-        """Return the smallest size that has room for some tokens."""
+        """Return the smallest size for a number of tokens."""
         size = block = self._block_size
         while size < tokens:
             size = max(size + block, -(-int(GROWTH * size) // block) * block)
@@ -91,14 +81,9 @@ class KvMemory:
     def make_room(
         self, sequence: Hashable, tokens: int, *, is_exact: bool = False
     ) -> None:
-        """Give a sequence memory for some tokens at least; what it has is kept.
+        """Allocate memory for ``tokens`` tokens of a sequence; what it has is kept.
 
-        Tokens that were not written are zero.
-
-        Args:
-            sequence: The sequence.
-            tokens: Number of tokens.
-            is_exact: Whether it is to have no more than that, in whole blocks.
+        Unwritten tokens are zero. ``is_exact`` only rounds the size up to blocks.
         """
         found = self._found.get(sequence)
         if found is not None and found[0].tokens >= tokens:
@@ -122,20 +107,12 @@ class KvMemory:
         self._found[sequence] = shelf, len(shelf.sequences) - 1
 
     def free(self, sequence: Hashable) -> None:
-        """Free the memory of a sequence, if it has any."""
         found = self._found.pop(sequence, None)
         if found is not None:
             self._leave(*found)
 
     def of(self, sequence: Hashable, layer: int, like: Pair) -> Pair:
-        """Return the memory of a sequence, [heads, tokens, size] each.
-
-        Args:
-            sequence: A sequence that has memory.
-            layer: Number of the layer.
-            like: Tensors of the heads, sizes, dtype and device of its keys and values,
-                [..., heads, tokens, size].
-        """
+        """Return the memory of a sequence, [heads, tokens, size] each."""
         shelf, at = self._found[sequence]
         number, place = divmod(at, shelf.places)
         keys, values = self._layer(shelf, number, layer, like)
@@ -152,12 +129,7 @@ class KvMemory:
         return {name: (pair[0][place], pair[1][place]) for name, pair in layers}
 
     def runs(self, sequences: Sequence[Hashable], most: int = PLACES) -> list[Run]:
-        """Return which of some sequences lie side by side, each in one run.
-
-        Args:
-            sequences: Sequences that have memory, each once.
-            most: Most sequences of a run.
-        """
+        """Group sequences that have memory into runs of at most ``most``."""
         found: list[Run] = []
         at = sorted((self._found[s][0].tokens, self._found[s][1]) for s in sequences)
         begin = 0
@@ -174,21 +146,15 @@ class KvMemory:
         return found
 
     def of_run(self, run: Run, layer: int, like: Pair) -> Pair:
-        """Return the whole memory that a run is in, [places, heads, tokens, size] each.
-
-        Args:
-            run: A run of sequences that have kept their places.
-            layer: As for ``of``.
-            like: As for ``of``.
-        """
+        """Return the slab that a run is in, [places, heads, tokens, size] each."""
         return self._layer(self._shelves[run.tokens], run.slab, layer, like)
 
     def _layer(self, shelf: _Shelf, number: int, layer: int, like: Pair) -> Pair:
-        """Return the tensors of a slab for a layer; make them if need be."""
+        """Return the tensors of a slab for a layer; allocate them if necessary."""
         slab = shelf.slabs[number]
         found = slab.get(layer)
         if found is None:
-            # Memory that nobody writes to is none yet.
+            # The system allocates memory only when it is written to.
             keys, values = (
                 torch.empty(
                     (shelf.places, each.shape[-3], shelf.tokens, each.shape[-1]),
@@ -204,7 +170,7 @@ class KvMemory:
         return found
 
     def _leave(self, shelf: _Shelf, at: int) -> None:
-        """Take a sequence out of its place; the last one of its size takes it."""
+        """Remove a sequence from its place, which the last one of its size takes."""
         moved, last = shelf.sequences.pop(), len(shelf.sequences)
         if at != last:
             number, place = divmod(at, shelf.places)
@@ -223,7 +189,6 @@ class KvMemory:
 
 
 def _clear(pairs: Iterable[Pair], place: int) -> None:
-    """Set a place of some tensors to zero."""
     for pair in pairs:
         for tensor in pair:
             tensor[place].zero_()

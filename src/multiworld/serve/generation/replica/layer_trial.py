@@ -1,7 +1,7 @@
-"""Trial of whole layers: rows have the same bits in steps of any shape.
+"""Test of whole layers: rows are bit-identical in steps of any shape.
 
-Products, attention and activations are made so, each for itself. Whether that suffices
-for a model shows only when its layers are computed in several ways.
+Matmuls, attention and activations are each made batch-invariant. Whether that suffices
+for a model only shows when its layers are computed in several ways.
 """
 
 from __future__ import annotations
@@ -30,19 +30,10 @@ COUNT = 64
 
 
 class TriedStage(Protocol):
-    """A stage that knows what its rows look like."""
+    """A stage that can generate examples of its rows."""
 
     def example(self, count: int, seed: int) -> Tensor:
-        """Return random rows as the stage before sends them.
-
-        Args:
-            count: Number of rows.
-            seed: Seed of the random numbers.
-
-        Returns:
-            Token ids, [count], int64; after the first stage hidden states,
-            [count, hidden].
-        """
+        """Return random rows as the previous stage sends them; see ``DecoderStage``."""
 
     def __call__(
         self, rows: Tensor, positions: Tensor, attention: object, wanted: Tensor
@@ -51,15 +42,7 @@ class TriedStage(Protocol):
 
 
 def check_layers(stage: TriedStage, cache: Callable[[], KvCache]) -> None:
-    """Check that rows have the same bits whatever they are computed with.
-
-    Args:
-        stage: The stage; all that can be made so is.
-        cache: Makes an empty cache.
-
-    Raises:
-        ModelFailedError: They have not.
-    """
+    """Raise ModelFailedError unless rows are bit-identical in all ``STEPS``."""
     given = [stage.example(COUNT, seed) for seed in (0, 1)]
     with torch.inference_mode():
         wanted = _computed(stage, cache(), given, ((((0, COUNT),)),))

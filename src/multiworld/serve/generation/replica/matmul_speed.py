@@ -1,7 +1,7 @@
-"""Speed of this machine's products in bfloat16.
+"""Speed of this machine's bfloat16 matmuls.
 
-oneDNN has fast products for bfloat16 only on some processors (AVX512, or instructions
-of its own); elsewhere it emulates them, several times slower than float32.
+oneDNN has fast bfloat16 matmuls only on some processors (AVX512, or dedicated
+instructions); elsewhere it emulates them, several times slower than float32.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from multiworld.serve.generation.replica.hardware_fingerprint import known
 from multiworld.serve.models.packed_linear import PackedLinear
 
 SIZE, ROWS, RUNS = 1024, 16, 9
-"""Width of the product that is timed, its rows, and how often it runs."""
+"""Width and rows of the timed matmul, and the number of runs."""
 
 EMULATED = 100.0
 """Result where the weights cannot even be packed."""
 
 VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
-"""Environment variables by which a processor plays a smaller one."""
+"""Environment variables that make a processor behave like a lesser one."""
 
 
 def bfloat16_cost() -> float:
-    """Return the time of a product in bfloat16, as a multiple of that in float32.
+    """Return the time of a bfloat16 matmul, as a multiple of float32.
 
-    It is measured once for each kind of machine, in about a tenth of a second on one
-    thread, and kept in the user's cache.
+    It is measured once per hardware fingerprint, in about 0.1 s, on one thread.
     """
     played = ", ".join(f"{name}={os.environ.get(name, '')}" for name in VARIABLES)
     (percent,) = known(
@@ -44,7 +43,7 @@ def _measured() -> float:
     torch.set_num_threads(1)
     try:
         return _best_s(torch.bfloat16) / _best_s(torch.float32)
-    except RuntimeError:  # there is no kernel that packs such weights
+    except RuntimeError:  # no kernel packs such weights
         return EMULATED
     finally:
         torch.set_num_threads(threads)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from multiworld.serve.generation.replica.recovery import Links
+from multiworld.serve.generation.replica.sequence_state import SequenceTable
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.transport import generation_messages
 from multiworld.serve.transport.edge_messages import EdgeMessage
@@ -35,7 +35,7 @@ def check(
     peer: str,
     name: str,
     stage: int,
-    links: Links,
+    table: SequenceTable,
 ) -> None:
     """Reject messages that the sender is not authorised to send, or that do not fit.
 
@@ -45,7 +45,7 @@ def check(
         peer: Name of the sender.
         name: Name of this replica.
         stage: Number of its stage.
-        links: The sequences here.
+        states: The sequences here.
 
     Raises:
         MessageError: See above.
@@ -62,19 +62,19 @@ def check(
             if any(key[0] != peer for key in keys):
                 raise MessageError(f"{peer} ends sequences of another gateway")
         case generation_messages.Held(key) | generation_messages.KvEvicted(key):
-            _check_sender([key], stage + 1, peer, links)
+            _check_sender([key], stage + 1, peer, table)
         case generation_messages.Refill(key):
             _rows_of(contents)
-            _check_sender([key], stage - 1, peer, links)
+            _check_sender([key], stage - 1, peer, table)
         case generation_messages.Step(_, _, parts):
             _check_step(parts, _rows_of(contents))
-            _check_sender([part.key for part in parts], stage - 1, peer, links)
+            _check_sender([part.key for part in parts], stage - 1, peer, table)
         case generation_messages.Preempted(keys):
-            _check_sender(keys, stage - 1, peer, links)
+            _check_sender(keys, stage - 1, peer, table)
         case generation_messages.StepDone(_, tokens):
-            _check_sender([key for key, _ in tokens], -1, peer, links)
+            _check_sender([key for key, _ in tokens], -1, peer, table)
         case generation_messages.Resumed(key):
-            _check_sender([key], -1, peer, links)
+            _check_sender([key], -1, peer, table)
 
 
 def _check_opening(opening: Opening, peer: str, name: str, stage: int) -> None:
@@ -84,13 +84,15 @@ def _check_opening(opening: Opening, peer: str, name: str, stage: int) -> None:
         raise MessageError(f"{peer} begins a sequence that cannot be: {opening.key}")
 
 
-def _check_sender(keys: Iterable[Key], stage: int, peer: str, links: Links) -> None:
+def _check_sender(
+    keys: Iterable[Key], stage: int, peer: str, table: SequenceTable
+) -> None:
     """Check that a replica has a stage in the chains of sequences that are known."""
     for key in keys:
-        link = links.get(key)
-        if link is None:
+        state = table.get(key)
+        if state is None:
             continue
-        chain = link.opening.chain
+        chain = state.opening.chain
         if stage >= len(chain) or chain[stage] != peer:
             raise MessageError(
                 f"{peer} sent a message about {key} that only stage {stage} of its "

@@ -1,4 +1,4 @@
-"""The edges of a replica that generates text, and what it sends on them."""
+"""The edges of a replica, and what it sends on them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.edges import Outbox
 from multiworld.serve.transport.routing_table import RoutingTable
 
-POSTPONED = 4096
-"""Most messages that wait for a gateway which is still to connect."""
+MAX_POSTPONED = 4096
+"""Maximum number of messages for a gateway that is still to connect."""
 
 
-class Mail:
-    """The connected peers of one replica.
-
-    Attributes:
-        table: The routing table in use.
-    """
+class Outboxes:
+    """The connected peers of one replica."""
 
     def __init__(self) -> None:
         self.table = RoutingTable()
@@ -61,21 +57,20 @@ class Mail:
             sorted(n for n in self._edges if n in known and known[n].stage == stage)
         )
 
-    def tell(
+    def send(
         self, peer: str, message: EdgeMessage, hidden: Tensor | None = None
     ) -> None:
-        """Send a message; a gateway that is still to connect gets it then.
+        """Send a message, with its rows [rows, hidden].
 
-        Args:
-            peer: The receiver.
-            message: The message.
-            hidden: Its rows, [rows, hidden].
+        A gateway that is still to connect gets it then.
         """
         outbox = self._edges.get(peer)
         if outbox is not None:
             outbox.put(message, () if hidden is None else [{"hidden": hidden}])
         elif peer in self.table.gateways:
-            self._postponed.setdefault(peer, deque(maxlen=POSTPONED)).append(message)
+            self._postponed.setdefault(peer, deque(maxlen=MAX_POSTPONED)).append(
+                message
+            )
 
     def flush(self, peer: str) -> None:
         """Send what waits for a peer at once, if it is connected."""

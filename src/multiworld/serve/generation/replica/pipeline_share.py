@@ -10,49 +10,31 @@ from multiworld.serve.transport.routing_table import ReplicaState, RoutingTable
 
 
 def steps_for(replicas: Sequence[int]) -> int:
-    """Return how many steps of one replica of stage 0 keep all replicas busy.
-
-    Args:
-        replicas: Replicas of each stage; 0 counts as 1.
-    """
+    """Return how many steps of one stage 0 replica keep all replicas busy."""
     first = max(1, replicas[0])
     return sum(max(1, math.ceil(count / first)) for count in replicas)
 
 
 def withheld_for(replicas: Sequence[int], blocks: int) -> int:
-    """Return how many blocks one replica of stage 0 leaves to others of its stage.
+    """Return how many blocks one stage 0 replica leaves to others of its stage.
 
-    Several of them share the memory of later stages that have fewer replicas.
-
-    Args:
-        replicas: Replicas of each stage; 0 counts as 1.
-        blocks: Blocks of each replica.
+    Several of them share the memory of later stages with fewer replicas.
     """
     share = min(1.0, max(1, min(replicas)) / max(1, replicas[0]))
     return blocks - max(1, int(blocks * share))
 
 
 def adapt(scheduler: Scheduler, replicas: Sequence[int]) -> None:
-    """Adapt the scheduler of a replica of stage 0 to a fleet.
-
-    Args:
-        scheduler: The scheduler.
-        replicas: Replicas of each stage.
-    """
+    """Adapt a stage 0 scheduler to the number of replicas of each stage."""
     scheduler.steps = steps_for(replicas)
     scheduler.withheld = withheld_for(replicas, scheduler.limits.blocks)
 
 
 def adapt_to(scheduler: Scheduler, table: RoutingTable, replica: str) -> None:
-    """Adapt the scheduler of a replica of stage 0 to a routing table.
+    """Adapt a stage 0 scheduler to a routing table.
 
-    Only replicas that are ready count: one that starts computes nothing yet, and one
-    that drains leaves its sequences to the others.
-
-    Args:
-        scheduler: The scheduler.
-        table: The routing table.
-        replica: Name of the replica; nothing changes while the table has it not.
+    Only ready replicas count: starting ones compute nothing yet, and draining ones
+    leave their sequences to the others.
     """
     me = table.replicas.get(replica)
     route = None if me is None else table.routes.get(me.model)

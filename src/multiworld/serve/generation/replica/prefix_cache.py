@@ -1,4 +1,4 @@
-"""Keys, values and outputs of prefixes that several texts share."""
+"""KV blocks and outputs of prefixes that several sequences share."""
 
 from __future__ import annotations
 
@@ -13,34 +13,19 @@ from multiworld.serve.generation.prefixes import Digest
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One block of a prefix, as one stage has computed it.
-
-    Attributes:
-        layers: Keys and values by layer, [key heads, tokens, size] each.
-        rows: Output of the stage, [tokens, hidden]; None in the last stage.
-    """
+    """One block of a prefix at one stage: keys and values by layer, and output rows."""
 
     layers: dict[int, tuple[Tensor, Tensor]]
     rows: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
         kept = sum(key.nbytes + value.nbytes for key, value in self.layers.values())
         return kept + (0 if self.rows is None else self.rows.nbytes)
 
 
 class PrefixCache:
-    """Blocks by the names of their prefixes; the least recently used are dropped.
-
-    Blocks that a text is to begin with are in use until it does: they are not dropped.
-
-    Args:
-        limit: Most bytes.
-
-    Attributes:
-        nbytes: Bytes of all blocks.
-    """
+    """LRU cache of at most ``limit`` bytes of blocks, by their prefixes' names."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -48,12 +33,12 @@ class PrefixCache:
         self._uses: Counter[Digest] = Counter()
         self.nbytes = 0
 
-    def use(self, names: Iterable[Digest]) -> list[Block]:
-        """Return the blocks of the longest known prefix; they are in use now.
+    @property
+    def in_use(self) -> int:
+        return len(self._uses)
 
-        Args:
-            names: Names of the prefixes of a text, the shortest first.
-        """
+    def use(self, names: Iterable[Digest]) -> list[Block]:
+        """Return the cached blocks of a prefix, which are in use until ``release``."""
         found: list[Block] = []
         for name in names:
             block = self._blocks.get(name)
@@ -65,18 +50,13 @@ class PrefixCache:
         return found
 
     def release(self, names: Iterable[Digest]) -> None:
-        """Let blocks be dropped again.
-
-        Args:
-            names: Those that one call of ``use`` has found.
-        """
+        """End the use of blocks that one call of ``use`` returned."""
         for name in names:
             self._uses[name] -= 1
             if not self._uses[name]:
                 del self._uses[name]
 
     def has(self, name: Digest) -> bool:
-        """Tell whether a prefix is known."""
         return name in self._blocks
 
     def put(self, name: Digest, block: Block) -> None:
@@ -87,7 +67,7 @@ class PrefixCache:
         self.nbytes += block.nbytes
 
     def _make_room(self, nbytes: int) -> bool:
-        """Drop the blocks that were used least recently; tell if that suffices."""
+        """Drop the least recently used blocks; return whether that suffices."""
         if nbytes > self._limit:
             return False
         unused = (name for name in list(self._blocks) if name not in self._uses)

@@ -1,4 +1,4 @@
-"""Beginnings of prompts at one stage: the known ones, and those to keep."""
+"""Prefixes of prompts at one stage: the cached ones, and those to keep."""
 
 from __future__ import annotations
 
@@ -8,103 +8,103 @@ import torch
 from torch import Tensor
 
 from multiworld.serve.generation.prefixes import Digest, digests
-from multiworld.serve.generation.replica.activation_log import RowLog
-from multiworld.serve.generation.replica.engine_thread import EngineThread
+from multiworld.serve.generation.replica.activation_log import ActivationLog
+from multiworld.serve.generation.replica.engine import Engine
 from multiworld.serve.generation.replica.prefix_cache import Block, PrefixCache
-from multiworld.serve.generation.replica.recovery import Link, StreamId
+from multiworld.serve.generation.replica.sequence_state import SequenceState, StreamId
 from multiworld.serve.transport.generation_messages import StepPart
 
 
-class Prompts:
-    """The prompts of one replica.
+class PromptPrefixes:
+    """The prompts of one replica, and its prefix cache of at most ``limit`` bytes.
 
-    Args:
-        limit: Most bytes of the beginnings that are kept; 0: none.
-        block: Tokens of a block.
-        counts: Counts tokens of prompts, and those of them that were known.
+    Attributes:
+        counts: Counts tokens of prompts, and those of them that were cached.
     """
 
-    def __init__(self, limit: int, block: int, counts: Counter[str]) -> None:
+    def __init__(self, limit: int, block: int) -> None:
         self._cache = PrefixCache(limit) if limit else None
-        self._block, self._counts = block, counts
+        self._block = block
+        self.counts: Counter[str] = Counter()
         self._names: dict[StreamId, list[Digest]] = {}
         self._found: dict[StreamId, list[Block]] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the beginnings that are kept."""
+        """Bytes of the prefix cache."""
         return 0 if self._cache is None else self._cache.nbytes
 
-    def find(self, link: Link) -> None:
-        """Let a sequence have what is known of its prompt; it is so until ``restore``.
+    @property
+    def in_use(self) -> int:
+        """Number of cached blocks that sequences may begin with."""
+        return len(self._found) + (0 if self._cache is None else self._cache.in_use)
 
-        Nothing is copied before: a sequence that waits for its turn takes no memory.
+    def find(self, state: SequenceState) -> None:
+        """Set what a sequence has of its prompt in the cache.
+
+        Nothing is copied before ``restore``: a waiting sequence takes no memory.
         """
-        opening = link.opening
+        opening = state.opening
         if self._cache is None or opening.is_probe:
             return
-        self.release(link.stream)
+        self.release(state.stream)
         names = list(digests(opening.tokens, self._block, opening.share.tenant))
-        self._names[link.stream] = names
+        self._names[state.stream] = names
         if opening.sampling.prompt_logprobs is not None:
             return  # all of its tokens are to be scored
-        self._counts["prefix_cache_queries"] += len(opening.tokens)
+        self.counts["prefix_cache_queries"] += len(opening.tokens)
         # The last token is always computed, because it gives the next one.
         found = self._cache.use(names[: (len(opening.tokens) - 1) // self._block])
         if found:
-            self._found[link.stream], link.is_known = found, True
-            link.held = link.logged = len(found) * self._block
+            self._found[state.stream], state.is_cached = found, True
+            state.held = state.logged = len(found) * self._block
 
-    def restore(self, link: Link, engine: EngineThread) -> Tensor | None:
-        """Let a sequence begin with what is known of it, in the next step.
-
-        Args:
-            link: The sequence; it has what it is to begin with.
-            engine: The engine.
+    def restore(self, state: SequenceState, engine: Engine) -> Tensor | None:
+        """Let a sequence begin with its cached prefix, in the next step.
 
         Returns:
             The output of the stage for those tokens, [tokens, hidden]; None if there
             are none, or in the last stage.
         """
-        held = link.held
-        found = self._found.get(link.stream, [])[: -(-held // self._block)]
-        self.release(link.stream)
-        link.is_known = False
+        held = state.held
+        found = self._found.get(state.stream, [])[: -(-held // self._block)]
+        self.release(state.stream)
+        state.is_cached = False
         if not found:
             return None
-        self._counts["prefix_cache_hits"] += held
-        engine.restore(link.stream, found, held)
+        self.counts["prefix_cache_hits"] += held
+        engine.restore(state.stream, found, held)
         rows = [block.rows for block in found if block.rows is not None]
         return torch.cat(rows)[:held] if rows else None
 
     def release(self, stream: StreamId) -> None:
-        """Let go of the blocks that a sequence might have begun with."""
+        """Release the blocks that a sequence might have begun with."""
         found = self._found.pop(stream, ())
         if self._cache is not None:
             self._cache.release(self._names.get(stream, [])[: len(found)])
 
     def keep(
-        self, link: Link, part: StepPart, engine: EngineThread, log: RowLog | None
+        self,
+        state: SequenceState,
+        part: StepPart,
+        engine: Engine,
+        log: ActivationLog | None,
     ) -> None:
         """Keep the blocks of a prompt that a part of a step has completed.
 
-        Args:
-            link: The sequence.
-            part: The part.
-            engine: The engine, which computes nothing now.
-            log: Output of the stage; None in the last one.
+        The engine computes nothing now. In the last stage there is no log.
         """
-        names = self._names.get(link.stream, ())
+        names = self._names.get(state.stream, ())
         end = min(len(names), (part.begin + part.count) // self._block)
         for number in range(part.begin // self._block, end):
             if self._cache is None or self._cache.has(names[number]):
                 continue
             begin, rows = number * self._block, None
             if log is not None:
-                if begin < link.logged:
+                if begin < state.logged:
                     continue  # its output is not there any more
-                rows = log.rows(link.stream, begin, begin + self._block)
-            layers = engine.copied(link.stream, begin, begin + self._block)
+                rows = log.rows(state.stream, begin, begin + self._block)
+            layers = engine.copied(state.stream, begin, begin + self._block)
             self._cache.put(names[number], Block(layers, rows))
 
     def forget(self, stream: StreamId) -> None:

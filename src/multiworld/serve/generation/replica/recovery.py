@@ -1,208 +1,491 @@
-"""The tokens that a stage has of each sequence, and what the next one lacks. Pure.
+"""Recovery of sequences at one replica. Pure.
 
 The one rule of recovery: before every stage lies a log of its input. Stage 0 has the
-tokens, and every other stage what the stage before it keeps of its own output. When a
-sequence begins, or goes on with another replica somewhere in its chain, each replica
-tells the one before it how many tokens it has, from the last stage up; that one sends
-the rest from its log. A replica without the rows that the next one lacks takes itself
-back as far as that, and is filled from further up; the tokens of stage 0 always suffice
-("upstream backup", Hwang et al., "High-Availability Algorithms for Distributed Stream
-Processing", 2005).
+tokens, and every other stage has what the stage before it keeps of its own output. When
+an attempt begins, each replica reports to the one before it how many tokens it has,
+from the last stage up; that one sends the rest from its log. A replica without the rows
+that the next one lacks takes itself back as far as that, and is filled from further up;
+the tokens of stage 0 always suffice ("upstream backup", Hwang et al., "High-
+Availability Algorithms for Distributed Stream Processing", 2005).
+
+A replica never decides when a sequence ends or which replicas compute it: it *gives
+back* to its gateway what it cannot continue, and keeps what it has until the gateway
+says more.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from multiworld.serve.transport.generation_messages import Opening
-from multiworld.serve.transport.protocol import Key
+from multiworld.errors import InvalidRequestError, ModelFailedError
+from multiworld.serve.generation.replica.actions import (
+    Action,
+    DropComputed,
+    Forget,
+    Open,
+    Rebuild,
+    Send,
+    SendLogged,
+)
+from multiworld.serve.generation.replica.events import (
+    Compiled,
+    Connected,
+    Disconnected,
+    Event,
+    GatewaysChanged,
+    Received,
+    Ticked,
+)
+from multiworld.serve.generation.replica.kv_budget import KvBudget
+from multiworld.serve.generation.replica.sample_costs import sample_rows_of
+from multiworld.serve.generation.replica.scheduler import (
+    PlannedStep,
+    Scheduler,
+    TooManyTokensError,
+)
+from multiworld.serve.generation.replica.sequence_state import (
+    SequenceState,
+    SequenceTable,
+    StreamId,
+)
+from multiworld.serve.transport import generation_messages
+from multiworld.serve.transport.edge_messages import EdgeMessage
+from multiworld.serve.transport.generation_messages import Opening, StepPart
+from multiworld.serve.transport.protocol import Key, RemoteError
 
-StreamId = tuple[str, int]
-"""Gateway and stream, whichever attempt."""
-
-EARLY = 4096
-"""Most sequences of which the next stage may tell before the gateway does."""
-
-
-@dataclass(slots=True)
-class Link:
-    """One sequence at one stage.
-
-    Attributes:
-        opening: The sequence, as the gateway has told it.
-        held: Number of its tokens whose keys and values are here.
-        is_known: Whether those are in blocks of known prompts, and are not copied until
-            it is computed.
-        logged: First token whose output is in the log, which ends at ``held``.
-        sent: Number of its tokens that the next stage has, or was sent; None until
-            that one has told.
-        stages: Stages that are prepared for it while it goes on elsewhere; none if it
-            has begun here.
-        is_evicted: Whether it was dropped for lack of memory, so that rows of it which
-            are on their way are of no use.
-    """
-
-    opening: Opening
-    held: int = 0
-    is_known: bool = False
-    logged: int = 0
-    sent: int | None = None
-    stages: Sequence[int] = ()
-    is_evicted: bool = False
-
-    @property
-    def earlier(self) -> list[Key]:
-        """Attempts that it may continue here."""
-        before = self.opening.previous, self.opening.prepared
-        return [(*self.opening.key[:2], attempt) for attempt in before if attempt >= 0]
-
-    @property
-    def key(self) -> Key:
-        """Gateway, stream and attempt."""
-        return self.opening.key
-
-    @property
-    def stream(self) -> StreamId:
-        """Gateway and stream."""
-        return self.opening.key[:2]
-
-    def lacks(self, begin: int, count: int) -> int | None:
-        """Return how many of some rows are still to be computed here.
-
-        Args:
-            begin: Position of the first row.
-            count: Number of rows.
-
-        Returns:
-            The number of last rows that are; None if rows before them are missing.
-        """
-        return None if begin > self.held else max(0, begin + count - self.held)
-
-    def unsent(self, begin: int, count: int) -> int:
-        """Return how many of some computed rows the next stage lacks; they are sent.
-
-        Args:
-            begin: Position of the first row.
-            count: Number of rows.
-
-        Returns:
-            The number of last rows to send.
-        """
-        end, sent = begin + count, self.sent or 0
-        self.sent = max(end, sent)
-        return min(count, max(0, end - sent))
-
-    def reset(self) -> None:
-        """Record that all of it was dropped, here and in later stages."""
-        self.held, self.logged, self.is_known, self.is_evicted = 0, 0, False, False
-        self.sent = None if self.sent is None else 0
+FindPrefix = Callable[[SequenceState], None]
+"""Looks up a prompt in the prefix cache, and sets what the sequence has of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """A sequence of which the next stage has told what it has.
-
-    Attributes:
-        link: The sequence.
-        begin: First token to send the next stage from the log.
-        end: The one after the last.
-    """
-
-    link: Link
-    begin: int
-    end: int
-
-
-class Links:
-    """The sequences of one stage.
+class Recovery:
+    """The sequences of one replica: what it has of each, and what others lack.
 
     Args:
-        is_last: Whether it is the last stage.
+        name: Name of the replica.
+        stage: Number of its stage.
+        stage_name: Name of the stage, for errors.
+        is_last: It is the last stage.
+        scheduler: Scheduler of steps, used in stage 0.
+        find_prefix: Looks up prompts.
+        overdue_s: Seconds after which a step does not come back from later stages.
+
+    Attributes:
+        table: The sequences.
+        counts: Events since the start, by kind.
+        sampled: Tokens that the last stage sampled from rows of a KV rebuild, by
+            sequence; None: the sequence has ended.
     """
 
-    def __init__(self, *, is_last: bool) -> None:
-        self._is_last = is_last
-        self._links: dict[StreamId, Link] = {}
-        self._early: OrderedDict[Key, int] = OrderedDict()
+    def __init__(
+        self,
+        name: str,
+        stage: int,
+        stage_name: str,
+        is_last: bool,
+        scheduler: Scheduler,
+        find_prefix: FindPrefix,
+        overdue_s: float,
+    ) -> None:
+        self.name, self._stage, self._is_last = name, stage, is_last
+        self._stage_name, self._scheduler = stage_name, scheduler
+        self._find_prefix, self._overdue_s = find_prefix, overdue_s
+        self.table = SequenceTable(is_last=is_last)
+        self.counts: Counter[str] = Counter()
+        self.sampled: dict[Key, int | None] = {}
+        limits = scheduler.limits
+        self._memory: KvBudget[StreamId] = KvBudget(
+            limits.blocks, scheduler.blocks_of, self._rank_of
+        )
+        self._connected: set[str] = set()
+        self._watched: set[Key] = set()
+        self._evicted: list[generation_messages.KvEvicted] = []
+        self._actions: list[Action] = []
+        self._now = 0.0
 
-    def __len__(self) -> int:
-        return len(self._links)
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Update the state by an event; return the actions to carry out, in order."""
+        self._now = now
+        match event:
+            case Received(peer, message):
+                self._received(peer, message)
+            case Compiled(key):
+                self._compiled(key)
+            case Connected(peer):
+                self._connected.add(peer)
+            case Disconnected(peer):
+                self._disconnected(peer)
+            case GatewaysChanged(names):
+                for state in self.table:
+                    if state.key[0] not in names:
+                        self._end(state.key)
+            case Ticked(was_paused):
+                if was_paused:
+                    self._scheduler.excuse(now)
+                for key in self._scheduler.overdue(now, self._overdue_s):
+                    self.give_back([key])
+        return self.take()
 
-    def __iter__(self) -> Iterator[Link]:
-        return iter(list(self._links.values()))
+    def take(self) -> list[Action]:
+        """Return the actions since the last call, in order."""
+        actions, self._actions = self._actions, []
+        return actions
 
-    def of(self, stream: StreamId) -> Link | None:
-        """Return a sequence, whichever attempt of it is known."""
-        return self._links.get(stream)
+    def _send(
+        self, peer: str, message: EdgeMessage, *, is_urgent: bool = False
+    ) -> None:
+        self._actions.append(Send(peer, message, is_urgent))
 
-    def get(self, key: Key) -> Link | None:
-        """Return a sequence, if this attempt of it is known."""
-        link = self._links.get(key[:2])
-        return link if link is not None and link.key == key else None
+    # Messages.
 
-    def begin(
-        self, opening: Opening, stages: Sequence[int] = ()
-    ) -> tuple[Link, int | None]:
-        """Take a sequence in; it keeps what the attempt before has here.
+    def _received(self, peer: str, message: EdgeMessage) -> None:
+        match message:
+            case generation_messages.Begin(openings):
+                for opening in openings:
+                    self._begin(opening)
+            case generation_messages.Prepare(opening, stages):
+                self._begin(opening, stages)
+            case generation_messages.Fetch(key, previous, begin):
+                self._fetch(peer, key, previous, begin)
+            case generation_messages.Held(key, count):
+                self._next_has(key, count)
+            case generation_messages.Pause(keys):
+                for key in keys:
+                    self._scheduler.pause(key)
+            case generation_messages.End(keys):
+                for key in keys:
+                    self._end(key)
+            case generation_messages.KvEvicted():
+                self._pass_back(message)
+            case generation_messages.StepDone(number, tokens):
+                self._scheduler.sampled(number, tokens)
+            case generation_messages.Resumed(key, token):
+                self._scheduler.resume(key, token)
 
-        Args:
-            opening: The sequence.
-            stages: Stages that are prepared for it; none if it begins now.
+    def _disconnected(self, peer: str) -> None:
+        """End the sequences of a gateway; give back those of a replica's chains."""
+        self._connected.discard(peer)
+        for state in self.table:
+            if state.key[0] == peer:
+                self._end(state.key)
+            elif peer in state.opening.chain:
+                self.give_back([state.key])
 
-        Returns:
-            The sequence, and what the next stage had told of it before, if it has.
+    # The life of a sequence.
+
+    def _begin(self, opening: Opening, prepared: Sequence[int] = ()) -> None:
+        """Add an attempt, and report to the stage before what is here of it."""
+        state, next_has = self.table.begin(opening, prepared)
+        self._watched.difference_update(state.earlier)
+        if opening.is_watched:
+            self._watched.add(opening.key)
+        self._actions.append(Open(opening))
+        if not state.held:
+            self._find_prefix(state)
+        if self._stage == 0 and not self._schedule(state):
+            # Nothing of it may be computed here, whoever asks.
+            self.give_back([opening.key])
+            self._end(opening.key)
+        elif not neighbours_of(opening.chain, self._stage) <= self._connected:
+            self.give_back([opening.key])  # not connected yet, or no more
+        elif next_has is not None and not self._is_end(state):
+            self._next_has(opening.key, next_has)
+
+    def _compiled(self, key: Key) -> None:
+        """Continue where recovery starts: at the last stage that takes part."""
+        state = self.table.get(key)
+        if state is None or not self._is_end(state):
+            return
+        if neighbours_of(state.opening.chain, self._stage) <= self._connected:
+            self._resolve(state)
+
+    def _schedule(self, state: SequenceState) -> bool:
+        """Let the scheduler know what continues here; return whether it has room."""
+        key, tokens, earlier = state.key, state.opening.tokens, state.earlier
+        route = state.opening.chain
+        if state.prepared:
+            return self._scheduler.reserve(earlier, key, len(tokens))
+        for old in earlier:
+            if self._scheduler.knows(old):
+                self._scheduler.move(old, key, tokens, state.held, route)
+            elif self._scheduler.has_reserved(old):
+                self._scheduler.take_over(
+                    old,
+                    key,
+                    tokens,
+                    state.held,
+                    state.opening.share,
+                    route,
+                    sample_rows_of(state.opening.sampling),
+                )
+        return True
+
+    def _is_end(self, state: SequenceState) -> bool:
+        """Return whether the next stage needs nothing of a sequence that begins."""
+        return self._is_last or (
+            bool(state.prepared) and self._stage + 1 not in state.prepared
+        )
+
+    def _next_has(self, key: Key, held: int) -> None:
+        """Send the next stage what it lacks, as far as it is here."""
+        state = self.table.get(key)
+        if state is None:
+            self.table.note_early(key, held)
+            return
+        state.sent = held
+        if held < state.logged:  # only what comes before can give these rows
+            state.held = state.logged = held
+        begin, end = min(held, state.held), state.held
+        is_moved = self._scheduler.knows(key)
+        if begin < end or is_moved:
+            peer = state.opening.chain[self._stage + 1]
+            self._actions.append(SendLogged(peer, key, begin, end, is_moved))
+            state.sent = end
+        self._resolve(state)
+
+    def _resolve(self, state: SequenceState) -> None:
+        """Continue a sequence, now that the stages after this one can."""
+        key, opening, before = state.key, state.opening, self._stage - 1
+        if state.prepared and before not in state.prepared:
+            self._fill(state)
+        elif before >= 0:
+            held = generation_messages.Held(key, state.held)
+            self._send(opening.chain[before], held)
+        elif self._scheduler.knows(key):
+            self._scheduler.rewind(key, state.held)
+        else:
+            self._add(state)
+
+    def _add(self, state: SequenceState) -> None:
+        opening = state.opening
+        try:
+            self._scheduler.add(
+                state.key,
+                opening.tokens,
+                computed=state.held,
+                refill=state.sent or 0,
+                share=opening.share,
+                is_probe=opening.is_probe,
+                is_suspect=opening.is_suspect,
+                route=opening.chain,
+                sample_rows=sample_rows_of(opening.sampling),
+            )
+        except TooManyTokensError as error:
+            self.fail(state.key, InvalidRequestError(str(error)))
+
+    def _fill(self, state: SequenceState) -> None:
+        """Get what this stage lacks of a sequence that it is prepared for."""
+        key, opening, held = state.key, state.opening, state.held
+        if self._stage > 0:
+            fetch = generation_messages.Fetch(key, opening.previous, held)
+            self._send(opening.chain[self._stage - 1], fetch)
+        else:
+            self._actions.append(Rebuild(key, held, opening.tokens[held:]))
+
+    def _fetch(self, peer: str, key: Key, previous: int, begin: int) -> None:
+        """Send a prepared replica of the next stage what it lacks."""
+        state = self.table.get((*key[:2], previous))
+        if state is None or begin < state.logged:
+            self._send(key[0], generation_messages.SequenceFailed(key))
+            return
+        end = max(begin, state.held)
+        self._actions.append(SendLogged(peer, key, begin, end, True))
+
+    def _end(self, key: Key) -> None:
+        state = self.table.end(key)
+        if state is None:
+            return
+        self.counts["requests"] += not (state.opening.is_probe or state.prepared)
+        self._scheduler.remove(key)
+        self.sampled.pop(key, None)
+        self._watched.discard(key)
+        self._memory.free(state.stream)
+        self._actions.append(Forget(state.stream))
+
+    def give_back(self, keys: Iterable[Key]) -> None:
+        """Report sequences to their gateways that cannot continue as they are."""
+        for key in keys:
+            self._scheduler.pause(key)
+            self._send(key[0], generation_messages.SequenceFailed(key))
+
+    def fail(self, key: Key, error: Exception) -> None:
+        """End a sequence that would fail in the same way elsewhere."""
+        if not isinstance(error, InvalidRequestError | ModelFailedError):
+            text = f"stage {self._stage_name!r} raised {type(error).__name__}: {error}"
+            error = ModelFailedError(text, stage=self._stage_name)
+        self._end(key)
+        failed = generation_messages.SequenceFailed(key, RemoteError.of(error))
+        self._send(key[0], failed)
+
+    # Memory.
+
+    def _rank_of(self, stream: StreamId) -> tuple[bool, int, int, str]:
+        """Return the rank of a sequence, the same in all stages.
+
+        What is only prepared is dropped first, then what came last.
         """
-        link = Link(opening, stages=stages)
-        found = next(filter(None, map(self.get, link.earlier)), None)
-        if found is not None:
-            # The last token is computed again where it is sampled.
-            most = len(opening.tokens) - self._is_last
-            link.held, link.is_known = min(found.held, most), found.is_known
-            link.logged = min(found.logged, link.held)
-        self._links[opening.key[:2]] = link
-        return link, self._early.pop(opening.key, None)
+        state = self.table.of(stream)
+        if state is None:
+            return True, 0, stream[1], stream[0]
+        share = state.opening.share
+        return bool(state.prepared), -share.priority, stream[1], stream[0]
 
-    def end(self, key: Key) -> Link | None:
-        """Forget a sequence; return it if this attempt of it was known."""
-        self._early.pop(key, None)
-        return None if self.get(key) is None else self._links.pop(key[:2])
+    def fit(self, parts: Sequence[StepPart]) -> list[int]:
+        """Book memory for parts; return which of them there is memory for.
 
-    def told(self, key: Key, count: int) -> Resolved | None:
-        """Record what the next stage has of a sequence.
+        Other sequences may be dropped for them.
+        """
+        if self._stage == 0:
+            return [*range(len(parts))]  # the scheduler has booked it
+        for part in parts:
+            if part.begin == 0:  # its memory is freed before it is computed anew
+                self._memory.free(part.key[:2])
+        wanted = {part.key[:2]: part.begin + part.count for part in parts if part.count}
+        evicted = {*self._memory.take(wanted)}
+        for stream in evicted:
+            self._evict(stream)
+        return [n for n, part in enumerate(parts) if part.key[:2] not in evicted]
+
+    def _evict(self, stream: StreamId) -> None:
+        """Drop a sequence for lack of memory."""
+        state = self.table.of(stream)
+        if state is None:
+            return
+        self.counts["evicted"] += 1
+        self._drop_computed(state)
+        state.is_evicted = True
+        if state.prepared:
+            failed = generation_messages.SequenceFailed(state.key)
+            self._send(state.key[0], failed)
+        else:
+            self._pass_back(generation_messages.KvEvicted(state.key, self.name))
+
+    def _drop_computed(self, state: SequenceState) -> None:
+        state.reset()
+        self.sampled.pop(state.key, None)
+        self._memory.free(state.stream)
+        self._actions.append(DropComputed(state.stream))
+
+    def _pass_back(self, evicted: generation_messages.KvEvicted) -> None:
+        """Report an eviction to stage 0, through the stages before."""
+        if self._stage == 0:
+            self._evicted.append(evicted)  # no step is computed when it is handled
+            return
+        state = self.table.get(evicted.key)
+        if state is None:  # perhaps it is yet to begin here; its gateway knows
+            self.give_back([evicted.key])
+        else:
+            self._send(state.opening.chain[self._stage - 1], evicted)
+
+    def preempt(self, keys: Iterable[Key]) -> None:
+        """Free the memory of sequences, here and in later stages of their chains."""
+        by_peer: dict[str, list[Key]] = {}
+        for key in keys:
+            state = self.table.get(key)
+            if state is None:
+                continue
+            self._drop_computed(state)
+            if not self._is_last:
+                peer = state.opening.chain[self._stage + 1]
+                by_peer.setdefault(peer, []).append(key)
+        for peer, those in by_peer.items():
+            self._send(peer, generation_messages.Preempted(tuple(those)))
+
+    # Steps.
+
+    def preempt_evicted(self, now: float) -> None:
+        """Preempt what later stages had no memory for."""
+        evicted, self._evicted = self._evicted, []
+        for each in evicted:
+            if self.table.get(each.key) is None:
+                self.give_back([each.key])
+                continue
+            is_elsewhere = self._scheduler.evict(each.key, each.replica, now)
+            self.preempt([each.key])
+            if is_elsewhere:
+                self.give_back([each.key])
+
+    def next_step(self, now: float) -> PlannedStep | None:
+        """Return the next step that the scheduler plans, if there is one now."""
+        planned = self._scheduler.next_step(now)
+        if planned is None:
+            return None
+        self.preempt(planned.preempted)
+        if planned.is_alone:
+            key = planned.parts[0].key
+            self._send(key[0], generation_messages.Alone(key), is_urgent=True)
+        return planned
+
+    def rebuild_part(self, key: Key, begin: int, count: int) -> StepPart | None:
+        """Return what is still to be computed of the rows of a KV rebuild."""
+        state = self.table.get(key)
+        if state is None or state.is_evicted:
+            return None
+        lacking = state.lacking(begin, count)
+        if lacking is None:
+            self.give_back([key])
+        if not lacking:
+            return None
+        end = begin + count
+        is_all = end == len(state.opening.tokens)
+        samples = self._is_last and is_all and not state.prepared
+        return StepPart(key, end - lacking, lacking, samples)
+
+    def begun(self, parts: Iterable[StepPart]) -> None:
+        """Report that watched sequences run, before they can end this process."""
+        if not self._watched:
+            return
+        began: dict[str, list[Key]] = {}
+        for part in parts:
+            if part.key in self._watched:
+                self._watched.discard(part.key)
+                began.setdefault(part.key[0], []).append(part.key)
+        for gateway, keys in began.items():
+            message = generation_messages.ComputeBegan(tuple(keys))
+            self._send(gateway, message, is_urgent=True)
+
+    def unlogged(self, streams: Iterable[StreamId]) -> None:
+        """Record that the activation log dropped sequences."""
+        for stream in streams:
+            state = self.table.of(stream)
+            if state is not None:
+                state.logged = state.held
+
+    def rebuilt(
+        self, key: Key, rows: Mapping[Key, int], *, is_end: bool
+    ) -> tuple[str, int, int] | None:
+        """Continue after a piece of a KV rebuild was computed.
 
         Args:
             key: The sequence.
-            count: Number of its tokens there.
+            rows: Rows of output by sequence, of what was computed.
+            is_end: It was the last piece.
 
         Returns:
-            What to send it; None if the gateway has not told of the sequence yet.
+            The replica of the next stage, the position of the first row to send it, and
+            the number of rows; None if nothing is to be sent.
         """
-        link = self.get(key)
-        if link is None:
-            self._early[key] = count
-            while len(self._early) > EARLY:
-                self._early.popitem(last=False)
+        state = self.table.get(key)
+        if state is None or state.is_evicted:
             return None
-        link.sent = count
-        if count < link.logged:  # only what comes before can give these rows
-            link.held = link.logged = count
-        return Resolved(link, min(count, link.held), link.held)
-
-    def unlogged(self, stream: StreamId) -> None:
-        """Record that the log of a sequence was dropped."""
-        link = self._links[stream]
-        link.logged = link.held
+        if state.prepared and self._is_end(state):
+            if is_end:
+                self._send(key[0], generation_messages.Prepared(key))
+            return None
+        if not self._is_last:
+            made = rows.get(key, 0)
+            count = state.take_unsent(state.held - made, made)
+            peer = state.opening.chain[self._stage + 1]
+            return peer, state.held - count, count
+        if is_end:
+            token = self.sampled.pop(key, None)
+            resumed = generation_messages.Resumed(key, token)
+            self._send(state.opening.chain[0], resumed)
+        return None
 
 
 def neighbours_of(chain: Sequence[str], stage: int) -> set[str]:
-    """Return the replicas of a chain that one of them exchanges messages with.
-
-    Args:
-        chain: The replicas, by stage.
-        stage: Stage of that one.
-    """
+    """Return the replicas of a chain with which the one of a stage has edges."""
     found = {*chain[max(0, stage - 1) : stage + 2]}
     if stage in (0, len(chain) - 1):
         found |= {chain[0], chain[-1]}

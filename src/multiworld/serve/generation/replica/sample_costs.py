@@ -1,7 +1,7 @@
-"""Costs of the choice of a token, by what was asked for. Pure.
+"""Costs of sampling a token, by its parameters. Pure.
 
-The unit is a row: what a step takes longer for one more sequence (4.7 ms for SmolLM2 on
-an EPYC with one thread, where these costs were measured; 49,152 words).
+The unit is a row: the additional time of a step per sequence (4.7 ms for SmolLM2 on an
+EPYC with one thread, where these costs were measured; 49,152 words).
 """
 
 from __future__ import annotations
@@ -15,24 +15,20 @@ LIMITED = 1.0
 """``top_p`` or ``min_p`` in the worst case: all words are about equally likely."""
 
 PENALISED = 0.25
-"""Penalties of up to some thousand tokens."""
+"""Penalties of up to a few thousand tokens."""
 
 STRUCTURED = 0.5
 """A mask of the words that a structure allows; an intricate one may take longer."""
 
 REPORTED, EACH_REPORTED = 0.02, 0.001
-"""Probabilities of the token, and of each of the most likely ones."""
+"""Probability of the token, and of each of the most likely ones."""
 
 EACH_BIASED = 0.0001
 """One word of ``logit_bias``."""
 
 
 def sample_rows_of(sampling: Sampling) -> float:
-    """Return what the choice of one token costs, in rows.
-
-    Args:
-        sampling: How it is chosen.
-    """
+    """Return the cost of sampling one token, in rows."""
     cost = EACH_BIASED * len(sampling.logit_bias)
     if sampling.temperature > 0:
         cost += DRAWN

@@ -1,8 +1,8 @@
-"""The choice of the next token of each sequence.
+"""Sampling of the next token of each sequence.
 
 Random numbers are counter-based (Philox: Salmon et al., "Parallel Random Numbers: As
 Easy as 1, 2, 3", 2011): each follows from the seed, the choice and the index of the
-token, so a sequence that is computed again chooses as before.
+token, so a recomputed sequence samples the same tokens.
 """
 
 from __future__ import annotations
@@ -19,19 +19,12 @@ from torch import Tensor
 from multiworld.serve.transport.generation_messages import Sampling
 
 FEW = 1024
-"""Tokens among which those of ``top_p`` or ``min_p`` are looked for first."""
+"""Number of most likely tokens that ``top_p`` and ``min_p`` consider first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A chosen token.
-
-    Attributes:
-        token: Its id.
-        logprob: Logarithm of its probability before any parameter applies; None if it
-            was not asked for.
-        top: The most likely tokens with theirs.
-    """
+    """A sampled token; log-probabilities are those before any parameter applies."""
 
     token: int
     logprob: float | None = None
@@ -46,18 +39,14 @@ def choose(
     ends: Sequence[int],
     allowed: Tensor | None = None,
 ) -> Choice:
-    """Choose the next token of one sequence.
+    """Sample the next token; raise ValueError if the largest logit is not finite.
 
     Args:
         logits: Shape [vocabulary], float32; not changed.
-        sampling: How to choose.
-        tokens: The prompt, and the tokens that were generated.
-        prompt: Number of tokens of the prompt.
-        ends: Tokens that end the sequence, if they may.
+        tokens: The prompt and the output tokens.
+        prompt: Number of prompt tokens.
+        ends: Tokens that end the sequence.
         allowed: Tokens that its structure allows, [vocabulary], bool; None: all.
-
-    Raises:
-        ValueError: The most likely token has a logit that is no finite number.
     """
     best = float(logits.max())  # NaN if any of them is
     if not math.isfinite(best):
@@ -68,7 +57,7 @@ def choose(
         scores = scores.masked_fill(~allowed, float("-inf"))
     if index < sampling.min_tokens and ends:
         later = scores.index_fill(-1, torch.tensor(ends), float("-inf"))
-        # Its structure may have an end only.
+        # Its structure may only allow the end.
         scores = later if bool((later > float("-inf")).any()) else scores
     if sampling.temperature == 0:
         token = int(scores.argmax())
@@ -109,57 +98,44 @@ def _adjusted(
 
 
 def _drawn(scores: Tensor, sampling: Sampling, index: int) -> int:
-    """Draw a token by the inverse of the distribution of those it may be."""
+    """Draw a token by inverting the cumulative distribution."""
     at = uniform(sampling.seed, sampling.choice, index)
     probabilities = scores.to(torch.float64).softmax(-1)
     has_limits = sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0
     least = sampling.min_p * float(probabilities.max())
     if not has_limits:
         return _inverse(probabilities, at)
-    # To sort the whole vocabulary takes longer than all the rest.
+    # Sorting the whole vocabulary takes longer than everything else.
     for most in (sampling.top_k,) if sampling.top_k else (FEW, len(scores)):
         which = scores.topk(min(most, len(scores))).indices
         likely = probabilities[which]
-        # min_p is first, then top_k and top_p, as in vLLM: each of what is left.
+        # As in vLLM: min_p, then top_k, then top_p, each applied to what remains.
         whole = likely if sampling.top_k else probabilities
         kept = _kept(likely, sampling, least, float(whole[whole >= least].sum()))
         if not bool(kept[-1]):
-            break  # those after it do not stay either
+            break  # less likely ones do not remain either
     return int(which[_inverse(likely * kept, at)])
 
 
 def _kept(likely: Tensor, sampling: Sampling, least: float, whole: float) -> Tensor:
-    """Return which of the most likely tokens stay, the first one always.
-
-    Args:
-        likely: Their probabilities, the largest first.
-        sampling: Says how many there may be.
-        least: Least probability.
-        whole: Sum of the probabilities that ``top_p`` is a share of.
-    """
+    """Return which of the most likely tokens (descending) remain; always the first."""
     kept = likely >= least
     if sampling.top_p < 1.0:
-        # A token stays if those before it do not sum up to top_p.
+        # A token remains if the more likely ones sum to less than top_p.
         kept &= likely.cumsum(0) - likely < sampling.top_p * whole
     kept[0] = True
     return kept
 
 
 def _inverse(weights: Tensor, at: float) -> int:
-    """Return the place where the sum of weights passes a share of all of them."""
+    """Return the index where the cumulative weights exceed a share of their sum."""
     sums = weights.cumsum(0)
     place = int(torch.searchsorted(sums, at * float(sums[-1]), right=True))
     return min(place, int(weights.nonzero()[-1]))
 
 
 def uniform(seed: int, choice: int, index: int) -> float:
-    """Return the random number in [0, 1) of one token.
-
-    Args:
-        seed: Seed of the request.
-        choice: Number of the choice.
-        index: Index of the token.
-    """
+    """Return the random number in [0, 1) for the token at ``index`` of a choice."""
     key = numpy.array([seed % 2**64, choice], dtype=numpy.uint64)
     counter = numpy.array([index, 0, 0, 0], dtype=numpy.uint64)
     bits = numpy.random.Philox(key=key, counter=counter)
@@ -169,14 +145,7 @@ def uniform(seed: int, choice: int, index: int) -> float:
 def finish_of(
     token: int, count: int, sampling: Sampling, ends: Sequence[int]
 ) -> Literal["", "stop", "length"]:
-    """Return ``stop`` or ``length`` if a token is the last one; else empty.
-
-    Args:
-        token: The token.
-        count: Number of generated tokens, with it.
-        sampling: Parameters of the sequence.
-        ends: Tokens that end the sequence.
-    """
+    """Return ``stop`` or ``length`` if a token is the last one; else empty."""
     if token in ends:
         return "stop"
     return "length" if count >= sampling.max_tokens else ""

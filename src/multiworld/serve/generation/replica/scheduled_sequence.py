@@ -15,21 +15,16 @@ class ScheduledSequence:
 
     Attributes:
         key: Gateway, stream and attempt.
-        tokens: All tokens so far: the prompt and what was generated.
-        computed: Number of tokens of which the keys and values are computed, or are
-            being computed.
+        computed: Number of tokens whose KV blocks are computed, or being computed.
         refill: Number of tokens that the other stages have; 0 once no sequence lacks
             such tokens here.
         is_under_way: True while its next token is being computed.
-        blocks: Blocks that it has.
         number: Order of arrival.
-        share: Its tenant.
-        is_probe: Whether it waits for nobody.
-        is_suspect: Whether it is computed alone until it has a token.
-        is_paused: Whether it is not computed now, as a stage of its chain is replaced.
+        is_probe: Whether it skips the queue.
+        is_suspect: Whether it runs alone until it produces a token.
+        is_paused: Whether it waits because a stage of its chain is being replaced.
         route: Replicas by stage that compute it.
-        last_step: Number of the last step with a part of it.
-        sample_rows: What the choice of one of its tokens costs, in rows.
+        sample_rows: Cost of sampling one of its tokens, in rows.
     """
 
     key: Key
@@ -49,22 +44,18 @@ class ScheduledSequence:
 
     @property
     def lacking(self) -> int:
-        """Number of tokens that are still to be computed."""
+        """Number of tokens still to be computed."""
         return len(self.tokens) - self.computed
 
     def uses(self, replicas: Collection[str]) -> bool:
-        """Tell whether one of some replicas computes it."""
         return any(name in replicas for name in self.route)
 
 
 def by_route(ready: list[ScheduledSequence]) -> list[ScheduledSequence]:
-    """Return sequences in the order in which they go into a step.
+    """Sort sequences into the order in which they enter a step.
 
-    Who has waited longest is first, and with it those of the same route: a step that is
-    split between replicas costs each of them the reading of all weights.
-
-    Args:
-        ready: The sequences; they are sorted.
+    The one that has waited longest is first, followed by those of the same route: if a
+    step is split between replicas, each of them reads all weights.
     """
     ready.sort(key=lambda s: s.last_step)
     if ready:

@@ -1,24 +1,24 @@
-"""The scheduler of steps, in a replica of stage 0. Pure.
+"""Scheduler of steps, in a replica of stage 0. Pure.
 
-It does continuous batching: every step takes one token of each running sequence that
-waits for none of its own, and fills the rest of the token budget with parts of prompts
-(chunked prefill). Several steps are under way at once, up to one for each stage, so
-that the pipeline is full: each takes an equal part of the running sequences. But a step
-that reads all weights for one row takes almost as long as for eight, so few sequences
-are not split: they go in one step, and wait for each other.
+It does continuous batching: every step computes one token of each running sequence
+whose previous token is known, and fills the rest of the token budget with prefill
+chunks. Several steps are in flight at once, up to one per stage, to fill the pipeline:
+each gets an equal part of the running sequences. But a step that reads all weights for
+one row takes almost as long as for eight, so a few sequences are not split: they share
+one step, and wait for each other.
 
 Memory is counted in blocks of ``block_size`` tokens. If a running sequence needs a
-block and none is free, the sequence that came last is preempted: its blocks are
-freed, and it is computed again from its tokens when there is room (preemption by
-recompute, as in vLLM: Kwon et al., "Efficient Memory Management for Large Language
-Model Serving with PagedAttention", 2023). A sequence of a higher priority preempts one
-of a lower priority for its place, too.
+block and none is free, the latest sequence is preempted: its blocks are freed, and it
+is recomputed from its tokens when there is room (preemption by recompute, as in vLLM:
+Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+PagedAttention", 2023). A sequence of a higher priority may also preempt one of a lower
+priority for its slot.
 
-Places, blocks and the tokens of each step are shared by weight between the tenants that
-have something to compute; a tenant alone may use everything. A tenant that has fewer
-places or blocks than its share preempts for them. Who has had the fewest tokens is
-first in a step, and a step is only as large as the tenant with the smallest part of it
-can wait for (``step_budget``).
+Slots, blocks and the tokens of each step are shared by weight between the tenants that
+have sequences; a tenant alone may use everything. A tenant that has fewer slots or
+blocks than its share preempts for them. The tenant that has received the fewest tokens
+is first in a step, and a step is only as large as the tenant with the smallest part of
+it can tolerate (``step_budget``).
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ from multiworld.serve.transport.generation_messages import StepPart
 from multiworld.serve.transport.protocol import Key
 
 LEAST_PART = 32
-"""Least tokens of a part of a prompt that is cut for the sake of the pipeline. A step
-costs about as much as nine tokens besides (see ``ROWS``), so parts of 32 take 28 % more
+"""Minimum tokens of a prefill chunk when a prompt is split over the pipeline. A step
+also costs about as much as nine tokens (see ``ROWS``), so chunks of 32 take 28 % more
 time in all."""
 
 ROWS = 8
-"""Sequences of a step below which splitting them saves no time: the time of a step is
-that of reading the weights (SmolLM2 on an EPYC, fp32, one thread: 55 ms with one row,
-99 with eight, 136 with sixteen)."""
+"""Sequences per step below which splitting them saves no time. The time of such a step
+is spent on reading the weights (SmolLM2 on an EPYC, fp32, one thread: 55 ms with one
+row, 99 with eight, 136 with sixteen)."""
 
 SHARED_S, SHARED_TOKENS = 60.0, 32
-"""Seconds for which a second tenant counts as present after its last sequence, and
-tokens in flight meanwhile. Another one that comes waits for these, at most; they take a
-fifth more time than steps that are full."""
+"""Seconds for which a second tenant counts as present after its last sequence, and the
+maximum number of tokens in flight meanwhile. A newcomer waits for at most these tokens;
+such steps take a fifth more time than full ones."""
 
 FULL_S, LONGEST_FULL_S = 0.1, 2.0
-"""Seconds for which nothing more goes to a replica that had no memory for a sequence;
-doubles while it goes on having none."""
+"""Minimum and maximum seconds for which nothing is sent to a replica that had no KV
+blocks for a sequence; the time doubles while it has none."""
 
 
 class TooManyTokensError(Exception):
@@ -72,14 +72,7 @@ class TooManyTokensError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A step to compute now.
-
-    Attributes:
-        number: Its number at this scheduler.
-        parts: Its parts; each sequence has at most one.
-        preempted: Sequences that were preempted, before this step.
-        is_alone: Whether it has a suspect, and nothing else is under way.
-    """
+    """A step to compute now; ``is_alone``: nothing else may be in flight."""
 
     number: int
     parts: tuple[StepPart, ...]
@@ -90,16 +83,11 @@ class PlannedStep:
 class Scheduler:
     """Decides which tokens of which sequences the next step computes.
 
-    Args:
-        limits: Its limits.
-
     Attributes:
-        limits: See above.
-        steps: Most steps under way at once; as many as in ``limits`` at first.
-        withheld: Blocks that are left to other schedulers; but one sequence may have
-            all, so that it can end.
-        granule: Tokens in multiples of which a sequence takes memory.
-        preemptions: Number of preemptions so far.
+        steps: Maximum number of steps in flight; initially as in ``limits``.
+        withheld: Blocks that are left to other schedulers; but a lone sequence may use
+            all, so that it can finish.
+        granule: Tokens in multiples of which a sequence's memory is allocated.
     """
 
     def __init__(self, limits: EngineLimits) -> None:
@@ -140,23 +128,7 @@ class Scheduler:
         route: Sequence[str] = (),
         sample_rows: float = 0.0,
     ) -> None:
-        """Add a sequence; it is computed when it is its turn.
-
-        Args:
-            key: Gateway, stream and attempt.
-            tokens: Its tokens so far; at least one.
-            computed: Number of tokens that need not be computed; fewer than all.
-            refill: Number of tokens that the other stages have.
-            share: Its tenant.
-            is_probe: Whether it is the next one, however many run.
-            is_suspect: Whether it is computed alone until it has a token.
-            route: Replicas by stage that compute it.
-            sample_rows: What the choice of one of its tokens costs, in rows.
-
-        Raises:
-            TooManyTokensError: It needs more blocks than there are.
-            ValueError: There is nothing to compute, so it would wait for ever.
-        """
+        """Add a sequence of which at least one token is to be computed."""
         if computed >= len(tokens):
             raise ValueError(f"all {computed} tokens of {key} are computed already")
         if self.blocks_of(len(tokens) + 1) > self.limits.blocks:
@@ -180,7 +152,6 @@ class Scheduler:
     def _enter(
         self, key: Key, tokens: Sequence[int], **facts: Any
     ) -> ScheduledSequence:
-        """Let a sequence be known; ``facts`` are fields of it."""
         self._arrivals += 1
         sequence = ScheduledSequence(key, list(tokens), number=self._arrivals, **facts)
         self._known[key] = sequence
@@ -192,7 +163,7 @@ class Scheduler:
         return sequence
 
     def _wait(self, sequence: ScheduledSequence) -> None:
-        """Let a sequence wait for its turn, unless it is paused or has its own."""
+        """Queue a sequence, unless it is paused or a suspect."""
         if not sequence.is_paused and not sequence.is_suspect:
             self._line.add(sequence)
 
@@ -202,27 +173,22 @@ class Scheduler:
         self._use.add(sequence.share, places=1, blocks=sequence.blocks)
 
     def _leave(self, sequence: ScheduledSequence) -> int:
-        """Let a sequence not run any more; return the blocks that it had."""
+        """Stop running a sequence; return the blocks that it had."""
         blocks, sequence.blocks = sequence.blocks, 0
         if self._running.pop(sequence.number, None) is not None:
             self._use.add(sequence.share, places=-1, blocks=-blocks)
         return blocks
 
     def _trust(self, sequence: ScheduledSequence) -> None:
-        """Record that a sequence has got a token."""
         sequence.is_suspect = False
         self._suspects.pop(sequence.number, None)
 
     def remove(self, key: Key) -> None:
-        """Forget a sequence, if it is known.
-
-        It counts as computed in the steps that are under way.
-        """
+        """Forget a sequence; the steps in flight no longer wait for it."""
         self._free += self._reserved.pop(key, 0)
         self._free += self._forget(key)
 
     def _forget(self, key: Key) -> int:
-        """Forget a sequence, if it is known; return the blocks that it had."""
         sequence = self._known.pop(key, None)
         if sequence is None:
             return 0
@@ -233,17 +199,13 @@ class Scheduler:
         self._steps.leave(key)
         return self._leave(sequence)
 
-    # Stages that are replaced.
+    # Replacement of stages.
 
     def knows(self, key: Key) -> bool:
-        """Tell whether a sequence is known."""
         return key in self._known
 
     def pause(self, key: Key) -> None:
-        """Compute nothing of a sequence until ``resume``, if it is known.
-
-        What is under way of it does not come back.
-        """
+        """Compute nothing of a sequence until ``resume``; its steps do not return."""
         sequence = self._known.get(key)
         if sequence is not None:
             sequence.is_paused = True
@@ -258,15 +220,7 @@ class Scheduler:
         computed: int,
         route: Sequence[str] = (),
     ) -> None:
-        """Rename a sequence, and pause it.
-
-        Args:
-            old: Its key so far.
-            new: Its key from now on.
-            tokens: Its tokens, all that were delivered.
-            computed: Number of those that were computed here.
-            route: Replicas by stage that compute it from now on.
-        """
+        """Rename and pause a sequence; ``computed`` tokens were computed here."""
         self.pause(old)
         sequence = self._known.pop(old)
         sequence.key, sequence.tokens, sequence.route = new, list(tokens), tuple(route)
@@ -275,16 +229,7 @@ class Scheduler:
         self._preempted = [new if key == old else key for key in self._preempted]
 
     def reserve(self, earlier: Iterable[Key], key: Key, tokens: int) -> bool:
-        """Take blocks for a sequence that may come, if that many are free.
-
-        Args:
-            earlier: Its keys so far; their blocks count.
-            key: Its key.
-            tokens: Number of its tokens.
-
-        Returns:
-            Whether there is room for it.
-        """
+        """Reserve blocks instead of those of ``earlier`` keys, if enough are free."""
         self._free += sum(self._reserved.pop(old, 0) for old in earlier)
         needed = self.blocks_of(tokens + 1)
         if needed > self._free - self.withheld or self._places <= 0:
@@ -294,7 +239,6 @@ class Scheduler:
         return True
 
     def has_reserved(self, key: Key) -> bool:
-        """Tell whether there are blocks for a sequence that may come."""
         return key in self._reserved
 
     def take_over(
@@ -307,17 +251,7 @@ class Scheduler:
         route: Sequence[str] = (),
         sample_rows: float = 0.0,
     ) -> None:
-        """Add a sequence that has come from another replica, paused.
-
-        Args:
-            old: The key that it has blocks under.
-            new: Its key from now on.
-            tokens: Its tokens so far.
-            computed: Number of those that were computed here.
-            share: Its tenant.
-            route: Replicas by stage that compute it.
-            sample_rows: What the choice of one of its tokens costs, in rows.
-        """
+        """Add a paused sequence from another replica; ``old`` has its reservation."""
         sequence = self._enter(
             new,
             tokens,
@@ -330,17 +264,12 @@ class Scheduler:
         self._run(sequence)
 
     def rewind(self, key: Key, computed: int) -> None:
-        """Compute a paused sequence again from a token on."""
+        """Recompute a paused sequence from a token on."""
         sequence = self._known[key]
         sequence.computed = min(computed, sequence.computed)
 
     def resume(self, key: Key, token: int | None) -> None:
-        """Go on with a paused sequence, if it is known.
-
-        Args:
-            key: The sequence.
-            token: Its next token, if the last stage has sampled it.
-        """
+        """Continue a paused sequence; ``token`` is its next one, if already sampled."""
         sequence = self._known.get(key)
         if sequence is None or not sequence.is_paused:
             return
@@ -352,21 +281,14 @@ class Scheduler:
             self._wait(sequence)
 
     def evict(self, key: Key, replica: str, now: float) -> bool:
-        """Preempt a sequence that a replica of a later stage had no memory for.
+        """Preempt a sequence for which a replica of a later stage had no KV blocks.
 
-        Nothing more goes to that replica for a while.
-
-        Args:
-            key: The sequence; it may be unknown.
-            replica: The replica.
-            now: Monotonic time in seconds.
-
-        Returns:
-            True if its gateway must say how it goes on: a token of it may be on its
-            way, or a stage waits for what was dropped.
+        That replica receives nothing for a while. Returns whether the gateway must
+        decide how the sequence continues, because one of its tokens may be in flight,
+        or a stage waits for what was dropped.
         """
         until, pause_s = self._full.get(replica, (now, 0.0))
-        if now >= until:  # otherwise what was on its way to it comes back
+        if now >= until:  # otherwise the message concerns what was sent earlier
             pause_s = min(LONGEST_FULL_S, max(FULL_S, 2 * pause_s))
             self._full[replica] = now + pause_s, pause_s
         self._look_at_full(now)
@@ -387,12 +309,9 @@ class Scheduler:
     # Steps.
 
     def sampled(self, step: int, tokens: Iterable[tuple[Key, int | None]]) -> None:
-        """Record what the last stage has computed of a step.
+        """Record the next token of each sequence of a step.
 
-        Args:
-            step: Number of the step.
-            tokens: Sequences that came out of the last stage, each with its next token;
-                None if its prompt is not complete yet, or if it has ended there.
+        It is None if the prompt is not complete yet, or the sequence has ended.
         """
         came = dict(tokens)
         routes = {self._known[key].route for key in came if key in self._known}
@@ -409,37 +328,29 @@ class Scheduler:
         self._steps.left_out(step, routes, lambda key: self._known[key].route)
 
     def _end(self, key: Key) -> None:
-        """Compute no more of a sequence: it has its last token.
-
-        Its blocks stay its own until its gateway knows, and ends it or goes on with it.
-        """
+        """Stop computing a sequence; reserve its blocks until its gateway knows."""
         self._reserved[key] = self._forget(key)
 
     def overdue(self, now: float, most_s: float) -> list[Key]:
-        """Return sequences whose steps do not come back; see ``StepsUnderWay``."""
+        """Return sequences whose steps do not return; see ``StepsUnderWay``."""
         return self._steps.overdue(now, most_s)
 
     def excuse(self, now: float) -> None:
-        """Let steps in flight have their time anew: this process was paused."""
+        """Restart the timers of the steps in flight: this process was paused."""
         self._steps.excuse(now)
 
     @property
     def has_full(self) -> bool:
-        """True while nothing goes to some replica for lack of memory there."""
+        """True while some replica receives nothing because it lacks KV blocks."""
         return bool(self._shunned)
 
     def _look_at_full(self, now: float) -> None:
-        """Forget replicas that had memory again for as long as they were left alone."""
+        """Forget replicas that have had memory for as long as they were avoided."""
         full = self._full.items()
         self._full = {name: (t, p) for name, (t, p) in full if now < t + p}
         self._shunned = {name for name, (until, _) in self._full.items() if now < until}
 
     def next_step(self, now: float = 0.0) -> PlannedStep | None:
-        """Return the next step to compute, or None if there is none now.
-
-        Args:
-            now: Monotonic time in seconds.
-        """
         self._look_at_full(now)
         if len(self._steps) >= self.steps:
             return None
@@ -447,13 +358,13 @@ class Scheduler:
         self._shrink()
         parts: list[StepPart] = []
         if self._was_alone and len(self._steps):
-            return None  # a suspect is computed, and nothing beside it
+            return None  # a suspect runs alone
         suspects = self._ready_suspects()
         # Steps of suspects and of the others take turns.
         is_alone = False
         if suspects and not (self._was_alone and self._plan(parts, now)):
             if len(self._steps):
-                return None  # it must be alone
+                return None  # a suspect must run alone
             is_alone = any(self._plan_suspect(parts, one) for one in suspects)
         if not parts and not self._plan(parts, now):
             return None
@@ -467,7 +378,7 @@ class Scheduler:
         return sum(self._known[p.key].sample_rows for p in parts if p.samples)
 
     def _plan(self, parts: list[StepPart], now: float) -> bool:
-        """Add parts of sequences that are no suspects; tell if there are any."""
+        """Add parts of sequences that are not suspects; return whether any exist."""
         self._let_first_in()
         most = self.limits.max_num_batched_tokens
         demands = self._demands()
@@ -488,7 +399,6 @@ class Scheduler:
         return bool(parts)
 
     def _demands(self) -> dict[Share, float]:
-        """Return the rows that each tenant would have in the next step, if alone."""
         most = self.limits.max_num_batched_tokens
         found: dict[Share, float] = {**self._line.tokens(most)}
         for sequence in self._running.values():
@@ -498,7 +408,6 @@ class Scheduler:
         return found
 
     def _has_others(self, demands: Iterable[Share], now: float) -> bool:
-        """Tell whether several tenants have been here lately."""
         self._seen.update((share.tenant, now) for share in demands)
         if len(self._seen) > 1:
             since = now - SHARED_S
@@ -506,11 +415,10 @@ class Scheduler:
         return len(self._seen) > 1
 
     def _heads(self) -> Iterator[ScheduledSequence]:
-        """Return the first waiting sequence of each tenant that may run."""
         return self._line.heads(self._shunned)
 
     def _shrink(self) -> None:
-        """Preempt until others have the blocks that are left to them."""
+        """Preempt until the withheld blocks are free."""
         while self._free < self.withheld and len(self._running) > 1:
             victim = self._last_to_preempt()
             if victim is None:
@@ -518,12 +426,11 @@ class Scheduler:
             self._preempt(victim)
 
     def _ready_suspects(self) -> list[ScheduledSequence]:
-        """Return the suspects, the one that was computed least recently first."""
+        """Return the suspects, least recently computed first."""
         found = [s for s in self._suspects.values() if not s.is_paused]
         return sorted(found, key=lambda s: (s.last_step, s.number))
 
     def _plan_suspect(self, parts: list[StepPart], suspect: ScheduledSequence) -> bool:
-        """Add the next part of a suspect; tell if there was room for it."""
         if suspect.number not in self._running and not self._admit(suspect):
             return False
         most = self.limits.max_num_batched_tokens
@@ -534,7 +441,6 @@ class Scheduler:
         return True
 
     def _let_first_in(self) -> None:
-        """Admit waiting sequences of a higher priority than running ones have."""
         lowest = min((s.share.priority for s in self._running.values()), default=0)
         for sequence in sorted(self._line.above(lowest), key=self._rank):
             if not self._admit(sequence):
@@ -543,14 +449,10 @@ class Scheduler:
     # A step of several tenants.
 
     def _share(self, parts: list[StepPart], budget: StepBudget) -> None:
-        """Fill the step with rows of all tenants, the one that had the fewest first.
+        """Fill the step with rows of all tenants, the least served one first.
 
-        A tenant with a few next tokens to compute is in every step: a newcomer's prompt
-        does not keep it waiting.
-
-        Args:
-            parts: The parts of the step.
-            budget: Rows that each of them may have.
+        A tenant with only a few next tokens to compute is in every step: a newcomer's
+        prompt does not delay it.
         """
         ready: dict[Share, list[ScheduledSequence]] = {}
         for sequence in self._ready():
@@ -574,12 +476,12 @@ class Scheduler:
         while not budget.is_spent:
             for those in ready.values():
                 while those and those[-1].number not in self._running:
-                    those.pop()  # it was preempted for another one
+                    those.pop()  # it was preempted
             found = [those[-1] for those in ready.values() if those]
             heads = self._heads() if is_open else ()
             behind = {s.share for s in found if s.lacking <= 1}
             found += [s for s in heads if s.is_probe or s.share not in behind]
-            # Each tenant has a row at least.
+            # Each tenant gets at least one row.
             found = [s for s in found if budget.left(s.share) or s.share not in had]
             head = min(found, key=self._rank, default=None)
             if head is None:
@@ -593,16 +495,15 @@ class Scheduler:
                 is_open = False
                 continue
             elif not self._admit(sequence):
-                is_open = False  # later ones would overtake it again and again
+                is_open = False  # later ones would overtake it repeatedly
                 continue
             count = self._chunk(sequence, rows, is_alone=not parts)
-            is_left = sequence.number in self._running  # not preempted for another one
+            is_left = sequence.number in self._running  # it was not preempted
             if is_left and count and self._has_room(sequence, count):
                 parts.append(self._take(sequence, count))
                 budget.take(count)
 
     def _ready(self) -> list[ScheduledSequence]:
-        """Return the running sequences that a step may have a part of now."""
         return [
             s
             for s in self._running.values()
@@ -612,10 +513,10 @@ class Scheduler:
     # A step of one tenant.
 
     def _decode(self, parts: list[StepPart], budget: int) -> None:
-        """Add a token of each running sequence that waits for none, up to a share.
+        """Add the next token of each running sequence that is ready, up to a share.
 
-        Fewer than a share wait until others of their kind come back. During a refill
-        nobody waits: steps are computed all the time, and a few rows more cost little.
+        Fewer than a share wait until others return. There is no waiting during a KV
+        rebuild: steps run all the time, and a few more rows cost little.
         """
         decoding = [
             s
@@ -626,7 +527,7 @@ class Scheduler:
         most = min(budget, math.ceil(len(decoding) / groups))
         ready = sum(not s.is_under_way for s in decoding)
         if ready < min(most, len(decoding)) and not self._is_refilling:
-            return  # the others are under way
+            return  # the others are in flight
         for sequence in by_route([s for s in decoding if not s.is_under_way]):
             if len(parts) >= most:
                 return
@@ -636,15 +537,12 @@ class Scheduler:
                 parts.append(self._take(sequence, 1))
 
     def _prompt_tokens(self, *, is_shared: bool) -> int:
-        """Return the most tokens of prompts in the next step.
+        """Return the maximum number of prefill tokens in the next step.
 
-        All steps under way together have as many as one may have: running sequences
-        wait for no more, and a prompt is computed in several stages at once. If nothing
-        waits for them and there is more to compute, each step is full. Sequences that
-        were refilled just now wait for those that still are.
-
-        Args:
-            is_shared: Whether other tenants were here lately, and may come at any time.
+        All steps in flight together have as many as one may have: running sequences
+        wait for no more, and a prompt is computed in several stages at once. If no
+        sequence waits for them and there is more to compute, each step is full.
+        Sequences whose KV blocks were just rebuilt wait for those still being rebuilt.
         """
         most = self.limits.max_num_batched_tokens
         if not self.limits.is_prefill_chunked:
@@ -667,7 +565,7 @@ class Scheduler:
         return max(LEAST_PART, math.ceil(min(tokens, most) / self.steps))
 
     def _prefill(self, parts: list[StepPart], budget: int) -> None:
-        """Fill the step with parts of prompts, in order of arrival; probes first."""
+        """Fill the step with prefill chunks, in order of arrival; probes first."""
         running = [s for s in self._ready() if s.lacking > 1]
         is_open = True
         while budget > 0:
@@ -676,11 +574,11 @@ class Scheduler:
             if sequence is None:
                 return
             if sequence in running:
-                running.remove(sequence)  # and it may have been preempted meanwhile
+                running.remove(sequence)  # it may have been preempted meanwhile
             else:
                 fits = self._chunk(sequence, budget, is_alone=not parts) > 0
                 if not fits or not self._admit(sequence):
-                    is_open = False  # later ones would overtake it again and again
+                    is_open = False  # later ones would overtake it repeatedly
                     continue
             count = self._chunk(sequence, budget, is_alone=not parts)
             is_left = sequence.number in self._running
@@ -693,7 +591,7 @@ class Scheduler:
         return not sequence.is_probe, priority, served, sequence.number
 
     def _admit(self, sequence: ScheduledSequence) -> bool:
-        """Let a sequence run, if there is room for all of it; return whether."""
+        """Run a sequence if there is room for all of it; return whether there is."""
         victims = self._victims_for(sequence)
         if victims is None:
             return False
@@ -705,7 +603,7 @@ class Scheduler:
     def _victims_for(
         self, newcomer: ScheduledSequence
     ) -> list[ScheduledSequence] | None:
-        """Return the sequences to preempt for one that waits; None: it cannot run."""
+        """Return the sequences to preempt for a waiting one; None: it cannot run."""
         if newcomer.uses(self._shunned):
             return None
         needed = self.blocks_of(len(newcomer.tokens) + 1)
@@ -723,7 +621,7 @@ class Scheduler:
     def _fits(
         self, sequence: ScheduledSequence, gone: Sequence[ScheduledSequence] = ()
     ) -> bool:
-        """Tell whether a sequence may run, once some running ones are preempted."""
+        """Return whether a sequence may run, once those in ``gone`` are preempted."""
         if sequence.uses(self._shunned):
             return False
         # All of it must fit, or it would preempt what came before.
@@ -754,11 +652,10 @@ class Scheduler:
     # Blocks.
 
     def blocks_of(self, tokens: int) -> int:
-        """Return the number of blocks that a number of tokens needs."""
         return self.limits.blocks_of(tokens, self.granule)
 
     def _has_room(self, sequence: ScheduledSequence, count: int) -> bool:
-        """Give a sequence the blocks for more tokens; preempt others for it."""
+        """Allocate blocks for ``count`` more tokens, preempting others if necessary."""
         needed = self.blocks_of(sequence.computed + count) - sequence.blocks
         while needed > self._room(is_only=len(self._running) == 1):
             victim = self._use.last(sequence, self._idle())
@@ -777,7 +674,6 @@ class Scheduler:
         return self._free if is_only else self._free - self.withheld
 
     def _idle(self) -> list[ScheduledSequence]:
-        """Return the running sequences that may be preempted now."""
         return [
             s
             for s in self._running.values()
@@ -798,7 +694,7 @@ class Scheduler:
         self._preempted.append(sequence.key)
         self._wait(sequence)
 
-    # What there is.
+    # State.
 
     @property
     def _is_refilling(self) -> bool:
@@ -811,23 +707,19 @@ class Scheduler:
 
     @property
     def _places(self) -> int:
-        """Number of sequences that may still run."""
         taken = len(self._running) + len(self._reserved)
         return self.limits.max_num_seqs - taken
 
     @property
     def running(self) -> int:
-        """Number of sequences that run."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Number of sequences that wait for their turn."""
         return len(self._known) - len(self._running)
 
     @property
     def used_blocks(self) -> int:
-        """Number of blocks in use."""
         return self.limits.blocks - self._free
 
     @property
@@ -837,11 +729,9 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """True if there is no sequence."""
         return not self._known
 
     def tokens(self, key: Key) -> list[int]:
-        """Return all tokens of a sequence."""
         return self._known[key].tokens
 
 
@@ -851,7 +741,6 @@ def _victim_for(
     use: TenantUse,
     idle: list[ScheduledSequence],
 ) -> ScheduledSequence | None:
-    """Return the next sequence to preempt for one that waits."""
     below = [s for s in idle if s.share.priority < newcomer.share.priority]
     if below:
         return max(below, key=lambda s: (-s.share.priority, s.number))

@@ -1,6 +1,6 @@
-"""The computation of one replica: its stage for the steps that arrive.
+"""Computation of one replica: its stage for the steps that arrive.
 
-It runs in the compute thread of the replica, and knows no edges.
+It runs in the compute thread of the replica, and is independent of edges.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from multiworld.serve.generation.replica.kv_cache import (
 )
 from multiworld.serve.generation.replica.layer_trial import check_layers
 from multiworld.serve.generation.replica.prefix_cache import Block
-from multiworld.serve.generation.replica.recovery import StreamId
 from multiworld.serve.generation.replica.sampler import choose, finish_of
+from multiworld.serve.generation.replica.sequence_state import StreamId
 from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.transport.generation_messages import Opening, StepPart, TokenItem
@@ -47,12 +47,9 @@ class Tail:
     """A sequence at the last stage.
 
     Attributes:
-        opening: The sequence, as it began.
-        tokens: Its prompt, and all tokens so far.
+        opening: The sequence, as it started.
         ends: Tokens that end it.
-        matcher: Its structure; None: any.
-        scored: Probabilities of the tokens of its prompt so far, if they were asked
-            for; see ``TokenItem``.
+        scored: Probabilities of its prompt's tokens so far, if requested.
     """
 
     opening: Opening
@@ -64,19 +61,17 @@ class Tail:
     )
 
     def scores(self, part: StepPart) -> bool:
-        """Tell whether the tokens after each row of a part are to be scored."""
+        """Return whether the token after each row of a part is to be scored."""
         is_asked = self.opening.sampling.prompt_logprobs is not None
         return is_asked and part.begin < self.opening.prompt - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The outcome of a step.
+    """Results of a step.
 
     Attributes:
-        parts: The parts that were computed.
-        hidden: Hidden states of their rows, [rows, hidden]; None in the last stage.
-        tokens: Tokens that were sampled.
+        hidden: Hidden states of all rows, [rows, hidden]; None in the last stage.
         failed: Parts that the model raised an error for.
     """
 
@@ -95,15 +90,12 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Chores:
-    """Chores of an engine before its next step.
+    """Tasks of an engine before its next step.
 
     Attributes:
-        free: Streams to forget.
-        drop: Streams whose keys and values are dropped; they are computed again later.
-        open: Sequences that begin, or go on as another attempt, each with its
-            structure; None: any.
-        restore: Streams that begin with blocks which were computed before, each with
-            the blocks and the number of their tokens.
+        drop: Streams whose KV blocks are freed; they are recomputed later.
+        open: Sequences that start, or continue as another attempt.
+        restore: Streams that start with cached blocks, and the number of their tokens.
     """
 
     free: Sequence[StreamId] = ()
@@ -117,16 +109,9 @@ class Chores:
 def engine_of(
     function: StageFunction, *, is_last: bool, model: Generation, is_deterministic: bool
 ) -> StageEngine:
-    """Return the engine of a stage that was loaded; its weights are packed.
+    """Return the engine of a loaded stage, whose weights are packed.
 
-    Args:
-        function: The stage.
-        is_last: Whether it is the last one.
-        model: Facts about the model.
-        is_deterministic: Whether results are not to depend on the batch.
-
-    Raises:
-        ModelFailedError: They depend on it all the same.
+    Raises ModelFailedError if ``is_deterministic`` cannot be fulfilled.
     """
     is_module = isinstance(function, nn.Module)
     with torch.inference_mode():
@@ -138,24 +123,15 @@ def engine_of(
     if not is_deterministic:
         cache = KvCache(attention=model.attention)
         return StageEngine(function, is_last, model, cache)
-    # The granule is that of the largest piece until the first step.
+    # Until the first step, use the granule of the largest piece.
     make = functools.partial(KvCache, attention=FixedAttention, granule=PIECE)
     if is_module and hasattr(function, "example"):
-        check_layers(function, make)  # type: ignore[arg-type]  # it has all of it
+        check_layers(function, make)  # type: ignore[arg-type]  # it is a TriedStage
     return StageEngine(function, is_last, model, make())
 
 
 @dataclass(slots=True)
 class StageEngine:
-    """A loaded stage with the keys and values of its sequences.
-
-    Attributes:
-        function: The stage.
-        is_last: Whether it returns logits.
-        model: Facts about the model.
-        cache: Keys and values.
-    """
-
     function: StageFunction
     is_last: bool
     model: Generation
@@ -163,7 +139,7 @@ class StageEngine:
     _tails: dict[StreamId, Tail] = field(default_factory=dict)
 
     def tidy(self, chores: Chores) -> None:
-        """Do what is due before a step."""
+        """Do the chores that are due before a step."""
         for stream in chores.free:
             self.cache.free(stream)
             self._tails.pop(stream, None)
@@ -185,12 +161,9 @@ class StageEngine:
         self._tails[opening.key[:2]] = tail
 
     def compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:
-        """Compute a step; if it fails, each of its parts alone.
+        """Compute a step; if it fails, compute each of its parts alone.
 
-        Args:
-            parts: The parts of the step.
-            rows: Token ids, [rows], or hidden states, [rows, hidden]; of all parts in
-                order.
+        Rows are token ids, [rows], or hidden states, [rows, hidden].
         """
         try:
             with torch.inference_mode():
@@ -234,7 +207,7 @@ class StageEngine:
                     self._score(part, logits)
                 if part.samples:
                     tokens.append(self._sample(part, logits[-1]))
-            except Exception as error:  # of this sequence, and of no other one
+            except Exception as error:  # affects only this sequence
                 _log(error)
                 failed.append((part.key, error))
             else:
@@ -254,9 +227,9 @@ class StageEngine:
         return found
 
     def _score(self, part: StepPart, logits: Tensor) -> None:
-        """Keep the probabilities of the tokens of the prompt after these rows."""
+        """Record the probabilities of the prompt's tokens after these rows."""
         tail = self._tails[part.key[:2]]
-        del tail.scored[part.begin :]  # they are computed again
+        del tail.scored[part.begin :]  # they are recomputed
         most = tail.opening.sampling.prompt_logprobs or 0
         end = min(part.begin + part.count, tail.opening.prompt - 1)
         for place in range(part.begin, end):
@@ -269,7 +242,7 @@ class StageEngine:
     def _sample(self, part: StepPart, logits: Tensor) -> TokenItem:
         tail = self._tails[part.key[:2]]
         opening = tail.opening
-        del tail.tokens[part.begin + part.count :]  # it is computed again
+        del tail.tokens[part.begin + part.count :]  # they are recomputed
         allowed = None
         if tail.matcher is not None:
             allowed = tail.matcher.allowed(tail.tokens[opening.prompt :])
@@ -286,7 +259,7 @@ class StageEngine:
 
 
 def _log(error: Exception) -> None:
-    """Log the failure of a sequence; not what is its client's fault, or expected."""
+    """Log the failure of a sequence, unless its client caused it or it is expected."""
     if isinstance(error, InvalidRequestError):
         logger.info("a sequence is refused: %s", error)
     elif not isinstance(error, MissingTokensError):

@@ -23,18 +23,9 @@ GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 
 
 class TextMeter:
-    """Measures steps of texts that have a length, and of a prompt of that length.
+    """Measures steps of sequences with ``context`` tokens, and their prefill.
 
-    The rows of a step are as many texts, each with one token; a prompt of ``context``
-    tokens is measured beside them.
-
-    Args:
-        model: The model.
-        batches: Numbers of texts.
-        context: Tokens of each text; as many as the model takes, if they are fewer.
-        repeats: Timed runs of each step.
-        device: Torch device to run on.
-        is_deterministic: Whether results are not to depend on the batch.
+    Each step has one row per sequence, for each number of sequences in ``batches``.
     """
 
     def __init__(
@@ -59,25 +50,19 @@ class TextMeter:
         self._engine: StageEngine | None = None
 
     def load(self, number: int) -> None:
-        """Load a stage; see ``Meter``."""
         self._number = number
         with torch.inference_mode():
             stage = self._model.stages[number]
             function = stage.load(StageContext(device=self._device))
         self._weight_bytes = parameter_bytes(function)
         self._engine = engine_of(
-            function,  # type: ignore[arg-type]  # stages of texts are other functions
+            function,  # type: ignore[arg-type]  # text stages have another signature
             is_last=number == len(self._model.stages) - 1,
             model=self._facts,
             is_deterministic=self._is_deterministic,
         )
 
     def measure(self) -> Measured:
-        """Run the stage; see ``Meter``.
-
-        Raises:
-            ModelFailedError: The stage raised an error, which is its cause.
-        """
         engine, self._engine = self._engine, None
         assert engine is not None
         self._begin(engine, max(self._batches))
@@ -109,7 +94,7 @@ class TextMeter:
         )
 
     def _begin(self, engine: StageEngine, texts: int) -> None:
-        """Let the texts begin; their tokens matter to nothing that is measured."""
+        """Start the sequences; their token values do not affect timing."""
         tokens = (0,) * self.context
         openings = [
             (Opening(_key(k), tokens, self.context, (), GREEDY), None)
@@ -123,11 +108,6 @@ def _key(text: int) -> Key:
 
 
 def _computed(engine: StageEngine, step: list[StepPart], rows: Tensor) -> Computed:
-    """Compute a step.
-
-    Raises:
-        ModelFailedError: The stage raised an error.
-    """
     found = engine.compute(step, rows)
     if found.failed:
         raise ModelFailedError("a stage failed while it was measured") from (

@@ -1,8 +1,8 @@
 """Limits of a step in which several tenants have sequences. Pure.
 
-A step costs about as much as ``STEP_ROWS`` rows besides its rows. A tenant with a share
-of one half gets a step in less than twice the time that it takes alone, whatever others
-compute in it and in the steps before it. Its own rows are nothing that others do to it.
+A step costs about as much as ``STEP_ROWS`` rows in addition to its rows. A tenant with
+a share of one half completes a step in less than twice the time that it takes alone,
+whatever others compute in it and in the steps before it. Its own rows do not count.
 """
 
 from __future__ import annotations
@@ -13,30 +13,28 @@ from collections.abc import Mapping
 from multiworld.serve.tenants.fair_queue import Share
 
 STEP_ROWS = 9.0
-"""Cost of a step besides its rows, in rows: the reading of the weights (SmolLM2 on an
-EPYC, float32, one thread: 55 ms with one row, 99 with eight, 136 with sixteen)."""
+"""Fixed cost of a step, in rows: reading the weights. SmolLM2 on an EPYC, float32, one
+thread: 55 ms with one row, 99 with eight, 136 with sixteen."""
 
 BESIDE = 0.5
-"""Part of what others may cost a tenant that is given to them: a newcomer also waits
-for the steps in flight, which were made before it came."""
+"""Usable fraction of the cost that a tenant's weight allows others in a step; a
+newcomer also waits for the steps in flight, which were made before it came."""
 
 
 def cost_of(rows: float) -> float:
-    """Return what a step costs, in rows."""
+    """Return the cost of a step, in rows."""
     return STEP_ROWS + rows
 
 
 class StepBudget:
     """Rows that each tenant may have in the next step.
 
-    All steps in flight count: their stages may share processors.
-
     Args:
-        demands: Rows that each tenant would have in the next step, if it were alone.
-        in_flight: What the steps in flight cost, in rows.
+        demands: Rows that each tenant would have in the next step if it were alone.
+        in_flight: Cost of the steps in flight, in rows; their stages may share
+            processors.
         most: Maximum number of rows of any step.
-        is_limited: Whether prompts may be cut into parts; one that may not is computed
-            beside whatever else there is.
+        is_limited: Whether prefill is chunked; otherwise prompts are computed whole.
     """
 
     def __init__(
@@ -57,12 +55,10 @@ class StepBudget:
         self._cost, self._most, self.used = in_flight + STEP_ROWS, most, 0
 
     def take(self, rows: int) -> None:
-        """Record rows that are in the step."""
         self.used += rows
 
     @property
     def is_spent(self) -> bool:
-        """True if the step has as many rows as any may have."""
         return self.used >= self._most
 
     def left(self, share: Share) -> int:

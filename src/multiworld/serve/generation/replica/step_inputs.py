@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from multiworld.serve.generation.replica.recovery import Links
+from multiworld.serve.generation.replica.sequence_state import SequenceTable
 from multiworld.serve.transport.generation_messages import StepPart
 from multiworld.serve.transport.protocol import Key
 
 
-def lacking(
-    parts: Sequence[StepPart], hidden: Tensor, links: Links
+def still_lacking(
+    parts: Sequence[StepPart], hidden: Tensor, table: SequenceTable
 ) -> tuple[list[StepPart], Tensor, list[Key]]:
     """Return the parts of known sequences without rows that are here already.
 
@@ -23,18 +23,18 @@ def lacking(
     Args:
         parts: The parts of the step.
         hidden: Their rows, [rows, hidden].
-        links: The sequences of this stage.
+        states: The sequences of this stage.
 
     Returns:
         The parts, their rows, and the sequences that lack rows before those.
     """
     kept, rows, gone, offset = [], [], [], 0
     for part in parts:
-        link = links.get(part.key)
+        state = table.get(part.key)
         end, offset = offset + part.count, offset + part.count
-        if link is None or link.is_evicted:
+        if state is None or state.is_evicted:
             continue
-        count = link.lacks(part.begin, part.count)
+        count = state.lacking(part.begin, part.count)
         if count is None:
             gone.append(part.key)
             continue

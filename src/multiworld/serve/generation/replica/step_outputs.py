@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from multiworld.serve.generation.replica.recovery import Links
+from multiworld.serve.generation.replica.sequence_state import SequenceTable
 from multiworld.serve.generation.replica.stage_engine import Computed
 from multiworld.serve.transport.generation_messages import (
     Step,
@@ -59,7 +59,7 @@ def steps_on(
     number: int,
     parts: Sequence[StepPart],
     found: Computed,
-    links: Links,
+    table: SequenceTable,
 ) -> Iterator[tuple[str, Step, Tensor]]:
     """Yield the parts of a step for the next replicas of their chains.
 
@@ -71,7 +71,7 @@ def steps_on(
         number: Number of the step there.
         parts: Its parts.
         found: What came out of it.
-        links: The sequences of this stage; what is sent of them is recorded.
+        states: The sequences of this stage; what is sent of them is recorded.
 
     Yields:
         The replica, the step for it, and its rows, [rows, hidden].
@@ -80,13 +80,13 @@ def steps_on(
     failed = {key for key, _ in found.failed}
     by_peer: dict[str, list[StepPart]] = {}
     for part in parts:
-        link = links.get(part.key)
-        if link is None or part.key in failed:
+        state = table.get(part.key)
+        if state is None or part.key in failed:
             continue
-        count = link.unsent(part.begin, part.count)
+        count = state.take_unsent(part.begin, part.count)
         begin = part.begin + part.count - count
         on = StepPart(part.key, begin, count, part.samples)
-        by_peer.setdefault(link.opening.chain[stage + 1], []).append(on)
+        by_peer.setdefault(state.opening.chain[stage + 1], []).append(on)
     for peer, ons in by_peer.items():
         pieces = [rows_of[on.key][-on.count :] for on in ons if on.count]
         hidden = torch.cat(pieces) if pieces else NO_ROWS

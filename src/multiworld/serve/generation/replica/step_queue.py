@@ -1,6 +1,6 @@
-"""Work that waits at a stage: steps, and rows that refill it.
+"""Work that waits at a stage: steps, and rows of KV rebuilds.
 
-Both take turns, and refills come in small pieces, so that sequences which are moved
+Both take turns, and rebuilds come in small pieces, so that sequences which are moved
 here do not hold up those that are here. If nothing else is here, a piece is as large as
 a step may be. A step with a sequence that is being refilled waits for that. What is
 prepared for a sequence that goes on elsewhere comes last.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from multiworld.serve.generation.replica.recovery import Links
+from multiworld.serve.generation.replica.sequence_state import SequenceTable
 from multiworld.serve.transport.generation_messages import Preempted, Refill, Step
 from multiworld.serve.transport.protocol import Key
 
@@ -36,7 +36,7 @@ class ArrivedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class RefillRows:
+class RebuildRows:
     """Rows that refill this stage for a sequence.
 
     Attributes:
@@ -51,60 +51,62 @@ class RefillRows:
     rows: Tensor
     is_end: bool
 
-    def first(self, count: int) -> RefillRows:
+    def first(self, count: int) -> RebuildRows:
         """Return the first rows, which are not the last ones."""
-        return RefillRows(self.key, self.begin, self.rows[:count], is_end=False)
+        return RebuildRows(self.key, self.begin, self.rows[:count], is_end=False)
 
-    def after(self, count: int) -> RefillRows:
+    def after(self, count: int) -> RebuildRows:
         """Return the rows after the first ones."""
         begin, rows = self.begin + count, self.rows[count:]
-        return RefillRows(self.key, begin, rows, self.is_end)
+        return RebuildRows(self.key, begin, rows, self.is_end)
 
 
-class Inbox:
-    """Steps and refills in the order of their arrival.
+class StepQueue:
+    """Steps and rebuilds in the order of their arrival.
 
     Args:
         rows: Most rows to compute at once.
-        links: The sequences of the stage.
+        states: The sequences of the stage.
     """
 
-    def __init__(self, rows: int, links: Links) -> None:
-        self._rows, self._links = rows, links
+    def __init__(self, rows: int, table: SequenceTable) -> None:
+        self._rows, self._table = rows, table
         self._steps: deque[ArrivedStep | Preempted] = deque()
-        self._refills: deque[RefillRows] = deque()
-        self._prepared: deque[RefillRows] = deque()  # of sequences that go on elsewhere
-        self._refilled: Counter[Key] = Counter()
+        self._rebuilds: deque[RebuildRows] = deque()
+        self._prepared: deque[RebuildRows] = (
+            deque()
+        )  # of sequences that go on elsewhere
+        self._rebuilding: Counter[Key] = Counter()
         self._moved: set[Key] = set()  # refilled since there was nothing to refill
-        self._is_turn_of_refills = False
+        self._is_turn_of_rebuilds = False
 
     def __len__(self) -> int:
-        return len(self._steps) + len(self._refills) + len(self._prepared)
+        return len(self._steps) + len(self._rebuilds) + len(self._prepared)
 
     def add(self, arrived: ArrivedStep | Preempted) -> None:
         """Queue a step."""
         self._steps.append(arrived)
 
-    def refill(self, message: Refill, hidden: Tensor) -> None:
+    def rebuild(self, message: Refill, hidden: Tensor) -> None:
         """Queue rows that refill this stage."""
-        if not self._refills:
+        if not self._rebuilds:
             self._moved.clear()
-        rows = RefillRows(message.key, message.begin, hidden, message.is_end)
-        self._refilled[message.key] += 1
-        link = self._links.get(message.key)
-        if link is not None and link.stages:
+        rows = RebuildRows(message.key, message.begin, hidden, message.is_end)
+        self._rebuilding[message.key] += 1
+        state = self._table.get(message.key)
+        if state is not None and state.prepared:
             self._prepared.append(rows)
         else:
             self._moved.add(message.key)
-            self._refills.append(rows)
+            self._rebuilds.append(rows)
 
-    def next(self) -> ArrivedStep | Preempted | list[RefillRows] | None:
+    def next(self) -> ArrivedStep | Preempted | list[RebuildRows] | None:
         """Return what to compute next, and remove it; None if there is nothing."""
-        refills = self._refills or self._prepared
-        if refills and (self._is_turn_of_refills or not self._can_step()):
-            self._is_turn_of_refills = False
-            return self._next_refills(refills, self._piece())
-        self._is_turn_of_refills = True
+        rebuilds = self._rebuilds or self._prepared
+        if rebuilds and (self._is_turn_of_rebuilds or not self._can_step()):
+            self._is_turn_of_rebuilds = False
+            return self._next_rebuilds(rebuilds, self._piece())
+        self._is_turn_of_rebuilds = True
         return self._steps.popleft() if self._steps else None
 
     def _piece(self) -> int:
@@ -113,10 +115,12 @@ class Inbox:
         Sequences that were refilled just now wait for those that still are, but not for
         those that are prepared.
         """
-        waits = self._moved if self._refills else ()
+        waits = self._moved if self._rebuilds else ()
         are_others_here = any(
-            link.held and not (link.is_known or link.stages) and link.key not in waits
-            for link in self._links
+            state.held
+            and not (state.is_cached or state.prepared)
+            and state.key not in waits
+            for state in self._table
         )
         return min(PIECE, self._rows) if are_others_here else self._rows
 
@@ -129,19 +133,21 @@ class Inbox:
             if isinstance(first, Preempted)
             else [part.key for part in first.step.parts]
         )
-        return not any(self._refilled[key] for key in keys)
+        return not any(self._rebuilding[key] for key in keys)
 
-    def _next_refills(self, refills: deque[RefillRows], most: int) -> list[RefillRows]:
-        """Return refills to compute now, each sequence once.
+    def _next_rebuilds(
+        self, rebuilds: deque[RebuildRows], most: int
+    ) -> list[RebuildRows]:
+        """Return rebuilds to compute now, each sequence once.
 
         Args:
-            refills: Those that wait.
+            rebuilds: Those that wait.
             most: Most rows of all together.
         """
-        found: list[RefillRows] = []
+        found: list[RebuildRows] = []
         keys: set[Key] = set()
-        while refills and refills[0].key not in keys:
-            whole = refills[0]
+        while rebuilds and rebuilds[0].key not in keys:
+            whole = rebuilds[0]
             count = min(most, len(whole.rows))
             if found and not count and len(whole.rows):
                 break
@@ -150,10 +156,10 @@ class Inbox:
             most -= count
             found.append(whole if is_all else whole.first(count))
             if not is_all:
-                refills[0] = whole.after(count)
+                rebuilds[0] = whole.after(count)
                 break
-            refills.popleft()
-            self._refilled[whole.key] -= 1
-            if not self._refilled[whole.key]:
-                del self._refilled[whole.key]
+            rebuilds.popleft()
+            self._rebuilding[whole.key] -= 1
+            if not self._rebuilding[whole.key]:
+                del self._rebuilding[whole.key]
         return found

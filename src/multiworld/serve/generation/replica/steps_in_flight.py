@@ -1,9 +1,9 @@
-"""The steps that the stages of a pipeline compute now, as stage 0 sees them. Pure.
+"""The steps in flight in a pipeline, as seen by stage 0. Pure.
 
 A step may be split on its way, where its sequences use different replicas; the parts
-come back one by one. Sequences of one route stay together, so one that is missing from
-what came back of its route does not come back at all. That, and a step of which nothing
-comes back, takes a fault of a later stage that nobody has noticed.
+return one by one. Sequences of one route stay together, so one that is missing when the
+others of its route return will not return at all. That, and a step of which nothing
+returns, indicates an undetected fault of a later stage.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from multiworld.serve.transport.generation_messages import StepPart
 from multiworld.serve.transport.protocol import Key
 
 GRACE_S = 1.0
-"""Seconds for which a sequence may be missing: its end may be under way. Also the time
-between two looks."""
+"""Seconds for which a sequence may be missing, as its end may be in flight. Also the
+time between two checks."""
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class _Step:
 
 
 class StepsUnderWay:
-    """Steps that have not come back completely."""
+    """Steps that have not returned completely."""
 
     def __init__(self) -> None:
         self._steps: dict[int, _Step] = {}
@@ -47,12 +47,7 @@ class StepsUnderWay:
         return sum(step.cost for step in self._steps.values())
 
     def begin(self, parts: Collection[StepPart], cost: float = 0.0) -> int:
-        """Add a step; return its number.
-
-        Args:
-            parts: Its parts.
-            cost: What it costs, in rows.
-        """
+        """Add a step that costs ``cost`` rows; return its number."""
         self.last_number += 1
         waits_for = {part.key for part in parts}
         samples = frozenset(part.key for part in parts if part.samples)
@@ -62,17 +57,16 @@ class StepsUnderWay:
         return self.last_number
 
     def is_waited_for(self, number: int, key: Key) -> bool:
-        """Tell whether a step waits for a sequence."""
         step = self._steps.get(number)
         return step is not None and key in step.waits_for
 
     def samples(self, number: int, key: Key) -> bool:
-        """Tell whether a step samples the next token of a sequence."""
+        """Return whether a step samples the next token of a sequence."""
         step = self._steps.get(number)
         return step is not None and key in step.samples
 
     def came_back(self, number: int, key: Key) -> None:
-        """Record that a sequence has come back, or will not."""
+        """Record that a sequence has returned, or will not."""
         step = self._steps.get(number)
         if step is not None:
             step.waits_for.discard(key)
@@ -80,7 +74,7 @@ class StepsUnderWay:
                 del self._steps[number]
 
     def leave(self, key: Key) -> None:
-        """Record that a sequence does not come back in any step."""
+        """Record that a sequence does not return in any step."""
         self._missing.pop(key, None)
         for number in list(self._steps):
             self.came_back(number, key)
@@ -91,13 +85,7 @@ class StepsUnderWay:
         routes: Collection[Sequence[str]],
         route_of: Callable[[Key], Sequence[str]],
     ) -> None:
-        """Record the sequences that should have come back with others, and did not.
-
-        Args:
-            number: Number of the step.
-            routes: Replicas by stage of those that came back.
-            route_of: Returns those of any.
-        """
+        """Record the sequences of ``routes`` that did not return with the others."""
         step = self._steps.get(number)
         for key in [] if step is None else list(step.waits_for):
             route = route_of(key)
@@ -106,23 +94,14 @@ class StepsUnderWay:
                 self._missing[key] = None
 
     def excuse(self, now: float) -> None:
-        """Measure all times from now on.
-
-        Args:
-            now: Time in seconds.
-        """
+        """Restart all timers at ``now``."""
         for key, since in self._missing.items():
             self._missing[key] = None if since is None else now
         for step in self._steps.values():
             step.seen_at = None if step.seen_at is None else now
 
     def overdue(self, now: float, most_s: float) -> list[Key]:
-        """Return sequences that do not come back; call it again and again.
-
-        Args:
-            now: Time in seconds.
-            most_s: Seconds that a step may take.
-        """
+        """Return sequences that are missing or overdue; call it periodically."""
         found: list[Key] = []
         for key, since in list(self._missing.items()):
             if since is None:

@@ -1,11 +1,10 @@
 """Fair shares of tenants by tokens. Pure.
 
-Each tenant has a counter of the tokens that were computed for it, of prompts and of
-answers alike, divided by its weight. The tenant with the lowest counter is next. One
-that comes back after a while gets hardly any credit for it: its counter is lifted to
-the lowest of those that are there (the virtual token counter of Sheng et al., "Fairness
-in Serving Large Language Models", 2024), less what it may have to wait for: the tokens
-of the steps that have begun before it came.
+Each tenant has a counter of the prompt and output tokens computed for it, divided by
+its weight. The tenant with the lowest counter is next. One that returns after a while
+gets hardly any credit for its absence: its counter is lifted to the lowest of those
+present (the virtual token counter of Sheng et al., "Fairness in Serving Large Language
+Models", 2024), less the tokens of the steps in flight that it may have to wait for.
 """
 
 from __future__ import annotations
@@ -19,20 +18,13 @@ PRUNE_AT = 1024
 
 
 class TokenShares:
-    """Tokens that were computed for each tenant."""
-
     def __init__(self) -> None:
         self._served: dict[str, float] = {}
         self._present: Counter[str] = Counter()
         self._level = 0.0
 
     def enter(self, share: Share, waits_for: float = 0.0) -> None:
-        """Record that a sequence of a tenant has come.
-
-        Args:
-            share: The tenant.
-            waits_for: Tokens of others that it has to wait for.
-        """
+        """Add a sequence that may have to wait for ``waits_for`` tokens of others."""
         if not self._present[share.tenant]:
             known = self._served.get(share.tenant, 0.0)
             level = self._lowest() - waits_for / share.weight
@@ -40,7 +32,6 @@ class TokenShares:
         self._present[share.tenant] += 1
 
     def leave(self, share: Share) -> None:
-        """Record that a sequence of a tenant is gone."""
         self._level = self._lowest()
         self._present[share.tenant] -= 1
         if not self._present[share.tenant]:
@@ -54,7 +45,7 @@ class TokenShares:
             }
 
     def charge(self, share: Share, tokens: float) -> None:
-        """Charge a tenant for tokens that are computed now."""
+        """Charge a tenant for tokens that are being computed."""
         self._served[share.tenant] += tokens / share.weight
 
     def rank(self, share: Share) -> tuple[int, float]:
@@ -62,7 +53,7 @@ class TokenShares:
         return -share.priority, self._served[share.tenant]
 
     def _lowest(self) -> float:
-        """Return the lowest counter of the tenants that are there."""
+        """Return the lowest counter of the tenants present."""
         if not self._present:
             return self._level
         return min(self._served[tenant] for tenant in self._present)

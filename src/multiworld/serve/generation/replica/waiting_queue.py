@@ -1,4 +1,4 @@
-"""Sequences that wait for their turn, by tenant. Pure."""
+"""Waiting sequences, by tenant. Pure."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from multiworld.serve.tenants.fair_queue import Share
 
 
 class WaitingLine:
-    """Waiting sequences: each tenant's in order of arrival, and probes before all."""
+    """Waiting sequences: each tenant's in order of arrival, probes before all."""
 
     def __init__(self) -> None:
         self._lines: dict[Share | None, list[ScheduledSequence]] = {}
 
     def add(self, sequence: ScheduledSequence) -> None:
-        """Let a sequence wait; one that came earlier than others is before them."""
+        """Queue a sequence in its order of arrival."""
         line = self._lines.setdefault(_line_of(sequence), [])
         bisect.insort(line, sequence, key=_number)
 
     def remove(self, sequence: ScheduledSequence) -> None:
-        """Remove a sequence, if it waits here."""
         line = self._lines.get(_line_of(sequence), [])
         place = bisect.bisect_left(line, sequence.number, key=_number)
         if place < len(line) and line[place] is sequence:
@@ -31,18 +30,13 @@ class WaitingLine:
                 del self._lines[_line_of(sequence)]
 
     def heads(self, full: Collection[str] = ()) -> Iterator[ScheduledSequence]:
-        """Yield the first sequence of each line.
-
-        Args:
-            full: Replicas without memory; sequences that go through one are passed
-                over.
-        """
+        """Yield the first sequence of each line that uses no replica in ``full``."""
         for line in self._lines.values():
             usable = line if not full else filter(lambda s: not s.uses(full), line)
             yield from next(zip(usable, strict=False), ())
 
     def above(self, priority: int) -> list[ScheduledSequence]:
-        """Return the waiting sequences of higher priorities, probes excepted."""
+        """Return the waiting sequences of higher priorities, except probes."""
         return [
             sequence
             for share, line in self._lines.items()
@@ -51,11 +45,7 @@ class WaitingLine:
         ]
 
     def tokens(self, most: int) -> dict[Share, int]:
-        """Return the tokens of each tenant's waiting sequences.
-
-        Args:
-            most: Number from which it does not matter how many there are.
-        """
+        """Return each tenant's number of waiting tokens, up to about ``most``."""
         found: Counter[Share] = Counter()
         for line in self._lines.values():
             for sequence in line:

@@ -12,14 +12,7 @@ from multiworld.serve.tenants.fair_queue import FairQueue
 
 @dataclass(slots=True)
 class AttemptState:
-    """Location and progress of one attempt of a request.
-
-    Attributes:
-        replica: The replica that holds the attempt.
-        is_begun: The replica has begun to compute it.
-        is_isolated: It runs in isolation: alone in its batch.
-        is_done: The replica has finished it, because it has begun another batch since.
-    """
+    """One attempt of a request; ``is_done``: its replica began another batch since."""
 
     replica: str
     is_begun: bool = False
@@ -32,12 +25,9 @@ class Request:
     """A request that is not answered yet.
 
     Attributes:
-        job: The submitted request: model, deadline, tenant share and rows.
-        attempts: Attempts under way, by attempt number.
+        attempts: Attempts in flight, by attempt number.
         attempted: Attempts made so far; the number of the latest one.
-        is_waiting: It waits in a queue of this router.
-        is_suspect: It may be a poison request, so it runs in isolation.
-        losses: Replicas that were lost with it.
+        is_suspect: Whether it may be a poison request, so that it runs in isolation.
         winner: Number of the attempt whose answers are delivered.
     """
 
@@ -55,14 +45,10 @@ class Queue:
     """Waiting requests of one model.
 
     Attributes:
-        regular: Requests that may share a batch.
-        suspects: Suspects, which run in isolation.
-        probes: Probes. They skip the queue: queued requests may be waiting for the
-            replica that a probe makes ready.
+        probes: Probes skip the queue: queued requests may be waiting for the replica
+            that a probe makes ready.
         unsent: Waiting requests that were never sent; load shedding counts these.
-        unsent_by_tenant: The same, by tenant.
-        weights: Fair-queueing weights of the tenants with unsent requests.
-        isolated: Number of the suspect under way; at most one at a time.
+        isolated: Number of the suspect in flight; at most one at a time.
         isolated_until: End of isolation, in seconds of the router's clock, of each
             tenant that sent a poison request.
     """
@@ -78,5 +64,4 @@ class Queue:
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing waits."""
         return not (len(self.regular) or len(self.suspects) or self.probes)

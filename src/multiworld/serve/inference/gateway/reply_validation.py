@@ -24,8 +24,7 @@ def check(
     table: RoutingTable,
     sent: Sent,
 ) -> None:
-    """Raise MessageError if a replica is not authorized to send a message about
-    requests.
+    """Raise MessageError if a replica may not send this message about requests.
 
     The requests must be for the replica's model, and their attempts must have been
     made. Only the last stage answers, with one output row per input row. Messages about

@@ -8,12 +8,12 @@ it *begins*. So when a replica is lost, the router knows what it held:
   becomes a *suspect*.
 * A request that was being computed becomes a suspect at once: it may be a *poison
   request*, one that kills replicas. Suspects are replayed in *isolation*: one at a
-  time, each alone in its batch, so that no other request is lost with a poison request.
-  A request in isolation while two replicas died is poison, and is refused.
+      time, each alone in its batch, so that no other request is lost with a poison
+      request. A request in isolation while two replicas died is poison, and is refused.
 
-A replica that has been silent for a fraction of a second gets no new work. The requests
-that it holds are *hedged*: a second attempt goes to another replica, and the first
-answer counts. Requests execute at least once; answers are delivered once.
+A replica that has been silent for a fraction of a second receives no new work. The
+requests that it holds are *hedged*: a second attempt goes to another replica, and the
+first answer counts. Requests execute at least once; answers are delivered once.
 """
 
 from __future__ import annotations
@@ -66,15 +66,11 @@ ISOLATION_S = 60.0
 isolation, behind other suspects."""
 
 COMPACT = 1000
-"""Deadlines of ended requests that are kept, because removing each at once is slow."""
+"""Deadlines of ended requests that may be kept; removing each at once is slow."""
 
 
 class Router:
-    """State of one router: its requests, queues, and what each replica holds.
-
-    Args:
-        chance: Source of random numbers in [0, 1) for load balancing.
-    """
+    """State of one router: its requests, queues, and what each replica holds."""
 
     def __init__(self, chance: Chance) -> None:
         self._chance = chance
@@ -90,7 +86,6 @@ class Router:
         return len(self._requests)
 
     def load(self) -> dict[str, int]:
-        """Return the number of attempts at each replica."""
         return {name: len(held) for name, held in self._held.items()}
 
     def waiting(self, model: str) -> int:
@@ -104,12 +99,11 @@ class Router:
         return 0 if queue is None else len(queue.regular) + len(queue.suspects)
 
     def missing(self, model: str) -> list[int]:
-        """Return the stages of a model that have no usable replica."""
         route = self._view.table.routes.get(model)
         return [] if route is None else self._missing(model, route)
 
     def sent(self, number: int) -> tuple[Submitted, int] | None:
-        """Return a request and how often it was sent; None if it has ended."""
+        """Return a request and its number of attempts; None if it has ended."""
         request = self._requests.get(number)
         return None if request is None else (request.job, request.attempted)
 
@@ -168,11 +162,11 @@ class Router:
         return self._pump(job.model)
 
     def _is_full(self, queue: Queue, job: Submitted) -> bool:
-        """Tell whether a request is shed because too many wait.
+        """Return whether a request is shed because too many wait.
 
-        One tenant alone may fill the queue up to ``max_queued_requests``. Other
-        tenants then share as much again by weight, at least one request each. So at
-        most twice ``max_queued_requests`` wait, plus one for each tenant.
+        One tenant alone may fill the queue up to ``max_queued_requests``. Other tenants
+        then share as much again by weight, at least one request each. So at most twice
+        ``max_queued_requests`` wait, plus one for each tenant.
         """
         limit = self._view.table.routes[job.model].max_queued_requests
         if queue.unsent < limit or self._has_room(job):
@@ -185,7 +179,7 @@ class Router:
         return own >= max(1.0, limit * share.weight / weights)
 
     def _has_room(self, job: Submitted) -> bool:
-        """Tell whether a request could be sent at once."""
+        """Return whether a request could be sent at once."""
         queue, route = self._queues[job.model], self._view.table.routes[job.model]
         can_send = not queue.unsent and not self._missing(job.model, route)
         return can_send and self._target(Request(job), route, can_send=True) is not None
@@ -273,7 +267,7 @@ class Router:
             models[request.job.model] = None
         self._note_done(event)
         if event.replica not in self._view.connected:
-            # The replica was lost before its note arrived.
+            # The replica was lost before its message arrived.
             return self._lost(Lost(event.replica))
         return [action for model in models for action in self._pump(model)]
 
@@ -324,7 +318,7 @@ class Router:
         """Isolate a tenant's requests for ``ISOLATION_S``, behind other suspects."""
         tenant = job.share.tenant
         if not tenant:
-            return  # clients without a key share this name: one must not slow others
+            return  # clients without a key share this name; isolate none of them
         self._queues[job.model].isolated_until[tenant] = self._now + ISOLATION_S
         for request in self._requests_of(tenant, job.model):
             if request.is_waiting and not request.is_suspect:
@@ -332,7 +326,7 @@ class Router:
                 self._enqueue(request)
 
     def _tenant_quarantined(self, tenant: str, model: str) -> list[Action]:
-        """Reject a tenant's waiting requests; those under way may still be answered."""
+        """Reject a tenant's waiting requests; those in flight may still be answered."""
         actions: list[Action] = []
         for request in self._requests_of(tenant, model):
             job = request.job
@@ -344,7 +338,7 @@ class Router:
         return actions
 
     def _requests_of(self, tenant: str, model: str) -> list[Request]:
-        """Return a tenant's requests to a model, without probes."""
+        """Return a tenant's requests to a model, except probes."""
         key = tenant, model
         return [
             request
@@ -354,7 +348,7 @@ class Router:
         ]
 
     def _is_isolated(self, queue: Queue, job: Submitted) -> bool:
-        """Tell whether the tenant sent a poison request within ``ISOLATION_S``."""
+        """Return whether the tenant sent a poison request within ``ISOLATION_S``."""
         return queue.isolated_until.get(job.share.tenant, 0.0) > self._now
 
     def _record_loss(self, request: Request, state: AttemptState) -> None:
@@ -389,7 +383,7 @@ class Router:
         return actions + [a for model in models for a in self._pump(model)]
 
     def _replay(self, request: Request, replica: str, why: str) -> list[Action]:
-        """Queue a request for another attempt, unless one is under way."""
+        """Queue a request for another attempt, unless one is in flight."""
         number = request.job.number
         queue = self._queues[request.job.model]
         if queue.isolated == number:
@@ -510,7 +504,7 @@ class Router:
             actions.append(self._send(request, replica))
         if number is None or self._requests[number].job.session is None:
             return actions
-        # Only the replica of its session is full: others need not wait for it.
+        # Only the replica of its session is full; others need not wait for it.
         for number in list(queue.regular.order()):
             request = self._requests[number]
             replica = self._target(request, route, can_send=can_send)
@@ -531,7 +525,7 @@ class Router:
         return Dispatch(replica, attempt, request.is_suspect)
 
     def _target(self, request: Request, route: Route, *, can_send: bool) -> str | None:
-        """Return the replica of stage 0 that can take it now, or None."""
+        """Return the replica of stage 0 that can take a request now, or None."""
         via = request.job.via
         if via is not None:
             return self._probe_target(request.job, via, route)
@@ -561,5 +555,4 @@ class Router:
         return choose(candidates, self.load(), self._chance)
 
     def _missing(self, model: str, route: Route) -> list[int]:
-        """Return the stages of the active version that have no usable replica."""
         return self._view.missing(model, route.version)

@@ -1,6 +1,6 @@
 """Batching of work at a replica. Pure.
 
-Work of one tenant waits in order of arrival; work of several waits in fair order. A
+Work of one tenant waits in order of arrival; work of several tenants in fair order. A
 batch is due when it is full, or when its oldest work has waited ``max_wait_s``, which
 is 0 by default. Only work of the same group runs together: its tensors agree in names,
 dtypes and shapes, except for the batch and the ragged dimension. A suspect runs in
@@ -21,20 +21,16 @@ from multiworld.serve.transport.protocol import NOTHING_SPENT, Key, Spent
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """One attempt of a request, at one stage.
+    """One attempt of a request, at one stage; times are monotonic seconds.
 
     Attributes:
         key: Router, request number and attempt number.
         group: Equal for work that may share a batch.
         rows: Rows of the request; they count towards ``max_batch_size``.
-        deadline_at: Time in seconds after which nobody wants the answer.
-        arrived_at: Time in seconds at which this replica received it.
-        is_isolated: It runs in isolation: alone in its batch.
+        is_isolated: Whether it runs in isolation: alone in its batch.
         session: Work of one session goes to the same replica.
-        via: For a probe: replicas by stage that it must go through.
-        content: The tensors; opaque here.
-        share: The tenant, its weight and its priority.
-        spent: Time that it has taken at earlier stages.
+        via: For a probe: replicas by stage that it must pass through.
+        spent: Time spent at earlier stages.
     """
 
     key: Key
@@ -51,12 +47,7 @@ class Work:
 
 
 class BatchQueue:
-    """Queue of one replica.
-
-    Args:
-        max_batch_size: Most rows in a batch.
-        max_wait_s: Most seconds that the oldest work waits for its batch to fill.
-    """
+    """Queue of one replica; ``max_batch_size`` counts rows."""
 
     def __init__(self, max_batch_size: int, max_wait_s: float) -> None:
         self._max_rows, self._max_wait_s = max_batch_size, max_wait_s
@@ -79,7 +70,7 @@ class BatchQueue:
         return sum(work.via is not None for work in self._waiting.values())
 
     def cancel(self, key: Key) -> Work | None:
-        """Remove and return work; return None if it does not wait here."""
+        """Remove and return work; return None if it is not waiting."""
         self._fair.drop(key)
         return self._waiting.pop(key, None)
 
@@ -87,7 +78,6 @@ class BatchQueue:
         return [work for key in keys if (work := self.cancel(key)) is not None]
 
     def cancel_of(self, router: str) -> list[Work]:
-        """Remove and return all work of one router."""
         return self._cancel_all([key for key in self._waiting if key[0] == router])
 
     def expired(self, now: float) -> list[Work]:
@@ -104,7 +94,7 @@ class BatchQueue:
         return oldest.arrived_at + (0.0 if oldest.is_isolated else self._max_wait_s)
 
     def take_probe(self) -> list[Work]:
-        """Remove and return the first probe; return an empty list if none waits."""
+        """Remove and return the first probe; return an empty list if there is none."""
         for work in self._waiting.values():
             if work.via is not None:
                 self.cancel(work.key)

@@ -1,4 +1,4 @@
-"""Return of the credit of work to the replicas that sent it."""
+"""Return of credit to the replicas that sent work."""
 
 from __future__ import annotations
 
@@ -14,17 +14,13 @@ RELEASE_S = 0.05
 """Seconds after which the credit of a quick stage's work is returned."""
 
 RELEASE_SHARE = 4
-"""Credit is returned at once when this part of ``max_ongoing_requests`` is owed."""
+"""Credit is returned at once when this fraction of ``max_ongoing_requests`` is owed."""
 
 
 class CreditReturns:
-    """Senders of the work at one replica, which get their credit back.
+    """Senders of the work at one replica, to which credit is returned.
 
-    Routers are omitted: they give no credit and get notes instead.
-
-    Args:
-        upstream: Connected replicas of the previous stage, by name.
-        max_ongoing: Credit of one sender.
+    Routers are omitted: they use no credit and receive notes instead.
     """
 
     def __init__(self, upstream: Mapping[str, Outbox], max_ongoing: int) -> None:
@@ -34,11 +30,10 @@ class CreditReturns:
         self._paying: asyncio.TimerHandle | None = None
 
     def took(self, key: Key, source: Outbox) -> None:
-        """Note where work came from."""
+        """Record where work came from."""
         self._source[key] = source
 
     def release(self, works: Sequence[Work]) -> None:
-        """Return the credit of this work."""
         for source, keys in self._by_source(works).items():
             source.put(protocol.Released(tuple(keys)))
 
@@ -48,7 +43,7 @@ class CreditReturns:
             source.put(protocol.Refused(tuple(keys)))
 
     def release_soon(self, works: Sequence[Work]) -> None:
-        """Return the credit of this work with that of other work."""
+        """Return the credit of this work together with that of other work."""
         for source, keys in self._by_source(works).items():
             self._owed.setdefault(source, []).extend(keys)
         if not self._owed:
@@ -70,7 +65,6 @@ class CreditReturns:
                 source.put(protocol.Released(tuple(keys)))
 
     def _by_source(self, works: Sequence[Work]) -> dict[Outbox, list[Key]]:
-        """Remove the senders of this work; return its keys by sender."""
         found: dict[Outbox, list[Key]] = {}
         for work in works:
             source = self._source.pop(work.key, None)

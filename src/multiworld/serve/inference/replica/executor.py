@@ -36,13 +36,7 @@ Outcome = Tensors | ServeError
 
 
 class Executor:
-    """Loads one stage and runs it.
-
-    Args:
-        stage: The stage.
-        name: Name of the stage, for errors and logs.
-        threads: Threads that torch uses for one operation.
-    """
+    """Loads one stage and runs it with ``threads`` threads per torch operation."""
 
     def __init__(self, stage: Stage, name: str, threads: int) -> None:
         self._stage, self._name, self._threads = stage, name, threads
@@ -54,19 +48,10 @@ class Executor:
 
     @property
     def stage(self) -> Stage:
-        """The stage."""
         return self._stage
 
     async def compute(self, batch: Tensors) -> None:
-        """Compute a batch whose answer another rank sends.
-
-        Raises:
-            InvalidRequestError: The model refused the request.
-            ModelFailedError: The model raised another error.
-
-        Cancellation: Safe. The computation goes on in its thread; its result is
-            dropped.
-        """
+        """Compute a batch whose answer another rank sends."""
         assert self._thread is not None
         await self._thread.call(self._compute_shared, batch)
 
@@ -81,13 +66,7 @@ class Executor:
             raise self._translated(error) from error
 
     async def load(self, context: StageContext) -> None:
-        """Load the stage, in its thread.
-
-        Raises:
-            Exception: Any error that the model's code raises.
-
-        Cancellation: Loading goes on in its thread; call ``close`` afterwards.
-        """
+        """Load the stage, in its thread; call ``close`` if this is cancelled."""
         self._thread = ComputeThread()
         torch.set_num_threads(self._threads)  # of this thread too, for ``run_here``
         await self._thread.call(self._load, context)
@@ -102,16 +81,9 @@ class Executor:
     async def run(self, batch: Sequence[Work]) -> list[Outcome]:
         """Compute a batch; return the outputs or the error of each piece of work.
 
-        If the batch fails, each of its requests is computed again, alone.
-
-        Raises:
-            WorldBrokenError: A rank of this replica was lost, or one alone raised. The
-                replica must exit; its work is replayed.
-            WorldClosedError: This process closed the world of its ranks.
-            MemberLeftError: A rank of this replica left.
-
-        Cancellation: Safe. The computation goes on in its thread; its result is
-            dropped.
+        If the batch fails, each of its requests is computed again, alone. After an
+        error in ``LOST`` the replica must exit; its work is replayed. When cancelled,
+        the computation finishes in its thread, and its result is dropped.
         """
         assert self._thread is not None
         requests = [work.content for work in batch]
@@ -126,11 +98,8 @@ class Executor:
     def run_here(self, batch: Sequence[Work]) -> list[Tensors] | None:
         """Compute a batch in the calling thread; return None if it fails.
 
-        Then ``run`` computes it again, and tells a bad request from a stage that works
-        in its own thread only (one that opened a database there, say).
-
-        Args:
-            batch: The pieces of work.
+        ``run`` then shows whether a request is bad, or the stage requires its own
+        thread.
         """
         try:
             return self._compute(
@@ -140,7 +109,7 @@ class Executor:
             return None
 
     def needs_its_thread(self) -> None:
-        """Stop being quick: what failed here did not fail in the stage's thread."""
+        """Stop being quick: a batch that failed here worked in the stage's thread."""
         logger.info("stage %s computes in its own thread only", self._name)
         self._quickness.forbid()
 

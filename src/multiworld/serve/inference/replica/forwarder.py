@@ -20,7 +20,7 @@ from multiworld.serve.transport.protocol import NOTHING_SPENT, Key, Spent
 from multiworld.serve.transport.routing_table import Replica, ReplicaState
 
 REFUSED_S = 0.5
-"""Seconds for which a router's work is not sent to a replica that refused it."""
+"""Seconds during which a router's work is not sent to a replica that refused it."""
 
 REMEMBERED = 4
 """Pieces of begun work that are remembered for each receiver, per unit of credit."""
@@ -28,20 +28,7 @@ REMEMBERED = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FinishedWork:
-    """Outputs of one stage for one request.
-
-    Attributes:
-        key: Router, request number and attempt number.
-        deadline_at: Time in seconds after which nobody wants the answer.
-        is_isolated: It runs in isolation: alone in its batch.
-        session: Work of one session goes to the same replica.
-        via: For a probe: replicas by stage that it must go through.
-        content: The outputs; opaque here.
-        share: The tenant, its weight and its priority.
-        rows: Rows of the request; its cost in fair queueing.
-        spent: Time that it has taken so far.
-        finished_at: Time in seconds at which this stage had computed it.
-    """
+    """Outputs of one stage for one request; see ``Work`` for the shared fields."""
 
     key: Key
     deadline_at: float
@@ -56,14 +43,6 @@ class FinishedWork:
 
 
 class Forwarder:
-    """Finished work of a replica, on its way to the next stage.
-
-    Args:
-        stage: Number of the next stage.
-        credit: Most pieces of work that a replica there may hold without having begun.
-        chance: Source of random numbers in [0, 1) for load balancing.
-    """
-
     def __init__(self, stage: int, credit: int, chance: Chance) -> None:
         self._stage, self._credit, self._chance = stage, credit, chance
         self._waiting: OrderedDict[Key, FinishedWork] = OrderedDict()
@@ -84,14 +63,12 @@ class Forwarder:
         return sum(map(len, self._handed.values()))
 
     def table_changed(self, replicas: list[Replica]) -> None:
-        """Apply the next stage's replicas of a new routing table."""
         self._replicas = {replica.name: replica for replica in replicas}
 
     def give_back(self) -> list[Key]:
         """Remove and return all waiting work if the next stage has no replicas.
 
-        It goes back to its routers: if this version is being replaced, the next stage
-        may never have replicas again.
+        During a rolling update, it may never have any again.
         """
         if self._replicas:
             return []
@@ -101,7 +78,6 @@ class Forwarder:
         return returned
 
     def connected(self, name: str) -> None:
-        """Record that the edge to a replica is up."""
         self._handed[name] = {}
         self._begun[name] = deque(maxlen=REMEMBERED * self._credit)
 
@@ -109,8 +85,8 @@ class Forwarder:
         """Record that the edge to a replica ended; return work that may be lost.
 
         This includes work that it began recently: it notifies this process and the
-        routers separately, and may have died between the two. The routers know which of
-        this work was begun or answered.
+        routers separately, and may have died between the two. The routers know which
+        was begun.
         """
         self._silent.discard(name)
         for refusal in [r for r in self._refusals if r[0] == name]:
@@ -118,12 +94,7 @@ class Forwarder:
         return [*self._begun.pop(name, ()), *self._handed.pop(name, ())]
 
     def silent(self, name: str, *, is_silent: bool) -> list[Key]:
-        """Record that a replica fell silent or resumed; return newly stuck work.
-
-        Args:
-            name: Name of the replica.
-            is_silent: Whether it is silent.
-        """
+        """Record that a replica fell silent or resumed; return newly stuck work."""
         if not is_silent:
             self._silent.discard(name)
             return []
@@ -133,12 +104,6 @@ class Forwarder:
         return list(self._handed[name])
 
     def begun(self, name: str, keys: Sequence[Key]) -> None:
-        """Record that a replica has begun these pieces of work.
-
-        Args:
-            name: Name of the replica.
-            keys: The pieces of work.
-        """
         if name not in self._handed:
             return
         for key in keys:
@@ -148,13 +113,7 @@ class Forwarder:
     def refused(self, name: str, keys: Sequence[Key], now: float) -> None:
         """Record that a replica refused work because its router is not connected.
 
-        Work that it does not hold is ignored, so that a replica which invents routers
-        does not make this grow.
-
-        Args:
-            name: Name of the replica.
-            keys: The refused pieces of work.
-            now: Current time, in seconds.
+        Unknown work is ignored, so that a faulty replica cannot exhaust memory.
         """
         held = self._handed.get(name, {})
         for key in keys:
@@ -170,24 +129,18 @@ class Forwarder:
         return None
 
     def cancel(self, key: Key) -> None:
-        """Remove a piece of waiting work; do nothing if it does not wait."""
+        """Remove a piece of work if it is waiting."""
         self._waiting.pop(key, None)
         self._fair.drop(key)
 
     def cancel_of(self, router: str) -> None:
-        """Remove all waiting work of one router."""
         for key in [key for key in self._waiting if key[0] == router]:
             self.cancel(key)
 
     def hand(
         self, finished: list[FinishedWork], now: float
     ) -> dict[str, list[FinishedWork]]:
-        """Queue finished work; return the work to send now, by replica.
-
-        Args:
-            finished: New work.
-            now: Current time, in seconds.
-        """
+        """Queue finished work; return the work to send now, by replica."""
         for piece in finished:
             self._waiting[piece.key] = piece
             number = next(self._numbers)
@@ -222,7 +175,7 @@ class Forwarder:
             state: [n for n in open_ if self._replicas[n].state is state]
             for state in ReplicaState
         }
-        # A version that is being replaced finally has only draining replicas. A probe
+        # A version that is being replaced ends up with only draining replicas. A probe
         # of the first replicas finds none that is ready.
         candidates = by_state[ReplicaState.READY]
         is_any_ready = any(
@@ -235,5 +188,5 @@ class Forwarder:
                 candidates = candidates or by_state[ReplicaState.STARTING]
         chosen = choose(candidates, load, self._chance, piece.session)
         if piece.via is not None:
-            return chosen  # what all else waits for may be that this probe arrives
+            return chosen  # other work may be waiting for this probe to arrive
         return chosen if load.get(chosen or "", 0) < self._credit else None

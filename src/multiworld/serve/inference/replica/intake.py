@@ -13,17 +13,7 @@ from multiworld.serve.transport.collation import group_of, rows_of
 def works_of(
     message: protocol.Work, contents: Sequence[Tensors], now: float, stage: Stage
 ) -> list[Work]:
-    """Return the work of one message.
-
-    Args:
-        message: The message.
-        contents: Tensors of each of its items.
-        now: Monotonic time of its arrival, in seconds.
-        stage: The stage; defines which requests can share a batch.
-
-    Raises:
-        InvalidRequestError: The tensors of a request differ in their number of rows.
-    """
+    """Return the work of a message that arrived at the monotonic time ``now``."""
     works = []
     for tensors, item in zip(contents, message.items, strict=True):
         is_batched = stage.is_batched

@@ -1,15 +1,15 @@
-"""Measure of whether a stage is quick enough to run on the event loop. Pure."""
+"""Test of whether a stage is quick enough to run on the event loop. Pure."""
 
 from __future__ import annotations
 
 WARM = 20
-"""Batches that must have been measured."""
+"""Minimum number of measured batches."""
 
 QUICK_S = 0.0005
-"""Most seconds that a batch takes on average."""
+"""Maximum mean seconds of a batch."""
 
 SLOW_S = 0.005
-"""Seconds of a batch after which the stage is not quick for ``WARM`` batches more."""
+"""Seconds of a batch after which the stage counts as slow for ``WARM`` batches more."""
 
 SHARE = 0.1
 """Weight of the latest batch in the moving average."""
@@ -18,7 +18,7 @@ SHARE = 0.1
 class Quickness:
     """Exponential moving average of a stage's computing time.
 
-    A quick stage computes on the event loop, which saves handing each batch to a thread
+    A quick stage computes on the event loop, which saves passing each batch to a thread
     and back, and its batches are not announced before they are computed.
     """
 
@@ -28,17 +28,15 @@ class Quickness:
         self._is_forbidden = False
 
     def forbid(self) -> None:
-        """Be never quick again."""
+        """Count as slow from now on."""
         self._is_forbidden = True
 
     @property
     def is_quick(self) -> bool:
-        """True if enough batches were measured and they took little time."""
         is_little = self._measured >= WARM and self._mean_s <= QUICK_S
         return is_little and not self._is_forbidden
 
     def add(self, took_s: float) -> None:
-        """Add the computing time of a batch, in seconds."""
         if took_s > SLOW_S:
             self._measured = 0
             self._mean_s = 0.0

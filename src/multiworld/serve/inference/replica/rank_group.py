@@ -2,9 +2,9 @@
 
 To other processes, the leader (rank 0) is the replica. It forks the other ranks before
 it starts anything else, and they join a world of their own. The leader sends each batch
-to the other ranks; then every rank computes its part, and they exchange tensors by the
-group's collectives. The loss of any rank is the loss of the replica: the world breaks,
-the leader exits, and the controller starts another replica.
+to the other ranks; then every rank computes its part, and they exchange tensors through
+the group's collectives. The loss of any rank is the loss of the replica: the world
+breaks, the leader exits, and the controller starts another replica.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ PR_SET_PDEATHSIG = 1
 """Option of ``prctl``: the signal sent to a process when its parent dies."""
 
 LEADER = 0
-"""Rank of the leader."""
 
 FAILED = 1
-"""Tag of reports of batches that failed; batches have tag 0."""
+"""Tag of reports of failed batches; batches have tag 0."""
 
 SETTLED = 2
 """Tag of the answers to the leader's reports."""
@@ -49,13 +48,10 @@ SETTLED = 2
 class RankGroup:
     """Collectives of a replica's ranks, for the model's thread; a ``Group``.
 
-    A rank whose part of a batch raises tells the others how many collectives it had
-    begun. A rank that has begun more, or begins another, cancels it, which breaks the
-    world: otherwise that collective would meet one of a later batch, and the answers
-    would be wrong. If all have begun as many, they stay in step.
-
-    Args:
-        world: World of the replica's ranks.
+    A rank whose part of a batch raises reports to the others how many collectives it
+    had begun. A rank that has begun more, or begins another, cancels it, which breaks
+    the world: otherwise that collective would match one of a later batch, and the
+    answers would be wrong. If all have begun equally many, they stay in step.
     """
 
     def __init__(self, world: World) -> None:
@@ -85,7 +81,6 @@ class RankGroup:
         return await self._world.all_reduce(tensor.clone())
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the ``tensor`` of every rank, in the order of ranks."""
         return self._wait(self._collective(self._world.all_gather, tensor))
 
     async def _collective(
@@ -107,14 +102,14 @@ class RankGroup:
             self._running = None
 
     def _break(self, collective: asyncio.Task[Any]) -> None:
-        """Break the world: cancel a collective, once it has begun."""
+        """Break the world by cancelling a collective once it has begun."""
         self._loop.call_soon(collective.cancel)
 
     def _is_out_of_step(self) -> bool:
         return self._begun > self._limits.get(self._batch, self._begun)
 
     async def _watch(self, peer: int) -> None:
-        """Take a rank's reports of batches that failed there, until the world ends."""
+        """Receive a rank's reports of failed batches, until the world ends."""
         with contextlib.suppress(MultiWorldError):
             while True:
                 batch, begun = await self._world.recv_object(src=peer, tag=FAILED)
@@ -138,17 +133,10 @@ class RankGroup:
             del self._limits[batch]
 
     async def end(self, *, failed: bool) -> None:
-        """Report the end of this rank's part of a batch, if that matters to others.
+        """Report the end of this rank's part of a batch, if the others need to know.
 
-        Args:
-            failed: True if it raised. The leader then waits until every rank's part of
-                the batch has ended.
-
-        Raises:
-            WorldBrokenError: The ranks are out of step, or one was lost.
-
-        Cancellation:
-            A report may be missing: the replica must exit.
+        If it ``failed``, the leader waits until every rank's part has ended. If this is
+        cancelled, a report may be missing: the replica must exit.
         """
         if failed:
             report = [self._batch, self._begun]
@@ -174,11 +162,7 @@ class RankGroup:
         )
 
     def settle(self) -> None:
-        """Bring the ranks into step after the leader's part raised.
-
-        Raises:
-            WorldBrokenError: They are out of step, or one was lost.
-        """
+        """Bring the ranks into step after the leader's part raised."""
         self._wait(self.end(failed=True))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
@@ -188,7 +172,7 @@ class RankGroup:
 def fork_ranks(count: int) -> int:
     """Fork the other ranks of a replica; return the rank of the calling process.
 
-    The process must have no other threads yet, because a fork does not copy them.
+    No other threads may exist yet, because a fork does not copy them.
     """
     leader = os.getpid()
     for rank in range(1, count):
@@ -210,21 +194,6 @@ async def join_group(
     store: str,
     config: WorldConfig,
 ) -> World:
-    """Join the world of a replica's ranks.
-
-    Args:
-        manager: Manager that joins the world.
-        name: Name of the replica.
-        rank: Rank of this process.
-        size: Number of ranks.
-        store: Address of the store.
-        config: Configuration of the world.
-
-    Raises:
-        JoinTimeoutError: A rank did not join in time.
-
-    Cancellation: Safe. The join is withdrawn.
-    """
     world_name = f"group:{name}"
     return await manager.join(
         world_name, rank=rank, size=size, store=store, config=config
@@ -232,20 +201,7 @@ async def join_group(
 
 
 async def follow(world: World, runner: Executor, device: str) -> None:
-    """Load the stage, and compute the leader's batches until it leaves.
-
-    Args:
-        world: World of the replica's ranks.
-        runner: Executor of this rank.
-        device: Device that the stage is loaded on.
-
-    Raises:
-        WorldBrokenError: A rank was lost.
-        Exception: Any error that loading the stage raises.
-
-    Cancellation: Safe. A running computation goes on in its thread; its result is
-        dropped.
-    """
+    """Load the stage, and compute the leader's batches until it leaves."""
     group = RankGroup(world)
     await runner.load(StageContext(device=device, group=group))
     with contextlib.suppress(MemberLeftError):

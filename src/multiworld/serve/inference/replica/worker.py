@@ -1,4 +1,4 @@
-"""One replica of one stage: receives work, computes it and sends it on.
+"""One replica of one stage: receives work, computes it and forwards it.
 
 ``BatchQueue`` forms the batches, and ``Forwarder`` chooses the next replica. The last
 stage answers to the router of each request. Before a batch is computed, the replica
@@ -48,22 +48,22 @@ from multiworld.serve.transport.routing_table import RoutingTable
 logger = logging.getLogger("multiworld.serve")
 
 CALM_S = 0.001
-"""Seconds since the previous batch from which work is computed as it arrives. Under
-more load it waits one turn of the loop, in which more arrives for the same batch."""
+"""Seconds since the previous batch after which work is computed at once; under more
+load it waits one turn of the loop, in which more work for the same batch arrives."""
 
 LOOK_S = 0.1
 """Seconds between checks of deadlines and of silent replicas."""
 
 MAX_CANCELLED = 4096
-"""Most cancelled requests that are remembered, in case their work arrives later."""
+"""Maximum number of remembered cancelled requests whose work may still arrive."""
 
 TELL_S = 0.1
-"""Most seconds that a batch waits until its announcement is sent; a router that is
-stopped does not read."""
+"""Maximum seconds that a batch waits until its announcement is sent. A stopped router
+does not read it."""
 
 HUNG_S, OVERDUE_S = 30.0, 10.0
-"""Seconds of computing, and seconds after the last deadline of its requests, after
-which a batch is taken to hang."""
+"""A batch counts as hung after this many seconds of computing, and this many after the
+last deadline of its requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +71,11 @@ class WorkerLimits:
     """Limits of one replica.
 
     Attributes:
-        max_batch_size: Most rows in a batch.
-        max_wait_s: Most seconds that the oldest work waits for more work to batch.
-        max_ongoing_requests: Credit: most requests that this replica may have sent to
-            one replica of the next stage and that are not begun there.
-        compute_s: Most seconds for one batch; None: a batch hangs after ``HUNG_S`` and
-            ``OVERDUE_S``.
+        max_batch_size: Maximum number of rows in a batch.
+        max_wait_s: Maximum seconds that the oldest work waits for more work to batch.
+        max_ongoing_requests: Credit: maximum number of requests sent to one replica of
+            the next stage that has not begun them.
+        compute_s: Maximum seconds for one batch; None: see ``HUNG_S``.
     """
 
     max_batch_size: int = 16
@@ -86,21 +85,6 @@ class WorkerLimits:
 
 
 class Worker:
-    """A replica, as the owner of its process's edges.
-
-    Args:
-        name: Its name in the routing table.
-        number: Number of its stage, from 0.
-        is_last: Whether its stage is the last one.
-        runner: Executor of its stage.
-        limits: Limits of the replica.
-        clock: Returns the monotonic time in seconds.
-
-    Attributes:
-        counts: Number of events since the start, by kind.
-        computed_s: Total computing time of all batches, in seconds.
-    """
-
     def __init__(
         self,
         name: str,
@@ -137,10 +121,9 @@ class Worker:
         self._batch_rows = [0] * (len(ROWS_BOUNDS) + 1)
         self._batch_seconds = [0] * (len(SECONDS_BOUNDS) + 1)
 
-    # For the process around it.
+    # Interface to the process.
 
     def table_changed(self, table: RoutingTable) -> None:
-        """Apply a new routing table."""
         self._table = table
         me = table.replicas.get(self.name)
         if me is not None:
@@ -151,7 +134,6 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        """True if the replica has no work left."""
         busy = len(self._batcher) + len(self._forwarder) + len(self._running)
         return busy + self._forwarder.handed_count == 0 and self._left is None
 
@@ -161,27 +143,15 @@ class Worker:
         return bool(self._routers)
 
     async def wait_sent(self) -> None:
-        """Wait until all queued messages were sent.
-
-        Cancellation: Safe.
-        """
         outboxes = {*self._routers.values(), *self._upstream.values()}
         for outbox in {*outboxes, *self._downstream.values()}:
             await outbox.wait_sent()
 
     def loaded(self, device: str) -> Loaded:
-        """Return what the controller is told of the loaded stage.
-
-        Args:
-            device: Torch device of the stage.
-        """
         return Loaded()
 
     def report(self) -> WorkerReport:
-        """Return the replica's current state, for ``status`` and ``explain``.
-
-        The process adds its CPU time and memory.
-        """
+        """Return the replica's state; the process adds its CPU time and memory."""
         now = self._clock()
         return WorkerReport(
             queued=len(self._batcher),
@@ -203,7 +173,6 @@ class Worker:
     # Edges.
 
     def edge_up(self, outbox: Outbox) -> None:
-        """Handle a new incarnation of an edge."""
         peer = outbox.edge.peer
         if not outbox.edge.is_upstream:
             self._downstream[peer] = outbox
@@ -215,7 +184,6 @@ class Worker:
             self._upstream[peer] = outbox
 
     def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
-        """Handle the messages of a frame that has arrived."""
         has_credit = False
         for message, contents in frame:
             match message:
@@ -236,15 +204,13 @@ class Worker:
             self._hand([])
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
-        """Handle the end of an incarnation of an edge."""
         peer = outbox.edge.peer
         if self._downstream.get(peer) is outbox:
             del self._downstream[peer]
             self._drop(self._forwarder.lost(peer))
         elif self._routers.get(peer) is outbox:
             del self._routers[peer]
-            # Nobody waits for this work any more: a router that reconnects sends it
-            # again.
+            # A router that reconnects sends this work again.
             self._credit.release(self._batcher.cancel_of(peer))
             self._forwarder.cancel_of(peer)
         else:
@@ -254,7 +220,7 @@ class Worker:
         refused: list[Work] = []
         for work in works:
             self._credit.took(work.key, source)
-            if work.key in self._cancelled:  # the cancel was faster
+            if work.key in self._cancelled:  # the cancellation overtook the work
                 self._credit.release([work])
             elif work.rows > self._limits.max_batch_size:
                 self._fail(work.key, self._too_many(work.rows))
@@ -265,7 +231,7 @@ class Worker:
                     self._room.set()
             else:
                 refused.append(work)
-        # Work whose router is not connected here goes back to its sender.
+        # Work whose router is not connected is returned to its sender.
         self._credit.refuse(refused)
         if len(self._batcher):
             self._is_busy.set()
@@ -295,11 +261,7 @@ class Worker:
     # Computing.
 
     async def run(self) -> None:
-        """Compute batches until cancelled.
-
-        Cancellation: A batch that is being computed goes on in its thread; its outputs
-            are dropped.
-        """
+        """Compute batches until cancelled; the outputs of a running one are dropped."""
         while True:
             batch, has_failed = await self._next_batch()
             if has_failed or not self._is_quick(batch):
@@ -326,10 +288,7 @@ class Worker:
         return self._runner.is_quick and not batch[0].is_isolated
 
     def _compute_here(self, batch: list[Work]) -> bool:
-        """Compute a batch of a quick stage on the event loop; return False if it fails.
-
-        Then ``_compute`` computes it again.
-        """
+        """Compute a batch on the event loop; return False if it must be repeated."""
         self._guard.start()
         self._running, self._running_since = batch, self._clock()
         try:
@@ -339,17 +298,12 @@ class Worker:
         if outcomes is None:
             return False
         self._end(batch, outcomes)
-        # Only now: until then, the senders report it as lost or stuck with us.
+        # Only now: until then, the senders report it as lost or stuck here.
         self._credit.release_soon(batch)
         return True
 
     async def _compute(self, batch: list[Work], *, has_failed: bool) -> None:
-        """Announce a batch, and compute it in the stage's thread.
-
-        Args:
-            batch: The batch.
-            has_failed: Whether it has failed on the event loop.
-        """
+        """Announce a batch, and compute it in the stage's thread."""
         self._running, self._running_since = batch, self._clock()
         try:
             await self._announce(batch)
@@ -371,8 +325,8 @@ class Worker:
                 self._left = None
                 return left
             while not self._has_room:
-                # A probe passes by: the replica that it is to make ready may be what
-                # the outputs wait for.
+                # Probes skip the queue: the outputs may be waiting for the replica that
+                # a probe makes ready.
                 if probe := self._batcher.take_probe():
                     return probe, False
                 self._room.clear()
@@ -405,12 +359,11 @@ class Worker:
         self._batch_seconds[bisect_left(SECONDS_BOUNDS, took_s)] += 1
 
     async def _announce(self, batch: list[Work]) -> None:
-        """Announce a batch to its routers before it is computed.
+        """Announce a batch to its routers, in case it kills this process.
 
-        If the batch kills this process, they know which requests it had. A batch of a
-        quick stage is not announced. If it kills this process, all its work counts as
-        queued here; a request that this happens to twice is computed alone, and
-        announced.
+        Batches of a quick stage are not announced. If one kills this process, all its
+        work counts as queued here; after a second such loss, a request is computed
+        alone, and announced.
         """
         is_isolated = batch[0].is_isolated
         by_router = _by_router(work.key for work in batch)
@@ -524,14 +477,9 @@ class Worker:
             outbox.put(note)
 
     async def look(self) -> None:
-        """Check deadlines, silent replicas and a hung model until cancelled.
-
-        Exits the process if the model hangs.
-
-        Cancellation: Safe.
-        """
+        """Check deadlines, silent replicas and a hung model until cancelled."""
         while True:
-            if self.is_idle:  # an idle replica wakes up for nothing
+            if self.is_idle:  # do not wake up an idle replica periodically
                 self._is_busy.clear()
                 await self._is_busy.wait()
                 self._pauses.rest()
@@ -548,12 +496,10 @@ class Worker:
             self._hand([])
 
     def _end_if_hung(self, resumed_at: float) -> None:
-        """Exit the process if the running batch is taken to hang.
+        """Exit the process if the running batch counts as hung.
 
-        The loop calls this, and the guard's thread, in case the loop itself computes.
-
-        Args:
-            resumed_at: End of the last pause of this process.
+        The guard's thread calls this, too, in case the loop itself computes.
+        ``resumed_at`` is the end of the last pause of this process.
         """
         running, now = self._running, self._clock()
         if running and self._is_hung(running, now, resumed_at):
@@ -567,10 +513,7 @@ class Worker:
         return running_s > HUNG_S and now - max(last, resumed_at) > OVERDUE_S
 
     def _end_process(self, now: float) -> None:
-        """Exit at once, because a computing thread cannot be stopped otherwise.
-
-        The routers see a lost replica, and know which requests it was computing.
-        """
+        """Exit at once, because a computing thread cannot be stopped otherwise."""
         logger.error(
             "the model of stage %d hangs: it has computed %d request(s) for %.1f s; "
             "this replica exits; stack traces of its threads follow",

@@ -22,26 +22,21 @@ from multiworld.serve.launchers.leash import Leash, hold_leash
 from multiworld.serve.launchers.protocol import Launch
 
 LINGER_S = 5.0
-"""Seconds that a holder stays after its replica has exited, so that this can be told.
-The bridge ends it then; if the head is lost it cannot."""
+"""Seconds that a holder stays after its replica has exited, to report the exit. Then
+the bridge kills it, unless the head is lost."""
 
 CODE_S = 1.0
-"""Most seconds until the fork server tells the exit code of a process that has
-exited."""
+"""Maximum seconds for the fork server to report the exit code of an exited process."""
 
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""Variables by which Ray tells an actor which GPUs it may use."""
+"""Variables in which Ray names the GPUs that an actor may use."""
 
 
 class NodeLauncher:
     """Starts the ranks of replicas on one machine. Its methods run in an event loop.
 
-    Args:
-        preload: Modules that the fork server imports.
-        folder: Folder in which the service was started; modules may be imported from
-            it.
-        logs: Folder for the output of the fork server, if it exists on this machine.
-        number: Distinguishes the fork servers in that folder.
+    Modules may be imported from `folder`, in which the service was started. `number`
+    distinguishes the fork servers in `logs`.
     """
 
     def __init__(
@@ -55,34 +50,15 @@ class NodeLauncher:
         self._codes: dict[str, asyncio.Future[int | None]] = {}
 
     async def warm(self) -> None:
-        """Start the fork server, and return when it has imported its modules.
-
-        Raises:
-            LaunchError: It exited, or took too long.
-
-        Cancellation: Safe.
-        """
         await self._forks.warm()
 
     async def launch(
         self, name: str, args: str, env: dict[str, str], log: str
     ) -> tuple[int, int, str]:
-        """Start a rank of a replica.
+        """Start a rank, whose leash this process holds until ``let_go``.
 
-        Args:
-            name: Its name, unique on this machine.
-            args: Its ``ProcessArgs`` as JSON.
-            env: Variables added to its environment.
-            log: File for its output, if the file's folder exists on this machine.
-
-        Returns:
-            Its process id, its start time in the kernel's ticks, and the path at which
-            its leash can be held. This process holds it until ``let_go``.
-
-        Raises:
-            LaunchError: It could not be started.
-
-        Cancellation: The process may start all the same, and exits with this one.
+        Returns its process id, its start time in the kernel's ticks, and the path at
+        which its leash can be held.
         """
         leash = self._leashes[name] = Leash()
         self._codes[name] = asyncio.get_running_loop().create_future()
@@ -96,10 +72,7 @@ class NodeLauncher:
         return pid, began_at(pid) or 0, leash.held_at
 
     async def let_go(self, name: str) -> None:
-        """Let go of a rank's leash: it exits, unless its holder has taken the leash.
-
-        Cancellation: Safe.
-        """
+        """Let go of a rank's leash: it exits, unless its holder has taken the leash."""
         leash = self._leashes.pop(name, None)
         if leash is not None:
             leash.let_go()
@@ -110,10 +83,7 @@ class NodeLauncher:
             future.set_result(code)
 
     async def exit_code(self, name: str) -> int | None:
-        """Return the exit code of a rank that has exited; None if it is not known.
-
-        Cancellation: The code cannot be asked for again.
-        """
+        """Return the exit code of an exited rank, or None; it can be read only once."""
         future = self._codes.get(name)
         if future is None:
             return None
@@ -127,42 +97,30 @@ class NodeLauncher:
 
 
 class ReplicaHolder:
-    """Stands for one rank of a replica in Ray: the rank dies with this process."""
+    """Represents one rank of a replica in Ray: the rank dies with this process."""
 
     def gpu_variables(self) -> dict[str, str]:
-        """Return the variables that name the GPUs which Ray has chosen."""
+        """Return the variables that name the GPUs chosen by Ray."""
         found = ((name, os.environ.get(name)) for name in GPU_VARIABLES)
         return {name: value for name, value in found if value is not None}
 
     def hold(self, leash: str) -> None:
-        """Hold the leash of the rank until this process exits.
-
-        Args:
-            leash: Where it can be held.
-
-        Raises:
-            OSError: The ``NodeLauncher`` that made it has exited.
-        """
+        """Hold the leash of the rank until this process exits."""
         hold_leash(leash)
 
     def wait(self, pid: int, began: int) -> None:
-        """Return when the rank has exited.
-
-        Args:
-            pid: Its process id.
-            began: Its start time in the kernel's ticks.
-        """
+        """Return when the rank has exited."""
         wait_exit(pid, began)
         timer = threading.Timer(LINGER_S, os._exit, [0])
         timer.daemon = True
         timer.start()
 
     def ended(self) -> None:
-        """Return when ``wait`` has returned, because actor calls run one by one."""
+        """Return after ``wait`` has returned, because actor calls run one by one."""
 
 
 def wait_exit(pid: int, began: int) -> None:
-    """Return when a process has exited; its arguments are as for ``ReplicaHolder``."""
+    """Return when a process has exited, given its start time in the kernel's ticks."""
     try:
         watched = os.pidfd_open(pid)
     except ProcessLookupError:

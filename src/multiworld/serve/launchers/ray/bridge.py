@@ -1,4 +1,4 @@
-"""Ray driver of a service, which starts and ends actors and lists machines.
+"""Ray driver of a service, which starts and stops actors and lists machines.
 
 Run it as ``python -m multiworld.serve.launchers.ray.bridge FD ADDRESS NAMESPACE APP``.
 It reads orders and writes news as lines (``launchers.protocol``) on the socket FD.
@@ -53,33 +53,33 @@ from multiworld.serve.launchers.ray.actor import ReplicaHolder, probe_machine
 from multiworld.serve.launchers.ray.warm_nodes import WarmNodePool
 
 PLACE_S = 10.0
-"""Most seconds that Ray may take to reserve a replica's resources on a machine."""
+"""Maximum seconds for Ray to reserve a replica's resources on a machine."""
 
 START_S = 60.0
-"""Most seconds that an actor's process, or a replica, may take to start. A machine that
-has just joined is warmed first."""
+"""Maximum seconds for an actor's process, or a replica, to start. A machine that has
+just joined is warmed first."""
 
 CODE_S = 2.0
-"""Most seconds that a machine may take to tell the exit code of a replica."""
+"""Maximum seconds for a machine to report the exit code of a replica."""
 
 LOOK_S = 0.5
 """Seconds between queries of the head."""
 
 CLAIM_S = 5.0
-"""Most seconds until the head knows that an earlier controller has exited."""
+"""Maximum seconds until the head knows that an earlier controller has exited."""
 
 GPU_S = 30.0
-"""Most seconds that a machine may take to list its GPUs."""
+"""Maximum seconds for a machine to list its GPUs."""
 
 MINIMAL_SHARE = 0.0001
 """Share of a machine's own resource in every bundle. A bundle must not be empty, and a
-replica that books no CPU must not take one in Ray either."""
+replica that books no CPU must not reserve one in Ray either."""
 
 HEAD = "node:__internal_head__"
 """Resource that only the head has."""
 
 STARTERS = 64
-"""Most orders that are carried out at the same time."""
+"""Maximum number of orders carried out concurrently."""
 
 DRAIN_S = 5.0
 """Seconds to finish pending orders after the controller has closed the socket."""
@@ -100,19 +100,13 @@ Started = tuple[int, int, str]
 
 
 class Bridge:
-    """The main loop of the bridge; a pool of threads carries out the orders.
-
-    Args:
-        control: Socket to the controller.
-        namespace: Ray namespace of the actors.
-        app: Name of the service.
-    """
+    """The main loop of the bridge; a pool of threads carries out the orders."""
 
     def __init__(self, control: socket.socket, namespace: str, app: str) -> None:
         self._control, self._namespace, self._app = control, namespace, app
         self._news: queue.SimpleQueue[BridgeNews] = queue.SimpleQueue()
         self._starters = ThreadPoolExecutor(STARTERS)
-        self._remote: Any = ray.remote  # its overloads lack a call with keywords only
+        self._remote: Any = ray.remote  # Ray's overloads lack a keyword-only call
         self._class = self._remote(ReplicaHolder)
         self._warm = WarmNodePool()
         self._ask: Any = ray.nodes
@@ -120,12 +114,9 @@ class Bridge:
         self._asked: set[str] = set()
 
     def claim_service(self) -> None:
-        """Register as the only controller of the service on this cluster.
+        """Register as the only controller of the service on this cluster, or raise.
 
         A placement group of this driver is the lock; Ray removes it with the driver.
-
-        Raises:
-            RuntimeError: The service already has a controller on this cluster.
         """
         name = f"{self._app}/controller"
         limit = time.monotonic() + CLAIM_S
@@ -201,7 +192,7 @@ class Bridge:
                 sys.stderr.flush()
                 os._exit(1)  # the launcher starts another bridge
             self._warm.keep(node.key for node in found)
-            # Sent even if nothing has changed, as a sign that the head answers.
+            # Sent even without changes, to show that the head answers.
             self._news.put(ClusterNodes(found, found == before))
             before = found
 
@@ -225,7 +216,7 @@ class Bridge:
         )
 
     def _ask_facts(self, key: str) -> None:
-        """Ask a machine what it has and measures; later node lists include that."""
+        """Ask a machine for its GPUs and its cost of bfloat16, for later node lists."""
         there = NodeAffinitySchedulingStrategy(key, soft=False)
         probe = self._remote(num_cpus=0, scheduling_strategy=there)(probe_machine)
         try:
@@ -251,7 +242,7 @@ class Bridge:
             started = self._start_ranks(order, holders)
         except Exception as error:
             self._end(name, ranks)
-            self._let_go(order)  # a rank that started all the same ends
+            self._let_go(order)  # a rank that has started nevertheless exits
             why = f"Ray did not start it: {_message(error)}"
             self._news.put(LaunchFailed(name, why))
             return
@@ -265,7 +256,7 @@ class Bridge:
         calls = []
         for rank, (args, holder) in enumerate(zip(order.args, holders, strict=True)):
             env = order.env
-            if order.bundle.get("GPU"):  # the holder knows which one Ray has chosen
+            if order.bundle.get("GPU"):  # only the holder knows Ray's choice
                 gpus = ray.get(holder.gpu_variables.remote(), timeout=START_S)
                 env = {**env, **gpus}
             name = self._named(order.name, rank)
@@ -276,7 +267,7 @@ class Bridge:
     def _hand_over(
         self, order: LaunchActor, holders: list[Any], started: list[Started]
     ) -> None:
-        """Tie each rank to its holder, instead of the launcher of its machine."""
+        """Tie each rank to its holder instead of the launcher of its machine."""
         launcher = self._warm.launcher(order.key)
         try:
             held = [
@@ -295,7 +286,7 @@ class Bridge:
         self._await(order.name, len(holders), waiting[0], launcher)
 
     def _let_go(self, order: LaunchActor) -> None:
-        """Let the launcher of a machine hold the ranks of a replica no longer."""
+        """Make the launcher of a machine release the ranks of a replica."""
         launcher = self._warm.launcher(order.key)
         for rank in range(len(order.args)):
             launcher.let_go.remote(self._named(order.name, rank))
@@ -321,14 +312,9 @@ class Bridge:
         return own if rank == 0 else f"{own}#{rank}"
 
     def _await(self, name: str, ranks: int, ref: Any, launcher: Any = None) -> None:
-        """Report the exit of a replica, and release its resources.
+        """Report the exit of a replica once `ref` resolves; release its resources.
 
-        Args:
-            name: Its name.
-            ranks: Number of its ranks.
-            ref: Result of a call that returns when rank 0 has exited.
-            launcher: Launcher of its machine, which knows the exit code; None if an
-                earlier bridge started the replica.
+        `launcher` knows the exit code; None if an earlier bridge started the replica.
         """
 
         def report() -> None:
@@ -360,7 +346,7 @@ class Bridge:
             self._news.put(Exited(name, None))
 
     def _sweep(self, known: Sequence[str]) -> None:
-        """End the replicas that an earlier bridge left behind, except ``known``."""
+        """Kill the replicas that an earlier bridge left behind, except ``known``."""
         names = {f"{self._app}/{name}" for name in [*known, "controller"]}
         for found in ray.util.placement_group_table().values():
             own = str(found["name"])
@@ -370,11 +356,7 @@ class Bridge:
                 self._end(name, max(1, len(found["bundles"])))
 
     def _end(self, name: str, ranks: int) -> bool:
-        """End a replica and release its resources.
-
-        Returns:
-            True if Ray knew its leader.
-        """
+        """Kill a replica and release its resources; return True if Ray knew rank 0."""
         was_there = False
         for rank in range(ranks):
             try:
@@ -409,7 +391,6 @@ def _message(error: Exception) -> str:
 
 
 def main() -> None:
-    """Run as the bridge."""
     # Ctrl-C in the terminal is for the controller, which closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))

@@ -44,44 +44,34 @@ from multiworld.serve.transport.process_args import ProcessArgs
 logger = logging.getLogger("multiworld.serve")
 
 BRIDGE = "multiworld.serve.launchers.ray.bridge"
-"""Module of the bridge."""
 
 START_S = 60.0
-"""Most seconds that the bridge may take to connect."""
+"""Maximum seconds for the bridge to connect."""
 
 ADOPT_S = 15.0
-"""Most seconds that it may take if replicas of an earlier controller run."""
+"""Maximum seconds for the bridge to connect if there are replicas to adopt."""
 
 SILENT_S = 5.0
-"""Seconds without an answer after which the head counts as lost."""
+"""Seconds without a response after which the head counts as lost."""
 
 RETRY_S = 5.0
-"""Seconds between attempts to connect again."""
+"""Seconds between attempts to reconnect."""
 
 REACH_S = 5.0
-"""Most seconds that a connection to the head's address may take."""
+"""Maximum seconds to connect to the head's address."""
 
 LAUNCH_S = 90.0
-"""Most seconds that Ray may take to start a replica."""
+"""Maximum seconds for Ray to start a replica."""
 
 MINIMAL_GPU = 0.0001
-"""Share of a GPU for a replica that runs on it and books none of its memory."""
+"""Share of a GPU for a replica that runs on it but books none of its memory."""
 
 
 class RayLauncher:
-    """Replicas as actors of a Ray cluster; see ``base.Launcher``.
+    """Replicas as actors of a Ray cluster.
 
-    Args:
-        app: Name of the service.
-        local: Launcher of processes beside the controller.
-        spec: Address and namespace of the cluster.
-        preload: Modules that the fork server of every machine imports.
-        env: Variables added to the environment of every replica.
-        log: File for the output of the bridge; those of the fork servers are beside it.
-        on_exit: Called for every process that exits.
-        on_nodes: Called when machines were added or removed, or ``trouble`` has
-            changed.
-        clock: Returns the monotonic time in seconds.
+    `local` launches processes beside the controller. `log` is for the output of the
+    bridge; those of the fork servers are beside it.
     """
 
     def __init__(
@@ -108,7 +98,7 @@ class RayLauncher:
             self._on_news,
             self._bridge_ended,
             self._bridge_hangs,
-            # A cluster that the bridge has started ends with it.
+            # A cluster that the bridge has started exits with it.
             is_replaceable=spec.address != "local",
         )
         self._nodes: dict[str, Node] = {}
@@ -122,14 +112,8 @@ class RayLauncher:
     async def start(self, *, is_new: bool) -> None:
         """Connect to the cluster, or start one with ``address: local``.
 
-        Args:
-            is_new: False if there are replicas to adopt. They are adopted even if the
-                head of the cluster cannot be reached.
-
-        Raises:
-            ServeError: A new service has no cluster, or Ray is not installed.
-
-        Cancellation: Safe; call ``close`` afterwards.
+        Unless `is_new`, replicas are to be adopted, and an unreachable head is no
+        error.
         """
         try:
             await self._connect(START_S if is_new else ADOPT_S)
@@ -154,7 +138,7 @@ class RayLauncher:
         self._heard_at = self._clock()
 
     async def _monitor(self) -> None:
-        """Report a silent head, and start another bridge when one has exited."""
+        """Report a silent head, and start another bridge after one has exited."""
         while True:
             await asyncio.sleep(1.0)
             silent_s = self._clock() - self._heard_at
@@ -176,7 +160,7 @@ class RayLauncher:
         self.settle()
         for name in list(self._ranks):
             if name in self._ending:
-                self._exited(name, None)  # the order to end it may be lost
+                self._exited(name, None)  # the order to kill it may have been lost
             else:
                 self._adopt(name, must_be_known=False)
         self._set_trouble("")
@@ -202,7 +186,7 @@ class RayLauncher:
                     self._on_nodes()
             case Launched(name, pid, began):
                 if name not in self._starting:
-                    self._end(name)  # its launch was given up
+                    self._end(name)  # its launch has timed out
                 self._resolve(name, RunningProcess(name, pid, began))
             case LaunchFailed(name, error):
                 self._ranks.pop(name, None)
@@ -254,11 +238,9 @@ class RayLauncher:
     # Launcher.
 
     def nodes(self) -> tuple[Node, ...]:
-        """Return the machines of the cluster."""
         return tuple(self._nodes.values())
 
     def trouble(self) -> str:
-        """Return why no replica can be started now; empty if one can."""
         return self._trouble
 
     async def launch(
@@ -269,22 +251,7 @@ class RayLauncher:
         spot: Location | None,
         need: Need,
     ) -> RunningProcess:
-        """Start a replica, held by actors in a placement group of its own.
-
-        Args:
-            name: Its name in the service.
-            args: Its arguments.
-            log: File for its output.
-            spot: Machine to run on, where Ray chooses the GPU; None: beside the
-                controller.
-            need: Resources that it books there.
-
-        Raises:
-            LaunchError: The head is lost, the machine is gone, or Ray did not start the
-                replica.
-
-        Cancellation: The replica may start all the same.
-        """
+        """Start a replica in a placement group of its own; Ray chooses the GPU."""
         if spot is None:
             return await self._local.launch(name, args, log, spot, need)
         if self._trouble:
@@ -315,15 +282,12 @@ class RayLauncher:
             async with asyncio.timeout(LAUNCH_S):
                 running = await future
         except TimeoutError:
-            self._starting.pop(name, None)  # it is ended if it starts later
+            self._starting.pop(name, None)  # killed if it starts later
             raise LaunchError(f"{name}: Ray took more than {LAUNCH_S:g} s") from None
         return RunningProcess(name, running.pid, running.began, spot.node)
 
     def kill(self, running: RunningProcess, number: int = signal.SIGKILL) -> None:
-        """End a replica, or send it a signal if it runs on this machine.
-
-        SIGKILL and SIGTERM end replicas on every machine.
-        """
+        """Kill a replica on any machine (SIGKILL, SIGTERM), else signal it here."""
         if running.name not in self._ranks:
             self._local.kill(running, number)
         elif number in (signal.SIGKILL, signal.SIGTERM):
@@ -345,21 +309,12 @@ class RayLauncher:
         return here and began_at(running.pid) == running.began
 
     def outgrown(self, running: RunningProcess, limit: int) -> int | None:
-        """Return the bytes of memory that a process uses, if more than ``limit``.
-
-        None if it uses less, or runs on another machine.
-        """
         if running.name in self._ranks and not self._is_here(running):
             return None
         return self._local.outgrown(running, limit)
 
     def adopt(self, running: RunningProcess, ranks: int) -> bool:
-        """Watch a process of an earlier controller.
-
-        Returns:
-            False if a process beside the controller has exited. The exit of a replica
-            is reported by ``on_exit``.
-        """
+        """Watch a process; ``on_exit`` reports a replica that has already exited."""
         if not running.node:
             return self._local.adopt(running, ranks)
         self._ranks[running.name] = ranks
@@ -370,15 +325,11 @@ class RayLauncher:
         self._bridge.tell(AdoptActor(name, self._ranks[name], must_be_known))
 
     def settle(self) -> None:
-        """End the replicas of an earlier controller that were not adopted."""
         known = tuple(name for name in self._ranks if name not in self._ending)
         self._bridge.tell(Sweep(known))
 
     async def close(self) -> None:
-        """Shut the bridge down; replicas that are still starting are ended.
-
-        Cancellation: Helper processes exit once they see that their socket is closed.
-        """
+        """Shut the bridge down; replicas that are still starting are killed."""
         for name in list(self._starting):
             self._end(name)
         if self._monitoring is not None:
@@ -388,12 +339,7 @@ class RayLauncher:
 
 
 def bundle_of(need: Need, node: Node) -> dict[str, float]:
-    """Return the resources that Ray reserves for each rank of a replica.
-
-    Args:
-        need: Resources that the replica books.
-        node: Its machine.
-    """
+    """Return the resources that Ray reserves for each rank of a replica."""
     bundle: dict[str, float] = {}
     if need.cpus:
         bundle["CPU"] = need.cpus / need.ranks
@@ -402,18 +348,14 @@ def bundle_of(need: Need, node: Node) -> dict[str, float]:
     if need.on_gpu:
         size = max((gpu.memory_bytes for gpu in node.gpus), default=0)
         share = need.gpu_memory_bytes / need.ranks / size if size else 0.0
-        # Rounded down to Ray's unit, so that a replica that fits in our bookings also
+        # Round down to Ray's unit, so that a replica that fits in our bookings also
         # fits in Ray's.
         bundle["GPU"] = max(MINIMAL_GPU, min(1.0, math.floor(share * 1e4) / 1e4))
     return bundle
 
 
 async def _check_reachable(address: str) -> None:
-    """Check that the head's address is reachable; Ray itself retries for minutes.
-
-    Raises:
-        OSError: Nothing listens at the address.
-    """
+    """Raise OSError if the head is unreachable; Ray itself retries for minutes."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():
         return
@@ -442,13 +384,7 @@ def _last_line(log: Path) -> str:
 
 
 async def make(context: LauncherContext) -> RayLauncher:
-    """Return a launcher that is connected to the cluster.
-
-    Raises:
-        ServeError: A new service has no cluster, or Ray is not installed.
-
-    Cancellation: The bridge exits once it sees that its socket is closed.
-    """
+    """Return a launcher connected to the cluster."""
     app = context.app
     launcher = RayLauncher(
         app.app,

@@ -1,7 +1,7 @@
 """The warm machines of a Ray cluster: a ``NodeLauncher`` on each.
 
-The launchers are no detached actors: they exit with the bridge, and with them the fork
-servers. The replicas go on, because their holders are detached.
+The launchers are not detached: they and their fork servers exit with the bridge. The
+replicas keep running, because their holders are detached.
 """
 
 from __future__ import annotations
@@ -21,38 +21,30 @@ class WarmNodePool:
     """The launchers of all machines. Its methods can be called from any thread."""
 
     def __init__(self) -> None:
-        remote: Any = ray.remote  # its overloads lack a call with keywords only
+        remote: Any = ray.remote  # Ray's overloads lack a keyword-only call
         self._class = remote(NodeLauncher)
         self._lock = threading.Lock()
         self._order: WarmNodes | None = None
         self._launchers: dict[str, Any] = {}
 
     def configure(self, order: WarmNodes) -> None:
-        """Set what the fork servers import; no machine is warmed before."""
+        """Set what the fork servers import; no machine is warmed before that."""
         with self._lock:
             self._order = order
 
     def keep(self, keys: Iterable[str]) -> None:
-        """Warm the machines that are new, and forget those that are gone.
-
-        Args:
-            keys: Ray's ids of all machines.
-        """
+        """Warm new machines, and forget those whose Ray id is not in `keys`."""
         wanted = set(keys)
         with self._lock:
             if self._order is None:
-                return  # the controller is still to say what they import
+                return  # the controller has not yet sent what they import
             for key in self._launchers.keys() - wanted:
                 del self._launchers[key]
         for key in wanted:
             self.launcher(key)
 
     def launcher(self, key: str) -> Any:
-        """Return the launcher of a machine; start one if it has none.
-
-        Args:
-            key: Ray's id of the machine.
-        """
+        """Return the launcher of a machine, by its Ray id; start one if needed."""
         with self._lock:
             found = self._launchers.get(key)
             if found is None:

@@ -1,9 +1,9 @@
 """Placement solver: a problem, a portfolio of solvers, and a verifier.
 
 Everything is a function of its arguments, without network or processes; only the
-solvers' time limit reads a clock. ``place`` answers a ``Problem`` with a ``Placement``
-in which ``verify.faults`` finds nothing wrong. ``chains`` solves a related problem: it
-cuts a model while placing it, one range of layers for each node.
+solvers' time limit reads a clock. ``place`` solves a ``Problem`` with a ``Placement``
+in which ``verify.faults`` finds no fault. ``chains`` solves a related problem: it cuts
+a model while placing it, one range of layers for each node.
 """
 
 from multiworld.serve.placement.solver.portfolio import place

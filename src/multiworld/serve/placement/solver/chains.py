@@ -3,8 +3,8 @@
 A node holds one range of layers; its capacity depends on its kind and on the number of
 layers. Items enter a node at any layer of its range and leave at the end of the range,
 so ranges may overlap, and several nodes may hold the same layers. The aim is the
-largest flow. The problem, and the public instances it is measured on, are Helix's:
-Y. Mei et al., "Helix", ASPLOS 2025, arXiv 2406.01566. Links do not bind here.
+largest flow. The problem, and the public instances it is measured on, are Helix's: Y.
+Mei et al., "Helix", ASPLOS 2025, arXiv 2406.01566. Links do not limit the flow here.
 """
 
 from __future__ import annotations
@@ -25,17 +25,14 @@ from multiworld.serve.placement.solver.linear import Rows
 LIMIT_S = 60.0
 """Seconds for all solvers together."""
 CLOSE = 1e-6
-"""Relative gap at which an answer counts as optimal."""
+"""Relative gap at which a solution counts as optimal."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeKind:
-    """Nodes that are alike.
+    """A number of equal nodes.
 
-    Attributes:
-        count: Number of nodes.
-        capacity: Items a second that a node passes, by the number of layers it holds.
-            It cannot hold other numbers of layers.
+    `capacity` is in items per second, by the number of layers; others are not possible.
     """
 
     count: int
@@ -61,14 +58,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class ChainPlacement:
-    """Answer to a chain problem.
-
-    Attributes:
-        ranges: Range of each used node.
-        flow: Items a second.
-        bound: Upper bound of the flow, as far as the solvers know.
-        solver: Name of the solver that found it.
-    """
+    """Solution of a chain problem; flow and its bound are in items per second."""
 
     ranges: tuple[Range, ...]
     flow: float
@@ -77,7 +67,6 @@ class ChainPlacement:
 
     @property
     def gap(self) -> float:
-        """Greatest possible improvement, as a share of the bound."""
         return max(0.0, 1 - self.flow / self.bound) if self.bound else 0.0
 
 
@@ -88,12 +77,9 @@ def place_chain(chain: Chain, limit_s: float = LIMIT_S) -> ChainPlacement:
     """Return the placement with the largest flow found in time.
 
     It tries three methods in turn: parallel chains that hold each layer once, by
-    bisection over their number and flow; HiGHS, which often proves that nothing is
-    better; then CP-SAT from the best so far, if OR-tools is installed.
-
-    Args:
-        chain: Layers and nodes.
-        limit_s: Seconds for HiGHS and CP-SAT together.
+    bisection over their number and flow; HiGHS, which often proves optimality; then
+    CP-SAT from the best so far, if OR-tools is installed. `limit_s` is for HiGHS and
+    CP-SAT together.
     """
     ranges = _side_by_side(chain)
     best = ChainPlacement(ranges, flow_of(chain, ranges), work_bound(chain), "chains")
@@ -133,7 +119,7 @@ def work_bound(chain: Chain) -> float:
             for kind in chain.kinds
             if kind.capacity
         )
-        # Rounding must not make a flow impossible that uses exactly all there is.
+        # Rounding must not rule out a flow that uses exactly the whole capacity.
         return able - flow * chain.layers * (1 - ROUNDING)
 
     steps = sorted({c for kind in chain.kinds for c in kind.capacity.values()})
@@ -186,7 +172,7 @@ def flow_of(chain: Chain, ranges: Sequence[Range]) -> float:
 
 
 def _side_by_side(chain: Chain) -> tuple[Range, ...]:
-    """Return the best of 1, 2, … parallel chains of nodes that follow each other."""
+    """Return the best of 1, 2, … parallel chains of consecutive nodes."""
     best: tuple[Range, ...] = ()
     most = max(1, sum(kind.count for kind in chain.kinds))
     for count in range(1, most + 1):
@@ -197,7 +183,6 @@ def _side_by_side(chain: Chain) -> tuple[Range, ...]:
 
 
 def _chains(chain: Chain, count: int) -> tuple[Range, ...] | None:
-    """Return ``count`` chains of the largest possible equal flow, or None."""
     flows = sorted({c for kind in chain.kinds for c in kind.capacity.values()})
     low, high, best = 0, len(flows) - 1, None
     while low <= high:
@@ -247,7 +232,7 @@ def _pack(chain: Chain, count: int, flow: float) -> tuple[Range, ...] | None:
 def _linear(
     chain: Chain, best: ChainPlacement, limit_s: float
 ) -> tuple[tuple[Range, ...], float]:
-    """Return what HiGHS finds that is better than ``best``, and its bound."""
+    """Return HiGHS's solution if it is better than ``best``, and its bound."""
     nodes = _all_ranges(chain)
     longest = max(max(kind.capacity) for kind in chain.kinds)
     flows = [
@@ -308,10 +293,8 @@ def _all_ranges(chain: Chain) -> list[Range]:
 # Any ranges: CP-SAT.
 
 UNITS = 100
-"""Integer units of an item a second.
-
-Capacities are rounded up, so that the bound is a bound of the real problem; the flow of
-the answer is computed anew."""
+"""Integer units of an item per second. Capacities are rounded up, so that the bound is
+a bound of the real problem; the flow of the solution is recomputed."""
 
 
 def _discrete(
@@ -353,8 +336,8 @@ def _flow_variables(
 ) -> dict[tuple[int, int], Any]:
     """Return the flow between each pair of boundaries, limited by the nodes' capacity.
 
-    Of the nodes whose range ends at ``end``, flow that enters at ``begin`` or before
-    can use only those that start there or before.
+    Flow that enters at or before ``begin`` and leaves at ``end`` can only use nodes
+    whose range ends at ``end`` and starts at or before ``begin``.
     """
     longest = max(max(kind.capacity) for kind in chain.kinds)
     flow = {

@@ -1,9 +1,9 @@
 """Formulation of the placement problem for OR-tools' CP-SAT.
 
-CP-SAT is better than HiGHS where there are many devices, but needs integers. Shares of
-a demand are counted in units of 1/``UNITS``, and device time in billionths. Factors are
-rounded down and limits up, so that its bound is a bound of the real problem. A linear
-program (``linear``) then makes its choice of replicas exact.
+CP-SAT is better than HiGHS with many devices, but needs integers. Shares of a demand
+are counted in units of 1/``UNITS``, and device time in billionths. Factors are rounded
+down and limits up, so that its bound is a bound of the real problem. A linear program
+(``linear``) then makes its choice of replicas exact.
 """
 
 from __future__ import annotations
@@ -31,15 +31,7 @@ def solve(
 ) -> tuple[dict[Slot, int] | None, float]:
     """Return the replicas in each slot, or None, and a bound of the objective.
 
-    Args:
-        formulation: Problem to solve.
-        limit_s: Seconds that the solver may take.
-        counts: Replicas of a known answer to start from, by slot.
-        rates: Items a second of that answer, by slot.
-        workers: Threads of the solver.
-
-    Raises:
-        ModuleNotFoundError: OR-tools is not installed.
+    The search starts from a known solution, given by its `counts` and `rates`.
     """
     from ortools.sat.python import cp_model
 
@@ -78,7 +70,7 @@ def _variables(model: Any, formulation: Formulation) -> dict[int, Any]:
 
 
 def _constrain(model: Any, formulation: Formulation, variables: dict[int, Any]) -> None:
-    """Add every row in integers, so that every feasible answer stays feasible."""
+    """Add every row in integers, so that every feasible solution stays feasible."""
     rows = formulation.rows
     for terms, low, high in zip(rows.terms, rows.low, rows.high, strict=True):
         if not terms:
@@ -114,7 +106,7 @@ def _maximise(
 
 
 def _hidden_units(formulation: Formulation) -> dict[int, int]:
-    """Return, for each model, how many units of what it serves rounding may hide.
+    """Return, for each model, how many units of its served share rounding may hide.
 
     Every replica's share is rounded down, so a stage loses up to one unit for each
     slot.

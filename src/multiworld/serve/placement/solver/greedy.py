@@ -1,7 +1,7 @@
-"""Greedy placement: models by their value, one replica after the other. Pure.
+"""Greedy placement: models by their value, one replica at a time. Pure.
 
-Each stage first gets its least number of replicas, then more until the demand is met or
-no device has time left. The answer is always feasible; the solvers start from it.
+Each stage first gets its minimum number of replicas, then more until the demand is met
+or no device has time left. The result is always feasible; the solvers start from it.
 """
 
 from __future__ import annotations
@@ -41,14 +41,7 @@ class _Ledger:
     def take(
         self, device: int, stage: StageNeed, rate: float, *, is_last: bool
     ) -> None:
-        """Book a replica.
-
-        Args:
-            device: Number of the device.
-            stage: Needs of the replica.
-            rate: Items a second planned for it.
-            is_last: Whether its stage is the last; it then sends nothing on.
-        """
+        """Book a replica with a planned rate in items per second."""
         self.memory[device] -= stage.memory_bytes
         self.cores[device] -= stage.cores
         self.used[device] += 1
@@ -57,7 +50,6 @@ class _Ledger:
     def give_back(
         self, device: int, stage: StageNeed, rate: float, *, is_last: bool
     ) -> None:
-        """Undo ``take``."""
         self.memory[device] += stage.memory_bytes
         self.cores[device] += stage.cores
         self.used[device] -= 1
@@ -72,7 +64,7 @@ class _Ledger:
             self.bytes_s[place.node] -= rate * stage.out_bytes
 
     def able(self, device: int, stage: StageNeed, *, is_last: bool) -> float:
-        """Return how many items a second a replica there could do."""
+        """Return how many items per second a replica on the device could do."""
         place = self.places[device]
         seconds = stage.seconds[place.device.kind]
         left = min(self._most, self.seconds[device] / stage.width)
@@ -83,7 +75,6 @@ class _Ledger:
 
 
 def place_greedily(problem: Problem) -> dict[Slot, int]:
-    """Return the number of replicas in each slot."""
     places = places_of(problem)
     ledger = _Ledger(problem, places)
     slots: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -119,7 +110,7 @@ class _Placing:
         self._chosen: list[tuple[Slot, float]] = []
 
     def run(self) -> list[tuple[Slot, float]]:
-        """Return a slot and a rate for each replica; none if a stage has no place."""
+        """Return a slot and a rate for each replica; none if a stage does not fit."""
         for k, stage in enumerate(self._model.stages):
             for _ in range(max(1, stage.least)):
                 if not self._add(k):
@@ -149,7 +140,7 @@ class _Placing:
         return self._model.demand - sum(rates)
 
     def _add(self, k: int) -> bool:
-        """Add a replica of stage ``k`` at the best place, if there is one."""
+        """Add a replica of stage ``k`` in the best slot, if there is one."""
         stage, on = self._model.stages[k], self._on(k)
         if stage.most is not None and len(on) >= stage.most:
             return False

@@ -1,8 +1,8 @@
 """Placement problem as a mixed-integer linear program, for scipy's HiGHS. Pure.
 
 Variables: a model is on or off; a slot has a number of replicas and serves a share of
-its model's demand; a device is used or not. With the replicas fixed, what they serve is
-a linear program; it makes every solver's choice exact.
+its model's demand; a device is used or not. With the replicas fixed, the served shares
+are a linear program, which makes every solver's choice exact.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from multiworld.serve.placement.solver.model import (
 from multiworld.serve.placement.solver.problem import Problem, StageNeed
 
 CLOSE = 1e-6
-"""Relative gap at which an answer counts as optimal."""
+"""Relative gap at which a solution counts as optimal."""
 NONZERO = 0.5
 """Value above which an integer variable counts as at least 1."""
 
@@ -45,19 +45,11 @@ class Rows:
     def add(
         self, terms: dict[int, float], low: float = -math.inf, high: float = math.inf
     ) -> None:
-        """Add one constraint.
-
-        Args:
-            terms: Factors by the number of the variable.
-            low: Least value of the sum.
-            high: Greatest value of the sum.
-        """
         self.terms.append(terms)
         self.low.append(low)
         self.high.append(high)
 
     def constraint(self, count: int) -> LinearConstraint:
-        """Return the constraints for scipy, over ``count`` variables."""
         entries = [
             (row, column, factor)
             for row, terms in enumerate(self.terms)
@@ -83,8 +75,8 @@ class Formulation:
         self.has = {slot: next(numbers) for slot in self.slots}
         self.used = {d: next(numbers) for d in devices}
         many = [slot for slot in self.slots if self._stage(slot).per_device > 1]
-        # Whether a slot has any replica, and how many are new. A slot for one replica
-        # needs no extra variables.
+        # `here`: whether a slot has any replica; `new`: how many are new. A slot for
+        # one replica needs no extra variables.
         self.here = self.has | {slot: next(numbers) for slot in many}
         self.new = {slot: next(numbers) for slot in many}
         self.integers = next(numbers)
@@ -119,7 +111,6 @@ class Formulation:
         return self.problem.models[slot[0]].stages[slot[1]]
 
     def runs(self, slot: Slot) -> int:
-        """Return how many replicas run in a slot now."""
         m, k, d = slot
         key = self.problem.models[m].name, k, self.places[d].device.name
         return self._running[key]
@@ -215,7 +206,7 @@ class Formulation:
     def close(self) -> float:
         """Relative gap at which to stop searching.
 
-        With running replicas it is less than one move is worth; a smaller gap takes
+        With running replicas it is below the value of one move; a smaller gap takes
         longer.
         """
         if not self.problem.running:
@@ -225,7 +216,6 @@ class Formulation:
         return min(CLOSE, self.problem.move_cost / (4 * whole) or CLOSE)
 
     def gains(self) -> dict[int, float]:
-        """Return the factors of the objective."""
         worth = worth_of(self.problem)
         gains = {
             self.served[m]: worth * model.weight if model.demand > 0 else 0.0
@@ -244,12 +234,10 @@ class Formulation:
         return gains
 
     def counts(self, values: np.ndarray) -> dict[Slot, int]:
-        """Return the number of replicas of every slot that has some."""
         found = {slot: round(float(values[n])) for slot, n in self.has.items()}
         return {slot: count for slot, count in found.items() if count}
 
     def rates(self, values: np.ndarray) -> dict[Slot, float]:
-        """Return the planned rate of every slot that has replicas."""
         return {
             slot: float(values[self.share[slot]]) * self.problem.models[slot[0]].demand
             for slot in self.slots
@@ -259,14 +247,10 @@ class Formulation:
     def solve(
         self, limit_s: float, chosen: Counts | None = None
     ) -> tuple[np.ndarray | None, float]:
-        """Return the best variables found in time, or None, and an upper bound.
+        """Return the best variables found in `limit_s`, or None, and an upper bound.
 
-        Args:
-            limit_s: Seconds that the solver may take.
-            chosen: Replicas by slot; if given, only their rates are optimised.
-
-        Returns:
-            Values of all variables (one-dimensional, float64), and an upper bound.
+        The variables are one-dimensional, float64. Given `chosen`, the replicas by
+        slot, only their rates are optimised.
         """
         low, high = np.zeros(self.count), np.full(self.count, 1.0)
         for number, most in self.most.items():

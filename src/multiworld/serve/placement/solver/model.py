@@ -1,4 +1,4 @@
-"""Common calculations of all solvers. Pure."""
+"""Calculations shared by all solvers. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from multiworld.serve.placement.solver.problem import (
 )
 
 Slot = tuple[int, int, int]
-"""Place for a replica: the numbers of a model, its stage, and a device."""
+"""Candidate for a replica: the numbers of a model, its stage, and a device."""
 
 Counts = Mapping[Slot, int]
 """Number of replicas in each slot."""
@@ -36,7 +36,6 @@ class PlacedDevice:
 
 
 def places_of(problem: Problem) -> list[PlacedDevice]:
-    """Return all devices, in order."""
     return [
         PlacedDevice(device, number)
         for number, node in enumerate(problem.nodes)
@@ -45,13 +44,7 @@ def places_of(problem: Problem) -> list[PlacedDevice]:
 
 
 def is_possible(problem: Problem, stage: StageNeed, place: PlacedDevice) -> bool:
-    """Tell whether a replica of ``stage`` can be on a device at all.
-
-    Args:
-        problem: Problem with the nodes.
-        stage: Needs of the replica.
-        place: Device to check.
-    """
+    """Return whether a device can hold a replica of ``stage`` at all."""
     return (
         place.device.kind in stage.seconds
         and stage.memory_bytes <= place.device.memory_bytes
@@ -75,7 +68,7 @@ def slots_of(problem: Problem) -> list[Slot]:
 
 
 def budgets_of(problem: Problem, model: ModelNeed) -> list[float]:
-    """Return the most seconds for each stage, with all others at their fastest.
+    """Return the maximum seconds for each stage, with all others at their fastest.
 
     Staying within the budgets is necessary for the latency; ``is_in_time`` checks the
     whole.
@@ -99,12 +92,9 @@ def hops_s(problem: Problem, model: ModelNeed) -> float:
 def is_in_time(
     problem: Problem, model: ModelNeed, kinds: Iterable[Iterable[str]]
 ) -> bool:
-    """Tell whether an item is in time, whichever replicas it meets.
+    """Return whether an item is in time, whichever replicas it passes.
 
-    Args:
-        problem: Problem with the time between stages.
-        model: Model to check.
-        kinds: By stage, the kinds of the devices that its replicas are on.
+    `kinds` has, for each stage, the kinds of its replicas' devices.
     """
     if model.latency_s is None:
         return True
@@ -115,7 +105,7 @@ def is_in_time(
 
 
 def spread_of(problem: Problem, stage: StageNeed) -> int:
-    """Return the least number of nodes that the replicas of a stage must be on."""
+    """Return the minimum number of nodes for the replicas of a stage."""
     allowed = [
         node
         for number, node in enumerate(problem.nodes)
@@ -127,9 +117,9 @@ def spread_of(problem: Problem, stage: StageNeed) -> int:
 
 
 def worth_of(problem: Problem) -> float:
-    """Return the value of meeting the whole demand of a model, for each unit of weight.
+    """Return the value of a model's whole demand per unit of weight.
 
-    It is so great that no saving is worth a thousandth of a demand.
+    It is so great that no saving outweighs a thousandth of a demand.
     """
     places = places_of(problem)
     prices = sum(place.device.price for place in places)
@@ -142,13 +132,7 @@ def worth_of(problem: Problem) -> float:
 def objective(
     problem: Problem, served: Mapping[str, float], replicas: Iterable[Replica]
 ) -> float:
-    """Return the value of a placement; higher is better.
-
-    Args:
-        problem: Problem that was solved.
-        served: Items a second, by model.
-        replicas: Placed replicas.
-    """
+    """Return the value of a placement that serves these items per second."""
     listed = list(replicas)
     prices = {place.device.name: place.device.price for place in places_of(problem)}
     worth = worth_of(problem)
@@ -181,15 +165,7 @@ def answer(
     bound: float,
     solver: str,
 ) -> Placement:
-    """Return a placement, built from the replicas and the rate of each slot.
-
-    Args:
-        problem: Problem that was solved.
-        counts: Number of replicas by slot.
-        rates: Items a second by slot.
-        bound: Upper bound of the objective.
-        solver: Name of the solver that chose the replicas.
-    """
+    """Return the placement with these replicas and rates (items per second) by slot."""
     places = places_of(problem)
     replicas = tuple(
         Replica(
@@ -214,7 +190,7 @@ def answer(
 
 
 def reasons(problem: Problem, served: Mapping[str, float]) -> dict[str, str]:
-    """Return, for each model that is not served in full, what is short."""
+    """Return, for each model that is not served in full, which resource is short."""
     found = {}
     for model in problem.models:
         if served[model.name] >= model.demand * (1 - 1e-6):

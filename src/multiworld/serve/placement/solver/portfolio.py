@@ -1,4 +1,4 @@
-"""Portfolio of solvers: the best answer found in the time limit, and a bound."""
+"""Portfolio of solvers: the best placement found in the time limit, and a bound."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from multiworld.serve.placement.solver.verify import faults
 LIMIT_S = 10.0
 """Seconds for all solvers together."""
 POLISH_S = 10.0
-"""Most seconds of a linear program that makes an answer exact."""
+"""Maximum seconds of a linear program that makes a placement exact."""
 SMALL = 400
-"""Slots up to which HiGHS goes first, because it often proves its answer optimal."""
+"""Number of slots up to which HiGHS goes first, because it often proves optimality."""
 
 
 def place(
@@ -29,14 +29,7 @@ def place(
     limit_s: float = LIMIT_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> Placement:
-    """Return the best placement found in time; never worse than the greedy one.
-
-    Args:
-        problem: Problem to solve.
-        limit_s: Seconds for all solvers together; 0: the greedy answer, improved by a
-            linear program.
-        clock: Returns the monotonic time in seconds.
-    """
+    """Return the best placement found in time; never worse than the greedy one."""
     formulation = Formulation(problem)
     end = clock() + limit_s
     hint = place_greedily(problem)
@@ -59,7 +52,6 @@ def place(
 
 
 def _running(formulation: Formulation) -> Counts:
-    """Return the running replicas that are still possible."""
     found = {slot: formulation.runs(slot) for slot in formulation.slots}
     return {slot: count for slot, count in found.items() if count}
 
@@ -89,7 +81,7 @@ def _exact(
     rates = {} if values is None else formulation.rates(values)
     found = answer(formulation.problem, chosen, rates, bound, solver)
     if faults(formulation.problem, found):
-        # The solver's tolerance admitted an infeasible choice: use none of it.
+        # The solver's tolerance admitted an infeasible choice: discard it.
         found = answer(formulation.problem, {}, {}, bound, solver)
     return found
 
@@ -97,7 +89,7 @@ def _exact(
 def _slots(
     problem: Problem, placement: Placement
 ) -> tuple[dict[Slot, int], dict[Slot, float]]:
-    """Return the number of replicas and the rate of each slot in an answer."""
+    """Return the number of replicas and the rate of each slot in a placement."""
     models = {model.name: m for m, model in enumerate(problem.models)}
     devices = {
         device.name: d

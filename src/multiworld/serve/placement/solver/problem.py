@@ -1,4 +1,4 @@
-"""Placement problem and its answer. Pure.
+"""Placement problem and its solution. Pure.
 
 A replica occupies memory of one device, and seconds of the device for each item. A
 device offers ``utilisation`` of each second; its replicas share that. The aims, in this
@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 GIB = 1024**3
-"""Bytes of a gibibyte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +19,10 @@ class Device:
     """Device that replicas run on.
 
     Attributes:
-        name: Unique name in the problem.
         kind: Kind that computing times depend on: "cpu", "a100" …
-        memory_bytes: Memory that its replicas may take together.
         price: Price per hour, charged from the first replica on it.
-        capacity: Replicas that it computes for at the same time: the cores of a CPU, 1
-            for a GPU.
+        capacity: Number of replicas that it computes for at the same time: the cores of
+            a CPU, 1 for a GPU.
     """
 
     name: str
@@ -37,13 +34,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine; it fails as a whole.
-
-    Attributes:
-        name: Unique name in the problem.
-        devices: Its devices.
-        bandwidth: Bytes a second that it can send to other nodes; None: no limit.
-    """
+    """A machine; it fails as a whole. `bandwidth` is in bytes sent per second."""
 
     name: str
     devices: tuple[Device, ...]
@@ -59,12 +50,13 @@ class StageNeed:
         seconds: Seconds of a device for one item, by the device's kind. It cannot run
             on other kinds.
         out_bytes: Bytes that it sends to the next stage for one item.
-        least: Least number of replicas. Two or more are spread over two nodes or more.
-        most: Greatest number of replicas; None: no limit.
-        nodes: Names of the nodes it may run on; empty: any.
+        least: Minimum number of replicas. Two or more are spread over at least two
+            nodes.
+        most: Maximum number of replicas; None for no limit.
+        nodes: Names of the nodes it may run on; empty for any.
         width: Device capacity that a replica takes while it computes: its threads.
         cores: Device capacity that a replica reserves for itself.
-        per_device: Most replicas on one device.
+        per_device: Maximum number of replicas on one device.
     """
 
     memory_bytes: int
@@ -80,15 +72,12 @@ class StageNeed:
 
 @dataclass(frozen=True, slots=True)
 class ModelNeed:
-    """A model and the demand for it.
+    """A model and the demand for it, in items per second.
 
     Attributes:
-        name: Unique name in the problem.
-        stages: Stages in order.
-        demand: Items a second.
         weight: Value of serving its demand, relative to other models.
-        latency_s: Most seconds that an item may take through all stages, without
-            waiting; None: no limit.
+        latency_s: Maximum seconds for an item through all stages, without waiting; None
+            for no limit.
     """
 
     name: str
@@ -100,17 +89,15 @@ class ModelNeed:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Everything that a placement is decided from.
+    """Complete input of a placement.
 
     Attributes:
-        nodes: Machines.
-        models: Models to place.
         running: Model, stage and device of each running replica.
         move_cost: Cost per hour of each replica that does not run there already.
         hop_s: Seconds from one stage to the next.
         utilisation: Share of a device's time that may be planned.
         balance: Cost per hour of the fullest device, for each replica per unit of its
-            capacity; 0: fullness does not matter.
+            capacity; 0 ignores fullness.
     """
 
     nodes: tuple[Node, ...]
@@ -124,7 +111,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One replica, and the items a second that are planned for it."""
+    """One replica, and its planned rate in items per second."""
 
     model: str
     stage: int
@@ -134,15 +121,13 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Answer to a problem.
+    """Solution of a problem; replicas are in the order of models and stages.
 
     Attributes:
-        replicas: Replicas, in the order of models and stages.
-        served: Items a second, by model.
-        value: Value of the objective; higher is better. See ``model.objective``.
-        bound: Upper bound of the value of any placement; infinity if not known.
-        solver: Name of the solver that found it.
-        unplaced: Reason why a model is not served in full, by model, for people.
+        served: Items per second, by model.
+        value: Value of the objective (``model.objective``); higher is better.
+        bound: Upper bound of the value of any placement; infinity if unknown.
+        unplaced: Why a model is not served in full, by model, for people.
     """
 
     replicas: tuple[Replica, ...]
@@ -154,12 +139,11 @@ class Placement:
 
     @property
     def gap(self) -> float:
-        """Greatest possible improvement, as a share of the bound."""
+        """Maximum possible improvement, as a share of the bound."""
         if self.bound in (float("inf"), 0.0):
             return float("inf") if self.bound else 0.0
         return max(0.0, (self.bound - self.value) / abs(self.bound))
 
 
 def in_mib(size_bytes: int) -> str:
-    """Return a number of bytes in MiB, the unit of specs, as text for people."""
     return f"{size_bytes / 2**20:,.0f} MiB"

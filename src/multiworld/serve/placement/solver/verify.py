@@ -1,7 +1,7 @@
-"""Verifier: checks an answer against the problem alone. Pure.
+"""Verifier: checks a placement against the problem alone. Pure.
 
-It shares nothing with the solvers but the definition of the problem, so that an error
-in their common code cannot hide itself.
+It shares only the definition of the problem with the solvers, so that an error in their
+common code cannot hide itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SLACK = 1e-6
 
 
 def faults(problem: Problem, placement: Placement) -> list[str]:
-    """Return what is wrong with a placement, as text; empty if it is feasible."""
+    """Return the faults of a placement, as text; empty if it is feasible."""
     books = _Books(problem)
     found = [fault for replica in placement.replicas for fault in books.enter(replica)]
     found += books.overdrawn()
@@ -33,7 +33,7 @@ def faults(problem: Problem, placement: Placement) -> list[str]:
 
 
 class _Books:
-    """Resources taken by all replicas together, and where the replicas are."""
+    """Resources taken by all replicas together, and locations of the replicas."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -48,7 +48,7 @@ class _Books:
         self.where: dict[tuple[str, int], list[str]] = defaultdict(list)
 
     def enter(self, replica: Replica) -> Iterator[str]:
-        """Book a replica; yield what is wrong with it by itself."""
+        """Book a replica; yield its own faults."""
         stages = self._models[replica.model].stages
         stage = stages[replica.stage]
         device, node = self.devices[replica.device], self.home[replica.device]
@@ -72,7 +72,7 @@ class _Books:
             self._sent[node] += replica.rate * stage.out_bytes
 
     def overdrawn(self) -> Iterator[str]:
-        """Yield the devices and nodes that give more than they have."""
+        """Yield the devices and nodes whose bookings exceed their resources."""
         for name, size in self._memory.items():
             if size > self.devices[name].memory_bytes:
                 yield f"{name}: {in_mib(size)} booked is more than it has"
@@ -89,7 +89,6 @@ class _Books:
                 yield f"{node.name}: sends {sent:,.0f} bytes/s"
 
     def could_spread(self, stage: StageNeed) -> bool:
-        """Tell whether a stage fits on more than one node."""
         nodes = {
             self.home[device.name]
             for device in self.devices.values()

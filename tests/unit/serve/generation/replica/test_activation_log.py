@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multiworld.serve.generation.replica.activation_log import RowLog
+from multiworld.serve.generation.replica.activation_log import ActivationLog
 
 WIDTH = 4
 
@@ -26,7 +26,7 @@ def test_rows_come_back_unless_they_were_dropped(
     steps: list[tuple[int, int, bool]], limit: int
 ) -> None:
     """Those of the sequence that came first are dropped first; memory is bounded."""
-    log = RowLog(limit)
+    log = ActivationLog(limit)
     kept: dict[int, tuple[int, int]] = {}
     ends = dict.fromkeys(range(3), 0)
     for number, count, goes_back in steps:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from multiworld.serve.generation.replica.recovery import Links
+from multiworld.serve.generation.replica.sequence_state import SequenceTable
 from multiworld.serve.generation.replica.step_queue import (
     PIECE,
     ArrivedStep,
-    Inbox,
-    RefillRows,
+    RebuildRows,
+    StepQueue,
 )
 from multiworld.serve.transport.generation_messages import (
     Opening,
@@ -33,30 +33,30 @@ def step(number: int) -> ArrivedStep:
     return ArrivedStep(Step("r0", number, parts), torch.zeros(1, 2))
 
 
-def refill(inbox: Inbox, number: int, rows: int, *, is_end: bool = True) -> None:
+def refill(queue: StepQueue, number: int, rows: int, *, is_end: bool = True) -> None:
     """Queue rows that refill a sequence."""
-    inbox.refill(Refill(key(number), 5, is_end), torch.zeros(rows, 2))
+    queue.rebuild(Refill(key(number), 5, is_end), torch.zeros(rows, 2))
 
 
-def links(held: dict[int, int], prepared: tuple[int, ...] = ()) -> Links:
+def links(held: dict[int, int], prepared: tuple[int, ...] = ()) -> SequenceTable:
     """Return the sequences that are here, with their tokens.
 
     Args:
         held: Number of tokens, by sequence.
         prepared: Those that go on elsewhere.
     """
-    found = Links(is_last=False)
+    found = SequenceTable(is_last=False)
     for number, count in held.items():
         opening = Opening(key(number), (1,), 1, ("a", "b"), Sampling())
-        link, _ = found.begin(opening, (1,) if number in prepared else ())
-        link.held = count
+        state, _ = found.begin(opening, (1,) if number in prepared else ())
+        state.held = count
     return found
 
 
-def shown(inbox: Inbox) -> list[object]:
+def shown(queue: StepQueue) -> list[object]:
     """Return what is computed, in order."""
     found: list[object] = []
-    while (what := inbox.next()) is not None:
+    while (what := queue.next()) is not None:
         if isinstance(what, ArrivedStep):
             found.append(what.step.number)
         else:
@@ -65,10 +65,10 @@ def shown(inbox: Inbox) -> list[object]:
     return found
 
 
-def sizes(inbox: Inbox) -> list[int]:
+def sizes(queue: StepQueue) -> list[int]:
     """Return the rows of each computation; all must be refills."""
     found = []
-    while (what := inbox.next()) is not None:
+    while (what := queue.next()) is not None:
         assert isinstance(what, list)
         found.append(sum(len(each.rows) for each in what))
     return found
@@ -76,11 +76,11 @@ def sizes(inbox: Inbox) -> list[int]:
 
 def test_long_refill_is_cut_and_takes_turns_with_steps() -> None:
     """Only its last piece is the end."""
-    inbox = Inbox(4, links({}))
-    refill(inbox, 1, 10)
+    queue = StepQueue(4, links({}))
+    refill(queue, 1, 10)
     for number in (2, 3, 4, 5):
-        inbox.add(step(number))
-    assert shown(inbox) == [
+        queue.add(step(number))
+    assert shown(queue) == [
         2,
         [(1, 5, 4, False)],
         3,
@@ -103,18 +103,18 @@ def test_pieces_are_small_beside_sequences_that_lost_nothing(
     held: dict[int, int], wanted: list[int]
 ) -> None:
     """Those that were refilled just now wait for those that still are."""
-    inbox = Inbox(256, links(held))
-    refill(inbox, 2, 0)
-    refill(inbox, 1, 300)
-    assert sizes(inbox) == wanted
+    queue = StepQueue(256, links(held))
+    refill(queue, 2, 0)
+    refill(queue, 1, 300)
+    assert sizes(queue) == wanted
 
 
 def test_what_is_prepared_comes_last_and_in_small_pieces() -> None:
     """A sequence that was moved here does not wait for the next one that will be."""
-    inbox = Inbox(256, links({1: 0, 2: 250}, prepared=(1,)))
-    refill(inbox, 1, 100)
-    refill(inbox, 2, 8)
-    assert shown(inbox) == [
+    queue = StepQueue(256, links({1: 0, 2: 250}, prepared=(1,)))
+    refill(queue, 1, 100)
+    refill(queue, 2, 8)
+    assert shown(queue) == [
         [(2, 5, 8, True)],
         [(1, 5, PIECE, False)],
         [(1, 5 + PIECE, 100 - PIECE, True)],
@@ -123,10 +123,10 @@ def test_what_is_prepared_comes_last_and_in_small_pieces() -> None:
 
 def test_short_refills_of_many_sequences_go_together() -> None:
     """As far as they fit into a step; one without rows only says that it is the end."""
-    inbox = Inbox(8, links({}))
+    queue = StepQueue(8, links({}))
     for number, rows in ((1, 3), (2, 0), (3, 5), (4, 1)):
-        refill(inbox, number, rows)
-    assert shown(inbox) == [
+        refill(queue, number, rows)
+    assert shown(queue) == [
         [(1, 5, 3, True), (2, 5, 0, True), (3, 5, 5, True)],
         [(4, 5, 1, True)],
     ]
@@ -134,18 +134,18 @@ def test_short_refills_of_many_sequences_go_together() -> None:
 
 def test_step_of_a_sequence_that_is_refilled_waits_for_it() -> None:
     """Others behind it wait as well, because steps stay in order."""
-    inbox = Inbox(2, links({}))
-    refill(inbox, 1, 4)
-    inbox.add(step(1))
-    inbox.add(step(2))
-    assert shown(inbox) == [[(1, 5, 2, False)], [(1, 7, 2, True)], 1, 2]
+    queue = StepQueue(2, links({}))
+    refill(queue, 1, 4)
+    queue.add(step(1))
+    queue.add(step(2))
+    assert shown(queue) == [[(1, 5, 2, False)], [(1, 7, 2, True)], 1, 2]
 
 
 def test_pieces_are_typed() -> None:
     """A refill without rows is one piece."""
-    inbox = Inbox(2, links({}))
-    refill(inbox, 1, 0, is_end=False)
-    assert len(inbox) == 1
-    (piece,) = inbox.next()  # type: ignore[misc]
-    assert isinstance(piece, RefillRows)
-    assert len(inbox) == 0
+    queue = StepQueue(2, links({}))
+    refill(queue, 1, 0, is_end=False)
+    assert len(queue) == 1
+    (piece,) = queue.next()  # type: ignore[misc]
+    assert isinstance(piece, RebuildRows)
+    assert len(queue) == 0

@@ -1,0 +1,73 @@
+"""Actions that a replica's recovery asks its shell to carry out. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from multiworld.serve.generation.replica.sequence_state import StreamId
+from multiworld.serve.transport.edge_messages import EdgeMessage
+from multiworld.serve.transport.generation_messages import Opening
+from multiworld.serve.transport.protocol import Key
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message.
+
+    Attributes:
+        is_urgent: Send it at once, before anything is computed.
+    """
+
+    peer: str
+    message: EdgeMessage
+    is_urgent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SendLogged:
+    """Send the next stage, or a prepared replica, rows of the activation log.
+
+    Attributes:
+        begin: Position of the first row.
+        end: Position after the last row; ``begin``: there are none.
+        is_end: Nothing follows.
+    """
+
+    peer: str
+    key: Key
+    begin: int
+    end: int
+    is_end: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuild:
+    """Compute tokens of a sequence in stage 0 for stages that lack them."""
+
+    key: Key
+    begin: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Let the engine know an attempt, and report once its grammar is compiled."""
+
+    opening: Opening
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Forget all of a sequence."""
+
+    stream: StreamId
+
+
+@dataclass(frozen=True, slots=True)
+class DropComputed:
+    """Drop keys, values and logged activations of a sequence; it stays known."""
+
+    stream: StreamId
+
+
+Action = Send | SendLogged | Rebuild | Open | Forget | DropComputed
