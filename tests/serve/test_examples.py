@@ -27,7 +27,11 @@ EXAMPLES = ROOT / "examples" / "serve"
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path",
+    [*sorted(EXAMPLES.glob("*.yaml")), EXAMPLES.parent / "cluster" / "app.yaml"],
+    ids=lambda p: p.stem,
+)
 def test_example_spec_is_right(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The spec of an example is valid, and its model can be built."""
     monkeypatch.syspath_prepend(str(EXAMPLES))

@@ -19,7 +19,7 @@ import pytest
 from multiworld.errors import ServeError
 from multiworld.serve.control.answers import NodeShown
 from multiworld.testing.ray_nodes import RayNodes, ray_nodes
-from tests.serve.harness import Served, served, spec_with, traffic
+from tests.serve.harness import ROOT, Served, served, spec_with, traffic
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(400)
@@ -265,12 +265,12 @@ def test_no_cluster_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 @pytest.mark.timeout(400)
-def test_demo_of_a_cluster(tmp_path: Path) -> None:
-    """The cluster demo loses nothing, reports moved replicas, and draws its picture."""
+def test_cluster_example(tmp_path: Path) -> None:
+    """It loses nothing, reports moved replicas, and draws its picture."""
     picture = tmp_path / "cluster.png"
-    command = [sys.executable, "-m", "multiworld.cli.main", "demo", "cluster"]
+    program = ROOT / "examples" / "cluster" / "cluster.py"
     done = subprocess.run(
-        [*command, "--rate", "3", "--picture", str(picture), "--json"],
+        [sys.executable, program, "--rate", "3", "--picture", picture, "--json"],
         capture_output=True,
         text=True,
         timeout=390,

@@ -1,8 +1,9 @@
-"""The tutorial and the how-to run as they stand, command by command.
+"""The tutorials and the how-to run as they stand, command by command.
 
 Blocks of ``sh`` are run, a block of ``text`` is the output of the one before it, and a
 block of any other kind that begins with ``# NAME`` is a file that the reader writes.
-Commands that cannot run here (they need what the machine may lack) stand in ``bash``.
+Commands that cannot run here (they need what the machine may lack) stand in ``bash``,
+and output that depends on the weights of a model in ``console``.
 """
 
 from __future__ import annotations
@@ -21,15 +22,23 @@ from types import TracebackType
 
 import pytest
 
+from multiworld.serve.models import smollm2
 from tests.ports import free_port
 from tests.serve.harness import ROOT
+from tests.tiny_decoder import save_decoder
 
-PAGES = {name: ROOT / "docs" / "serve" / f"{name}.md" for name in ("tutorial", "howto")}
+PAGES = {
+    name: ROOT / "docs" / "serve" / f"{name}.md"
+    for name in ("tutorial", "howto", "llm-tutorial")
+}
 PORT = "8000"
 """The port of the page; each run takes a free one instead."""
 
 BLOCK_S = 90.0
 """Seconds that the commands of one block, and then their output, may take."""
+
+LAYERS = 24
+"""Layers of the small decoder: a token then takes some tens of milliseconds."""
 
 END_S = 30.0
 """Seconds that the processes of the service may take to exit."""
@@ -95,9 +104,13 @@ class Terminal:
 
     Every process that is started in it is known by its environment, however it was
     forked, and is killed at the end.
+
+    Args:
+        folder: Empty folder for its files.
+        home: The reader's home; None: that of this process.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, home: Path | None = None) -> None:
         self._folder, self._count = folder, 0
         self._mark = f"MULTIWORLD_STATE={folder / 'state'}"
         work, tools = folder / "work", folder / "bin"
@@ -120,6 +133,7 @@ class Terminal:
             cwd=work,
             env={
                 **os.environ,
+                **({} if home is None else {"HOME": str(home)}),
                 name: state,
                 "PATH": f"{tools}:{os.environ['PATH']}",
                 "PYTHONPATH": str(ROOT / "src"),
@@ -211,22 +225,61 @@ def _program(path: Path, command: str) -> None:
     path.chmod(0o755)
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_page_runs(name: str, tmp_path: Path) -> None:
-    """In order, in one terminal; it prints what the page shows, and leaves nothing."""
+def run_page(name: str, folder: Path, home: Path | None = None) -> None:
+    """Do what a page says, in order, in one terminal.
+
+    Raises:
+        AssertionError: It does not print what the page shows, or a process stays.
+    """
     page = PAGES[name].read_text().replace(PORT, str(free_port()))
     steps = steps_of(page)
     assert len(steps) > 10
-    with Terminal(tmp_path) as terminal:
+    with Terminal(folder, home) as terminal:
         for step in steps:
             terminal.run(step)
         terminal.close()
 
 
-def test_every_command_of_the_tutorial_is_run() -> None:
+@pytest.mark.parametrize("name", ["tutorial", "howto"])
+def test_page_runs(name: str, tmp_path: Path) -> None:
+    """In order, in one terminal; it prints what the page shows, and leaves nothing."""
+    run_page(name, tmp_path)
+
+
+def test_tutorial_of_a_language_model_runs(tmp_path: Path) -> None:
+    """With a small random decoder where its reader has SmolLM2: slow, so that the kills
+    come while it streams."""
+    home = tmp_path / "home"
+    save_decoder(
+        home / ".cache" / "multiworld" / "models" / smollm2.NAME,
+        num_hidden_layers=LAYERS,
+        max_position_embeddings=1024,
+    )
+    run_page("llm-tutorial", tmp_path, home)
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    not (smollm2.folder() / "config.json").exists(),
+    reason="needs SmolLM2; `multiworld demo` fetches it",
+)
+def test_tutorial_of_a_language_model_runs_with_smollm2(tmp_path: Path) -> None:
+    """As its reader runs it; the answers that the page shows are its own."""
+    run_page("llm-tutorial", tmp_path)
+    page = PAGES["llm-tutorial"].read_text()
+    shown = [content for kind, content in FENCE.findall(page) if kind == "console"]
+    assert len(shown) == 3
+    printed = (tmp_path / "terminal.txt").read_text(errors="replace")
+    for content in shown:
+        assert content in printed
+
+
+@pytest.mark.parametrize("name", ["tutorial", "llm-tutorial"])
+def test_every_command_of_a_tutorial_is_run(name: str) -> None:
     """Each of its blocks is run, or is output."""
-    page = PAGES["tutorial"].read_text()
-    assert {kind for kind, _ in FENCE.findall(page)} == {"sh", "text"}
+    page = PAGES[name].read_text()
+    assert {kind for kind, _ in FENCE.findall(page)} <= {"sh", "text", "console"}
     assert page.count("```") == 2 * len(FENCE.findall(page))
     assert not re.findall(r"^ {4}\S", FENCE.sub("", page), re.MULTILINE)
 

@@ -47,11 +47,11 @@ ManagerHello = LinkHello | HeartbeatHello | ProbeHello | LaneHello
 # About the link itself.
 
 
-class Bye(Message, frozen=True):
+class Bye(Message, frozen=True, tag="Bye"):
     """Announces that the following end of the link is intended."""
 
 
-class DatagramsAt(Message, frozen=True):
+class DatagramsAt(Message, frozen=True, tag="DatagramsAt"):
     """The sender's UDP port that belongs to heartbeat connection ``number``."""
 
     port: int
@@ -61,23 +61,23 @@ class DatagramsAt(Message, frozen=True):
 # About an incarnation.
 
 
-class AboutWorld(Message, frozen=True):
+class AboutWorld(Message, frozen=True, tag="AboutWorld"):
     """A message between two members of the incarnation ``nonce``."""
 
     nonce: int
 
 
-class Ready(AboutWorld, frozen=True):
+class Ready(AboutWorld, frozen=True, tag="Ready"):
     """The sender is connected to every other member."""
 
 
-class Left(AboutWorld, frozen=True):
+class Left(AboutWorld, frozen=True, tag="Left"):
     """The sender has left; ``is_broken`` if its world was broken."""
 
     is_broken: bool
 
 
-class Broken(AboutWorld, frozen=True):
+class Broken(AboutWorld, frozen=True, tag="Broken"):
     """The sender's world is broken; ``rank`` was lost, if a member is to blame."""
 
     rank: int | None
@@ -86,11 +86,11 @@ class Broken(AboutWorld, frozen=True):
     silent_s: float
 
 
-class OpenLane(AboutWorld, frozen=True):
+class OpenLane(AboutWorld, frozen=True, tag="OpenLane"):
     """Asks the member that dials to open the lane for collectives."""
 
 
-class EndCollectives(AboutWorld, frozen=True):
+class EndCollectives(AboutWorld, frozen=True, tag="EndCollectives"):
     """Collective ``number`` and later ones fail, because member ``left`` has left."""
 
     number: int

@@ -47,7 +47,7 @@ class SealedMember(msgspec.Struct, frozen=True):
 # Requests of a member.
 
 
-class Claim(Message, frozen=True, kw_only=True):
+class Claim(Message, frozen=True, kw_only=True, tag="Claim"):
     """A claim on a rank; see ``claims.Claimed``."""
 
     request: int
@@ -62,7 +62,7 @@ class Claim(Message, frozen=True, kw_only=True):
     place: tuple[Place, Place]
 
 
-class SurvivorClaim(Message, frozen=True, kw_only=True):
+class SurvivorClaim(Message, frozen=True, kw_only=True, tag="SurvivorClaim"):
     """A claim on a rank in the next incarnation; see ``reform.ReformClaim``."""
 
     request: int
@@ -78,13 +78,13 @@ class SurvivorClaim(Message, frozen=True, kw_only=True):
     place: tuple[Place, Place]
 
 
-class Withdraw(Message, frozen=True):
+class Withdraw(Message, frozen=True, tag="Withdraw"):
     """Withdraws the claim with this request number."""
 
     request: int
 
 
-class Announce(Message, frozen=True):
+class Announce(Message, frozen=True, tag="Announce"):
     """Reports a rank that the session held before the store started."""
 
     world: str
@@ -93,7 +93,7 @@ class Announce(Message, frozen=True):
     uid: str
 
 
-class Leave(Message, frozen=True):
+class Leave(Message, frozen=True, tag="Leave"):
     """Gives up a rank, and reports other ranks that are known to be lost."""
 
     world: str
@@ -102,18 +102,18 @@ class Leave(Message, frozen=True):
     lost: tuple[Rank, ...] = ()
 
 
-class HoldsAnswer(Message, frozen=True):
+class HoldsAnswer(Message, frozen=True, tag="HoldsAnswer"):
     ask: int
     holds: bool
 
 
-class SetValue(Message, frozen=True):
+class SetValue(Message, frozen=True, tag="SetValue"):
     request: int
     key: str
     value: str
 
 
-class GetValues(Message, frozen=True):
+class GetValues(Message, frozen=True, tag="GetValues"):
     """Asks for the values of keys, once all have one."""
 
     request: int
@@ -121,12 +121,12 @@ class GetValues(Message, frozen=True):
     deadline_s: Seconds
 
 
-class CheckKeys(Message, frozen=True):
+class CheckKeys(Message, frozen=True, tag="CheckKeys"):
     request: int
     keys: tuple[str, ...]
 
 
-class AddAmount(Message, frozen=True):
+class AddAmount(Message, frozen=True, tag="AddAmount"):
     """Adds to a counter; the result is the sum."""
 
     request: int
@@ -134,7 +134,7 @@ class AddAmount(Message, frozen=True):
     amount: int
 
 
-class CompareSet(Message, frozen=True):
+class CompareSet(Message, frozen=True, tag="CompareSet"):
     """Sets a key if it has the expected value; the result is its value then."""
 
     request: int
@@ -143,12 +143,12 @@ class CompareSet(Message, frozen=True):
     desired: str
 
 
-class DeleteKey(Message, frozen=True):
+class DeleteKey(Message, frozen=True, tag="DeleteKey"):
     request: int
     key: str
 
 
-class CountKeys(Message, frozen=True):
+class CountKeys(Message, frozen=True, tag="CountKeys"):
     request: int
 
 
@@ -164,7 +164,7 @@ StoreRequest = (
 # Outcomes of a request.
 
 
-class Admitted(Message, frozen=True):
+class Admitted(Message, frozen=True, tag="Admitted"):
     """The members of a new incarnation are complete; they are listed by rank."""
 
     epoch: int
@@ -172,49 +172,49 @@ class Admitted(Message, frozen=True):
     members: tuple[SealedMember, ...]
 
 
-class JoinTimedOut(Message, frozen=True):
+class JoinTimedOut(Message, frozen=True, tag="JoinTimedOut"):
     """The deadline of a claim passed while some ranks were missing."""
 
     present: tuple[int, ...]
     missing: tuple[int, ...]
 
 
-class Stale(Message, frozen=True):
+class Stale(Message, frozen=True, tag="Stale"):
     """The others continued without this survivor; they are at this epoch."""
 
     current: int
 
 
-class RankTaken(Message, frozen=True):
+class RankTaken(Message, frozen=True, tag="RankTaken"):
     """Another live process holds the rank."""
 
 
-class TermsDiffer(Message, frozen=True):
+class TermsDiffer(Message, frozen=True, tag="TermsDiffer"):
     """The members asked for different worlds."""
 
     detail: str
 
 
-class VersionDiffers(Message, frozen=True):
+class VersionDiffers(Message, frozen=True, tag="VersionDiffers"):
     """A process with another version of the protocol wants to join the world."""
 
     theirs: int
     detail: str
 
 
-class Crowded(Message, frozen=True):
+class Crowded(Message, frozen=True, tag="Crowded"):
     """The session has this many waiting claims, the maximum."""
 
     limit: int
 
 
-class Result(Message, frozen=True):
+class Result(Message, frozen=True, tag="Result"):
     """Result of a request about keys."""
 
     value: bool | int | str | list[str] | None
 
 
-class NoValue(Message, frozen=True):
+class NoValue(Message, frozen=True, tag="NoValue"):
     """The deadline of a ``GetValues`` passed."""
 
 
@@ -226,27 +226,27 @@ ClaimOutcome = (
 # Replies and notices of the store.
 
 
-class ClaimReceived(Message, frozen=True):
+class ClaimReceived(Message, frozen=True, tag="ClaimReceived"):
     """Acknowledges a claim at once, before its outcome is known."""
 
     request: int
 
 
-class Reply(Message, frozen=True):
+class Reply(Message, frozen=True, tag="Reply"):
     """The outcome of a request."""
 
     request: int
     outcome: ClaimOutcome | Result | NoValue
 
 
-class AskHolds(Message, frozen=True):
+class AskHolds(Message, frozen=True, tag="AskHolds"):
     ask: int
     world: str
     epoch: int
     rank: int
 
 
-class NewcomerWaits(Message, frozen=True):
+class NewcomerWaits(Message, frozen=True, tag="NewcomerWaits"):
     """A newcomer waits for the next incarnation, or has stopped waiting."""
 
     world: str
@@ -256,7 +256,7 @@ class NewcomerWaits(Message, frozen=True):
     is_gone: bool
 
 
-class MemberGaveUp(Message, frozen=True):
+class MemberGaveUp(Message, frozen=True, tag="MemberGaveUp"):
     """A member withdrew its claim during its admission."""
 
     world: str

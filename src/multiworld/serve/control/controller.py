@@ -52,21 +52,21 @@ from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.transport.process_args import args_of
 from multiworld.serve.transport.protocol import (
-    Applied,
     Finish,
-    FleetAsked,
-    Loaded,
+    FleetReportRequest,
+    MemoryExceeded,
     ModelNeeded,
     News,
     Order,
-    Outgrown,
     PoisonFound,
-    Probed,
     ProbeReplica,
+    ProbeResult,
     Report,
     Reports,
+    StageLoaded,
+    TableApplied,
     TableChanged,
-    UsageTold,
+    UsageReport,
 )
 from multiworld.world.manager import WorldManager
 
@@ -499,21 +499,21 @@ class Controller:
 
     def news(self, name: str, news: News) -> None:
         match news:
-            case Loaded(fingerprint, weights):
+            case StageLoaded(fingerprint, weights):
                 self._handle(events.Loaded(name, fingerprint, weights))
-            case Applied(number):
+            case TableApplied(number):
                 self._handle(events.Applied(name, number))
-            case UsageTold():
+            case UsageReport():
                 self.tenanting.used(name, news)
             case PoisonFound():
                 self.tenanting.poisonous(name, news)
             case ModelNeeded(model):
                 self.scaler.wake(model)
-            case Outgrown(used, limit):
+            case MemoryExceeded(used, limit):
                 self.placer.outgrown(name, used, limit)
-            case Probed(replica, error):
+            case ProbeResult(replica, error):
                 self._handle(events.Probed(replica, error))
-            case FleetAsked(number):
+            case FleetReportRequest(number):
                 self._spawn(self._report_fleet(name, number))
             case Report():
                 self._metrics.heard(name, news)

@@ -26,7 +26,7 @@ from multiworld.serve.launchers.base import RunningProcess
 from multiworld.serve.models.factory import check_policies
 from multiworld.serve.placement.manager import PlacementManager
 from multiworld.serve.spec.schema import AppSpec
-from multiworld.serve.transport.protocol import Cut, Order
+from multiworld.serve.transport.protocol import InjectPartition, Order
 
 REPLICAS_A_CORE = 4
 """Replicas per core, over all machines, above which scaling needs a confirmation."""
@@ -153,7 +153,7 @@ class Operations:
         text = f"{action} {name} (process {running.pid})"
         self._history.say("chaos", text, name)
         if action == "cut":
-            self._owner.send(name, Cut(seconds))
+            self._owner.send(name, InjectPartition(seconds))
         else:
             sent = signal.SIGKILL if action == "kill" else signal.SIGSTOP
             self._processes.signal(name, sent)

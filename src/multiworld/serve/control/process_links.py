@@ -14,11 +14,11 @@ from multiworld.serve.transport.process_args import world_config
 from multiworld.serve.transport.protocol import (
     NEWS,
     ORDERS,
-    AskReport,
     MessageError,
     News,
     Order,
     Report,
+    ReportRequest,
     Reports,
 )
 from multiworld.serve.transport.world_messages import receive
@@ -121,7 +121,7 @@ class ProcessLinks:
     ) -> Report | None:
         number = next(self._numbers)
         self._asked[number] = future = self._loop.create_future()
-        self.send(name, AskReport(number, has_counts))
+        self.send(name, ReportRequest(number, has_counts))
         try:
             async with asyncio.timeout(limit_s):
                 report: Report = await future

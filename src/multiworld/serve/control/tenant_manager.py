@@ -30,12 +30,12 @@ from multiworld.serve.tenants.keys import make_key, parse_key
 from multiworld.serve.tenants.quarantine import POISON_S
 from multiworld.serve.transport.protocol import (
     AllTenants,
+    BudgetsUsed,
     Order,
     PoisonFound,
     TenantsChanged,
-    TokensTold,
+    UsageReport,
     UsageStored,
-    UsageTold,
 )
 
 logger = logging.getLogger("multiworld.serve")
@@ -104,7 +104,7 @@ class TenantManager:
                 is_first=begin == 0,
                 is_last=begin + CHUNK >= count,
             )
-        yield TokensTold(self._told(self.tenants.values()))
+        yield BudgetsUsed(self._told(self.tenants.values()))
         limit = self._clock() - POISON_S
         for at, found in self._poison:
             if at > limit:
@@ -118,7 +118,7 @@ class TenantManager:
     def _tell_used(self, tenants: Iterable[Tenant]) -> None:
         told = self._told(tenants)
         for name in self._gateways() if told else ():
-            self._send(name, TokensTold(told))
+            self._send(name, BudgetsUsed(told))
 
     def _told(self, tenants: Iterable[Tenant]) -> tuple[TokensUsed, ...]:
         now = time.time()
@@ -128,11 +128,11 @@ class TenantManager:
             if has_budget(tenant)
         )
 
-    def used(self, gateway: str, usage: UsageTold) -> None:
+    def used(self, gateway: str, usage: UsageReport) -> None:
         """Store the usage that a gateway reports, then confirm it."""
         self._spawn(self._keep(gateway, usage))
 
-    async def _keep(self, gateway: str, usage: UsageTold) -> None:
+    async def _keep(self, gateway: str, usage: UsageReport) -> None:
         add = self.registry.add_usage
         try:
             is_new = await asyncio.to_thread(add, usage.meter, usage.number, usage.rows)

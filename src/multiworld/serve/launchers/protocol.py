@@ -23,7 +23,7 @@ class Line(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
 # Messages of both helper processes.
 
 
-class Launch(Line, frozen=True):
+class Launch(Line, frozen=True, tag="Launch"):
     """Start a process of the service (controller → fork server).
 
     Attributes:
@@ -39,7 +39,7 @@ class Launch(Line, frozen=True):
     leash: str = ""
 
 
-class Launched(Line, frozen=True):
+class Launched(Line, frozen=True, tag="Launched"):
     """A started process; ``began`` as in ``RunningProcess``, 0 if unknown."""
 
     name: str
@@ -47,27 +47,27 @@ class Launched(Line, frozen=True):
     began: int = 0
 
 
-class LaunchFailed(Line, frozen=True):
+class LaunchFailed(Line, frozen=True, tag="LaunchFailed"):
     """A process that could not be started, and why."""
 
     name: str
     error: str
 
 
-class Exited(Line, frozen=True):
+class Exited(Line, frozen=True, tag="Exited"):
     """A process that has exited; ``code`` is None if unknown."""
 
     name: str
     code: int | None
 
 
-class Ping(Line, frozen=True):
+class Ping(Line, frozen=True, tag="Ping"):
     """Asks whether the helper process still works."""
 
     number: int
 
 
-class Pong(Line, frozen=True):
+class Pong(Line, frozen=True, tag="Pong"):
     """The answer to the ``Ping`` with the same number."""
 
     number: int
@@ -76,7 +76,7 @@ class Pong(Line, frozen=True):
 # Messages of the fork server.
 
 
-class Warm(Line, frozen=True):
+class Warm(Line, frozen=True, tag="Warm"):
     """First line of the fork server: all modules are imported."""
 
     pid: int
@@ -90,7 +90,7 @@ ForkNews = Warm | Launched | LaunchFailed | Exited | Pong
 # Messages of the Ray bridge.
 
 
-class WarmNodes(Line, frozen=True):
+class WarmNodes(Line, frozen=True, tag="WarmNodes"):
     """Keep a fork server on every machine (controller → bridge); precedes all launches.
 
     Attributes:
@@ -104,7 +104,7 @@ class WarmNodes(Line, frozen=True):
     logs: str
 
 
-class LaunchActor(Line, frozen=True):
+class LaunchActor(Line, frozen=True, tag="LaunchActor"):
     """Start a replica in a placement group (controller → bridge); one actor per rank.
 
     Attributes:
@@ -122,7 +122,7 @@ class LaunchActor(Line, frozen=True):
     log: str
 
 
-class AdoptActor(Line, frozen=True):
+class AdoptActor(Line, frozen=True, tag="AdoptActor"):
     """Watch a replica of an earlier controller (controller → bridge).
 
     If `must_be_known`, a replica unknown to the head counts as exited.
@@ -133,14 +133,14 @@ class AdoptActor(Line, frozen=True):
     must_be_known: bool
 
 
-class KillActor(Line, frozen=True):
+class KillActor(Line, frozen=True, tag="KillActor"):
     """Kill a replica and release its resources (controller → bridge)."""
 
     name: str
     ranks: int
 
 
-class Sweep(Line, frozen=True):
+class Sweep(Line, frozen=True, tag="Sweep"):
     """Kill all replicas of this service except ``known`` (controller → bridge)."""
 
     known: tuple[str, ...]
@@ -161,14 +161,14 @@ class ClusterNode(msgspec.Struct, frozen=True):
     bfloat16: float | None = None
 
 
-class ClusterReady(Line, frozen=True):
+class ClusterReady(Line, frozen=True, tag="ClusterReady"):
     """First line of the bridge: it is connected."""
 
     nodes: tuple[ClusterNode, ...]
     version: int = VERSION
 
 
-class ClusterNodes(Line, frozen=True):
+class ClusterNodes(Line, frozen=True, tag="ClusterNodes"):
     """A response of the head; `is_same` if the machines equal those of the last one."""
 
     nodes: tuple[ClusterNode, ...]

@@ -37,24 +37,24 @@ from multiworld.serve.transport.edges import EdgeKeeper
 from multiworld.serve.transport.process_args import ProcessArgs
 from multiworld.serve.transport.protocol import (
     AllTenants,
-    Applied,
-    AskReport,
+    BudgetsUsed,
     Finish,
-    FleetAsked,
     FleetReport,
-    Loaded,
+    FleetReportRequest,
     ModelNeeded,
     ModelsChanged,
     Order,
     PoisonFound,
-    Probed,
     ProbeReplica,
+    ProbeResult,
     Report,
+    ReportRequest,
+    StageLoaded,
+    TableApplied,
     TableChanged,
     TenantsChanged,
-    TokensTold,
+    UsageReport,
     UsageStored,
-    UsageTold,
 )
 from multiworld.serve.transport.routing_table import RoutingTable, edges_of
 from multiworld.world.manager import WorldManager
@@ -255,7 +255,7 @@ class GatewayProcess:
     async def _announce_when_up(self) -> None:
         while not self._server.started:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.005)
-        self._agent.fact(Loaded())
+        self._agent.fact(StageLoaded())
 
     def _end(self) -> None:
         self._gateway.is_ending = True
@@ -303,7 +303,7 @@ class GatewayProcess:
                 for name in removed:
                     self._authenticator.directory.remove(name)
                 self._gateway.counts.keep_tenants(self._authenticator.directory.tenants)
-            case TokensTold(used):
+            case BudgetsUsed(used):
                 self._authenticator.budgets.told(used)
             case UsageStored(number):
                 self._authenticator.stored(number)
@@ -316,7 +316,7 @@ class GatewayProcess:
                 task.add_done_callback(self._probes.discard)
             case Finish():
                 self._end()
-            case AskReport(number, has_counts):
+            case ReportRequest(number, has_counts):
                 self._agent.tell(self._report(number, has_counts=has_counts))
             case FleetReport():
                 self._gateway.fleet = order
@@ -333,7 +333,7 @@ class GatewayProcess:
             return
         if self._fleet is None or self._fleet.done():
             self._fleet = asyncio.get_running_loop().create_future()
-            self._agent.tell(FleetAsked(next(self._numbers)))
+            self._agent.tell(FleetReportRequest(next(self._numbers)))
         try:
             async with asyncio.timeout(FLEET_S):
                 await asyncio.shield(self._fleet)
@@ -353,7 +353,7 @@ class GatewayProcess:
         self._keeper.apply(edges_of(table, self._args.name))
         self._gateway.forget_versions()
         self._authenticator.gateways = len(table.gateways)
-        self._agent.fact(Applied(table.number))
+        self._agent.fact(TableApplied(table.number))
         self._is_routed.set()
 
     def _all_tenants(self, part: AllTenants) -> None:
@@ -391,7 +391,7 @@ class GatewayProcess:
 
     def _send_due_usage(self) -> None:
         for number, rows in self._authenticator.meter.take_due(self._clock()):
-            self._agent.tell(UsageTold(self._meter, number, rows))
+            self._agent.tell(UsageReport(self._meter, number, rows))
 
     async def _flush_usage(self) -> None:
         """Report the remaining usage and wait briefly until it is stored."""
@@ -424,7 +424,7 @@ class GatewayProcess:
                 await self._dispatcher.probe(replica, example_of(model), PROBE_S)
         except MultiWorldError as problem:
             error = f"{type(problem).__name__}: {problem}"
-        self._agent.tell(Probed(replica, error))
+        self._agent.tell(ProbeResult(replica, error))
 
     def _model_of(self, replica: str) -> Model:
         known = self._dispatcher.table.replicas.get(replica)

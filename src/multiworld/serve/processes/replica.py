@@ -40,14 +40,14 @@ from multiworld.serve.transport.control_agent import ControlAgent
 from multiworld.serve.transport.edges import EdgeKeeper
 from multiworld.serve.transport.process_args import ProcessArgs
 from multiworld.serve.transport.protocol import (
-    Applied,
-    AskReport,
-    Cut,
     Finish,
-    Loaded,
+    InjectPartition,
+    MemoryExceeded,
     Order,
-    Outgrown,
     Report,
+    ReportRequest,
+    StageLoaded,
+    TableApplied,
     TableChanged,
     WorkerReport,
 )
@@ -89,7 +89,7 @@ class _Parts(NamedTuple):
 
     runner: Executor | GenerationWorker
     worker: Worker | GenerationWorker
-    loaded: Callable[[str], Loaded]
+    loaded: Callable[[str], StageLoaded]
 
 
 def _parts_of(args: ProcessArgs, clock: Callable[[], float]) -> _Parts:
@@ -146,11 +146,11 @@ def _generation_of(
     scheduler = Scheduler(limits_of(generation, facts, len(model.stages)))
     worker = GenerationWorker(settings, engine, scheduler, clock)
 
-    def loaded(device: str) -> Loaded:
+    def loaded(device: str) -> StageLoaded:
         is_fixed = generation.deterministic
         kind = [fingerprint(limits.threads, device)] if is_fixed else []
         kind += [facts.dtype] if facts.dtype else []
-        return Loaded(", ".join(kind), facts.weights())
+        return StageLoaded(", ".join(kind), facts.weights())
 
     return _Parts(worker, worker, loaded)
 
@@ -235,12 +235,12 @@ class WorkerProcess:
             case TableChanged(table):
                 self._worker.table_changed(table)
                 self._keeper.apply(edges_of(table, self._args.name))
-                self._agent.fact(Applied(table.number))
+                self._agent.fact(TableApplied(table.number))
             case Finish():
                 self._is_finishing.set()
-            case AskReport(number):
+            case ReportRequest(number):
                 self._agent.tell(Report(number, worker=self._report()))
-            case Cut(seconds):
+            case InjectPartition(seconds):
                 cut(seconds)
 
     def _report(self) -> WorkerReport:
@@ -271,7 +271,7 @@ class WorkerProcess:
         assert self._args.spec is not None
         limit = memory_limit(self._args)
         used = await outgrown(limit)
-        self._agent.tell(Outgrown(used, limit))
+        self._agent.tell(MemoryExceeded(used, limit))
         await asyncio.sleep(TELL_S)  # the controller kills this process, if it can
         os._exit(OUTGROWN)
 

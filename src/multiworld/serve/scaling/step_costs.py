@@ -11,15 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from multiworld.serve.generation.replica.scheduler import LEAST_PART
 from multiworld.serve.scaling.snapshot import Snapshot, StageSeen
 
 USUAL_RATIO = 9.0
 """Typical ``step_s / row_s``, used while all steps have about the same size. SmolLM2 on
 an EPYC; see ``generation.replica.scheduler``."""
 
-LEAST_PART = 32
-"""Minimum tokens of a prefill chunk when a prompt is split over the pipeline. The same
-as in ``generation.replica.scheduler``."""
 
 PRIOR = 0.01
 """Weight of ``USUAL_RATIO``, in steps per measured step."""

@@ -19,6 +19,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from multiworld.serve.generation.replica.scheduler import ROWS
 from multiworld.serve.scaling.demand import demand_of, envelope, sample_at
 from multiworld.serve.scaling.rules import (
     MARGIN,
@@ -45,9 +46,6 @@ from multiworld.serve.scaling.step_costs import (
 BUSY = 0.85
 """Maximum utilization of a stage that is planned for."""
 
-ROWS = 8
-"""Sequences per step below which the pipeline does not split them (``ROWS`` of the
-scheduler)."""
 
 KV_SHARE = 0.9
 """Maximum share of the KV blocks that is planned for."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from multiworld.serve.transport.generation_messages import (
+    ActivationRows,
     GenerationMessage,
-    Refill,
     Step,
 )
 from multiworld.serve.transport.protocol import (
@@ -24,6 +24,6 @@ def contents_of(message: EdgeMessage) -> int:
     match message:
         case Work(items) | Answers(items):
             return len(items)
-        case Step() | Refill():
+        case Step() | ActivationRows():
             return 1
     return 0

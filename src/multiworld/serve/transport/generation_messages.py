@@ -49,7 +49,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     grammar: str = ""
 
 
-class Opening(msgspec.Struct, frozen=True, array_like=True):
+class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     """A sequence, as announced to the stages of its chain.
 
     Attributes:
@@ -77,26 +77,26 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
     is_watched: bool = False
 
 
-class Begin(Message, frozen=True):
+class BeginSequences(Message, frozen=True, tag="begin_sequences"):
     """Gateway → all replicas of a chain: sequences to generate."""
 
-    openings: tuple[Opening, ...]
+    openings: tuple[SequenceStart, ...]
 
 
-class Pause(Message, frozen=True):
+class PauseSequences(Message, frozen=True, tag="pause_sequences"):
     """Gateway → stage 0: pause these sequences; a stage of their chain is missing."""
 
     keys: tuple[Key, ...]
 
 
-class Prepare(Message, frozen=True):
+class PrepareSequence(Message, frozen=True, tag="prepare_sequence"):
     """Gateway → new replicas of ``stages``: a running sequence will move to them."""
 
-    opening: Opening
+    opening: SequenceStart
     stages: tuple[int, ...]
 
 
-class Fetch(Message, frozen=True):
+class FetchActivations(Message, frozen=True, tag="fetch_activations"):
     """Prepared replica → previous stage: request for activations from ``begin`` on."""
 
     key: Key
@@ -104,13 +104,13 @@ class Fetch(Message, frozen=True):
     begin: Count
 
 
-class Prepared(Message, frozen=True):
+class SequencePrepared(Message, frozen=True, tag="sequence_prepared"):
     """Prepared replica → gateway: it has caught up with the sequence."""
 
     key: Key
 
 
-class Held(Message, frozen=True):
+class KvHeld(Message, frozen=True, tag="kv_held"):
     """Stage k → stage k-1, in turn from the last stage up: tokens with KV entries.
 
     The receiver replays the rest. Stage 0 starts the sequence when it receives this.
@@ -120,7 +120,7 @@ class Held(Message, frozen=True):
     count: Count
 
 
-class Refill(Message, frozen=True):
+class ActivationRows(Message, frozen=True, tag="activation_rows"):
     """Replica → next stage: replay from the activation log, starting at ``begin``.
 
     The frame has ``hidden`` [tokens, hidden]. After ``is_end`` the last stage sends
@@ -132,7 +132,7 @@ class Refill(Message, frozen=True):
     is_end: bool = False
 
 
-class Resumed(Message, frozen=True):
+class KvRebuilt(Message, frozen=True, tag="kv_rebuilt"):
     """Last stage → stage 0: every stage has caught up.
 
     ``token`` is None if the prompt is incomplete, or the sequence has ended.
@@ -142,7 +142,7 @@ class Resumed(Message, frozen=True):
     token: TokenId | None = None
 
 
-class End(Message, frozen=True):
+class EndSequences(Message, frozen=True, tag="end_sequences"):
     """Gateway → all replicas of a chain: sequences that nobody waits for any more."""
 
     keys: tuple[Key, ...]
@@ -161,7 +161,7 @@ class StepPart(msgspec.Struct, frozen=True, array_like=True):
     samples: bool
 
 
-class Step(Message, frozen=True):
+class Step(Message, frozen=True, tag="step"):
     """Replica → next stage: one step of the in-flight batch.
 
     The frame has ``hidden`` [tokens, hidden], with the tokens of all parts in order.
@@ -173,13 +173,13 @@ class Step(Message, frozen=True):
     parts: tuple[StepPart, ...]
 
 
-class Preempted(Message, frozen=True):
+class PreemptSequences(Message, frozen=True, tag="preempt_sequences"):
     """Replica → next stage and on: sequences to compute again later, from the start."""
 
     keys: tuple[Key, ...]
 
 
-class KvEvicted(Message, frozen=True):
+class KvEvicted(Message, frozen=True, tag="kv_evicted"):
     """Stage k → stage k-1 → … → stage 0: no memory for a sequence at ``replica``."""
 
     key: Key
@@ -205,20 +205,20 @@ class TokenItem(msgspec.Struct, frozen=True, array_like=True):
     prompt: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] = ()
 
 
-class Tokens(Message, frozen=True):
+class Tokens(Message, frozen=True, tag="tokens"):
     """Last stage → gateway: generated tokens."""
 
     items: tuple[TokenItem, ...]
 
 
-class StepDone(Message, frozen=True):
+class StepDone(Message, frozen=True, tag="step_done"):
     """Last stage → stage 0: each sequence's next token, if one was sampled."""
 
     number: int
     tokens: tuple[tuple[Key, TokenId | None], ...]
 
 
-class Alone(Message, frozen=True):
+class RunsAlone(Message, frozen=True, tag="runs_alone"):
     """Replica → gateway: a suspect's step begins, with no other step in flight.
 
     If a replica of its chain is lost now, this sequence is the cause.
@@ -227,7 +227,7 @@ class Alone(Message, frozen=True):
     key: Key
 
 
-class ComputeBegan(Message, frozen=True):
+class ComputeBegun(Message, frozen=True, tag="compute_begun"):
     """Replica → gateway: the first rows of watched sequences are computed now.
 
     A replica lost before that was not lost because of them.
@@ -236,7 +236,7 @@ class ComputeBegan(Message, frozen=True):
     keys: tuple[Key, ...]
 
 
-class SequenceFailed(Message, frozen=True):
+class SequenceFailed(Message, frozen=True, tag="sequence_failed"):
     """Replica → gateway: a sequence cannot continue; ``error`` None: replay it."""
 
     key: Key
@@ -244,22 +244,22 @@ class SequenceFailed(Message, frozen=True):
 
 
 GenerationMessage = (
-    Begin
-    | Prepare
-    | Fetch
-    | Prepared
-    | Pause
-    | Held
-    | Refill
-    | Resumed
-    | End
+    BeginSequences
+    | PrepareSequence
+    | FetchActivations
+    | SequencePrepared
+    | PauseSequences
+    | KvHeld
+    | ActivationRows
+    | KvRebuilt
+    | EndSequences
     | Step
-    | Preempted
+    | PreemptSequences
     | KvEvicted
     | Tokens
     | StepDone
-    | Alone
-    | ComputeBegan
+    | RunsAlone
+    | ComputeBegun
     | SequenceFailed
 )
 """Message on an edge of a model that generates text."""

@@ -49,19 +49,19 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 # Orders: controller → process.
 
 
-class ModelsChanged(Message, frozen=True):
+class ModelsChanged(Message, frozen=True, tag="models_changed"):
     """Controller → gateway: spec (JSON) of all served models, by name and version."""
 
     specs: dict[str, dict[str, str]]
 
 
-class TableChanged(Message, frozen=True):
+class TableChanged(Message, frozen=True, tag="table_changed"):
     """Controller → process: a new routing table."""
 
     table: RoutingTable
 
 
-class AllTenants(Message, frozen=True):
+class AllTenants(Message, frozen=True, tag="all_tenants"):
     """Controller → gateway: a part of the list of all tenants.
 
     The previous list stays valid until the last part has arrived.
@@ -72,43 +72,43 @@ class AllTenants(Message, frozen=True):
     is_last: bool
 
 
-class TenantsChanged(Message, frozen=True):
+class TenantsChanged(Message, frozen=True, tag="tenants_changed"):
     """Controller → gateway: new or changed tenants, and names of removed ones."""
 
     tenants: tuple[Tenant, ...]
     removed: tuple[str, ...]
 
 
-class TokensTold(Message, frozen=True):
+class BudgetsUsed(Message, frozen=True, tag="budgets_used"):
     """Controller → gateway: tokens used by tenants with budgets, over all gateways."""
 
     used: tuple[TokensUsed, ...]
 
 
-class UsageStored(Message, frozen=True):
+class UsageStored(Message, frozen=True, tag="usage_stored"):
     """Controller → gateway: the usage batch with this number is on disk."""
 
     number: int
 
 
-class ProbeReplica(Message, frozen=True):
+class ProbeReplica(Message, frozen=True, tag="probe_replica"):
     """Controller → gateway: probe this replica, and reply with ``Probed``."""
 
     replica: str
 
 
-class Finish(Message, frozen=True):
+class Finish(Message, frozen=True, tag="finish"):
     """Controller → process: exit as soon as no work is left."""
 
 
-class AskReport(Message, frozen=True):
+class ReportRequest(Message, frozen=True, tag="report_request"):
     """Controller → process: reply with a ``Report`` of this number."""
 
     number: int
     has_counts: bool = False
 
 
-class Cut(Message, frozen=True):
+class InjectPartition(Message, frozen=True, tag="inject_partition"):
     """Controller → replica: simulate a network partition for this many seconds."""
 
     seconds: float
@@ -197,7 +197,7 @@ class Reports(msgspec.Struct, frozen=True):
     counted: dict[str, tuple[Counted, ...]] = {}
 
 
-class FleetReport(Message, frozen=True):
+class FleetReport(Message, frozen=True, tag="fleet_report"):
     """Controller → gateway: reply to ``FleetAsked``; leaves out the receiver itself."""
 
     number: int = 0
@@ -207,7 +207,7 @@ class FleetReport(Message, frozen=True):
     others: tuple[Counted, ...] = ()
 
 
-class PoisonFound(Message, frozen=True):
+class PoisonFound(Message, frozen=True, tag="poison_found"):
     """Gateway → controller → other gateways: a poison request, by input digest."""
 
     tenant: str
@@ -221,12 +221,12 @@ Order = (
     | TableChanged
     | AllTenants
     | TenantsChanged
-    | TokensTold
+    | BudgetsUsed
     | UsageStored
     | ProbeReplica
     | Finish
-    | AskReport
-    | Cut
+    | ReportRequest
+    | InjectPartition
     | FleetReport
     | PoisonFound
 )
@@ -236,26 +236,26 @@ Order = (
 # News: process → controller.
 
 
-class Hello(Message, frozen=True):
+class Hello(Message, frozen=True, tag="hello"):
     """Process → controller: first message on a control world."""
 
     pid: int
 
 
-class Loaded(Message, frozen=True):
+class StageLoaded(Message, frozen=True, tag="stage_loaded"):
     """Process → controller: a replica has loaded its stage, or a gateway listens."""
 
     fingerprint: str = ""
     weights: str = ""
 
 
-class Applied(Message, frozen=True):
+class TableApplied(Message, frozen=True, tag="table_applied"):
     """Process → controller: the routing table of this number has been applied."""
 
     number: int
 
 
-class Report(Message, frozen=True):
+class Report(Message, frozen=True, tag="report"):
     """Process → controller: reply to ``AskReport``; number 0 at exit, unasked."""
 
     number: int
@@ -264,13 +264,13 @@ class Report(Message, frozen=True):
     counted: tuple[Counted, ...] = ()
 
 
-class FleetAsked(Message, frozen=True):
+class FleetReportRequest(Message, frozen=True, tag="fleet_report_request"):
     """Gateway → controller: request for a ``FleetReport``."""
 
     number: int
 
 
-class UsageTold(Message, frozen=True):
+class UsageReport(Message, frozen=True, tag="usage_report"):
     """Gateway → controller: batch ``number`` of the usage meter ``meter``."""
 
     meter: str
@@ -278,20 +278,20 @@ class UsageTold(Message, frozen=True):
     rows: tuple[UsageRow, ...]
 
 
-class ModelNeeded(Message, frozen=True):
+class ModelNeeded(Message, frozen=True, tag="model_needed"):
     """Gateway → controller: a request needs a model that lacks a replica of a stage."""
 
     model: str
 
 
-class Outgrown(Message, frozen=True):
+class MemoryExceeded(Message, frozen=True, tag="memory_exceeded"):
     """Replica → controller: memory use exceeds the booked amount; both in bytes."""
 
     used: int
     limit: int
 
 
-class Probed(Message, frozen=True):
+class ProbeResult(Message, frozen=True, tag="probe_result"):
     """Gateway → controller: result of a probe; ``error`` is None if it succeeded."""
 
     replica: str
@@ -300,14 +300,14 @@ class Probed(Message, frozen=True):
 
 News = (
     Hello
-    | Loaded
-    | Applied
+    | StageLoaded
+    | TableApplied
     | Report
-    | FleetAsked
-    | UsageTold
+    | FleetReportRequest
+    | UsageReport
     | ModelNeeded
-    | Outgrown
-    | Probed
+    | MemoryExceeded
+    | ProbeResult
     | PoisonFound
 )
 """Process → controller."""
@@ -316,35 +316,35 @@ News = (
 # Edges: between gateways and replicas, and between neighbouring stages.
 
 
-class Begun(Message, frozen=True):
+class BatchBegun(Message, frozen=True, tag="batch_begun"):
     """Replica → gateway: these attempts start computing; ``is_isolated``: a suspect."""
 
     attempts: tuple[Attempt, ...]
     is_isolated: bool
 
 
-class Dropped(Message, frozen=True):
+class WorkDropped(Message, frozen=True, tag="work_dropped"):
     """Replica → gateway: attempts at a replica of ``stage``, maybe lost with it."""
 
     attempts: tuple[Attempt, ...]
     stage: int
 
 
-class Returned(Message, frozen=True):
+class WorkReturned(Message, frozen=True, tag="work_returned"):
     """Replica → gateway: attempts that no replica of ``stage`` accepts."""
 
     attempts: tuple[Attempt, ...]
     stage: int
 
 
-class Stuck(Message, frozen=True):
+class WorkStuck(Message, frozen=True, tag="work_stuck"):
     """Replica → gateway: attempts at a replica of ``stage`` that has fallen silent."""
 
     attempts: tuple[Attempt, ...]
     stage: int
 
 
-class Failed(Message, frozen=True):
+class WorkFailed(Message, frozen=True, tag="work_failed"):
     """Replica → gateway: the model raised an error for this attempt."""
 
     attempt: Attempt
@@ -374,27 +374,27 @@ class RemoteError(msgspec.Struct, frozen=True, array_like=True):
         return error
 
 
-Note = Begun | Dropped | Returned | Stuck | Failed
+Note = BatchBegun | WorkDropped | WorkReturned | WorkStuck | WorkFailed
 """Replica → gateway."""
 
 
-class Released(Message, frozen=True):
+class CreditReleased(Message, frozen=True, tag="credit_released"):
     """Replica → previous stage: attempts that have started; their credit is free."""
 
     keys: tuple[Key, ...]
 
 
-class Refused(Message, frozen=True):
+class CreditRefused(Message, frozen=True, tag="credit_refused"):
     """Replica → previous stage: attempts whose gateway is not connected here."""
 
     keys: tuple[Key, ...]
 
 
-Credit = Released | Refused
+Credit = CreditReleased | CreditRefused
 """Replica → replica of the previous stage."""
 
 
-class Cancel(Message, frozen=True):
+class Cancel(Message, frozen=True, tag="cancel"):
     """Gateway → replica: nobody waits for this attempt any more."""
 
     key: Key
@@ -429,7 +429,7 @@ class WorkItem(msgspec.Struct, frozen=True, array_like=True):
     spent: Spent = NOTHING_SPENT
 
 
-class Work(Message, frozen=True):
+class Work(Message, frozen=True, tag="work"):
     """Gateway or replica → next stage: attempts; the frame has the tensors of each."""
 
     items: tuple[WorkItem, ...]
@@ -443,7 +443,7 @@ class AnswerItem(msgspec.Struct, frozen=True, array_like=True):
     spent: Spent = NOTHING_SPENT
 
 
-class Answers(Message, frozen=True):
+class Answers(Message, frozen=True, tag="answers"):
     """Last stage → gateway: answers; the frame has the tensors of each."""
 
     items: tuple[AnswerItem, ...]

@@ -29,8 +29,8 @@ from multiworld.serve.generation.replica.stage_engine import StageEngine
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.generation_messages import (
-    Opening,
     Sampling,
+    SequenceStart,
     TokenItem,
 )
 from multiworld.serve.transport.protocol import MessageError
@@ -105,7 +105,7 @@ class InlineEngine(Engine):
         self.rows = 0
         self.compiled: dict[int, Future[None]] = {}
 
-    def open(self, opening: Opening) -> Future[None] | None:
+    def open(self, opening: SequenceStart) -> Future[None] | None:
         """Let a sequence begin; return its structure, if a test has given it one."""
         super().open(opening)
         return self.compiled.get(opening.key[1])

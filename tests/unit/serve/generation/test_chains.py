@@ -16,7 +16,7 @@ from multiworld.errors import RequestPoisonedError
 from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.gateway.chain_selection import HOME
 from multiworld.serve.tenants.fair_queue import Share
-from multiworld.serve.transport.generation_messages import Alone, Tokens
+from multiworld.serve.transport.generation_messages import RunsAlone, Tokens
 from tests.unit.serve.generation.simulated_chains import (
     CONTROLLER,
     GATEWAY,
@@ -287,7 +287,7 @@ async def test_host_with_two_replicas_of_a_chain_makes_no_suspects(seed: int) ->
     alone: list[Any] = []
 
     def watch(pair: tuple[str, str], entry: Any) -> Any:
-        if isinstance(entry[0], Alone):
+        if isinstance(entry[0], RunsAlone):
             alone.append(entry)
         return entry
 

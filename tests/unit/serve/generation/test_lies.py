@@ -84,7 +84,7 @@ async def test_step_that_never_comes_back_is_given_up(kind: type) -> None:
 LIES: dict[str, Callable[[Key], Any]] = {
     "token": lambda key: messages.Tokens((TokenItem(key, 0, 1),)),
     "failed": lambda key: messages.SequenceFailed(key),
-    "alone": lambda key: messages.Alone(key),
+    "alone": lambda key: messages.RunsAlone(key),
 }
 
 
@@ -118,13 +118,13 @@ async def test_tokens_of_another_gateways_stream_are_not_ours() -> None:
 
 TO_WORKERS: dict[str, tuple[int, int, Callable[[Key], Any]]] = {
     "step done": (1, 0, lambda key: (messages.StepDone(1, ((key, 3),)), [])),
-    "resumed": (1, 0, lambda key: (messages.Resumed(key, 3), [])),
-    "held": (0, 1, lambda key: (messages.Held(key, 3), [])),
-    "refill": (2, 1, lambda key: (messages.Refill(key, 0, True), ROWS)),
-    "refill of the first": (1, 0, lambda key: (messages.Refill(key, 0), ROWS)),
-    "preempted": (2, 1, lambda key: (messages.Preempted((key,)), [])),
-    "end": (0, 1, lambda key: (messages.End((key,)), [])),
-    "pause": (1, 0, lambda key: (messages.Pause((key,)), [])),
+    "resumed": (1, 0, lambda key: (messages.KvRebuilt(key, 3), [])),
+    "held": (0, 1, lambda key: (messages.KvHeld(key, 3), [])),
+    "refill": (2, 1, lambda key: (messages.ActivationRows(key, 0, True), ROWS)),
+    "refill of the first": (1, 0, lambda key: (messages.ActivationRows(key, 0), ROWS)),
+    "preempted": (2, 1, lambda key: (messages.PreemptSequences((key,)), [])),
+    "end": (0, 1, lambda key: (messages.EndSequences((key,)), [])),
+    "pause": (1, 0, lambda key: (messages.PauseSequences((key,)), [])),
     "outcome to a later stage": (0, 1, lambda key: (messages.StepDone(1, ()), [])),
     "step": (
         2,
@@ -141,11 +141,11 @@ TO_WORKERS: dict[str, tuple[int, int, Callable[[Key], Any]]] = {
         1,
         lambda key: (messages.Step("r0.1", 9, (StepPart(key, 0, 1, False),) * 2), ROWS),
     ),
-    "no rows at all": (0, 1, lambda key: (messages.Refill(key, 0), [{}])),
+    "no rows at all": (0, 1, lambda key: (messages.ActivationRows(key, 0), [{}])),
     "one dimension": (
         0,
         1,
-        lambda key: (messages.Refill(key, 0), [{"hidden": torch.zeros(2)}]),
+        lambda key: (messages.ActivationRows(key, 0), [{"hidden": torch.zeros(2)}]),
     ),
 }
 
@@ -187,13 +187,13 @@ async def test_step_that_fails_unexpectedly_costs_only_a_replay(place: int) -> N
     "message",
     [
         messages.StepDone(1, ((KEY, 2**63),)),
-        messages.Resumed(KEY, -1),
+        messages.KvRebuilt(KEY, -1),
         messages.Tokens((TokenItem(KEY, 0, 2**31),)),
         messages.Tokens((TokenItem(KEY, -1, 5),)),
         messages.Tokens((TokenItem(KEY, 0, 5, "banana"),)),  # type: ignore[arg-type]
-        messages.Held(KEY, -5),
-        messages.Fetch(KEY, 0, -5),
-        messages.Preempted((("gateway/1", 1),)),  # type: ignore[arg-type]
+        messages.KvHeld(KEY, -5),
+        messages.FetchActivations(KEY, 0, -5),
+        messages.PreemptSequences((("gateway/1", 1),)),  # type: ignore[arg-type]
     ],
     ids=str,
 )
@@ -207,12 +207,12 @@ def test_numbers_that_cannot_be_are_refused_as_they_arrive(message: Any) -> None
 def test_share_without_weight_is_refused(weight: float) -> None:
     """It would be divided by."""
     share = Share("t", weight)
-    opening = messages.Opening(KEY, (1,), 1, ("a",), messages.Sampling(), share)
+    opening = messages.SequenceStart(KEY, (1,), 1, ("a",), messages.Sampling(), share)
     with pytest.raises(MessageError):
-        unpack(packed(messages.Begin((opening,))))
-    fine = messages.Opening(KEY, (1,), 1, ("a",), messages.Sampling())
-    ((found, _),) = unpack(packed(messages.Begin((fine,))))
-    assert found == messages.Begin((fine,))
+        unpack(packed(messages.BeginSequences((opening,))))
+    fine = messages.SequenceStart(KEY, (1,), 1, ("a",), messages.Sampling())
+    ((found, _),) = unpack(packed(messages.BeginSequences((fine,))))
+    assert found == messages.BeginSequences((fine,))
 
 
 @pytest.mark.parametrize(
@@ -237,14 +237,14 @@ async def test_sequence_that_cannot_be_does_not_begin(changes: dict[str, Any]) -
         "chain": tuple(net.alive()),
         "sampling": messages.Sampling(),
     }
-    opening = messages.Opening(**{**given, **changes})
+    opening = messages.SequenceStart(**{**given, **changes})
     here = net.alive()[1]
     worker = net.worker(here)
     before = worker.leaks().get("sequences", 0)
     with pytest.raises(MessageError):
         worker.received(
             FakeOutbox(net, here, GATEWAY),  # type: ignore[arg-type]
-            [(messages.Begin((opening,)), [])],
+            [(messages.BeginSequences((opening,)), [])],
         )
     assert worker.leaks().get("sequences", 0) == before
     await whole(net, clients)

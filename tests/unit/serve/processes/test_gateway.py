@@ -38,26 +38,26 @@ from multiworld.serve.transport.protocol import (
     AllTenants,
     AnswerItem,
     Answers,
-    Applied,
-    AskReport,
     Finish,
-    FleetAsked,
     FleetReport,
+    FleetReportRequest,
     GatewayReport,
     Hello,
-    Loaded,
     ModelNeeded,
     ModelsChanged,
     News,
     Order,
     PoisonFound,
-    Probed,
     ProbeReplica,
+    ProbeResult,
     Report,
+    ReportRequest,
+    StageLoaded,
+    TableApplied,
     TableChanged,
     TenantsChanged,
+    UsageReport,
     UsageStored,
-    UsageTold,
     Work,
 )
 from multiworld.serve.transport.routing_table import (
@@ -172,7 +172,7 @@ class Running:
         """Bring it up with a table and these orders before it."""
         await self.controlled()
         await self.order(*(orders or (models(m=double), table())))
-        await self.told(Loaded)
+        await self.told(StageLoaded)
 
     @property
     def url(self) -> str:
@@ -242,8 +242,8 @@ async def test_gateway_listens_once_it_has_a_table_and_ends_when_told() -> None:
         await settle()
         assert not g.process._server.started
         await g.order(table(5))
-        await g.told(Loaded)
-        assert g.heard == [Hello(os.getpid()), Applied(5), Loaded()]
+        await g.told(StageLoaded)
+        assert g.heard == [Hello(os.getpid()), TableApplied(5), StageLoaded()]
         async with g.client() as client:
             health = await client.get("/health")
             assert health.status_code == 503
@@ -291,9 +291,9 @@ async def test_gateway_without_a_controller_serves_on() -> None:
             assert (await client.get("/v2/models/m")).status_code == 200
         g.heard.clear()
         await g.controlled()
-        await g.told(Loaded)
-        assert g.heard == [Hello(os.getpid()), Applied(1), Loaded()]
-        await g.order(AskReport(3))
+        await g.told(StageLoaded)
+        assert g.heard == [Hello(os.getpid()), TableApplied(1), StageLoaded()]
+        await g.order(ReportRequest(3))
         assert (await g.told(Report)).number == 3
 
 
@@ -350,10 +350,10 @@ async def test_request_and_probe_go_over_the_edge_to_a_replica() -> None:
             answer = await client.post(INFER, json=body(4.0))
         assert answer.json()["outputs"][0]["data"] == [8.0]
         await g.order(ProbeReplica(REPLICA))
-        assert await g.told(Probed) == Probed(REPLICA, None)
+        assert await g.told(ProbeResult) == ProbeResult(REPLICA, None)
         _, probe = await serving
         assert probe.via == {"0": REPLICA}
-        await g.order(AskReport(1))
+        await g.order(ReportRequest(1))
         report = (await g.told(Report)).gateway
         assert report is not None
         assert (report.connected, report.arrived) == ((REPLICA,), {"m": 1})
@@ -368,15 +368,15 @@ async def test_probe_that_cannot_be_sent_is_told_with_its_reason(
         await g.up(models(other=double), table(1, REPLICA))
         await g.order(ProbeReplica("none"), ProbeReplica(REPLICA))
         for name in ("none", REPLICA):
-            probed = await g.told(Probed)
+            probed = await g.told(ProbeResult)
             assert probed.replica == name
             assert str(probed.error).startswith("UnknownModelError: this gateway does")
         await g.order(models(m=double), ProbeReplica(REPLICA))
-        assert "NoReplicaError" in str((await g.told(Probed)).error)
+        assert "NoReplicaError" in str((await g.told(ProbeResult)).error)
         await g.join(f"edge:{ME}>{REPLICA}", 1)
         await until(lambda: g.process._dispatcher.report().connected)
         await g.order(ProbeReplica(REPLICA))
-        assert "DeadlineExceededError" in str((await g.told(Probed)).error)
+        assert "DeadlineExceededError" in str((await g.told(ProbeResult)).error)
 
 
 async def test_end_waits_for_requests_that_are_under_way() -> None:
@@ -401,7 +401,7 @@ async def test_model_that_runs_nowhere_is_asked_for_now_and_then() -> None:
         async with g.client(**{"x-timeout-s": "0.5"}) as client:
             answer = await client.post(INFER, json=body(4.0))
         assert answer.status_code == 503
-        await g.order(AskReport(1))
+        await g.order(ReportRequest(1))
         await g.told(Report)
         asked = [news for news in g.heard if isinstance(news, ModelNeeded)]
         assert 1 <= len(asked) <= 4
@@ -448,7 +448,7 @@ async def test_tenants_of_before_hold_until_all_parts_are_there() -> None:
     async with gateway(gateway={"authentication": "keys"}) as g:
 
         async def may(key: str) -> bool:
-            await g.order(AskReport(1))
+            await g.order(ReportRequest(1))
             await g.told(Report)
             async with g.client(**{"x-api-key": key}) as client:
                 return (await client.get("/v2/models")).status_code == 200
@@ -477,18 +477,18 @@ async def test_usage_is_told_until_it_is_stored_and_the_last_of_it_at_the_end(
         await g.up()
         async with g.client() as client:
             await client.post(INFER, content=b"{")
-        told = await g.told(UsageTold)
+        told = await g.told(UsageReport)
         assert (told.rows[0].model, told.rows[0].failed) == ("m", 1)
         await break_world(g.controller.world)
         await g.controlled()
-        again = await g.told(UsageTold)
+        again = await g.told(UsageReport)
         assert (again.meter, again.number) == (told.meter, told.number)
         assert again.rows == told.rows
         await g.order(UsageStored(again.number))
         async with g.client() as client:
             await client.post(INFER, content=b"{{")
         await g.order(Finish())
-        last = await g.told(UsageTold)
+        last = await g.told(UsageReport)
         assert last.number > again.number
         await g.order(UsageStored(last.number))
         await ended(g)
@@ -513,7 +513,7 @@ async def test_poison_request_of_another_gateway_is_refused_here() -> None:
         await g.up(models(m=double), table(1, REPLICA))
         tensors = {"x": torch.tensor([6.0])}
         digest = digest_of(tensors)
-        await g.order(PoisonFound("", "m", "1", digest), AskReport(1))
+        await g.order(PoisonFound("", "m", "1", digest), ReportRequest(1))
         await g.told(Report)
         async with g.client() as client:
             answer = await client.post(INFER, json=body(6.0))
@@ -545,7 +545,7 @@ async def test_metrics_are_those_of_the_whole_service() -> None:
     async with gateway() as g:
         await g.up()
         scrapes = [asyncio.ensure_future(scraped(g)) for _ in range(3)]
-        await g.told(FleetAsked)
+        await g.told(FleetReportRequest)
         await g.order(FLEET)
         for text in [await scrape for scrape in scrapes]:
             lost = '{kind="lost",model="m",stage="1"} 3.0'
@@ -553,7 +553,9 @@ async def test_metrics_are_those_of_the_whole_service() -> None:
             assert 'multiworld_in_flight{gateway="gateway/2"} 7.0' in text
             assert f'multiworld_in_flight{{gateway="{ME}"}} 0.0' in text
             assert 'multiworld_attained_total{model="m"} 5.0' in text
-        assert not [news for news in g.heard[-1:] if not isinstance(news, FleetAsked)]
+        assert not [
+            news for news in g.heard[-1:] if not isinstance(news, FleetReportRequest)
+        ]
 
 
 @pytest.mark.parametrize("has_controller", [True, False])
@@ -564,7 +566,7 @@ async def test_metrics_without_an_answer_are_those_of_the_last_one(
     monkeypatch.setattr(module, "FLEET_S", 0.05)
     async with gateway() as g:
         await g.up()
-        await g.order(FLEET, AskReport(1))
+        await g.order(FLEET, ReportRequest(1))
         await g.told(Report)
         if not has_controller:
             await break_world(g.controller.world)
@@ -579,7 +581,7 @@ async def test_counts_are_reported_if_asked_for_and_at_the_end() -> None:
         await g.up()
         async with g.client() as client:
             await client.post("/v2/models/none/infer", json=body(6.0))
-        await g.order(AskReport(1), AskReport(2, has_counts=True), Finish())
+        await g.order(ReportRequest(1), ReportRequest(2, has_counts=True), Finish())
         reports = [(await g.told(Report)) for _ in range(3)]
         counted = [report.counted for report in reports]
         assert [report.number for report in reports] == [1, 2, 0]

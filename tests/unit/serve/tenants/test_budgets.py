@@ -23,7 +23,7 @@ from multiworld.serve.tenants.budgets import (
 from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.directory import Tenant
 from multiworld.serve.tenants.usage_meter import UsageRow
-from multiworld.serve.transport.protocol import Order, TokensTold, UsageTold
+from multiworld.serve.transport.protocol import BudgetsUsed, Order, UsageReport
 
 
 def at(text: str) -> float:
@@ -133,11 +133,11 @@ async def test_controller_tells_all_gateways_and_writes_the_end_down(
     await one.create("acme", {"tokens_per_day": 100}, 60.0)
     assert one.tenants["acme"].keys[0].expires_at == NOON + 60
     for _ in range(2):
-        one.used("gateway/1", UsageTold("meter", 1, (row(20),)))
+        one.used("gateway/1", UsageReport("meter", 1, (row(20),)))
         await one.settled()
-    one.used("gateway/2", UsageTold("other", 1, (row(40),)))
+    one.used("gateway/2", UsageReport("other", 1, (row(40),)))
     await one.settled()
-    last = {name: o for name, o in sent if isinstance(o, TokensTold)}
+    last = {name: o for name, o in sent if isinstance(o, BudgetsUsed)}
     assert set(last) == {"gateway/1", "gateway/2"}
     assert [order.used[0].in_day for order in last.values()] == [120, 120]
     assert [(e.act, e.what) for e in one.registry.audited(9)] == [
@@ -148,6 +148,6 @@ async def test_controller_tells_all_gateways_and_writes_the_end_down(
     ]
     await one.close()
     two = manager()
-    greeting = [o for o in two.greeting() if isinstance(o, TokensTold)]
+    greeting = [o for o in two.greeting() if isinstance(o, BudgetsUsed)]
     assert greeting[0].used[0].in_day == 120
     await two.close()

@@ -55,8 +55,8 @@ from multiworld.serve.tenants.usage_meter import (
 from multiworld.serve.transport.protocol import (
     AllTenants,
     PoisonFound,
+    UsageReport,
     UsageStored,
-    UsageTold,
 )
 
 
@@ -459,7 +459,7 @@ async def test_tenant_changes_are_sent_and_stored(tmp_path: Path) -> None:
     assert len(fresh.keys) == 1
     assert (await tenanting.revoke("acme", None)).keys == ()
     row = UsageRow(60, "acme", "m", 1, 1, 0, 0, 1, 1, 1, 0.5)
-    tenanting.used("gateway/1", UsageTold("x", 1, (row,)))
+    tenanting.used("gateway/1", UsageReport("x", 1, (row,)))
     await asyncio.wait(tenanting._writing)
     assert told[-1][1] == UsageStored(1)
     await tenanting.delete("acme")

@@ -15,14 +15,14 @@ from multiworld.serve.transport.control_agent import ControlAgent, control_world
 from multiworld.serve.transport.protocol import (
     NEWS,
     ORDERS,
-    Applied,
-    AskReport,
     Finish,
     Hello,
-    Loaded,
     ModelNeeded,
     News,
     Order,
+    ReportRequest,
+    StageLoaded,
+    TableApplied,
 )
 from multiworld.testing import FakeClock
 from multiworld.world.manager import WorldManager
@@ -62,7 +62,7 @@ class Control:
         self.running = asyncio.ensure_future(self.agent.run())
 
     async def _obey(self, order: Order) -> None:
-        if order == AskReport(13):
+        if order == ReportRequest(13):
             raise ValueError("as asked")
         self.obeyed.append(order)
 
@@ -115,13 +115,13 @@ async def test_agent_reports_and_obeys(control: Control) -> None:
     control.clock.advance(5.0)
     peer = await control.controller()
     assert (control.agent.was_joined, control.agent.joined_at) == (True, 1005.0)
-    control.agent.fact(Loaded())
+    control.agent.fact(StageLoaded())
     control.agent.tell(ModelNeeded("m"))
-    assert await news(peer, 3) == [HELLO, Loaded(), ModelNeeded("m")]
-    for order in (AskReport(1), Finish(), AskReport(2)):
+    assert await news(peer, 3) == [HELLO, StageLoaded(), ModelNeeded("m")]
+    for order in (ReportRequest(1), Finish(), ReportRequest(2)):
         await peer.send(ORDERS, order)
     await until(lambda: len(control.obeyed) == 3)
-    assert control.obeyed == [AskReport(1), Finish(), AskReport(2)]
+    assert control.obeyed == [ReportRequest(1), Finish(), ReportRequest(2)]
 
 
 async def test_facts_are_told_to_every_controller_and_once_to_each(
@@ -129,19 +129,19 @@ async def test_facts_are_told_to_every_controller_and_once_to_each(
 ) -> None:
     """The latest of each kind; what is merely told is told to one that is there."""
     await settle()
-    control.agent.fact(Loaded())
-    control.agent.fact(Applied(1))
-    control.agent.fact(Applied(2))
+    control.agent.fact(StageLoaded())
+    control.agent.fact(TableApplied(1))
+    control.agent.fact(TableApplied(2))
     control.agent.tell(ModelNeeded("nobody hears this"))
     peer = await control.controller()
-    assert await news(peer, 3) == [HELLO, Loaded(), Applied(2)]
-    control.agent.fact(Applied(3))
-    assert await news(peer, 1) == [Applied(3)]
+    assert await news(peer, 3) == [HELLO, StageLoaded(), TableApplied(2)]
+    control.agent.fact(TableApplied(3))
+    assert await news(peer, 1) == [TableApplied(3)]
     await break_world(peer.world)
     await until(lambda: control.agent.lost_at is not None)
-    control.agent.fact(Applied(4))
+    control.agent.fact(TableApplied(4))
     peer = await control.controller()
-    assert await news(peer, 3) == [HELLO, Loaded(), Applied(4)]
+    assert await news(peer, 3) == [HELLO, StageLoaded(), TableApplied(4)]
 
 
 async def test_last_messages_are_sent_before_a_process_ends(control: Control) -> None:
@@ -188,16 +188,16 @@ async def test_order_that_is_not_understood_is_skipped(
     """A newer controller may know more; the rest is obeyed."""
     peer = await control.controller()
     await peer.world.send_object(text, dst=1, tag=ORDERS.tag)
-    await peer.send(ORDERS, AskReport(1))
+    await peer.send(ORDERS, ReportRequest(1))
     await until(lambda: control.obeyed)
-    assert control.obeyed == [AskReport(1)]
+    assert control.obeyed == [ReportRequest(1)]
     assert "ignored an unknown order" in caplog.text
 
 
 async def test_order_that_fails_ends_the_agent_with_its_error(control: Control) -> None:
     """It is a bug: the process ends with it, and does not go on half."""
     peer = await control.controller()
-    await peer.send(ORDERS, AskReport(13))
+    await peer.send(ORDERS, ReportRequest(13))
     with pytest.raises(ValueError, match="as asked"):
         await asyncio.wait_for(control.running, HANG_S)
     assert control.agent.lost_at is not None
@@ -210,5 +210,5 @@ async def test_cancelling_leaves_no_sender_behind(control: Control) -> None:
     control.running.cancel()
     await asyncio.gather(control.running, return_exceptions=True)
     control.agent.tell(ModelNeeded("m"))
-    control.agent.fact(Loaded())
+    control.agent.fact(StageLoaded())
     assert not await peer.has_sent(NEWS)

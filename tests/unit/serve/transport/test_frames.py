@@ -20,31 +20,31 @@ from multiworld.serve.transport.protocol import (
     PROTOCOL,
     AnswerItem,
     Answers,
-    Begun,
+    BatchBegun,
     Cancel,
-    Dropped,
-    Failed,
+    CreditRefused,
+    CreditReleased,
     MessageError,
-    Refused,
-    Released,
     RemoteError,
-    Returned,
-    Stuck,
     Work,
+    WorkDropped,
+    WorkFailed,
     WorkItem,
+    WorkReturned,
+    WorkStuck,
 )
 
 FULL = WorkItem(
     ("gateway/1", 4, 1), 2.5, True, "s", {"0": "m/0/1"}, Share("acme", 2.0, -1)
 )
 MESSAGES: list[EdgeMessage] = [
-    Begun(((1, 2), (3, 1)), is_isolated=True),
-    Dropped(((1, 2),), 1),
-    Returned((), 0),
-    Stuck(((2**40, 1),), 3),
-    Failed((4, 1), RemoteError.of(ModelFailedError("no", stage="head"))),
-    Released((("g", 1, 1),)),
-    Refused((("g", 1, 1), ("h", 2, 3))),
+    BatchBegun(((1, 2), (3, 1)), is_isolated=True),
+    WorkDropped(((1, 2),), 1),
+    WorkReturned((), 0),
+    WorkStuck(((2**40, 1),), 3),
+    WorkFailed((4, 1), RemoteError.of(ModelFailedError("no", stage="head"))),
+    CreditReleased((("g", 1, 1),)),
+    CreditRefused((("g", 1, 1), ("h", 2, 3))),
     Cancel(("gateway/1", 7, 2)),
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]

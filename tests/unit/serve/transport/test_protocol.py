@@ -13,22 +13,22 @@ from multiworld.serve.transport.protocol import (
     ORDERS,
     PROTOCOL,
     AllTenants,
-    AskReport,
     Codec,
-    Cut,
     FleetReport,
     GatewayReport,
     Hello,
+    InjectPartition,
+    MemoryExceeded,
     Message,
     MessageError,
     ModelsChanged,
     News,
     Order,
-    Outgrown,
     PoisonFound,
     RemoteError,
     Report,
-    UsageTold,
+    ReportRequest,
+    UsageReport,
     WorkerReport,
 )
 
@@ -44,16 +44,16 @@ ORDERS_SENT: list[Order] = [
         {"gateway/1": GatewayReport(in_flight=1)},
         (("requests", ("m", "200"), 2.0),),
     ),
-    AskReport(8, has_counts=True),
-    Cut(0.5),
-    AskReport(7),
+    ReportRequest(8, has_counts=True),
+    InjectPartition(0.5),
+    ReportRequest(7),
     PoisonFound("acme", "m", "1", "digest"),
 ]
 NEWS_SENT: list[News] = [
     Hello(12),
     Report(7, gateway=GatewayReport(load={"m/0/1": 2}, silent=("m/0/2",))),
-    UsageTold("meter", 3, (UsageRow(60, "acme", "m", 1, 1, 0, 0, 1, 5, 6, 0.5),)),
-    Outgrown(used=2**40, limit=2**30),
+    UsageReport("meter", 3, (UsageRow(60, "acme", "m", 1, 1, 0, 0, 1, 5, 6, 0.5),)),
+    MemoryExceeded(used=2**40, limit=2**30),
 ]
 
 
@@ -99,8 +99,8 @@ class Grown(Message, frozen=True, tag="Cut"):
 def test_field_that_was_added_does_not_divide_releases() -> None:
     """The older ignores it, the newer takes its default."""
     later: Codec[Grown] = Codec(Grown, tag=0)
-    assert ORDERS.decode(later.encode(Grown(1.5, "test"))) == Cut(1.5)
-    assert later.decode(ORDERS.encode(Cut(1.5))) == Grown(1.5)
+    assert ORDERS.decode(later.encode(Grown(1.5, "test"))) == InjectPartition(1.5)
+    assert later.decode(ORDERS.encode(InjectPartition(1.5))) == Grown(1.5)
 
 
 def test_error_of_another_process_is_raised_as_what_it_was() -> None:
@@ -120,4 +120,4 @@ def test_every_message_has_a_name_of_its_own() -> None:
     names = [kind.__struct_config__.tag for kind in Message.__subclasses__()]
     names = [name for name in names if name != "Cut"]
     assert len(names) == len(set(names)) > 20
-    assert msgspec.structs.fields(Cut)[0].name == "seconds"
+    assert msgspec.structs.fields(InjectPartition)[0].name == "seconds"

@@ -7,12 +7,12 @@ import asyncio
 import pytest
 
 from multiworld.errors import MemberLeftError, WorldBrokenError
-from multiworld.serve.transport.protocol import ORDERS, AskReport
+from multiworld.serve.transport.protocol import ORDERS, ReportRequest
 from multiworld.serve.transport.world_messages import receive
 from multiworld.testing import Arena
 from tests.unit.serve.edges import break_world, settle
 
-ASK = AskReport(7)
+ASK = ReportRequest(7)
 
 
 async def test_cancelled_receive_leaves_the_message_for_the_next() -> None:

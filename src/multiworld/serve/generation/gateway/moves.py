@@ -13,7 +13,10 @@ from collections.abc import Callable, Collection, Iterable
 
 from multiworld.serve.generation.gateway.chain_selection import ChainSelection
 from multiworld.serve.generation.gateway.stream import Chain, Move, Phase, Stream
-from multiworld.serve.transport.generation_messages import Opening, Prepare
+from multiworld.serve.transport.generation_messages import (
+    PrepareSequence,
+    SequenceStart,
+)
 from multiworld.serve.transport.protocol import Key
 
 AT_ONCE = 4
@@ -48,7 +51,7 @@ class Moves:
         self,
         name: str,
         chains: ChainSelection,
-        send: Callable[[str, Prepare], None],
+        send: Callable[[str, PrepareSequence], None],
         end_at: Callable[[Iterable[str], Key], None],
         counts: Counter[str],
     ) -> None:
@@ -118,7 +121,7 @@ class Moves:
         prepared, move.attempt = move.attempt, stream.next_attempt()
         move.tokens, move.notified_at = len(stream.tokens), now
         move.waits_for = sum(stage + 1 not in stages for stage in stages)
-        opening = Opening(
+        opening = SequenceStart(
             (self._name, stream.number, move.attempt),
             tuple(stream.tokens),
             stream.prompt,
@@ -129,7 +132,7 @@ class Moves:
             prepared=prepared,
         )
         for stage in stages:
-            self._send(chain[stage], Prepare(opening, stages))
+            self._send(chain[stage], PrepareSequence(opening, stages))
 
     def prepared(self, stream: Stream, attempt: int, now: float) -> bool:
         """Record that a replica is prepared; return whether the stream can move now."""

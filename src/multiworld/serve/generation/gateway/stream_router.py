@@ -57,7 +57,7 @@ from multiworld.serve.generation.gateway.stream import (
 from multiworld.serve.generation.gateway.stream_counts import StreamCounts
 from multiworld.serve.transport import generation_messages, protocol
 from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.generation_messages import Opening, TokenItem
+from multiworld.serve.transport.generation_messages import SequenceStart, TokenItem
 from multiworld.serve.transport.protocol import Key
 from multiworld.serve.transport.routing_table import Route, RoutingTable
 
@@ -232,7 +232,7 @@ class StreamRouter:
         self.view.connect(replica)
         owed = self._owed.pop(replica, ())
         if owed:
-            self._send(replica, generation_messages.End(tuple(owed)))
+            self._send(replica, generation_messages.EndSequences(tuple(owed)))
         self._place_waiting()
 
     def _disconnected(self, replica: str, *, is_polite: bool) -> None:
@@ -286,12 +286,12 @@ class StreamRouter:
             case generation_messages.Tokens(items):
                 for item in items:
                     self._token(replica, item)
-            case generation_messages.Alone(key):
+            case generation_messages.RunsAlone(key):
                 stream = self._current(key)
                 if stream is not None:
                     _require(replica in stream.chain[:1], key, replica)
                     stream.is_alone = stream.losses.has_begun = True
-            case generation_messages.ComputeBegan(keys):
+            case generation_messages.ComputeBegun(keys):
                 for key in keys:
                     stream = self._current(key)
                     if stream is not None:
@@ -299,7 +299,7 @@ class StreamRouter:
                         stream.losses.has_begun = True
             case generation_messages.SequenceFailed(key, error):
                 self._failed(replica, key, error)
-            case generation_messages.Prepared(key):
+            case generation_messages.SequencePrepared(key):
                 self._prepared(replica, key)
 
     def _known(self, key: Key) -> Stream | None:
@@ -418,7 +418,7 @@ class StreamRouter:
             stream.kept = ()
         elif is_kept:
             stream.kept, stream.kept_attempt = stream.chain, stream.attempt
-            self._send(stream.kept[0], generation_messages.Pause((key,)))
+            self._send(stream.kept[0], generation_messages.PauseSequences((key,)))
         else:
             self._end_at(stream.chain, key)
         if stream.chain:
@@ -436,7 +436,7 @@ class StreamRouter:
     def _end_at(self, replicas: Iterable[str], key: Key) -> None:
         for replica in replicas:
             if replica in self.view.connected:
-                self._send(replica, generation_messages.End((key,)))
+                self._send(replica, generation_messages.EndSequences((key,)))
             elif replica in self.view.table.replicas:  # it may connect again
                 self._owed.setdefault(replica, deque(maxlen=OWED)).append(key)
 
@@ -483,7 +483,7 @@ class StreamRouter:
         """
         stream.version, stream.chain = chain.version, chain.replicas
         stream.become(Phase.COMPUTING)
-        opening = Opening(
+        opening = SequenceStart(
             self._key(stream, stream.attempt),
             tuple(stream.tokens),
             stream.prompt,
@@ -501,7 +501,7 @@ class StreamRouter:
         self._chains.enter(stream)
         self._index.enter(stream)
         for replica in stream.chain:
-            self._send(replica, generation_messages.Begin((opening,)))
+            self._send(replica, generation_messages.BeginSequences((opening,)))
 
     def _note_fingerprints(self, stream: Stream) -> None:
         """Record the hardware of a chain; warn if it has changed."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from multiworld.serve.generation.replica.sequence_state import StreamId
 from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.generation_messages import Opening
+from multiworld.serve.transport.generation_messages import SequenceStart
 from multiworld.serve.transport.protocol import Key
 
 
@@ -53,7 +53,7 @@ class Rebuild:
 class Open:
     """Let the engine know an attempt, and report once its grammar is compiled."""
 
-    opening: Opening
+    opening: SequenceStart
 
 
 @dataclass(frozen=True, slots=True)

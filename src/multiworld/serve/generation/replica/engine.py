@@ -17,7 +17,7 @@ from multiworld.serve.generation.replica.stage_engine import (
     StageEngine,
 )
 from multiworld.serve.spec.stage import Generation, StageContext
-from multiworld.serve.transport.generation_messages import Opening, StepPart
+from multiworld.serve.transport.generation_messages import SequenceStart, StepPart
 
 Layers = dict[int, tuple[Tensor, Tensor]]
 """Keys and values by layer."""
@@ -36,7 +36,7 @@ class Engine:
         self._stage_engine: StageEngine | None = None
         self._free: list[StreamId] = []
         self._drop: list[StreamId] = []
-        self._open: dict[StreamId, Opening] = {}
+        self._open: dict[StreamId, SequenceStart] = {}
         self._restore: dict[StreamId, tuple[Sequence[Block], int]] = {}
         self._matchers = Matchers(model)
         self._structures: dict[StreamId, Matcher] = {}
@@ -58,7 +58,7 @@ class Engine:
         """Do the chores now, if sequences are to be freed and no step is due."""
         raise NotImplementedError
 
-    def open(self, opening: Opening) -> Future[Any] | None:
+    def open(self, opening: SequenceStart) -> Future[Any] | None:
         """Start a sequence, or continue it as another attempt, before the next step.
 
         In the last stage, returns a future that is done once its structure is compiled.

@@ -254,9 +254,9 @@ class GenerationWorker:
                 case generation_messages.Step():
                     # The frame's memory is reused once its tensors are gone.
                     self._queue.add(ArrivedStep(message, contents[0]["hidden"]))
-                case generation_messages.Refill():
+                case generation_messages.ActivationRows():
                     self._queue.rebuild(message, contents[0]["hidden"])
-                case generation_messages.Preempted():
+                case generation_messages.PreemptSequences():
                     self._queue.add(message)
                 case _:
                     self._handle(Received(peer, message))
@@ -275,14 +275,14 @@ class GenerationWorker:
                     if is_urgent:
                         self._outboxes.flush(peer)
                 case SendLogged(peer, key, begin, end, is_end):
-                    refill = generation_messages.Refill(key, begin, is_end)
+                    refill = generation_messages.ActivationRows(key, begin, is_end)
                     rows = NO_ROWS
                     if begin < end:
                         rows = self._log.rows(key[:2], begin, end)
                     self._outboxes.send(peer, refill, rows)
                 case Rebuild(key, begin, tokens):
                     rows = torch.tensor(tokens, dtype=torch.int64)
-                    refill = generation_messages.Refill(key, begin, True)
+                    refill = generation_messages.ActivationRows(key, begin, True)
                     self._queue.rebuild(refill, rows)
                 case Open(opening):
                     self._open(opening)
@@ -296,7 +296,7 @@ class GenerationWorker:
                     self._log.drop(stream)
                     self._engine.drop(stream)
 
-    def _open(self, opening: generation_messages.Opening) -> None:
+    def _open(self, opening: generation_messages.SequenceStart) -> None:
         made = self._engine.open(opening)
         compiled = partial(self._compiled, opening.key)
         if made is None or made.done():
@@ -331,7 +331,7 @@ class GenerationWorker:
             case None:
                 await self._engine.tidy()
                 return False
-            case generation_messages.Preempted(keys):
+            case generation_messages.PreemptSequences(keys):
                 self.recovery.preempt(keys)
             case ArrivedStep(step, hidden):
                 parts, rows, gone = still_lacking(step.parts, hidden, self._table)
@@ -415,7 +415,9 @@ class GenerationWorker:
             on = self.recovery.rebuilt(piece.key, counts, is_end=piece.is_end)
             if on is not None:
                 peer, begin, count = on
-                refill = generation_messages.Refill(piece.key, begin, piece.is_end)
+                refill = generation_messages.ActivationRows(
+                    piece.key, begin, piece.is_end
+                )
                 made = outputs.get(piece.key, NO_ROWS)
                 self._outboxes.send(peer, refill, made[len(made) - count :])
 

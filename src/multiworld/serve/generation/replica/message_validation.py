@@ -17,15 +17,15 @@ from multiworld.serve.generation.replica.sequence_state import SequenceTable
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.transport import generation_messages
 from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.generation_messages import Opening, StepPart
+from multiworld.serve.transport.generation_messages import SequenceStart, StepPart
 from multiworld.serve.transport.protocol import Key, MessageError
 
 OF_LATER_STAGES = (
-    generation_messages.Refill,
+    generation_messages.ActivationRows,
     generation_messages.Step,
-    generation_messages.Preempted,
+    generation_messages.PreemptSequences,
 )
-OF_STAGE_0 = (generation_messages.StepDone, generation_messages.Resumed)
+OF_STAGE_0 = (generation_messages.StepDone, generation_messages.KvRebuilt)
 """Messages that only these get."""
 
 
@@ -53,31 +53,33 @@ def check(
     if isinstance(message, OF_LATER_STAGES if stage == 0 else OF_STAGE_0):
         raise MessageError(f"{peer} sends stage {stage} a {type(message).__name__}")
     match message:
-        case generation_messages.Begin(openings):
+        case generation_messages.BeginSequences(openings):
             for opening in openings:
                 _check_opening(opening, peer, name, stage)
-        case generation_messages.Prepare(opening):
+        case generation_messages.PrepareSequence(opening):
             _check_opening(opening, peer, name, stage)
-        case generation_messages.End(keys) | generation_messages.Pause(keys):
+        case generation_messages.EndSequences(
+            keys
+        ) | generation_messages.PauseSequences(keys):
             if any(key[0] != peer for key in keys):
                 raise MessageError(f"{peer} ends sequences of another gateway")
-        case generation_messages.Held(key) | generation_messages.KvEvicted(key):
+        case generation_messages.KvHeld(key) | generation_messages.KvEvicted(key):
             _check_sender([key], stage + 1, peer, table)
-        case generation_messages.Refill(key):
+        case generation_messages.ActivationRows(key):
             _rows_of(contents)
             _check_sender([key], stage - 1, peer, table)
         case generation_messages.Step(_, _, parts):
             _check_step(parts, _rows_of(contents))
             _check_sender([part.key for part in parts], stage - 1, peer, table)
-        case generation_messages.Preempted(keys):
+        case generation_messages.PreemptSequences(keys):
             _check_sender(keys, stage - 1, peer, table)
         case generation_messages.StepDone(_, tokens):
             _check_sender([key for key, _ in tokens], -1, peer, table)
-        case generation_messages.Resumed(key):
+        case generation_messages.KvRebuilt(key):
             _check_sender([key], -1, peer, table)
 
 
-def _check_opening(opening: Opening, peer: str, name: str, stage: int) -> None:
+def _check_opening(opening: SequenceStart, peer: str, name: str, stage: int) -> None:
     is_here = opening.chain[stage : stage + 1] == (name,)
     has_prompt = 0 < opening.prompt <= len(opening.tokens)
     if opening.key[0] != peer or not is_here or not has_prompt:

@@ -51,7 +51,7 @@ from multiworld.serve.generation.replica.sequence_state import (
 )
 from multiworld.serve.transport import generation_messages
 from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.generation_messages import Opening, StepPart
+from multiworld.serve.transport.generation_messages import SequenceStart, StepPart
 from multiworld.serve.transport.protocol import Key, RemoteError
 
 FindPrefix = Callable[[SequenceState], None]
@@ -140,26 +140,26 @@ class Recovery:
 
     def _received(self, peer: str, message: EdgeMessage) -> None:
         match message:
-            case generation_messages.Begin(openings):
+            case generation_messages.BeginSequences(openings):
                 for opening in openings:
                     self._begin(opening)
-            case generation_messages.Prepare(opening, stages):
+            case generation_messages.PrepareSequence(opening, stages):
                 self._begin(opening, stages)
-            case generation_messages.Fetch(key, previous, begin):
+            case generation_messages.FetchActivations(key, previous, begin):
                 self._fetch(peer, key, previous, begin)
-            case generation_messages.Held(key, count):
+            case generation_messages.KvHeld(key, count):
                 self._next_has(key, count)
-            case generation_messages.Pause(keys):
+            case generation_messages.PauseSequences(keys):
                 for key in keys:
                     self._scheduler.pause(key)
-            case generation_messages.End(keys):
+            case generation_messages.EndSequences(keys):
                 for key in keys:
                     self._end(key)
             case generation_messages.KvEvicted():
                 self._pass_back(message)
             case generation_messages.StepDone(number, tokens):
                 self._scheduler.sampled(number, tokens)
-            case generation_messages.Resumed(key, token):
+            case generation_messages.KvRebuilt(key, token):
                 self._scheduler.resume(key, token)
 
     def _disconnected(self, peer: str) -> None:
@@ -173,7 +173,7 @@ class Recovery:
 
     # The life of a sequence.
 
-    def _begin(self, opening: Opening, prepared: Sequence[int] = ()) -> None:
+    def _begin(self, opening: SequenceStart, prepared: Sequence[int] = ()) -> None:
         """Add an attempt, and report to the stage before what is here of it."""
         state, next_has = self.table.begin(opening, prepared)
         self._watched.difference_update(state.earlier)
@@ -249,7 +249,7 @@ class Recovery:
         if state.prepared and before not in state.prepared:
             self._fill(state)
         elif before >= 0:
-            held = generation_messages.Held(key, state.held)
+            held = generation_messages.KvHeld(key, state.held)
             self._send(opening.chain[before], held)
         elif self._scheduler.knows(key):
             self._scheduler.rewind(key, state.held)
@@ -277,7 +277,7 @@ class Recovery:
         """Get what this stage lacks of a sequence that it is prepared for."""
         key, opening, held = state.key, state.opening, state.held
         if self._stage > 0:
-            fetch = generation_messages.Fetch(key, opening.previous, held)
+            fetch = generation_messages.FetchActivations(key, opening.previous, held)
             self._send(opening.chain[self._stage - 1], fetch)
         else:
             self._actions.append(Rebuild(key, held, opening.tokens[held:]))
@@ -389,7 +389,7 @@ class Recovery:
                 peer = state.opening.chain[self._stage + 1]
                 by_peer.setdefault(peer, []).append(key)
         for peer, those in by_peer.items():
-            self._send(peer, generation_messages.Preempted(tuple(those)))
+            self._send(peer, generation_messages.PreemptSequences(tuple(those)))
 
     # Steps.
 
@@ -413,7 +413,7 @@ class Recovery:
         self.preempt(planned.preempted)
         if planned.is_alone:
             key = planned.parts[0].key
-            self._send(key[0], generation_messages.Alone(key), is_urgent=True)
+            self._send(key[0], generation_messages.RunsAlone(key), is_urgent=True)
         return planned
 
     def rebuild_part(self, key: Key, begin: int, count: int) -> StepPart | None:
@@ -441,7 +441,7 @@ class Recovery:
                 self._watched.discard(part.key)
                 began.setdefault(part.key[0], []).append(part.key)
         for gateway, keys in began.items():
-            message = generation_messages.ComputeBegan(tuple(keys))
+            message = generation_messages.ComputeBegun(tuple(keys))
             self._send(gateway, message, is_urgent=True)
 
     def unlogged(self, streams: Iterable[StreamId]) -> None:
@@ -470,7 +470,7 @@ class Recovery:
             return None
         if state.prepared and self._is_end(state):
             if is_end:
-                self._send(key[0], generation_messages.Prepared(key))
+                self._send(key[0], generation_messages.SequencePrepared(key))
             return None
         if not self._is_last:
             made = rows.get(key, 0)
@@ -479,7 +479,7 @@ class Recovery:
             return peer, state.held - count, count
         if is_end:
             token = self.sampled.pop(key, None)
-            resumed = generation_messages.Resumed(key, token)
+            resumed = generation_messages.KvRebuilt(key, token)
             self._send(state.opening.chain[0], resumed)
         return None
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from multiworld.serve.transport.generation_messages import Opening
+from multiworld.serve.transport.generation_messages import SequenceStart
 from multiworld.serve.transport.protocol import Key
 
 StreamId = tuple[str, int]
@@ -34,7 +34,7 @@ class SequenceState:
             way are useless.
     """
 
-    opening: Opening
+    opening: SequenceStart
     held: int = 0
     is_cached: bool = False
     logged: int = 0
@@ -104,7 +104,7 @@ class SequenceTable:
         return state if state is not None and state.key == key else None
 
     def begin(
-        self, opening: Opening, prepared: Sequence[int] = ()
+        self, opening: SequenceStart, prepared: Sequence[int] = ()
     ) -> tuple[SequenceState, int | None]:
         """Add an attempt; it keeps what an earlier one has here.
 

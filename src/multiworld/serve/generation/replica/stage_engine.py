@@ -32,7 +32,11 @@ from multiworld.serve.generation.replica.sampler import choose, finish_of
 from multiworld.serve.generation.replica.sequence_state import StreamId
 from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.spec.stage import Generation
-from multiworld.serve.transport.generation_messages import Opening, StepPart, TokenItem
+from multiworld.serve.transport.generation_messages import (
+    SequenceStart,
+    StepPart,
+    TokenItem,
+)
 from multiworld.serve.transport.protocol import Key
 
 logger = logging.getLogger("multiworld.serve")
@@ -52,7 +56,7 @@ class Tail:
         scored: Probabilities of its prompt's tokens so far, if requested.
     """
 
-    opening: Opening
+    opening: SequenceStart
     tokens: list[int]
     ends: tuple[int, ...]
     matcher: Matcher | None = None
@@ -100,7 +104,7 @@ class Chores:
 
     free: Sequence[StreamId] = ()
     drop: Sequence[StreamId] = ()
-    open: Sequence[tuple[Opening, Matcher | None]] = ()
+    open: Sequence[tuple[SequenceStart, Matcher | None]] = ()
     restore: Mapping[StreamId, tuple[Sequence[Block], int]] = field(
         default_factory=dict
     )
@@ -150,7 +154,7 @@ class StageEngine:
         for opening, matcher in chores.open if self.is_last else ():
             self._open(opening, matcher)
 
-    def _open(self, opening: Opening, matcher: Matcher | None) -> None:
+    def _open(self, opening: SequenceStart, matcher: Matcher | None) -> None:
         sampling = opening.sampling
         own = () if sampling.ignore_eos else self.model.end_tokens
         ends = (*own, *sampling.stop_token_ids)

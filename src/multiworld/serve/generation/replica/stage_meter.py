@@ -16,7 +16,11 @@ from multiworld.serve.generation.replica.stage_engine import (
 )
 from multiworld.serve.models.meter import Measured, parameter_bytes, timed
 from multiworld.serve.spec.stage import Generation, Model, StageContext
-from multiworld.serve.transport.generation_messages import Opening, Sampling, StepPart
+from multiworld.serve.transport.generation_messages import (
+    Sampling,
+    SequenceStart,
+    StepPart,
+)
 from multiworld.serve.transport.protocol import Key
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
@@ -97,7 +101,7 @@ class TextMeter:
         """Start the sequences; their token values do not affect timing."""
         tokens = (0,) * self.context
         openings = [
-            (Opening(_key(k), tokens, self.context, (), GREEDY), None)
+            (SequenceStart(_key(k), tokens, self.context, (), GREEDY), None)
             for k in range(texts)
         ]
         engine.tidy(Chores(open=openings))

@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from multiworld.serve.generation.replica.sequence_state import SequenceTable
-from multiworld.serve.transport.generation_messages import Preempted, Refill, Step
+from multiworld.serve.transport.generation_messages import (
+    ActivationRows,
+    PreemptSequences,
+    Step,
+)
 from multiworld.serve.transport.protocol import Key
 
 PIECE = 64
@@ -71,7 +75,7 @@ class StepQueue:
 
     def __init__(self, rows: int, table: SequenceTable) -> None:
         self._rows, self._table = rows, table
-        self._steps: deque[ArrivedStep | Preempted] = deque()
+        self._steps: deque[ArrivedStep | PreemptSequences] = deque()
         self._rebuilds: deque[RebuildRows] = deque()
         self._prepared: deque[RebuildRows] = (
             deque()
@@ -83,11 +87,11 @@ class StepQueue:
     def __len__(self) -> int:
         return len(self._steps) + len(self._rebuilds) + len(self._prepared)
 
-    def add(self, arrived: ArrivedStep | Preempted) -> None:
+    def add(self, arrived: ArrivedStep | PreemptSequences) -> None:
         """Queue a step."""
         self._steps.append(arrived)
 
-    def rebuild(self, message: Refill, hidden: Tensor) -> None:
+    def rebuild(self, message: ActivationRows, hidden: Tensor) -> None:
         """Queue rows that refill this stage."""
         if not self._rebuilds:
             self._moved.clear()
@@ -100,7 +104,7 @@ class StepQueue:
             self._moved.add(message.key)
             self._rebuilds.append(rows)
 
-    def next(self) -> ArrivedStep | Preempted | list[RebuildRows] | None:
+    def next(self) -> ArrivedStep | PreemptSequences | list[RebuildRows] | None:
         """Return what to compute next, and remove it; None if there is nothing."""
         rebuilds = self._rebuilds or self._prepared
         if rebuilds and (self._is_turn_of_rebuilds or not self._can_step()):
@@ -130,7 +134,7 @@ class StepQueue:
         first = self._steps[0]
         keys = (
             first.keys
-            if isinstance(first, Preempted)
+            if isinstance(first, PreemptSequences)
             else [part.key for part in first.step.parts]
         )
         return not any(self._rebuilding[key] for key in keys)

@@ -215,16 +215,16 @@ class Dispatcher:
                         self._latest, self._spent = tensors, item.spent
                         self._handle(events.Answered(item.attempt, item.is_last))
                     self._latest = {}
-                case protocol.Begun(attempts, is_isolated):
+                case protocol.BatchBegun(attempts, is_isolated):
                     self._handle(events.Begun(peer, attempts, is_isolated))
-                case protocol.Dropped(attempts, stage):
+                case protocol.WorkDropped(attempts, stage):
                     self._handle(events.Dropped(attempts, stage))
-                case protocol.Returned(attempts, stage):
+                case protocol.WorkReturned(attempts, stage):
                     dropped = events.Dropped(attempts, stage, is_returned=True)
                     self._handle(dropped)
-                case protocol.Stuck(attempts):
+                case protocol.WorkStuck(attempts):
                     self._handle(events.Stuck(attempts))
-                case protocol.Failed(attempt, error):
+                case protocol.WorkFailed(attempt, error):
                     self._handle(events.Failed(attempt, error.error()))
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:

@@ -42,12 +42,12 @@ def check(
             for item, tensors in zip(items, contents, strict=True):
                 for job in _checked([item.attempt], replica, sent):
                     _check_rows(job, tensors, peer)
-        case protocol.Begun(attempts):
+        case protocol.BatchBegun(attempts):
             _checked(attempts, replica, sent)
         case (
-            protocol.Dropped(attempts, stage)
-            | protocol.Returned(attempts, stage)
-            | protocol.Stuck(attempts, stage)
+            protocol.WorkDropped(attempts, stage)
+            | protocol.WorkReturned(attempts, stage)
+            | protocol.WorkStuck(attempts, stage)
         ):
             if stage != replica.stage + 1:
                 raise MessageError(
@@ -55,7 +55,7 @@ def check(
                     "comes after it"
                 )
             _checked(attempts, replica, sent)
-        case protocol.Failed(attempt):
+        case protocol.WorkFailed(attempt):
             _checked([attempt], replica, sent)
 
 

@@ -37,9 +37,9 @@ from multiworld.serve.transport.protocol import (
     AnswerItem,
     Attempt,
     Key,
-    Loaded,
     RemoteError,
     Spent,
+    StageLoaded,
     WorkerReport,
     WorkItem,
 )
@@ -147,8 +147,8 @@ class Worker:
         for outbox in {*outboxes, *self._downstream.values()}:
             await outbox.wait_sent()
 
-    def loaded(self, device: str) -> Loaded:
-        return Loaded()
+    def loaded(self, device: str) -> StageLoaded:
+        return StageLoaded()
 
     def report(self) -> WorkerReport:
         """Return the replica's state; the process adds its CPU time and memory."""
@@ -193,10 +193,10 @@ class Worker:
                     self._take(works, outbox)
                 case protocol.Cancel(key):
                     self._cancel(key)
-                case protocol.Released(keys):
+                case protocol.CreditReleased(keys):
                     self._forwarder.begun(outbox.edge.peer, keys)
                     has_credit = True
-                case protocol.Refused(keys):
+                case protocol.CreditRefused(keys):
                     self._forwarder.refused(outbox.edge.peer, keys, self._clock())
                     self._return(keys)
                     has_credit = True
@@ -368,7 +368,7 @@ class Worker:
         is_isolated = batch[0].is_isolated
         by_router = _by_router(work.key for work in batch)
         for router, keys in by_router.items():
-            self._tell(router, protocol.Begun(tuple(keys), is_isolated))
+            self._tell(router, protocol.BatchBegun(tuple(keys), is_isolated))
         boxes = [self._routers[r] for r in by_router if r in self._routers]
         for box in boxes:
             box.flush()
@@ -451,20 +451,20 @@ class Worker:
 
     def _fail(self, key: Key, error: ServeError) -> None:
         self.counts["failed"] += 1
-        failed = protocol.Failed((key[1], key[2]), RemoteError.of(error))
+        failed = protocol.WorkFailed((key[1], key[2]), RemoteError.of(error))
         self._tell(key[0], failed)
 
     def _drop(self, keys: Iterable[Key]) -> None:
-        self._tell_of(keys, "dropped", protocol.Dropped)
+        self._tell_of(keys, "dropped", protocol.WorkDropped)
 
     def _return(self, keys: Iterable[Key]) -> None:
-        self._tell_of(keys, "returned", protocol.Returned)
+        self._tell_of(keys, "returned", protocol.WorkReturned)
 
     def _tell_of(
         self,
         keys: Iterable[Key],
         what: str,
-        kind: type[protocol.Dropped | protocol.Returned | protocol.Stuck],
+        kind: type[protocol.WorkDropped | protocol.WorkReturned | protocol.WorkStuck],
     ) -> None:
         """Count attempts, and report to their routers what the next stage did."""
         for router, attempts in _by_router(keys).items():
@@ -491,7 +491,7 @@ class Worker:
             for name, outbox in list(self._downstream.items()):
                 is_silent = outbox.silent_s() > SILENT_S
                 stuck = self._forwarder.silent(name, is_silent=is_silent)
-                self._tell_of(stuck, "stuck", protocol.Stuck)
+                self._tell_of(stuck, "stuck", protocol.WorkStuck)
             self._return(self._forwarder.give_back())
             self._hand([])
 

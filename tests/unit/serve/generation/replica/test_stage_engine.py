@@ -11,7 +11,11 @@ import torch
 from multiworld.serve.generation.replica.kv_cache import MissingTokensError
 from multiworld.serve.generation.replica.stage_engine import Chores, StageEngine
 from multiworld.serve.spec.stage import Generation
-from multiworld.serve.transport.generation_messages import Opening, Sampling, StepPart
+from multiworld.serve.transport.generation_messages import (
+    Sampling,
+    SequenceStart,
+    StepPart,
+)
 from multiworld.serve.transport.protocol import Key
 
 WORDS = 8
@@ -37,13 +41,13 @@ def key(number: int) -> Key:
     return "gateway/1", number, 0
 
 
-def opening(number: int, *tokens: int) -> Opening:
+def opening(number: int, *tokens: int) -> SequenceStart:
     """Return a sequence without a sampler's chance."""
     sampling = Sampling(temperature=0.0, max_tokens=5)
-    return Opening(key(number), tokens, len(tokens), ("a",), sampling)
+    return SequenceStart(key(number), tokens, len(tokens), ("a",), sampling)
 
 
-def engine_with(*openings: Opening) -> StageEngine:
+def engine_with(*openings: SequenceStart) -> StageEngine:
     """Return an engine of a last stage with sequences that begin."""
     engine = StageEngine(stage, is_last=True, model=FACTS)
     engine.tidy(Chores(open=[(each, None) for each in openings]))
@@ -119,10 +123,12 @@ def test_preempted_sequence_is_computed_again_and_goes_on() -> None:
 def test_sequence_that_goes_on_as_another_attempt_keeps_what_it_has() -> None:
     """With the tokens that its gateway has, and its probabilities so far."""
     sampling = Sampling(temperature=0.0, max_tokens=5, prompt_logprobs=0)
-    begun = Opening(key(1), (1, 1, 1), 3, ("a",), sampling)
+    begun = SequenceStart(key(1), (1, 1, 1), 3, ("a",), sampling)
     engine = engine_with(begun)
     engine.compute([part(1, 0, 2, samples=False)], torch.tensor([1, 1]))
-    again = Opening(("gateway/1", 1, 1), (1, 1, 1), 3, ("a",), sampling, previous=0)
+    again = SequenceStart(
+        ("gateway/1", 1, 1), (1, 1, 1), 3, ("a",), sampling, previous=0
+    )
     engine.tidy(Chores(open=[(again, None)]))
     rest = StepPart(again.key, 2, 1, True)
     (first,) = engine.compute([rest], torch.tensor([1])).tokens

@@ -13,9 +13,9 @@ from multiworld.serve.generation.replica.step_queue import (
     StepQueue,
 )
 from multiworld.serve.transport.generation_messages import (
-    Opening,
-    Refill,
+    ActivationRows,
     Sampling,
+    SequenceStart,
     Step,
     StepPart,
 )
@@ -35,7 +35,7 @@ def step(number: int) -> ArrivedStep:
 
 def refill(queue: StepQueue, number: int, rows: int, *, is_end: bool = True) -> None:
     """Queue rows that refill a sequence."""
-    queue.rebuild(Refill(key(number), 5, is_end), torch.zeros(rows, 2))
+    queue.rebuild(ActivationRows(key(number), 5, is_end), torch.zeros(rows, 2))
 
 
 def links(held: dict[int, int], prepared: tuple[int, ...] = ()) -> SequenceTable:
@@ -47,7 +47,7 @@ def links(held: dict[int, int], prepared: tuple[int, ...] = ()) -> SequenceTable
     """
     found = SequenceTable(is_last=False)
     for number, count in held.items():
-        opening = Opening(key(number), (1,), 1, ("a", "b"), Sampling())
+        opening = SequenceStart(key(number), (1,), 1, ("a", "b"), Sampling())
         state, _ = found.begin(opening, (1,) if number in prepared else ())
         state.held = count
     return found

@@ -98,7 +98,7 @@ class FakeReplica:
 
     async def begin(self, *attempts: Attempt, is_isolated: bool = False) -> None:
         """Report that it computes these."""
-        await self.note(protocol.Begun(attempts, is_isolated))
+        await self.note(protocol.BatchBegun(attempts, is_isolated))
 
     async def note(self, note: Note) -> None:
         """Report something, and wait until the dispatcher has read it."""
@@ -349,7 +349,7 @@ async def test_failure_of_the_model_is_raised_as_what_it_was() -> None:
         bad, good = g.ask(1.0), g.ask(2.0)
         one, other = await g.replicas["a"].one(), await g.replicas["a"].one()
         error = RemoteError.of(ModelFailedError("it broke", stage="head"))
-        await g.replicas["a"].note(protocol.Failed(one, error))
+        await g.replicas["a"].note(protocol.WorkFailed(one, error))
         with pytest.raises(ModelFailedError, match="it broke") as found:
             await bad
         assert found.value.stage == "head"
@@ -529,14 +529,14 @@ async def test_notes_about_the_next_stage_replay_what_did_not_reach_it() -> None
         call = g.ask(1.0)
         attempt = await g.replicas["a"].one()
         await g.replicas["a"].begin(attempt)
-        await g.replicas["a"].note(protocol.Returned((attempt,), 1))
+        await g.replicas["a"].note(protocol.WorkReturned((attempt,), 1))
         attempt = await g.replicas["a"].one()
         assert attempt == (1, 2)
         await g.replicas["a"].begin(attempt)
-        await g.replicas["a"].note(protocol.Dropped((attempt,), 1))
+        await g.replicas["a"].note(protocol.WorkDropped((attempt,), 1))
         attempt = await g.replicas["a"].one()
         assert attempt == (1, 3)
-        await g.replicas["a"].note(protocol.Stuck((attempt,), 1))
+        await g.replicas["a"].note(protocol.WorkStuck((attempt,), 1))
         assert await g.replicas["a"].one() == (1, 4)
         await g.replicas["b"].begin((1, 3))
         await g.replicas["b"].answer((1, 3), 9.0)

@@ -192,7 +192,7 @@ async def note(peer: Peer) -> Note:
 async def begun(peer: Peer) -> tuple[Attempt, ...]:
     """Receive a note; return the attempts that it says have begun."""
     found = await note(peer)
-    assert isinstance(found, protocol.Begun), found
+    assert isinstance(found, protocol.BatchBegun), found
     return found.attempts
 
 
@@ -262,7 +262,7 @@ async def test_request_that_fails_fails_alone() -> None:
         assert len(await begun(g)) == 3
         failed = [await note(g), await note(g)]
         errors = {
-            n.attempt[0]: n.error for n in failed if isinstance(n, protocol.Failed)
+            n.attempt[0]: n.error for n in failed if isinstance(n, protocol.WorkFailed)
         }
         assert (errors[2].kind, errors[2].text) == (
             "InvalidRequestError",
@@ -281,7 +281,7 @@ async def test_request_with_more_rows_than_a_batch_is_refused() -> None:
         contents = [{"x": torch.ones(3)}, {"x": torch.ones(1)}]
         await g.send_with(header, contents)
         failed = await note(g)
-        assert isinstance(failed, protocol.Failed)
+        assert isinstance(failed, protocol.WorkFailed)
         assert "3 rows does not fit into a batch of at most 2" in failed.error.text
         assert await begun(g) == ((2, 1),)
         assert await answers(g) == {2: 2.0}
@@ -296,8 +296,8 @@ async def test_suspect_is_computed_alone() -> None:
         await until(lambda: b.worker.report().queued == 3)
         b.start()
         notes = [await note(g) for _ in range(2)]
-        assert protocol.Begun(((2, 1),), is_isolated=True) in notes
-        assert protocol.Begun(((1, 1), (3, 1)), is_isolated=False) in notes
+        assert protocol.BatchBegun(((2, 1),), is_isolated=True) in notes
+        assert protocol.BatchBegun(((1, 1), (3, 1)), is_isolated=False) in notes
 
 
 async def test_late_work_is_not_computed() -> None:
