@@ -1,26 +1,30 @@
 """Inference: the workers of each world classify the images that the leader sends.
 
-The model is a trained ResNet, and the images are scikit-learn's handwritten digits, as
-in the demo. Install them with: pip install 'multiworld-elastic[demo]'
+The model is the trained ResNet of ``serve/digits_resnet.py``, and the images are
+scikit-learn's handwritten digits: pip install 'multiworld-elastic[demo]'
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import sys
+from pathlib import Path
 
 import torch
 
-from common import run
-from multiworld import World
-from multiworld.demo.worlds.model import (
+sys.path.append(str(Path(__file__).parent / "serve"))
+
+from digits_resnet import (
     Digits,
     DigitsResNet,
     load_digits,
     load_model,
     trained_weights,
 )
-from multiworld.demo.worlds.worker import classify
+
+from common import run
+from multiworld import World
 
 BATCH = 8
 
@@ -30,8 +34,14 @@ def prepare() -> tuple[DigitsResNet, Digits]:
     """Return the model, which the first call trains, and the test images."""
     torch.set_num_threads(1)
     training, test = load_digits()
-    weights, _ = trained_weights(training)
+    weights = trained_weights(training)
     return load_model(weights), test
+
+
+@torch.inference_mode()
+def classify(model: DigitsResNet, images: torch.Tensor) -> torch.Tensor:
+    """Return the most likely digit of each image."""
+    return model(images).argmax(dim=1)
 
 
 async def step(world: World, number: int) -> str:

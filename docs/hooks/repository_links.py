@@ -23,7 +23,11 @@ from typing import Any
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[2]
-LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
+LINK = re.compile(
+    r"""(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))|(?<=<img src=")([^"]+)(?=")"""
+)
+"""Target and anchor of a link in Markdown, or the source of a picture in HTML."""
+
 FENCE = re.compile(r"(^ *```.*?^ *```|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
 
@@ -76,7 +80,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     source = _sources.get(here, f"docs/{here}")
 
     def rewritten(match: re.Match[str]) -> str:
-        target, anchor = match[1], match[2] or ""
+        target, anchor = match[1] or match[3], match[2] or ""
         if _is_external(target):
             return match[0]
         there = _site_path(_resolved(source, target))
@@ -137,7 +141,7 @@ def _targets(source: str, text: str) -> list[str]:
     found: list[str] = []
 
     def collected(part: str) -> str:
-        found.extend(match[1] for match in LINK.finditer(part))
+        found.extend(match[1] or match[3] for match in LINK.finditer(part))
         return part
 
     _outside_code(text, collected)

@@ -1,20 +1,13 @@
-"""Picture of the demo's timeline: load, latency, ready replicas and events."""
+"""Picture of the cluster example: load, latency and replicas over time."""
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
-from multiworld.demo.pipeline.picture import COLORS, draw_replicas, mark
-from multiworld.demo.pipeline.story import ReplicaCounts, Scene
+from multiworld.demo.chats.picture import COLORS, CUT, draw_replicas, mark
+from multiworld.demo.chats.story import ReplicaCounts, Scene
 from multiworld.serve.load.summary import Sample
-
-BAD = "#e6194b"
-"""Color of lost and wrong answers."""
-
-SLOT_S = 1.0
-"""Seconds that one step of the load curve covers."""
 
 
 def draw(
@@ -24,78 +17,48 @@ def draw(
     replica_counts: list[ReplicaCounts],
     labels: list[str],
 ) -> None:
-    """Draw load, latency and ready replicas over time, with the scenes marked.
-
-    Args:
-        path: File to write; its suffix decides the format.
-        samples: Requests of each tenant, by tenant name.
-        scenes: Events to mark.
-        replica_counts: Ready replicas over time.
-        labels: Labels of the counts in ``replica_counts``, in the same order.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
+    """Draw the requests of each tenant, and the ready replicas under each label."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, rows = plt.subplots(
-        3,
-        1,
-        sharex=True,
-        figsize=(13, 9),
-        height_ratios=(1, 2, 1.4),
-        layout="constrained",
+        3, 1, sharex=True, figsize=(13, 9), height_ratios=(1, 2, 1.4), layout="tight"
     )
     above, middle, below = rows
-    for number, (tenant, found) in enumerate(samples.items()):
-        color = COLORS[number % len(COLORS)]
-        _load(above, found, color, tenant)
-        _latency(middle, found, color, tenant)
+    for (tenant, found), color in zip(samples.items(), COLORS, strict=False):
+        counts = Counter(int(s.due_s) for s in found)
+        seconds = range(max(counts, default=0) + 1)
+        rates = [counts[second] for second in seconds]
+        above.step(seconds, rates, where="post", color=color, label=tenant)
+        good = [s for s in found if s.is_answered and s.is_right is not False]
+        refused = [s for s in found if s.status == 429]
+        bad = [s for s in found if s not in good and s.status != 429]
+        for shown, marker, shade, label in (
+            (good, ".", color, "answered"),
+            (refused, "|", color, "refused, 429"),
+            (bad, "x", CUT, "lost or wrong"),
+        ):
+            if shown:
+                middle.scatter(
+                    [s.due_s for s in shown],
+                    [s.latency_s * 1000 for s in shown],
+                    s=12,
+                    marker=marker,
+                    color=shade,
+                    label=f"{tenant}: {label} ({len(shown)})",
+                )
+    middle.set_yscale("log")
     draw_replicas(below, replica_counts, labels)
     mark(scenes, middle, rows, "bottom")
     above.set_title("Three tenants on four nodes: load, latency, replicas")
     above.set_ylabel("requests/s")
-    middle.set_yscale("log")
     middle.set_ylabel("latency (ms)")
     for axes in rows:
         low, high = axes.get_ylim()
-        room = high * (high / low) ** 0.15 if axes is middle else high + 0.3 * high
+        room = high * (high / low) ** 0.15 if axes is middle else 1.3 * high
         axes.set_ylim(top=room)
         axes.legend(loc="upper left", ncols=5, fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
-
-
-def _load(axes: Any, samples: list[Sample], color: str, tenant: str) -> None:
-    counts = Counter(int(s.due_s / SLOT_S) for s in samples)
-    last = max(counts, default=0)
-    axes.step(
-        [slot * SLOT_S for slot in range(last + 1)],
-        [counts[slot] / SLOT_S for slot in range(last + 1)],
-        where="post",
-        color=color,
-        label=tenant,
-    )
-
-
-def _latency(axes: Any, samples: list[Sample], color: str, tenant: str) -> None:
-    good = [s for s in samples if s.is_answered and s.is_right is not False]
-    refused = [s for s in samples if s.status == 429]
-    bad = [s for s in samples if s not in good and s.status != 429]
-    for found, marker, shade, label in (
-        (good, ".", color, f"{tenant}: answered ({len(good)})"),
-        (refused, "|", color, f"{tenant}: refused, 429 ({len(refused)})"),
-        (bad, "x", BAD, f"{tenant}: lost or wrong ({len(bad)})"),
-    ):
-        if found:
-            axes.scatter(
-                [s.due_s for s in found],
-                [s.latency_s * 1000 for s in found],
-                s=30 if marker == "x" else 12,
-                marker=marker,
-                color=shade,
-                label=label,
-            )

@@ -15,9 +15,9 @@ import argparse
 import json
 import urllib.request
 
+from digits_resnet import load_digits, load_model, trained_weights
 from torch import nn
 
-from multiworld.demo.worlds.model import load_digits, load_model, trained_weights
 from multiworld.serve import Model, Module, Stage, StageContext, Tensors, TensorSpec
 
 
@@ -34,7 +34,7 @@ class Blocks:
 
 def load_blocks(context: StageContext) -> Blocks:
     """Load the convolutions of the trained network."""
-    path, _ = trained_weights(load_digits()[0])
+    path = trained_weights(load_digits()[0])
     return Blocks(load_model(path).blocks.to(context.device))
 
 
@@ -51,7 +51,7 @@ class Head:
 
 def load_head(context: StageContext) -> Head:
     """Load the linear layer of the trained network."""
-    path, _ = trained_weights(load_digits()[0])
+    path = trained_weights(load_digits()[0])
     return Head(load_model(path).head.to(context.device))
 
 
@@ -78,7 +78,7 @@ def uncut() -> Module:
 
 def load_whole() -> nn.Module:
     """Load the trained network."""
-    path, _ = trained_weights(load_digits()[0])
+    path = trained_weights(load_digits()[0])
     return load_model(path)
 
 

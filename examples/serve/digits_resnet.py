@@ -111,22 +111,17 @@ def train(digits: Digits) -> DigitsResNet:
     return model.eval()
 
 
-def cache_folder() -> Path:
-    """Return the user's cache folder for this package."""
+def trained_weights(digits: Digits) -> Path:
+    """Return the file of trained weights; the first call trains them."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "multiworld"
-
-
-def trained_weights(digits: Digits) -> tuple[Path, bool]:
-    """Return the file of trained weights, and whether this call trained them."""
-    path = cache_folder() / f"digits-resnet-v{VERSION}.pt"
+    path = Path(base) / "multiworld" / f"digits-resnet-v{VERSION}.pt"
     if path.exists():
-        return path, False
+        return path
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(f".{os.getpid()}")
     torch.save(train(digits).state_dict(), draft)
     draft.replace(path)  # atomic: a concurrent reader sees a complete file or none
-    return path, True
+    return path
 
 
 def load_model(path: Path) -> DigitsResNet:

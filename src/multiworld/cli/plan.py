@@ -27,8 +27,8 @@ from multiworld.serve.placement.problem_builder import (
 )
 from multiworld.serve.resources.amounts import Node
 from multiworld.serve.scaling.default_policy import decide
-from multiworld.serve.scaling.gears import Gear, gears_of
 from multiworld.serve.scaling.limits import is_scaled
+from multiworld.serve.scaling.scaling_plans import ScalingPlan, plans_of
 from multiworld.serve.simulation.model_builder import costs_of, pipeline_of
 from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
@@ -83,7 +83,7 @@ class PlanShown(msgspec.Struct, frozen=True):
     launcher: str
     nodes: list[str]
     stages: list[PlannedStage]
-    gears: dict[str, list[Gear]]
+    scaling_plans: dict[str, list[ScalingPlan]]
     notes: dict[str, list[str]]
     models: list[PlannedModel]
     solver: str | None
@@ -213,7 +213,9 @@ def _plan(
         launcher=app.launcher,
         nodes=[node.name for node in machines],
         stages=rows,
-        gears={name: _gears(name, spec) for name, spec in app.models.items()},
+        scaling_plans={
+            name: _scaling_plans(name, spec) for name, spec in app.models.items()
+        },
         notes={name: list(build_model(m).notes) for name, m in app.models.items()},
         models=found.models if found else [],
         solver=found.solver if found else None,
@@ -238,9 +240,9 @@ def _show(app: AppSpec, plan: PlanShown, found: Outlook | None) -> None:
         console.print(
             f"model {name} is computed in {why}", soft_wrap=True, markup=False
         )
-    for name, gears in plan.gears.items():
-        if gears:
-            console.print(_scaled(name, gears), soft_wrap=True, markup=False)
+    for name, scaling_plans in plan.scaling_plans.items():
+        if scaling_plans:
+            console.print(_scaled(name, scaling_plans), soft_wrap=True, markup=False)
     if found is None:
         console.print(f"no placement planned: the solvers are missing; {SOLVER}")
         return
@@ -286,19 +288,19 @@ def _table(plan: PlanShown) -> Table:
     return table
 
 
-def _gears(name: str, spec: ModelSpec) -> list[Gear]:
+def _scaling_plans(name: str, spec: ModelSpec) -> list[ScalingPlan]:
     """Return an autoscaled model's scaling plans, if all its item_ms are declared."""
     if not is_scaled(spec) or not all(stage.item_ms for stage in spec.stages):
         return []
     model = pipeline_of(name, spec, decide, None, 0.0)
     aim = model.objective_s, model.objective_share
-    return list(gears_of(costs_of(model), *aim))
+    return list(plans_of(costs_of(model), *aim))
 
 
-def _scaled(name: str, gears: list[Gear]) -> str:
+def _scaled(name: str, scaling_plans: list[ScalingPlan]) -> str:
     """Return a line about the load that each scaling plan carries."""
-    shown = [f"{_rate(g.rate)} with {list(g.replicas)}" for g in gears[:SHOWN]]
-    more = f"; {len(gears) - SHOWN} more" if len(gears) > SHOWN else ""
+    shown = [f"{_rate(g.rate)} with {list(g.replicas)}" for g in scaling_plans[:SHOWN]]
+    more = f"; {len(scaling_plans) - SHOWN} more" if len(scaling_plans) > SHOWN else ""
     return (
         f"{name} is scaled by load, requests/s with replicas: {'; '.join(shown)}{more}"
     )

@@ -20,7 +20,7 @@ from multiworld.serve.models.factory import import_factory
 from multiworld.serve.resources.amounts import needs_of
 from multiworld.serve.resources.bookings import Bookings
 from multiworld.serve.scaling import default_policy, reference_policies, token_policy
-from multiworld.serve.scaling.gears import gear_for, gears_of
+from multiworld.serve.scaling.scaling_plans import plan_for, plans_of
 from multiworld.serve.scaling.snapshot import Policy
 from multiworld.serve.simulation import traces
 from multiworld.serve.simulation.arrival import Arrival
@@ -252,9 +252,9 @@ def _fleet(
                 f"fixed:{counts}: give {len(model.stages)} numbers, one for each stage"
             )
         return given
-    gears = gears_of(costs_of(model), model.objective_s, model.objective_share)
+    plans = plans_of(costs_of(model), model.objective_s, model.objective_share)
     span_s = max(1.0, arrivals[-1].at) if arrivals else 1.0
-    return gears[gear_for(gears, len(arrivals) / span_s)].replicas
+    return plans[plan_for(plans, len(arrivals) / span_s)].replicas
 
 
 def _measured(wish: SimulationOptions, spec: ModelSpec) -> ModelProfile | None:

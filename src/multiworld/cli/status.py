@@ -121,7 +121,7 @@ def _work(process: ProcessShown, found: StatusAnswer) -> tuple[str, str, str]:
         if gateway is None:
             return "0", "?", "0"
         waiting = sum(gateway.waiting.values())
-        answered = gateway.counts.get("answered", 0) + sum(gateway.texts.values())
+        answered = gateway.counts.get("answered", 0) + sum(gateway.completions.values())
         return str(waiting), str(gateway.in_flight), str(answered)
     worker = found.worker_report(process.name)
     if worker is None:

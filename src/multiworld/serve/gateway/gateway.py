@@ -109,7 +109,7 @@ class Gateway:
             attained=Counter(report.attained) + of_streams.attained,
             missed=Counter(report.missed) + of_streams.missed,
             refused=Counter(report.refused) + of_streams.refused,
-            texts=streams.timed.of("texts"),
+            completions=streams.timed.of("completions"),
             prompt_tokens=streams.timed.of("prompt_tokens"),
             generated_tokens=streams.timed.of("generation_tokens"),
             in_flight=report.in_flight + self.streams.in_flight,

@@ -70,7 +70,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "router_events": ("Answers, replays and refusals, by kind.", ("kind",)),
     "stream_events": ("Tokens and replays of streams, by kind.", ("kind",)),
-    "texts": ("Streams that have ended.", ("model",)),
+    "completions": ("Completions that have ended.", ("model",)),
     "prompt_tokens": ("Tokens of the prompts of ended streams.", ("model",)),
     "generation_tokens": ("Tokens generated in ended streams.", ("model",)),
     "refused": (

@@ -1,10 +1,10 @@
 """Default autoscaling policy, used where a spec names no other. Pure.
 
 1. Estimate the demand now, and when a new replica would be ready (``demand``).
-2. Look up the gear, a number of replicas for every stage, that carries the demand
-   (``gears``). Add replicas if recent bursts or the backlog need more to meet the
-   objective. Until service times are known, the queue length alone decides, as in Ray
-   Serve.
+2. Look up the scaling plan, a number of replicas for every stage, that carries the
+   demand (``scaling_plans``). Add replicas if recent bursts or the backlog need more to
+   meet the objective. Until service times are known, the queue length alone decides, as
+   in Ray Serve.
 3. Keep a burst reserve if SLO attainment fell short without it (``burst_reserve``).
 4. Apply the stabilization windows (``stabilization``).
 """
@@ -23,13 +23,6 @@ from multiworld.serve.scaling.burst_reserve import (
 )
 from multiworld.serve.scaling.demand import Demand, demand_of, envelope
 from multiworld.serve.scaling.explanation import Findings, describe, facts
-from multiworld.serve.scaling.gears import (
-    MIN_OBJECTIVE,
-    Gear,
-    StageCost,
-    gear_for,
-    gears_of,
-)
 from multiworld.serve.scaling.rules import (
     MARGIN,
     for_queue,
@@ -38,6 +31,13 @@ from multiworld.serve.scaling.rules import (
     look_back_s,
     settled,
 )
+from multiworld.serve.scaling.scaling_plans import (
+    MIN_OBJECTIVE,
+    ScalingPlan,
+    StageCost,
+    plan_for,
+    plans_of,
+)
 from multiworld.serve.scaling.service_times import Times, times_of
 from multiworld.serve.scaling.snapshot import (
     Decision,
@@ -45,8 +45,8 @@ from multiworld.serve.scaling.snapshot import (
 )
 from multiworld.serve.scaling.stabilization import PendingChange
 
-GEAR_TOLERANCE = 0.2
-"""Relative change of a stage's service time that recomputes the gears."""
+PLAN_TOLERANCE = 0.2
+"""Relative change of a stage's service time that recomputes the scaling plans."""
 
 RESERVE_HORIZON = 15.0
 """Horizon of the burst reserve, as a multiple of the largest ``downscale_delay_s``.
@@ -59,13 +59,13 @@ class PolicyState:
     """State that the policy keeps from one decision to the next.
 
     Attributes:
-        costs: By stage, seconds per request and per batch that ``gears`` are for.
-        bounds: By stage, minimum and maximum replicas that ``gears`` are for.
+        costs: By stage, seconds per request and per batch that the plans are for.
+        bounds: By stage, minimum and maximum replicas that the plans are for.
     """
 
     costs: tuple[tuple[float, float], ...] = ()
     bounds: tuple[tuple[int, int], ...] = ()
-    gears: tuple[Gear, ...] = ()
+    plans: tuple[ScalingPlan, ...] = ()
     pending: tuple[tuple[PendingChange, ...], ...] = ()
     measured: tuple[Times | None, ...] = ()
     burst_reserve: BurstReserve = field(default_factory=BurstReserve)
@@ -91,7 +91,7 @@ def decide(snapshot: Snapshot) -> Decision:
         memory=PolicyState(
             found.costs,
             _bounds(snapshot),
-            found.gears,
+            found.plans,
             pending,
             measured,
             found.burst_reserve,
@@ -108,9 +108,9 @@ def _find(
     demand = demand_of(
         snapshot.samples, period_s, snapshot.start_s, snapshot.interval_s
     )
-    costs, gears = _gears(snapshot, measured, old)
+    costs, plans = _scaling_plans(snapshot, measured, old)
     burst_reserve = _update_reserve(snapshot, costs, old.burst_reserve)
-    asked = _needs(snapshot, demand, gears, costs, period_s)
+    asked = _needs(snapshot, demand, plans, costs, period_s)
     reserved = _reserved(snapshot, demand, burst_reserve, costs)
     needs = [
         (max(low, least), max(high, least))
@@ -119,7 +119,7 @@ def _find(
     return Findings(
         demand=demand,
         costs=costs,
-        gears=gears,
+        plans=plans,
         burst_reserve=burst_reserve,
         reserved=() if needs == asked else reserved,
         needs=needs,
@@ -132,26 +132,26 @@ def _bounds(snapshot: Snapshot) -> tuple[tuple[int, int], ...]:
     return tuple((one.min_replicas, one.max_replicas) for one in limits)
 
 
-# Gears.
+# Scaling plans.
 
 
-def _gears(
+def _scaling_plans(
     snapshot: Snapshot,
     measured: Sequence[Times | None],
     old: PolicyState,
-) -> tuple[tuple[tuple[float, float], ...], tuple[Gear, ...]]:
-    """Return the service times and the gears; both empty if times are unknown."""
+) -> tuple[tuple[tuple[float, float], ...], tuple[ScalingPlan, ...]]:
+    """Return the service times and the plans; both empty if times are unknown."""
     if any(times is None for times in measured):
         return (), ()
     costs = tuple(times[:2] for times in measured if times is not None)
     is_same = old.bounds == _bounds(snapshot)
-    if old.gears and is_same and not _differ(costs, old.costs):
-        return old.costs, old.gears
+    if old.plans and is_same and not _differ(costs, old.costs):
+        return old.costs, old.plans
     stages = [
         StageCost(item_s=item_s, batch_s=batch_s, limits=limits_now(stage))
         for (item_s, batch_s), stage in zip(costs, snapshot.stages, strict=True)
     ]
-    return costs, gears_of(stages, snapshot.objective_s, snapshot.objective_share)
+    return costs, plans_of(stages, snapshot.objective_s, snapshot.objective_share)
 
 
 def _differ(
@@ -160,7 +160,7 @@ def _differ(
     if len(costs) != len(others):
         return True
     return any(
-        abs(item_s - old_s) > GEAR_TOLERANCE * old_s
+        abs(item_s - old_s) > PLAN_TOLERANCE * old_s
         for (item_s, _), (old_s, _) in zip(costs, others, strict=True)
     )
 
@@ -226,7 +226,7 @@ def _reserved(
 def _needs(
     snapshot: Snapshot,
     demand: Demand,
-    gears: Sequence[Gear],
+    plans: Sequence[ScalingPlan],
     costs: Sequence[tuple[float, float]],
     period_s: float,
 ) -> list[tuple[int, int]]:
@@ -236,11 +236,11 @@ def _needs(
     ]
     if is_idle(snapshot, demand.rate):
         return [(0, 0) for _ in snapshot.stages]
-    if not gears:
+    if not plans:
         # A request needs every stage, including those that it has not reached yet.
         return [(max(1, count), max(1, count)) for count in queued]
-    low = gears[gear_for(gears, demand.expected)].replicas
-    high = gears[gear_for(gears, MARGIN * demand.expected)].replicas
+    low = plans[plan_for(plans, demand.expected)].replicas
+    high = plans[plan_for(plans, MARGIN * demand.expected)].replicas
     max_wait_s = _max_wait_s(snapshot, costs, period_s)
     burst = envelope(snapshot.samples, period_s, max_wait_s)
     found = []

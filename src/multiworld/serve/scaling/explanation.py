@@ -8,7 +8,7 @@ from typing import Any
 
 from multiworld.serve.scaling.burst_reserve import BurstReserve
 from multiworld.serve.scaling.demand import Demand
-from multiworld.serve.scaling.gears import Gear, gear_for
+from multiworld.serve.scaling.scaling_plans import ScalingPlan, plan_for
 from multiworld.serve.scaling.snapshot import Snapshot
 
 
@@ -24,7 +24,7 @@ class Findings:
 
     demand: Demand
     costs: tuple[tuple[float, float], ...]
-    gears: tuple[Gear, ...]
+    plans: tuple[ScalingPlan, ...]
     burst_reserve: BurstReserve
     reserved: tuple[int, ...]
     needs: list[tuple[int, int]]
@@ -32,18 +32,18 @@ class Findings:
 
 
 def describe(snapshot: Snapshot, found: Findings, replicas: Sequence[int]) -> str:
-    demand, gears = found.demand, found.gears
+    demand, plans = found.demand, found.plans
     text = f"{demand.rate:.2f} requests/s"
     if demand.is_burst:
         text += " (a burst)"
     if demand.expected > demand.rate * 1.01:
         text += f", {demand.expected:.2f} expected in {demand.ahead_s:.1f} s"
-    if gears:
-        number = gear_for(gears, demand.expected)
-        gear = gears[number]
+    if plans:
+        number = plan_for(plans, demand.expected)
+        plan = plans[number]
         text += (
-            f"; gear {number + 1} of {len(gears)}, {list(gear.replicas)}, carries "
-            f"{gear.rate:.2f}/s"
+            f"; scaling plan {number + 1} of {len(plans)}, {list(plan.replicas)}, "
+            f"carries {plan.rate:.2f}/s"
         )
     else:
         text += "; by queued requests (computing times are not known yet)"
@@ -63,15 +63,15 @@ def describe(snapshot: Snapshot, found: Findings, replicas: Sequence[int]) -> st
 
 
 def facts(snapshot: Snapshot, found: Findings) -> dict[str, Any]:
-    demand, gears = found.demand, found.gears
+    demand, plans = found.demand, found.plans
     return {
         "rate": demand.rate,
         "expected": demand.expected,
         "slope": demand.slope,
         "is_burst": demand.is_burst,
         "is_urgent": found.is_urgent,
-        "gear": gear_for(gears, demand.expected) + 1 if gears else None,
-        "gears": len(gears),
+        "scaling_plan": plan_for(plans, demand.expected) + 1 if plans else None,
+        "scaling_plans": len(plans),
         "item_s": [item_s for item_s, _ in found.costs] or None,
         "needs": [list(need) for need in found.needs],
         "kept": list(found.reserved),

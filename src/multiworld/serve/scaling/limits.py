@@ -32,7 +32,7 @@ def text_of(spec: ModelSpec) -> TextObjectives | None:
         ttft_s=own.ttft_ms / 1000 if own.ttft_ms else None,
         tpot_s=own.tpot_ms / 1000 if own.tpot_ms else None,
         step_tokens=own.max_num_batched_tokens,
-        texts=own.max_num_seqs,
+        max_num_seqs=own.max_num_seqs,
     )
 
 

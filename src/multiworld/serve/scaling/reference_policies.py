@@ -7,7 +7,11 @@ import math
 from collections.abc import Callable, Sequence
 
 from multiworld.serve.scaling.demand import sample_at
-from multiworld.serve.scaling.gears import StageCost, gear_for, gears_of
+from multiworld.serve.scaling.scaling_plans import (
+    StageCost,
+    plan_for,
+    plans_of,
+)
 from multiworld.serve.scaling.snapshot import Decision, Policy, Snapshot, StageLimits
 from multiworld.serve.scaling.stabilization import PendingChange, remember, stabilized
 
@@ -90,7 +94,7 @@ def oracle(
     does not know how requests will spread over replicas and batches; ``margin``
     compensates.
     """
-    gears = gears_of(costs, objective_s, share)
+    plans = plans_of(costs, objective_s, share)
     compute_s = sum(stage.item_s for stage in costs)
     max_wait_s = max((objective_s or 10.0) - compute_s, (objective_s or 10.0) / 4)
 
@@ -105,7 +109,7 @@ def oracle(
             return Decision(replicas=least, why="no requests arrive")
         mean = len(coming) / (end - begin)
         burst = _needed(coming, max_wait_s)
-        gear = gears[gear_for(gears, mean)].replicas
+        plan = plans[plan_for(plans, mean)].replicas
         counts = [
             max(
                 count,
@@ -113,7 +117,7 @@ def oracle(
                     margin * max(burst, sum(waiting) / max_wait_s) * stage.item_s
                 ),
             )
-            for count, stage in zip(gear, costs, strict=True)
+            for count, stage in zip(plan, costs, strict=True)
         ]
         within = [
             stage.limits.within(count)

@@ -16,7 +16,7 @@ COUNTED = (
     "arrived",
     "missed",
     "refused",
-    "texts",
+    "completions",
     "prompt_tokens",
     "generated_tokens",
 )

@@ -110,7 +110,7 @@ class Sample:
             because of a full queue. Errors of clients and models do not count.
         refused: Requests so far that were refused because of a full queue.
         tokens: Output tokens so far.
-        texts: Sequences finished so far.
+        completions: Sequences finished so far.
         prompt_tokens: Prompt tokens of the finished sequences.
         generated_tokens: Output tokens of the finished sequences.
         kv_usage: Share of the KV blocks in use, at the stage 0 replica with the highest
@@ -123,7 +123,7 @@ class Sample:
     missed: int = 0
     refused: int = 0
     tokens: int = 0
-    texts: int = 0
+    completions: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     kv_usage: float = 0.0
@@ -137,14 +137,14 @@ class TextObjectives:
         ttft_s: Seconds within which the first token should come; None: no objective.
         tpot_s: Mean seconds per further token of a sequence; None: no objective.
         step_tokens: Maximum tokens of a step (``max_num_batched_tokens``).
-        texts: Maximum number of running sequences of a stage 0 replica
+        max_num_seqs: Maximum number of running sequences of a stage 0 replica
             (``max_num_seqs``).
     """
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     step_tokens: int = 256
-    texts: int = 64
+    max_num_seqs: int = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,7 @@ LEAST_FACTOR = 0.85
 """Limits of the measured correction of the predicted round. Sequences that still wait
 for their first token look like slow rounds."""
 
-MIN_TEXTS = 5
+MIN_COMPLETIONS = 5
 """Minimum number of finished sequences for their mean length to count."""
 
 OVERLAP, SPLIT_COST = 0.75, 1.4
@@ -88,7 +88,7 @@ class Load:
     Attributes:
         rate: Requests per second.
         burst: Requests per second in the worst recent burst.
-        texts: Running sequences now; long rounds increase them, as each then lives
+        sequences: Running sequences now; long rounds increase them, as each then lives
             longer.
         factor: Measured round, as a multiple of the predicted one.
         backlog: Additional prompts per second needed to clear the waiting ones soon.
@@ -96,15 +96,15 @@ class Load:
 
     rate: float
     burst: float
-    texts: float
+    sequences: float
     lengths: Lengths
     factor: float = 1.0
     backlog: float = 0.0
 
     def times(self, factor: float) -> Load:
-        rate, burst, texts = self.rate, self.burst, self.texts
+        rate, burst, sequences = self.rate, self.burst, self.sequences
         return replace(
-            self, rate=rate * factor, burst=burst * factor, texts=texts * factor
+            self, rate=rate * factor, burst=burst * factor, sequences=sequences * factor
         )
 
 
@@ -155,12 +155,12 @@ def decide(snapshot: Snapshot) -> Decision:
 
 def _lengths(samples: Sequence[Sample], before: Lengths | None) -> Lengths | None:
     first, last = samples[0], samples[-1]
-    texts = last.texts - first.texts
-    if texts < MIN_TEXTS:
+    ended = last.completions - first.completions
+    if ended < MIN_COMPLETIONS:
         return before
     return Lengths(
-        (last.prompt_tokens - first.prompt_tokens) / texts,
-        (last.generated_tokens - first.generated_tokens) / texts,
+        (last.prompt_tokens - first.prompt_tokens) / ended,
+        (last.generated_tokens - first.generated_tokens) / ended,
     )
 
 
@@ -175,16 +175,16 @@ def _factor(
     lately = [sample for sample in snapshot.samples if sample.at >= begin - 1e-9]
     first, last = lately[0], lately[-1]
     tokens, seconds = last.tokens - first.tokens, last.at - first.at
-    texts = statistics.fmean(s.stages[-1].ongoing for s in lately)
-    if tokens < MIN_TOKENS or seconds <= 0 or texts <= 0:
+    sequences = statistics.fmean(s.stages[-1].ongoing for s in lately)
+    if tokens < MIN_TOKENS or seconds <= 0 or sequences <= 0:
         return before
     rate = (last.arrived - first.arrived) / seconds
-    load = Load(rate, rate, texts, lengths)
+    load = Load(rate, rate, sequences, lengths)
     ready = [max(1, seen.ready) for seen in last.stages]
-    wanted_s = _round_with(texts, ready, costs, load)
+    wanted_s = _round_with(sequences, ready, costs, load)
     if math.isinf(wanted_s):
         return before
-    found = min(MOST_FACTOR, max(LEAST_FACTOR, texts * seconds / tokens / wanted_s))
+    found = min(MOST_FACTOR, max(LEAST_FACTOR, sequences * seconds / tokens / wanted_s))
     step = min(1.0, snapshot.interval_s / look_back_s(snapshot))
     return before + step * (found - before)
 
@@ -200,7 +200,7 @@ def _queue_needs(snapshot: Snapshot) -> tuple[list[tuple[int, int]], str]:
         max(least, for_queue(snapshot.samples, k, stage, period_s))
         for k, stage in enumerate(snapshot.stages)
     ]
-    why = "by queued texts (times of steps are not known yet)"
+    why = "by queued sequences (times of steps are not known yet)"
     return [(count, count) for count in found], why
 
 
@@ -229,7 +229,7 @@ def _token_needs(
     load = Load(
         rate=demand.expected,
         burst=envelope(snapshot.samples, period_s, ttft_s) if arrived > 1 else 0.0,
-        texts=ongoing,
+        sequences=ongoing,
         lengths=lengths,
         factor=factor,
         backlog=max(0.0, ongoing - usual) / (2 * ttft_s),
@@ -237,7 +237,7 @@ def _token_needs(
     low = fleet(snapshot, costs, load, text)
     high = fleet(snapshot, costs, load.times(MARGIN), text)
     why = (
-        f"{demand.rate:.2f} texts/s of {lengths.prompt:.0f} + {lengths.answer:.0f} "
+        f"{demand.rate:.2f} sequences/s of {lengths.prompt:.0f} + {lengths.answer:.0f} "
         f"tokens, {ongoing:.0f} at once; a round with {list(low)} takes "
         f"{1000 * round_of(low, costs, load):.0f} ms"
     )
@@ -263,7 +263,9 @@ def fleet(
     cost more, so an even fleet is often better than a smaller one.
     """
     limits = [limits_now(stage) for stage in snapshot.stages]
-    least = max(_for_memory(snapshot, load), math.ceil(load.texts / text.texts))
+    least = max(
+        _for_memory(snapshot, load), math.ceil(load.sequences / text.max_num_seqs)
+    )
     longest_s = BUSY * longest_round_s(text, costs)
     lowest = [max(1, limit.within(1)) for limit in limits]
     lowest[0] = max(lowest[0], limits[0].within(least))
@@ -303,13 +305,13 @@ def round_of(counts: Sequence[int], costs: Sequence[StepCost], load: Load) -> fl
     follows from the round (Little's law) and the round from their number: both
     converge, or grow without limit.
     """
-    texts = load.texts
+    sequences = load.sequences
     for _ in range(SETTLING):
-        found = load.factor * _round_with(texts, counts, costs, load)
-        grown = max(load.texts, load.rate * load.lengths.answer * found)
-        if math.isinf(found) or abs(grown - texts) <= 0.002 * texts:
+        found = load.factor * _round_with(sequences, counts, costs, load)
+        grown = max(load.sequences, load.rate * load.lengths.answer * found)
+        if math.isinf(found) or abs(grown - sequences) <= 0.002 * sequences:
             return found
-        texts = grown
+        sequences = grown
     return math.inf
 
 
@@ -351,7 +353,7 @@ def _is_first_in_time(
     prompt = load.lengths.prompt
     alone_s = prompt_seconds(prompt, costs, text.step_tokens)
     left_s = max(text.ttft_s - alone_s, text.ttft_s / 4)
-    running, round_s = load.texts, round_of(counts, costs, load)
+    running, round_s = load.sequences, round_of(counts, costs, load)
     for cost, count in zip(costs, counts, strict=True):
         # Running sequences take their share; a burst must fit into the rest.
         rounds = cost.step_s + cost.row_s * running / count
@@ -372,5 +374,5 @@ def _for_memory(snapshot: Snapshot, load: Load) -> int:
     seen = last.stages[0]
     if not seen.ongoing or not seen.ready:
         return 1
-    more = load.texts / seen.ongoing
+    more = load.sequences / seen.ongoing
     return math.ceil(seen.ready * last.kv_usage * more / KV_SHARE - 1e-9)

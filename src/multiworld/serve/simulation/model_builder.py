@@ -10,8 +10,8 @@ from multiworld.serve.generation.limits import limits_by
 from multiworld.serve.resources.amounts import Need
 from multiworld.serve.resources.assignment import assign
 from multiworld.serve.resources.bookings import Bookings
-from multiworld.serve.scaling.gears import StageCost
 from multiworld.serve.scaling.limits import interval_s, limits_of, text_of
+from multiworld.serve.scaling.scaling_plans import StageCost
 from multiworld.serve.scaling.snapshot import Policy, StageLimits
 from multiworld.serve.scaling.step_costs import USUAL_RATIO
 from multiworld.serve.simulation.engine import PipelineModel, Room, StageModel

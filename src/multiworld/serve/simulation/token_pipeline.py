@@ -85,12 +85,12 @@ class TextReplica(Replica):
     scheduler: Scheduler | None = None
     work: deque[SimulatedStep | Preparation] = field(default_factory=deque)
     is_busy: bool = False
-    texts: set[Text] = field(default_factory=set)
+    sequences: set[Text] = field(default_factory=set)
     new_until: float = 0.0
 
     @property
     def is_done(self) -> bool:
-        return not self.texts and not self.work and not self.is_busy
+        return not self.sequences and not self.work and not self.is_busy
 
 
 class TokenPipeline(Pipeline):
@@ -170,7 +170,7 @@ class TokenPipeline(Pipeline):
         scheduler.remove(text.key)
         self._schedulers.leave(_names(text.chain))
         for replica in text.chain:
-            replica.texts.discard(text)
+            replica.sequences.discard(text)
         text.chain = []
 
     def _move(self, now: float) -> None:
@@ -200,7 +200,7 @@ class TokenPipeline(Pipeline):
 
         def cost(replica: TextReplica) -> tuple[float, float]:
             splits = any(self._schedulers.is_split(replica.name, f.name) for f in first)
-            return len(replica.texts) + SPLIT * splits, self._chance()
+            return len(replica.sequences) + SPLIT * splits, self._chance()
 
         return min(self._at_stage(k), key=cost, default=None)
 
@@ -208,7 +208,7 @@ class TokenPipeline(Pipeline):
         text.chain = chain
         self._schedulers.enter(_names(chain))
         for replica in chain:
-            replica.texts.add(text)
+            replica.sequences.add(text)
         scheduler = chain[0].scheduler
         assert scheduler is not None
         scheduler.add(text.key, [0] * text.tokens, route=_names(chain))
@@ -224,7 +224,7 @@ class TokenPipeline(Pipeline):
             for replica in replicas:
                 assert isinstance(replica, TextReplica)
                 if replica.is_draining:
-                    for text in [t for t in replica.texts if t.moving < 0]:
+                    for text in [t for t in replica.sequences if t.moving < 0]:
                         if len(self._moving) < AT_ONCE:
                             self._prepare(text, replica.stage)
         for k in range(len(self._replicas)):
@@ -237,10 +237,10 @@ class TokenPipeline(Pipeline):
         new = [r for r in usable if r.new_until > now]
         if not new:
             return
-        busiest = max(usable, key=lambda r: len(r.texts))
-        least = min(new, key=lambda r: len(r.texts))
-        surplus = surplus_of(len(busiest.texts), len(least.texts))
-        there = [t for t in busiest.texts if t.moving < 0 and t.chain[k] is busiest]
+        busiest = max(usable, key=lambda r: len(r.sequences))
+        least = min(new, key=lambda r: len(r.sequences))
+        surplus = surplus_of(len(busiest.sequences), len(least.sequences))
+        there = [t for t in busiest.sequences if t.moving < 0 and t.chain[k] is busiest]
         waiting = sorted((t for t in there if t.first_at < 0), key=lambda t: -t.at)
         for text in waiting[:surplus]:
             self._restart(text)
@@ -263,7 +263,7 @@ class TokenPipeline(Pipeline):
             return
         text.moving = k
         self._moving.add(text)
-        target.texts.add(text)
+        target.sequences.add(text)
         target.work.append(Preparation(text, text.tokens))
 
     def _switch(self, text: Text, target: TextReplica) -> None:
@@ -271,7 +271,7 @@ class TokenPipeline(Pipeline):
         k, text.moving = text.moving, -1
         old = text.chain[0].scheduler
         self._schedulers.leave(_names(text.chain))
-        text.chain[k].texts.discard(text)
+        text.chain[k].sequences.discard(text)
         text.chain[k] = target
         self._schedulers.enter(_names(text.chain))
         new = text.chain[0].scheduler
@@ -336,7 +336,7 @@ class TokenPipeline(Pipeline):
     def _prepared(self, replica: TextReplica, work: Preparation) -> None:
         text = work.text
         if text.key[:2] not in self._texts or text.moving != replica.stage:
-            replica.texts.discard(text)
+            replica.sequences.discard(text)
             self._moving.discard(text)
             return
         left = work.rows - self._limits.max_num_batched_tokens
@@ -408,7 +408,7 @@ class TokenPipeline(Pipeline):
         stages = []
         for k in range(len(self._model.stages)):
             here: Iterable[Replica] = self._replicas[k]
-            ongoing = sum(len(r.texts) for r in here if isinstance(r, TextReplica))
+            ongoing = sum(len(r.sequences) for r in here if isinstance(r, TextReplica))
             _, steps, busy_s = self._counts[k]
             stages.append(
                 StageSeen(
@@ -428,7 +428,7 @@ class TokenPipeline(Pipeline):
             missed=self._missed,
             refused=self._refused,
             tokens=self._generated,
-            texts=self._ended[0],
+            completions=self._ended[0],
             prompt_tokens=self._ended[1],
             generated_tokens=self._ended[2],
             kv_usage=max(used, default=0.0),

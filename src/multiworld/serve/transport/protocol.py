@@ -169,7 +169,7 @@ class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
         attained: Requests answered within the latency objective, by model.
         missed: Requests answered late, or not at all for lack of replicas, by model.
         refused: Requests rejected because the queue was full, by model.
-        texts: Completions that have ended; the next two fields count their tokens.
+        completions: Those that have ended; the next two fields count their tokens.
     """
 
     in_flight: int = 0
@@ -183,7 +183,7 @@ class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
     attained: dict[str, int] = {}
     missed: dict[str, int] = {}
     refused: dict[str, int] = {}
-    texts: dict[str, int] = {}
+    completions: dict[str, int] = {}
     prompt_tokens: dict[str, int] = {}
     generated_tokens: dict[str, int] = {}
     cpu_s: float = 0.0

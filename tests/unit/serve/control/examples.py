@@ -55,7 +55,7 @@ GATEWAY_REPORT: dict[str, Any] = {
     "attained": {"m": 8},
     "missed": {"m": 1},
     "refused": {},
-    "texts": {},
+    "completions": {},
     "prompt_tokens": {},
     "generated_tokens": {},
     "cpu_s": 1.5,
@@ -162,7 +162,7 @@ DECISION: dict[str, Any] = {
     "kind": "scaling",
     "about": "m",
     "what": "[1] → [2]",
-    "facts": {"rate": 2.5, "gears": None, "needs": [[1, 2]]},
+    "facts": {"rate": 2.5, "scaling_plans": None, "needs": [[1, 2]]},
 }
 
 THOUGHT = {"kind": "scaling", "about": "m", "at": 6.5, "what": "enough"}

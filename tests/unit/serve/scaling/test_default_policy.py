@@ -18,9 +18,13 @@ from multiworld.serve.fleet.state import DesiredModel, DesiredState
 from multiworld.serve.models.factory import check_policies
 from multiworld.serve.scaling import default_policy, queue_model, reference_policies
 from multiworld.serve.scaling.demand import demand_of, envelope
-from multiworld.serve.scaling.gears import StageCost, gear_for, gears_of
 from multiworld.serve.scaling.limits import within
 from multiworld.serve.scaling.samples import ObservedReplica, SampleWindow
+from multiworld.serve.scaling.scaling_plans import (
+    StageCost,
+    plan_for,
+    plans_of,
+)
 from multiworld.serve.scaling.snapshot import (
     Decision,
     Sample,
@@ -107,7 +111,7 @@ class Situation:
                 self.changes.append((self.now, self.replicas))
 
 
-# Queue model, gears.
+# Queue model, scaling plans.
 
 
 def test_waiting_is_that_of_a_queue_that_is_known_exactly() -> None:
@@ -127,31 +131,31 @@ def test_waiting_is_that_of_a_queue_that_is_known_exactly() -> None:
     st.integers(1, 6),
     st.sampled_from([None, 0.5, 3.0]),
 )
-def test_gears_grow_and_stay_within_limits(
+def test_scaling_plans_grow_and_stay_within_limits(
     item_s: list[float], most: int, objective_s: float | None
 ) -> None:
-    """Every gear carries more than the one before, and no stage shrinks."""
-    found = gears_of(costs(*item_s, limits=StageLimits(max_replicas=most)), objective_s)
+    """Every scaling plan carries more than the one before, and no stage shrinks."""
+    found = plans_of(costs(*item_s, limits=StageLimits(max_replicas=most)), objective_s)
     assert found
     for one, other in pairwise(found):
         assert other.rate > one.rate
         assert all(b >= a for a, b in zip(one.replicas, other.replicas, strict=True))
-    for gear in found:
-        assert all(1 <= count <= most for count in gear.replicas)
-        assert gear_for(found, gear.rate) == found.index(gear)
-    assert gear_for(found, found[-1].rate * 2) == len(found) - 1
+    for plan in found:
+        assert all(1 <= count <= most for count in plan.replicas)
+        assert plan_for(found, plan.rate) == found.index(plan)
+    assert plan_for(found, found[-1].rate * 2) == len(found) - 1
 
 
-def test_gears_widen_the_narrowest_stage() -> None:
+def test_scaling_plans_widen_the_narrowest_stage() -> None:
     """Of stages that take 1, 4 and 2, the second gets the most replicas."""
-    last = gears_of(costs(0.01, 0.04, 0.02), 0.5)
-    wide = last[gear_for(last, 50.0)].replicas
+    last = plans_of(costs(0.01, 0.04, 0.02), 0.5)
+    wide = last[plan_for(last, 50.0)].replicas
     assert wide[1] > wide[2] >= wide[0]
 
 
 def test_objective_that_nothing_can_meet_does_not_take_everything() -> None:
     """Even an idle service takes longer: more replicas would not help."""
-    found = gears_of(costs(0.5, 0.5), objective_s=0.1)
+    found = plans_of(costs(0.5, 0.5), objective_s=0.1)
     assert found[0].rate > 0
 
 
@@ -455,7 +459,7 @@ def test_batches_that_shrink_do_not_make_a_stage_slow() -> None:
 
 
 def test_fixed_stage_that_is_rescaled_has_the_others_follow() -> None:
-    """Gears cover all stages, so they are recomputed for its new number."""
+    """Scaling plans cover all stages, so they are recomputed for its new number."""
     at = Situation((0.02, 0.08))
     at.play(40.0, 30)
     seen = at.snapshot()

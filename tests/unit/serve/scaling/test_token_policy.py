@@ -87,7 +87,7 @@ def test_keys_and_values_and_places_for_texts_count() -> None:
     busy = Load(0.1, 0.1, 40.0, Lengths(10, 10))
     wanted = fleet(snapshot([full]), COSTS, busy, TEXT)
     assert wanted[0] >= 4, "twice the texts need twice the memory"
-    few = TextObjectives(ttft_s=2.0, tpot_s=0.06, texts=8)
+    few = TextObjectives(ttft_s=2.0, tpot_s=0.06, max_num_seqs=8)
     assert fleet(snapshot(), COSTS, busy, few)[0] == 5
 
 
@@ -114,7 +114,7 @@ def samples(rate: float, seconds: int, fleet_size: int = 2) -> list[Sample]:
                 arrived=texts,
                 stages=stages,
                 tokens=texts * 100,
-                texts=texts,
+                completions=texts,
                 prompt_tokens=texts * 500,
                 generated_tokens=texts * 100,
             )
@@ -132,7 +132,7 @@ def test_decision_follows_the_load_and_says_why() -> None:
         if end == 2:
             assert "not known yet" in decision.why
     assert all(count > 2 for count in decision.replicas)
-    assert "4.00 texts/s of 500 + 100 tokens" in decision.why
+    assert "4.00 sequences/s of 500 + 100 tokens" in decision.why
     assert decision.facts["row_s"][1] > 0
 
 

@@ -40,18 +40,16 @@ class StreamCounts:
             made: Tokens that were generated.
             took_s: Seconds from the first to the last of them.
         """
-        self._sums["texts", model] += 1
+        self._sums["completions", model] += 1
         self._sums["prompt_tokens", model] += prompt
         self._sums["generation_tokens", model] += made
         if made > 1:
             self._time("output_token", model, took_s / (made - 1))
 
     def of(self, kind: str) -> dict[str, int]:
-        """Return a count by model.
+        """Return a count of ended streams by model.
 
-        Args:
-            kind: ``texts``, ``prompt_tokens`` or ``generation_tokens``, of the streams
-                that have ended.
+        The kinds are ``completions``, ``prompt_tokens`` and ``generation_tokens``.
         """
         return {model: n for (name, model), n in self._sums.items() if name == kind}
 

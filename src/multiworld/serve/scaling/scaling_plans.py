@@ -1,10 +1,10 @@
-"""Gears: a precomputed table of the replicas that carry each load. Pure.
+"""Scaling plans: a precomputed table of the replicas that carry each load. Pure.
 
-A gear is a number of replicas for *every* stage of a pipeline, and the maximum arrival
-rate that these carry within the objective. The next gear has one more replica at the
-bottleneck. All stages are thus scaled together, and a decision is a table lookup. Plans
-precomputed and keyed by load are the idea of CascadeServe (Kossmann et al., arXiv
-2406.14424); its gears also choose among models.
+A scaling plan is a number of replicas for *every* stage of a pipeline, and the maximum
+arrival rate that these carry within the objective. The next plan has one more replica
+at the bottleneck. All stages are thus scaled together, and a decision is a table
+lookup. Plans precomputed and keyed by load are the idea of CascadeServe (Kossmann et
+al., arXiv 2406.14424), where they also choose among models.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from multiworld.serve.scaling import queue_model
 from multiworld.serve.scaling.snapshot import StageLimits
 
 BISECTIONS = 18
-"""Bisection steps that find a gear's load; exact to a few millionths."""
+"""Bisection steps that find a scaling plan's load; exact to a few millionths."""
 
 MAX_UTILISATION = 0.85
 """Maximum planned utilization of a stage where a model has an objective."""
 
 MIN_OBJECTIVE = 1.5
-"""Minimum objective that gears plan for, as a multiple of the service time. Even an
+"""Minimum objective of scaling plans, as a multiple of the service time. Even an
 idle service misses a shorter objective; it must not claim all replicas."""
 
 
@@ -45,7 +45,7 @@ class StageCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Gear:
+class ScalingPlan:
     """Maximum arrival rate that some number of replicas of each stage carries."""
 
     rate: float
@@ -59,31 +59,31 @@ class _Aim:
     share: float
 
 
-def gears_of(
+def plans_of(
     stages: Sequence[StageCost], objective_s: float | None = None, share: float = 0.99
-) -> tuple[Gear, ...]:
-    """Return all gears of a pipeline, smallest first.
+) -> tuple[ScalingPlan, ...]:
+    """Return all scaling plans of a pipeline, smallest first.
 
     Without an objective, ``target_ongoing_requests`` determines the replicas.
     """
     aim = _Aim(objective_s, share)
     counts = [max(1, stage.limits.min_replicas) for stage in stages]
-    found: list[Gear] = []
+    found: list[ScalingPlan] = []
     while True:
         rate = _carried(stages, counts, aim)
         if not found or rate > found[-1].rate * (1.0 + 1e-6):
             late = latency_s(stages, counts, rate, share)
-            found.append(Gear(rate, tuple(counts), late))
+            found.append(ScalingPlan(rate, tuple(counts), late))
         best = _stage_to_widen(stages, counts, aim)
         if best is None:
             return tuple(found)
         counts[best] += 1
 
 
-def gear_for(gears: Sequence[Gear], rate: float) -> int:
-    """Return the index of the smallest gear that carries ``rate``, or of the last."""
-    at = bisect.bisect_left([gear.rate for gear in gears], rate)
-    return min(at, len(gears) - 1)
+def plan_for(plans: Sequence[ScalingPlan], rate: float) -> int:
+    """Return the index of the smallest plan that carries ``rate``, or of the last."""
+    at = bisect.bisect_left([plan.rate for plan in plans], rate)
+    return min(at, len(plans) - 1)
 
 
 def latency_s(
