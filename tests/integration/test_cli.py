@@ -10,6 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from multiworld.cli.main import COMMANDS, GROUPS, cli
 
 BIN = Path(sys.executable).parent
 
@@ -133,3 +136,14 @@ def test_command_ends_on_interrupt(number: signal.Signals) -> None:
         ):
             return
     raise AssertionError("a worker outlived the demo")
+
+
+def test_help_is_grouped_and_an_unknown_command_is_guessed() -> None:
+    """Every command is in one group; a typing error names the command that is meant."""
+    shown = CliRunner().invoke(cli, ["--help"]).output
+    for title in GROUPS:
+        assert f"\n{title}:\n" in shown
+    assert all(f"\n  {name} " in shown for name in COMMANDS)
+    wrong = CliRunner().invoke(cli, ["stauts"])
+    assert wrong.exit_code == 2
+    assert "Did you mean status?" in wrong.output

@@ -6,6 +6,7 @@ imported when it is called, so ``--help`` needs no optional package.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import logging
 import os
@@ -17,31 +18,49 @@ import click
 from multiworld import __version__
 from multiworld.errors import MultiWorldError
 
-COMMANDS = {
-    "demo": "Stream chats from a model in three stages, and inject faults.",
-    "doctor": "Check this installation and this machine.",
-    "serve": "Serve the models of a spec (a YAML file) until Ctrl-C.",
-    "plan": "Show which replicas a spec would start, and where; start nothing.",
-    "schema": "Print the JSON Schema of a spec, for editors.",
-    "partition": "Measure each part of a model, and propose where to cut it.",
-    "profile": "Measure the time and memory that the stages of a model need.",
-    "simulate": "Replay a trace of requests against autoscaling policies.",
-    "status": "Show the processes of a service and its last operations.",
-    "explain": "Show which process waits for which, and the last decisions.",
-    "nodes": "Show the machines of a service, or this machine if none runs.",
-    "resources": "Show the resources that every replica books and uses.",
-    "scale": "Set the number of replicas of a stage.",
-    "update": "Update a running service to another spec, without a pause.",
-    "drain": "Replace one process without losing a request.",
-    "logs": "Print the end of the logs of processes.",
-    "load": "Send requests at a steady rate, and summarise the answers.",
-    "chaos": "Inject a fault into a replica.",
-    "tenants": "Manage tenants, their keys and limits; show their usage.",
-    "audit": "Show the last administrative operations and their outcomes.",
-    "shutdown": "End a service after it has answered the accepted requests.",
-    "store": "Run the store at which members of worlds meet.",
+GROUPS = {
+    "Run": {
+        "demo": "Stream chats from a model in three stages, and inject faults.",
+        "serve": "Serve the models of a spec (a YAML file) until Ctrl-C.",
+        "shutdown": "End a service after it has answered the accepted requests.",
+        "store": "Run the store at which members of worlds meet.",
+        "doctor": "Check this installation and this machine.",
+    },
+    "Inspect": {
+        "status": "Show the processes of a service and its last operations.",
+        "explain": "Show which process waits for which, and the last decisions.",
+        "logs": "Print the end of the logs of processes.",
+        "nodes": "Show the machines of a service, or this machine if none runs.",
+        "resources": "Show the resources that every replica books and uses.",
+        "audit": "Show the last administrative operations and their outcomes.",
+    },
+    "Change": {
+        "scale": "Set the number of replicas of a stage.",
+        "update": "Update a running service to another spec, without a pause.",
+        "drain": "Replace one process without losing a request.",
+        "tenants": "Manage tenants, their keys and limits; show their usage.",
+        "chaos": "Inject a fault into a replica.",
+    },
+    "Plan and measure": {
+        "plan": "Show which replicas a spec would start, and where; start nothing.",
+        "schema": "Print the JSON Schema of a spec, for editors.",
+        "partition": "Measure each part of a model, and propose where to cut it.",
+        "profile": "Measure the time and memory that the stages of a model need.",
+        "simulate": "Replay a trace of requests against autoscaling policies.",
+        "load": "Send requests at a steady rate, and summarise the answers.",
+    },
 }
-"""One line of help for each command, in the order of ``--help``."""
+"""One line of help for each command, by group, in the order of ``--help``."""
+
+COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
+
+EXAMPLES = """\b
+Examples:
+  multiworld demo                      chats that survive kills
+  multiworld serve app.yaml            serve the models of a spec
+  multiworld status                    what runs, and what happened last
+  multiworld chaos kill m back         kill a replica of a stage
+  multiworld scale m back 3            three replicas of a stage"""
 
 EXTRAS = {"demo": "demo"}
 """Extra to install for a command; ``serve`` for the others."""
@@ -79,18 +98,36 @@ class Commands(click.Group):
         command: click.Command = getattr(module, cmd_name)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; for an unknown one, name those that are spelled like it."""
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            close = difflib.get_close_matches(args[0], COMMANDS)
+            hint = f" Did you mean {' or '.join(close)}?" if close else ""
+            ctx.fail(f"No such command {args[0]!r}.{hint}")
+        return super().resolve_command(ctx, args)
+
     def format_commands(
         self, ctx: click.Context, formatter: click.HelpFormatter
     ) -> None:
         """Write the list of commands, without importing any."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        width = max(map(len, COMMANDS))
+        for title, group in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl(
+                    [(n.ljust(width), text) for n, text in group.items()]
+                )
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=EXAMPLES,
+)
 @click.version_option(__version__, prog_name="multiworld")
 def cli() -> None:
-    """Elastic, fault-tolerant worlds (process groups) for PyTorch."""
+    """Serve models whose requests and streams survive the loss of any worker."""
     # M8D_LOG_LEVEL is pymultiworld's variable; programs may already set it.
     level = os.environ.get("M8D_LOG_LEVEL", "WARNING").upper()
     known = logging.getLevelNamesMapping()

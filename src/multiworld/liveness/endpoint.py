@@ -113,9 +113,13 @@ class Endpoint:
         )
         tcp.setblocking(False)
         name = f"multiworld-{secrets.token_hex(12)}"
-        unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        unix.bind("\0" + name)
-        unix.listen(BACKLOG)
+        try:
+            unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            unix.bind("\0" + name)
+            unix.listen(BACKLOG)
+        except OSError:
+            tcp.close()
+            raise
         unix.setblocking(False)
         where = this_host()
         address = Address(

@@ -38,5 +38,5 @@ class RareLog:
             del self._logged_at[oldest]
             self._hidden.pop(oldest, None)
         hidden = self._hidden.pop(cause, 0)
-        more = f" ({hidden} more times in the last minute)" if hidden else ""
+        more = f" ({hidden} more times since)" if hidden else ""
         self._logger.error("%s%s", cause, more)

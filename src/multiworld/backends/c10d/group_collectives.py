@@ -86,7 +86,7 @@ class GroupCollectives:
     # One method for each collective that the group has.
 
     def _broadcast(self, call: Call) -> Native:
-        tensor, src = call.tensor, call.root
+        tensor, src = self._checked(call.tensor), call.root
         options = self._options(dist.BroadcastOptions())
         options.rootRank = src
         return Native(

@@ -16,7 +16,7 @@ from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.net.rare_log import RareLog
 from multiworld.serve.control.adoption import adopted
 from multiworld.serve.control.answers import StatusAnswer
-from multiworld.serve.control.dtypes import resolve
+from multiworld.serve.control.dtypes import Resolved, resolve
 from multiworld.serve.control.fleet_metrics import FleetMetrics
 from multiworld.serve.control.operations import Operations
 from multiworld.serve.control.process_links import REPORT_S, ProcessLinks
@@ -214,17 +214,16 @@ class Controller:
                     await self._nodes_measured()
             except TimeoutError:
                 logger.warning("not all machines have said how fast bfloat16 is there")
-        self.app = self.resolve(self.app)
+        resolved = self.resolve(self.app)
+        self.app, self.dtypes = resolved.app, resolved.why
 
     async def _nodes_measured(self) -> None:
         nodes = self._launcher.nodes
         while any(node.bfloat16 is None for node in nodes()):  # noqa: ASYNC110 - no event
             await asyncio.sleep(TICK_S)
 
-    def resolve(self, app: AppSpec) -> AppSpec:
-        resolved = resolve(app, self._launcher.nodes(), self._versions.specs)
-        self.dtypes = resolved.why
-        return resolved.app
+    def resolve(self, app: AppSpec) -> Resolved:
+        return resolve(app, self._launcher.nodes(), self._versions.specs)
 
     async def plan_first(self) -> None:
         self._versions.add(self.app)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from multiworld.errors import PlacementError, ServeError, UnknownModelError
 from multiworld.serve.control.answers import Scaled
+from multiworld.serve.control.dtypes import Resolved
 from multiworld.serve.control.processes import Processes
 from multiworld.serve.control.status import models_order
 from multiworld.serve.control.versions import Versions
@@ -42,9 +43,10 @@ class OperationsOwner(Protocol):
     """The controller."""
 
     app: AppSpec
+    dtypes: dict[str, str]
 
-    def resolve(self, app: AppSpec) -> AppSpec:
-        """Return the spec with a dtype for every model that generates text."""
+    def resolve(self, app: AppSpec) -> Resolved:
+        """Choose a dtype for every model that generates text."""
 
     def want(self, desired: DesiredState) -> None:
         """Set the desired state of the service."""
@@ -108,7 +110,8 @@ class Operations:
         owner = self._owner
         if app.host == "auto":
             app = app.model_copy(update={"host": owner.app.host})
-        app = owner.resolve(app)
+        resolved = owner.resolve(app)
+        app = resolved.app
         check_update(owner.app, app, self._versions.specs)
         check_policies(app)
         desired = self._fleet.desired
@@ -127,6 +130,7 @@ class Operations:
                 "new one is ready",
                 short=error.short,
             ) from None
+        owner.dtypes = resolved.why
         last = self._history.last_number
         owner.tell_gateways(models_order(self._versions.specs))
         owner.want(changed)

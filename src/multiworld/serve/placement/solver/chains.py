@@ -234,7 +234,7 @@ def _linear(
 ) -> tuple[tuple[Range, ...], float]:
     """Return HiGHS's solution if it is better than ``best``, and its bound."""
     nodes = _all_ranges(chain)
-    longest = max(max(kind.capacity) for kind in chain.kinds)
+    longest = max(max(kind.capacity, default=0) for kind in chain.kinds)
     flows = [
         (begin, end)
         for end in range(1, chain.layers + 1)
@@ -339,7 +339,7 @@ def _flow_variables(
     Flow that enters at or before ``begin`` and leaves at ``end`` can only use nodes
     whose range ends at ``end`` and starts at or before ``begin``.
     """
-    longest = max(max(kind.capacity) for kind in chain.kinds)
+    longest = max(max(kind.capacity, default=0) for kind in chain.kinds)
     flow = {
         (begin, end): model.new_int_var(0, top, "")
         for end in range(1, chain.layers + 1)
