@@ -146,4 +146,4 @@ def test_help_is_grouped_and_an_unknown_command_is_guessed() -> None:
     assert all(f"\n  {name} " in shown for name in COMMANDS)
     wrong = CliRunner().invoke(cli, ["stauts"])
     assert wrong.exit_code == 2
-    assert "Did you mean status?" in wrong.output
+    assert "Did you mean status" in wrong.output
