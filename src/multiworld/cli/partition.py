@@ -176,7 +176,7 @@ def _show(name: str, rows: int, spec: ModelSpec, found: dict[str, Any]) -> None:
     type=click.IntRange(1, 4096),
     default=1,
     show_default=True,
-    help="Rows of a batch; texts of a step, if the model generates text.",
+    help="Rows of a batch; sequences of a step, if the model generates text.",
 )
 @CONTEXT
 @click.option(

@@ -75,8 +75,8 @@ def _batch(meter: Meter) -> str:
     if not isinstance(meter, TextMeter):
         return "a batch of n rows"
     return (
-        f"a step of n texts that have {meter.context} tokens each; ({meter.context}): "
-        "of a prompt of so many; memory for texts is booked besides"
+        f"a step of n sequences of {meter.context} tokens each; ({meter.context}): "
+        "of a prompt of that length; memory for KV blocks is booked besides"
     )
 
 
@@ -114,7 +114,7 @@ def _table(found: ModelProfile) -> Table:
     multiple=True,
     default=(1, 4, 16),
     show_default=True,
-    help="Rows of a batch, or texts of a step; may be repeated.",
+    help="Rows of a batch, or sequences of a step; may be repeated.",
 )
 @CONTEXT
 @click.option(

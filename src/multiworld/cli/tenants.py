@@ -260,7 +260,7 @@ def _settings(command: F) -> F:
         click.option(
             "--tpm-limit",
             type=click.IntRange(0),
-            help="Mean tokens a minute of prompts and generated texts; 0: no limit.",
+            help="Mean tokens a minute of prompts and completions; 0: no limit.",
         ),
         click.option(
             "--tokens-per-day",

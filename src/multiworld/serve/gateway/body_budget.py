@@ -75,7 +75,7 @@ class BodyBudget:
         """Reserve ``size`` bytes; raise ``NoMemoryError`` if they do not fit."""
         if self.used + size > self.limit:
             raise NoMemoryError(
-                f"bodies of requests under way fill the {self.limit / 2**20:g} MiB of "
+                f"bodies of requests in flight fill the {self.limit / 2**20:g} MiB of "
                 "this gateway (gateway.max_bodies_mb); retry later",
                 retry_after_s=RETRY_S,
             )

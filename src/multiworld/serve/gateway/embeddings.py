@@ -187,7 +187,7 @@ Input = TypeVar("Input", str, list[int])
 def _not_empty(inputs: list[Input]) -> list[Input]:
     if not inputs or not all(inputs):
         raise _invalid(
-            "input", "must hold texts or arrays of token ids, none of them empty"
+            "input", "must hold strings or arrays of token ids, none of them empty"
         )
     return inputs
 

@@ -131,7 +131,7 @@ def grammar_of_lark(grammar: str, param: str) -> str:
 def grammar_of_choice(choices: Sequence[str], param: str) -> str:
     """Return a grammar that accepts exactly one of ``choices``."""
     if not choices or not all(choices):
-        raise _invalid("must be a list of texts that are not empty", param)
+        raise _invalid("must be a list of non-empty strings", param)
     lines = " | ".join(json.dumps(choice) for choice in choices)
     return grammar_of_lark(f"start: {lines}", param)
 

@@ -112,7 +112,7 @@ def _parallel(tenant: Tenant, used: RecentUse, gateways: int) -> RateLimited | N
         return None
     return RateLimited(
         "max_parallel_requests",
-        f"{used.in_flight} of your requests are under way and your "
+        f"{used.in_flight} of your requests are in flight and your "
         f"max_parallel_requests is {limit}; wait until one is answered",
         1.0,
     )

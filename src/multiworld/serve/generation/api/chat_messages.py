@@ -64,7 +64,7 @@ def _content(given: Any) -> str:
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
-        raise _wrong("must have texts as content")
+        raise _wrong("must have strings as content")
     return "".join(map(_text, given))
 
 

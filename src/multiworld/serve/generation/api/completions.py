@@ -396,7 +396,7 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
     if len(stop) > MAX_STOPS or not all(stop) or is_long:
         raise _wrong(
             "stop",
-            f"must be at most {MAX_STOPS} texts of 1 to {MAX_STOP} characters",
+            f"must be at most {MAX_STOPS} strings of 1 to {MAX_STOP} characters",
         )
     temperature = _between("temperature", asked.temperature, 0.0, 100.0, 1.0)
     sampling = Sampling(

@@ -1,4 +1,4 @@
-"""Checks that a message about texts is its sender's to send.
+"""Checks that a message about sequences is its sender's to send.
 
 Every attempt of a sequence has a key of its own, and its chain never changes. So it is
 known who may say what of it: its gateway lets it begin and end; the stage before sends
