@@ -32,7 +32,9 @@ SELECTED = (
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize(
+    "name", ["AVX2", pytest.param("SSE4.1", marks=pytest.mark.heavy)]
+)
 def test_numerics_are_right_on_a_smaller_processor(name: str, tmp_path: Path) -> None:
     """Packed products, deterministic mode and decoders, in a process of their own."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
