@@ -221,10 +221,12 @@ class StepDone(Message, frozen=True, tag="step_done"):
 class RunsAlone(Message, frozen=True, tag="runs_alone"):
     """Replica → gateway: a suspect's step begins, with no other step in flight.
 
-    If a replica of its chain is lost now, this sequence is the cause.
+    If a replica of its chain is lost now, this sequence is the cause. With ``is_over``,
+    a step of others begins.
     """
 
     key: Key
+    is_over: bool = False
 
 
 class ComputeBegun(Message, frozen=True, tag="compute_begun"):

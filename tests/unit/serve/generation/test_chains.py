@@ -16,7 +16,12 @@ from multiworld.errors import RequestPoisonedError
 from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.gateway.chain_selection import HOME
 from multiworld.serve.tenants.fair_queue import Share
-from multiworld.serve.transport.generation_messages import RunsAlone, Tokens
+from multiworld.serve.transport.generation_messages import (
+    ActivationRows,
+    RunsAlone,
+    Step,
+    Tokens,
+)
 from tests.unit.serve.generation.simulated_chains import (
     CONTROLLER,
     GATEWAY,
@@ -275,6 +280,37 @@ async def test_stream_that_kills_what_computes_it_alone_is_poison() -> None:
     with pytest.raises(RequestPoisonedError, match="2 replicas died"):
         await client.task
     assert 5 <= len(lost) <= 6
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_suspects_that_take_turns_with_a_killer_are_no_poison(seed: int) -> None:
+    """They have long prompts, and had steps of their own before those that kill."""
+    net = Net(random.Random(seed), [1, 1], LIMITS)
+    await net.connected()
+    others = [Client(net, [1, 2, 3] * 40, 5) for _ in range(3)]
+    await asyncio.sleep(0)
+    killer = Client(net, [5, 6, 7], 5)
+    killed: list[str] = []
+
+    def lie(pair: tuple[str, str], entry: Any) -> Any:
+        message = entry[0]
+        kills = isinstance(message, ActivationRows) and message.key[1] == 4
+        if isinstance(message, Step):
+            kills = any(part.key[1] == 4 for part in message.parts)
+        if kills:
+            killed.append(pair[1])
+        return None if kills else entry
+
+    net.lie = lie
+    while not all(c.task.done() for c in (killer, *others)):
+        await net.turn()
+        await asyncio.sleep(0)
+        for name in {*killed} & {*net.alive()}:
+            net.replace(name)
+        killed.clear()
+    with pytest.raises(RequestPoisonedError, match="2 replicas died"):
+        await killer.task
+    await whole(net, *others)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -80,7 +80,14 @@ def test_other_version_is_refused_by_name() -> None:
 
 def test_unknown_and_damaged_messages_are_refused_by_name() -> None:
     """Nothing of them is used."""
-    for body in ('["Vanish",1]', "[", "{}", '["report","x"]', '["inject_partition","1"]', "\ud800"):
+    for body in (
+        '["Vanish",1]',
+        "[",
+        "{}",
+        '["report","x"]',
+        '["inject_partition","1"]',
+        "\ud800",
+    ):
         with pytest.raises(MessageError, match="message"):
             NEWS.decode(f"{PROTOCOL} {body}")
     others: list[object] = [None, 7, [], {"kind": "begun"}]

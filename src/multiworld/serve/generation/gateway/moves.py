@@ -44,6 +44,7 @@ class Moves:
         chains: Chooses replicas.
         send: Sends a message to a replica.
         end_at: Ends an attempt at some replicas.
+        log: Writes a line to the log.
         counts: Counts the moves that were given up.
     """
 
@@ -53,10 +54,11 @@ class Moves:
         chains: ChainSelection,
         send: Callable[[str, PrepareSequence], None],
         end_at: Callable[[Iterable[str], Key], None],
+        log: Callable[[str], None],
         counts: Counter[str],
     ) -> None:
         self._name, self._chains, self._counts = name, chains, counts
-        self._send, self._end_at = send, end_at
+        self._send, self._end_at, self._log = send, end_at, log
 
     def tick(
         self, streams: Collection[Stream], silent: frozenset[str], now: float
@@ -185,6 +187,7 @@ class Moves:
 
     def give_up(self, stream: Stream, now: float) -> None:
         """Drop what is prepared for a stream, and move it later."""
+        self._log(f"{stream.name} is not moved yet")
         self._counts["given_up"] += 1
         self.drop(stream)
         pause_s = RETRY_S * 2.0 ** min(stream.given_up, 5)

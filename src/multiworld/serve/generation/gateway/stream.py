@@ -63,7 +63,7 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 * computing, moving → paused: something of the chain failed; the rest keeps its part.
 * computing, moving → waiting: the stream starts over, from its tokens.
 * paused → computing: the lost replicas have successors.
-* paused → waiting: the successors could not be used; what was kept is dropped.
+* paused → waiting: a loss that is noticed late makes it a suspect, which starts over.
 """
 
 

@@ -98,7 +98,9 @@ class StreamRouter:
         self._without_token: Counter[str] = Counter()
         self._owed: dict[str, deque[Key]] = {}
         self._chains = ChainSelection(self.view, chance)
-        self._moves = Moves(name, self._chains, self._send, self._end_at, self.counts)
+        self._moves = Moves(
+            name, self._chains, self._send, self._end_at, self._log, self.counts
+        )
         self._actions: list[Action] = []
         self._now = 0.0
 
@@ -239,7 +241,7 @@ class StreamRouter:
         self.view.disconnect(replica)
         for stream in self.streams.values():
             if stream.move is not None and replica in stream.move.chain.replicas:
-                self._give_up_move(stream)
+                self._moves.give_up(stream, self._now)
         there = self._index.at(replica)
         if not is_polite:
             there += self._count_loss(replica)
@@ -286,11 +288,11 @@ class StreamRouter:
             case generation_messages.Tokens(items):
                 for item in items:
                     self._token(replica, item)
-            case generation_messages.RunsAlone(key):
+            case generation_messages.RunsAlone(key, is_over):
                 stream = self._current(key)
                 if stream is not None:
                     _require(replica in stream.chain[:1], key, replica)
-                    stream.is_alone = stream.losses.has_begun = True
+                    stream.is_alone, stream.losses.has_begun = not is_over, True
             case generation_messages.ComputeBegun(keys):
                 for key in keys:
                     stream = self._current(key)
@@ -348,7 +350,7 @@ class StreamRouter:
             if error is None and replica in stream.chain:
                 self._moves.log_is_gone(stream, replica, self._now)
             else:
-                self._give_up_move(stream)
+                self._moves.give_up(stream, self._now)
         if self._current(key) is None:
             return
         _require(replica in stream.chain, key, replica)
@@ -384,7 +386,7 @@ class StreamRouter:
         if stream.has_ended:
             return
         self.counts["replayed"] += not stream.via
-        self._actions.append(Log(f"{stream.name} again: {why}"))
+        self._log(f"{stream.name} again: {why}")
         if stream.losses.is_poison:
             isolated = stream.losses.isolated
             poisoned = refusals.poisoned(stream.number, stream.model, isolated)
@@ -539,9 +541,8 @@ class StreamRouter:
         self._moves.tick(streams, silent, self._now)
         self._place_waiting()
 
-    def _give_up_move(self, stream: Stream) -> None:
-        self._actions.append(Log(f"{stream.name} is not moved yet"))
-        self._moves.give_up(stream, self._now)
+    def _log(self, text: str) -> None:
+        self._actions.append(Log(text))
 
 
 def _require(is_theirs: bool, key: Key, replica: str) -> None:

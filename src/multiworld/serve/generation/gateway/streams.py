@@ -284,7 +284,9 @@ class Streams:
         for action in self.router.handle(event, self._clock()):
             match action:
                 case Send(replica, message):
-                    self._edges[replica].put(message)
+                    outbox = self._edges.get(replica)
+                    if outbox is not None:  # else it failed meanwhile
+                        outbox.put(message)
                 case Deliver(number, item):
                     client = self._clients.get(number)
                     if client is not None:

@@ -70,4 +70,11 @@ class DropComputed:
     stream: StreamId
 
 
-Action = Send | SendLogged | Rebuild | Open | Forget | DropComputed
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """Write a warning to the log."""
+
+    text: str
+
+
+Action = Warn | Send | SendLogged | Rebuild | Open | Forget | DropComputed

@@ -25,6 +25,7 @@ from multiworld.serve.generation.replica.actions import (
     Rebuild,
     Send,
     SendLogged,
+    Warn,
 )
 from multiworld.serve.generation.replica.activation_log import ActivationLog
 from multiworld.serve.generation.replica.engine import Engine
@@ -270,6 +271,8 @@ class GenerationWorker:
     def _act(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
+                case Warn(text):
+                    logger.warning(text)
                 case Send(peer, message, is_urgent):
                     self._outboxes.send(peer, message)
                     if is_urgent:

@@ -27,6 +27,7 @@ from multiworld.serve.generation.replica.actions import (
     Rebuild,
     Send,
     SendLogged,
+    Warn,
 )
 from multiworld.serve.generation.replica.events import (
     Compiled,
@@ -99,6 +100,7 @@ class Recovery:
         )
         self._connected: set[str] = set()
         self._watched: set[Key] = set()
+        self._alone: Key | None = None
         self._evicted: list[generation_messages.KvEvicted] = []
         self._actions: list[Action] = []
         self._now = 0.0
@@ -123,6 +125,8 @@ class Recovery:
                 if was_paused:
                     self._scheduler.excuse(now)
                 for key in self._scheduler.overdue(now, self._overdue_s):
+                    text = f"{key} does not come back from later stages"
+                    self._actions.append(Warn(text))
                     self.give_back([key])
         return self.take()
 
@@ -411,10 +415,21 @@ class Recovery:
         if planned is None:
             return None
         self.preempt(planned.preempted)
-        if planned.is_alone:
-            key = planned.parts[0].key
-            self._send(key[0], generation_messages.RunsAlone(key), is_urgent=True)
+        self._note_alone(planned.parts[0].key if planned.is_alone else None)
         return planned
+
+    def _note_alone(self, key: Key | None) -> None:
+        """Report the suspect that runs alone now, and the one that does no more.
+
+        Both before anything is computed: it may end this process.
+        """
+        before, self._alone = self._alone, key
+        if before is not None and before != key:
+            over = generation_messages.RunsAlone(before, is_over=True)
+            self._send(before[0], over, is_urgent=True)
+        if key is not None:
+            alone = generation_messages.RunsAlone(key)
+            self._send(key[0], alone, is_urgent=True)
 
     def rebuild_part(self, key: Key, begin: int, count: int) -> StepPart | None:
         """Return what is still to be computed of the rows of a KV rebuild."""
