@@ -174,7 +174,7 @@ def test_grammars_that_are_not_valid_are_refused() -> None:
     for grammar in ('start: %json {"type": "integer"}', ' {"grammars": []}'):
         with pytest.raises(InvalidRequestError, match="JSON schema"):
             grammar_of_lark(grammar, "structured_outputs")
-    with pytest.raises(InvalidRequestError, match="not empty"):
+    with pytest.raises(InvalidRequestError, match="non-empty"):
         grammar_of_choice([], "structured_outputs")
 
 
