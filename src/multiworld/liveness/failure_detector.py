@@ -181,7 +181,7 @@ class FailureDetector:
         self._tick_s, self._margin_s = tick_s, 2 * tick_s
         self._peers: dict[PeerKey, _Peer] = {}
         self._ticked_at: float | None = None
-        self._was_late = False
+        self._late_s = 0.0
         self._fresh_from = -math.inf  # ``heard_us_s`` of earlier heartbeats is ignored
 
     def handle(self, observation: Observation, now: float) -> list[Finding]:
@@ -276,8 +276,8 @@ class FailureDetector:
     def _tick(self, now: float) -> list[Finding]:
         last, self._ticked_at = self._ticked_at, now
         late_s = 0.0 if last is None else max(0.0, now - last - self._tick_s)
-        was_late, self._was_late = self._was_late, late_s > self._tick_s
-        if self._was_late and not was_late:
+        before_s, self._late_s = self._late_s, late_s if late_s > self._tick_s else 0.0
+        if self._late_s > 2 * before_s:  # a pause, also of a process that is slow
             self._excuse(late_s, now)
             return []
         # An observer that is always late must still judge. It has read everything that

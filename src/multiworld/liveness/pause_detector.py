@@ -19,19 +19,19 @@ class PauseDetector:
     def __init__(self, period_s: float) -> None:
         self._period_s = period_s
         self._looked_at = math.inf
-        self._was_late = False
+        self._late_s = 0.0
         self.resumed_at = -math.inf
 
     def look(self, now: float) -> bool:
         """Return True if the process was paused since the last look.
 
-        Of consecutive late looks only the first counts: a slow process must still
-        judge.
+        Of consecutive late looks one counts only if it is more than twice as late as
+        the one before: a slow process must still judge.
         """
         late_s = now - self._looked_at - self._period_s
-        was_late, self._was_late = self._was_late, late_s > LATE_S
+        before_s, self._late_s = self._late_s, late_s if late_s > LATE_S else 0.0
         self._looked_at = now
-        if not self._was_late or was_late:
+        if self._late_s <= 2 * before_s:
             return False
         self.resumed_at = now
         return True

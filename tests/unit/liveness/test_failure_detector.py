@@ -110,6 +110,18 @@ def test_late_observer_judges_nobody_before_it_has_read() -> None:
     assert len(bench.run(3, None)) == 1
 
 
+def test_pause_of_an_observer_that_was_late_before_is_no_silence_of_others() -> None:
+    """A machine under load makes the look before the pause late as well."""
+    bench = Bench()
+    bench.run(1.0)
+    bench.clock.advance(2.5 * TICK_S)
+    assert bench.handle(Ticked()) == []
+    bench.clock.advance(3.0)  # stopped; what arrived meanwhile is still unread
+    assert bench.handle(Ticked()) == []
+    bench.clock.advance(1.5 * TICK_S)
+    assert bench.handle(Ticked()) == []
+
+
 def test_observer_that_is_always_late_judges_all_the_same() -> None:
     """A loop whose every step takes half a second still learns of a loss."""
     bench = Bench()

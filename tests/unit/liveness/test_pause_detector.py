@@ -32,6 +32,16 @@ def test_late_look_is_a_pause_and_a_process_that_is_always_late_judges() -> None
     assert pauses.look(12.0)
 
 
+def test_long_pause_after_a_late_look_is_one_too() -> None:
+    """A machine under load makes looks late before a process is stopped."""
+    detector = PauseDetector(0.1)
+    assert not detector.look(0.0)
+    assert detector.look(0.5)
+    assert not detector.look(1.0), "as late as before"
+    assert detector.look(4.0)
+    assert detector.resumed_at == 4.0
+
+
 def test_look_after_a_rest_is_never_late() -> None:
     """Nobody looked because there was nothing to look at."""
     pauses = PauseDetector(0.1)
