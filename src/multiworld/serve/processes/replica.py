@@ -85,7 +85,7 @@ def _credit_of_next(spec: ModelSpec, stage: int) -> int:
 
 
 class _Parts(NamedTuple):
-    """Loader of the stage, owner of the edges, and maker of ``Loaded``."""
+    """Loader of the stage, owner of the edges, and maker of ``StageLoaded``."""
 
     runner: Executor | GenerationWorker
     worker: Worker | GenerationWorker

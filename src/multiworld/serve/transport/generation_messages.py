@@ -61,7 +61,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
         is_suspect: Computed alone until it has a token, after repeated losses.
         prepared: Attempt that replicas were prepared for, and whose KV blocks they
             keep. -1: none.
-        is_watched: Whether to send ``ComputeBegan`` to the gateway.
+        is_watched: Whether to send ``ComputeBegun`` to the gateway.
     """
 
     key: Key
@@ -124,7 +124,7 @@ class ActivationRows(Message, frozen=True, tag="activation_rows"):
     """Replica → next stage: replay from the activation log, starting at ``begin``.
 
     The frame has ``hidden`` [tokens, hidden]. After ``is_end`` the last stage sends
-    ``Resumed``.
+    ``KvRebuilt``.
     """
 
     key: Key

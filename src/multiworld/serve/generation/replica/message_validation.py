@@ -45,7 +45,7 @@ def check(
         peer: Name of the sender.
         name: Name of this replica.
         stage: Number of its stage.
-        states: The sequences here.
+        table: The sequences here.
 
     Raises:
         MessageError: See above.

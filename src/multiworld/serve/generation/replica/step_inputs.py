@@ -23,7 +23,7 @@ def still_lacking(
     Args:
         parts: The parts of the step.
         hidden: Their rows, [rows, hidden].
-        states: The sequences of this stage.
+        table: The sequences of this stage.
 
     Returns:
         The parts, their rows, and the sequences that lack rows before those.

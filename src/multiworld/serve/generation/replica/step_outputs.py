@@ -71,7 +71,7 @@ def steps_on(
         number: Number of the step there.
         parts: Its parts.
         found: What came out of it.
-        states: The sequences of this stage; what is sent of them is recorded.
+        table: The sequences of this stage; what is sent of them is recorded.
 
     Yields:
         The replica, the step for it, and its rows, [rows, hidden].

@@ -70,7 +70,7 @@ class StepQueue:
 
     Args:
         rows: Most rows to compute at once.
-        states: The sequences of the stage.
+        table: The sequences of the stage.
     """
 
     def __init__(self, rows: int, table: SequenceTable) -> None:

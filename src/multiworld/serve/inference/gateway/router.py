@@ -8,8 +8,8 @@ it *begins*. So when a replica is lost, the router knows what it held:
   becomes a *suspect*.
 * A request that was being computed becomes a suspect at once: it may be a *poison
   request*, one that kills replicas. Suspects are replayed in *isolation*: one at a
-      time, each alone in its batch, so that no other request is lost with a poison
-      request. A request in isolation while two replicas died is poison, and is refused.
+  time, each alone in its batch, so that no other request is lost with a poison
+  request. A request in isolation while two replicas died is poison, and is refused.
 
 A replica that has been silent for a fraction of a second receives no new work. The
 requests that it holds are *hedged*: a second attempt goes to another replica, and the
