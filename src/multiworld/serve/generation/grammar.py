@@ -18,7 +18,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -39,6 +38,10 @@ MAX_ITEMS = 3000
 """Maximum number of parser items per step (``step_max_items`` of llguidance). In an
 ambiguous grammar they keep increasing: with the default, 50,000, each token takes
 seconds."""
+
+KEPT_GRAMMARS = 64
+"""Number of compiled grammars that are kept: each choice of a request, and each request
+of an agent, has the same one. Copying takes 10 µs, compiling 50 ms and more."""
 
 KEPT_FAILURES = 256
 """Number of too complex grammars that are remembered, and not tried again."""
@@ -259,13 +262,14 @@ class Matchers:
         # Grammars are compiled without the GIL, in parallel to other sequences' steps.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="multiworld grammar")
         self._tokenizer: Any = None
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
         self._failures: OrderedDict[str, str] = OrderedDict()
 
     def begin(self, grammar: str) -> Matcher:
         """Start to compile a grammar returned by a function of this module."""
         made = self._pool.submit(self._made, grammar)
         failed = functools.partial(self._failed, grammar)
-        return Matcher(made, self._model.vocabulary, failed)
+        return Matcher(made, failed)
 
     def _failed(self, grammar: str, why: str) -> None:
         """Do not try a grammar again: each attempt delays all sequences."""
@@ -274,10 +278,17 @@ class Matchers:
             self._failures.popitem(last=False)
 
     def _made(self, grammar: str) -> Any:
-        from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-
         if (why := self._failures.get(grammar)) is not None:
             raise InvalidRequestError(why)
+        compiled = self._compiled.pop(grammar, None) or self._compile(grammar)
+        self._compiled[grammar] = compiled
+        while len(self._compiled) > KEPT_GRAMMARS:
+            self._compiled.popitem(last=False)
+        return compiled.deep_copy()
+
+    def _compile(self, grammar: str) -> Any:
+        from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
         if self._tokenizer is None:
             self._tokenizer = LLTokenizer(
                 self._model.tokenizer().fast.to_str(),
@@ -293,31 +304,36 @@ class Matchers:
 class Matcher:
     """The structure of one sequence; usable without waiting once ``made`` is done."""
 
-    def __init__(
-        self, made: Future[Any], vocabulary: int, failed: Callable[[str], None]
-    ) -> None:
-        self.made, self._vocabulary, self._failed = made, vocabulary, failed
-        self._consumed: list[int] = []
+    def __init__(self, made: Future[Any], failed: Callable[[str], None]) -> None:
+        self.made, self._failed = made, failed
+        self._consumed = 0
 
-    def allowed(self, tokens: Sequence[int]) -> Tensor:
-        """Return which tokens may follow the output ``tokens``, [vocabulary], bool."""
+    def truncate(self, count: int) -> None:
+        """Go back to the first ``count`` output tokens."""
+        if count < self._consumed:
+            self.made.result().reset()
+            self._consumed = 0
+
+    def allowed(self, tokens: Sequence[int], prompt: int = 0) -> Tensor:
+        """Return which tokens may be next: one bit each, [vocabulary / 8], uint8.
+
+        Args:
+            tokens: The prompt and the output tokens. Those before the output tokens
+                that this matcher knows are not read.
+            prompt: Number of prompt tokens.
+        """
         matcher = self.made.result()
-        if self._consumed != list(tokens[: len(self._consumed)]):
-            matcher.reset()  # the sequence continues from an earlier token
-            self._consumed = []
-        for token in tokens[len(self._consumed) :]:
-            if not matcher.consume_token(token):
+        for place in range(prompt + self._consumed, len(tokens)):
+            if not matcher.consume_token(tokens[place]):
                 if NO_SUCH_TOKEN not in matcher.get_error():
                     self._check(matcher)
                 why = _short(matcher.get_error())
                 raise ModelFailedError(f"structured output failed: {why}")
-            self._consumed.append(token)
-        mask = matcher.compute_bitmask()
-        self._check(matcher)
-        bits = numpy.unpackbits(
-            numpy.frombuffer(mask, dtype=numpy.uint8), bitorder="little"
+            self._consumed += 1
+        found = torch.frombuffer(
+            bytearray(matcher.compute_bitmask()), dtype=torch.uint8
         )
-        found = torch.from_numpy(bits).bool()[: self._vocabulary]
+        self._check(matcher)
         if not bool(found.any()):
             raise ModelFailedError("structured output allows no further token")
         return found

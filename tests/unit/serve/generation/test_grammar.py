@@ -6,7 +6,7 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from multiworld.serve.generation.grammar import (
     grammar_of_regex,
     grammar_of_schema,
 )
-from multiworld.serve.generation.replica.sampler import choose
+from multiworld.serve.generation.replica.sampler import TokenHistory, sample
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.transport.generation_messages import Sampling
@@ -64,6 +64,24 @@ def matchers(tokenizer: Tokenizer) -> Matchers:
     )
 
 
+def choose(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    tokens: Sequence[int],
+    mask: torch.Tensor,
+    ends: Sequence[int] = (0,),
+) -> int:
+    """Return the next token of one sequence, of those that a mask allows."""
+    history = TokenHistory(sampling, tokens, 0, ends)
+    (found,) = sample(logits[None], [history], [mask])
+    assert not isinstance(found, ValueError), found
+    return found.token
+
+
+def allows(mask: torch.Tensor, token: int) -> bool:
+    return bool(mask[token // 8] >> token % 8 & 1)
+
+
 def generated(matcher: Matcher, seed: int, count: int = 200) -> list[int]:
     """Return tokens of a model with random logits, to its end."""
     chance = torch.Generator().manual_seed(seed)
@@ -72,7 +90,7 @@ def generated(matcher: Matcher, seed: int, count: int = 200) -> list[int]:
     while len(tokens) < count:
         logits = torch.randn(VOCABULARY, generator=chance)
         allowed = matcher.allowed(tokens)
-        token = choose(logits, sampling, tokens, 0, (0,), allowed).token
+        token = choose(logits, sampling, tokens, allowed)
         if token == 0:
             return tokens
         tokens.append(token)
@@ -119,10 +137,12 @@ def test_matcher_that_begins_elsewhere_allows_the_same(matchers: Matchers) -> No
     grammar = grammar_of_schema(SCHEMA, "response_format")
     whole = matchers.begin(grammar)
     tokens = generated(whole, 1)
+    whole.truncate(0)
     masks = [whole.allowed(tokens[:count]) for count in range(len(tokens))]
     for count in (0, 3, len(tokens) - 1):
         fresh = matchers.begin(grammar)
         assert torch.equal(fresh.allowed(tokens[:count]), masks[count])
+    whole.truncate(2)
     assert torch.equal(whole.allowed(tokens[:2]), masks[2])
 
 
@@ -161,8 +181,32 @@ def test_multiples_that_are_small_are_enforced(
     matcher = matchers.begin(grammar_of_schema(schema, "response_format"))
     allowed = matcher.allowed(tokenizer.encode("1.2", has_special=False))
     five, six = (tokenizer.encode(d, has_special=False)[0] for d in "56")
-    assert bool(allowed[five])
-    assert not bool(allowed[six])
+    assert allows(allowed, five)
+    assert not allows(allowed, six)
+
+
+def test_grammar_of_many_sequences_is_compiled_once(
+    matchers: Matchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each of them goes on by itself."""
+    import llguidance
+
+    grammar = grammar_of_regex("[a-c]{2,9}", "structured_outputs")
+    compiled = []
+    make = llguidance.LLMatcher
+
+    def counted(*args: Any, **options: Any) -> Any:
+        compiled.append(args)
+        return make(*args, **options)
+
+    monkeypatch.setattr(llguidance, "LLMatcher", counted)
+    first, *others = [matchers.begin(grammar) for _ in range(8)]
+    before = first.allowed([])
+    tokens = generated(first, 1)
+    for other in others:
+        assert torch.equal(other.allowed([]), before)
+        assert generated(other, 1) == tokens
+    assert len(compiled) == 1
 
 
 def test_grammars_that_are_not_valid_are_refused() -> None:
@@ -258,11 +302,10 @@ def test_tokens_without_the_structure_fail_by_name(matchers: Matchers) -> None:
 
 def test_least_tokens_give_way_to_a_structure_that_ends() -> None:
     """Only the end is allowed then."""
-    allowed = torch.zeros(6, dtype=torch.bool)
-    allowed[4] = True
+    allowed = torch.tensor([1 << 4], dtype=torch.uint8)
     sampling = Sampling(temperature=0.0, min_tokens=9)
     logits = torch.zeros(6)
-    assert choose(logits, sampling, [1], 1, (4,), allowed).token == 4
+    assert choose(logits, sampling, [], allowed, (4,)) == 4
 
 
 TOOLS: list[tuple[str, Any]] = [("f", SCHEMA), ("g", {"type": "object"})]
@@ -274,10 +317,10 @@ def accepted(matcher: Matcher, tokenizer: Tokenizer, text: str) -> list[bool]:
     may_end: list[bool] = []
     for token in tokenizer.encode(text, has_special=False):
         allowed = matcher.allowed(tokens)
-        assert bool(allowed[token]), (text, len(tokens))
-        may_end.append(bool(allowed[0]))
+        assert allows(allowed, token), (text, len(tokens))
+        may_end.append(allows(allowed, 0))
         tokens.append(token)
-    return [*may_end, bool(matcher.allowed(tokens)[0])]
+    return [*may_end, allows(matcher.allowed(tokens), 0)]
 
 
 def test_text_may_end_after_each_required_call(
@@ -292,7 +335,7 @@ def test_text_may_end_after_each_required_call(
     single = matchers.begin(grammars.grammar_of_calls(TOOLS, is_single=True))
     tokens = tokenizer.encode(f"[{call}", has_special=False)
     after = single.allowed(tokens)
-    assert not bool(after[tokenizer.encode(",", has_special=False)[0]])
+    assert not allows(after, tokenizer.encode(",", has_special=False)[0])
 
 
 def test_marked_calls_have_their_schema_and_the_rest_is_free(tmp_path: Path) -> None:
@@ -314,7 +357,7 @@ def test_marked_calls_have_their_schema_and_the_rest_is_free(tmp_path: Path) -> 
     accepted(Matchers(facts).begin(grammar), marked, f"say é {call} and {call}")
     wrong = marked.encode('<tool_call>\n{"name": "h', has_special=False)
     matcher = Matchers(facts).begin(grammar)
-    assert not bool(matcher.allowed(wrong[:-1])[wrong[-1]])
+    assert not allows(matcher.allowed(wrong[:-1]), wrong[-1])
 
 
 def test_grammar_of_many_alternatives_is_taken(matchers: Matchers) -> None:

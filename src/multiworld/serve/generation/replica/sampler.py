@@ -1,25 +1,83 @@
-"""Sampling of the next token of each sequence.
+"""Sampling of the next token of each sequence of a step.
 
-Random numbers are counter-based (Philox: Salmon et al., "Parallel Random Numbers: As
-Easy as 1, 2, 3", 2011): each follows from the seed, the choice and the index of the
-token, so a recomputed sequence samples the same tokens.
+A token is a function of logits, parameters and the tokens so far, whatever the other
+sequences of the step are. Its one random number is a hash of the seed, the choice and
+the index of the token, so a recomputed sequence samples the same tokens.
+
+The vocabulary is divided into blocks of 128 words. One pass finds the largest logit of
+each block, which suffices for temperature 0, and for ``top_k`` up to 63: the likeliest
+words lie in the blocks with the largest maxima. Other sequences take five passes
+(scale, softmax in three, sum), two more for ``min_p`` or ``top_p``, and up to 32 more
+for a ``top_p`` that keeps more than 64 words: bisection for the probability of the last
+of them. Penalties, biases and masks add one, to copy. Nothing is sorted but the 64
+likeliest words.
+
+``top_k`` and ``top_p`` keep all words that are as likely as the last one they keep. As
+in vLLM, ``min_p`` applies first, then ``top_k``, then ``top_p`` to what remains.
+
+The module needs torch alone.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
-import numpy
 import torch
 from torch import Tensor
+from torch.nn.functional import pad, threshold
 
-from multiworld.serve.transport.generation_messages import Sampling
+BLOCK = 128
+"""Words of the vocabulary in a block."""
 
-FEW = 1024
-"""Number of most likely tokens that ``top_p`` and ``min_p`` consider first."""
+FEW = 64
+"""Number of likeliest words that ``top_k`` and ``top_p`` consider first."""
+
+CHUNK_BYTES = 4 * 2**20
+"""Size of the logits that are processed at a time; they stay in the cache."""
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are 0, as in vLLM."""
+
+_BITS = torch.where(
+    torch.arange(256)[:, None] >> torch.arange(8) & 1 == 1, 0.0, -math.inf
+)
+"""What each byte of a mask adds to the logits of its eight words."""
+
+
+class Parameters(Protocol):
+    """Sampling parameters; names and meanings are vLLM's."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def choice(self) -> int: ...
+    @property
+    def presence_penalty(self) -> float: ...
+    @property
+    def frequency_penalty(self) -> float: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def logit_bias(self) -> Mapping[int, float]: ...
+    @property
+    def min_tokens(self) -> int: ...
+    @property
+    def max_tokens(self) -> int: ...
+    @property
+    def logprobs(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,121 +89,414 @@ class Choice:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def choose(
-    logits: Tensor,
-    sampling: Sampling,
-    tokens: Sequence[int],
-    prompt: int,
-    ends: Sequence[int],
-    allowed: Tensor | None = None,
-) -> Choice:
-    """Sample the next token; raise ValueError if the largest logit is not finite.
+class TokenHistory:
+    """The tokens of a sequence, and how often each occurs, for the penalties.
 
-    Args:
-        logits: Shape [vocabulary], float32; not changed.
+    Attributes:
         tokens: The prompt and the output tokens.
         prompt: Number of prompt tokens.
         ends: Tokens that end the sequence.
-        allowed: Tokens that its structure allows, [vocabulary], bool; None: all.
     """
-    best = float(logits.max())  # NaN if any of them is
-    if not math.isfinite(best):
-        raise ValueError(f"the largest logit is {best}, no finite number")
-    index = len(tokens) - prompt
-    scores = _adjusted(logits, sampling, tokens, prompt)
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, float("-inf"))
-    if index < sampling.min_tokens and ends:
-        later = scores.index_fill(-1, torch.tensor(ends), float("-inf"))
-        # Its structure may only allow the end.
-        scores = later if bool((later > float("-inf")).any()) else scores
-    if sampling.temperature == 0:
-        token = int(scores.argmax())
-    else:
-        token = _drawn(scores / sampling.temperature, sampling, index)
-    if sampling.logprobs is None:
-        return Choice(token)
-    logprobs = logits.log_softmax(-1)
-    most = logprobs.topk(sampling.logprobs)
-    top = tuple(zip(most.indices.tolist(), most.values.tolist(), strict=True))
-    return Choice(token, float(logprobs[token]), top)
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        tokens: Sequence[int],
+        prompt: int,
+        ends: Sequence[int] = (),
+    ) -> None:
+        self.parameters, self.prompt, self.ends = parameters, prompt, tuple(ends)
+        self.tokens = list(tokens)
+        self.has_penalties = bool(
+            parameters.presence_penalty or parameters.frequency_penalty
+        )
+        self.counts_words = self.has_penalties or parameters.repetition_penalty != 1.0
+        self._bias: tuple[Tensor, Tensor] | None = None
+        if parameters.logit_bias:
+            words = torch.tensor(list(parameters.logit_bias))
+            values = torch.tensor(list(parameters.logit_bias.values()))
+            self._bias = words, values
+        self._count()
+
+    @property
+    def index(self) -> int:
+        """Index of the next output token."""
+        return len(self.tokens) - self.prompt
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether ``adjust`` may change logits."""
+        is_early = self.index < self.parameters.min_tokens and bool(self.ends)
+        return self._bias is not None or self.counts_words or is_early
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        if self.counts_words:
+            self._add(token, 1)
+
+    def truncate(self, count: int) -> None:
+        """Keep the first ``count`` tokens; the others are sampled again."""
+        if count < len(self.tokens):
+            del self.tokens[count:]
+            self._count()
+
+    def adjust(self, scores: Tensor) -> None:
+        """Apply bias, penalties and ``min_tokens`` to logits, [vocabulary]."""
+        parameters = self.parameters
+        if self._bias is not None:  # before the penalties, as in vLLM
+            words, values = self._bias
+            scores[words] += values
+        if self.counts_words:
+            words, times = self._words[: self._known], self._times[: self._known]
+            found = scores[words]
+            penalty = parameters.repetition_penalty
+            if penalty != 1.0:
+                found = torch.where(found > 0, found / penalty, found * penalty)
+            if self.has_penalties:
+                found -= parameters.presence_penalty * (times > 0)
+                found -= parameters.frequency_penalty * times
+            scores[words] = found
+        if self.index < parameters.min_tokens and self.ends:
+            ends = torch.tensor(self.ends)
+            before = scores[ends]
+            scores[ends] = -math.inf
+            if float(scores.amax()) == -math.inf:  # its structure allows only the end
+                scores[ends] = before
+
+    def _count(self) -> None:
+        """Count the occurrences of each word: 0 for one of the prompt only."""
+        self._places: dict[int, int] = {}
+        self._known = 0
+        size = len(self.tokens) + 64 if self.counts_words else 0
+        self._words = torch.zeros(size, dtype=torch.int64)
+        self._times = torch.zeros(size)
+        if not self.counts_words:
+            return
+        for at, token in enumerate(self.tokens):
+            self._add(token, int(at >= self.prompt))
+
+    def _add(self, token: int, times: int) -> None:
+        place = self._places.setdefault(token, self._known)
+        if place == self._known:
+            if place == len(self._words):
+                self._words = torch.cat([self._words, torch.zeros_like(self._words)])
+                self._times = torch.cat([self._times, torch.zeros_like(self._times)])
+            self._words[place] = token
+            self._known += 1
+        if times:
+            self._times[place] += times
+
+
+def sample(
+    logits: Tensor,
+    histories: Sequence[TokenHistory],
+    masks: Sequence[Tensor | None] = (),
+) -> list[Choice | ValueError]:
+    """Sample the next token of each sequence; the histories do not change.
+
+    Args:
+        logits: Shape [sequences, vocabulary], float32; not changed.
+        masks: For each sequence, or for none, the words that its structure allows, one
+            bit each, the lowest first, [vocabulary / 8 or more], uint8; None: all.
+
+    Returns:
+        For each sequence its token, or the error: its largest logit is not finite.
+    """
+    found: list[Choice | ValueError] = []
+    size = max(1, CHUNK_BYTES // (4 * max(1, logits.shape[-1])))
+    for begin in range(0, len(histories), size):
+        chunk = histories[begin : begin + size]
+        found += _sample(
+            logits[begin : begin + len(chunk)], chunk, masks[begin : begin + size]
+        )
+    return found
+
+
+def _sample(
+    logits: Tensor,
+    histories: Sequence[TokenHistory],
+    masks: Sequence[Tensor | None],
+) -> list[Choice | ValueError]:
+    scores = _adjusted(logits, histories, masks)
+    blocks = _blocks(scores)
+    maxima = blocks.amax(-1)
+    largest: list[float] = maxima.amax(-1).tolist()  # NaN if any of them is
+    rows = [i for i, one in enumerate(largest) if math.isfinite(one)]
+    tokens: dict[int, int] = {}
+    greedy, few, many = _kinds(rows, histories)
+    if greedy:
+        tokens.update(_likeliest(blocks, maxima, greedy))
+    if few:
+        tokens.update(_drawn_of_few(blocks, maxima, few, histories))
+    many = sorted(many + [i for i in few if i not in tokens])
+    if many:
+        tokens.update(_drawn_of_all(blocks, many, histories))
+    chosen = {i: Choice(token) for i, token in tokens.items()}
+    asking = [i for i in rows if histories[i].parameters.logprobs is not None]
+    if asking:
+        chosen.update(_reported(logits, asking, histories, tokens))
+    return [
+        chosen.get(i)
+        or ValueError(f"the largest logit is {largest[i]}, no finite number")
+        for i in range(len(histories))
+    ]
 
 
 def _adjusted(
-    logits: Tensor, sampling: Sampling, tokens: Sequence[int], prompt: int
+    logits: Tensor,
+    histories: Sequence[TokenHistory],
+    masks: Sequence[Tensor | None],
 ) -> Tensor:
-    """Return the logits with penalties and biases; ``logits`` itself without any."""
-    scores = logits
-    if sampling.logit_bias:  # before the penalties, as in vLLM
-        scores = scores.clone()
-        biased = torch.tensor(list(sampling.logit_bias))
-        scores[biased] += torch.tensor(list(sampling.logit_bias.values()))
-    if sampling.repetition_penalty != 1.0:
-        scores = scores.clone()
-        seen = torch.tensor(sorted(set(tokens)))
-        found = scores[seen]
-        penalty = sampling.repetition_penalty
-        scores[seen] = torch.where(found > 0, found / penalty, found * penalty)
-    if (sampling.presence_penalty or sampling.frequency_penalty) and len(
-        tokens
-    ) > prompt:
-        scores = scores.clone()
-        made, times = torch.unique(
-            torch.tensor(list(tokens[prompt:])), return_counts=True
-        )
-        scores[made] -= sampling.presence_penalty + sampling.frequency_penalty * times
+    """Return the logits after masks, bias and penalties; a copy if there are any."""
+    is_masked = any(mask is not None for mask in masks)
+    if not is_masked and not any(history.adjusts for history in histories):
+        return logits
+    scores = logits.clone()
+    for row, mask in zip(scores, masks, strict=False):
+        if mask is not None:
+            row += _BITS[mask.to(torch.int32)].flatten()[: len(row)]
+    for row, history in zip(scores, histories, strict=True):
+        if history.adjusts:
+            history.adjust(row)
     return scores
 
 
-def _drawn(scores: Tensor, sampling: Sampling, index: int) -> int:
-    """Draw a token by inverting the cumulative distribution."""
-    at = uniform(sampling.seed, sampling.choice, index)
-    probabilities = scores.to(torch.float64).softmax(-1)
-    has_limits = sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0
-    least = sampling.min_p * float(probabilities.max())
-    if not has_limits:
-        return _inverse(probabilities, at)
-    # Sorting the whole vocabulary takes longer than everything else.
-    for most in (sampling.top_k,) if sampling.top_k else (FEW, len(scores)):
-        which = scores.topk(min(most, len(scores))).indices
-        likely = probabilities[which]
-        # As in vLLM: min_p, then top_k, then top_p, each applied to what remains.
-        whole = likely if sampling.top_k else probabilities
-        kept = _kept(likely, sampling, least, float(whole[whole >= least].sum()))
-        if not bool(kept[-1]):
-            break  # less likely ones do not remain either
-    return int(which[_inverse(likely * kept, at)])
+def _blocks(scores: Tensor) -> Tensor:
+    """Return [rows, vocabulary] as [rows, blocks, BLOCK]; the rest is -inf."""
+    missing = -scores.shape[-1] % BLOCK
+    if missing:
+        scores = pad(scores, (0, missing), value=-math.inf)
+    return scores.reshape(len(scores), -1, BLOCK)
 
 
-def _kept(likely: Tensor, sampling: Sampling, least: float, whole: float) -> Tensor:
-    """Return which of the most likely tokens (descending) remain; always the first."""
-    kept = likely >= least
-    if sampling.top_p < 1.0:
-        # A token remains if the more likely ones sum to less than top_p.
-        kept &= likely.cumsum(0) - likely < sampling.top_p * whole
-    kept[0] = True
-    return kept
+def _kinds(
+    rows: Sequence[int], histories: Sequence[TokenHistory]
+) -> tuple[list[int], list[int], list[int]]:
+    """Return the rows of temperature 0, of a small ``top_k``, and the others."""
+    greedy, few, many = [], [], []
+    for i in rows:
+        parameters = histories[i].parameters
+        if parameters.temperature < GREEDY_BELOW:
+            greedy.append(i)
+        elif 0 < parameters.top_k < FEW:
+            few.append(i)
+        else:
+            many.append(i)
+    return greedy, few, many
 
 
-def _inverse(weights: Tensor, at: float) -> int:
-    """Return the index where the cumulative weights exceed a share of their sum."""
-    sums = weights.cumsum(0)
-    place = int(torch.searchsorted(sums, at * float(sums[-1]), right=True))
-    return min(place, int(weights.nonzero()[-1]))
+def _likeliest(blocks: Tensor, maxima: Tensor, rows: Sequence[int]) -> dict[int, int]:
+    """Return the likeliest word of some rows; the first of several."""
+    block = maxima[rows].argmax(-1)
+    word = blocks[rows, block].argmax(-1)
+    return dict(zip(rows, (block * BLOCK + word).tolist(), strict=True))
+
+
+def _largest(blocks: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the FEW largest values of each row, descending, and their words."""
+    which = maxima.topk(min(FEW, maxima.shape[-1]), sorted=False).indices
+    at = torch.arange(len(blocks))[:, None]
+    found = blocks[at, which].flatten(1).topk(FEW)
+    words = which.gather(1, found.indices // BLOCK) * BLOCK + found.indices % BLOCK
+    return found.values, words
+
+
+def _drawn_of_few(
+    blocks: Tensor,
+    maxima: Tensor,
+    rows: Sequence[int],
+    histories: Sequence[TokenHistory],
+) -> dict[int, int]:
+    """Draw words of rows whose ``top_k`` is less than FEW, but of none with many ties.
+
+    That is a row in which more words than FEW are as likely as the last one kept.
+    """
+    found, words = _largest(_some(blocks, rows), _some(maxima, rows))
+    parameters = [histories[i].parameters for i in rows]
+    last = found.gather(1, _column([p.top_k - 1 for p in parameters], torch.int64))
+    temperature = _column([p.temperature for p in parameters])
+    likely = (found.double() / temperature).softmax(-1)
+    likely *= (found >= last) & (
+        likely >= _column([p.min_p for p in parameters]) * likely[:, :1]
+    )
+    # A word remains if the likelier ones sum to less than top_p; the first always does.
+    sums = likely.cumsum(-1)
+    top_p = _column([p.top_p for p in parameters])
+    kept = (sums - likely < top_p * sums[:, -1:]) & (likely > 0)
+    kept[:, 0] = True
+    least = found.gather(1, kept.sum(-1, keepdim=True) - 1)
+    likely *= found >= least
+    words, order = words.sort(-1)
+    drawn = _inverse(likely.gather(1, order), _uniforms([histories[i] for i in rows]))
+    chosen = words.gather(1, drawn[:, None])[:, 0].tolist()
+    has_more = (found[:, -1:] == last)[:, 0].tolist()
+    triples = zip(rows, chosen, has_more, strict=True)
+    return {i: token for i, token, more in triples if not more}
+
+
+def _drawn_of_all(
+    blocks: Tensor, rows: Sequence[int], histories: Sequence[TokenHistory]
+) -> dict[int, int]:
+    """Draw words of rows that the whole vocabulary has to be considered for."""
+    parameters = [histories[i].parameters for i in rows]
+    temperature = torch.tensor([p.temperature for p in parameters])[:, None]
+    # A softmax computes each row alike, wherever it stands; exp would not.
+    likely = (_some(blocks, rows).flatten(1) / temperature).softmax(-1)
+    for row, each in zip(likely, parameters, strict=True):
+        least = _least(row, each)
+        if least > 0:
+            threshold(row, _below(least), 0.0, inplace=True)
+    parts = likely.view(len(rows), -1, BLOCK)
+    sums = parts.sum(-1).double()
+    at = _uniforms([histories[i] for i in rows])
+    block = _inverse(sums, at)
+    every = torch.arange(len(rows))
+    before = sums.cumsum(-1)[every, block] - sums[every, block]
+    inside = parts[every, block].double()
+    left = (at * sums.cumsum(-1)[:, -1] - before).clamp(min=0.0)
+    word = _place(inside.cumsum(-1), left)
+    return dict(zip(rows, (block * BLOCK + word).tolist(), strict=True))
+
+
+def _inverse(weights: Tensor, at: Tensor) -> Tensor:
+    """Return where the cumulative weights exceed a share of their sum.
+
+    Args:
+        weights: Shape [rows, words], float64.
+        at: The shares, in [0, 1), [rows].
+    """
+    sums = weights.cumsum(-1)
+    return _place(sums, at * sums[:, -1])
+
+
+def _place(sums: Tensor, at: Tensor) -> Tensor:
+    """Return where cumulative weights exceed ``at``; never a word of weight 0."""
+    found = torch.searchsorted(sums, at[:, None], right=True)
+    last = torch.searchsorted(sums, sums[:, -1:].contiguous())
+    return torch.minimum(found, last)[:, 0]
+
+
+def _least(likely: Tensor, parameters: Parameters) -> float:
+    """Return the probability of the least likely word that remains; 0: all do.
+
+    Args:
+        likely: Probabilities, [vocabulary, padded to blocks], float32.
+    """
+    least = 0.0
+    top_k, top_p = parameters.top_k, parameters.top_p
+    if not (parameters.min_p > 0 or top_k or top_p < 1):
+        return least
+    maxima = likely.view(-1, BLOCK).amax(-1)
+    if parameters.min_p > 0:
+        least = parameters.min_p * float(maxima.amax())
+    if 0 < top_k < len(likely):
+        kth = torch.kthvalue(likely, len(likely) - top_k + 1).values
+        least = max(least, float(kth))
+    if top_p < 1:
+        least = max(least, _nucleus(likely, maxima, least, top_p))
+    return least
+
+
+def _nucleus(likely: Tensor, maxima: Tensor, least: float, top_p: float) -> float:
+    """Return the largest probability such that the words above have ``top_p``.
+
+    That is, those at least as likely have a share of ``top_p`` of those at least as
+    likely as ``least``.
+    """
+    whole = _mass(likely, least)
+    goal = top_p * whole
+    found, _ = _largest(likely.view(1, -1, BLOCK), maxima[None])
+    sums = found[0].double().cumsum(0)
+    if float(sums[-1]) >= goal:
+        return float(found[0, int(torch.searchsorted(sums, goal))])
+    # Words below ``small`` have less than whole - goal in all, so none of them remains.
+    small = 0.99 * (whole - goal) / len(likely)
+    low, high = _bits(max(least, small)), _bits(float(found[0, -1])) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _mass(likely, _float(middle)) >= goal:
+            low = middle
+        else:
+            high = middle
+    return _float(low)
+
+
+def _mass(likely: Tensor, least: float) -> float:
+    """Return the sum of the probabilities from ``least`` on.
+
+    It is the same for any number of threads, as sums of more than 32,768 are not.
+    """
+    if least > 0:
+        likely = threshold(likely, _below(least), 0.0)
+    return float(likely.view(-1, BLOCK).sum(-1).double().sum())
+
+
+def _bits(value: float) -> int:
+    """Return the bits of a positive float32; their order is that of the values."""
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("<f", struct.pack("<i", bits))[0])
+
+
+def _below(value: float) -> float:
+    """Return the float32 before a positive one."""
+    return _float(max(0, _bits(value) - 1))
+
+
+def _column(values: Sequence[float], dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.tensor(values, dtype=dtype)[:, None]
+
+
+def _reported(
+    logits: Tensor,
+    rows: Sequence[int],
+    histories: Sequence[TokenHistory],
+    tokens: Mapping[int, int],
+) -> dict[int, Choice]:
+    """Return tokens with their log-probabilities, and the likeliest ones beside."""
+    found = _some(logits, rows).log_softmax(-1)
+    blocks = _blocks(found)
+    values, words = _largest(blocks, blocks.amax(-1))
+    own = found.gather(1, _column([tokens[i] for i in rows], torch.int64))[:, 0]
+    choices = {}
+    for place, (i, logprob) in enumerate(zip(rows, own.tolist(), strict=True)):
+        count = min(histories[i].parameters.logprobs or 0, logits.shape[-1])
+        top = zip(
+            words[place, :count].tolist(), values[place, :count].tolist(), strict=True
+        )
+        choices[i] = Choice(tokens[i], logprob, tuple(top))
+    return choices
+
+
+def _some(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return some rows of a tensor; itself if they are all."""
+    return tensor if len(rows) == len(tensor) else tensor[rows]
+
+
+def _uniforms(histories: Sequence[TokenHistory]) -> Tensor:
+    """Return the random number of the next token of each sequence, [sequences]."""
+    found = [
+        uniform(h.parameters.seed, h.parameters.choice, h.index) for h in histories
+    ]
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def uniform(seed: int, choice: int, index: int) -> float:
-    """Return the random number in [0, 1) for the token at ``index`` of a choice."""
-    key = numpy.array([seed % 2**64, choice], dtype=numpy.uint64)
-    counter = numpy.array([index, 0, 0, 0], dtype=numpy.uint64)
-    bits = numpy.random.Philox(key=key, counter=counter)
-    return float(numpy.random.Generator(bits).random())
+    """Return the random number in [0, 1) for the token at ``index`` of a choice.
+
+    It has 53 bits of BLAKE2b (RFC 7693) of the three numbers.
+    """
+    data = struct.pack("<QQQ", seed % 2**64, choice, index)
+    digest = hashlib.blake2b(data, digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
 def finish_of(
-    token: int, count: int, sampling: Sampling, ends: Sequence[int]
+    token: int, count: int, parameters: Parameters, ends: Sequence[int]
 ) -> Literal["", "stop", "length"]:
     """Return ``stop`` or ``length`` if a token is the last one; else empty."""
     if token in ends:
         return "stop"
-    return "length" if count >= sampling.max_tokens else ""
+    return "length" if count >= parameters.max_tokens else ""

@@ -28,7 +28,12 @@ from multiworld.serve.generation.replica.kv_cache import (
 )
 from multiworld.serve.generation.replica.layer_trial import check_layers
 from multiworld.serve.generation.replica.prefix_cache import Block
-from multiworld.serve.generation.replica.sampler import choose, finish_of
+from multiworld.serve.generation.replica.sampler import (
+    Choice,
+    TokenHistory,
+    finish_of,
+    sample,
+)
 from multiworld.serve.generation.replica.sequence_state import StreamId
 from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.spec.stage import Generation
@@ -52,13 +57,11 @@ class Tail:
 
     Attributes:
         opening: The sequence, as it started.
-        ends: Tokens that end it.
         scored: Probabilities of its prompt's tokens so far, if requested.
     """
 
     opening: SequenceStart
-    tokens: list[int]
-    ends: tuple[int, ...]
+    history: TokenHistory
     matcher: Matcher | None = None
     scored: list[tuple[float, tuple[tuple[int, float], ...]]] = field(
         default_factory=list
@@ -68,6 +71,25 @@ class Tail:
         """Return whether the token after each row of a part is to be scored."""
         is_asked = self.opening.sampling.prompt_logprobs is not None
         return is_asked and part.begin < self.opening.prompt - 1
+
+    def prepare(self, part: StepPart) -> Tensor | None:
+        """Return the tokens that the structure allows after a part; None: all."""
+        count = part.begin + part.count
+        self.history.truncate(count)  # later ones are sampled again
+        if self.matcher is None:
+            return None
+        self.matcher.truncate(count - self.opening.prompt)
+        return self.matcher.allowed(self.history.tokens, self.opening.prompt)
+
+    def append(self, key: Key, choice: Choice) -> TokenItem:
+        """Append a sampled token; return what the gateway is told."""
+        index, sampling = self.history.index, self.opening.sampling
+        self.history.append(choice.token)
+        finish = finish_of(choice.token, index + 1, sampling, self.history.ends)
+        prompt = tuple(self.scored) if index == 0 else ()
+        return TokenItem(
+            key, index, choice.token, finish, choice.logprob, choice.top, prompt
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +180,8 @@ class StageEngine:
         sampling = opening.sampling
         own = () if sampling.ignore_eos else self.model.end_tokens
         ends = (*own, *sampling.stop_token_ids)
-        tail = Tail(opening, list(opening.tokens), ends, matcher)
+        history = TokenHistory(sampling, opening.tokens, opening.prompt, ends)
+        tail = Tail(opening, history, matcher)
         known = self._tails.get(opening.key[:2])
         if known is not None and opening.previous >= 0:
             tail.scored = known.scored
@@ -202,21 +225,41 @@ class StageEngine:
                 f"the last stage returned logits of shape {list(found.shape)}; "
                 f"[wanted, vocabulary] is {[len(flat), self.model.vocabulary]}"
             )
-        done, tokens, failed, begin = [], [], [], 0
+        return self._sampled(parts, rows_of, found)
+
+    def _sampled(
+        self, parts: Sequence[StepPart], rows_of: Sequence[Sequence[int]], found: Tensor
+    ) -> Computed:
+        """Score prompts and sample the next tokens, from the logits of wanted rows."""
+        failed: dict[Key, Exception] = {}
+        asking: list[tuple[StepPart, int, Tensor | None]] = []
+        end = 0
         for part, each in zip(parts, rows_of, strict=True):
-            logits = found[begin : begin + len(each)]
-            begin += len(each)
+            begin, end = end, end + len(each)
+            tail = self._tails[part.key[:2]]
             try:
-                if self._tails[part.key[:2]].scores(part):
-                    self._score(part, logits)
+                if tail.scores(part):
+                    self._score(part, found[begin:end])
                 if part.samples:
-                    tokens.append(self._sample(part, logits[-1]))
+                    asking.append((part, end - 1, tail.prepare(part)))
             except Exception as error:  # affects only this sequence
-                _log(error)
-                failed.append((part.key, error))
+                failed[part.key] = error
+        last = [row for _, row, _ in asking]
+        chosen = sample(
+            found if len(last) == len(found) else found[last],
+            [self._tails[part.key[:2]].history for part, _, _ in asking],
+            [mask for _, _, mask in asking],
+        )
+        tokens: list[TokenItem] = []
+        for (part, _, _), one in zip(asking, chosen, strict=True):
+            if isinstance(one, ValueError):
+                failed[part.key] = one
             else:
-                done.append(part)
-        return Computed(tuple(done), None, tuple(tokens), tuple(failed))
+                tokens.append(self._tails[part.key[:2]].append(part.key, one))
+        for failure in failed.values():
+            _log(failure)
+        done = tuple(part for part in parts if part.key not in failed)
+        return Computed(done, None, tuple(tokens), tuple(failed.items()))
 
     def _wanted(self, parts: Sequence[StepPart]) -> list[Sequence[int]]:
         """Return the rows of each part whose logits are needed."""
@@ -240,26 +283,8 @@ class StageEngine:
             logprobs = logits[place - part.begin].log_softmax(-1)
             top = logprobs.topk(most)
             pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-            token = tail.tokens[place + 1]
+            token = tail.history.tokens[place + 1]
             tail.scored.append((float(logprobs[token]), tuple(pairs)))
-
-    def _sample(self, part: StepPart, logits: Tensor) -> TokenItem:
-        tail = self._tails[part.key[:2]]
-        opening = tail.opening
-        del tail.tokens[part.begin + part.count :]  # they are recomputed
-        allowed = None
-        if tail.matcher is not None:
-            allowed = tail.matcher.allowed(tail.tokens[opening.prompt :])
-        chosen = choose(
-            logits, opening.sampling, tail.tokens, opening.prompt, tail.ends, allowed
-        )
-        index = len(tail.tokens) - opening.prompt
-        tail.tokens.append(chosen.token)
-        finish = finish_of(chosen.token, index + 1, opening.sampling, tail.ends)
-        prompt = tuple(tail.scored) if index == 0 else ()
-        return TokenItem(
-            part.key, index, chosen.token, finish, chosen.logprob, chosen.top, prompt
-        )
 
 
 def _log(error: Exception) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import sys
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +15,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld.serve.generation.replica import sampler
-from multiworld.serve.generation.replica.sampler import choose, finish_of, uniform
+from multiworld.serve.generation.replica.sampler import (
+    Choice,
+    TokenHistory,
+    finish_of,
+    sample,
+    uniform,
+)
 from multiworld.serve.transport.generation_messages import Sampling
+
+
+def choose(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    tokens: Sequence[int],
+    prompt: int,
+    ends: Sequence[int] = (),
+) -> Choice:
+    """Return the next token of one sequence."""
+    (found,) = sample(logits[None], [TokenHistory(sampling, tokens, prompt, ends)])
+    assert isinstance(found, Choice), found
+    return found
+
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, 2.5, -1.0, 0.0])
 
@@ -91,21 +115,168 @@ def test_kept_tokens_are_those_of_transformers(
         assert kept[token]
 
 
-@settings(deadline=None)
-@given(st.integers(0, 2**32), st.integers(0, 30), st.floats(0, 1), st.floats(0, 0.5))
-def test_few_tokens_are_sorted_and_the_same_is_drawn(
-    seed: int, top_k: int, top_p: float, min_p: float
+def expected(logits: torch.Tensor, sampling: Sampling, index: int, slack: float) -> int:
+    """Return the token by sorting everything, in float64."""
+    likely = (logits.double() / sampling.temperature).softmax(-1)
+    likely[likely < sampling.min_p * float(likely.max())] = 0
+    if sampling.top_k:
+        last = likely.sort(descending=True).values[: sampling.top_k][-1]
+        likely[likely < last] = 0
+    ordered = likely.sort(descending=True).values
+    above = ordered.cumsum(-1) - ordered
+    count = int((above < (sampling.top_p + slack) * ordered.sum()).sum())
+    likely[likely < ordered[max(count, 1) - 1]] = 0
+    sums = likely.cumsum(-1)
+    at = uniform(sampling.seed, sampling.choice, index) + slack
+    found = int(torch.searchsorted(sums, at * float(sums[-1]), right=True))
+    return min(found, int(likely.nonzero()[-1]))
+
+
+PARAMETERS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.6},
+    {"temperature": 100.0, "top_p": 0.999},
+    {"temperature": 3.0, "top_p": 0.9},
+    {"top_p": 0.5},
+    {"top_p": 0.95, "min_p": 0.02},
+    {"min_p": 0.1},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 63},
+    {"top_k": 64},
+    {"top_k": 250},
+    {"top_k": 10_000},
+    {"top_k": 40, "top_p": 0.8, "min_p": 0.01, "temperature": 1.5},
+    {"top_k": 200, "top_p": 0.9, "min_p": 0.001, "temperature": 2.0},
+]
+
+
+@pytest.mark.parametrize("kind", ["plain", "ties", "equal"])
+@pytest.mark.parametrize("parameters", PARAMETERS, ids=str)
+def test_same_token_is_drawn_as_by_sorting_the_vocabulary(
+    parameters: dict[str, Any], kind: str
 ) -> None:
-    """Whether those that stay are among the few most likely ones or not."""
-    chance = torch.Generator().manual_seed(seed)
-    logits = torch.randn(60, generator=chance) * 4
-    made = Sampling(seed=seed, top_k=top_k, top_p=top_p, min_p=min_p)
-    with pytest.MonkeyPatch.context() as patch:
-        found = []
-        for few in (1, 7, 60):
-            patch.setattr(sampler, "FEW", few)
-            found += [choose(logits, made, [0] * n, 1, ()).token for n in range(1, 6)]
-    assert found[:5] == found[5:10] == found[10:]
+    """Also where many words are as likely as the last one that remains."""
+    chance = torch.Generator().manual_seed(5)
+    for seed in range(40):
+        logits = torch.randn(700, generator=chance) * 2
+        if kind == "ties":
+            logits = logits.round()
+        elif kind == "equal":
+            logits = torch.zeros(700)
+        made = Sampling(seed=seed, **parameters)
+        token = choose(logits, made, [0] * seed, 0).token
+        near = {expected(logits, made, seed, by) for by in (-1e-6, 0.0, 1e-6)}
+        assert token in near
+
+
+def mixed(
+    count: int, vocabulary: int
+) -> tuple[torch.Tensor, list[TokenHistory], list[torch.Tensor | None]]:
+    """Return logits, sequences and masks of a step with all kinds of parameters."""
+    chance = torch.Generator().manual_seed(7)
+    logits = torch.randn(count, vocabulary, generator=chance) * 3
+    adjusting: list[dict[str, Any]] = [
+        {},
+        {"presence_penalty": 0.5, "repetition_penalty": 1.2},
+        {"logit_bias": {3: 9.0, 4: -100.0}, "logprobs": 3},
+        {"min_tokens": 1000, "frequency_penalty": 0.1},
+        {"logprobs": 0},
+    ]
+    histories, masks = [], []
+    for row in range(count):
+        parameters = PARAMETERS[row % len(PARAMETERS)] | adjusting[row % 5]
+        if row % 7 == 0:
+            parameters = parameters | {"temperature": 0.0}
+        tokens = torch.randint(vocabulary, (30 + row,), generator=chance).tolist()
+        made = Sampling(seed=row, **parameters)
+        histories.append(TokenHistory(made, tokens, 10, (1, 2)))
+        size = (-(-vocabulary // 8),)
+        mask = torch.randint(256, size, generator=chance, dtype=torch.uint8)
+        masks.append(mask if row % 3 == 0 else None)
+    return logits, histories, masks
+
+
+@pytest.mark.parametrize("vocabulary", [50_257, 700])
+def test_token_depends_neither_on_the_others_of_a_step_nor_on_threads(
+    vocabulary: int,
+) -> None:
+    """Nor on the place in it; nor are the logits changed."""
+    logits, histories, masks = mixed(60, vocabulary)
+    before = logits.clone()
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = [
+            sample(logits[i : i + 1], histories[i : i + 1], masks[i : i + 1])[0]
+            for i in range(60)
+        ]
+        for count in (1, 2, 3, 4, 5):
+            torch.set_num_threads(count)
+            assert sample(logits, histories, masks) == alone
+        order = torch.randperm(60).tolist()
+        moved = sample(
+            logits[order], [histories[i] for i in order], [masks[i] for i in order]
+        )
+        assert moved == [alone[i] for i in order]
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(logits, before)
+    for i, one in enumerate(alone):
+        assert isinstance(one, Choice)
+        mask = masks[i]
+        assert mask is None or mask[one.token // 8] >> one.token % 8 & 1
+        if histories[i].parameters.min_tokens:
+            assert one.token not in (1, 2)
+
+
+def test_rows_with_errors_fail_alone() -> None:
+    """Not a number, infinite, or nothing is possible."""
+    logits = torch.zeros(5, 200)
+    logits[1, 7], logits[2, 8], logits[3] = torch.nan, torch.inf, -torch.inf
+    found = sample(logits, [TokenHistory(Sampling(), [0], 1)] * 5)
+    assert [isinstance(one, ValueError) for one in found] == [
+        *[False, True, True, True, False]
+    ]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 9), max_size=30), st.data())
+def test_history_that_goes_back_is_as_if_it_had_not_gone_on(
+    tokens: list[int], data: st.DataObject
+) -> None:
+    """Penalties count the prompt, and what is left of the output."""
+    prompt = data.draw(st.integers(0, len(tokens)))
+    kept = data.draw(st.integers(prompt, len(tokens)))
+    sampling = Sampling(
+        repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2
+    )
+    gone = TokenHistory(sampling, tokens[:prompt], prompt)
+    for token in tokens[prompt:]:
+        gone.append(token)
+    gone.truncate(kept)
+    fresh = TokenHistory(sampling, tokens[:kept], prompt)
+    found = [torch.arange(10.0) - 5, torch.arange(10.0) - 5]
+    for scores, history in zip(found, (gone, fresh), strict=True):
+        history.adjust(scores)
+    assert torch.equal(*found)
+    assert gone.tokens == fresh.tokens
+
+
+def test_module_needs_torch_alone() -> None:
+    """Engines of others load it in their own environment."""
+    source = Path(sampler.__file__).read_text()
+    found = {
+        (node.module or "").split(".")[0]
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom)
+    } | {
+        name.name.split(".")[0]
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Import)
+        for name in node.names
+    }
+    assert found <= {"torch", *sys.stdlib_module_names}
 
 
 def test_penalties_are_those_of_transformers_and_of_openai() -> None:
