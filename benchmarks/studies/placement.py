@@ -26,6 +26,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.studies.layer_chains import (
+    Chain,
+    NodeKind,
+    flow_of,
+    place_chain,
+)
 from multiworld.serve.placement.solver import (
     Device,
     ModelNeed,
@@ -33,12 +39,6 @@ from multiworld.serve.placement.solver import (
     Problem,
     StageNeed,
     place,
-)
-from multiworld.serve.placement.solver.chains import (
-    Chain,
-    NodeKind,
-    flow_of,
-    place_chain,
 )
 from multiworld.serve.placement.solver.problem import GIB
 from multiworld.serve.placement.solver.verify import faults

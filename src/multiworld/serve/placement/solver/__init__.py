@@ -2,8 +2,7 @@
 
 Everything is a function of its arguments, without network or processes; only the
 solvers' time limit reads a clock. ``place`` solves a ``Problem`` with a ``Placement``
-in which ``verify.faults`` finds no fault. ``chains`` solves a related problem: it cuts
-a model while placing it, one range of layers for each node.
+in which ``verify.faults`` finds no fault.
 """
 
 from multiworld.serve.placement.solver.portfolio import place

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import networkx as nx
 
-from multiworld.serve.placement.solver.chains import Chain, Range
+from benchmarks.studies.layer_chains import Chain, Range
 
 
 def largest_flow(chain: Chain, ranges: Sequence[Range]) -> float:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from multiworld.serve.placement.solver.chains import (
+from benchmarks.studies.layer_chains import (
     Chain,
     NodeKind,
     Range,
@@ -17,7 +17,7 @@ from multiworld.serve.placement.solver.chains import (
     place_chain,
     work_bound,
 )
-from tests.unit.serve.placement.solver.maxflow import largest_flow
+from tests.unit.bench.maxflow import largest_flow
 
 
 def test_one_chain_of_like_nodes() -> None:
@@ -90,7 +90,7 @@ def test_flow_enters_only_inside_a_range() -> None:
     assert flow_of(chain, [Range(0, 0, 2), Range(0, 2, 1)]) == pytest.approx(1.0)
 
 
-INSTANCES = Path(__file__).parents[5] / "benchmarks" / "data" / "placement"
+INSTANCES = Path(__file__).parents[3] / "benchmarks" / "data" / "placement"
 CAPACITY = "throughput_by_layers_held"
 
 
