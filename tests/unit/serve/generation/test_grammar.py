@@ -73,7 +73,7 @@ def choose(
 ) -> int:
     """Return the next token of one sequence, of those that a mask allows."""
     history = TokenHistory(sampling, tokens, 0, ends)
-    (found,) = sample(logits[None], [history], [mask])
+    (found,) = sample(logits[None].clone(), [history], [mask])
     assert not isinstance(found, ValueError), found
     return found.token
 

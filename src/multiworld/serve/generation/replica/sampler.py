@@ -9,8 +9,7 @@ each block, which suffices for temperature 0, and for ``top_k`` up to 63: the li
 words lie in the blocks with the largest maxima. Other sequences take five passes
 (scale, softmax in three, sum), two more for ``min_p`` or ``top_p``, and up to 32 more
 for a ``top_p`` that keeps more than 64 words: bisection for the probability of the last
-of them. Penalties, biases and masks add one, to copy. Nothing is sorted but the 64
-likeliest words.
+of them. A mask takes one more. Nothing is sorted but the 64 likeliest words.
 
 ``top_k`` and ``top_p`` keep all words that are as likely as the last one they keep. As
 in vLLM, ``min_p`` applies first, then ``top_k``, then ``top_p`` to what remains.
@@ -38,7 +37,7 @@ FEW = 64
 """Number of likeliest words that ``top_k`` and ``top_p`` consider first."""
 
 CHUNK_BYTES = 4 * 2**20
-"""Size of the logits that are processed at a time; they stay in the cache."""
+"""Size of the logits whose probabilities are computed at a time, in the cache."""
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are 0, as in vLLM."""
@@ -107,15 +106,15 @@ class TokenHistory:
     ) -> None:
         self.parameters, self.prompt, self.ends = parameters, prompt, tuple(ends)
         self.tokens = list(tokens)
-        self.has_penalties = bool(
-            parameters.presence_penalty or parameters.frequency_penalty
+        self._counts_words = bool(
+            parameters.presence_penalty
+            or parameters.frequency_penalty
+            or parameters.repetition_penalty != 1.0
         )
-        self.counts_words = self.has_penalties or parameters.repetition_penalty != 1.0
-        self._bias: tuple[Tensor, Tensor] | None = None
+        self.bias: tuple[Tensor, Tensor] | None = None
         if parameters.logit_bias:
             words = torch.tensor(list(parameters.logit_bias))
-            values = torch.tensor(list(parameters.logit_bias.values()))
-            self._bias = words, values
+            self.bias = words, torch.tensor(list(parameters.logit_bias.values()))
         self._count()
 
     @property
@@ -124,14 +123,20 @@ class TokenHistory:
         return len(self.tokens) - self.prompt
 
     @property
-    def adjusts(self) -> bool:
-        """Whether ``adjust`` may change logits."""
-        is_early = self.index < self.parameters.min_tokens and bool(self.ends)
-        return self._bias is not None or self.counts_words or is_early
+    def words(self) -> tuple[Tensor, Tensor] | None:
+        """The words that penalties apply to, and how often each was generated."""
+        if not self._known:
+            return None
+        return self._words[: self._known], self._times[: self._known]
+
+    @property
+    def is_too_short(self) -> bool:
+        """Whether ``min_tokens`` forbids an end."""
+        return bool(self.ends) and self.index < self.parameters.min_tokens
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
-        if self.counts_words:
+        if self._counts_words:
             self._add(token, 1)
 
     def truncate(self, count: int) -> None:
@@ -140,37 +145,14 @@ class TokenHistory:
             del self.tokens[count:]
             self._count()
 
-    def adjust(self, scores: Tensor) -> None:
-        """Apply bias, penalties and ``min_tokens`` to logits, [vocabulary]."""
-        parameters = self.parameters
-        if self._bias is not None:  # before the penalties, as in vLLM
-            words, values = self._bias
-            scores[words] += values
-        if self.counts_words:
-            words, times = self._words[: self._known], self._times[: self._known]
-            found = scores[words]
-            penalty = parameters.repetition_penalty
-            if penalty != 1.0:
-                found = torch.where(found > 0, found / penalty, found * penalty)
-            if self.has_penalties:
-                found -= parameters.presence_penalty * (times > 0)
-                found -= parameters.frequency_penalty * times
-            scores[words] = found
-        if self.index < parameters.min_tokens and self.ends:
-            ends = torch.tensor(self.ends)
-            before = scores[ends]
-            scores[ends] = -math.inf
-            if float(scores.amax()) == -math.inf:  # its structure allows only the end
-                scores[ends] = before
-
     def _count(self) -> None:
         """Count the occurrences of each word: 0 for one of the prompt only."""
         self._places: dict[int, int] = {}
         self._known = 0
-        size = len(self.tokens) + 64 if self.counts_words else 0
+        size = len(self.tokens) + 64 if self._counts_words else 0
         self._words = torch.zeros(size, dtype=torch.int64)
         self._times = torch.zeros(size)
-        if not self.counts_words:
+        if not self._counts_words:
             return
         for at, token in enumerate(self.tokens):
             self._add(token, int(at >= self.prompt))
@@ -195,70 +177,90 @@ def sample(
     """Sample the next token of each sequence; the histories do not change.
 
     Args:
-        logits: Shape [sequences, vocabulary], float32; not changed.
+        logits: Shape [sequences, vocabulary], float32, contiguous; overwritten.
         masks: For each sequence, or for none, the words that its structure allows, one
             bit each, the lowest first, [vocabulary / 8 or more], uint8; None: all.
 
     Returns:
         For each sequence its token, or the error: its largest logit is not finite.
     """
-    found: list[Choice | ValueError] = []
-    size = max(1, CHUNK_BYTES // (4 * max(1, logits.shape[-1])))
-    for begin in range(0, len(histories), size):
-        chunk = histories[begin : begin + size]
-        found += _sample(
-            logits[begin : begin + len(chunk)], chunk, masks[begin : begin + size]
-        )
-    return found
-
-
-def _sample(
-    logits: Tensor,
-    histories: Sequence[TokenHistory],
-    masks: Sequence[Tensor | None],
-) -> list[Choice | ValueError]:
-    scores = _adjusted(logits, histories, masks)
-    blocks = _blocks(scores)
+    asking = [n for n, h in enumerate(histories) if h.parameters.logprobs is not None]
+    masked = {n for n, mask in enumerate(masks) if mask is not None}
+    copies = {row: logits[row].clone() for row in masked.intersection(asking)}
+    before = _adjust(logits, histories, masks)
+    blocks = _blocks(logits)
     maxima = blocks.amax(-1)
     largest: list[float] = maxima.amax(-1).tolist()  # NaN if any of them is
-    rows = [i for i, one in enumerate(largest) if math.isfinite(one)]
+    rows = [row for row, one in enumerate(largest) if math.isfinite(one)]
     tokens: dict[int, int] = {}
     greedy, few, many = _kinds(rows, histories)
     if greedy:
         tokens.update(_likeliest(blocks, maxima, greedy))
     if few:
         tokens.update(_drawn_of_few(blocks, maxima, few, histories))
-    many = sorted(many + [i for i in few if i not in tokens])
-    if many:
-        tokens.update(_drawn_of_all(blocks, many, histories))
-    chosen = {i: Choice(token) for i, token in tokens.items()}
-    asking = [i for i in rows if histories[i].parameters.logprobs is not None]
+    many = sorted(many + [row for row in few if row not in tokens])
+    size = max(1, CHUNK_BYTES // max(1, 4 * logits.shape[-1]))
+    for begin in range(0, len(many), size):
+        tokens.update(_drawn_of_all(blocks, many[begin : begin + size], histories))
+    chosen = {row: Choice(token) for row, token in tokens.items()}
+    asking = [row for row in asking if row in tokens]
     if asking:
-        chosen.update(_reported(logits, asking, histories, tokens))
+        for places, values in reversed(before):
+            logits.view(-1)[places] = values
+        for row, copy in copies.items():
+            logits[row] = copy
+        for begin in range(0, len(asking), size):
+            part = asking[begin : begin + size]
+            chosen.update(_reported(logits, part, histories, tokens))
     return [
-        chosen.get(i)
-        or ValueError(f"the largest logit is {largest[i]}, no finite number")
-        for i in range(len(histories))
+        chosen.get(row) or ValueError(f"the largest logit is {one}, no finite number")
+        for row, one in enumerate(largest)
     ]
 
 
-def _adjusted(
-    logits: Tensor,
-    histories: Sequence[TokenHistory],
-    masks: Sequence[Tensor | None],
-) -> Tensor:
-    """Return the logits after masks, bias and penalties; a copy if there are any."""
-    is_masked = any(mask is not None for mask in masks)
-    if not is_masked and not any(history.adjusts for history in histories):
-        return logits
-    scores = logits.clone()
-    for row, mask in zip(scores, masks, strict=False):
+def _adjust(
+    logits: Tensor, histories: Sequence[TokenHistory], masks: Sequence[Tensor | None]
+) -> list[tuple[Tensor, Tensor]]:
+    """Apply masks, biases, penalties and ``min_tokens`` to logits.
+
+    Returns:
+        What they were before, but for the masks: places and values, in order.
+    """
+    changes: list[tuple[Tensor, Tensor]] = []
+    for row, mask in zip(logits, masks, strict=False):
         if mask is not None:
             row += _BITS[mask.to(torch.int32)].flatten()[: len(row)]
-    for row, history in zip(scores, histories, strict=True):
-        if history.adjusts:
-            history.adjust(row)
-    return scores
+    flat, width = logits.view(-1), logits.shape[-1]
+    biased = [(n * width, h.bias) for n, h in enumerate(histories) if h.bias]
+    if biased:  # before the penalties, as in vLLM
+        places = torch.cat([at + words for at, (words, _) in biased])
+        changes.append((places, flat[places]))
+        flat[places] += torch.cat([values for _, (_, values) in biased])
+    counted = [(n, words) for n, h in enumerate(histories) if (words := h.words)]
+    if counted:
+        places = torch.cat([row * width + words for row, (words, _) in counted])
+        times = torch.cat([times for _, (_, times) in counted])
+        counts = torch.tensor([len(words) for _, (words, _) in counted])
+        asked = [histories[row].parameters for row, _ in counted]
+        repeated = torch.tensor([p.repetition_penalty for p in asked])
+        present = torch.tensor([p.presence_penalty for p in asked])
+        frequent = torch.tensor([p.frequency_penalty for p in asked])
+        repeated = repeated.repeat_interleave(counts)
+        changes.append((places, found := flat[places]))
+        found = torch.where(found > 0, found / repeated, found * repeated)
+        found -= present.repeat_interleave(counts) * (times > 0)
+        found -= frequent.repeat_interleave(counts) * times
+        flat[places] = found
+    for n, history in enumerate(histories):
+        if history.is_too_short:
+            places = n * width + torch.tensor(history.ends)
+            values = flat[places]
+            flat[places] = -math.inf
+            if float(logits[n].amax()) == -math.inf:  # a structure allows only the end
+                flat[places] = values
+            else:
+                changes.append((places, values))
+    return changes
 
 
 def _blocks(scores: Tensor) -> Tensor:
@@ -266,7 +268,7 @@ def _blocks(scores: Tensor) -> Tensor:
     missing = -scores.shape[-1] % BLOCK
     if missing:
         scores = pad(scores, (0, missing), value=-math.inf)
-    return scores.reshape(len(scores), -1, BLOCK)
+    return scores.reshape(len(scores), scores.shape[-1] // BLOCK, BLOCK)
 
 
 def _kinds(
@@ -412,12 +414,15 @@ def _nucleus(likely: Tensor, maxima: Tensor, least: float, top_p: float) -> floa
     # Words below ``small`` have less than whole - goal in all, so none of them remains.
     small = 0.99 * (whole - goal) / len(likely)
     low, high = _bits(max(least, small)), _bits(float(found[0, -1])) + 1
-    while high - low > 1:
+    below, above = _mass(likely, _float(low)), float(sums[-1])
+    # With one word left in between, any bound there keeps the same words.
+    while high - low > 1 and below - above > 1.5 * _float(low):
         middle = (low + high) // 2
-        if _mass(likely, _float(middle)) >= goal:
-            low = middle
+        mass = _mass(likely, _float(middle))
+        if mass >= goal:
+            low, below = middle, mass
         else:
-            high = middle
+            high, above = middle, mass
     return _float(low)
 
 
@@ -456,23 +461,22 @@ def _reported(
     tokens: Mapping[int, int],
 ) -> dict[int, Choice]:
     """Return tokens with their log-probabilities, and the likeliest ones beside."""
-    found = _some(logits, rows).log_softmax(-1)
-    blocks = _blocks(found)
+    logprobs = _some(logits, rows).log_softmax(-1)
+    blocks = _blocks(logprobs)
     values, words = _largest(blocks, blocks.amax(-1))
-    own = found.gather(1, _column([tokens[i] for i in rows], torch.int64))[:, 0]
-    choices = {}
-    for place, (i, logprob) in enumerate(zip(rows, own.tolist(), strict=True)):
-        count = min(histories[i].parameters.logprobs or 0, logits.shape[-1])
-        top = zip(
-            words[place, :count].tolist(), values[place, :count].tolist(), strict=True
-        )
-        choices[i] = Choice(tokens[i], logprob, tuple(top))
-    return choices
+    own = logprobs.gather(1, _column([tokens[row] for row in rows], torch.int64))
+    found = {}
+    for place, (row, logprob) in enumerate(zip(rows, own[:, 0].tolist(), strict=True)):
+        count = min(histories[row].parameters.logprobs or 0, logits.shape[-1])
+        likeliest = words[place, :count].tolist(), values[place, :count].tolist()
+        found[row] = Choice(tokens[row], logprob, tuple(zip(*likeliest, strict=True)))
+    return found
 
 
 def _some(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return some rows of a tensor; itself if they are all."""
-    return tensor if len(rows) == len(tensor) else tensor[rows]
+    """Return some rows of a tensor, a view if they are consecutive."""
+    begin, end = rows[0], rows[0] + len(rows)
+    return tensor[begin:end] if rows[-1] == end - 1 else tensor[rows]
 
 
 def _uniforms(histories: Sequence[TokenHistory]) -> Tensor:

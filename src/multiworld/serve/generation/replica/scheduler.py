@@ -37,6 +37,7 @@ from multiworld.serve.generation.replica.step_budget import (
     STEP_ROWS,
     StepBudget,
     cost_of,
+    rows_of,
 )
 from multiworld.serve.generation.replica.steps_in_flight import StepsUnderWay
 from multiworld.serve.generation.replica.tenant_use import TenantUse
@@ -58,8 +59,8 @@ row, 99 with eight, 136 with sixteen)."""
 
 SHARED_S, SHARED_TOKENS = 60.0, 32
 """Seconds for which a second tenant counts as present after its last sequence, and the
-maximum number of tokens in flight meanwhile. A newcomer waits for at most these tokens;
-such steps take a fifth more time than full ones."""
+maximum cost of the tokens in flight meanwhile, in rows. A newcomer waits for at most
+these; such steps take a fifth more time than full ones."""
 
 FULL_S, LONGEST_FULL_S = 0.1, 2.0
 """Minimum and maximum seconds for which nothing is sent to a replica that had no KV
@@ -370,12 +371,13 @@ class Scheduler:
             return None
         self._was_alone = is_alone
         preempted, self._preempted = tuple(self._preempted), []
-        rows = sum(part.count for part in parts) + self._sample_rows(parts)
-        number = self._steps.begin(parts, cost_of(rows))
+        number = self._steps.begin(parts, cost_of(sum(map(self._rows, parts))))
         return PlannedStep(number, tuple(parts), preempted, is_alone=is_alone)
 
-    def _sample_rows(self, parts: Iterable[StepPart]) -> float:
-        return sum(self._known[p.key].sample_rows for p in parts if p.samples)
+    def _rows(self, part: StepPart) -> float:
+        """Return the cost of a part, in rows."""
+        sample_rows = self._known[part.key].sample_rows if part.samples else 0.0
+        return rows_of(part.count, part.begin) + sample_rows
 
     def _plan(self, parts: list[StepPart], now: float) -> bool:
         """Add parts of sequences that are not suspects; return whether any exist."""
@@ -392,8 +394,8 @@ class Scheduler:
                 return False  # it would cost more than it computes
             self._share(parts, budget)
             return bool(parts)
-        flying = int(self._steps.cost - STEP_ROWS * len(self._steps))
-        self._decode(parts, max(0, SHARED_TOKENS - flying) if is_shared else most)
+        flying = self._steps.cost - STEP_ROWS * len(self._steps)
+        self._decode(parts, SHARED_TOKENS - flying if is_shared else math.inf)
         left = most - sum(part.count for part in parts)
         self._prefill(parts, min(left, self._prompt_tokens(is_shared=is_shared)))
         return bool(parts)
@@ -403,8 +405,9 @@ class Scheduler:
         found: dict[Share, float] = {**self._line.tokens(most)}
         for sequence in self._running.values():
             if not sequence.is_paused and not sequence.is_suspect:
-                rows = max(1, sequence.lacking) + sequence.sample_rows
-                found[sequence.share] = found.get(sequence.share, 0.0) + rows
+                rows = max(1, sequence.lacking)
+                cost = rows_of(rows, sequence.computed) + sequence.sample_rows
+                found[sequence.share] = found.get(sequence.share, 0.0) + cost
         return found
 
     def _has_others(self, demands: Iterable[Share], now: float) -> bool:
@@ -468,8 +471,9 @@ class Scheduler:
                 if budget.is_spent:
                     break
                 if sequence.number in self._running and self._has_room(sequence, 1):
+                    cost = sequence.cost(1)
                     parts.append(self._take(sequence, 1))
-                    budget.take(1)
+                    budget.take(1, cost)
             ready[share] = [s for s in those if not s.is_under_way]
         is_open = True
         had = {self._known[part.key].share for part in parts}
@@ -500,8 +504,9 @@ class Scheduler:
             count = self._chunk(sequence, rows, is_alone=not parts)
             is_left = sequence.number in self._running  # it was not preempted
             if is_left and count and self._has_room(sequence, count):
+                cost = sequence.cost(count)
                 parts.append(self._take(sequence, count))
-                budget.take(count)
+                budget.take(count, cost)
 
     def _ready(self) -> list[ScheduledSequence]:
         return [
@@ -512,8 +517,10 @@ class Scheduler:
 
     # A step of one tenant.
 
-    def _decode(self, parts: list[StepPart], budget: int) -> None:
+    def _decode(self, parts: list[StepPart], budget: float) -> None:
         """Add the next token of each running sequence that is ready, up to a share.
+
+        ``budget`` is in rows without context.
 
         Fewer than a share wait until others return. There is no waiting during a KV
         rebuild: steps run all the time, and a few more rows cost little.
@@ -523,8 +530,13 @@ class Scheduler:
             for s in self._running.values()
             if s.lacking <= 1 and not (s.is_paused or s.is_suspect)
         ]
+        if not decoding or budget <= 0:
+            return
         groups = min(self.steps, max(1, round(len(decoding) / ROWS)))
-        most = min(budget, math.ceil(len(decoding) / groups))
+        most = math.ceil(len(decoding) / groups)
+        each = sum(rows_of(1, s.computed) for s in decoding) / len(decoding)
+        fits = max(1.0, min(budget / each, self.limits.max_num_batched_tokens))
+        most = min(most, int(fits))
         ready = sum(not s.is_under_way for s in decoding)
         if ready < min(most, len(decoding)) and not self._is_refilling:
             return  # the others are in flight

@@ -48,7 +48,7 @@ logger = logging.getLogger("multiworld.serve")
 
 StageFunction = Callable[[Tensor, Tensor, object, Tensor], Tensor]
 """A stage: (rows, positions, attention, wanted) to hidden states or logits; see
-``decoder_stage.DecoderStage.forward``."""
+``decoder_stage.DecoderStage.forward``. Sampling overwrites the logits."""
 
 
 @dataclass(slots=True)
@@ -246,7 +246,7 @@ class StageEngine:
                 failed[part.key] = error
         last = [row for _, row, _ in asking]
         chosen = sample(
-            found if len(last) == len(found) else found[last],
+            found.contiguous() if len(last) == len(found) else found[last],
             [self._tails[part.key[:2]].history for part, _, _ in asking],
             [mask for _, _, mask in asking],
         )

@@ -33,7 +33,9 @@ def choose(
     ends: Sequence[int] = (),
 ) -> Choice:
     """Return the next token of one sequence."""
-    (found,) = sample(logits[None], [TokenHistory(sampling, tokens, prompt, ends)])
+    (found,) = sample(
+        logits[None].clone(), [TokenHistory(sampling, tokens, prompt, ends)]
+    )
     assert isinstance(found, Choice), found
     return found
 
@@ -88,13 +90,13 @@ def test_only_some_tokens_are_drawn_from(
 
 @settings(deadline=None)
 @given(
-    st.lists(st.floats(-5, 5, width=32), min_size=3, max_size=20, unique=True),
+    st.lists(st.integers(-320, 320), min_size=3, max_size=20, unique=True),
     st.floats(0.1, 1.0),
     st.integers(1, 20),
     st.floats(0.0, 1.0),
 )
 def test_kept_tokens_are_those_of_transformers(
-    numbers: list[float], top_p: float, top_k: int, min_p: float
+    numbers: list[int], top_p: float, top_k: int, min_p: float
 ) -> None:
     """One parameter at a time, because their order differs among libraries."""
     from transformers import (
@@ -103,7 +105,7 @@ def test_kept_tokens_are_those_of_transformers(
         TopPLogitsWarper,
     )
 
-    logits = torch.tensor(numbers)
+    logits = torch.tensor(numbers) / 64
     found: tuple[tuple[Any, dict[str, Any]], ...] = (
         (TopPLogitsWarper(top_p), {"top_p": top_p}),
         (TopKLogitsWarper(top_k), {"top_k": top_k}),
@@ -201,19 +203,18 @@ def mixed(
 def test_token_depends_neither_on_the_others_of_a_step_nor_on_threads(
     vocabulary: int,
 ) -> None:
-    """Nor on the place in it; nor are the logits changed."""
+    """Nor on the place in it."""
     logits, histories, masks = mixed(60, vocabulary)
-    before = logits.clone()
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         alone = [
-            sample(logits[i : i + 1], histories[i : i + 1], masks[i : i + 1])[0]
+            sample(logits[i : i + 1].clone(), histories[i : i + 1], masks[i : i + 1])[0]
             for i in range(60)
         ]
         for count in (1, 2, 3, 4, 5):
             torch.set_num_threads(count)
-            assert sample(logits, histories, masks) == alone
+            assert sample(logits.clone(), histories, masks) == alone
         order = torch.randperm(60).tolist()
         moved = sample(
             logits[order], [histories[i] for i in order], [masks[i] for i in order]
@@ -221,7 +222,6 @@ def test_token_depends_neither_on_the_others_of_a_step_nor_on_threads(
         assert moved == [alone[i] for i in order]
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(logits, before)
     for i, one in enumerate(alone):
         assert isinstance(one, Choice)
         mask = masks[i]
@@ -240,6 +240,11 @@ def test_rows_with_errors_fail_alone() -> None:
     ]
 
 
+def test_step_without_a_last_row_samples_nothing() -> None:
+    """Part of a prompt."""
+    assert sample(torch.zeros(0, 200), []) == []
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=30), st.data())
 def test_history_that_goes_back_is_as_if_it_had_not_gone_on(
@@ -256,11 +261,11 @@ def test_history_that_goes_back_is_as_if_it_had_not_gone_on(
         gone.append(token)
     gone.truncate(kept)
     fresh = TokenHistory(sampling, tokens[:kept], prompt)
-    found = [torch.arange(10.0) - 5, torch.arange(10.0) - 5]
-    for scores, history in zip(found, (gone, fresh), strict=True):
-        history.adjust(scores)
-    assert torch.equal(*found)
     assert gone.tokens == fresh.tokens
+    assert (gone.words is None) == (fresh.words is None)
+    if gone.words is not None and fresh.words is not None:
+        for one, other in zip(gone.words, fresh.words, strict=True):
+            assert torch.equal(one, other)
 
 
 def test_module_needs_torch_alone() -> None:
@@ -301,7 +306,6 @@ def test_text_does_not_end_before_its_least_length() -> None:
     sampling = Sampling(temperature=0.0, min_tokens=2)
     assert choose(LOGITS, sampling, [0], 1, (1, 3)).token == 2
     assert choose(LOGITS, sampling, [0, 2, 2], 1, (1, 3)).token == 1
-    assert float(LOGITS[1]) == 3.0, "the logits are not changed"
 
 
 def test_probabilities_are_those_before_any_parameter() -> None:

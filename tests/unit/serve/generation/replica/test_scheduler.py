@@ -15,7 +15,7 @@ from multiworld.serve.generation.replica.scheduler import (
     Scheduler,
     TooManyTokensError,
 )
-from multiworld.serve.generation.replica.step_budget import BESIDE, cost_of
+from multiworld.serve.generation.replica.step_budget import BESIDE, cost_of, rows_of
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.protocol import Key
 
@@ -804,3 +804,11 @@ def test_replica_without_memory_is_tried_again_less_and_less_often() -> None:
     scheduler.evict(key(1), "back", now + 0.9)
     scheduler.next_step(now + 1.05)
     assert not scheduler.has_full
+
+
+def test_rows_cost_more_with_context() -> None:
+    """A row with a long context more than one without, and less than two parts."""
+    assert rows_of(1, 0) == 1
+    assert rows_of(64, 0) == 64
+    assert rows_of(1, 1024) > 2
+    assert rows_of(64, 1024) < 64 * rows_of(1, 1024)
