@@ -94,7 +94,7 @@ class TokenHistory:
     Attributes:
         tokens: The prompt and the output tokens.
         prompt: Number of prompt tokens.
-        ends: Tokens that end the sequence.
+        ends: Tokens that end the sequence, 0 or more.
     """
 
     def __init__(
@@ -111,6 +111,8 @@ class TokenHistory:
             or parameters.frequency_penalty
             or parameters.repetition_penalty != 1.0
         )
+        biased = parameters.logit_bias
+        self._within = min(biased, default=0), max(biased, default=0)
         self.bias: tuple[Tensor, Tensor] | None = None
         if parameters.logit_bias:
             words = torch.tensor(list(parameters.logit_bias))
@@ -128,6 +130,10 @@ class TokenHistory:
         if not self._known:
             return None
         return self._words[: self._known], self._times[: self._known]
+
+    def is_within(self, vocabulary: int) -> bool:
+        """Return whether biases and penalties concern words of the vocabulary only."""
+        return self._within[0] >= 0 and self._within[1] < vocabulary
 
     @property
     def is_too_short(self) -> bool:
@@ -165,6 +171,8 @@ class TokenHistory:
                 self._times = torch.cat([self._times, torch.zeros_like(self._times)])
             self._words[place] = token
             self._known += 1
+            low, high = self._within
+            self._within = min(low, token), max(high, token)
         if times:
             self._times[place] += times
 
@@ -184,6 +192,10 @@ def sample(
     Returns:
         For each sequence its token, or the error: its largest logit is not finite.
     """
+    width = logits.shape[-1]
+    foreign = [n for n, h in enumerate(histories) if not h.is_within(width)]
+    if foreign:
+        return _without(foreign, logits, histories, masks)
     asking = [n for n, h in enumerate(histories) if h.parameters.logprobs is not None]
     masked = {n for n, mask in enumerate(masks) if mask is not None}
     copies = {row: logits[row].clone() for row in masked.intersection(asking)}
@@ -199,7 +211,7 @@ def sample(
     if few:
         tokens.update(_drawn_of_few(blocks, maxima, few, histories))
     many = sorted(many + [row for row in few if row not in tokens])
-    size = max(1, CHUNK_BYTES // max(1, 4 * logits.shape[-1]))
+    size = max(1, CHUNK_BYTES // max(1, 4 * width))
     for begin in range(0, len(many), size):
         tokens.update(_drawn_of_all(blocks, many[begin : begin + size], histories))
     chosen = {row: Choice(token) for row, token in tokens.items()}
@@ -216,6 +228,24 @@ def sample(
         chosen.get(row) or ValueError(f"the largest logit is {one}, no finite number")
         for row, one in enumerate(largest)
     ]
+
+
+def _without(
+    foreign: Sequence[int],
+    logits: Tensor,
+    histories: Sequence[TokenHistory],
+    masks: Sequence[Tensor | None],
+) -> list[Choice | ValueError]:
+    """Sample for all sequences but those with words that the vocabulary lacks."""
+    others = [n for n in range(len(histories)) if n not in foreign]
+    found = sample(
+        logits[others],
+        [histories[n] for n in others],
+        [masks[n] for n in others] if masks else (),
+    )
+    chosen = dict(zip(others, found, strict=True))
+    error = ValueError(f"it has tokens outside the vocabulary, {logits.shape[-1]}")
+    return [chosen.get(n, error) for n in range(len(histories))]
 
 
 def _adjust(
@@ -253,7 +283,8 @@ def _adjust(
         flat[places] = found
     for n, history in enumerate(histories):
         if history.is_too_short:
-            places = n * width + torch.tensor(history.ends)
+            ends = [token for token in history.ends if token < width]
+            places = n * width + torch.tensor(ends, dtype=torch.int64)
             values = flat[places]
             flat[places] = -math.inf
             if float(logits[n].amax()) == -math.inf:  # a structure allows only the end
@@ -342,7 +373,7 @@ def _drawn_of_all(
     """Draw words of rows that the whole vocabulary has to be considered for."""
     parameters = [histories[i].parameters for i in rows]
     temperature = torch.tensor([p.temperature for p in parameters])[:, None]
-    # A softmax computes each row alike, wherever it stands; exp would not.
+    # softmax gives a row the same bits wherever it stands; exp would not.
     likely = (_some(blocks, rows).flatten(1) / temperature).softmax(-1)
     for row, each in zip(likely, parameters, strict=True):
         least = _least(row, each)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from multiworld.serve.generation.replica.step_budget import rows_of
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.protocol import Key
 
@@ -47,11 +46,6 @@ class ScheduledSequence:
     def lacking(self) -> int:
         """Number of tokens still to be computed."""
         return len(self.tokens) - self.computed
-
-    def cost(self, count: int) -> float:
-        """Return the cost of computing its next ``count`` tokens, in rows."""
-        samples = count == self.lacking
-        return rows_of(count, self.computed) + samples * self.sample_rows
 
     def uses(self, replicas: Collection[str]) -> bool:
         return any(name in replicas for name in self.route)

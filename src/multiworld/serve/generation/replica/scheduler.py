@@ -471,9 +471,8 @@ class Scheduler:
                 if budget.is_spent:
                     break
                 if sequence.number in self._running and self._has_room(sequence, 1):
-                    cost = sequence.cost(1)
-                    parts.append(self._take(sequence, 1))
-                    budget.take(1, cost)
+                    parts.append(part := self._take(sequence, 1))
+                    budget.take(1, self._rows(part))
             ready[share] = [s for s in those if not s.is_under_way]
         is_open = True
         had = {self._known[part.key].share for part in parts}
@@ -504,9 +503,8 @@ class Scheduler:
             count = self._chunk(sequence, rows, is_alone=not parts)
             is_left = sequence.number in self._running  # it was not preempted
             if is_left and count and self._has_room(sequence, count):
-                cost = sequence.cost(count)
-                parts.append(self._take(sequence, count))
-                budget.take(count, cost)
+                parts.append(part := self._take(sequence, count))
+                budget.take(count, self._rows(part))
 
     def _ready(self) -> list[ScheduledSequence]:
         return [

@@ -82,7 +82,7 @@ class Tail:
         return self.matcher.allowed(self.history.tokens, self.opening.prompt)
 
     def append(self, key: Key, choice: Choice) -> TokenItem:
-        """Append a sampled token; return what the gateway is told."""
+        """Append a sampled token; return its item for the gateway."""
         index, sampling = self.history.index, self.opening.sampling
         self.history.append(choice.token)
         finish = finish_of(choice.token, index + 1, sampling, self.history.ends)

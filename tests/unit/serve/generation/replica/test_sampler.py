@@ -240,6 +240,26 @@ def test_rows_with_errors_fail_alone() -> None:
     ]
 
 
+def test_words_outside_the_vocabulary_concern_their_sequence_alone() -> None:
+    """A bias or a token there does not change the row beside."""
+    logits = torch.randn(6, 200, generator=torch.Generator().manual_seed(1))
+    plain = TokenHistory(Sampling(temperature=0.0), [0], 1)
+    alone = sample(logits.clone(), [plain] * 6)
+    wrong = [
+        TokenHistory(Sampling(logit_bias={205: 100.0}), [0], 1),
+        plain,
+        TokenHistory(Sampling(logit_bias={-1: 100.0}), [0], 1),
+        plain,
+        TokenHistory(Sampling(repetition_penalty=9.0), [0, 203], 1),
+        TokenHistory(Sampling(temperature=0.0, min_tokens=9), [0], 1, (204,)),
+    ]
+    found = sample(logits.clone(), wrong)
+    assert [isinstance(one, ValueError) for one in found] == [
+        *[True, False, True, False, True, False]
+    ]
+    assert [found[n] for n in (1, 3, 5)] == [alone[n] for n in (1, 3, 5)]
+
+
 def test_step_without_a_last_row_samples_nothing() -> None:
     """Part of a prompt."""
     assert sample(torch.zeros(0, 200), []) == []
