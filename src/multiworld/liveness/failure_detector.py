@@ -186,14 +186,17 @@ class FailureDetector:
 
     def handle(self, observation: Observation, now: float) -> list[Finding]:
         """Apply one observation and return the findings that follow from it."""
+        if self._ticked_at is None:
+            self._ticked_at = now  # from now on ticks are due: the first may be late
         match observation:
             case PeerHeard():
                 return self._heard(observation, now)
             case Ticked():
-                return self._tick(now)
+                last_at, self._ticked_at = self._ticked_at, now
+                return self._tick(max(0.0, now - last_at - self._tick_s), now)
             case Blinded():
-                last, self._ticked_at = self._ticked_at, now
-                self._excuse(0.0 if last is None else now - last, now)
+                last_at, self._ticked_at = self._ticked_at, now
+                self._excuse(now - last_at, now)
             case PeerJoined(key):
                 self._peers.setdefault(key, _Peer(heard_at=now, beat_at=now))
             case PeerClosed():
@@ -273,9 +276,7 @@ class FailureDetector:
             for world in peer.worlds
         ]
 
-    def _tick(self, now: float) -> list[Finding]:
-        last, self._ticked_at = self._ticked_at, now
-        late_s = 0.0 if last is None else max(0.0, now - last - self._tick_s)
+    def _tick(self, late_s: float, now: float) -> list[Finding]:
         before_s, self._late_s = self._late_s, late_s if late_s > self._tick_s else 0.0
         if self._late_s > 2 * before_s:  # a pause, also of a process that is slow
             self._excuse(late_s, now)

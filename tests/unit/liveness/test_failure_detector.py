@@ -122,6 +122,15 @@ def test_pause_of_an_observer_that_was_late_before_is_no_silence_of_others() -> 
     assert bench.handle(Ticked()) == []
 
 
+def test_pause_before_the_first_tick_is_no_silence_of_others() -> None:
+    """A process may be stopped right after it has joined."""
+    bench = Bench()
+    bench.clock.advance(3.0)
+    assert bench.handle(Ticked()) == []
+    assert bench.run(0.4) == []
+    assert len(bench.run(3.0, None)) == 1
+
+
 def test_observer_that_is_always_late_judges_all_the_same() -> None:
     """A loop whose every step takes half a second still learns of a loss."""
     bench = Bench()
