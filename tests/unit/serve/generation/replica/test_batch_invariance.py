@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from multiworld.serve.generation.replica.batch_invariant_attention import (
     KEYS,
     PIECE,
     FixedAttention,
+    alike_sizes,
+    attend,
     largest_step,
     padded,
 )
@@ -129,6 +132,22 @@ def test_logits_do_not_depend_on_parts_and_neighbours(
                 f"text {number} from {begin}, {len(ids)} of {len(logits)} rows"
             )
             offset += len(ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_of_rows_in_attention_give_every_place_the_same_bits(
+    dtype: torch.dtype, threads: int
+) -> None:
+    """The same query in all places of a call."""
+    heads, size = 3, 64
+    sizes = alike_sizes(heads, size, size, dtype, threads)
+    drawn = torch.Generator().manual_seed(7)
+    for rows, keys in product(sizes.rows, sizes.keys):
+        query = torch.randn(1, heads, 1, size, generator=drawn).to(dtype)
+        key, value = torch.randn(2, 1, heads, keys, size, generator=drawn).to(dtype)
+        mask = (torch.arange(keys) < keys - 3).expand(1, 1, rows, keys)
+        found = attend(query.expand(-1, -1, rows, -1), key, value, mask, 1.0)
+        assert torch.equal(found, found[:, :, :1].expand_as(found)), (rows, keys)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
