@@ -38,14 +38,23 @@ CHOSEN: dict[str, Any] = {
 Text = list[tuple[str, float]]
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Return a service whose texts are deterministic, in bfloat16."""
+@pytest.fixture(
+    scope="module",
+    params=[
+        {"dtype": "bfloat16"},
+        {"quantization": "int8", "kv_cache_memory_mb": 8},
+    ],
+    ids=["bfloat16", "int8"],
+)
+def service(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """Return a service whose texts are deterministic."""
     folder: Path = save_decoder(tmp_path_factory.mktemp("decoder"), "mistral")
     # By default its end is the token of a quotation mark.
     (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
     spec = spec_of(folder)
-    spec["models"]["m"]["generation"] |= {"deterministic": True, "dtype": "bfloat16"}
+    spec["models"]["m"]["generation"] |= {"deterministic": True, **request.param}
     with served(tmp_path_factory.mktemp("deterministic"), spec) as made:
         yield made
 

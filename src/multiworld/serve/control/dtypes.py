@@ -52,6 +52,8 @@ def resolve(app: AppSpec, nodes: Sequence[Node], known: Specs) -> Resolved:
         else:
             is_wide = slow is not None
         why[name] = facts.dtype
+        if spec.generation.quantization is not None:
+            why[name] += f" (quantization: {spec.generation.quantization})"
         if is_wide:
             models[name] = widened(spec, facts)
             why[name] = "float32"

@@ -34,8 +34,14 @@ def build_model(spec: ModelSpec) -> Model:
     if spec.generation is not None:
         offered["dtype"] = spec.generation.dtype
         offered["deterministic"] = spec.generation.deterministic
+        offered["quantization"] = spec.generation.quantization
         offered["generation_config"] = spec.generation.generation_config
     taken = {k: v for k, v in offered.items() if v is not None and _takes(function, k)}
+    if offered.get("quantization") and "quantization" not in taken:
+        raise SpecError(
+            f"factory {factory!r} has no parameter quantization; quantize the weights "
+            "there, or remove `quantization:` from the spec"
+        )
     made = _call_factory(function, factory, {**taken, **spec.options})
     if isinstance(made, Module):
         return cut_module(made, count, spec.cut)

@@ -35,6 +35,7 @@ def model(
     max_length: int | None = None,
     cut: Sequence[int] | None = None,
     dtype: str | None = None,
+    quantization: str | None = None,
 ) -> Model:
     """Return the model in a folder, cut into stages between layers.
 
@@ -50,7 +51,8 @@ def model(
         cut: First layer of every stage but the first; ``multiworld partition`` proposes
             it. By default the numbers of layers are as equal as possible.
         dtype: Dtype to compute in: ``float32``, ``float16`` or ``bfloat16``; by default
-            as in the folder.
+            as in the folder, but ``float32`` with ``quantization``.
+        quantization: ``int8``: weights of a byte, and matrix products with exact sums.
 
     Raises:
         SpecError: The folder has no usable model, the model has fewer layers than
@@ -62,7 +64,10 @@ def model(
     cuts = cuts_of(layers, stages, cut, folder)
     pooling = _pooling(folder)
     hidden = number_of(config, HIDDEN, folder)
-    dtype = dtype or str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    if quantization not in (None, "int8"):
+        raise SpecError(f"{folder}: quantization {quantization!r} is not int8")
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    dtype = dtype or ("float32" if quantization else stored)
     datatype = _datatype(dtype, folder)
     output = (
         TensorSpec("embedding", datatype, (-1, hidden))
@@ -78,7 +83,8 @@ def model(
     made = [
         Stage(
             load=functools.partial(
-                _load_stage, folder, Span(begin, end, layers), dtype, pooling
+                *(_load_stage, folder, Span(begin, end, layers)),
+                *(dtype, pooling, quantization),
             ),
             name=title_of(begin, end),
             ragged=padding,
@@ -102,7 +108,9 @@ def model(
         text=functools.partial(Tokenizer, folder, tokens) if pooling else None,
         notes=_notes(config),
         preload=preloaded_modules(str(config.get("model_type", ""))),
-        parts=functools.partial(model, path, layers, max_length, dtype=dtype),
+        parts=functools.partial(
+            model, path, layers, max_length, dtype=dtype, quantization=quantization
+        ),
     )
 
 
@@ -273,8 +281,15 @@ class Tokenizer:
 
 
 def _load_stage(
-    folder: Path, span: Span, dtype: str, pooling: str | None, context: StageContext
+    folder: Path,
+    span: Span,
+    dtype: str,
+    pooling: str | None,
+    quantization: str | None,
+    context: StageContext,
 ) -> Callable[[Tensors], Tensors]:
     from multiworld.serve.models import transformer_stage
 
-    return transformer_stage.load(folder, span, dtype, pooling, context.device)
+    return transformer_stage.load(
+        folder, span, dtype, pooling, context.device, quantization
+    )

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from multiworld.serve.models.integer_linear import IntegerLinear
 from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.stage import Model, StageContext, StageFunction, Tensors
 
@@ -123,4 +124,7 @@ def parameter_bytes(function: object) -> int:
     """Return the size of a stage's parameters; 0 if it is not an ``nn.Module``."""
     if not isinstance(function, torch.nn.Module):
         return 0
-    return sum(p.numel() * p.element_size() for p in function.parameters())
+    packed = (m.nbytes for m in function.modules() if isinstance(m, IntegerLinear))
+    return sum(p.numel() * p.element_size() for p in function.parameters()) + sum(
+        packed
+    )

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from multiworld.errors import SpecError
+from multiworld.serve.models.integer_linear import quantize_linears
 from multiworld.serve.models.span import Span
 from multiworld.serve.spec.stage import Tensors
 
@@ -102,7 +103,12 @@ class Identity(nn.Module):
 
 
 def load(
-    folder: Path, span: Span, dtype: str, pooling: str | None, device: str
+    folder: Path,
+    span: Span,
+    dtype: str,
+    pooling: str | None,
+    device: str,
+    quantization: str | None = None,
 ) -> LayerPart:
     """Build and load the part of a model that has the layers of a span.
 
@@ -127,22 +133,35 @@ def load(
         ) from error
     if hasattr(config, "use_cache"):
         config.use_cache = False
-    whole = load_owned(folder, kind, config, span, dtype)
+    whole = load_owned(folder, kind, config, span, dtype, quantization)
     return LayerPart(whole, span, pooling).to(device).eval()
 
 
-def load_owned(folder: Path, kind: Any, config: Any, span: Span, dtype: str) -> Any:
-    """Load the layers of a span as transformers' class ``kind``; changes ``config``."""
+def load_owned(
+    folder: Path,
+    kind: Any,
+    config: Any,
+    span: Span,
+    dtype: str,
+    quantization: str | None = None,
+) -> Any:
+    """Load the layers of a span as transformers' class ``kind``; changes ``config``.
+
+    With ``quantization`` the weights are read in the dtype of the folder, so that they
+    never take more memory than there.
+    """
     from transformers.utils import logging
 
     disable: Any = logging.disable_progress_bar  # of little use for a part
     disable()
     owned = _owned_class(kind, span, folder)
+    wanted = getattr(torch, dtype)
+    is_int8 = quantization == "int8"
     whole, info = owned.from_pretrained(
         folder,
         config=config,
         local_files_only=True,
-        dtype=getattr(torch, dtype),
+        dtype=(config.dtype or wanted) if is_int8 else wanted,
         output_loading_info=True,
     )
     # If a folder has no weights for the pooler, the pooler's output is not used.
@@ -153,6 +172,9 @@ def load_owned(folder: Path, kind: Any, config: Any, span: Span, dtype: str) -> 
         )
     base = whole.base_model
     _drop_other_layers(base, span, _anatomy(base, folder).chain)
+    if is_int8:
+        quantize_linears(whole)
+        whole.to(wanted)
     return whole
 
 

@@ -203,6 +203,10 @@ class GenerationSpec(_Strict):
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Datatype to compute in; by default that of the folder, but float32 for a folder
     in bfloat16 if a machine of the service computes bfloat16 more slowly."""
+    quantization: Literal["int8"] | None = None
+    """`int8`: weights are quantized to a byte when a stage loads, with a scale for each
+    output, and matrix products are summed exactly in integers, on CPUs. The rest is
+    computed in `dtype`, by default `float32`."""
     generation_config: Literal["auto", "none"] = "auto"
     """`auto`: `generation_config.json` in the folder has the defaults of temperature,
     top_p, top_k, min_p and repetition_penalty. `none`: the defaults are OpenAI's."""

@@ -38,6 +38,7 @@ def model(
     cut: Sequence[int] | None = None,
     dtype: str | None = None,
     deterministic: bool = False,
+    quantization: str | None = None,
     generation_config: str = "auto",
 ) -> Model:
     """Return the decoder in a folder, cut into stages between layers.
@@ -47,8 +48,10 @@ def model(
         stages: Number of stages.
         cut: First layer of every stage but the first; by default the numbers of layers
             are as equal as possible.
-        dtype: ``float32``, ``float16`` or ``bfloat16``; by default as in the folder.
+        dtype: ``float32``, ``float16`` or ``bfloat16``; by default as in the folder,
+            but ``float32`` with ``quantization``.
         deterministic: Whether outputs must be bit-identical under all conditions.
+        quantization: ``int8``: weights of a byte, and matrix products with exact sums.
         generation_config: ``auto``: sampling defaults come from the folder's
             ``generation_config.json``; ``none``: they are OpenAI's.
     """
@@ -56,7 +59,8 @@ def model(
     config = huggingface.read_json(folder / "config.json")
     layers = huggingface.number_of(config, huggingface.LAYERS, folder)
     cuts = huggingface.cuts_of(layers, stages, cut, folder)
-    dtype = dtype or str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    dtype = dtype or ("float32" if quantization else stored)
     if dtype not in SIZES:
         raise SpecError(f"{folder}: dtype {dtype!r} is not one of {', '.join(SIZES)}")
     if deterministic and config.get("attn_logit_softcapping"):
@@ -76,7 +80,9 @@ def model(
     return Model(
         stages=[
             Stage(
-                load=functools.partial(_load, folder, Span(begin, end, layers), dtype),
+                load=functools.partial(
+                    _load, folder, Span(begin, end, layers), dtype, quantization
+                ),
                 name=huggingface.title_of(begin, end),
             )
             for begin, end in cuts
@@ -86,7 +92,12 @@ def model(
             "multiworld.serve.generation.models.decoder_stage",
         ],
         parts=functools.partial(
-            model, path, layers, dtype=dtype, deterministic=deterministic
+            model,
+            path,
+            layers,
+            dtype=dtype,
+            deterministic=deterministic,
+            quantization=quantization,
         ),
         generation=Generation(
             tokenizer=functools.partial(_tokenizer, folder),
@@ -94,7 +105,9 @@ def model(
             vocabulary=huggingface.number_of(config, ("vocab_size",), folder),
             max_tokens=longest,
             kv_bytes=[(end - begin) * token for begin, end in cuts],
-            weights=functools.partial(weights.name_of, folder, dtype, deterministic),
+            weights=functools.partial(
+                weights.name_of, folder, dtype, deterministic, quantization
+            ),
             dtype=dtype,
             weight_bytes=weights.bytes_by_stage(folder, cuts),
             defaults=_defaults(folder) if generation_config == "auto" else {},
@@ -142,11 +155,15 @@ def _end_tokens(config: dict[str, Any], folder: Path) -> tuple[int, ...]:
 
 
 def _load(
-    folder: Path, span: Span, dtype: str, context: StageContext
+    folder: Path,
+    span: Span,
+    dtype: str,
+    quantization: str | None,
+    context: StageContext,
 ) -> Callable[..., Any]:
     from multiworld.serve.generation.models import decoder_stage
 
-    return decoder_stage.load(folder, span, dtype, context.device)
+    return decoder_stage.load(folder, span, dtype, context.device, quantization)
 
 
 def _tokenizer(folder: Path) -> Any:

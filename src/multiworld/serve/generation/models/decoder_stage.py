@@ -25,7 +25,9 @@ ATTENTION = "multiworld"
 _step = threading.local()
 
 
-def load(folder: Path, span: Span, dtype: str, device: str) -> DecoderStage:
+def load(
+    folder: Path, span: Span, dtype: str, device: str, quantization: str | None = None
+) -> DecoderStage:
     """Build and load the part of a decoder that has the layers of a span."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoConfig
 
@@ -42,7 +44,9 @@ def load(folder: Path, span: Span, dtype: str, device: str) -> DecoderStage:
     if config.is_encoder_decoder:
         raise SpecError(f"{folder}: {config.model_type} is no decoder with one chain")
     config._attn_implementation = ATTENTION
-    whole = transformer_stage.load_owned(folder, kind, config, span, dtype)
+    whole = transformer_stage.load_owned(
+        folder, kind, config, span, dtype, quantization
+    )
     return DecoderStage(whole, span).to(device).eval()
 
 

@@ -12,6 +12,7 @@ from multiworld.errors import SpecError
 from multiworld.serve.generation.models import decoder, decoder_stage
 from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
 from multiworld.serve.models.factory import build_model
+from multiworld.serve.models.integer_linear import IntegerLinear
 from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.models.span import Span
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec, StageSpec
@@ -28,6 +29,14 @@ class Chain:
     def __init__(self, functions: list[Any]) -> None:
         self.functions = functions
         self.caches = [KvCache(block_size=4) for _ in functions]
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """Compute the tokens of a new sequence; return the logits after each."""
+        x, at = torch.tensor(ids), torch.arange(len(ids))
+        with torch.inference_mode():
+            for function, cache in zip(self.functions, self.caches, strict=True):
+                x = function(x, at, cache.step([Rows("new", 0, len(ids))]), at)
+        return x
 
     def step(self, parts: list[tuple[int, int, list[int]]]) -> list[int]:
         """Compute tokens of sequences; return the most likely next token of each."""
@@ -66,6 +75,31 @@ def test_stages_generate_what_transformers_does(kind: str, tmp_path: Path) -> No
             text.append(token)
     made = [t[len(p) :] for t, p in zip(texts, PROMPTS, strict=True)]
     assert made == wanted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_in_int8_are_close_to_those_of_floats(kind: str, tmp_path: Path) -> None:
+    """Weights have 8 bits and activations 14; over three stages, with the head."""
+    folder = save_decoder(tmp_path, kind)
+    found = []
+    for quantization in (None, "int8"):
+        spec = ModelSpec.model_validate(
+            {
+                "path": str(folder),
+                "generation": {"quantization": quantization, "dtype": "float32"},
+                "stages": [{}, {}, {}],
+            }
+        )
+        model = build_model(spec)
+        chain = Chain([stage.load(StageContext()) for stage in model.stages])
+        is_quantized = [
+            any(isinstance(m, IntegerLinear) for m in function.modules())
+            for function in chain.functions
+        ]
+        assert is_quantized == [quantization == "int8"] * 3
+        found.append(chain.logits(PROMPTS[0]))
+    error = (found[1] - found[0]).norm() / found[0].norm()
+    assert error < 0.05
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])

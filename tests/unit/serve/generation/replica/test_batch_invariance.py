@@ -175,6 +175,31 @@ def test_widths_of_real_models_give_the_same_bits_in_any_chunks(
         assert torch.equal(logits_of(stage, text, sizes), whole), sizes
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3, 4, 5], indirect=True)
+@pytest.mark.parametrize("width", [4_864, 14_336])
+def test_widths_in_int8_give_the_same_bits_in_any_chunks(
+    width: int, threads: int, tmp_path: Path
+) -> None:
+    """Products need neither packing nor sizes that were tried."""
+    folder = save_decoder(
+        tmp_path,
+        intermediate_size=width,
+        num_hidden_layers=1,
+        max_position_embeddings=512,
+    )
+    span = Span(0, 1, 1)
+    stage: Any = decoder_stage.load(folder, span, "float32", "cpu", "int8")
+    pack_linears(stage)
+    fix_linears(stage)
+    fix_elements(stage)
+    chance = random.Random(f"{width} {threads}")
+    text = [chance.randrange(300) for _ in range(200)]
+    whole = logits_of(stage, text, [200])
+    for _ in range(3):
+        sizes = chunks(chance, 200)
+        assert torch.equal(logits_of(stage, text, sizes), whole), sizes
+
+
 def logits_of(stage: Any, text: list[int], sizes: list[int]) -> torch.Tensor:
     """Return the logits after all tokens of a text, computed in some chunks."""
     cache, found, begin = KvCache(attention=FixedAttention), [], 0
