@@ -83,8 +83,12 @@ def model(
     made = [
         Stage(
             load=functools.partial(
-                *(_load_stage, folder, Span(begin, end, layers)),
-                *(dtype, pooling, quantization),
+                _load_stage,
+                folder,
+                Span(begin, end, layers),
+                dtype,
+                pooling,
+                quantization,
             ),
             name=title_of(begin, end),
             ragged=padding,

@@ -84,9 +84,9 @@ def test_integers_of_strange_rows_concern_those_rows_alone() -> None:
 
 def test_integers_replace_linears_and_leave_embeddings() -> None:
     """A head that shares its weights with the embedding has bytes of its own."""
-    module = nn.ModuleDict({"words": nn.Embedding(50, 8), "head": nn.Linear(8, 50)})
-    module["head"].weight = module["words"].weight
-    words = module["words"].weight
+    embedding, head = nn.Embedding(50, 8), nn.Linear(8, 50)
+    head.weight = words = embedding.weight
+    module = nn.ModuleDict({"words": embedding, "head": head})
     quantize_linears(module)
     assert module["words"].weight is words
     assert isinstance(module["head"], IntegerLinear)
