@@ -100,11 +100,12 @@ class IntegerLinear(nn.Module):
         shape = CHECKED, self.in_features
         given = torch.randint(SHIFT - LEVELS, 2 * SHIFT, shape, generator=chance)
         given[0] = SHIFT + LEVELS  # the largest sums
+        found = self._sums(given.to(torch.uint8))
+        exact = (given - SHIFT).double()
         for begin in range(0, self.out_features, 4096):
-            part = integers[begin : begin + 4096].double()
-            wanted = ((given - SHIFT).double() @ part.t()).float()
-            found = self._sums(given.to(torch.uint8))[:, begin : begin + 4096]
-            if not torch.equal(found, wanted):
+            here = slice(begin, begin + 4096)
+            wanted = (exact @ integers[here].double().t()).float()
+            if not torch.equal(found[:, here], wanted):
                 raise RuntimeError("its sums are not exact")
 
 

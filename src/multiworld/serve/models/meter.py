@@ -124,7 +124,6 @@ def parameter_bytes(function: object) -> int:
     """Return the size of a stage's parameters; 0 if it is not an ``nn.Module``."""
     if not isinstance(function, torch.nn.Module):
         return 0
-    packed = (m.nbytes for m in function.modules() if isinstance(m, IntegerLinear))
-    return sum(p.numel() * p.element_size() for p in function.parameters()) + sum(
-        packed
-    )
+    kept: list[torch.Tensor | IntegerLinear] = list(function.parameters())
+    kept += (each for each in function.modules() if isinstance(each, IntegerLinear))
+    return sum(each.nbytes for each in kept)

@@ -150,11 +150,14 @@ def test_numbers_of_rows_in_attention_give_every_place_the_same_bits(
         assert torch.equal(found, found[:, :, :1].expand_as(found)), (rows, keys)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [("float32", None), ("bfloat16", None), ("float32", "int8")],
+)
 @pytest.mark.parametrize("width", [4_864, 8_192, 14_336, 4_870])
 @pytest.mark.parametrize("threads", [1, 2, 3, 4, 5], indirect=True)
 def test_widths_of_real_models_give_the_same_bits_in_any_chunks(
-    width: int, dtype: str, threads: int, tmp_path: Path
+    width: int, dtype: str, quantization: str | None, threads: int, tmp_path: Path
 ) -> None:
     """From some rows on, torch splits their activations over the threads."""
     folder = save_decoder(
@@ -163,36 +166,11 @@ def test_widths_of_real_models_give_the_same_bits_in_any_chunks(
         num_hidden_layers=1,
         max_position_embeddings=512,
     )
-    stage: Any = decoder_stage.load(folder, Span(0, 1, 1), dtype, "cpu")
+    stage: Any = decoder_stage.load(folder, Span(0, 1, 1), dtype, "cpu", quantization)
     pack_linears(stage)
     fix_linears(stage)
     fix_elements(stage)
     chance = random.Random(f"{width} {dtype} {threads}")
-    text = [chance.randrange(300) for _ in range(200)]
-    whole = logits_of(stage, text, [200])
-    for _ in range(3):
-        sizes = chunks(chance, 200)
-        assert torch.equal(logits_of(stage, text, sizes), whole), sizes
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3, 4, 5], indirect=True)
-@pytest.mark.parametrize("width", [4_864, 14_336])
-def test_widths_in_int8_give_the_same_bits_in_any_chunks(
-    width: int, threads: int, tmp_path: Path
-) -> None:
-    """Products need neither packing nor sizes that were tried."""
-    folder = save_decoder(
-        tmp_path,
-        intermediate_size=width,
-        num_hidden_layers=1,
-        max_position_embeddings=512,
-    )
-    span = Span(0, 1, 1)
-    stage: Any = decoder_stage.load(folder, span, "float32", "cpu", "int8")
-    pack_linears(stage)
-    fix_linears(stage)
-    fix_elements(stage)
-    chance = random.Random(f"{width} {threads}")
     text = [chance.randrange(300) for _ in range(200)]
     whole = logits_of(stage, text, [200])
     for _ in range(3):
