@@ -42,7 +42,7 @@ Text = list[tuple[str, float]]
     scope="module",
     params=[
         {"dtype": "bfloat16"},
-        {"quantization": "int8", "kv_cache_memory_mb": 8},
+        {"quantization": "int8"},
     ],
     ids=["bfloat16", "int8"],
 )

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from multiworld.errors import ServeError
 from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.generation.replica.engine import Engine
@@ -169,6 +170,8 @@ class Net:
         refused: Messages that were not their sender's to send.
         owners: Processes by name.
         may_fail: Whether steps may fail unexpectedly.
+        probing: Tasks that probe replacements, which are ready only afterwards; None:
+            replacements are ready at once.
     """
 
     def __init__(
@@ -197,6 +200,7 @@ class Net:
         self.lie: Callable[[tuple[str, str], Any], Any] = lambda pair, entry: entry
         self.refused: list[Any] = []
         self.may_fail = False
+        self.probing: set[asyncio.Task[None]] | None = None
         self.gateways = {
             name: Streams(name, lambda: self.now, chance.random)
             for name in (f"gateway/{n + 1}" for n in range(gateways))
@@ -209,7 +213,7 @@ class Net:
 
     # Processes.
 
-    def start(self, stage: int) -> str:
+    def start(self, stage: int, state: ReplicaState = ReplicaState.READY) -> str:
         """Start a replica of the active version, and connect it."""
         self._numbers += 1
         name = f"r{stage}.{self._numbers}"
@@ -232,12 +236,44 @@ class Net:
             settings, engine, scheduler, lambda: self.now
         )
         self._replicas[name] = Replica(
-            name, "m", self.version, stage, ReplicaState.READY, weights="w"
+            name, "m", self.version, stage, state, weights="w"
         )
         self._table_changed()
         for peer in edges_of(self.table, name):
             self.connect(name, peer)
         return name
+
+    async def probed(self, name: str) -> None:
+        """Probe a replica that starts until it has passed; it is ready afterwards."""
+        while name in self.owners:
+            try:
+                await self.streams.probe(name, (1, 1, 1, 1), 30.0)
+            except ServeError:
+                continue
+            self._or_postpone(lambda: self._is_ready(name))
+            return
+
+    def _is_ready(self, name: str) -> None:
+        if name in self._replicas:
+            ready = replace(self._replicas[name], state=ReplicaState.READY)
+            self._replicas[name] = ready
+            self._table_changed()
+
+    def _start_replacement(self, stage: int) -> None:
+        if self.probing is None:
+            self.start(stage)
+            return
+        name = self.start(stage, ReplicaState.STARTING)
+        task = asyncio.ensure_future(self.probed(name))
+        self.probing.add(task)
+        task.add_done_callback(self.probing.discard)
+
+    def _or_postpone(self, call: Callable[[], None]) -> None:
+        """Let the controller do something, once it runs."""
+        if CONTROLLER in self._stopped:
+            self._postponed.append(call)
+        else:
+            call()
 
     def drain(self, name: str) -> None:
         """Let a replica get no new streams, and end once it has none."""
@@ -295,12 +331,9 @@ class Net:
 
         def forget_and_start() -> None:
             self.forget(name)
-            self.start(int(name[1]))
+            self._start_replacement(int(name[1]))
 
-        if CONTROLLER in self._stopped:
-            self._postponed.append(forget_and_start)
-        else:
-            forget_and_start()
+        self._or_postpone(forget_and_start)
 
     def forget(self, name: str) -> None:
         """Remove a dead replica from the table."""
@@ -432,7 +465,9 @@ class Net:
             report = worker.report()
             assert self.engine(name).most_blocks <= limits.blocks
             assert self.may_fail or not report.counts.get("failed_steps", 0)
-            assert report.computing <= limits.max_num_seqs or name[1] != "0"
+            probes = sum(s.opening.is_probe for s in worker.recovery.table)
+            places = limits.max_num_seqs + probes  # they need none
+            assert report.computing <= places or name[1] != "0"
             assert 0.0 <= report.kv_usage <= 1.0
             assert worker.kept_bytes <= self._log_bytes + self._prefix_bytes
         route = self.table.routes["m"]

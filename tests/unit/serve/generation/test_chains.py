@@ -42,9 +42,15 @@ async def whole(net: Net, *clients: Client) -> None:
         client.check()
 
 
+async def have_tokens(net: Net, clients: list[Client]) -> None:
+    """Let every stream get a token."""
+    await net.settle(lambda: all(client.items for client in clients))
+
+
 async def freed(net: Net) -> None:
     """Check that nothing is left of any stream, and that nobody was refused."""
     assert not net.refused
+    await net.settle(lambda: not net.probing)
     for _ in range(2000):
         await net.turn()
     for name in net.alive():
@@ -72,6 +78,22 @@ async def test_replacement_is_filled_and_nobody_else_computes_again(lost: int) -
         assert net.engine(other).rows - rows <= 60 - tokens + 4
     assert net.streams.counts["replayed"] >= 1
     await freed(net)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+async def test_replacement_is_probed_though_streams_that_wait_have_all_memory(
+    lost: int,
+) -> None:
+    """They wait for the replacement, which is ready only once it was probed."""
+    limits = dataclasses.replace(LIMITS, blocks=24)
+    for seed in range(10):
+        net = Net(random.Random(seed), [1, 1, 1], limits)
+        clients = [Client(net, [n, 5, 6] * 7 + [1, 2], 20) for n in range(4)]
+        await have_tokens(net, clients)
+        net.probing = set()
+        net.replace(net.alive()[lost])
+        await whole(net, *clients)
+        await freed(net)
 
 
 async def test_log_that_was_dropped_lets_the_stage_before_compute_again() -> None:
@@ -629,6 +651,7 @@ async def survive(chance: random.Random) -> None:
     prefix_bytes = chance.choice([0, 2000, 1 << 20])
     gateways = chance.choice([1, 1, 2])
     net = Net(chance, replicas, limits, log_bytes, prefix_bytes, gateways)
+    net.probing = chance.choice([None, set()])
     shares = [Share("a"), Share("a"), Share("b", weight=2.0), Share("c", priority=1)]
     clients = [
         Client(

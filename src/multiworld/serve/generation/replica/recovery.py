@@ -323,16 +323,17 @@ class Recovery:
 
     # Memory.
 
-    def _rank_of(self, stream: StreamId) -> tuple[bool, int, int, str]:
+    def _rank_of(self, stream: StreamId) -> tuple[bool, bool, int, int, str]:
         """Return the rank of a sequence, the same in all stages.
 
-        What is only prepared is dropped first, then what came last.
+        What is only prepared is dropped first, then what came last; probes are kept, as
+        streams may be waiting for the replica that they make ready.
         """
         state = self.table.of(stream)
         if state is None:
-            return True, 0, stream[1], stream[0]
-        share = state.opening.share
-        return bool(state.prepared), -share.priority, stream[1], stream[0]
+            return True, True, 0, stream[1], stream[0]
+        priority, is_probe = state.opening.share.priority, state.opening.is_probe
+        return bool(state.prepared), not is_probe, -priority, stream[1], stream[0]
 
     def fit(self, parts: Sequence[StepPart]) -> list[int]:
         """Book memory for parts; return which of them there is memory for.
@@ -415,6 +416,8 @@ class Recovery:
         if planned is None:
             return None
         self.preempt(planned.preempted)
+        # Later stages may be waiting for rows of a paused one that are dropped now.
+        self.give_back(filter(self._scheduler.is_paused, planned.preempted))
         self._note_alone(planned.parts[0].key if planned.is_alone else None)
         return planned
 

@@ -47,8 +47,9 @@ class ScheduledSequence:
         """Number of tokens still to be computed."""
         return len(self.tokens) - self.computed
 
-    def uses(self, replicas: Collection[str]) -> bool:
-        return any(name in replicas for name in self.route)
+    def waits_for(self, full: Collection[str]) -> bool:
+        """Return whether it waits until replicas have memory; a probe never does."""
+        return not self.is_probe and any(name in full for name in self.route)
 
 
 def by_route(ready: list[ScheduledSequence]) -> list[ScheduledSequence]:

@@ -19,12 +19,15 @@ have sequences; a tenant alone may use everything. A tenant that has fewer slots
 blocks than its share preempts for them. The tenant that has received the fewest tokens
 is first in a step, and a step is only as large as the tenant with the smallest part of
 it can tolerate (``step_budget``).
+
+A probe preempts whatever it must, and is never preempted: streams may be waiting for
+the replica that it makes ready.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,6 +207,10 @@ class Scheduler:
 
     def knows(self, key: Key) -> bool:
         return key in self._known
+
+    def is_paused(self, key: Key) -> bool:
+        sequence = self._known.get(key)
+        return sequence is not None and sequence.is_paused
 
     def pause(self, key: Key) -> None:
         """Compute nothing of a sequence until ``resume``; its steps do not return."""
@@ -614,16 +621,20 @@ class Scheduler:
         self, newcomer: ScheduledSequence
     ) -> list[ScheduledSequence] | None:
         """Return the sequences to preempt for a waiting one; None: it cannot run."""
-        if newcomer.uses(self._shunned):
+        if newcomer.waits_for(self._shunned):
             return None
         needed = self.blocks_of(len(newcomer.tokens) + 1)
         found: list[ScheduledSequence] = []
         use, idle = self._use.copy(), self._idle()
         while not self._fits(newcomer, found):
-            victim = _victim_for(newcomer, needed, use, idle)
+            if newcomer.is_probe:
+                victim = self._victim_for_probe(found)
+            else:
+                victim = _victim_for(newcomer, needed, use, idle)
             if victim is None:
                 return None
-            idle.remove(victim)
+            if victim in idle:
+                idle.remove(victim)
             found.append(victim)
             use.add(victim.share, places=-1, blocks=-victim.blocks)
         return found
@@ -632,11 +643,11 @@ class Scheduler:
         self, sequence: ScheduledSequence, gone: Sequence[ScheduledSequence] = ()
     ) -> bool:
         """Return whether a sequence may run, once those in ``gone`` are preempted."""
-        if sequence.uses(self._shunned):
+        if sequence.waits_for(self._shunned):
             return False
         # All of it must fit, or it would preempt what came before.
         needed = self.blocks_of(len(sequence.tokens) + 1)
-        room = self._room(is_only=len(gone) == len(self._running))
+        room = self._room(sequence, is_only=len(gone) == len(self._running))
         has_place = sequence.is_probe or self._places + len(gone) > 0
         return has_place and needed <= room + sum(s.blocks for s in gone)
 
@@ -667,8 +678,11 @@ class Scheduler:
     def _has_room(self, sequence: ScheduledSequence, count: int) -> bool:
         """Allocate blocks for ``count`` more tokens, preempting others if necessary."""
         needed = self.blocks_of(sequence.computed + count) - sequence.blocks
-        while needed > self._room(is_only=len(self._running) == 1):
-            victim = self._use.last(sequence, self._idle())
+        while needed > self._room(sequence, is_only=len(self._running) == 1):
+            if sequence.is_probe:
+                victim = self._victim_for_probe()
+            else:
+                victim = self._use.last(sequence, self._idle())
             if victim is None:
                 return False
             self._preempt(victim)
@@ -679,22 +693,35 @@ class Scheduler:
         self._use.add(sequence.share, blocks=needed)
         return True
 
-    def _room(self, *, is_only: bool) -> int:
+    def _room(self, sequence: ScheduledSequence, *, is_only: bool) -> int:
         """Return the free blocks for a sequence; more if no other one runs."""
-        return self._free if is_only else self._free - self.withheld
+        may_use_all = is_only or sequence.is_probe
+        return self._free if may_use_all else self._free - self.withheld
 
-    def _idle(self) -> list[ScheduledSequence]:
+    def _idle(self, *, is_paused: bool = False) -> list[ScheduledSequence]:
+        """Return the sequences that may be preempted, among paused ones or others."""
         return [
             s
             for s in self._running.values()
-            if not s.is_paused
+            if s.is_paused == is_paused
+            and not s.is_probe
             and s.key not in self._planned
             and s.key not in self._steps
         ]
 
     def _last_to_preempt(self) -> ScheduledSequence | None:
-        idle = self._idle()
-        return max(idle, key=lambda s: (-s.share.priority, s.number), default=None)
+        return _last_of(self._idle())
+
+    def _victim_for_probe(
+        self, gone: Collection[ScheduledSequence] = ()
+    ) -> ScheduledSequence | None:
+        """Return the sequence to preempt for a probe, a paused one if necessary.
+
+        Paused sequences may wait for the very replica that the probe makes ready.
+        """
+        idle = [s for s in self._idle() if s not in gone]
+        paused = [s for s in self._idle(is_paused=True) if s not in gone]
+        return _last_of(idle or paused)
 
     def _preempt(self, sequence: ScheduledSequence) -> None:
         self.preemptions += 1
@@ -745,14 +772,19 @@ class Scheduler:
         return self._known[key].tokens
 
 
+def _last_of(sequences: Iterable[ScheduledSequence]) -> ScheduledSequence | None:
+    """Return the latest sequence of the lowest priority."""
+    return max(sequences, key=lambda s: (-s.share.priority, s.number), default=None)
+
+
 def _victim_for(
     newcomer: ScheduledSequence,
     blocks: int,
     use: TenantUse,
     idle: list[ScheduledSequence],
 ) -> ScheduledSequence | None:
-    below = [s for s in idle if s.share.priority < newcomer.share.priority]
-    if below:
-        return max(below, key=lambda s: (-s.share.priority, s.number))
+    below = _last_of(s for s in idle if s.share.priority < newcomer.share.priority)
+    if below is not None:
+        return below
     level = [s for s in idle if s.share.priority == newcomer.share.priority]
     return use.victim_for(newcomer, blocks, level)

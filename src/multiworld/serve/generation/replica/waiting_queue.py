@@ -30,9 +30,9 @@ class WaitingLine:
                 del self._lines[_line_of(sequence)]
 
     def heads(self, full: Collection[str] = ()) -> Iterator[ScheduledSequence]:
-        """Yield the first sequence of each line that uses no replica in ``full``."""
+        """Yield the first sequence of each line that waits for none of ``full``."""
         for line in self._lines.values():
-            usable = line if not full else filter(lambda s: not s.uses(full), line)
+            usable = line if not full else filter(lambda s: not s.waits_for(full), line)
             yield from next(zip(usable, strict=False), ())
 
     def above(self, priority: int) -> list[ScheduledSequence]:
