@@ -117,6 +117,11 @@ SUITES = {
         "multiworld",
         run=_optional("kills"),
     ),
+    "quality": Suite(
+        "perplexity in int8 beside float32, SmolLM2",
+        "float32",
+        run=_optional("quality"),
+    ),
     "nccl": Suite("worlds on GPUs", nccl.BASELINE, run=nccl.run),
 }
 
@@ -126,7 +131,8 @@ def usual() -> list[str]:
 
     All but those that fetch a model, and "nccl" only with a GPU.
     """
-    left_out = {"generate", "recovery", "texts", "kills"}  # they fetch a model
+    # They fetch a model.
+    left_out = {"generate", "recovery", "texts", "kills", "quality"}
     if not torch.cuda.is_available():
         left_out.add("nccl")
     return [name for name in SUITES if name not in left_out]

@@ -1,12 +1,11 @@
 """Suite "generate": tokens a second and time to the first token, on SmolLM2.
 
 One, four and sixteen streams at once, each with a prompt of 128 random tokens and 64
-tokens of answer, in float32. Our model runs as one stage with two threads, and as three
-stages with one each, which keep a log of what they send, or none; vLLM and llama.cpp,
-if they are included, as their own servers. llama.cpp computes with weights that are
-quantised to 4 bits. They are started one after the other, measured in turns, and idle
-meanwhile. At last, prompts of three stages that begin like an earlier one, beside new
-ones of the same length.
+tokens of answer. Our model runs as one stage with two threads, and as three stages with
+one each, in float32 and in int8; vLLM (float32) and llama.cpp, if they are included, as
+their own servers. llama.cpp computes with weights that are quantized to 4 bits. They
+are started one after the other, measured in turns, and idle meanwhile. At last, prompts
+of three stages that begin like an earlier one, beside new ones of the same length.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from benchmarks.serving.streams import drawn, times_of
 from multiworld.serve.models import smollm2
 
 ONE, THREE = "one stage", "three stages"
-UNLOGGED = "three stages, no log"
-"""Names of the contenders."""
+INT8 = ", int8"
+"""Names of the contenders; those in int8 end in ``INT8``."""
 
 STREAMS = (1, 4, 16)
 PROMPT, ANSWER = 128, 64
@@ -74,11 +73,12 @@ def run(options: Options, on_step: OnStep) -> None:
         cuts: dict[str, list[dict[str, Any]]] = {
             ONE: [{"threads": 2}],
             THREE: [{}, {}, {}],
-            UNLOGGED: [{}, {}, {}],
+            ONE + INT8: [{"threads": 2}],
+            THREE + INT8: [{}, {}, {}],
         }
         for who, stages in cuts.items():
             on_step(("step", (0.0, f"starting {who}")))
-            at = Path(name) / who.replace(" ", "-")
+            at = Path(name) / who.replace(", ", "-").replace(" ", "-")
             at.mkdir()
             url = stack.enter_context(running(_spec(folder, stages, who), at))
             servers.append(Server(who, url, "m"))
@@ -95,8 +95,8 @@ def run(options: Options, on_step: OnStep) -> None:
 def _spec(folder: Path, stages: list[dict[str, Any]], who: str) -> dict[str, Any]:
     named = [{"name": f"s{number}", **stage} for number, stage in enumerate(stages)]
     generation: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 512}
-    if who == UNLOGGED:
-        generation["backup_memory_mb"] = 0.0
+    if who.endswith(INT8):
+        generation["quantization"] = "int8"
     model = {
         "path": str(folder),
         "generation": generation,
@@ -108,7 +108,9 @@ def _spec(folder: Path, stages: list[dict[str, Any]], who: str) -> dict[str, Any
 
 async def _measure(servers: list[Server], options: Options, on_step: OnStep) -> None:
     timeout = aiohttp.ClientTimeout(total=600.0)
-    async with aiohttp.ClientSession(timeout=timeout) as http:
+    # Servers close connections that idle while others are measured.
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
         for server in servers:
             on_step(("step", (0.0, f"warming up {server.name}")))
             await _first(http, server, drawn(random.Random(0), PROMPT), 8)

@@ -20,6 +20,7 @@ import torch
 from multiworld.errors import InvalidRequestError, SpecError
 from multiworld.serve.models.chain_partition import chain_partition
 from multiworld.serve.models.span import Span
+from multiworld.serve.models.stored_integers import check_config
 from multiworld.serve.spec.stage import Model, Stage, StageContext, Tensors, TensorSpec
 
 EXAMPLE_TOKENS = 24
@@ -66,6 +67,7 @@ def model(
     hidden = number_of(config, HIDDEN, folder)
     if quantization not in (None, "int8"):
         raise SpecError(f"{folder}: quantization {quantization!r} is not int8")
+    check_config(folder, config, quantization)
     stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     dtype = dtype or ("float32" if quantization else stored)
     datatype = _datatype(dtype, folder)

@@ -12,13 +12,14 @@ x 127, which 16 bits hold).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from multiworld.errors import ModelFailedError
+from multiworld.serve.models.stored_integers import Stored
 
 LEVELS = 63
 """Largest magnitude of an integer of activations."""
@@ -77,19 +78,18 @@ class IntegerLinear(nn.Module):
 
 
 class Weights:
-    """Weights, [outputs, inputs], of linears that are given the same rows.
+    """Weights in int8, and their scales, of linears that are given the same rows.
 
     The first linear computes for all: an attention's query, key and value are one call.
 
     Raises ModelFailedError if this torch does not compute exact sums.
     """
 
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        self.inputs = weights[0].shape[1]
+    def __init__(self, weights: Sequence[Stored]) -> None:
         self._linears = len(weights)
-        pairs = [_quantized(weight.detach()) for weight in weights]
-        integers = torch.cat([found for found, _ in pairs])
-        self._scale = torch.cat([scale for _, scale in pairs])
+        integers = torch.cat([integers for integers, _ in weights])
+        self._scale = torch.cat([scale for _, scale in weights])
+        self.inputs = integers.shape[1]
         self._zeros = torch.zeros(len(integers), dtype=torch.int64)
         self._given: Tensor | None = None
         self._found: tuple[Tensor, Tensor] | None = None
@@ -152,8 +152,8 @@ class Weights:
                 raise RuntimeError("its sums are not exact")
 
 
-def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a weight as integers, int8, and the scale of each row, [outputs]."""
+def quantized(weight: Tensor) -> Stored:
+    """Return a weight as integers, and the scale of each output."""
     integers = torch.empty(weight.shape, dtype=torch.int8)
     scale = torch.empty(len(weight))
     for begin in range(0, len(weight), 4096):  # the head of a model is large
@@ -173,36 +173,41 @@ def _size(count: int) -> int:
     return SIZES[bisect_left(SIZES, count)]
 
 
-def quantize_linears(module: nn.Module) -> None:
+def quantize_linears(
+    module: nn.Module, stored: Mapping[nn.Module, Stored] | None = None
+) -> None:
     """Replace the ``Linear`` and ``Conv1D`` modules of a module, in place.
 
-    Their weights are freed unless another module shares them, as embeddings do.
+    Their weights are freed unless another module shares them, as embeddings do. Those
+    in ``stored`` were quantized before.
     """
+    stored = stored or {}
     for holder in list(module.modules()):
         for names in _groups(holder):
             linears = [getattr(holder, name) for name in names]
-            weights = Weights([_weight(linear) for linear in linears])
-            end = 0
-            for name, linear in zip(names, linears, strict=True):
-                begin, end = end, end + len(_weight(linear))
+            pairs = [stored.get(one) or quantized(_weight(one)) for one in linears]
+            weights, end = Weights(pairs), 0
+            for name, linear, (integers, _) in zip(names, linears, pairs, strict=True):
+                begin, end = end, end + len(integers)
                 replaced = IntegerLinear(weights, begin, end, linear.bias)
                 setattr(holder, name, replaced)
 
 
 def _groups(holder: nn.Module) -> list[tuple[str, ...]]:
     """Return the names of a module's linears, together where they are siblings."""
-    names = [name for name, found in holder.named_children() if _is_linear(found)]
+    names = [name for name, found in holder.named_children() if is_linear(found)]
     known = SIBLINGS if type(holder).__module__.startswith("transformers.") else ()
     found = [group for group in known if {*group} <= {*names}]
     grouped = {name for group in found for name in group}
     return found + [(name,) for name in names if name not in grouped]
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
+    """Return whether ``quantize_linears`` replaces a module."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _weight(linear: Any) -> Tensor:
     """Return the weight of a linear, [outputs, inputs]."""
-    weight: Tensor = linear.weight
+    weight: Tensor = linear.weight.detach()
     return weight if isinstance(linear, nn.Linear) else weight.t()

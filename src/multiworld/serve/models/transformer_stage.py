@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from multiworld.errors import SpecError
-from multiworld.serve.models.integer_linear import quantize_linears
+from multiworld.serve.models.integer_linear import is_linear, quantize_linears
 from multiworld.serve.models.span import Span
+from multiworld.serve.models.stored_integers import Stored, read_stored
 from multiworld.serve.spec.stage import Tensors
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -157,6 +158,8 @@ def load_owned(
     owned = _owned_class(kind, span, folder)
     wanted = getattr(torch, dtype)
     is_int8 = quantization == "int8"
+    if is_int8 and hasattr(config, "quantization_config"):
+        del config.quantization_config  # transformers would need compressed-tensors
     whole, info = owned.from_pretrained(
         folder,
         config=config,
@@ -164,8 +167,11 @@ def load_owned(
         dtype=(config.dtype or wanted) if is_int8 else wanted,
         output_loading_info=True,
     )
+    stored = _stored(folder, whole) if is_int8 else {}
+    by_module = {whole.get_submodule(name): stored[name] for name in stored}
     # If a folder has no weights for the pooler, the pooler's output is not used.
-    missing = [name for name in info["missing_keys"] if not name.startswith("pooler.")]
+    known = ("pooler.", *(f"{name}.weight" for name in stored))
+    missing = [name for name in info["missing_keys"] if not name.startswith(known)]
     if missing:
         raise SpecError(
             f"{folder} lacks the weights of {sorted(missing)[:3]} …; save it again"
@@ -173,9 +179,22 @@ def load_owned(
     base = whole.base_model
     _drop_other_layers(base, span, _anatomy(base, folder).chain)
     if is_int8:
-        quantize_linears(whole)
+        quantize_linears(whole, by_module)
         whole.to(wanted)
     return whole
+
+
+def _stored(folder: Path, whole: Any) -> dict[str, Stored]:
+    """Return the weights that the folder has in int8, by the names of modules."""
+    names = [name for name, module in whole.named_modules() if is_linear(module)]
+    # A model without a head has the names of the folder without their prefix.
+    prefix = f"{whole.base_model_prefix}."
+    found = read_stored(folder, [*names, *(prefix + name for name in names)])
+    return {
+        name: found.get(name) or found[prefix + name]
+        for name in names
+        if name in found or prefix + name in found
+    }
 
 
 def _owned_class(kind: Any, span: Span, folder: Path) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from multiworld.errors import SpecError
-from multiworld.serve.models import huggingface, weights
+from multiworld.serve.models import huggingface, stored_integers, weights
 from multiworld.serve.models.span import Span
 from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
 
@@ -57,6 +57,7 @@ def model(
     """
     folder = Path(path).expanduser()
     config = huggingface.read_json(folder / "config.json")
+    stored_integers.check_config(folder, config, quantization)
     layers = huggingface.number_of(config, huggingface.LAYERS, folder)
     cuts = huggingface.cuts_of(layers, stages, cut, folder)
     stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")

@@ -1,0 +1,104 @@
+"""Suite "quality": what quantization costs in perplexity, on SmolLM2.
+
+Every text is read once in float32 and once in int8. The share of equal most likely
+tokens compares the two at every position. Of each round, other parts of the texts are
+read, so that rounds differ; the sizes are the numbers of the texts in ``TEXTS``. The
+English text is that of Python's own reference, the code that of its modules.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.members import Options, Step
+from multiworld.serve.generation.models import decoder_stage
+from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
+from multiworld.serve.generation.tokenizer import Tokenizer
+from multiworld.serve.models import smollm2
+from multiworld.serve.models.packed_linear import pack_linears
+from multiworld.serve.models.span import Span
+
+FLOAT, INTEGER = "float32", "int8"
+"""Names of the contenders."""
+
+PERPLEXITY, SAME = "perplexity by text", "same most likely token by text"
+
+TEXTS = ("English", "Python", "German", "French", "Spanish", "Chinese")
+
+TOKENS, CHUNK = 400, 200
+"""Tokens of a text that a round reads, and of a call."""
+
+LAYERS = 30
+
+DATA = Path(__file__).parents[1] / "data" / "quality"
+
+OnStep = Callable[[Step], None]
+
+
+def run(options: Options, on_step: OnStep) -> None:
+    """Read the texts with both."""
+    folder = smollm2.fetch(lambda text: on_step(("step", (0.0, text))))
+    on_step(("note", "texts: " + ", ".join(f"{n} {t}" for n, t in enumerate(TEXTS, 1))))
+    encode = Tokenizer(folder).encode
+    stages = {FLOAT: _stage(folder, None), INTEGER: _stage(folder, "int8")}
+    for place, name in enumerate(TEXTS, 1):
+        ids = torch.tensor(encode(_text(name)))
+        count = min(TOKENS, len(ids))
+        rounds = 1 if options.is_quick else options.rounds
+        for number in range(rounds):
+            on_step(("step", (place / (len(TEXTS) + 1), f"{name}, round {number + 1}")))
+            # Parts overlap where a text is short.
+            begin = (len(ids) - count) * number // max(1, rounds - 1)
+            part = ids[begin : begin + count]
+            logits = {who: _read(stage, part) for who, stage in stages.items()}
+            for who, found in logits.items():
+                sample = PERPLEXITY, place, who, "", _perplexity(found, part)
+                on_step(("sample", sample))
+            same = logits[FLOAT].argmax(-1) == logits[INTEGER].argmax(-1)
+            share = 100 * float(same.float().mean())
+            on_step(("sample", (SAME, place, INTEGER, "%", share)))
+
+
+def _stage(folder: Path, quantization: str | None) -> Any:
+    span = Span(0, LAYERS, LAYERS)
+    stage = decoder_stage.load(folder, span, FLOAT, "cpu", quantization)
+    with torch.inference_mode():
+        pack_linears(stage)
+    return stage
+
+
+@torch.inference_mode()
+def _read(stage: Any, ids: Tensor) -> Tensor:
+    """Return the logits after each token, [tokens, words]."""
+    cache, found = KvCache(), []
+    for begin in range(0, len(ids), CHUNK):
+        rows = ids[begin : begin + CHUNK]
+        at = torch.arange(begin, begin + len(rows))
+        step = cache.step([Rows(0, begin, len(rows))])
+        found.append(stage(rows, at, step, torch.arange(len(rows))))
+    return torch.cat(found)
+
+
+def _perplexity(logits: Tensor, ids: Tensor) -> float:
+    logprobs = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])
+    return math.exp(-float(logprobs.mean()))
+
+
+def _text(name: str) -> str:
+    if name == "English":
+        from pydoc_data import topics
+
+        return "\n".join(sorted(topics.topics.values(), key=len)[-8:])
+    if name == "Python":
+        import argparse
+        import heapq
+
+        return inspect.getsource(heapq) + inspect.getsource(argparse)
+    return (DATA / f"{name.lower()}.txt").read_text()

@@ -1,0 +1,87 @@
+"""Weights that a folder has in int8 already, as compressed-tensors stores them.
+
+Two of its formats have 8 bits and a scale for each output: ``int-quantized``, with the
+integers as they are, and ``pack-quantized``, with four of them, plus 128, in an int32.
+What a folder says of activations is ignored: they are two integers of 7 bits here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multiworld.errors import SpecError
+from multiworld.serve.models.weights import read_weights
+
+FORMATS = ("int-quantized", "pack-quantized")
+
+Stored = tuple[Tensor, Tensor]
+"""Integers, [outputs, inputs], int8, and the scale of each output, [outputs]."""
+
+
+def check_config(
+    folder: Path, config: Mapping[str, Any], quantization: str | None
+) -> None:
+    """Raise SpecError if a folder has quantized weights that are not to be loaded."""
+    told = config.get("quantization_config")
+    if not told:
+        return
+    groups = told.get("config_groups") or {}
+    is_known = (
+        told.get("quant_method") == "compressed-tensors"
+        and told.get("format") in FORMATS
+        and all(_is_by_output(group.get("weights") or {}) for group in groups.values())
+    )
+    if not is_known:
+        kind = f"{told.get('quant_method')} {told.get('format', '')}".strip()
+        raise SpecError(
+            f"{folder}: its weights are quantized ({kind}); only compressed-tensors "
+            f"with {' or '.join(FORMATS)}, 8 bits, symmetric, by channel or tensor, "
+            "can be loaded; use the model with float weights"
+        )
+    if quantization is None:
+        raise SpecError(
+            f"{folder}: its weights are int8; write `quantization: int8` in the spec"
+        )
+
+
+def _is_by_output(weights: Mapping[str, Any]) -> bool:
+    return (
+        weights.get("num_bits") == 8
+        and weights.get("type", "int") == "int"
+        and bool(weights.get("symmetric", True))
+        and weights.get("strategy") in ("channel", "tensor")
+    )
+
+
+def read_stored(folder: Path, names: Iterable[str]) -> dict[str, Stored]:
+    """Return the weights of modules that the folder has in int8, by module name."""
+    found: dict[str, Stored] = {}
+    names = list(names)
+    scales = read_weights(folder, {f"{name}.weight_scale" for name in names})
+    for name in names:
+        scale = scales.get(f"{name}.weight_scale")
+        if scale is None:
+            continue
+        kinds = {f"{name}.{kind}" for kind in ("weight", "weight_packed")}
+        ((key, weight),) = read_weights(folder, kinds).items()
+        if key.endswith("_packed"):
+            shape = read_weights(folder, {f"{name}.weight_shape"})
+            weight = _unpacked(weight, shape[f"{name}.weight_shape"].tolist())
+        if weight.dtype != torch.int8 or scale.numel() not in (1, len(weight)):
+            raise SpecError(
+                f"{folder}: {key} is {weight.dtype} with {scale.numel()} scales; "
+                "int8 with one scale, or one for each output, can be loaded"
+            )
+        found[name] = weight, scale.float().reshape(-1).expand(len(weight)).clone()
+    return found
+
+
+def _unpacked(packed: Tensor, shape: list[int]) -> Tensor:
+    """Return the integers that were packed into int32, the lowest bits first."""
+    octets = packed.contiguous().view(torch.uint8).view(len(packed), -1)
+    return (octets[:, : shape[1]].to(torch.int16) - 128).to(torch.int8)
