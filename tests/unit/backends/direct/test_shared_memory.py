@@ -41,7 +41,7 @@ LARGE = 3 * SLOT_BYTES + 17
 @pytest.fixture(autouse=True)
 def nothing_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the ring carry all that is large."""
-    monkeypatch.setattr(lending, "LENT_BYTES", 1 << 60)
+    monkeypatch.setattr(lending, "MIN_LENT_BYTES", 1 << 60)
 
 
 @pytest.fixture
