@@ -1,4 +1,4 @@
-"""Joining: order, deadlines, taken ranks, mismatches, strangers and rejoining."""
+"""Joining: order, deadlines, taken ranks, mismatches, untrusted peers and rejoining."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ async def test_nobody_there_is_an_os_error() -> None:
         (frames.encode(Answer(multiworld=frames.PROTOCOL_VERSION)), "refused"),
     ],
 )
-async def test_stranger_at_the_address_is_told_from_a_manager(
+async def test_foreign_process_at_the_address_is_distinguished_from_a_manager(
     data: bytes, kind: str
 ) -> None:
     """Another process may have taken the port of a manager that died."""

@@ -185,7 +185,7 @@ def test_wrong_hello_of_this_version_is_a_frame_error(hello: object) -> None:
 
 
 def test_messages_of_the_handshake_say_no_more_than_they_must() -> None:
-    """A refused stranger learns the version and the reason."""
+    """A refused peer learns the version and the reason."""
     said = json.loads(body_of(frames.encode(Answer(multiworld=1, error="no"))))
     assert said == {"multiworld": 1, "error": "no"}
     assert json.loads(body_of(frames.encode(Proof("p")))) == {"proof": "p"}

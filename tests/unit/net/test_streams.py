@@ -185,7 +185,7 @@ async def test_peer_that_ends_without_a_tls_goodbye_ends_the_stream(ends: Ends) 
     assert other.family == socket.AF_UNIX
 
 
-async def test_stranger_without_a_certificate_of_ours_is_refused(
+async def test_peer_without_a_certificate_of_ours_is_refused(
     tls: Tls, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Another authority's certificate is worth nothing, and the socket is closed."""

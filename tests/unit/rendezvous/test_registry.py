@@ -264,7 +264,7 @@ def test_withdrawn_claim_frees_its_rank() -> None:
     assert bench.admitted(bench.claim(3, 1)) == (1, {2, 3})
 
 
-def test_refused_stranger_is_told_to_those_who_wait() -> None:
+def test_refused_peer_is_reported_to_waiting_members() -> None:
     """A member that speaks another version can never join."""
     bench = Bench()
     bench.claim(1, 0)
@@ -335,7 +335,7 @@ def test_any_history_then_epochs_grow_and_every_claim_is_answered_once(
 # Growing.
 
 
-def test_stranger_is_told_to_the_members_until_it_is_gone() -> None:
+def test_newcomer_is_reported_to_the_members_until_it_is_gone() -> None:
     """The holders learn of the newcomer, and its claim waits."""
     bench = held()
     notes = bench.claim(3, 2, size=3)

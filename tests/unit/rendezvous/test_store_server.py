@@ -206,7 +206,7 @@ async def test_answer_too_long_for_a_frame_costs_only_who_asked(
             client.close()
 
 
-async def test_stranger_without_the_secret_opens_no_session(
+async def test_peer_without_the_secret_opens_no_session(
     server: StoreServer,
 ) -> None:
     """It is refused in the handshake."""
@@ -230,7 +230,7 @@ async def test_other_release_is_told_to_those_who_wait() -> None:
     await server.close()
 
 
-async def test_stranger_cannot_disturb_a_world_behind_a_secret(
+async def test_untrusted_peer_cannot_disturb_a_world_behind_a_secret(
     server: StoreServer,
 ) -> None:
     """Where there is a secret, a version mismatch is told to nobody."""
