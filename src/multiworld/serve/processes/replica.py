@@ -258,7 +258,7 @@ class WorkerProcess:
         while True:
             await asyncio.sleep(LOOK_S)
             now = self._clock()
-            if self._agent.lost_at is None or self._worker.has_router:
+            if self._agent.lost_at is None or self._worker.has_gateway:
                 alone_since = None
             else:
                 alone_since = alone_since or now

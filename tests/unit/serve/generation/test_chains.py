@@ -74,7 +74,7 @@ async def test_replacement_is_filled_and_nobody_else_computes_again(lost: int) -
     await whole(net, client)
     assert net.engine(fresh).rows >= tokens
     for other, rows in before.items():
-        # What was left to compute, and what was under way at the loss.
+        # What was left to compute, and what was in flight at the loss.
         assert net.engine(other).rows - rows <= 60 - tokens + 4
     assert net.streams.counts["replayed"] >= 1
     await freed(net)

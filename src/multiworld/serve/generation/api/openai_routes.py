@@ -200,10 +200,10 @@ def _check_choices(prompts: int, n: int) -> None:
 
 def _check_scores(prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
     """Check the number of prompt logprobs in an answer."""
-    most = wanted.sampling.prompt_logprobs
-    if most is None:
+    per_token = wanted.sampling.prompt_logprobs
+    if per_token is None:
         return
-    told = sum(map(len, prompts)) * wanted.n * (1 + most)
+    told = sum(map(len, prompts)) * wanted.n * (1 + per_token)
     if told > MAX_SCORES:
         raise InvalidRequestError(
             f"echo with logprobs would tell {told} probabilities; at most "

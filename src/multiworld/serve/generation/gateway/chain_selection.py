@@ -44,10 +44,10 @@ class Uneven:
     surplus: int
 
 
-def surplus_of(most: int, least: int) -> int:
+def surplus_of(highest: int, lowest: int) -> int:
     """Return how many streams a new replica takes from a busy one, by their loads."""
-    is_uneven = most - least >= max(2, most / 2)
-    return (most - least) // 2 if is_uneven else 0
+    is_uneven = highest - lowest >= max(2, highest / 2)
+    return (highest - lowest) // 2 if is_uneven else 0
 
 
 class StepSources:

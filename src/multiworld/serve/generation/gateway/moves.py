@@ -123,7 +123,7 @@ class Moves:
         prepared, move.attempt = move.attempt, stream.next_attempt()
         move.tokens, move.notified_at = len(stream.tokens), now
         move.waits_for = sum(stage + 1 not in stages for stage in stages)
-        opening = SequenceStart(
+        start = SequenceStart(
             (self._name, stream.number, move.attempt),
             tuple(stream.tokens),
             stream.prompt,
@@ -134,7 +134,7 @@ class Moves:
             prepared=prepared,
         )
         for stage in stages:
-            self._send(chain[stage], PrepareSequence(opening, stages))
+            self._send(chain[stage], PrepareSequence(start, stages))
 
     def prepared(self, stream: Stream, attempt: int, now: float) -> bool:
         """Record that a replica is prepared; return whether the stream can move now."""

@@ -197,8 +197,8 @@ class Stream:
                 before it.
         """
         if now > self.deadline_at:
-            most = self.sampling.max_tokens
-            return f"deadline passed after {self.made} of at most {most} tokens"
+            limit = self.sampling.max_tokens
+            return f"deadline passed after {self.made} of at most {limit} tokens"
         since = self.began_at if self.first_at is None else self.last_at
         since = max(since, resumed_at)
         first_s, between_s = self.limits.first_token_s, self.limits.between_tokens_s

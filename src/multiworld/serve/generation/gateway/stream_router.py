@@ -485,7 +485,7 @@ class StreamRouter:
         """
         stream.version, stream.chain = chain.version, chain.replicas
         stream.become(Phase.COMPUTING)
-        opening = SequenceStart(
+        start = SequenceStart(
             self._key(stream, stream.attempt),
             tuple(stream.tokens),
             stream.prompt,
@@ -503,7 +503,7 @@ class StreamRouter:
         self._chains.enter(stream)
         self._index.enter(stream)
         for replica in stream.chain:
-            self._send(replica, generation_messages.BeginSequences((opening,)))
+            self._send(replica, generation_messages.BeginSequences((start,)))
 
     def _note_fingerprints(self, stream: Stream) -> None:
         """Record the hardware of a chain; warn if it has changed."""

@@ -44,17 +44,17 @@ class PromptPrefixes:
 
         Nothing is copied before ``restore``: a waiting sequence takes no memory.
         """
-        opening = state.opening
-        if self._cache is None or opening.is_probe:
+        start = state.start
+        if self._cache is None or start.is_probe:
             return
         self.release(state.stream)
-        names = list(digests(opening.tokens, self._block, opening.share.tenant))
+        names = list(digests(start.tokens, self._block, start.share.tenant))
         self._names[state.stream] = names
-        if opening.sampling.prompt_logprobs is not None:
+        if start.sampling.prompt_logprobs is not None:
             return  # all of its tokens are to be scored
-        self.counts["prefix_cache_queries"] += len(opening.tokens)
+        self.counts["prefix_cache_queries"] += len(start.tokens)
         # The last token is always computed, because it gives the next one.
-        found = self._cache.use(names[: (len(opening.tokens) - 1) // self._block])
+        found = self._cache.use(names[: (len(start.tokens) - 1) // self._block])
         if found:
             self._found[state.stream], state.is_cached = found, True
             state.held = state.logged = len(found) * self._block

@@ -77,8 +77,8 @@ class BatchQueue:
     def _cancel_all(self, keys: list[Key]) -> list[Work]:
         return [work for key in keys if (work := self.cancel(key)) is not None]
 
-    def cancel_of(self, router: str) -> list[Work]:
-        return self._cancel_all([key for key in self._waiting if key[0] == router])
+    def cancel_of(self, gateway: str) -> list[Work]:
+        return self._cancel_all([key for key in self._waiting if key[0] == gateway])
 
     def expired(self, now: float) -> list[Work]:
         """Remove and return the work whose deadline has passed."""

@@ -48,8 +48,8 @@ class CreditReturns:
             self._owed.setdefault(source, []).extend(keys)
         if not self._owed:
             return
-        most = max(map(len, self._owed.values()))
-        if RELEASE_SHARE * most >= self._max_ongoing:
+        largest = max(map(len, self._owed.values()))
+        if RELEASE_SHARE * largest >= self._max_ongoing:
             self._pay()
         elif self._paying is None:
             loop = asyncio.get_running_loop()
