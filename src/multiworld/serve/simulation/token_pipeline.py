@@ -183,8 +183,8 @@ class TokenPipeline(Pipeline):
         while self._unplaced:
             chain: list[TextReplica] = []
             for k in range(len(self._model.stages)):
-                least = self._least(k, chain[:1])
-                chain += [] if least is None else [least]
+                replica = self._least_loaded(k, chain[:1])
+                chain += [] if replica is None else [replica]
             if len(chain) < len(self._model.stages):
                 break
             self._place(self._unplaced.popleft(), chain)
@@ -195,7 +195,7 @@ class TokenPipeline(Pipeline):
                 self._begin_work(replica, now)
                 self._leave_if_done(replica, now)
 
-    def _least(self, k: int, first: Sequence[TextReplica]) -> TextReplica | None:
+    def _least_loaded(self, k: int, first: Sequence[TextReplica]) -> TextReplica | None:
         """Return the best replica of a stage; see ``gateway.chain_selection``."""
 
         def cost(replica: TextReplica) -> tuple[float, float]:
@@ -238,8 +238,8 @@ class TokenPipeline(Pipeline):
         if not new:
             return
         busiest = max(usable, key=lambda r: len(r.sequences))
-        least = min(new, key=lambda r: len(r.sequences))
-        surplus = surplus_of(len(busiest.sequences), len(least.sequences))
+        emptiest = min(new, key=lambda r: len(r.sequences))
+        surplus = surplus_of(len(busiest.sequences), len(emptiest.sequences))
         there = [t for t in busiest.sequences if t.moving < 0 and t.chain[k] is busiest]
         waiting = sorted((t for t in there if t.first_at < 0), key=lambda t: -t.at)
         for text in waiting[:surplus]:
@@ -247,7 +247,7 @@ class TokenPipeline(Pipeline):
         if surplus > len(waiting):
             worth = [t for t in there if t.answer - t.made >= WORTH and t.first_at >= 0]
             if worth:
-                self._prepare(min(worth, key=lambda t: t.tokens), k, least)
+                self._prepare(min(worth, key=lambda t: t.tokens), k, emptiest)
 
     def _restart(self, text: Text) -> None:
         """Place a sequence that has no token yet elsewhere, from its start."""
@@ -258,7 +258,7 @@ class TokenPipeline(Pipeline):
         self._unplaced.append(text)
 
     def _prepare(self, text: Text, k: int, target: TextReplica | None = None) -> None:
-        target = target or self._least(k, text.chain[:1] if k else ())
+        target = target or self._least_loaded(k, text.chain[:1] if k else ())
         if target is None or target is text.chain[k]:
             return
         text.moving = k

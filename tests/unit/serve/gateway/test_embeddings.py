@@ -149,26 +149,26 @@ async def test_unknown_model_has_openais_code() -> None:
         assert answer.json()["error"]["code"] == "model_not_found"
 
 
-async def test_one_request_has_only_a_window_of_texts_under_way() -> None:
+async def test_one_request_has_only_a_window_of_inputs_in_flight() -> None:
     """It leaves room in the queue for the others."""
     fake = Fake()
-    under_way, most = 0, 0
+    in_flight, highest = 0, 0
     gate = asyncio.Event()
 
     async def answer(model: str, tensors: Tensors) -> Tensors:
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
+        nonlocal in_flight, highest
+        in_flight += 1
+        highest = max(highest, in_flight)
         await gate.wait()
-        under_way -= 1
+        in_flight -= 1
         return await doubled(model, tensors)
 
     fake.dispatcher.answers = answer
     asking = asyncio.ensure_future(embed(fake, input=["x"] * (2 * WINDOW)))
-    await until(lambda: under_way == WINDOW)
+    await until(lambda: in_flight == WINDOW)
     gate.set()
     assert len((await asyncio.wait_for(asking, HANG_S)).json()["data"]) == 2 * WINDOW
-    assert most == WINDOW
+    assert highest == WINDOW
 
 
 async def test_text_that_fails_cancels_the_others_of_its_request() -> None:

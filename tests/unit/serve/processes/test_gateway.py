@@ -379,7 +379,7 @@ async def test_probe_that_cannot_be_sent_is_told_with_its_reason(
         assert "DeadlineExceededError" in str((await g.told(ProbeResult)).error)
 
 
-async def test_end_waits_for_requests_that_are_under_way() -> None:
+async def test_end_waits_for_requests_in_flight() -> None:
     """New ones go to another gateway meanwhile."""
     async with gateway() as g:
         await g.up(models(m=double), table(1, REPLICA))

@@ -462,7 +462,7 @@ async def test_nothing_is_scaled_while_a_new_version_is_on_its_way(
         assert len(policies["two"].seen[0].stages) == 2
 
 
-async def test_model_that_was_removed_is_forgotten_though_its_reports_are_under_way(
+async def test_model_that_was_removed_is_forgotten_though_its_reports_are_in_flight(
     policies: dict[str, FakePolicy],
 ) -> None:
     """The others go on."""
@@ -504,7 +504,7 @@ async def test_model_at_zero_is_decided_about_as_soon_as_it_is_wanted(
         assert len(policies["one"].seen) == 2
 
 
-async def test_wish_that_comes_while_reports_are_under_way_is_not_forgotten(
+async def test_request_that_comes_while_reports_are_in_flight_is_not_forgotten(
     policies: dict[str, FakePolicy],
 ) -> None:
     """The model is decided about once more."""
@@ -518,7 +518,7 @@ async def test_wish_that_comes_while_reports_are_under_way_is_not_forgotten(
         await until(lambda: len(policies["one"].seen) == 2)
 
 
-async def test_close_ends_it_though_reports_are_under_way(
+async def test_close_ends_it_though_reports_are_in_flight(
     policies: dict[str, FakePolicy],
 ) -> None:
     """Nothing is decided afterwards."""

@@ -74,7 +74,7 @@ def test_few_steps_tell_nothing() -> None:
         (0, 0.003 * 1),  # as one
         (20, 0.003 * 20),  # too short to be cut
         (300, 0.001 * 100 * 5),  # three parts, three stages
-        (900, 0.001 * 100 * 11),  # no more under way than one step may have
+        (900, 0.001 * 100 * 11),  # no more in flight than one step may have
     ],
 )
 def test_prompt_is_computed_in_all_stages_at_once(tokens: int, wanted_s: float) -> None:
