@@ -204,7 +204,7 @@ class LaneCollectives:
             for rank in self.others():
                 nonce = self._view.incarnation.nonce
                 note = EndCollectives(nonce, operation.number, error.rank)
-                self._view.tell(rank, note)
+                self._view.notify(rank, note)
             raise
 
     def end_from(self, number: int, left: int) -> None:

@@ -161,7 +161,7 @@ class HeartbeatTarget:
         self.sock = sock
         self.datagrams: socket.socket | None = None
         # The connection has ended; the owner knows it.
-        self.is_ended = self.is_told = False
+        self.is_ended = self.is_reported = False
         self._out_key, self._in_key = out_key, in_key
         self._rest = b""
         self._inbox = b""
@@ -325,7 +325,7 @@ class HeartbeatHelper:
                 return
             for number in numbers:
                 target = self._unreported.pop(number)
-                target.is_told = target.is_ended
+                target.is_reported = target.is_ended
 
     def _handle_order(self) -> None:
         try:
@@ -356,7 +356,7 @@ class HeartbeatHelper:
 
 def _report_of(number: int, target: HeartbeatTarget) -> bytes:
     heartbeat, at = target.latest, target.heard_at
-    if heartbeat is None or at is None or (target.is_ended and not target.is_told):
+    if heartbeat is None or at is None or (target.is_ended and not target.is_reported):
         return REPORT.pack(number, ENDED, 0, 0, 0, 0.0)
     return REPORT.pack(
         number,

@@ -79,7 +79,7 @@ def test_second_loss_adds_to_the_lost_and_keeps_the_reason() -> None:
     assert isinstance(actions[0], TellBroken)  # only this member may know of it
     assert actions[0].breakage.rank == 1
     assert play(Opened(), WasLost(2, "died"), WasLost(2, "again"))[1] == []
-    told = WasLost(1, "too", told_by=3)
+    told = WasLost(1, "too", reported_by=3)
     assert [type(a) for a in play(Opened(), WasLost(2, "died"), told)[1]] == [Publish]
     assert life.breakage is not None
     assert life.breakage.rank == 2

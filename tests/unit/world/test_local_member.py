@@ -67,7 +67,7 @@ async def test_member_told_of_a_loss_names_the_same_rank(bench: Bench) -> None:
     assert isinstance(error, MemberLostError)
     assert error.rank == 2
     assert str(error).count("rank 2 was lost") == 1
-    assert "told by rank 1" in str(error)
+    assert "reported by rank 1" in str(error)
     assert bench.local.lost == {2}
     with pytest.raises(MemberLostError):
         await bench.worlds[0].barrier()
