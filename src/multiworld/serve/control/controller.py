@@ -477,7 +477,7 @@ class Controller:
     def send(self, name: str, order: Order) -> None:
         self._links.send(name, order)
 
-    def tell_gateways(self, order: Order) -> None:
+    def send_gateways(self, order: Order) -> None:
         for name in self._joined_gateways():
             self._links.send(name, order)
 

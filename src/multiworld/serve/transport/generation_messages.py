@@ -143,7 +143,7 @@ class KvRebuilt(Message, frozen=True, tag="kv_rebuilt"):
 
 
 class EndSequences(Message, frozen=True, tag="end_sequences"):
-    """Gateway → all replicas of a chain: sequences that nobody waits for any more."""
+    """Gateway → all replicas of a chain: sequences whose clients no longer wait."""
 
     keys: tuple[Key, ...]
 

@@ -116,7 +116,7 @@ async def test_agent_reports_and_obeys(control: Control) -> None:
     peer = await control.controller()
     assert (control.agent.was_joined, control.agent.joined_at) == (True, 1005.0)
     control.agent.fact(StageLoaded())
-    control.agent.tell(ModelNeeded("m"))
+    control.agent.send(ModelNeeded("m"))
     assert await news(peer, 3) == [HELLO, StageLoaded(), ModelNeeded("m")]
     for order in (ReportRequest(1), Finish(), ReportRequest(2)):
         await peer.send(ORDERS, order)
@@ -132,7 +132,7 @@ async def test_facts_are_told_to_every_controller_and_once_to_each(
     control.agent.fact(StageLoaded())
     control.agent.fact(TableApplied(1))
     control.agent.fact(TableApplied(2))
-    control.agent.tell(ModelNeeded("nobody hears this"))
+    control.agent.send(ModelNeeded("nobody hears this"))
     peer = await control.controller()
     assert await news(peer, 3) == [HELLO, StageLoaded(), TableApplied(2)]
     control.agent.fact(TableApplied(3))
@@ -148,7 +148,7 @@ async def test_last_messages_are_sent_before_a_process_ends(control: Control) ->
     """Nobody waits for long if nobody takes them, or if there is no controller."""
     await control.agent.flush(HANG_S)
     peer = await control.controller()
-    control.agent.tell(ModelNeeded("m"))
+    control.agent.send(ModelNeeded("m"))
     await control.agent.flush(HANG_S)
     assert await news(peer, 2) == [HELLO, ModelNeeded("m")]
     assert control.agent._world is not None
@@ -158,7 +158,7 @@ async def test_last_messages_are_sent_before_a_process_ends(control: Control) ->
         await held.wait()
 
     control.agent._world.send_object = never  # type: ignore[method-assign]
-    control.agent.tell(ModelNeeded("n"))
+    control.agent.send(ModelNeeded("n"))
     await control.agent.flush(0.02)
 
 
@@ -209,6 +209,6 @@ async def test_cancelling_leaves_no_sender_behind(control: Control) -> None:
     assert await news(peer, 1) == [HELLO]
     control.running.cancel()
     await asyncio.gather(control.running, return_exceptions=True)
-    control.agent.tell(ModelNeeded("m"))
+    control.agent.send(ModelNeeded("m"))
     control.agent.fact(StageLoaded())
     assert not await peer.has_sent(NEWS)

@@ -176,8 +176,8 @@ def text_logprobs(
     ]
     if prompt:
         before = zip(prompt[1:], scores, strict=False)
-        told = [(token, logprob, top) for token, (logprob, top) in before]
-        scored = [(prompt[0], None, None), *told, *scored]
+        reported = [(token, logprob, top) for token, (logprob, top) in before]
+        scored = [(prompt[0], None, None), *reported, *scored]
         offset = 0
     tokens = [tokenizer.piece(token) for token, *_ in scored]
     offsets = []

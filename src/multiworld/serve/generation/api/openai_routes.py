@@ -203,11 +203,11 @@ def _check_scores(prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
     per_token = wanted.sampling.prompt_logprobs
     if per_token is None:
         return
-    told = sum(map(len, prompts)) * wanted.n * (1 + per_token)
-    if told > MAX_SCORES:
+    scores = sum(map(len, prompts)) * wanted.n * (1 + per_token)
+    if scores > MAX_SCORES:
         raise InvalidRequestError(
-            f"echo with logprobs would tell {told} probabilities; at most "
-            f"{MAX_SCORES} are told in one answer",
+            f"echo with logprobs would return {scores} probabilities; at most "
+            f"{MAX_SCORES} fit into one answer",
             param="logprobs",
             code="invalid_value",
         )

@@ -62,7 +62,7 @@ from multiworld.serve.transport.protocol import Key
 from multiworld.serve.transport.routing_table import Route, RoutingTable
 
 OWED = 65536
-"""Maximum number of ended sequences that a replica is told when it connects again."""
+"""Maximum number of ended sequences reported to a replica when it reconnects."""
 
 KEPT_RETURNS = 3
 """Attempts in a row that may fail before a stream starts over."""
@@ -182,7 +182,7 @@ class StreamRouter:
         del self.streams[stream.number]
         self._end(stream)
         if stream.via:
-            return  # probes are nobody's streams
+            return  # probes belong to no stream
         took_s = stream.last_at - (stream.first_at or 0.0)
         self.timed.ended(stream.model, stream.prompt, stream.made, took_s)
         is_late = self._is_late(stream)
@@ -527,7 +527,7 @@ class StreamRouter:
             late = "" if stream.has_ended else stream.late(self._now, resumed_at)
             if late:
                 self._end(stream, DeadlineExceededError(late))
-        self.view.set_silent(silent)  # all, before any stream is placed anew
+        self.view.set_silent(silent)  # all, before any stream is placed again
         for name in silent:
             if self.view.has_another(name):
                 for stream in self._index.at(name):

@@ -251,7 +251,7 @@ class Streams:
     # Time.
 
     async def look(self) -> None:
-        """Check deadlines and silent replicas again and again, until cancelled.
+        """Check deadlines and silent replicas periodically, until cancelled.
 
         Cancellation: Safe.
         """

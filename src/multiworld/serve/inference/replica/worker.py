@@ -455,12 +455,12 @@ class Worker:
         self._notify(key[0], failed)
 
     def _drop(self, keys: Iterable[Key]) -> None:
-        self._tell_of(keys, "dropped", protocol.WorkDropped)
+        self._report_outcome(keys, "dropped", protocol.WorkDropped)
 
     def _return(self, keys: Iterable[Key]) -> None:
-        self._tell_of(keys, "returned", protocol.WorkReturned)
+        self._report_outcome(keys, "returned", protocol.WorkReturned)
 
-    def _tell_of(
+    def _report_outcome(
         self,
         keys: Iterable[Key],
         what: str,
@@ -491,7 +491,7 @@ class Worker:
             for name, outbox in list(self._downstream.items()):
                 is_silent = outbox.silent_s() > SILENT_S
                 stuck = self._forwarder.silent(name, is_silent=is_silent)
-                self._tell_of(stuck, "stuck", protocol.WorkStuck)
+                self._report_outcome(stuck, "stuck", protocol.WorkStuck)
             self._return(self._forwarder.return_waiting())
             self._hand([])
 
