@@ -284,7 +284,7 @@ async def test_stuck_helper_accuses_nobody_and_is_replaced(stage: Stage) -> None
 
 
 @pytest.mark.heavy
-async def test_lost_connection_for_beats_is_no_loss_and_comes_back(
+async def test_lost_heartbeat_connection_is_no_loss_and_is_replaced(
     stage: Stage,
 ) -> None:
     """The end of the heartbeat connection alone is no loss; a new one is opened."""

@@ -103,7 +103,7 @@ async def test_call_that_holds_the_gil_is_no_loss(town: Town, kind: str) -> None
     assert all("computes" in stall.evidence for stall in stalls)
 
 
-async def test_blocked_loop_is_told_as_waiting(town: Town) -> None:
+async def test_blocked_loop_is_reported_as_waiting(town: Town) -> None:
     """A blocking call on the event loop is reported as a stall, and its end as one."""
     await town.settle()
     town.citizens[1].order(("sleep", 3.0))

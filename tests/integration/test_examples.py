@@ -117,7 +117,7 @@ def test_single_world_shows_that_one_failure_stops_all() -> None:
     assert "0 of 3 members took all steps" in run("single_world", "--kill")
 
 
-def test_ddp_names_the_lost_member_and_goes_on() -> None:
+def test_ddp_names_the_lost_member_and_continues() -> None:
     """The survivors are told who was lost, reform, and end with equal weights."""
     output = run("ddp")
     assert output.count("rank 2 was lost") == 2

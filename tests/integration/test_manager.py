@@ -67,7 +67,7 @@ async def test_leave_is_an_event_and_no_loss() -> None:
         assert event == MemberLeft(world=right.name, epoch=1, rank=0)
 
 
-async def test_slow_reader_of_events_is_told_how_many_it_missed() -> None:
+async def test_slow_reader_of_events_learns_how_many_it_missed() -> None:
     """A slow reader of events is told how many it missed, and slows nobody down."""
     hub = EventHub()
     subscription = hub.subscribe()

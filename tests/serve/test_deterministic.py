@@ -237,7 +237,7 @@ TOOLS = [
     ["required", {"type": "function", "function": {"name": "down"}}],
     ids=["required", "named"],
 )
-async def test_tools_are_called_whole_and_streamed_alike(
+async def test_tools_are_called_the_same_whole_and_streamed(
     service: Served, choice: Any
 ) -> None:
     """By a model that knows nothing; also if a stage is lost meanwhile."""

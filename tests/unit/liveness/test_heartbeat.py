@@ -307,7 +307,7 @@ for _ in range(300_000):
         os.close(memory)
 
 
-def test_end_that_could_not_be_told_is_told_later() -> None:
+def test_end_that_could_not_be_reported_is_reported_later() -> None:
     """The owner was stuck, and its socket full."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     near, far = socket.socketpair()

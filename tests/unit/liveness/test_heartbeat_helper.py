@@ -70,7 +70,7 @@ def test_torn_frames_and_garbage_cost_only_themselves() -> None:
         assert target.heard_at == 2.0
 
 
-def test_old_beat_does_not_count_again() -> None:
+def test_replayed_heartbeat_does_not_count_again() -> None:
     """A replayed heartbeat does not prove that the peer is alive."""
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -152,7 +152,7 @@ def test_proof_that_is_none_is_a_frame_error(body: bytes) -> None:
         ({"multiworld": 999, "kind": "visit", "guest": ["a", "b"]}, 999),
     ],
 )
-def test_hello_of_another_version_is_told_from_a_wrong_one(
+def test_hello_of_another_version_is_distinguished_from_a_wrong_one(
     hello: dict[str, object], theirs: int
 ) -> None:
     """The hellos of other versions may look different, except for the number."""

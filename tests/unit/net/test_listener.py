@@ -349,7 +349,7 @@ async def test_broken_tls_handshake_is_counted(make: Make, tls: Tls) -> None:
     await bench.refused("tls")
 
 
-async def test_close_ends_handshakes_and_gives_back_every_descriptor(
+async def test_close_ends_handshakes_and_closes_every_descriptor(
     make: Make,
 ) -> None:
     """Nothing stays open, and closing again does nothing."""

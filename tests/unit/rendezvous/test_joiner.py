@@ -194,7 +194,7 @@ async def test_cancelled_entry_leaves_nothing(joiners: list[Joiner]) -> None:
         await joiners[0].reopen(where, may_host=False, world="w", deadline=later())
 
 
-async def test_lost_store_is_found_again_and_told_what_is_held(
+async def test_lost_store_is_found_again_and_learns_what_is_held(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It asks the holder before it gives the rank away."""

@@ -215,7 +215,7 @@ async def test_peer_without_the_secret_opens_no_session(
     assert (server.session_count, server.refused) == (0, {"secret": 1})
 
 
-async def test_other_release_is_told_to_those_who_wait() -> None:
+async def test_other_release_is_reported_to_waiting_members() -> None:
     """Without a secret they learn at once why the world does not come together."""
     server = await StoreServer.listen("127.0.0.1", 0)
     client = await Client.of(server, Security())
@@ -243,7 +243,7 @@ async def test_untrusted_peer_cannot_disturb_a_world_behind_a_secret(
     client.close()
 
 
-async def test_close_ends_sessions_and_gives_back_every_descriptor(
+async def test_close_ends_sessions_and_closes_every_descriptor(
     server: StoreServer,
 ) -> None:
     """Members see the end at once, and the port is free."""

@@ -127,7 +127,7 @@ async def test_members_are_admitted_together_with_one_epoch_and_nonce() -> None:
     service.close()
 
 
-async def test_claim_that_waits_too_long_is_told_who_is_missing() -> None:
+async def test_claim_that_waits_too_long_learns_who_is_missing() -> None:
     """The answer comes at its deadline, though nobody else says anything."""
     service = StoreService()
     one = Client(service)
@@ -251,7 +251,7 @@ async def test_epochs_continue_from_memory_and_are_stored_there() -> None:
     service.close()
 
 
-async def test_refused_version_is_told_to_those_who_wait() -> None:
+async def test_refused_version_is_reported_to_waiting_members() -> None:
     """They learn why the world does not come together."""
     service = StoreService()
     one, two = Client(service, "a"), Client(service, "b")
@@ -291,7 +291,9 @@ async def test_newcomer_is_announced_to_the_members_of_a_living_world() -> None:
     service.close()
 
 
-async def test_member_that_withdraws_as_it_is_admitted_is_told_to_the_others() -> None:
+async def test_member_that_withdraws_as_it_is_admitted_is_reported_to_the_others() -> (
+    None
+):
     """Its withdrawal and the admission cross on the wire."""
     service = StoreService()
     one, two = Client(service, "a"), Client(service, "b")

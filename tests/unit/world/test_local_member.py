@@ -60,7 +60,7 @@ def lost_by(reason: str, evidence: str) -> Verdict:
     return Verdict(peer="p", world=1, reason=reason, evidence=evidence, silent_s=0.1)
 
 
-async def test_member_told_of_a_loss_names_the_same_rank(bench: Bench) -> None:
+async def test_member_notified_of_a_loss_names_the_same_rank(bench: Bench) -> None:
     """It also says who told it, and repeats no prefix."""
     bench.local.on_message(1, broken(2, "rank 2 was lost: it died"))
     error = bench.local.broken_error()
@@ -73,7 +73,9 @@ async def test_member_told_of_a_loss_names_the_same_rank(bench: Bench) -> None:
         await bench.worlds[0].barrier()
 
 
-async def test_member_told_of_a_fault_of_nobody_is_broken_too(bench: Bench) -> None:
+async def test_member_notified_of_a_fault_without_a_culprit_is_broken_too(
+    bench: Bench,
+) -> None:
     """A corrupt frame has no rank to blame."""
     bench.local.on_message(1, broken(None, "garbage"))
     assert bench.local.is_broken

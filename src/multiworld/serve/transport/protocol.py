@@ -395,7 +395,7 @@ Credit = CreditReleased | CreditRefused
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
-    """Gateway → replica: nobody waits for this attempt any more."""
+    """Gateway → replica: the client no longer waits for this attempt."""
 
     key: Key
 

@@ -276,7 +276,7 @@ async def test_bundles_and_held_messages_lie_in_lent_memory_too(
         assert blocks_of(one) == 2
 
 
-async def test_cancelled_send_or_receive_gives_its_block_back() -> None:
+async def test_cancelled_send_or_receive_releases_its_block() -> None:
     """Whatever had been written of it."""
     async with pair() as (one, two):
         size = 30 * STEP_BYTES

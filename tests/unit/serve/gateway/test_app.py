@@ -461,7 +461,7 @@ async def test_metrics_are_for_operators_where_keys_are_needed() -> None:
     assert 'tenant="acme"' in shown.text
 
 
-async def test_limit_of_parallel_requests_is_given_back_however_one_ends() -> None:
+async def test_parallel_request_slot_is_released_however_a_request_ends() -> None:
     """After an answer, an error, a bug and a client that hung up."""
     fake = Fake(Tenant(name="acme", max_parallel_requests=1))
     hanging = fake.dispatcher.answers = Hanging()
@@ -504,7 +504,7 @@ async def test_dedicated_replicas_serve_their_tenant_until_they_are_removed() ->
     assert direct.status_code == 404
 
 
-async def test_poison_request_is_told_once_and_not_tried_again() -> None:
+async def test_poison_request_is_reported_once_and_not_retried() -> None:
     """Other requests of the tenant, and the same of another one, are."""
     fake = Fake(Tenant(name="acme"), Tenant(name="beta"))
     told: list[Any] = []

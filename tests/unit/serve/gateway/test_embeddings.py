@@ -34,7 +34,7 @@ async def embed(fake: Fake, **asked: Any) -> Any:
         return await client.post("/v1/embeddings", json={"model": "t", **asked})
 
 
-async def test_embeddings_come_in_the_order_of_the_texts() -> None:
+async def test_embeddings_come_in_the_order_of_the_inputs() -> None:
     """With the tokens that they took."""
     answer = await embed(Fake(), input=["a", "bc"])
     assert answer.status_code == 200
@@ -190,7 +190,7 @@ async def test_text_that_fails_cancels_the_others_of_its_request() -> None:
     assert hanging.is_cancelled.is_set()
 
 
-async def test_client_that_hangs_up_cancels_all_its_texts() -> None:
+async def test_client_that_hangs_up_cancels_all_its_inputs() -> None:
     """None of them goes on."""
     fake = Fake()
     hanging = fake.dispatcher.answers = Hanging()
@@ -204,7 +204,7 @@ async def test_client_that_hangs_up_cancels_all_its_texts() -> None:
     assert fake.requests() == {("t", "499"): 1.0}
 
 
-async def test_all_texts_share_one_deadline() -> None:
+async def test_all_inputs_share_one_deadline() -> None:
     """That of the header, or of the model."""
     fake = Fake()
     async with fake.client(**{"x-timeout-s": "5"}) as client:
@@ -216,7 +216,7 @@ async def test_all_texts_share_one_deadline() -> None:
     assert 29.0 < left[2] <= 30.0
 
 
-async def test_tokenizer_that_refuses_a_text_is_the_clients_error() -> None:
+async def test_tokenizer_that_refuses_an_input_is_the_clients_error() -> None:
     """One that breaks is the service's; neither ends the gateway."""
     fake = Fake()
 

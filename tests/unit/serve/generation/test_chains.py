@@ -501,7 +501,7 @@ async def test_gateway_to_which_all_replicas_are_silent_replays_nothing() -> Non
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-async def test_streams_of_a_stopped_replica_go_on_with_another(stage: int) -> None:
+async def test_streams_of_a_stopped_replica_continue_with_another(stage: int) -> None:
     """When it goes on, it does not disturb them."""
     net = Net(random.Random(stage), [2, 2, 2], LIMITS)
     await net.connected()
@@ -530,7 +530,7 @@ async def test_client_that_leaves_while_a_stage_is_missing_leaves_nothing() -> N
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])
-async def test_streams_of_a_drained_stage_go_on_while_another_is_prepared(
+async def test_streams_of_a_drained_stage_continue_while_another_is_prepared(
     left: int,
 ) -> None:
     """Nobody else computes a token again, and no attempt is made anew."""
@@ -558,9 +558,7 @@ async def test_streams_of_a_drained_stage_go_on_while_another_is_prepared(
     await freed(net)
 
 
-async def test_streams_of_a_version_with_the_same_weights_go_on_with_the_new_one() -> (
-    None
-):
+async def test_streams_continue_with_a_new_version_of_the_same_weights() -> None:
     """All stages are prepared, from the tokens."""
     net = Net(random.Random(5), [1, 1, 1], LIMITS)
     await net.connected()

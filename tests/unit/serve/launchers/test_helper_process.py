@@ -97,7 +97,9 @@ async def wait(event: asyncio.Event) -> None:
     await asyncio.wait_for(event.wait(), HANG_S)
 
 
-async def test_helper_says_that_it_is_ready_and_is_told_orders(helper: Helper) -> None:
+async def test_helper_reports_that_it_is_ready_and_receives_orders(
+    helper: Helper,
+) -> None:
     """It has the words and the environment that it was started with."""
     assert not helper.process.is_running
     first = await helper.start("listens")
@@ -138,7 +140,7 @@ async def test_helper_that_talks_nonsense_counts_as_ended(
     assert helper.news == []
 
 
-async def test_helper_that_ends_is_told_once_and_can_be_started_again(
+async def test_helper_that_exits_is_reported_once_and_can_be_restarted(
     helper: Helper,
 ) -> None:
     """What is told it in between is lost."""

@@ -52,7 +52,7 @@ def test_cut_makes_the_slowest_stage_fast() -> None:
     assert cut(parts, 3).bottleneck == 0
 
 
-def test_cut_leaves_room_for_texts_where_it_costs_no_time() -> None:
+def test_partition_leaves_room_for_kv_where_it_costs_no_time() -> None:
     """Of cuts that are about as fast, that whose stages keep the least for a token."""
     parts = [Part(1.0, 10.0)] * 2 + [Part(0.01, 10.0)] * 2 + [Part(2.0, 10.0)]
     assert cut(parts, 2).begins == (0, 2)

@@ -212,7 +212,7 @@ async def service(path: Path | None = None) -> AsyncIterator[Service]:
 # What a policy wants.
 
 
-async def test_decision_is_carried_out_told_and_recorded(
+async def test_decision_is_carried_out_reported_and_recorded(
     policies: dict[str, FakePolicy], tmp_path: Path
 ) -> None:
     """The record has the facts and the snapshot, with the spec's numbers."""

@@ -28,7 +28,7 @@ def learned(steps: list[tuple[int, float]], noise: float = 0.0) -> StepSums:
     return sums
 
 
-def test_time_of_a_step_and_of_a_token_are_told_apart() -> None:
+def test_time_of_a_step_and_of_a_token_are_distinguished() -> None:
     """Once steps of different sizes were measured."""
     sizes = [1, 8, 200, 4, 256, 16] * 3
     cost = learned([(n, 0.01 + 0.0005 * n) for n in sizes], noise=0.1).cost()

@@ -54,7 +54,7 @@ def test_days_and_months_begin_in_utc() -> None:
     assert next_month_of(at("2026-12-31 23:59")) == at("2027-01-01")
 
 
-def test_ledger_adds_up_and_begins_anew() -> None:
+def test_ledger_adds_up_and_starts_over() -> None:
     """A late report of yesterday counts for the month only."""
     ledger = TokenLedger({"acme": 10}, {"acme": 100}, NOON)
     assert ledger.add([row(5), row(2, NOON - DAY_S), row(0, NOON, "b")], NOON) == {

@@ -124,7 +124,7 @@ async def test_agent_reports_and_obeys(control: Control) -> None:
     assert control.obeyed == [ReportRequest(1), Finish(), ReportRequest(2)]
 
 
-async def test_facts_are_told_to_every_controller_and_once_to_each(
+async def test_facts_are_sent_to_every_controller_and_once_to_each(
     control: Control,
 ) -> None:
     """The latest of each kind; what is merely told is told to one that is there."""

@@ -294,6 +294,6 @@ class StageEngine:
 def _log(error: Exception) -> None:
     """Log the failure of a sequence, unless its client caused it or it is expected."""
     if isinstance(error, InvalidRequestError):
-        logger.info("a sequence is refused: %s", error)
+        logger.info("refused a sequence: %s", error)
     elif not isinstance(error, MissingTokensError):
         logger.error("a sequence failed in this stage", exc_info=error)

@@ -1,4 +1,4 @@
-"""The rows of a step that are still to be computed."""
+"""Selection of the rows of a step that are still to be computed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from multiworld.serve.transport.protocol import Key
 def still_lacking(
     parts: Sequence[StepPart], hidden: Tensor, table: SequenceTable
 ) -> tuple[list[StepPart], Tensor, list[Key]]:
-    """Return the parts of known sequences without rows that are here already.
+    """Return the parts of known sequences, without rows computed earlier.
 
-    A part without rows stays: later stages may lack them, and its scheduler waits for
+    A part without rows is kept: later stages may lack them, and its scheduler waits for
     it.
 
     Args:
@@ -26,7 +26,7 @@ def still_lacking(
         table: The sequences of this stage.
 
     Returns:
-        The parts, their rows, and the sequences that lack rows before those.
+        The parts, their rows, and the sequences that lack earlier rows.
     """
     kept, rows, gone, offset = [], [], [], 0
     for part in parts:

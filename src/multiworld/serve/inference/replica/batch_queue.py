@@ -24,7 +24,7 @@ class Work:
     """One attempt of a request, at one stage; times are monotonic seconds.
 
     Attributes:
-        key: Router, request number and attempt number.
+        key: Gateway, request number and attempt number.
         group: Equal for work that may share a batch.
         rows: Rows of the request; they count towards ``max_batch_size``.
         is_isolated: Whether it runs in isolation: alone in its batch.

@@ -20,7 +20,7 @@ RELEASE_SHARE = 4
 class CreditReturns:
     """Senders of the work at one replica, to which credit is returned.
 
-    Routers are omitted: they use no credit and receive notes instead.
+    Gateways are omitted: they use no credit and receive notes instead.
     """
 
     def __init__(self, upstream: Mapping[str, Outbox], max_ongoing: int) -> None:

@@ -230,7 +230,7 @@ def test_layers_whose_rows_depend_on_the_step_are_refused(
     norm = stage.whole.model.norm
     forward = norm.forward
     norm.forward = lambda hidden: forward(hidden) * (1 + 1e-7 * hidden.shape[-2])
-    with pytest.raises(ModelFailedError, match="deterministic: true cannot be kept"):
+    with pytest.raises(ModelFailedError, match="deterministic: true is not possible"):
         check_layers(stage, lambda: KvCache(attention=InvariantAttention))
 
 

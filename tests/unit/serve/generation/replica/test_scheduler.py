@@ -125,7 +125,7 @@ class Pipeline:
         )
 
 
-def test_long_prompt_is_computed_in_parts_while_others_go_on() -> None:
+def test_long_prompt_is_computed_in_chunks_while_others_continue() -> None:
     """No step is longer than the budget."""
     pipeline = Pipeline(Scheduler(limits(tokens=8)))
     scheduler = pipeline.scheduler
@@ -389,7 +389,7 @@ def test_sequence_that_has_ended_in_the_last_stage_holds_nobody_up() -> None:
     assert scheduler.used_blocks == 7
 
 
-def test_sequence_whose_end_its_gateway_did_not_see_goes_on_without_a_step() -> None:
+def test_sequence_whose_end_its_gateway_did_not_see_continues_without_a_step() -> None:
     """All its tokens are computed; the last stage chooses the next one again."""
     scheduler = Scheduler(limits(tokens=64))
     scheduler.add(key(1), [1, 2])
@@ -656,7 +656,7 @@ def test_prompts_that_preempt_each_other_come_to_an_end() -> None:
 # Stages that are replaced.
 
 
-def test_paused_sequence_lets_others_go_on_and_resumes_with_its_token() -> None:
+def test_paused_sequence_lets_others_continue_and_resumes_with_its_token() -> None:
     """Its steps are not waited for, and it keeps its blocks."""
     scheduler = Scheduler(limits(seqs=4, tokens=64, steps=1))
     for number in (1, 2):
@@ -721,7 +721,7 @@ def test_sequence_that_may_come_has_its_blocks_and_its_slot() -> None:
     assert scheduler.used_blocks == 0
 
 
-def test_sequence_that_does_not_come_gives_its_blocks_back() -> None:
+def test_reservation_of_a_sequence_that_does_not_come_is_freed() -> None:
     """Whoever waits for them gets them."""
     scheduler = Scheduler(limits(blocks=2))
     assert scheduler.reserve([], key(1), 7)

@@ -107,7 +107,7 @@ def test_tokens_that_were_never_computed_here_are_noticed() -> None:
         assert is_missing == [True] * (begin == 2)
 
 
-def test_preempted_sequence_is_computed_again_and_goes_on() -> None:
+def test_preempted_sequence_is_computed_again_and_continues() -> None:
     """Its keys and values are dropped; what it has generated is not."""
     engine = engine_with(start(1, 1, 1))
     (first,) = engine.compute([part(1, 0, 2)], torch.tensor([1, 1])).tokens
@@ -120,7 +120,7 @@ def test_preempted_sequence_is_computed_again_and_goes_on() -> None:
     assert engine.cache.nbytes == 0
 
 
-def test_sequence_that_goes_on_as_another_attempt_keeps_what_it_has() -> None:
+def test_sequence_that_continues_as_another_attempt_keeps_what_it_has() -> None:
     """With the tokens that its gateway has, and its probabilities so far."""
     sampling = Sampling(temperature=0.0, max_tokens=5, prompt_logprobs=0)
     begun = SequenceStart(key(1), (1, 1, 1), 3, ("a",), sampling)

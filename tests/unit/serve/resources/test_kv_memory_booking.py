@@ -14,7 +14,7 @@ def model(stages: list[dict[str, Any]], **generation: Any) -> ModelSpec:
     return ModelSpec.model_validate(asked)
 
 
-def test_memory_of_texts_is_added_to_what_a_stage_declares() -> None:
+def test_kv_memory_is_added_to_what_a_stage_declares() -> None:
     """The last stage has no log; a stage that declares nothing books nothing."""
     spec = model(
         [{"memory_mb": 1000}, {}, {"memory_mb": 2000}],
