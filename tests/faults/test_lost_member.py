@@ -125,7 +125,7 @@ def _cases() -> list[Any]:
 async def test_lost_member_in_every_phase(
     stage: Stage, mode: str, phase: str, config: str
 ) -> None:
-    """In every phase, the loss is named and the other world goes on."""
+    """In every phase, the loss is named and the other world continues."""
     await _lose(stage, mode, phase, *CONFIGS[config])
 
 

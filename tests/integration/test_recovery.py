@@ -116,7 +116,7 @@ def lose(world: World, rank: int) -> None:
 async def test_survivors_reform_in_one_call_with_compacted_ranks(
     street: Street,
 ) -> None:
-    """Survivors reform with ranks without gaps, while another world goes on."""
+    """Survivors reform with ranks without gaps, while another world continues."""
     w0, w1, w2 = await street.world(0, 1, 2)
     others = await street.world(0, 2, name="other")
     async with echo(others[1]), Traffic(others[0]) as traffic:
@@ -232,7 +232,7 @@ async def test_survivor_that_closes_is_not_waited_for(street: Street) -> None:
 
 
 async def test_one_change_of_a_name_at_a_time(street: Street) -> None:
-    """A second change of the same name is refused at once, and the first goes on."""
+    """A second change of the same name is refused at once, and the first continues."""
     w0, w1 = await street.world(0, 1)
     lose(w0, 1)
     await asyncio.wait_for(w1.wait_over(), HANG_S)
@@ -293,7 +293,7 @@ async def test_healthy_world_has_nothing_to_reform(street: Street) -> None:
 
 
 async def test_members_learn_who_waits_and_admit_it(street: Street) -> None:
-    """Members are told who waits, and growing drops no message that was received."""
+    """Members learn who waits, and growing drops no message that was received."""
     w0, w1 = await street.world(0, 1)
     others = await street.world(0, 3, name="other")
     async with echo(others[1]), Traffic(others[0]) as traffic:

@@ -74,7 +74,7 @@ class Fort:
 
 @contextlib.asynccontextmanager
 async def fort(security: Security, backend: str = "direct") -> AsyncIterator[Fort]:
-    """Yield a fort whose traffic goes on until the test ends."""
+    """Yield a fort whose traffic continues until the test ends."""
     server = await StoreServer.listen("127.0.0.1", 0, security=security)
     store = f"tcp://127.0.0.1:{server.port}"
     async with (
@@ -352,7 +352,7 @@ async def test_tls_carries_large_tensors_between_hosts(
 async def test_certificate_of_another_authority_is_refused(
     tls: Tls, tmp_path: Path
 ) -> None:
-    """A foreign or missing certificate is refused, and the others go on."""
+    """A foreign or missing certificate is refused, and the others continue."""
     strange = certificates(trustme.CA(), tmp_path)
     async with fort(Security(tls=tls)) as here, traffic(here) as going:
         async with WorldManager(config=SHORT, security=Security(tls=strange)) as bad:

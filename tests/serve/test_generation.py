@@ -175,7 +175,7 @@ async def test_stream_survives_a_loss_at_every_token(
 async def test_stream_survives_two_stages_at_once_and_a_stopped_one(
     service: Served, pieces: list[str]
 ) -> None:
-    """The first and the last; then the middle, where another replica goes on."""
+    """The first and the last; then the middle, where another replica continues."""
     async with client(service) as api:
         stream = Stream(api)
         await stream.has(3)
@@ -455,7 +455,7 @@ async def test_metrics_count_tokens_and_times(service: Served) -> None:
 def test_prompt_with_a_known_beginning_is_computed_from_there_on(
     folder: Path, tmp_path: Path
 ) -> None:
-    """In every stage, and for the same tenant only; the text is the same.
+    """In every stage, and for the same tenant only; the completion is the same.
 
     The tokens are counted for their tenants, which may have a limit.
     """

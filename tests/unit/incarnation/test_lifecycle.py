@@ -87,7 +87,7 @@ def test_second_loss_adds_to_the_lost_and_keeps_the_reason() -> None:
 
 
 def test_accused_that_lives_is_fenced_and_accuses_nobody() -> None:
-    """The others go on without it; a verdict of its own would contradict theirs."""
+    """The others continue without it; a verdict of its own would contradict theirs."""
     life, actions = play(Opened(), WasAccused(2, "it has been silent"))
     assert life.phase is Phase.BROKEN
     assert not any(isinstance(action, TellBroken) for action in actions)

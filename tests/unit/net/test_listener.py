@@ -240,7 +240,7 @@ async def test_crowd_of_silent_peers_keeps_nobody_out(
 async def test_other_secret_is_refused_on_both_sides(
     make: Make, ours: Security, theirs: Security
 ) -> None:
-    """The dialer learns why, and the owner is told who was turned away."""
+    """The dialer learns why, and the owner learns who was turned away."""
     bench = make(ours)
     with pytest.raises(HandshakeError) as refused:
         await bench.greet("link", theirs)
@@ -275,7 +275,7 @@ async def test_other_version_is_refused_with_both_numbers(
 async def test_unwanted_connection_learns_the_reason_after_its_proof(
     make: Make,
 ) -> None:
-    """Only an authenticated peer is told what the owner thinks of it."""
+    """Only an authenticated peer receives the owner's reason."""
     bench = make(SECRET)
     bench.owner.unwanted.add("link")
     with pytest.raises(HandshakeError, match="unwanted"):

@@ -288,7 +288,7 @@ async def test_claim_outlives_a_lost_session(joiners: list[Joiner]) -> None:
 async def test_survivor_that_the_others_left_behind_is_stale(
     joiners: list[Joiner],
 ) -> None:
-    """It lives, but the world went on without it."""
+    """It lives, but the world continued without it."""
     await asyncio.gather(*(join(joiners[rank], claim(rank, 2)) for rank in (0, 1)))
 
     def survivor(rank: int, lost: int) -> Survivor:

@@ -42,7 +42,7 @@ def offer(reform: Reform, *claims: ReformClaim) -> list[int]:
 
 
 def ranks(reform: Reform) -> list[int]:
-    """Return the old ranks of those that go on."""
+    """Return the old ranks of those that continue."""
     return [each.rank for each in reform.members()]
 
 
@@ -83,7 +83,7 @@ def test_accusation_of_an_earlier_claimant_counts_for_nothing() -> None:
 
 
 def test_two_halves_that_accuse_each_other_do_not_both_continue() -> None:
-    """The half whose claim came first goes on, in any interleaving."""
+    """The half whose claim came first continues, in any interleaving."""
     halves = [claim(0, 2, 3), claim(1, 2, 3), claim(2, 0, 1), claim(3, 0, 1)]
     for order in itertools.permutations(halves):
         reform = Reform(3, 4)

@@ -94,7 +94,7 @@ def replies_of(actions: list[Any]) -> list[Reply]:
 
 
 def admitted_of(actions: list[Any]) -> list[tuple[int, Admitted]]:
-    """Return the admitted sessions and what each of them was told."""
+    """Return the admitted sessions and the message to each of them."""
     return [
         (reply.session, reply.outcome)
         for reply in replies_of(actions)
@@ -411,7 +411,7 @@ def test_survivors_continue_with_compacted_ranks() -> None:
 
 
 def test_two_that_accuse_each_other_do_not_both_continue() -> None:
-    """The first to reach the store goes on; each epoch has one incarnation."""
+    """The first to reach the store continues; each epoch has one incarnation."""
     bench = Bench()
     bench.claim(1, 0)
     bench.claim(2, 1)
@@ -420,7 +420,7 @@ def test_two_that_accuse_each_other_do_not_both_continue() -> None:
 
 
 def test_accused_survivor_is_refused_and_its_accusation_counts_for_nothing() -> None:
-    """A claims first and accuses B, C believes both, and A and C go on."""
+    """A claims first and accuses B, C believes both, and A and C continue."""
     bench = three()
     assert reform(bench, 1, 0, {1}) == []
     assert errors(reform(bench, 2, 1, {0})) == [(2, Stale)]
@@ -544,7 +544,7 @@ def test_survivor_that_gave_up_in_the_instant_of_admission_may_reform_again() ->
 
 
 def test_half_that_was_accused_may_continue_if_the_other_gave_up() -> None:
-    """Then that one cannot: exactly one half goes on."""
+    """Then that one cannot: exactly one half continues."""
     bench = three()
     bench.admitted(reform(bench, 1, 0, {1, 2}))
     bench.handle(Withdrawn(1, bench.requests))

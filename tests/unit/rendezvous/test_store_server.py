@@ -153,7 +153,7 @@ async def test_member_that_dies_gives_up_its_claim(server: StoreServer) -> None:
 async def test_garbage_costs_only_the_session_it_came_from(
     server: StoreServer, garbage: bytes
 ) -> None:
-    """It is closed and counted, with its claims; another one goes on."""
+    """It is closed and counted, with its claims; another one continues."""
     good, bad = await Client.of(server), await Client.of(server)
     await bad.say(claim_of(1, 0, 2))
     await bad.send(garbage)
@@ -233,7 +233,7 @@ async def test_other_release_is_reported_to_waiting_members() -> None:
 async def test_untrusted_peer_cannot_disturb_a_world_behind_a_secret(
     server: StoreServer,
 ) -> None:
-    """Where there is a secret, a version mismatch is told to nobody."""
+    """Where there is a secret, a version mismatch is reported to no member."""
     client = await Client.of(server)
     await client.say(claim_of(1, 0, 2))
     await until(lambda: server.waiting_count == 1)

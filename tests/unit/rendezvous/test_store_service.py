@@ -195,7 +195,7 @@ async def test_holder_that_does_not_answer_loses_its_rank() -> None:
 
 
 async def test_announced_rank_is_protected_after_a_restart() -> None:
-    """A store that lost everything learns who holds what, and goes on counting."""
+    """A store that lost everything learns who holds what, and continues counting."""
     service = StoreService()
     holder, other = Client(service, "a"), Client(service, "b")
     holder.say(Announce("w", 7, 0, "a"))
@@ -264,7 +264,7 @@ async def test_refused_version_is_reported_to_waiting_members() -> None:
 
 
 async def test_survivors_reform_and_are_renumbered() -> None:
-    """Two of three members go on, in their old order."""
+    """Two of three members continue, in their old order."""
     service = StoreService()
     members = [Client(service, uid) for uid in "abc"]
     for rank, member in enumerate(members):
@@ -374,7 +374,7 @@ async def test_values_of_an_ended_incarnation_are_deleted() -> None:
 async def test_claim_whose_fields_contradict_each_other_is_refused_to_all_who_wait(
     claim: StoreRequest,
 ) -> None:
-    """They would wait for a member that cannot come; other worlds go on."""
+    """They would wait for a member that cannot come; other worlds continue."""
     service = StoreService()
     bad, waits = Client(service), Client(service, "waits")
     number = waits.claim(0, 2)

@@ -85,7 +85,7 @@ async def test_member_notified_of_a_fault_without_a_culprit_is_broken_too(
 
 
 async def test_accused_member_that_lives_is_fenced(bench: Bench) -> None:
-    """The others go on without it, so it must not go on at all."""
+    """The others continue without it, so it must not continue at all."""
     bench.local.on_message(1, broken(0, "rank 0 was lost: it was silent"))
     assert bench.local.is_stale
     with pytest.raises(StaleEpochError, match="it was silent"):

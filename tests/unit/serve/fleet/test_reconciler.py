@@ -201,7 +201,7 @@ def test_replicas_are_started_and_ready_after_a_probe() -> None:
 
 
 def test_readiness_says_how_long_each_phase_of_the_start_took() -> None:
-    """So that a slow one can be told from a slow machine."""
+    """So that a slow one can be distinguished from a slow machine."""
     service = Service(1, 1, 1)
     service.answers_probes = False
     fleet, now = service.fleet, service.now

@@ -236,7 +236,7 @@ async def test_session_is_that_of_its_tenant(given: Any, session: str | None) ->
 async def test_error_has_the_form_of_its_protocol(
     error: ServeError, status: int, headers: dict[str, str], is_openai: bool
 ) -> None:
-    """Its status, its text, and when to try again."""
+    """Its status, its message, and when to retry."""
     fake = Fake()
     fake.dispatcher.answers = raising(error)
     async with fake.client() as client:
@@ -436,7 +436,7 @@ async def test_requests_without_a_valid_key_are_refused_everywhere() -> None:
 
 
 async def test_tenant_sees_and_uses_its_models_only() -> None:
-    """Others are unknown to it, and their names are not told."""
+    """Others are unknown to it, and their names are not disclosed."""
     fake = Fake(ACME)
     assert (await get(fake, "/v2/models", "acme")).json() == {"models": [{"name": "m"}]}
     listed = (await get(fake, "/v1/models", "acme")).json()["data"]

@@ -172,7 +172,7 @@ async def test_one_request_has_only_a_window_of_inputs_in_flight() -> None:
 
 
 async def test_text_that_fails_cancels_the_others_of_its_request() -> None:
-    """The answer is that text's error."""
+    """The answer is that input's error."""
     fake = Fake()
     hanging = Hanging()
 
@@ -191,7 +191,7 @@ async def test_text_that_fails_cancels_the_others_of_its_request() -> None:
 
 
 async def test_client_that_hangs_up_cancels_all_its_inputs() -> None:
-    """None of them goes on."""
+    """None of them continues."""
     fake = Fake()
     hanging = fake.dispatcher.answers = Hanging()
     asked = b'{"model": "t", "input": ["a", "b"]}'

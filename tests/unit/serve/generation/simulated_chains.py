@@ -297,7 +297,7 @@ class Net:
         self._stopped.setdefault(name, self.now)
 
     def resume(self, name: str) -> None:
-        """Let a stopped process go on: SIGCONT."""
+        """Resume a stopped process: SIGCONT."""
         if self._stopped.pop(name, None) is None:
             return
         self._resumed[name] = self.now

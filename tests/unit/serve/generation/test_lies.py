@@ -48,7 +48,7 @@ async def whole(net: Net, clients: list[Client]) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_sequence_left_out_of_what_came_back_holds_up_no_other(seed: int) -> None:
-    """It is given back, and begins anew elsewhere in the end."""
+    """It is returned to its gateway, and finally starts over elsewhere."""
     net, clients = await begun(seed, [1, 1, 2], 4)
     liar = net.streams.router.streams[1].chain[2]
 
@@ -152,7 +152,7 @@ TO_WORKERS: dict[str, tuple[int, int, Callable[[Key], Any]]] = {
 
 @pytest.mark.parametrize("what", TO_WORKERS)
 async def test_replica_hears_only_whose_it_is_to_say(what: str) -> None:
-    """Everybody else's edge is closed, and the texts are right."""
+    """Everybody else's edge is closed, and the completions are right."""
     net, clients = await begun(7, [1, 1, 1])
     sender, receiver, make = TO_WORKERS[what]
     stream = net.streams.router.streams[1]
@@ -165,7 +165,7 @@ async def test_replica_hears_only_whose_it_is_to_say(what: str) -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 async def test_step_that_fails_unexpectedly_costs_only_a_replay(place: int) -> None:
-    """The process lives, and what it computed is given back."""
+    """The process lives, and its sequences are returned to their gateway."""
     net, clients = await begun(7, [1, 1, 1])
     net.may_fail = True
     engine: Any = net.engine(net.alive()[place])

@@ -143,7 +143,7 @@ async def test_helper_that_talks_nonsense_counts_as_ended(
 async def test_helper_that_exits_is_reported_once_and_can_be_restarted(
     helper: Helper,
 ) -> None:
-    """What is told it in between is lost."""
+    """Orders sent in between are lost."""
     await helper.start("listens")
     helper.process.send(order("end now"))
     await wait(helper.has_ended)
@@ -228,7 +228,7 @@ async def test_helper_that_does_not_answer_though_it_runs_hangs_too(
 async def test_helper_that_others_depend_on_is_named_and_left_alone(
     helper: Helper,
 ) -> None:
-    """It goes on when it is continued."""
+    """It continues after SIGCONT."""
     helper.process = helper.made(is_replaceable=False)
     first = await helper.start("listens")
     assert isinstance(first, Warm)

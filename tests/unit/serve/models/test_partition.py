@@ -107,7 +107,7 @@ def test_command_prints_profile_cut_and_bottleneck(tmp_path: Path) -> None:
 
 
 def test_decoder_is_measured_and_cut(tmp_path: Path) -> None:
-    """By its steps; what it keeps for a token is told, and the profile can be used."""
+    """By its steps; KV bytes are reported, and the profile can be used."""
     folder = save_decoder(tmp_path / "decoder")
     path = tmp_path / "app.yaml"
     path.write_text(

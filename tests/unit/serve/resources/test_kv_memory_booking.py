@@ -34,6 +34,6 @@ def test_prefixes_that_are_not_kept_take_no_memory() -> None:
 
 
 def test_other_models_book_what_they_declare() -> None:
-    """They have no texts."""
+    """They have no KV."""
     spec = ModelSpec.model_validate({"factory": "a:b", "stages": [{"memory_mb": 7}]})
     assert needs_of(spec)[0].memory_bytes == 7 * MIB

@@ -194,7 +194,7 @@ class Service:
         return reasons.get(name, "")
 
     def said(self) -> list[tuple[str, str]]:
-        """Return what people were told."""
+        """Return the lines for people."""
         return [(e.kind, e.text) for e in self.history.since(0)]
 
 
@@ -346,7 +346,7 @@ async def test_policy_that_fails_keeps_no_other_model_from_being_scaled(
 async def test_policy_that_cannot_be_imported_leaves_its_model_alone(
     policies: dict[str, FakePolicy],
 ) -> None:
-    """It could be when the service was started; people are told."""
+    """It could be when the service was started; people are notified."""
     async with service() as s:
         s.serve("m", spec(policy="no.such.module:policy"), 1)
         s.serve("n", spec(policy="two"), 1)
@@ -378,7 +378,7 @@ async def test_owner_that_cannot_report_is_asked_again(
 async def test_as_much_as_has_a_place_is_wanted_stage_by_stage(
     policies: dict[str, FakePolicy],
 ) -> None:
-    """Stages grow in turn; people are told once what is short."""
+    """Stages grow in turn; people are notified once of what is short."""
     async with service() as s:
         s.serve("m", spec(2), 1, 1)
         s.owner.room = 5
@@ -445,7 +445,7 @@ async def test_model_without_limits_is_never_asked_about(
 async def test_nothing_is_scaled_while_a_new_version_is_on_its_way(
     policies: dict[str, FakePolicy],
 ) -> None:
-    """It goes on, from no memory, when the new version answers."""
+    """It continues, from no memory, when the new version answers."""
     async with service() as s:
         s.serve("m", spec(), 1)
         policies["one"].decides = lambda snapshot: replace(keep(snapshot), memory=1)
@@ -465,7 +465,7 @@ async def test_nothing_is_scaled_while_a_new_version_is_on_its_way(
 async def test_model_that_was_removed_is_forgotten_though_its_reports_are_in_flight(
     policies: dict[str, FakePolicy],
 ) -> None:
-    """The others go on."""
+    """The others continue."""
     async with service() as s:
         s.serve("m", spec(), 1)
         s.serve("n", spec(policy="two"), 1)

@@ -195,7 +195,7 @@ async def test_order_that_is_not_understood_is_skipped(
 
 
 async def test_order_that_fails_ends_the_agent_with_its_error(control: Control) -> None:
-    """It is a bug: the process ends with it, and does not go on half."""
+    """It is a bug: the process ends with it, and does not continue half."""
     peer = await control.controller()
     await peer.send(ORDERS, ReportRequest(13))
     with pytest.raises(ValueError, match="as asked"):

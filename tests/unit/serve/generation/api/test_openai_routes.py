@@ -453,7 +453,7 @@ async def test_list_of_models_reports_the_maximum_length(tokenizer: Tokenizer) -
 
 @pytest.mark.parametrize("finish", ["length", "stop"])
 async def test_answer_may_be_the_prompt_only(tokenizer: Tokenizer, finish: str) -> None:
-    """Programs that score texts ask for no tokens."""
+    """Programs that score prompts request no tokens."""
     played = Played(tokenizer)
     played.streams.text, played.streams.finish = [9], finish
     given = list(tokenizer.encode("abc", has_special=False))

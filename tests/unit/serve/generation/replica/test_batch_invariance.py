@@ -179,7 +179,7 @@ def test_widths_of_real_models_give_the_same_bits_in_any_chunks(
 
 
 def logits_of(stage: Any, text: list[int], sizes: list[int]) -> torch.Tensor:
-    """Return the logits after all tokens of a text, computed in some chunks."""
+    """Return the logits after all tokens of a sequence, computed in chunks."""
     cache, found, begin = KvCache(attention=InvariantAttention), [], 0
     for size in sizes:
         rows, at = [Rows(0, begin, size)], torch.arange(begin, begin + size)

@@ -418,7 +418,7 @@ def test_sequence_with_nothing_to_compute_is_refused() -> None:
 
 
 def test_preempted_sequence_that_is_renamed_frees_its_blocks_in_all_stages() -> None:
-    """They are told its new name: they know no other any more."""
+    """They receive its new key; they no longer know another."""
     scheduler = Scheduler(limits(tokens=64, block=2, blocks=8))
     scheduler.add(key(1), [1, 2])
     scheduler.add(key(2), [1, 2])
@@ -642,7 +642,7 @@ def test_higher_priority_preempts_a_lower_one_for_its_slot() -> None:
 
 
 def test_prompts_that_preempt_each_other_come_to_an_end() -> None:
-    """Two that are both half computed; it once went on for ever."""
+    """Two that are both half computed; it once continued for ever."""
     scheduler = Scheduler(limits(seqs=4, tokens=6, block=2, blocks=8))
     pipeline = Pipeline(scheduler)
     wanted = {key(number): 2 for number in range(3)}
@@ -697,7 +697,7 @@ def test_sequence_that_is_taken_back_is_computed_from_there() -> None:
 
 
 def test_sequence_that_may_come_has_its_blocks_and_its_slot() -> None:
-    """And others wait for them; once it has come, it goes on without a step."""
+    """And others wait for them; once it has come, it continues without a step."""
     scheduler = Scheduler(limits(seqs=2, block=4, blocks=6))
     assert scheduler.reserve([], key(1), 10)
     assert scheduler.used_blocks == 3

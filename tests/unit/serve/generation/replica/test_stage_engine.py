@@ -70,7 +70,7 @@ def test_sequence_that_fails_does_not_fail_the_others_of_its_step() -> None:
 
 
 def test_logits_of_another_shape_fail_by_name() -> None:
-    """Those of the wrong row would be tokens of another text."""
+    """The logits of a wrong row would sample a token of another sequence."""
     engine = engine_with(start(1, 1, 1))
     engine.function = lambda rows, *others: torch.zeros(len(rows), 4)
     ((_, error),) = engine.compute([part(1, 0, 2)], torch.tensor([1, 1])).failed
@@ -79,7 +79,7 @@ def test_logits_of_another_shape_fail_by_name() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_no_numbers_fail_their_sequence_alone(bad: float) -> None:
-    """The others of the step get their tokens; no text is made of what is none."""
+    """The others of the step get their tokens; nothing is sampled from NaN."""
 
     def broken(rows: Any, positions: Any, attention: Any, wanted: Any) -> Any:
         logits = stage(rows, positions, attention, wanted)

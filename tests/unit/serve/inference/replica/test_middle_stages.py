@@ -65,7 +65,7 @@ async def test_time_that_work_takes_goes_with_it() -> None:
 
 
 async def test_next_stage_without_credit_stops_this_one() -> None:
-    """No batch is begun while outputs wait; credit that comes back lets it go on."""
+    """No batch is begun while outputs wait; credit that comes back lets it continue."""
     async with bench(
         0, 2, "1-a", max_ongoing_requests=1, max_batch_size=1, is_started=False
     ) as b:
@@ -108,7 +108,7 @@ async def test_probe_passes_by_outputs_that_wait_for_its_replica() -> None:
 
 
 async def test_upstream_gets_its_credit_back_when_work_begins_or_is_gone() -> None:
-    """Cancelled work returns it, too; gateways are told by notes alone."""
+    """Cancelled work returns it, too; gateways are notified by notes alone."""
     async with bench(1, 2, "0-z", is_started=False) as b:
         g, z = await b.connect("g"), await b.connect("0-z")
         await send(z, [item(n) for n in (1, 2)], 1.0, 2.0)

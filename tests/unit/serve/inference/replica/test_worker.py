@@ -288,7 +288,7 @@ async def test_request_with_more_rows_than_a_batch_is_refused() -> None:
 
 
 async def test_suspect_is_computed_alone() -> None:
-    """The gateway is told so: it counts its losses by that."""
+    """The gateway is notified, because it counts losses by that."""
     async with bench(is_started=False) as b:
         g = await b.connect("g")
         work = [item(1), item(2, is_isolated=True), item(3)]
@@ -401,7 +401,7 @@ async def test_work_of_a_lost_gateway_is_dropped() -> None:
 async def test_gateway_that_does_not_read_keeps_nobody_from_computing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is told when it reads again."""
+    """It is notified when it reads again."""
     monkeypatch.setattr(module, "TELL_S", 0.02)
     async with bench() as b:
         g = await b.connect("g")
@@ -415,7 +415,7 @@ async def test_gateway_that_does_not_read_keeps_nobody_from_computing(
 async def test_message_that_is_not_understood_closes_its_edge(
     what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The worker goes on with others."""
+    """The worker continues with others."""
     async with bench() as b:
         g, h = await b.connect("g"), await b.connect("h")
         if what == "no work":
