@@ -63,7 +63,7 @@ def _shown(found: StatusAnswer) -> Group:
         for failing in found.failing
     ]
     parts += [
-        f"[red]{escape(title)} has no place: {escape(why)}[/]"
+        f"[red]{escape(title)} cannot be placed: {escape(why)}[/]"
         for title, why in found.unplaced.items()
     ]
     parts += [

@@ -37,7 +37,7 @@ def admit(
         except PlacementError as error:
             placed = sum(b.post == post for b in trial.bookings.values())
             raise PlacementError(
-                f"{title}: {placed} of {count} replicas have a place; for one more "
+                f"{title}: {placed} of {count} replicas can be placed; for one more "
                 f"{error}",
                 short=error.short,
             ) from None
