@@ -43,7 +43,7 @@ class Chat:
         times: Seconds since the start at which each came; the first is when it was
             asked.
         text: The answer so far.
-        finish: Why it ended; empty while it goes on.
+        finish: Why it ended; empty while it streams.
         error: What went wrong; empty if nothing did.
     """
 

@@ -45,7 +45,7 @@ GREEDY_BELOW = 1e-5
 _BITS = torch.where(
     torch.arange(256)[:, None] >> torch.arange(8) & 1 == 1, 0.0, -math.inf
 )
-"""What each byte of a mask adds to the logits of its eight words."""
+"""Values that each byte of a mask adds to the logits of its eight words."""
 
 
 class Parameters(Protocol):
@@ -254,7 +254,7 @@ def _adjust(
     """Apply masks, biases, penalties and ``min_tokens`` to logits.
 
     Returns:
-        What they were before, but for the masks: places and values, in order.
+        Their previous values, except for the masks: indices and values, in order.
     """
     changes: list[tuple[Tensor, Tensor]] = []
     for row, mask in zip(logits, masks, strict=False):
