@@ -6,15 +6,13 @@ limited time; those that arrive after its end are refused.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
 from multiworld.liveness.control_link import LinkKey
-from multiworld.liveness.early_messages import EarlyMessages
 from multiworld.liveness.failure_detector import Finding
 from multiworld.liveness.manager_messages import WorldMessage
 from multiworld.liveness.pending_lanes import PendingLanes
@@ -22,6 +20,16 @@ from multiworld.net.streams import Stream
 
 RETIRED_LIMIT = 4096
 """Number of ended incarnations that are remembered, so that their data is refused."""
+
+LIMIT_BYTES = 1024 * 1024
+"""Approximate maximum of bytes of early messages kept per link. It bounds the cost of a
+misbehaving peer without taking space from the others."""
+
+MESSAGE_BYTES = 256
+"""Approximate bytes of a message without its strings."""
+
+KEPT_S = 60.0
+"""Seconds that early messages are kept."""
 
 
 class WorldPort(Protocol):
@@ -42,13 +50,67 @@ class Attached:
     links: dict[int, LinkKey] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Box:
+    since: float
+    messages: list[tuple[LinkKey, WorldMessage, int]] = field(default_factory=list)
+
+
+class EarlyMessages:
+    """Messages about incarnations that this process does not know yet.
+
+    Members learn of a new incarnation one after another, so messages may arrive early.
+    """
+
+    def __init__(self) -> None:
+        self._boxes: dict[int, _Box] = {}
+        self._kept: Counter[LinkKey] = Counter()
+
+    def keep(self, key: LinkKey, message: WorldMessage, now: float) -> None:
+        """Keep a message, unless too many bytes from its link are kept already."""
+        values = msgspec.structs.astuple(message)
+        texts = sum(len(value) for value in values if isinstance(value, str))
+        cost = MESSAGE_BYTES + texts
+        if self._kept[key] + cost <= LIMIT_BYTES:
+            box = self._boxes.setdefault(message.nonce, _Box(now))
+            box.messages.append((key, message, cost))
+            self._kept[key] += cost
+
+    def take(self, nonce: int, key: LinkKey) -> list[WorldMessage]:
+        """Remove and return the messages of one incarnation and link, in order."""
+        box = self._boxes.get(nonce)
+        if box is None:
+            return []
+        due = [entry for entry in box.messages if entry[0] == key]
+        box.messages = [entry for entry in box.messages if entry[0] != key]
+        self._forget(due)
+        return [message for _, message, _ in due]
+
+    def drop(self, nonce: int) -> None:
+        box = self._boxes.pop(nonce, None)
+        if box is not None:
+            self._forget(box.messages)
+
+    def _forget(self, entries: list[tuple[LinkKey, WorldMessage, int]]) -> None:
+        for key, _, cost in entries:
+            self._kept[key] -= cost
+            if not self._kept[key]:
+                del self._kept[key]
+
+    def purge(self, now: float) -> None:
+        """Drop the messages of incarnations first heard of over ``KEPT_S`` ago."""
+        for nonce, box in list(self._boxes.items()):
+            if now - box.since > KEPT_S:
+                self.drop(nonce)
+
+
 class WorldTable:
     """The incarnations of one manager, by nonce."""
 
     def __init__(self) -> None:
         self._attached: dict[int, Attached] = {}
         self._ranks: dict[LinkKey, dict[int, int]] = {}
-        self._early = EarlyMessages[LinkKey, WorldMessage]()
+        self._early = EarlyMessages()
         self._retired: deque[int] = deque(maxlen=RETIRED_LIMIT)
         self.lanes = PendingLanes()
 
@@ -103,13 +165,11 @@ class WorldTable:
         if rank is not None and nonce in self._attached:
             self._attached[nonce].port.on_message(rank, message)
         elif nonce not in self._retired:
-            values = msgspec.structs.astuple(message)
-            texts = sum(len(value) for value in values if isinstance(value, str))
-            self._early.keep(nonce, key, message, now, texts)
+            self._early.keep(key, message, now)
 
-    def early(self, nonce: int, key: LinkKey) -> Iterator[WorldMessage]:
-        """Yield the messages that came by a link before its incarnation was known."""
-        yield from self._early.take(nonce, key)
+    def early(self, nonce: int, key: LinkKey) -> list[WorldMessage]:
+        """Take the messages that came by a link before its incarnation was known."""
+        return self._early.take(nonce, key)
 
     def finding(self, finding: Finding, key: LinkKey) -> None:
         """Pass a finding about a link's peer to the incarnation that it names."""

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import socket
 import ssl
+import time
 from collections import Counter
 from typing import Any, Protocol
 
@@ -29,7 +30,6 @@ from multiworld.net.handshake import (
     refusal,
 )
 from multiworld.net.handshake_messages import Answer, Hello
-from multiworld.net.refusals import Refusals
 from multiworld.net.security import Security
 from multiworld.net.streams import (
     Stream,
@@ -44,6 +44,10 @@ from multiworld.net.tcp import tune
 
 ACCEPTS_A_TURN = 16
 """Connections accepted before the event loop's other tasks may run."""
+
+LOG_EVERY_S = 10.0
+"""Minimum number of seconds between two log lines about refusals of one kind: a port
+scanner must not fill the log."""
 
 
 class Acceptor(Protocol):
@@ -76,7 +80,12 @@ async def read_frame(stream: Stream, limit: int = HELLO_BYTES) -> bytes:
 
 
 class Listener:
-    """Listens on one or more sockets, which it owns, until it is closed."""
+    """Listens on one or more sockets, which it owns, until it is closed.
+
+    Attributes:
+        refused: Number of refused connections by kind: "version", "secret", "tls",
+            "malformed", "slow", "crowded", "refused".
+    """
 
     def __init__(
         self,
@@ -87,9 +96,10 @@ class Listener:
         what: str,
     ) -> None:
         self._sockets, self._acceptor, self._security = sockets, acceptor, security
-        self._logger = logger
+        self._logger, self._what = logger, what
         self._hellos = msgspec.json.Decoder(acceptor.hellos)
-        self._refusals = Refusals(logger, what)
+        self.refused: Counter[str] = Counter()
+        self._logged: dict[str, tuple[float, int]] = {}
         self._greeting: dict[asyncio.Task[None], socket.socket] = {}
         self._is_closed = False
         loop = asyncio.get_running_loop()
@@ -98,13 +108,25 @@ class Listener:
             for sock in sockets
         ]
 
-    @property
-    def refused(self) -> Counter[str]:
-        return self._refusals.counts
-
     def count(self, kind: str, where: object, why: object) -> None:
-        """Count a connection that misbehaved after its handshake, and maybe log it."""
-        self._refusals.add(kind, where, why)
+        """Count a refusal, or a connection that misbehaved after its handshake. Log it
+        unless its kind was logged recently. ``where`` is the remote address, empty for
+        this host."""
+        self.refused[kind] += 1
+        now, count = time.monotonic(), self.refused[kind]
+        at, logged = self._logged.get(kind, (now - LOG_EVERY_S, 0))
+        if now - at < LOG_EVERY_S:
+            return
+        self._logged[kind] = now, count
+        more = count - logged - 1
+        self._logger.warning(
+            "%s refused a connection from %s: %s: %s%s",
+            self._what,
+            where or "this host",
+            kind,
+            why,
+            f" (and {more} more like it)" if more else "",
+        )
 
     def filenos(self) -> list[int]:
         """Return the descriptors that a forked child must close."""
@@ -156,7 +178,7 @@ class Listener:
         task.add_done_callback(self._over)
         if len(self._greeting) > MAX_GREETING:
             oldest = next(iter(self._greeting))
-            self._refusals.add("crowded", where, "too many handshakes at once")
+            self.count("crowded", where, "too many handshakes at once")
             self._over(oldest)
             oldest.cancel()
 
@@ -172,7 +194,6 @@ class Listener:
 
     async def _try(self, sock: socket.socket, where: object) -> None:
         """Do the handshake; pass the connection on, or close it."""
-        refused = self._refusals
         stream: Stream = sock
         kept = False
         try:
@@ -185,15 +206,15 @@ class Listener:
             self._acceptor.take(stream, hello)
             kept = True
         except HandshakeError as error:
-            refused.add(error.kind, where, error)
+            self.count(error.kind, where, error)
         except TimeoutError:
-            refused.add("slow", where, f"no complete handshake within {HELLO_S:g} s")
+            self.count("slow", where, f"no complete handshake within {HELLO_S:g} s")
         except ssl.SSLError as error:
-            refused.add("tls", where, error)
+            self.count("tls", where, error)
         except OSError as error:
-            refused.add("malformed", where, error)
+            self.count("malformed", where, error)
         except (frames.FrameError, ValueError) as error:
-            refused.add("malformed", where, repr(error))
+            self.count("malformed", where, repr(error))
         finally:
             if not kept:
                 stream.close()

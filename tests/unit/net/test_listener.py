@@ -182,6 +182,19 @@ async def test_garbage_is_disconnected_and_counted(make: Make, garbage: bytes) -
     await until(lambda: bench.owner.taken)
 
 
+async def test_refusals_are_all_counted_and_few_logged(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A port scanner must not fill the log."""
+    one = make(Security()).listener
+    for number in range(500):
+        one.count("malformed", ("10.0.0.1", number), "garbage")
+    one.count("secret", ("10.0.0.1", 1), "wrong")
+    assert one.refused == {"malformed": 500, "secret": 1}
+    logged = [each for each in caplog.records if each.name == "multiworld.test"]
+    assert len(logged) == 2
+
+
 async def test_peer_that_dies_in_the_handshake_is_counted(make: Make) -> None:
     """Half a hello and an end is no connection."""
     bench = make(Security())

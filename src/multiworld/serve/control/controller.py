@@ -14,14 +14,12 @@ from typing import Any
 from multiworld.errors import LaunchError, MemberLostError, PlacementError
 from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.net.rare_log import RareLog
-from multiworld.serve.control.adoption import adopted
 from multiworld.serve.control.answers import StatusAnswer
 from multiworld.serve.control.dtypes import Resolved, resolve
 from multiworld.serve.control.fleet_metrics import FleetMetrics
 from multiworld.serve.control.operations import Operations
 from multiworld.serve.control.process_links import REPORT_S, ProcessLinks
 from multiworld.serve.control.processes import Processes
-from multiworld.serve.control.record_keeper import RecordKeeper
 from multiworld.serve.control.status import (
     StatusSources,
     is_ready,
@@ -38,7 +36,7 @@ from multiworld.serve.fleet.decision_log import DecisionLog
 from multiworld.serve.fleet.desired_state import desired_state_of
 from multiworld.serve.fleet.history import History
 from multiworld.serve.fleet.reconciler import Reconciler
-from multiworld.serve.fleet.record import Record, StateFolder, StoreRecord
+from multiworld.serve.fleet.record import Record, RecordKeeper, StateFolder, StoreRecord
 from multiworld.serve.fleet.start_order import starts_at_once
 from multiworld.serve.fleet.state import DesiredState, Process, ProcessPhase
 from multiworld.serve.launchers.base import Launcher, RunningProcess
@@ -191,15 +189,11 @@ class Controller:
                     self.fleet.remember(name, desired_state_of(app).models[name])
 
     def _adopt(self, old: Record) -> list[Process]:
-        found: list[Process] = []
-        for record, running, process in adopted(
-            old.processes, self._versions.specs, self._launcher, self._clock()
-        ):
-            self.processes.add(running)
+        found = self.processes.adopt(old.processes, self._versions.specs, self._clock())
+        for record, _ in found:
             if record.model:
                 self.placement.restore(record)
-            found.append(process)
-        kept = {process.name for process in found}
+        kept = {record.name for record, _ in found}
         gone = sorted({record.name for record in old.processes} - kept)
         text = f"{len(kept)} processes of the controller before keep running"
         if kept:
@@ -207,7 +201,7 @@ class Controller:
         if gone:
             text += f"; {len(gone)} had ended: {', '.join(gone)}"
         self.history.say("adopted", text)
-        return found
+        return [process for _, process in found]
 
     async def decide_dtypes(self) -> None:
         """Choose the dtype of each model before memory is booked."""

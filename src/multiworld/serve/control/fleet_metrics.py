@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
 
 from multiworld.serve.fleet.history import History
 from multiworld.serve.fleet.state import Process
-from multiworld.serve.fleet.totals import REMEMBERED, Totals
 from multiworld.serve.transport.protocol import (
     Counted,
     FleetReport,
@@ -17,6 +17,53 @@ from multiworld.serve.transport.protocol import (
 
 ASK_S = 1.0
 """Seconds to wait for the counts of a process; then its last known counts are used."""
+
+Label = tuple[str, tuple[str, ...]]
+
+OF_TENANT = ("tenant_requests", "tenant_seconds", "refused")
+"""Kinds of counts whose first label is a tenant."""
+
+REMEMBERED = 64
+"""Number of exited processes whose counts are kept separately, because their last
+report may arrive late."""
+
+
+class Totals:
+    """Sums of the counts that processes report.
+
+    A process repeatedly reports its counts since its start. Its last counts stay in the
+    sums after it exits, so the sums never fall. Process names are never reused.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[str, dict[Label, float]] = {}
+        self._folded: Counter[Label] = Counter()
+
+    def heard(self, name: str, counted: Iterable[Counted]) -> None:
+        self._latest[name] = {(kind, labels): value for kind, labels, value in counted}
+
+    def keep_apart(self, names: Container[str]) -> None:
+        """Fold the counts of the earliest exited processes into one sum."""
+        ended = [name for name in self._latest if name not in names]
+        for name in ended[: max(0, len(ended) - REMEMBERED)]:
+            for label, value in self._latest.pop(name).items():
+                self._folded[label] += value  # type: ignore[assignment]
+
+    def keep_tenants(self, names: Container[str]) -> None:
+        counts: dict[Label, float]
+        for counts in (self._folded, *self._latest.values()):  # type: ignore[assignment]
+            for label in list(counts):
+                kind, labels = label
+                if kind in OF_TENANT and labels[0] and labels[0] not in names:
+                    del counts[label]
+
+    def sums(self, without: str = "") -> tuple[Counted, ...]:
+        sums = Counter(self._folded)
+        for name, counts in self._latest.items():
+            if name != without:
+                for label, value in counts.items():
+                    sums[label] += value  # type: ignore[assignment]
+        return tuple((kind, labels, value) for (kind, labels), value in sums.items())
 
 
 class FleetMetrics:
@@ -50,17 +97,15 @@ class FleetMetrics:
         gateways = {
             other: report for other, report in reports.gateways.items() if other != name
         }
+        counts = self._history.counts.items()
+        events = [("fleet_events", labels, count) for labels, count in counts]
         return FleetReport(
             number,
             dict(self._history.kinds),
             reports.workers,
             gateways,
-            (*self._totals.sums(without=name), *self._events()),
+            (*self._totals.sums(without=name), *events),
         )
-
-    def _events(self) -> Iterator[Counted]:
-        for labels, count in self._history.counts.items():
-            yield "fleet_events", labels, count
 
     def heard(self, name: str, report: Report) -> None:
         """Store the counts of a process; the last ones may arrive after its exit."""

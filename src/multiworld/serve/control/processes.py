@@ -1,4 +1,4 @@
-"""The processes of a service: launches, signals and stops them."""
+"""The processes of a service: launches, adopts, signals and stops them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from multiworld.serve.control.status import exit_words, last_words
+from multiworld.serve.fleet.record import ProcessRecord
+from multiworld.serve.fleet.state import Process, ProcessPhase
 from multiworld.serve.launchers.base import Launcher, RunningProcess
+from multiworld.serve.placement.replica_bookings import Specs
 from multiworld.serve.resources.amounts import Location, Need
 from multiworld.serve.resources.bookings import Bookings
 from multiworld.serve.transport.process_args import ProcessArgs
@@ -48,6 +51,34 @@ class Processes:
             raise
         finally:
             self._starting.discard(name)
+
+    def adopt(
+        self, records: Iterable[ProcessRecord], specs: Specs, now: float
+    ) -> list[tuple[ProcessRecord, Process]]:
+        """Adopt the recorded processes that still run; kill those of unknown versions.
+
+        Returns the record and the fleet's state of each adopted process.
+        """
+        found = []
+        for record in records:
+            running = RunningProcess(record.name, record.pid, record.began, record.node)
+            spec = specs.get(record.model, {}).get(record.version)
+            if record.model and spec is None:
+                self._launcher.kill(running)
+                continue
+            ranks = 1 if spec is None else spec.stages[record.stage].ranks
+            if self._launcher.adopt(running, ranks):
+                self.add(running)
+                process = Process(
+                    record.name,
+                    record.model,
+                    record.version,
+                    record.stage,
+                    ProcessPhase(record.phase),
+                    now,
+                )
+                found.append((record, process))
+        return found
 
     def add(self, running: RunningProcess) -> None:
         self.running[running.name] = running

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import RedirectResponse
+from fastapi.routing import APIRoute
 from fastapi_offline import FastAPIOffline
+from starlette.routing import Match, Route
 
 import multiworld
 from multiworld.errors import ServeError
@@ -28,7 +32,6 @@ from multiworld.serve.gateway.http_responses import (
 )
 from multiworld.serve.gateway.openapi import INFER, KNOWN_MODEL
 from multiworld.serve.gateway.request_body import JSON_LENGTH, while_connected
-from multiworld.serve.gateway.routes import allowed, finish_routes
 from multiworld.serve.gateway.triton_routes import PLATFORM, add_triton, tensors_of
 from multiworld.serve.spec.dedicated import is_dedicated
 from multiworld.serve.tenants.authenticator import AdmittedRequest
@@ -55,7 +58,7 @@ def make_app(
         add(app, gateway)
     add_triton(app, gateway)
     _errors(app)
-    finish_routes(app)
+    _finish_routes(app)
     return hot
 
 
@@ -66,7 +69,7 @@ def _errors(app: FastAPI) -> None:
         status = error.status_code
         what = "not found" if status == 404 else "method not allowed"
         text = f"{request.method} {request.url.path}: {what}; see /docs for the API"
-        headers = {"Allow": allowed(app, request)} if status == 405 else None
+        headers = {"Allow": _allowed(app, request)} if status == 405 else None
         if not request.url.path.startswith("/v1"):
             return json_response({"error": text}, status, headers)
         kind = {"type": "invalid_request_error", "param": None, "code": None}
@@ -264,3 +267,45 @@ def _spec(spec: Any) -> dict[str, Any]:
 def _session(given: int | str | None) -> str | None:
     """Return the session; its requests go to the same replicas."""
     return None if given in (None, 0, "") else str(given)
+
+
+# All routes.
+
+
+def _finish_routes(app: FastAPI) -> None:
+    """Add HEAD to every GET route, and describe the routes by their docstrings."""
+    for route in [route for route in app.routes if isinstance(route, APIRoute)]:
+        text = inspect.cleandoc(route.endpoint.__doc__ or "")
+        summary, _, rest = text.partition("\n")
+        route.summary, route.description = summary.rstrip("."), rest.strip()
+        if "GET" in (route.methods or ()):
+            app.add_api_route(
+                route.path, route.endpoint, methods=["HEAD"], include_in_schema=False
+            )
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+
+
+def _allowed(app: FastAPI, request: Request) -> str:
+    """Return the methods of the routes that match a request's path."""
+    methods: set[str] = set()
+    for route in app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] != Match.NONE:
+            methods |= route.methods or set()
+    return ", ".join(sorted(methods))
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI description without FastAPI's 422, which is never sent."""
+    if app.openapi_schema is None:
+        schema = get_openapi(
+            title=app.title,
+            version=app.version,
+            description=app.description,
+            routes=app.routes,
+        )
+        for operations in schema["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        schema.get("components", {}).pop("schemas", None)
+        app.openapi_schema = schema
+    return app.openapi_schema

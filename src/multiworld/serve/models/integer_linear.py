@@ -1,16 +1,18 @@
 """Matrix products in int8 with exact sums, for CPUs.
 
 Weights have a byte, and a scale for each output. Each row of activations is scaled to
-its largest magnitude and written as two integers of 7 bits, ``high + low / 126``, which
+its largest magnitude and written as two integers of 7 bits, ``high + low / 128``, which
 are two rows of one call: 14 bits in all. Sums of integers do not round. So a row has
 the same bits in a call of any size, at any place, with any number of threads, and on
 any processor: what follows the sums is exactly rounded, number by number. With 7 bits
-no kernel saturates, which those of AVX2 would with 8.
+no kernel saturates, which those of AVX2 would with 8 (two products are at most 2 x 128
+x 127, which 16 bits hold).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,32 +26,76 @@ LEVELS = 63
 SHIFT = 64
 """Zero point: the operator takes unsigned activations."""
 
-FINER = 126
-"""The low integer counts steps of 1 / FINER of the high one's."""
+FINER = 128
+"""The low integer counts steps of 1 / FINER of the high one's; so it is at most 64."""
 
 SIZES = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Numbers of rows of a call; others are filled up. oneDNN makes a kernel for each."""
+
+SIBLINGS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("gate_proj", "up_proj"),
+)
+"""Names of linears to which transformers' attention and feed-forward give the same
+rows."""
 
 CHECKED = 3
 """Rows of the product that is compared with exact sums, when a weight is loaded."""
 
 
 class IntegerLinear(nn.Module):
-    """The product with one weight, [outputs, inputs], in int8, and a bias.
+    """A product with a weight, [outputs, inputs], in int8, and a bias.
 
-    Raises ModelFailedError if this torch computes no exact sums.
+    Args:
+        weights: The weight, alone or among those of its siblings.
+        begin: The first of its outputs among those.
+        bias: Shape [outputs], or None.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weights: Weights, begin: int, end: int, bias: Tensor | None):
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        integers, self.scale = _quantized(weight.detach())
+        self.in_features, self.out_features = weights.inputs, end - begin
         self.bias = None if bias is None else bias.detach().float()
-        ones = torch.ones(self.out_features)
-        zeros = torch.zeros(self.out_features, dtype=torch.int64)
+        self._weights, self._outputs = weights, slice(begin, end)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weight and its scales, in bytes."""
+        return self.out_features * (self.in_features + 4)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+    def forward(self, given: Tensor) -> Tensor:
+        """Return the product; ``given`` is [..., inputs], the result has its dtype."""
+        product, scale = self._weights.product(given)
+        found = product[:, self._outputs] * scale
+        if self.bias is not None:
+            found.add_(self.bias)
+        return found.to(given.dtype).view(*given.shape[:-1], self.out_features)
+
+
+class Weights:
+    """Weights, [outputs, inputs], of linears that are given the same rows.
+
+    The first linear computes for all: an attention's query, key and value are one call.
+
+    Raises ModelFailedError if this torch does not compute exact sums.
+    """
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.inputs = weights[0].shape[1]
+        self._linears = len(weights)
+        pairs = [_quantized(weight.detach()) for weight in weights]
+        integers = torch.cat([found for found, _ in pairs])
+        self._scale = torch.cat([scale for _, scale in pairs])
+        self._zeros = torch.zeros(len(integers), dtype=torch.int64)
+        self._given: Tensor | None = None
+        self._found: tuple[Tensor, Tensor] | None = None
+        self._waiting = 0
         try:
-            packed = torch.ops.onednn.qlinear_prepack(integers, None)
-            self._given: tuple[Any, ...] = (packed, ones, zeros)
+            self._packed = torch.ops.onednn.qlinear_prepack(integers, None)
             self._check(integers)
         except (RuntimeError, AttributeError, NotImplementedError, TypeError) as error:
             raise ModelFailedError(
@@ -57,54 +103,51 @@ class IntegerLinear(nn.Module):
                 f"lacks here, or computes otherwise: {error}; remove quantization"
             ) from error
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of the weight, in bytes."""
-        return self.out_features * (self.in_features + self.scale.element_size())
+    def product(self, given: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the product, [rows, outputs], and each row's factor, [rows, 1]."""
+        if given is not self._given or self._found is None:
+            self._given, self._found = given, self._computed(given)
+            self._waiting = self._linears
+        found = self._found
+        self._waiting -= 1
+        if not self._waiting:
+            self._given = self._found = None
+        return found
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
-
-    def forward(self, given: Tensor) -> Tensor:
-        """Return the product; ``given`` is [..., inputs], the result has its dtype."""
-        rows = given.reshape(-1, self.in_features).float()
+    def _computed(self, given: Tensor) -> tuple[Tensor, Tensor]:
+        rows = given.reshape(-1, self.inputs).float()
         count = len(rows)
         most = rows.abs().amax(-1, keepdim=True).clamp_(min=1e-30)
-        scaled = rows * (LEVELS / most)
-        high = scaled.round()
-        low = scaled.sub_(high).mul_(FINER).round_()
-        integers = rows.new_full(
-            (_size(2 * count), self.in_features), SHIFT, dtype=torch.uint8
-        )
-        integers[:count] = high.add_(SHIFT)
-        integers[count : 2 * count] = low.add_(SHIFT)
-        sums = self._sums(integers)
-        out = sums[count : 2 * count].mul_(1 / FINER).add_(sums[:count])
-        out.mul_(most * (1 / LEVELS)).mul_(self.scale)
-        if self.bias is not None:
-            out.add_(self.bias)
-        return out.to(given.dtype).view(*given.shape[:-1], self.out_features)
+        both = rows.new_empty((_size(2 * count), self.inputs))
+        high, low = both[:count], both[count : 2 * count]
+        both[2 * count :] = 0.0
+        torch.mul(rows, LEVELS / most, out=low)
+        torch.round(low, out=high)
+        low.sub_(high).mul_(FINER).round_()
+        sums = self._sums(both.add_(SHIFT).to(torch.uint8))
+        # A power of two: whether this is fused does not change the bits.
+        found = sums[:count].add_(sums[count : 2 * count], alpha=1 / FINER)
+        return found, most.mul_(1 / LEVELS)
 
     def _sums(self, integers: Tensor) -> Tensor:
-        """Return the sums of activations and weights, [rows, outputs], float32."""
-        packed, ones, zeros = self._given
+        """Return sums times the outputs' scales, [rows, outputs], float32."""
         found: Tensor = torch.ops.onednn.qlinear_pointwise(
-            *(integers, 1.0, SHIFT, packed, ones, zeros, None),
+            *(integers, 1.0, SHIFT, self._packed, self._scale, self._zeros, None),
             *(1.0, 0, torch.float32, "none", [], ""),
         )
         return found
 
     def _check(self, integers: Tensor) -> None:
-        """Raise RuntimeError unless the operator's sums are exact."""
+        """Raise RuntimeError unless sums are exact, and scaled in one rounding."""
         chance = torch.Generator().manual_seed(0)
-        shape = CHECKED, self.in_features
-        given = torch.randint(SHIFT - LEVELS, 2 * SHIFT, shape, generator=chance)
-        given[0] = SHIFT + LEVELS  # the largest sums
+        shape = CHECKED, self.inputs
+        given = torch.randint(SHIFT - LEVELS, 2 * SHIFT + 1, shape, generator=chance)
+        given[0] = 2 * SHIFT  # the largest sums
         found = self._sums(given.to(torch.uint8))
         exact = (given - SHIFT).double()
-        for begin in range(0, self.out_features, 4096):
+        for begin in range(0, len(integers), 4096):
             here = slice(begin, begin + 4096)
-            wanted = (exact @ integers[here].double().t()).float()
+            wanted = (exact @ integers[here].double().t()).float() * self._scale[here]
             if not torch.equal(found[:, here], wanted):
                 raise RuntimeError("its sums are not exact")
 
@@ -136,9 +179,30 @@ def quantize_linears(module: nn.Module) -> None:
     Their weights are freed unless another module shares them, as embeddings do.
     """
     for holder in list(module.modules()):
-        for name, found in list(holder.named_children()):
-            each: Any = found
-            if isinstance(found, nn.Linear):
-                setattr(holder, name, IntegerLinear(each.weight, each.bias))
-            elif type(found).__name__ == "Conv1D":
-                setattr(holder, name, IntegerLinear(each.weight.t(), each.bias))
+        for names in _groups(holder):
+            linears = [getattr(holder, name) for name in names]
+            weights = Weights([_weight(linear) for linear in linears])
+            end = 0
+            for name, linear in zip(names, linears, strict=True):
+                begin, end = end, end + len(_weight(linear))
+                replaced = IntegerLinear(weights, begin, end, linear.bias)
+                setattr(holder, name, replaced)
+
+
+def _groups(holder: nn.Module) -> list[tuple[str, ...]]:
+    """Return the names of a module's linears, together where they are siblings."""
+    names = [name for name, found in holder.named_children() if _is_linear(found)]
+    known = SIBLINGS if type(holder).__module__.startswith("transformers.") else ()
+    found = [group for group in known if {*group} <= {*names}]
+    grouped = {name for group in found for name in group}
+    return found + [(name,) for name in names if name not in grouped]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _weight(linear: Any) -> Tensor:
+    """Return the weight of a linear, [outputs, inputs]."""
+    weight: Tensor = linear.weight
+    return weight if isinstance(linear, nn.Linear) else weight.t()

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import cast
 
+from multiworld.errors import PlacementError
 from multiworld.serve.fleet.state import DesiredState
 from multiworld.serve.placement.problem_builder import PlacedReplica, moves
-from multiworld.serve.resources.admission import PlaceRequest, admit
 from multiworld.serve.resources.amounts import Location, Need, Node, needs_of
 from multiworld.serve.resources.assignment import Plan, Policy, assign
 from multiworld.serve.resources.bookings import Bookings
 from multiworld.serve.spec.schema import ModelSpec
 
 Specs = Mapping[str, Mapping[str, ModelSpec]]
+
+PlaceRequest = tuple[object, str, int, Need]
+"""Post, its title for people, its number of replicas, and the need of each.
+
+A post identifies the replicas of one stage of one version of a model."""
 
 
 class ReplicaBookings:
@@ -43,8 +48,27 @@ class ReplicaBookings:
         return spot, f"{fewest}, and there is room"
 
     def admit(self, asks: Iterable[PlaceRequest]) -> None:
-        """Raise ``PlacementError`` unless all requests fit beside running replicas."""
-        admit(self.ledger, asks, self._policy, self.plan)
+        """Raise ``PlacementError`` unless all requests fit beside running replicas.
+
+        The largest needs are placed first. The error says what each machine lacks.
+        """
+        trial = self.ledger.copy()
+        missing = []
+        for post, title, count, need in asks:
+            here = sum(b.post == post for b in trial.bookings.values())
+            missing += [(post, title, need, count)] * max(0, count - here)
+        missing.sort(key=lambda ask: _size(ask[2]), reverse=True)
+        for number, (post, title, need, count) in enumerate(missing):
+            try:
+                spot = self._policy(trial, post, need, self.plan)
+            except PlacementError as error:
+                placed = sum(b.post == post for b in trial.bookings.values())
+                raise PlacementError(
+                    f"{title}: {placed} of {count} replicas can be placed; for one "
+                    f"more {error}",
+                    short=error.short,
+                ) from None
+            trial.book(f"\0{number}", post, spot, need)
 
     def runs(
         self, versions: Mapping[str, str], names: Iterable[str]
@@ -88,3 +112,13 @@ def asks_of(wanted: DesiredState, specs: Specs) -> list[PlaceRequest]:
             title = f"stage {spec.stages[k].name or k} of {name} ({model.version})"
             asks.append((post, title, model.replicas[k], need))
     return asks
+
+
+def _size(need: Need) -> tuple[bool, bool, int, int, float]:
+    return (
+        bool(need.nodes),
+        need.on_gpu,
+        need.gpu_memory_bytes,
+        need.memory_bytes,
+        need.cpus,
+    )

@@ -11,7 +11,8 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import get_args
 
 import uvicorn
 
@@ -26,14 +27,15 @@ from multiworld.serve.generation.api.triton_generate import add_generate
 from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.inference.gateway.dispatcher import Dispatcher
 from multiworld.serve.models.factory import build_model
-from multiworld.serve.processes.gateway_edges import GatewayEdges
 from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
 from multiworld.serve.spec.stage import Model
 from multiworld.serve.tenants.authenticator import Authenticator, ModelVersion
 from multiworld.serve.tenants.directory import Tenant
 from multiworld.serve.transport.control_agent import ControlAgent
-from multiworld.serve.transport.edges import EdgeKeeper
+from multiworld.serve.transport.edges import EdgeKeeper, Outbox
+from multiworld.serve.transport.frames import Entry
+from multiworld.serve.transport.generation_messages import GenerationMessage
 from multiworld.serve.transport.process_args import ProcessArgs
 from multiworld.serve.transport.protocol import (
     AllTenants,
@@ -63,6 +65,9 @@ logger = logging.getLogger("multiworld.serve")
 
 ROUTES = (add_generation, add_generate)
 """Functions that add the routes of models that generate text."""
+
+GENERATION = get_args(GenerationMessage)
+"""Types of the messages that go to the streams."""
 
 PROBE_S = 10.0
 """Maximum seconds that a probe may take."""
@@ -141,6 +146,27 @@ def allowed_connections(wanted: int) -> int:
     return min(wanted, room)
 
 
+class _Edges:
+    """An ``EdgeOwner`` that passes edge events to the dispatcher and the streams."""
+
+    def __init__(self, dispatcher: Dispatcher, streams: Streams) -> None:
+        self._dispatcher, self._streams = dispatcher, streams
+
+    def edge_up(self, outbox: Outbox) -> None:
+        self._dispatcher.edge_up(outbox)
+        self._streams.edge_up(outbox)
+
+    def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
+        """Dispatch a frame; the messages of one edge are all of one kind."""
+        is_generation = isinstance(frame[0][0], GENERATION) if frame else False
+        owner = self._streams if is_generation else self._dispatcher
+        owner.received(outbox, frame)
+
+    def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
+        self._dispatcher.edge_down(outbox, is_polite=is_polite)
+        self._streams.edge_down(outbox, is_polite=is_polite)
+
+
 class GatewayProcess:
     """A gateway and its connection to the controller."""
 
@@ -183,7 +209,7 @@ class GatewayProcess:
         self._agent = ControlAgent(
             manager, args.app, args.name, args.store, config, self._obey
         )
-        owner = GatewayEdges(self._dispatcher, self._streams)
+        owner = _Edges(self._dispatcher, self._streams)
         self._keeper = EdgeKeeper(manager, args.store, config, owner)
         self._probes: set[asyncio.Task[None]] = set()
         self._loading: set[asyncio.Task[None]] = set()

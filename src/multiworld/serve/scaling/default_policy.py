@@ -21,7 +21,7 @@ from multiworld.serve.scaling.burst_reserve import (
     reserved_replicas,
     update,
 )
-from multiworld.serve.scaling.demand import Demand, demand_of, envelope
+from multiworld.serve.scaling.demand import Demand, demand_of, envelope, sample_at
 from multiworld.serve.scaling.explanation import Findings, describe, facts
 from multiworld.serve.scaling.rules import (
     MARGIN,
@@ -38,7 +38,6 @@ from multiworld.serve.scaling.scaling_plans import (
     plan_for,
     plans_of,
 )
-from multiworld.serve.scaling.service_times import Times, times_of
 from multiworld.serve.scaling.snapshot import (
     Decision,
     Snapshot,
@@ -52,6 +51,15 @@ RESERVE_HORIZON = 15.0
 """Horizon of the burst reserve, as a multiple of the largest ``downscale_delay_s``.
 Long enough for several bursts to recur. Chosen on traces; see
 docs/serve/scaling-report.md."""
+
+SIMILAR_ROWS = 0.8
+"""Ratio of mean batch sizes above which two batches count as about equally large."""
+
+MIN_REQUESTS = 20
+"""Minimum number of recent requests for a stage's measured times to count."""
+
+Times = tuple[float, float, float]
+"""Seconds per request, seconds per batch, and requests per batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +83,7 @@ def decide(snapshot: Snapshot) -> Decision:
     """Return the replicas of each stage; at least one stage must have limits."""
     old = snapshot.memory if isinstance(snapshot.memory, PolicyState) else PolicyState()
     period_s = look_back_s(snapshot)
-    measured = times_of(snapshot, period_s, old.measured)
+    measured = _times_of(snapshot, period_s, old.measured)
     found = _find(snapshot, old, measured, period_s)
     replicas, pending = settled(
         snapshot,
@@ -130,6 +138,49 @@ def _find(
 def _bounds(snapshot: Snapshot) -> tuple[tuple[int, int], ...]:
     limits = [limits_now(stage) for stage in snapshot.stages]
     return tuple((one.min_replicas, one.max_replicas) for one in limits)
+
+
+# Service times.
+
+
+def _times_of(
+    snapshot: Snapshot, period_s: float, old: Sequence[Times | None]
+) -> tuple[Times | None, ...]:
+    """Return the service times by stage; ``old`` ones stay until there are new ones."""
+    first = sample_at(snapshot.samples, snapshot.now - period_s)
+    last = snapshot.samples[-1]
+    step = min(1.0, snapshot.interval_s / period_s)
+    found: list[Times | None] = []
+    for k, stage in enumerate(snapshot.stages):
+        before = old[k] if k < len(old) else None
+        if before is None and stage.item_s is not None:
+            before = stage.item_s, stage.item_s, 0.0
+        one, other = first.stages[k], last.stages[k]
+        requests, batches = other.requests - one.requests, other.batches - one.batches
+        busy_s = other.busy_s - one.busy_s
+        if requests >= MIN_REQUESTS and batches > 0 and busy_s > 0:
+            now = busy_s / requests, busy_s / batches, requests / batches
+            before = now if before is None else _smoothed(before, now, step)
+        found.append(before)
+    return tuple(found)
+
+
+def _smoothed(before: Times, now: Times, step: float) -> Times:
+    """Return the times, moved towards the new measurement by the share ``step``.
+
+    A request takes longer in a small batch than in a large one, so adding replicas,
+    which shrinks batches, must not make them look slower: a longer time counts only if
+    its batches are about as large as before.
+    """
+    item_s, batch_s, rows = before
+    is_slower = now[0] > item_s
+    if is_slower and now[2] < SIMILAR_ROWS * rows:
+        return item_s, batch_s + step * (now[1] - batch_s), rows
+    return (
+        item_s + step * (now[0] - item_s),
+        batch_s + step * (now[1] - batch_s),
+        now[2] if not is_slower or not rows else max(rows, now[2]),
+    )
 
 
 # Scaling plans.

@@ -1,27 +1,33 @@
-"""The folder of a service: its record, its locks and its secret."""
+"""The folder of a service: its record, its locks and its secret, on any disk."""
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
+import logging
 import os
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from multiworld.errors import ServeError
+from multiworld.net.rare_log import RareLog
 from multiworld.serve.fleet.record import (
     AlreadyServedError,
     ProcessRecord,
     Record,
+    RecordKeeper,
     StateFolder,
     StoreRecord,
     state_root,
 )
 from multiworld.serve.spec.schema import AppSpec
+from tests.unit.waiting import until
 
 APP = AppSpec.model_validate({"models": {"m": {"factory": "x:y", "stages": [{}]}}})
 
@@ -270,3 +276,53 @@ def test_secret_that_is_none_is_named(
         return
     with pytest.raises(ServeError, match="secret does not hold a secret"):
         folder.secret()
+
+
+class Disk:
+    """A disk that writes when it is allowed to."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+        self.is_full = False
+        self.may_go_on = threading.Event()
+
+    def save(self, one: Record) -> None:
+        """Write a record."""
+        assert self.may_go_on.wait(10.0)
+        if self.is_full:
+            raise OSError("no space left on device")
+        self.found.append(one.number)
+
+
+async def test_disk_that_hangs_holds_up_nothing_and_gets_the_newest_record() -> None:
+    """Those between are not written any more."""
+    disk = Disk()
+    keeper = RecordKeeper(disk.save, RareLog(logging.getLogger("test")))
+    for number in range(5):
+        keeper.keep(record(number=number))
+        await asyncio.sleep(0)
+    await keeper.settled(0.05)
+    assert disk.found == []
+    disk.may_go_on.set()
+    await keeper.settled(10.0)
+    assert disk.found[-1] == 4
+    assert len(disk.found) <= 2
+    keeper.keep(record(number=4))
+    await keeper.settled(10.0)
+    assert disk.found.count(4) == 1
+
+
+async def test_record_that_could_not_be_written_is_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With the next event, even if that changes nothing."""
+    disk = Disk()
+    disk.may_go_on.set()
+    disk.is_full = True
+    keeper = RecordKeeper(disk.save, RareLog(logging.getLogger("test")))
+    keeper.keep(record(number=1))
+    await keeper.settled(10.0)
+    assert "no space left" in caplog.text
+    disk.is_full = False
+    keeper.keep(record(number=1))
+    await until(lambda: disk.found == [1])

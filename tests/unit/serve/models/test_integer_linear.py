@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,11 @@ import torch
 from torch import nn
 
 from multiworld.errors import ModelFailedError
-from multiworld.serve.models.integer_linear import IntegerLinear, quantize_linears
+from multiworld.serve.models.integer_linear import (
+    IntegerLinear,
+    Weights,
+    quantize_linears,
+)
 from multiworld.serve.models.meter import parameter_bytes
 from multiworld.serve.models.packed_linear import pack_linears
 
@@ -31,10 +36,23 @@ def waves(rows: int, columns: int) -> torch.Tensor:
     return found
 
 
+def integer_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Module:
+    """Return the linear that replaces one with this weight and bias."""
+    outputs, inputs = weight.shape
+    linear = nn.Linear(inputs, outputs, bias=bias is not None)
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+        if bias is not None:
+            linear.bias.copy_(bias)
+    holder = nn.Sequential(linear)
+    quantize_linears(holder)
+    return holder[0]
+
+
 @pytest.mark.parametrize("inputs", [64, 576, 4_864, 14_336])
 def test_integers_give_each_row_the_same_bits(inputs: int, threads: int) -> None:
     """In calls of any size, at any place, with any number of threads."""
-    linear = IntegerLinear(waves(40, inputs), waves(1, 40)[0])
+    linear = integer_linear(waves(40, inputs), waves(1, 40)[0])
     given = waves(150, inputs)
     with torch.inference_mode():
         whole = linear(given)
@@ -46,11 +64,11 @@ def test_integers_give_each_row_the_same_bits(inputs: int, threads: int) -> None
 
 def test_integers_have_the_same_bits_on_every_processor() -> None:
     """As recorded on a Xeon with AMX; this also runs as a smaller processor."""
-    linear = IntegerLinear(waves(300, 576), waves(1, 300)[0])
+    linear = integer_linear(waves(300, 576), waves(1, 300)[0])
     with torch.inference_mode():
         found = linear(waves(50, 576))
     digest = hashlib.sha256(found.numpy().tobytes()).hexdigest()
-    assert digest[:16] == "70a7f038002b005f"
+    assert digest[:16] == "d24533d00de27f4b"
 
 
 def test_integers_come_close_to_the_product_of_floats() -> None:
@@ -61,14 +79,14 @@ def test_integers_come_close_to_the_product_of_floats() -> None:
     rounded = (weight / scale).round() * scale
     given = torch.randn(30, 576, generator=chance)
     with torch.inference_mode():
-        found = IntegerLinear(weight, None)(given)
+        found = integer_linear(weight)(given)
     assert torch.allclose(found, given @ rounded.t(), atol=0.03)
     assert torch.allclose(found, given @ weight.t(), atol=1.0)
 
 
 def test_integers_of_strange_rows_concern_those_rows_alone() -> None:
     """Rows of zeros, and numbers that are not finite; no rows at all."""
-    linear = IntegerLinear(waves(16, 64), None)
+    linear = integer_linear(waves(16, 64))
     given = waves(4, 64)
     with torch.inference_mode():
         plain = linear(given)
@@ -95,12 +113,65 @@ def test_integers_replace_linears_and_leave_embeddings() -> None:
     assert isinstance(module["head"], IntegerLinear)
 
 
+class Attention(nn.Module):
+    """Three linears with the names that transformers gives those of an attention."""
+
+    __module__ = "transformers.models.llama.modeling_llama"
+
+    def __init__(self, *, is_biased: bool) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(64, 32, bias=is_biased)
+        self.k_proj = nn.Linear(64, 16, bias=is_biased)
+        self.v_proj = nn.Linear(64, 16, bias=is_biased)
+        self.o_proj = nn.Linear(32, 64, bias=False)
+
+
+@pytest.mark.parametrize("is_biased", [False, True])
+def test_siblings_are_computed_together_with_the_bits_of_each_alone(
+    monkeypatch: pytest.MonkeyPatch, is_biased: bool
+) -> None:
+    """One call for query, key and value; other rows for one of them are no mistake."""
+    attention = Attention(is_biased=is_biased)
+    alone = [
+        integer_linear(linear.weight, linear.bias)
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
+    ]
+    quantize_linears(attention)
+    together = attention.q_proj, attention.k_proj, attention.v_proj
+    calls: list[int] = []
+    sums = Weights._sums
+
+    def counted(self: Weights, given: torch.Tensor) -> torch.Tensor:
+        calls.append(len(given))
+        return sums(self, given)
+
+    monkeypatch.setattr(Weights, "_sums", counted)
+    given, other = waves(9, 64), waves(5, 64)
+    with torch.inference_mode():
+        wanted = [linear(given) for linear in alone]
+        calls.clear()
+        for _ in range(2):
+            found = [linear(given) for linear in together]
+            assert all(map(torch.equal, found, wanted))
+            assert all(tensor.is_contiguous() for tensor in found)
+        assert len(calls) == 2
+        crossed = [together[0](given), together[1](other), together[2](other)]
+        wanted[1:] = [linear(other) for linear in alone[1:]]
+        assert all(map(torch.equal, crossed, wanted))
+        given = given.clone()
+        seen = weakref.ref(given)
+        for linear in together:
+            linear(given)
+        del given
+        assert seen() is None
+
+
 def test_integers_are_refused_where_sums_are_not_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The error says what to do."""
     monkeypatch.setattr(
-        IntegerLinear, "_sums", lambda self, given: torch.zeros(len(given), 16)
+        Weights, "_sums", lambda self, given: torch.zeros(len(given), 16)
     )
     with pytest.raises(ModelFailedError, match="remove quantization"):
-        IntegerLinear(waves(16, 64), None)
+        integer_linear(waves(16, 64))

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from multiworld.errors import PlacementError
 from multiworld.serve.fleet.state import DesiredModel, DesiredState
 from multiworld.serve.placement.replica_bookings import ReplicaBookings, asks_of
-from multiworld.serve.resources.admission import admit
 from multiworld.serve.resources.amounts import (
     MIB,
     Gpu,
@@ -124,28 +123,27 @@ def test_what_is_not_declared_fits_on_a_full_machine() -> None:
 
 def test_all_of_it_is_admitted_or_nothing() -> None:
     """The largest goes first: a small replica must not take its place."""
-    ledger = Bookings(nodes(2))
+    places = ReplicaBookings(nodes(2))
     asks = [
         ("small", "stage 0 of a", 2, Need(memory_bytes=30 * MIB)),
         ("large", "stage 0 of b", 1, Need(memory_bytes=100 * MIB)),
     ]
-    trial = admit(ledger, asks)
-    assert ledger.bookings == {}
-    assert len(trial.bookings) == 3
+    places.admit(asks)
+    assert places.ledger.bookings == {}
     too_many = [("large", "stage 0 of b", 3, Need(memory_bytes=90 * MIB))]
     with pytest.raises(PlacementError, match="stage 0 of b: 2 of 3 replicas") as error:
-        admit(ledger, too_many)
+        places.admit(too_many)
     assert set(error.value.short) == {"n0", "n1"}
 
 
 def test_admission_counts_what_runs_once() -> None:
     """A second replica beside a running one needs room for one more only."""
-    ledger = Bookings(nodes(1))
+    places = ReplicaBookings(nodes(1))
     need = Need(memory_bytes=50 * MIB)
-    ledger.book("m/0/1", "m/0", Location("n0"), need)
-    admit(ledger, [("m/0", "m", 2, need)])
+    places.ledger.book("m/0/1", "m/0", Location("n0"), need)
+    places.admit([("m/0", "m", 2, need)])
     with pytest.raises(PlacementError):
-        admit(ledger, [("m/0", "m", 3, need)])
+        places.admit([("m/0", "m", 3, need)])
 
 
 def test_machine_that_is_gone_keeps_its_bookings_until_they_are_released() -> None:

@@ -47,7 +47,6 @@ from multiworld.serve.generation.replica.recovery import Recovery
 from multiworld.serve.generation.replica.scheduler import PlannedStep, Scheduler
 from multiworld.serve.generation.replica.sequence_state import SequenceState
 from multiworld.serve.generation.replica.stage_engine import Computed
-from multiworld.serve.generation.replica.step_inputs import still_lacking
 from multiworld.serve.generation.replica.step_outputs import (
     NO_ROWS,
     by_gateway,
@@ -340,9 +339,7 @@ class GenerationWorker:
             case generation_messages.PreemptSequences(keys):
                 self.recovery.preempt(keys)
             case ArrivedStep(step, hidden):
-                parts, rows, gone = still_lacking(step.parts, hidden, self._table)
-                self.recovery.return_to_gateway(gone)
-                parts, rows = self._that_fit(parts, rows)
+                parts, rows = self._that_fit(*self._still_lacking(step.parts, hidden))
                 work = self._compute_step(step.origin, step.number, parts, rows)
                 await self._or_return([part.key for part in parts], work)
             case pieces:
@@ -360,6 +357,30 @@ class GenerationWorker:
             self.counts["failed_steps"] += 1
             self.recovery.return_to_gateway(keys)
             self._act(self.recovery.take())
+
+    def _still_lacking(
+        self, parts: Sequence[StepPart], hidden: Tensor
+    ) -> tuple[list[StepPart], Tensor]:
+        """Return the parts of known sequences, without rows computed earlier.
+
+        A part without rows is kept: later stages may lack them, and its scheduler waits
+        for it. Sequences that lack earlier rows return to their gateways.
+        """
+        kept, rows, end = [], [], 0
+        for part in parts:
+            state, end = self._table.get(part.key), end + part.count
+            if state is None or state.is_evicted:
+                continue
+            count = state.lacking(part.begin, part.count)
+            if count is None:
+                self.recovery.return_to_gateway([part.key])
+                continue
+            begin = part.begin + part.count - count
+            kept.append(StepPart(part.key, begin, count, part.samples))
+            rows.append(hidden[end - count : end])
+        if sum(len(each) for each in rows) == len(hidden):
+            return kept, hidden
+        return kept, torch.cat(rows) if rows else hidden[:0]
 
     def _that_fit(
         self, parts: list[StepPart], rows: Tensor

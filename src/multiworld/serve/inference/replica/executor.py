@@ -21,7 +21,6 @@ from multiworld.errors import (
     WorldClosedError,
 )
 from multiworld.serve.inference.replica.batch_queue import Work
-from multiworld.serve.inference.replica.quickness import Quickness
 from multiworld.serve.replica.compute_thread import ComputeThread
 from multiworld.serve.spec.stage import Stage, StageContext, StageFunction, Tensors
 from multiworld.serve.transport.collation import collate, length_of, split
@@ -33,6 +32,45 @@ LOST = (WorldBrokenError, WorldClosedError, MemberLeftError)
 
 Outcome = Tensors | ServeError
 """Outputs of one request, by name; or its error."""
+
+WARM = 20
+"""Minimum number of measured batches of a quick stage."""
+
+QUICK_S = 0.0005
+"""Maximum mean seconds of a quick stage's batch."""
+
+SLOW_S = 0.005
+"""Seconds of a batch after which the stage counts as slow for ``WARM`` batches more."""
+
+LATEST_SHARE = 0.1
+"""Weight of the latest batch in the moving average."""
+
+
+class Quickness:
+    """Moving average of a stage's computing time.
+
+    A quick stage computes on the event loop, which saves passing each batch to a thread
+    and back, and its batches are not announced before they are computed.
+    """
+
+    def __init__(self) -> None:
+        self._mean_s = 0.0
+        self._measured = 0
+        self.is_forbidden = False
+
+    @property
+    def is_quick(self) -> bool:
+        is_little = self._measured >= WARM and self._mean_s <= QUICK_S
+        return is_little and not self.is_forbidden
+
+    def add(self, took_s: float) -> None:
+        if took_s > SLOW_S:
+            self._measured = 0
+            self._mean_s = 0.0
+            return
+        self._measured += 1
+        share = max(LATEST_SHARE, 1 / self._measured)
+        self._mean_s += share * (took_s - self._mean_s)
 
 
 class Executor:
@@ -111,7 +149,7 @@ class Executor:
     def needs_its_thread(self) -> None:
         """Stop being quick: a batch that failed here worked in the stage's thread."""
         logger.info("stage %s computes in its own thread only", self._name)
-        self._quickness.forbid()
+        self._quickness.is_forbidden = True
 
     def _run(self, requests: list[Tensors], rows: list[int]) -> list[Outcome]:
         try:

@@ -26,9 +26,10 @@ from multiworld.serve.inference.replica.batch_queue import BatchQueue, Work
 from multiworld.serve.inference.replica.credit_returns import CreditReturns
 from multiworld.serve.inference.replica.executor import Executor, Outcome
 from multiworld.serve.inference.replica.forwarder import FinishedWork, Forwarder
-from multiworld.serve.inference.replica.intake import works_of
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
+from multiworld.serve.spec.stage import Stage, Tensors
 from multiworld.serve.transport import protocol
+from multiworld.serve.transport.collation import group_of, rows_of
 from multiworld.serve.transport.edges import SILENT_S, Outbox
 from multiworld.serve.transport.frames import Entry
 from multiworld.serve.transport.protocol import (
@@ -188,8 +189,9 @@ class Worker:
         for message, contents in frame:
             match message:
                 case protocol.Work():
-                    stage = self._runner.stage
-                    works = works_of(message, contents, self._clock(), stage)
+                    stage, now = self._runner.stage, self._clock()
+                    items = zip(message.items, contents, strict=True)
+                    works = [_work_of(*each, now, stage) for each in items]
                     self._take(works, outbox)
                 case protocol.Cancel(key):
                     self._cancel(key)
@@ -523,6 +525,23 @@ class Worker:
         )
         faulthandler.dump_traceback(sys.stderr)
         os._exit(EXIT_HUNG)
+
+
+def _work_of(item: WorkItem, tensors: Tensors, now: float, stage: Stage) -> Work:
+    """Return the work of an item that arrived at the monotonic time ``now``."""
+    return Work(
+        key=item.key,
+        group=group_of(tensors, stage.ragged) if stage.is_batched else item.key,
+        rows=rows_of(tensors),
+        deadline_at=now + item.remaining_s,
+        arrived_at=now,
+        is_isolated=item.is_isolated,
+        session=item.session,
+        via=item.via,
+        content=tensors,
+        share=item.share,
+        spent=item.spent,
+    )
 
 
 def _by_gateway(keys: Iterable[Key]) -> dict[str, list[Attempt]]:

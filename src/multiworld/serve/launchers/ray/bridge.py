@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -49,8 +49,11 @@ from multiworld.serve.launchers.protocol import (
     Sweep,
     WarmNodes,
 )
-from multiworld.serve.launchers.ray.actor import ReplicaHolder, probe_machine
-from multiworld.serve.launchers.ray.warm_nodes import WarmNodePool
+from multiworld.serve.launchers.ray.actor import (
+    NodeLauncher,
+    ReplicaHolder,
+    probe_machine,
+)
 
 PLACE_S = 10.0
 """Maximum seconds for Ray to reserve a replica's resources on a machine."""
@@ -94,9 +97,58 @@ LOCAL = {
     "health_check_failure_threshold": 3,
 }
 
-
 Started = tuple[int, int, str]
 """Process id and start time of a rank, and where its leash can be held."""
+
+
+class WarmNodePool:
+    """A ``NodeLauncher`` on each machine. Any thread may call the methods.
+
+    The launchers are not detached: they and their fork servers exit with the bridge.
+    The replicas keep running, because their holders are detached.
+    """
+
+    def __init__(self) -> None:
+        remote: Any = ray.remote  # Ray's overloads lack a keyword-only call
+        self._class = remote(NodeLauncher)
+        self._lock = threading.Lock()
+        self._order: WarmNodes | None = None
+        self._launchers: dict[str, Any] = {}
+
+    def configure(self, order: WarmNodes) -> None:
+        """Set what the fork servers import; no machine is warmed before that."""
+        with self._lock:
+            self._order = order
+
+    def keep(self, keys: Iterable[str]) -> None:
+        """Warm new machines, and forget those whose Ray id is not in `keys`."""
+        wanted = set(keys)
+        with self._lock:
+            if self._order is None:
+                return  # the controller has not yet sent what they import
+            for key in self._launchers.keys() - wanted:
+                del self._launchers[key]
+        for key in wanted:
+            self.launcher(key)
+
+    def launcher(self, key: str) -> Any:
+        """Return the launcher of a machine, by its Ray id; start one if needed."""
+        with self._lock:
+            found = self._launchers.get(key)
+            if found is None:
+                found = self._launchers[key] = self._start(key)
+            return found
+
+    def _start(self, key: str) -> Any:
+        there = NodeAffinitySchedulingStrategy(key, soft=False)
+        order = self._order
+        assert order is not None, "the order to warm machines precedes all launches"
+        options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": there}
+        made = self._class.options(**options).remote(
+            order.preload, order.folder, order.logs, key[:8]
+        )
+        made.warm.remote()
+        return made
 
 
 class Bridge:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from multiworld.serve.inference.replica import credit_returns
-from multiworld.serve.inference.replica.quickness import (
+from multiworld.serve.inference.replica.executor import (
     QUICK_S,
     SLOW_S,
     WARM,

@@ -1,0 +1,54 @@
+"""Messages that arrive before their world is known."""
+
+from __future__ import annotations
+
+from multiworld.liveness.control_link import LinkKey
+from multiworld.liveness.manager_messages import Broken, EndCollectives
+from multiworld.liveness.world_table import (
+    KEPT_S,
+    LIMIT_BYTES,
+    MESSAGE_BYTES,
+    EarlyMessages,
+)
+
+A, B = LinkKey("a", "127.0.0.1", "127.0.0.1"), LinkKey("b", "127.0.0.1", "127.0.0.1")
+
+
+def message(nonce: int, number: int = 0) -> EndCollectives:
+    """Return a message about an incarnation."""
+    return EndCollectives(nonce, number, 0)
+
+
+def long(rank: int) -> Broken:
+    """Return a message that takes half of what one link may take."""
+    return Broken(3, rank, "", "x" * (LIMIT_BYTES // 2), 0.0)
+
+
+def test_early_messages_wait_for_their_incarnation_and_link() -> None:
+    """They are delivered in order and once, and kept for a limited time and number."""
+    early = EarlyMessages()
+    for number in range(3):
+        early.keep(A, message(1, number), 0.0)
+    early.keep(B, message(1), 0.0)
+    early.keep(A, message(2), 0.0)
+    assert early.take(1, A) == [message(1, number) for number in range(3)]
+    assert early.take(1, A) == []
+    early.drop(1)
+    assert early.take(1, B) == []
+    early.purge(KEPT_S + 1)
+    assert early.take(2, A) == []
+
+
+def test_link_that_sends_too_many_takes_nothing_from_others() -> None:
+    """Each may have as much; long texts count."""
+    early = EarlyMessages()
+    most = LIMIT_BYTES // MESSAGE_BYTES
+    for number in range(most + 10):
+        early.keep(A, message(number % 2, number), 0.0)
+    early.keep(B, long(1), 0.0)
+    early.keep(B, long(2), 0.0)
+    early.keep(B, message(3), 0.0)
+    assert early.take(3, B) == [long(1), message(3)]
+    assert len(early.take(0, A)) + len(early.take(1, A)) == most
+    early.keep(A, message(4), 0.0)
+    assert early.take(4, A) == [message(4)], "what was taken makes room"
