@@ -14,7 +14,7 @@ ROUND_S = 5.0
 
 
 class Traffic:
-    """Keeps round trips going on a world, and counts them.
+    """Keeps round trips going in a world, and counts them.
 
     ``advances`` waits for more round trips, which proves that they go on *now*.
     """

@@ -48,7 +48,7 @@ def jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], N
     return set_clock
 
 
-async def test_service_goes_on_whatever_the_clock_says(
+async def test_service_continues_whatever_the_clock_says(
     tmp_path: Path, jump: Callable[[float], None]
 ) -> None:
     """No request fails, no process is taken for lost, and scaling works."""

@@ -261,7 +261,7 @@ async def test_host_without_power_is_named_and_replaced_elsewhere(
 
 @ONE_SUFFICES
 async def test_loss_of_the_stores_host_hurts_no_ready_world(country: Country) -> None:
-    """Ready worlds go on without the store; only joining needs it."""
+    """Ready worlds continue without the store; only joining needs it."""
     country.store_host.remove()
     for _ in range(5):
         await asyncio.sleep(0.5)  # for longer than the silence that is noticed

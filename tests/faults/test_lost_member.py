@@ -125,7 +125,7 @@ def _cases() -> list[Any]:
 async def test_lost_member_in_every_phase(
     stage: Stage, mode: str, phase: str, config: str
 ) -> None:
-    """In every phase, the loss is named and the other world goes on."""
+    """In every phase, the loss is named and the other world continues."""
     await _lose(stage, mode, phase, *CONFIGS[config])
 
 
@@ -284,7 +284,7 @@ async def test_stuck_helper_accuses_nobody_and_is_replaced(stage: Stage) -> None
 
 
 @pytest.mark.heavy
-async def test_lost_connection_for_beats_is_no_loss_and_comes_back(
+async def test_lost_heartbeat_connection_is_no_loss_and_is_replaced(
     stage: Stage,
 ) -> None:
     """The end of the heartbeat connection alone is no loss; a new one is opened."""

@@ -54,7 +54,7 @@ class Town:
         return account
 
     async def broken(self, number: int) -> Account:
-        """Wait for the error of ``w`` and return it, while the other world goes on."""
+        """Return the error of ``w`` once raised, while the other world continues."""
         async with asyncio.timeout(HANG_S):
             while (account := await self.account(number)).error is None:
                 await self.advances("other", 0, 2)
@@ -86,7 +86,7 @@ async def town(fork_server: None) -> AsyncIterator[Town]:
     ],
 )
 async def test_call_that_holds_the_gil_is_no_loss(town: Town, kind: str) -> None:
-    """It is reported as a stall with the thread's activity, and the world goes on."""
+    """It is reported as a stall with the thread's activity, and the world continues."""
     await town.settle()
     town.citizens[1].order(("busy", kind, 3 * SILENCE_S))
     begin = time.monotonic()
@@ -103,7 +103,7 @@ async def test_call_that_holds_the_gil_is_no_loss(town: Town, kind: str) -> None
     assert all("computes" in stall.evidence for stall in stalls)
 
 
-async def test_blocked_loop_is_told_as_waiting(town: Town) -> None:
+async def test_blocked_loop_is_reported_as_waiting(town: Town) -> None:
     """A blocking call on the event loop is reported as a stall, and its end as one."""
     await town.settle()
     town.citizens[1].order(("sleep", 3.0))

@@ -144,7 +144,7 @@ async def test_operations_on_device_tensors(cast: Cast) -> None:
 @pytest.mark.parametrize(
     "phase", ["idle", "all_reduce", "large all_reduce", "recv", "barrier"]
 )
-async def test_lost_member_is_named_and_the_other_world_goes_on(
+async def test_lost_member_is_named_and_the_other_world_continues(
     cast: Cast, phase: str, mode: str
 ) -> None:
     """Survivors that share a device and another world get right results there."""

@@ -83,7 +83,7 @@ async def tensor_parallel_member(role: Role, name: str, store: str) -> None:
 
 
 async def test_tensor_parallel_layer_in_two_worlds(fork_server: None) -> None:
-    """A tensor-parallel layer goes on in one world when the other world breaks."""
+    """A tensor-parallel layer continues in one world when the other world breaks."""
     server = await StoreServer.listen("127.0.0.1", 0)
     store = f"tcp://127.0.0.1:{server.port}"
     async with ProcessFleet() as fleet, WorldManager(config=CONFIG) as manager:

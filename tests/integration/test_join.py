@@ -1,4 +1,4 @@
-"""Joining: order, deadlines, taken ranks, mismatches, strangers and rejoining."""
+"""Joining: order, deadlines, taken ranks, mismatches, untrusted peers and rejoining."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_store_is_not_embedded_where_it_is_a_service_of_its_own() -> None:
 
 
 async def test_held_rank_is_refused_and_its_holder_not_disturbed(store: str) -> None:
-    """A claim on a held rank is refused, and the holder's traffic goes on."""
+    """A claim on a held rank is refused, and the holder's traffic continues."""
     async with (
         WorldManager() as one,
         WorldManager() as two,
@@ -328,7 +328,7 @@ async def test_names_that_come_and_go_leave_nothing(store: str) -> None:
 
 
 async def test_second_join_is_refused_and_the_world_lives_on(store: str) -> None:
-    """A second join of one name is refused, and the world goes on."""
+    """A second join of one name is refused, and the world continues."""
     async with WorldManager() as one, WorldManager() as two:
         joining = asyncio.ensure_future(one.join("w", rank=0, size=2, store=store))
         await asyncio.sleep(0)
@@ -395,7 +395,7 @@ async def test_bad_arguments_are_named_before_any_io(store: str) -> None:
 
 
 async def test_joining_disturbs_no_traffic(store: str, fork_server: None) -> None:
-    """The traffic of a world goes on while other worlds are joined and left."""
+    """The traffic of a world continues while other worlds are joined and left."""
     async with ProcessFleet() as fleet, WorldManager() as one, WorldManager() as two:
         child = fleet.start(bodies.echo, "busy", store, "direct")
         busy = await one.join("busy", rank=0, size=2, store=store)

@@ -67,8 +67,8 @@ async def test_leave_is_an_event_and_no_loss() -> None:
         assert event == MemberLeft(world=right.name, epoch=1, rank=0)
 
 
-async def test_slow_reader_of_events_is_told_how_many_it_missed() -> None:
-    """A slow reader of events is told how many it missed, and slows nobody down."""
+async def test_slow_reader_of_events_learns_how_many_it_missed() -> None:
+    """A slow reader of events learns how many it missed, and slows nobody down."""
     hub = EventHub()
     subscription = hub.subscribe()
     for number in range(QUEUE_LIMIT + 5):
@@ -143,7 +143,7 @@ async def test_by_name_interface_has_every_operation() -> None:
 
 
 async def test_forked_child_can_not_use_its_parents_worlds(fork_server: None) -> None:
-    """A forked child gets a named error, and the parent's world goes on."""
+    """A forked child gets a named error, and the parent's world continues."""
     async with Arena("direct") as arena:
         left, right = await arena.world(2)
         reader, writer = os.pipe()

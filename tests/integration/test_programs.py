@@ -61,7 +61,7 @@ def read_until(process: subprocess.Popen[str], text: str) -> list[str]:
 def test_programs_for_the_prototype_run_unchanged(
     started: ExitStack, leader_first: bool
 ) -> None:
-    """A program with two worlds goes on when one worker is killed, exits cleanly."""
+    """A program with two worlds continues when one worker is killed, exits cleanly."""
     ports = [free_port(), free_port()]
 
     def start_leader() -> subprocess.Popen[str]:

@@ -116,7 +116,7 @@ def lose(world: World, rank: int) -> None:
 async def test_survivors_reform_in_one_call_with_compacted_ranks(
     street: Street,
 ) -> None:
-    """Survivors reform with ranks without gaps, while another world goes on."""
+    """Survivors reform with ranks without gaps, while another world continues."""
     w0, w1, w2 = await street.world(0, 1, 2)
     others = await street.world(0, 2, name="other")
     async with echo(others[1]), Traffic(others[0]) as traffic:
@@ -161,7 +161,7 @@ class EchoTask:
             await self._world.send(await self._world.recv(src=0), dst=0)
 
 
-async def test_lone_survivor_goes_on_alone(street: Street) -> None:
+async def test_lone_survivor_continues_alone(street: Street) -> None:
     """A lone survivor reforms to a working world of one."""
     w0, _ = await street.world(0, 1)
     street.managers[1].cleanup()
@@ -193,7 +193,7 @@ async def test_accused_is_fenced_and_comes_back_by_joining(street: Street) -> No
     await check(list(grown))
 
 
-async def test_two_that_accuse_each_other_do_not_both_go_on(street: Street) -> None:
+async def test_two_that_accuse_each_other_do_not_both_continue(street: Street) -> None:
     """One of two members that accuse each other reforms; the other is stale."""
     w0, w1 = await street.world(0, 1)
     lose(w0, 1)
@@ -232,7 +232,7 @@ async def test_survivor_that_closes_is_not_waited_for(street: Street) -> None:
 
 
 async def test_one_change_of_a_name_at_a_time(street: Street) -> None:
-    """A second change of the same name is refused at once, and the first goes on."""
+    """A second change of the same name is refused at once, and the first continues."""
     w0, w1 = await street.world(0, 1)
     lose(w0, 1)
     await asyncio.wait_for(w1.wait_over(), HANG_S)
@@ -245,7 +245,7 @@ async def test_one_change_of_a_name_at_a_time(street: Street) -> None:
     assert (await asyncio.wait_for(first, 5)).size == 1
 
 
-async def test_nothing_goes_on_after_leave_or_close(street: Street) -> None:
+async def test_nothing_continues_after_leave_or_close(street: Street) -> None:
     """A world that was left cannot reform or grow, nor can one of a closed manager."""
     worlds = await street.world(0, 1, 2)
     street.managers[2].cleanup()
@@ -292,8 +292,8 @@ async def test_healthy_world_has_nothing_to_reform(street: Street) -> None:
     await check(worlds)
 
 
-async def test_members_are_told_who_waits_and_let_it_in(street: Street) -> None:
-    """Members are told who waits, and growing drops no message that was received."""
+async def test_members_learn_who_waits_and_admit_it(street: Street) -> None:
+    """Members learn who waits, and growing drops no message that was received."""
     w0, w1 = await street.world(0, 1)
     others = await street.world(0, 3, name="other")
     async with echo(others[1]), Traffic(others[0]) as traffic:

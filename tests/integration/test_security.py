@@ -1,4 +1,4 @@
-"""Security: secrets, certificates and strangers at every port."""
+"""Security: secrets, certificates and untrusted peers at every port."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ class Fort:
         return doors
 
     def refused(self) -> int:
-        """Number of refused strangers, at all listeners together."""
+        """Number of refused untrusted peers, at all listeners together."""
         managers = sum(sum(manager.refused.values()) for manager in self.managers)
         return managers + sum(self.server.refused.values())
 
 
 @contextlib.asynccontextmanager
 async def fort(security: Security, backend: str = "direct") -> AsyncIterator[Fort]:
-    """Yield a fort whose traffic goes on until the test ends."""
+    """Yield a fort whose traffic continues until the test ends."""
     server = await StoreServer.listen("127.0.0.1", 0, security=security)
     store = f"tcp://127.0.0.1:{server.port}"
     async with (
@@ -123,23 +123,25 @@ def security(request: pytest.FixtureRequest, tls: Tls) -> Security:
     return kinds_of_security(tls)[names.index(request.param)]
 
 
-async def test_strangers_at_every_port_disturb_nobody(security: Security) -> None:
+async def test_untrusted_peers_at_every_port_disturb_no_member(
+    security: Security,
+) -> None:
     """Port scans, garbage, half hellos, false sizes and deep JSON disturb nobody."""
     async with no_leaks(allow=("asyncio_",)), fort(security) as here:
         async with traffic(here) as going:
             knocks = garbage()
             for family, where in here.listeners():
                 for knock in knocks:
-                    await stranger(family, where, knock)
+                    await knock_at(family, where, knock)
                 await going.advances(5)
         refused = here.refused()
-        # A stranger that hangs up with bytes unread may be gone before it is looked at.
+        # A peer that hangs up with bytes unread may be gone before it is looked at.
         assert refused > len(knocks)
         assert here.worlds[0].is_ready
 
 
 def garbage() -> list[bytes]:
-    """Return the bytes that strangers send."""
+    """Return the bytes that untrusted peers send."""
     seeded = random.Random(7)
     ours = {"multiworld": frames.PROTOCOL_VERSION}
     knocks = [
@@ -163,7 +165,7 @@ def garbage() -> list[bytes]:
     return knocks + [seeded.randbytes(seeded.randrange(1, 400)) for _ in range(60)]
 
 
-async def stranger(family: int, where: object, knock: bytes) -> None:
+async def knock_at(family: int, where: object, knock: bytes) -> None:
     """Connect, send something and hang up."""
     loop = asyncio.get_running_loop()
     with socket.socket(family, socket.SOCK_STREAM) as sock:
@@ -206,8 +208,10 @@ async def test_member_that_violates_the_protocol_is_lost_and_no_other(
         assert here.worlds[0].is_ready
 
 
-async def test_slow_strangers_in_a_crowd_keep_nobody_out(security: Security) -> None:
-    """Members still connect while hundreds of strangers send nothing, or one byte."""
+async def test_crowd_of_slow_untrusted_peers_keeps_no_member_out(
+    security: Security,
+) -> None:
+    """Members still connect while hundreds of peers send nothing, or one byte."""
     async with fort(security) as here, traffic(here) as going:
         slow = []
         for family, where in here.listeners():
@@ -348,7 +352,7 @@ async def test_tls_carries_large_tensors_between_hosts(
 async def test_certificate_of_another_authority_is_refused(
     tls: Tls, tmp_path: Path
 ) -> None:
-    """A foreign or missing certificate is refused, and the others go on."""
+    """A foreign or missing certificate is refused, and the others continue."""
     strange = certificates(trustme.CA(), tmp_path)
     async with fort(Security(tls=tls)) as here, traffic(here) as going:
         async with WorldManager(config=SHORT, security=Security(tls=strange)) as bad:

@@ -15,7 +15,7 @@ from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
 from tests.tiny_decoder import save_tokenizer
 
 POISON, HANG, GROW = 250, 251, 252
-MOST_GROWTHS = 100
+MAX_GROWTHS = 100
 WORDS = 300
 
 
@@ -29,7 +29,7 @@ def front(context: StageContext) -> Any:
             time.sleep(600.0)  # until the replica ends itself
         if bool((rows == GROW).any()):
             grown = []
-            for _ in range(MOST_GROWTHS):  # until the replica is ended
+            for _ in range(MAX_GROWTHS):  # until the replica is ended
                 grown.append(torch.ones(5_000_000))
                 time.sleep(0.02)
         return rows[:, None].float()

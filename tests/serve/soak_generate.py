@@ -266,7 +266,7 @@ class Soak:
             service.update(yaml.safe_dump(service.spec, sort_keys=False))
 
     def _pause(self) -> None:
-        """Stop the gateway, the controller or a replica, and let it go on."""
+        """Stop the gateway, the controller or a replica, and resume it."""
         processes = self._service.status().processes
         kind = self._random.choice(("gateway", "controller", "replica"))
         if kind == "controller":

@@ -203,7 +203,7 @@ async def test_expensive_body_holds_up_nobody_else(
 
 
 @pytest.mark.parametrize("name", TEXT_ATTACKS)
-async def test_expensive_text_holds_up_nobody_else(
+async def test_expensive_text_delays_no_other_request(
     service: Served, quiet_s: float, name: str
 ) -> None:
     """Packed into some kilobytes, so that it is sent as fast as it is answered."""

@@ -49,7 +49,7 @@ Text = list[tuple[str, float]]
 def service(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """Return a service whose texts are deterministic."""
+    """Return a service with deterministic streams."""
     folder: Path = save_decoder(tmp_path_factory.mktemp("decoder"), "mistral")
     # By default its end is the token of a quotation mark.
     (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
@@ -89,14 +89,14 @@ class Streamed:
             await self._grown.wait()
 
     async def end(self) -> list[Text]:
-        """Wait for its end; return its texts."""
+        """Wait for its end; return its completions."""
         await self._task
         return self.texts
 
 
 @pytest.fixture(scope="module")
 def undisturbed(service: Served) -> list[Text]:
-    """Return the texts of a run that is alone."""
+    """Return the completions of an undisturbed run."""
 
     async def run() -> list[Text]:
         async with client(service) as api:
@@ -122,7 +122,7 @@ async def killed_at(service: Served, stage: str, index: int, **more: Any) -> lis
 async def test_streams_beside_each_other_have_the_bits_of_one_alone(
     service: Served, undisturbed: list[Text]
 ) -> None:
-    """Tokens and probabilities alike."""
+    """Tokens and probabilities are identical."""
     assert [len(text) for text in undisturbed] == [COUNT, COUNT]
     assert undisturbed[0] != undisturbed[1]
     async with client(service) as api:
@@ -237,7 +237,7 @@ TOOLS = [
     ["required", {"type": "function", "function": {"name": "down"}}],
     ids=["required", "named"],
 )
-async def test_tools_are_called_whole_and_streamed_alike(
+async def test_tools_are_called_the_same_whole_and_streamed(
     service: Served, choice: Any
 ) -> None:
     """By a model that knows nothing; also if a stage is lost meanwhile."""

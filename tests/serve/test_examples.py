@@ -108,7 +108,7 @@ def test_tensor_parallel_stage_survives_the_loss_of_either_rank(tmp_path: Path) 
             assert began_at(leader) is None
 
 
-def test_own_decoder_goes_on_after_a_loss(tmp_path: Path) -> None:
+def test_own_decoder_continues_after_a_loss(tmp_path: Path) -> None:
     """Its tokens are those of one pass over the whole text, and its page shows it."""
     code = (EXAMPLES / "decoder.py").read_text()
     page = (ROOT / "docs" / "serve" / "generation.md").read_text()

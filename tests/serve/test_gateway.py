@@ -173,8 +173,8 @@ def test_openai_embeds(ai: openai.OpenAI) -> None:
     assert plain.usage.total_tokens > 4
 
 
-def test_openai_embeds_more_texts_than_fit_the_queue(ai: openai.OpenAI) -> None:
-    """One call with more texts than the queue holds is answered."""
+def test_openai_embeds_more_inputs_than_fit_the_queue(ai: openai.OpenAI) -> None:
+    """One call with more inputs than the queue holds is answered."""
     found = ai.embeddings.create(model="minilm", input=["a"] * 600)
     assert [row.index for row in found.data] == list(range(600))
 
@@ -264,8 +264,10 @@ def test_values_that_the_model_cannot_take_are_the_clients_fault(
         assert words in answer.json()["error"]
 
 
-def test_long_text_is_cut_and_holds_nobody_up(http: httpx.Client) -> None:
-    """A text is cut to the model's length before it is encoded, so it delays nobody."""
+def test_long_input_is_truncated_and_delays_no_other_request(
+    http: httpx.Client,
+) -> None:
+    """An input is truncated before it is encoded, so it delays no other request."""
     asked = {"model": "minilm", "input": "words " * 150_000}
     assert http.post("/v1/embeddings", json=asked).status_code == 200
 

@@ -175,7 +175,7 @@ async def test_stream_survives_a_loss_at_every_token(
 async def test_stream_survives_two_stages_at_once_and_a_stopped_one(
     service: Served, pieces: list[str]
 ) -> None:
-    """The first and the last; then the middle, where another replica goes on."""
+    """The first and the last; then the middle, where another replica continues."""
     async with client(service) as api:
         stream = Stream(api)
         await stream.has(3)
@@ -187,7 +187,7 @@ async def test_stream_survives_two_stages_at_once_and_a_stopped_one(
     await is_whole(service)
 
 
-async def test_stream_goes_on_without_controller_and_during_an_update(
+async def test_stream_continues_without_controller_and_during_an_update(
     service: Served, pieces: list[str]
 ) -> None:
     """New streams are of the new version, and running ones end on the old one."""
@@ -212,7 +212,7 @@ async def test_stream_goes_on_without_controller_and_during_an_update(
         assert await Stream(api).end() == pieces
 
 
-async def test_stream_goes_on_without_store_and_fork_server(
+async def test_stream_continues_without_store_and_fork_server(
     service: Served, pieces: list[str]
 ) -> None:
     """Both are killed, and then a stage, which needs both to come back."""
@@ -227,7 +227,7 @@ async def test_stream_goes_on_without_store_and_fork_server(
 
 
 @pytest.mark.parametrize("which", ["store", "fork server", "controller", "heartbeat"])
-async def test_stream_goes_on_while_a_helper_is_stopped_and_goes_on(
+async def test_stream_continues_while_a_helper_is_stopped_and_resumed(
     service: Served, pieces: list[str], which: str
 ) -> None:
     """For longer than the silence after which a peer is given up."""
@@ -354,7 +354,7 @@ def is_stopped(pid: int) -> bool:
     return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
 
 
-def test_time_limits_and_full_queues_are_told_by_status(
+def test_time_limits_and_full_queues_are_reported_by_status(
     folder: Path, tmp_path: Path
 ) -> None:
     """A streamed request that cannot be taken is no stream with an error in it."""
@@ -455,7 +455,7 @@ async def test_metrics_count_tokens_and_times(service: Served) -> None:
 def test_prompt_with_a_known_beginning_is_computed_from_there_on(
     folder: Path, tmp_path: Path
 ) -> None:
-    """In every stage, and for the same tenant only; the text is the same.
+    """In every stage, and for the same tenant only; the completion is the same.
 
     The tokens are counted for their tenants, which may have a limit.
     """

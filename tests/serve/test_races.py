@@ -35,7 +35,7 @@ BATCH, FULL = 4, 200
 """Requests of a batch, and that fill the credit and the queues of three stages."""
 
 KILLS = 8
-"""Replicas that are killed while an update is under way."""
+"""Replicas that are killed while an update is in progress."""
 
 
 async def test_update_under_kills_loses_nothing(tmp_path: Path) -> None:

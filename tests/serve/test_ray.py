@@ -65,7 +65,7 @@ def is_whole(service: Served) -> bool:
 
 
 async def until(service: Served, is_so: Any, what: str) -> None:
-    """Wait until a condition holds, while traffic goes on."""
+    """Wait until a condition holds, while traffic continues."""
     await asyncio.to_thread(service.until, is_so, what, WAIT_S)
 
 
@@ -157,7 +157,7 @@ async def test_node_that_freezes_costs_no_request(
 def test_cluster_too_small_refuses_and_says_what_is_short(service: Served) -> None:
     """Scaling beyond the cluster is refused with the shortage, and changes nothing."""
     before = where(service)
-    with pytest.raises(ServeError, match=r"of 40 replicas have a place.*cpus short"):
+    with pytest.raises(ServeError, match=r"of 40 replicas can be placed.*cpus short"):
         service.scale("add", 40)
     assert where(service) == before
 
@@ -177,7 +177,7 @@ def test_second_controller_is_refused(
 
 @pytest.mark.heavy
 async def test_controller_that_is_lost_finds_its_actors_again(service: Served) -> None:
-    """Actors go on without a controller, and a new one adopts them all."""
+    """Actors continue without a controller, and a new one adopts them all."""
     before = where(service)
     async with traffic(service) as load:
         service.kill_controller()
@@ -238,7 +238,7 @@ async def test_bridge_that_hangs_is_named_and_replaced(service: Served) -> None:
 async def test_lost_head_stops_scaling_and_not_serving(
     service: Served, cluster: RayNodes
 ) -> None:
-    """Without a head the service goes on and says so, even with a new controller."""
+    """Without a head the service continues and says so, even with a new controller."""
     async with traffic(service):
         await asyncio.to_thread(cluster.lose_head)
         await until(service, lambda: "head" in service.status().trouble, "it is said")

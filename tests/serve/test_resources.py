@@ -84,7 +84,7 @@ def test_what_has_no_place_is_refused_and_nothing_changes(service: Served) -> No
 
     service.until(lambda: len(names()) == 5, "four replicas and a gateway")
     before = names()
-    with pytest.raises(ServeError, match=r"4 of 5 replicas have a place.*here: "):
+    with pytest.raises(ServeError, match=r"4 of 5 replicas can be placed.*here: "):
         service.scale("add", 5)
     bigger = spec_with(m_stages=STAGES, machine=MACHINE, m_version="2")
     bigger["models"]["m"]["stages"][1]["memory_mb"] = 300
@@ -106,7 +106,7 @@ def test_service_without_a_place_is_not_started(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(spec))
     done = _multiworld("serve", str(path), "--state", str(tmp_path / "state"))
     assert done.returncode == 1
-    assert "stage add of m (1): 1 of 2 replicas have a place" in done.stderr
+    assert "stage add of m (1): 1 of 2 replicas can be placed" in done.stderr
     assert "tiny: 50 MiB short" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -104,7 +104,7 @@ def test_nothing_runs_while_nobody_asks(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 async def test_no_more_is_started_than_there_is_room_for(tmp_path: Path) -> None:
-    """Scaling starts the replicas that have a place, and reports the others."""
+    """Scaling starts the replicas that can be placed, and reports the others."""
     spec = spec_with(
         m_stages=stages({**QUICK, "max_replicas": 4}, cpus=0.5),
         machine={"name": "here", "cpus": 1},
@@ -115,7 +115,7 @@ async def test_no_more_is_started_than_there_is_room_for(tmp_path: Path) -> None
         running = asyncio.ensure_future(load.run())
         try:
             await asyncio.to_thread(
-                service.until, lambda: service.stages()[1] == 2, "two have a place"
+                service.until, lambda: service.stages()[1] == 2, "two can be placed"
             )
             await asyncio.to_thread(
                 service.until,

@@ -324,7 +324,7 @@ async def test_two_gateways_share_the_port_and_one_may_be_lost(tmp_path: Path) -
 
 
 async def test_lost_store_hurts_nobody_and_comes_back(service: Served) -> None:
-    """Without the store traffic goes on; a lost replica is replaced once it is back."""
+    """Traffic continues without the store; a lost replica is replaced afterwards."""
     record = Service(None, service.state).folder.load()
     assert record is not None
     assert record.store is not None

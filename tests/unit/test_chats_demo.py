@@ -54,7 +54,7 @@ def test_token_that_came_twice_or_never_is_found(folder: Path, change: str) -> N
     assert (found.wrong >= 1, found.equal) == (True, 0)
 
 
-def test_chat_that_was_cut_is_told(folder: Path) -> None:
+def test_chat_that_was_cut_is_reported(folder: Path) -> None:
     """However right its tokens are."""
     found = verdict_of(folder, greedy(folder, PROMPT, 20), "the stream was cut")
     assert found.equal == 0

@@ -108,7 +108,7 @@ class WorldView(Protocol):
     def has_left(self, rank: int) -> bool:
         """Return whether a member has left gracefully."""
 
-    def tell(self, rank: int, message: BackendMessage) -> None:
+    def notify(self, rank: int, message: BackendMessage) -> None:
         """Send a control message to a member's backend."""
 
     def broken_error(self) -> Exception:

@@ -284,7 +284,7 @@ def REDUCE(lanes: LaneCollectives, call: Call) -> Steps:
 @declare(3)
 def ALL_GATHER(lanes: LaneCollectives, call: Call) -> Steps:
     tensor = checked(call.tensor)
-    targets = lanes.alike(call.tensors, tensor, "outs", is_written=True)
+    targets = lanes.matching(call.tensors, tensor, "outs", is_written=True)
 
     async def steps(operation: Operation) -> None:
         buffers = [await Buffer.of(target) for target in targets]
@@ -301,7 +301,7 @@ def GATHER(lanes: LaneCollectives, call: Call) -> Steps:
     tensor = checked(call.tensor)
     is_root = lanes.rank == call.root
     targets = (
-        lanes.alike(call.tensors, tensor, "outs", is_written=True) if is_root else []
+        lanes.matching(call.tensors, tensor, "outs", is_written=True) if is_root else []
     )
 
     async def steps(operation: Operation) -> None:
@@ -322,7 +322,7 @@ def GATHER(lanes: LaneCollectives, call: Call) -> Steps:
 def SCATTER(lanes: LaneCollectives, call: Call) -> Steps:
     out = checked(call.tensor)
     is_root = lanes.rank == call.root
-    parts = lanes.alike(call.tensors, out, "tensors") if is_root else []
+    parts = lanes.matching(call.tensors, out, "tensors") if is_root else []
 
     async def steps(operation: Operation) -> None:
         buffer = await Buffer.of(out)
@@ -342,7 +342,7 @@ def SCATTER(lanes: LaneCollectives, call: Call) -> Steps:
 def REDUCE_SCATTER(lanes: LaneCollectives, call: Call) -> Steps:
     out, op = checked(call.tensor), call.op
     combine = combiner(op, out)
-    given = lanes.alike(call.tensors, out, "tensors")
+    given = lanes.matching(call.tensors, out, "tensors")
 
     async def steps(operation: Operation) -> None:
         parts = [(await Buffer.of(tensor)).flat for tensor in given]
@@ -359,8 +359,8 @@ def REDUCE_SCATTER(lanes: LaneCollectives, call: Call) -> Steps:
 @declare(7)
 def ALL_TO_ALL(lanes: LaneCollectives, call: Call) -> Steps:
     like = checked(call.tensor)
-    targets = lanes.alike(call.tensors, like, "outs", is_written=True)
-    gives = lanes.alike(call.more, like, "ins")
+    targets = lanes.matching(call.tensors, like, "outs", is_written=True)
+    gives = lanes.matching(call.more, like, "ins")
 
     async def steps(operation: Operation) -> None:
         takes = [await Buffer.of(target) for target in targets]

@@ -95,7 +95,7 @@ def require_host(tensor: object, what: str) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def require_alike(
+def require_matching(
     tensors: Sequence[Tensor] | None,
     like: Tensor,
     size: int,

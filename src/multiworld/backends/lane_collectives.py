@@ -34,8 +34,8 @@ from multiworld.backends.dtypes import (
     is_plain,
     memory_of,
     plain,
-    require_alike,
     require_host,
+    require_matching,
 )
 from multiworld.backends.eager import begin
 from multiworld.backends.offload import offload, size_of
@@ -204,7 +204,7 @@ class LaneCollectives:
             for rank in self.others():
                 nonce = self._view.incarnation.nonce
                 note = EndCollectives(nonce, operation.number, error.rank)
-                self._view.tell(rank, note)
+                self._view.notify(rank, note)
             raise
 
     def end_from(self, number: int, left: int) -> None:
@@ -330,7 +330,7 @@ class LaneCollectives:
     async def _combine(self, combine: Combine, total: Tensor, arrived: Tensor) -> None:
         await offload(size_of(total), combine, total, arrived)
 
-    def alike(
+    def matching(
         self,
         tensors: Sequence[Tensor] | None,
         like: Tensor,
@@ -338,7 +338,7 @@ class LaneCollectives:
         *,
         is_written: bool = False,
     ) -> list[Tensor]:
-        return require_alike(
+        return require_matching(
             tensors, like, self.size, what, checked, is_written=is_written
         )
 

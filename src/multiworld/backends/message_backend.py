@@ -196,7 +196,7 @@ class MessageBackend:
         if self._view.has_left(rank) and not self._has_lane(rank):
             raise self._view.left_error(rank)
         if not self._view.dials(rank) and rank not in self._opening:
-            self._view.tell(rank, OpenLane(self._view.incarnation.nonce))
+            self._view.notify(rank, OpenLane(self._view.incarnation.nonce))
         task = self._start_opening(rank)
         try:
             await asyncio.shield(task)

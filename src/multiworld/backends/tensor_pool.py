@@ -44,7 +44,7 @@ class TensorPool:
         block = self._take(size) or _new(-(-size // STEP_BYTES) * STEP_BYTES)
         # A ctypes array allows weak references, and keeps the block's buffer alive.
         lease = (ctypes.c_ubyte * len(block)).from_buffer(block)
-        weakref.finalize(lease, self._give_back, block).atexit = False
+        weakref.finalize(lease, self._release, block).atexit = False
         return torch.frombuffer(lease, dtype=dtype, count=count)
 
     def _take(self, size: int) -> mmap.mmap | None:
@@ -58,7 +58,7 @@ class TensorPool:
             return block
         return None
 
-    def _give_back(self, block: mmap.mmap) -> None:
+    def _release(self, block: mmap.mmap) -> None:
         # The garbage collector calls this, perhaps inside a method above: no locks.
         self._idle.append(block)
         while self.idle_bytes > self._kept_bytes:

@@ -180,7 +180,7 @@ def _helper() -> Finding:
             "heartbeat",
             "warn",
             "/proc does not show processes",
-            "a stopped process is then told from a busy one by silence alone",
+            "a stopped process is then distinguished from a busy one by silence alone",
         )
     return Finding("heartbeat", "ok", "helper process, /proc readable")
 

@@ -51,7 +51,7 @@ def run(service: Service, last: int, *, snapshots: bool, as_json: bool) -> int:
             f"{failing.failures} times, the last: {failing.cause}"
         )
     for title, why in found.unplaced.items():
-        click.echo(f"{title} has no place: {why}")
+        click.echo(f"{title} cannot be placed: {why}")
     _show_operations(found.operations)
     _show_assessments(decided.thoughts)
     _show_decisions(decided.decisions)

@@ -122,7 +122,7 @@ def run(
 
 def _print_breakdown(phases: list[PhaseSummary], cpu: dict[str, float] | None) -> None:
     if not phases:
-        click.echo("the service does not tell what the time was spent on")
+        click.echo("the service does not report a breakdown of the time")
         return
     table = new_table("what the time was spent on", "")
     for column in ("phase", "mean", "p50", "p99", "share"):

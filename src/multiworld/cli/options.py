@@ -70,7 +70,7 @@ def new_table(title: str, *names: str) -> Table:
 def print_table(table: Table) -> None:
     """Print a table as wide as the terminal, or wider rather than cut a value."""
     console = Console()
-    widths, least = [], []
+    widths, min_widths = [], []
     for column in table.columns:
         column.overflow = "fold"
         cells = [
@@ -79,13 +79,13 @@ def print_table(table: Table) -> None:
         widths.append(max(map(cell_len, "\n".join(cells).split("\n"))))
         longest_word = max(map(cell_len, " ".join(cells).split()), default=0)
         if column.no_wrap:
-            least.append(widths[-1])
+            min_widths.append(widths[-1])
         else:
-            least.append(min(longest_word, WORD_WIDTH))
+            min_widths.append(min(longest_word, WORD_WIDTH))
     total = sum(widths) + 2 * len(widths)  # a space and a divider for each
     # Do not fold in a file or a pipe: other programs read it line by line.
     while console.is_terminal and total > console.width:
-        slack = [(w, n) for n, w in enumerate(widths) if w > least[n]]
+        slack = [(w, n) for n, w in enumerate(widths) if w > min_widths[n]]
         if not slack:
             break
         widths[max(slack)[1]] -= 1

@@ -283,7 +283,7 @@ def _table(plan: PlanShown) -> Table:
             batch,
             row.device,
             ", ".join(books) or "-",
-            "\n".join(where) or "[red]no place[/]",
+            "\n".join(where) or "[red]not placed[/]",
         )
     return table
 

@@ -41,7 +41,7 @@ def run(service: Service, *, as_json: bool) -> int:
     print_table(_table(status.app, rows))
     console = Console()
     for title, why in status.unplaced.items():
-        console.print(f"[red]{title} has no place[/]: {why}", soft_wrap=True)
+        console.print(f"[red]{title} cannot be placed[/]: {why}", soft_wrap=True)
     return 0
 
 

@@ -74,28 +74,28 @@ class SimulationOptions:
     as_json: bool
 
 
-def run(wish: SimulationOptions) -> int:
-    limits = wish.stretch, wish.begin_s, wish.start_s, wish.seconds or 0.0
+def run(options: SimulationOptions) -> int:
+    limits = options.stretch, options.begin_s, options.start_s, options.seconds or 0.0
     if not all(map(math.isfinite, limits)):
         raise click.UsageError(
             "--stretch, --from, --seconds and --start-s must be finite numbers"
         )
-    app = load_spec(wish.spec)
-    arrivals = _arrivals(wish, app)
+    app = load_spec(options.spec)
+    arrivals = _arrivals(options, app)
     outcomes: dict[str, list[SimulationResult]] = {}
-    for name in wish.policies or _compared(app):
+    for name in options.policies or _compared(app):
         models = [
-            _model(wish, app, model, name, arrivals[model]) for model in app.models
+            _model(options, app, model, name, arrivals[model]) for model in app.models
         ]
-        outcomes[name] = _simulated(wish, app, name, models, arrivals)
+        outcomes[name] = _simulated(options, app, name, models, arrivals)
     verdicts = [judge(n, o) for n, found in outcomes.items() for o in found]
-    if wish.as_json:
+    if options.as_json:
         whole = _finite(_whole(verdicts, outcomes))
         click.echo(json.dumps(whole, indent=2, default=str))
     else:
         print_table(_table(verdicts, app))
-    if wish.plot is not None:
-        _draw(wish, wish.plot, outcomes)
+    if options.plot is not None:
+        _draw(options, options.plot, outcomes)
     return 0
 
 
@@ -105,16 +105,16 @@ def _compared(app: AppSpec) -> list[str]:
 
 
 def _simulated(
-    wish: SimulationOptions,
+    options: SimulationOptions,
     app: AppSpec,
     policy_name: str,
     models: list[PipelineModel],
     arrivals: dict[str, list[Arrival]],
 ) -> list[SimulationResult]:
     asked = [arrivals[model] for model in app.models]
-    chance = random.Random(wish.seed).random
+    chance = random.Random(options.seed).random
     try:
-        return replay(models, asked, chance, _room(wish, app))
+        return replay(models, asked, chance, _room(options, app))
     except Exception as error:
         if ":" not in policy_name and policy_name != OWN:
             raise  # a policy of this package: a bug
@@ -124,19 +124,19 @@ def _simulated(
 
 
 def _draw(
-    wish: SimulationOptions, path: Path, outcomes: dict[str, list[SimulationResult]]
+    options: SimulationOptions, path: Path, outcomes: dict[str, list[SimulationResult]]
 ) -> None:
     try:
         from multiworld.serve.simulation.picture import draw
 
-        draw(path, _title(wish), outcomes)
+        draw(path, _title(options), outcomes)
     except ModuleNotFoundError as error:
         raise click.ClickException(
             f"--plot needs {error.name}: pip install 'multiworld-elastic[demo]'"
         ) from error
     except (OSError, ValueError) as error:
         raise click.ClickException(f"--plot {path}: {error}") from error
-    click.echo(f"drew {path}", err=wish.as_json)
+    click.echo(f"drew {path}", err=options.as_json)
 
 
 def _finite(data: Any) -> Any:
@@ -151,24 +151,26 @@ def _finite(data: Any) -> Any:
 # Input.
 
 
-def _arrivals(wish: SimulationOptions, app: AppSpec) -> dict[str, list[Arrival]]:
+def _arrivals(options: SimulationOptions, app: AppSpec) -> dict[str, list[Arrival]]:
     """Return the arrivals of every model, ordered by time."""
     found: dict[str, list[Arrival]] = {name: [] for name in app.models}
-    for text in wish.traces:
+    for text in options.traces:
         model, path = _assigned(text, app)
         if not Path(path).exists() and "=" in text:
             model, path = _first(app), text  # a file with = in its name
-        read = traces.read_trace(Path(path), by_tokens=wish.by_tokens)
+        read = traces.read_trace(Path(path), by_tokens=options.by_tokens)
         _add(found, model, read)
-    for text in wish.generated:
+    for text in options.generated:
         model, described = _assigned(text, app)
-        _add(found, model, traces.generated(described, wish.seed))
+        _add(found, model, traces.generated(described, options.seed))
     if not any(found.values()):
         raise click.UsageError("give --trace or --generate")
-    end_s = float("inf") if wish.seconds is None else wish.begin_s + wish.seconds
+    end_s = (
+        float("inf") if options.seconds is None else options.begin_s + options.seconds
+    )
     for name, all_ in found.items():
-        cut = traces.between(sorted(all_), wish.begin_s, end_s)
-        found[name] = traces.stretched(cut, wish.stretch)
+        cut = traces.between(sorted(all_), options.begin_s, end_s)
+        found[name] = traces.stretched(cut, options.stretch)
     if not any(found.values()):
         raise click.UsageError(
             "the trace has no request in the chosen part; see --from and --seconds"
@@ -197,15 +199,15 @@ def _first(app: AppSpec) -> str:
 
 
 def _model(
-    wish: SimulationOptions,
+    options: SimulationOptions,
     app: AppSpec,
     name: str,
     chosen: str,
     arrivals: Sequence[Arrival],
 ) -> PipelineModel:
     spec = app.models[name]
-    measured = _measured(wish, spec)
-    model = pipeline_of(name, spec, reference_policies.fixed, measured, wish.start_s)
+    measured = _measured(options, spec)
+    model = pipeline_of(name, spec, reference_policies.fixed, measured, options.start_s)
     kind, _, counts = chosen.partition(":")
     if model.limits is not None and chosen in NO_TEXTS:
         raise click.UsageError(
@@ -215,7 +217,9 @@ def _model(
     if kind == "fixed":
         return with_fleet(model, _fleet(model, counts, arrivals))
     if chosen == "oracle":
-        return with_foresight(model, arrivals, lambda: random.Random(wish.seed).random)
+        return with_foresight(
+            model, arrivals, lambda: random.Random(options.seed).random
+        )
     is_scaled = any(stage.limits for stage in model.stages)
     if chosen == OWN and not is_scaled:
         return model  # its fleet is fixed
@@ -257,25 +261,25 @@ def _fleet(
     return plans[plan_for(plans, len(arrivals) / span_s)].replicas
 
 
-def _measured(wish: SimulationOptions, spec: ModelSpec) -> ModelProfile | None:
+def _measured(options: SimulationOptions, spec: ModelSpec) -> ModelProfile | None:
     if spec.profile is None:
         return None
-    return load_profile(wish.spec.parent / spec.profile)
+    return load_profile(options.spec.parent / spec.profile)
 
 
-def _room(wish: SimulationOptions, app: AppSpec) -> Room:
-    if wish.nodes is None:
+def _room(options: SimulationOptions, app: AppSpec) -> Room:
+    if options.nodes is None:
         return Room()
     needs = {name: tuple(needs_of(spec)) for name, spec in app.models.items()}
-    return Machines(Bookings(read_nodes(wish.nodes)), needs)
+    return Machines(Bookings(read_nodes(options.nodes)), needs)
 
 
 # Output.
 
 
-def _title(wish: SimulationOptions) -> str:
-    names = [Path(text.rpartition("=")[2]).name for text in wish.traces]
-    return ", ".join([*names, *wish.generated])
+def _title(options: SimulationOptions) -> str:
+    names = [Path(text.rpartition("=")[2]).name for text in options.traces]
+    return ", ".join([*names, *options.generated])
 
 
 def _whole(

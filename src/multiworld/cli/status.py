@@ -63,7 +63,7 @@ def _shown(found: StatusAnswer) -> Group:
         for failing in found.failing
     ]
     parts += [
-        f"[red]{escape(title)} has no place: {escape(why)}[/]"
+        f"[red]{escape(title)} cannot be placed: {escape(why)}[/]"
         for title, why in found.unplaced.items()
     ]
     parts += [
@@ -110,8 +110,8 @@ def _print(found: StatusAnswer) -> None:
     """Print a status as wide as the terminal, or wider rather than cut a heading."""
     console = Console()
     unbound = console.options.update(max_width=1_000)
-    least = console.measure(_processes(found), options=unbound).maximum
-    Console(width=max(console.width, least)).print(_shown(found))
+    min_width = console.measure(_processes(found), options=unbound).maximum
+    Console(width=max(console.width, min_width)).print(_shown(found))
 
 
 def _work(process: ProcessShown, found: StatusAnswer) -> tuple[str, str, str]:

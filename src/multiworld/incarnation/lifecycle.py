@@ -142,14 +142,14 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class WasLost:
-    """A member was declared lost, by member ``told_by`` or (None) by this process's
+    """A member was declared lost, by member ``reported_by`` or (None) by this process's
     watchdog."""
 
     rank: int
     reason: str
     evidence: str = ""
     silent_s: float = 0.0
-    told_by: int | None = None
+    reported_by: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +180,12 @@ class Resumes:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The world failed, but no member is known to be lost. Member ``told_by`` reported
-    it; None if this process noticed."""
+    """The world failed, but no member is known to be lost. ``reported_by`` is the rank
+    that reported it; None if this process noticed."""
 
     reason: str
     evidence: str = ""
-    told_by: int | None = None
+    reported_by: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +324,7 @@ def _lost_too(
         return life, ()
     life = replace(life, breakage=replace(first, lost=first.lost | {loss.rank}))
     event = Publish(_lost_event(life, loss))
-    if loss.told_by is not None:
+    if loss.reported_by is not None:
         return life, (event,)
     return life, (TellBroken(_breakage_of(life, loss)), event)
 

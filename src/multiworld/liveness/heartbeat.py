@@ -187,9 +187,9 @@ class Heartbeat:
 
     def _check_helper(self) -> None:
         code = None if self._process is None else self._process.poll()
-        most_s = MISSED_S if self._has_reported else START_S
+        limit_s = MISSED_S if self._has_reported else START_S
         # Each miss is a wait of two intervals.
-        is_stuck = self._missed >= max(2, round(most_s / (2 * self._heartbeat_s)))
+        is_stuck = self._missed >= max(2, round(limit_s / (2 * self._heartbeat_s)))
         if self._control is not None and code is None and not is_stuck:
             return
         why = "is stuck" if is_stuck else f"exited with {code}"

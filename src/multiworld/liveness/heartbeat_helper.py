@@ -37,7 +37,7 @@ WAITING, COMPUTING = 0, 1
 """Activity of an event loop's thread: it sleeps in a system call, or runs."""
 
 NEVER_MS = 0xFFFFFFFF
-"""Value of ``Beat.heard_ms`` if the sender never heard the receiver."""
+"""Value of ``HeartbeatFrame.heard_ms`` if the sender never heard the receiver."""
 
 SIGN = struct.Struct("<d")
 """Format of an owner's sign: its time in seconds on the monotonic clock."""
@@ -70,7 +70,7 @@ DATAGRAMS_A_TURN = 64
 """Maximum number of datagrams read from one peer per turn."""
 
 
-class Beat:
+class HeartbeatFrame:
     """Content of one heartbeat frame.
 
     ``doing`` is meaningful only while the loop gives no sign; ``heard_ms`` may be
@@ -98,13 +98,18 @@ def seal(body: bytes, key: bytes) -> bytes:
     return hmac.digest(key, body, hashlib.sha256)[:_SEAL_BYTES]
 
 
-def encode_beat(beat: Beat, key: bytes) -> bytes:
-    lag_ms, heard_ms = min(beat.lag_ms, NEVER_MS), min(beat.heard_ms, NEVER_MS)
-    body = _FRAME.pack(MAGIC, beat.state, beat.doing, beat.sequence, lag_ms, heard_ms)
+def encode_heartbeat(heartbeat: HeartbeatFrame, key: bytes) -> bytes:
+    lag_ms, heard_ms = (
+        min(heartbeat.lag_ms, NEVER_MS),
+        min(heartbeat.heard_ms, NEVER_MS),
+    )
+    body = _FRAME.pack(
+        MAGIC, heartbeat.state, heartbeat.doing, heartbeat.sequence, lag_ms, heard_ms
+    )
     return body + seal(body, key)
 
 
-def decode_beat(frame: bytes, key: bytes) -> Beat:
+def decode_heartbeat(frame: bytes, key: bytes) -> HeartbeatFrame:
     """Return the heartbeat in a frame; raise ``ValueError`` if it is not authentic."""
     body = frame[: _FRAME.size]
     magic, state, doing, sequence, lag_ms, heard_ms = _FRAME.unpack(body)
@@ -112,7 +117,7 @@ def decode_beat(frame: bytes, key: bytes) -> Beat:
         raise ValueError("the frame is not a heartbeat")
     if not hmac.compare_digest(frame[_FRAME.size :], seal(body, key)):
         raise ValueError("the heartbeat has a wrong authentication code")
-    return Beat(state, doing, sequence, lag_ms, heard_ms)
+    return HeartbeatFrame(state, doing, sequence, lag_ms, heard_ms)
 
 
 def _stat_of(path: str) -> list[bytes] | None:
@@ -156,17 +161,17 @@ class HeartbeatTarget:
         self.sock = sock
         self.datagrams: socket.socket | None = None
         # The connection has ended; the owner knows it.
-        self.is_ended = self.is_told = False
+        self.is_ended = self.is_reported = False
         self._out_key, self._in_key = out_key, in_key
         self._rest = b""
         self._inbox = b""
         self._sequence = 0
         self.heard_at: float | None = None
-        self.latest: Beat | None = None
+        self.latest: HeartbeatFrame | None = None
 
-    def send(self, beat: Beat) -> None:
-        """Send ``beat``, or the rest of the previous one if that is still unsent."""
-        fresh = encode_beat(beat, self._out_key)
+    def send(self, heartbeat: HeartbeatFrame) -> None:
+        """Send a heartbeat, or the rest of the previous one if that is unsent."""
+        fresh = encode_heartbeat(heartbeat, self._out_key)
         if self.datagrams is not None:
             try:
                 self.datagrams.send(fresh)
@@ -193,11 +198,11 @@ class HeartbeatTarget:
         while len(self._inbox) >= FRAME_BYTES:
             frame = self._inbox[:FRAME_BYTES]
             try:
-                self._take(decode_beat(frame, self._in_key), now)
+                self._take(decode_heartbeat(frame, self._in_key), now)
                 self._inbox = self._inbox[FRAME_BYTES:]
             except ValueError:
-                # The peer's helper was replaced in the middle of a frame, or a
-                # stranger sent this: resume at the next bytes that look like a frame.
+                # The peer's helper was replaced in the middle of a frame, or an
+                # untrusted peer sent this: resume at the next frame's marker.
                 start = self._inbox.find(MAGIC, 1)
                 self._inbox = self._inbox[start:] if start > 0 else b""
         return bool(data)
@@ -207,11 +212,11 @@ class HeartbeatTarget:
         for _ in range(DATAGRAMS_A_TURN):
             try:
                 frame = self.datagrams.recv(FRAME_BYTES + 1)
-                self._take(decode_beat(frame, self._in_key), now)
+                self._take(decode_heartbeat(frame, self._in_key), now)
             except (BlockingIOError, InterruptedError):
                 return
             except (OSError, ValueError, struct.error):
-                # The error of an earlier send, or a stranger's datagram.
+                # The error of an earlier send, or an untrusted datagram.
                 if not self._is_readable():
                     return
 
@@ -223,9 +228,13 @@ class HeartbeatTarget:
             return False
         return True
 
-    def _take(self, beat: Beat, now: float) -> None:
-        if beat.sequence > self._sequence:
-            self._sequence, self.heard_at, self.latest = beat.sequence, now, beat
+    def _take(self, heartbeat: HeartbeatFrame, now: float) -> None:
+        if heartbeat.sequence > self._sequence:
+            self._sequence, self.heard_at, self.latest = (
+                heartbeat.sequence,
+                now,
+                heartbeat,
+            )
 
 
 class HeartbeatHelper:
@@ -260,14 +269,14 @@ class HeartbeatHelper:
             if time.monotonic() >= due:
                 self._read()
                 self._report()
-                self._beat()
+                self._send_heartbeats()
                 due = time.monotonic() + self._heartbeat_s
         for number in list(self._targets):
             self._drop(number)
         self._selector.close()
         self._control.close()
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         now = time.monotonic()
         state, doing = RUNNING, WAITING
         lag_ms = max(0, int((now - SIGN.unpack_from(self._sign)[0]) * 1000))
@@ -283,7 +292,7 @@ class HeartbeatHelper:
             heard_ms = NEVER_MS
             if target.heard_at is not None:
                 heard_ms = int((now - target.heard_at) * 1000)
-            target.send(Beat(state, doing, sequence, lag_ms, heard_ms))
+            target.send(HeartbeatFrame(state, doing, sequence, lag_ms, heard_ms))
 
     def _read(self) -> None:
         now = time.monotonic()
@@ -316,7 +325,7 @@ class HeartbeatHelper:
                 return
             for number in numbers:
                 target = self._unreported.pop(number)
-                target.is_told = target.is_ended
+                target.is_reported = target.is_ended
 
     def _handle_order(self) -> None:
         try:
@@ -346,10 +355,17 @@ class HeartbeatHelper:
 
 
 def _report_of(number: int, target: HeartbeatTarget) -> bytes:
-    beat, at = target.latest, target.heard_at
-    if beat is None or at is None or (target.is_ended and not target.is_told):
+    heartbeat, at = target.latest, target.heard_at
+    if heartbeat is None or at is None or (target.is_ended and not target.is_reported):
         return REPORT.pack(number, ENDED, 0, 0, 0, 0.0)
-    return REPORT.pack(number, beat.state, beat.doing, beat.lag_ms, beat.heard_ms, at)
+    return REPORT.pack(
+        number,
+        heartbeat.state,
+        heartbeat.doing,
+        heartbeat.lag_ms,
+        heartbeat.heard_ms,
+        at,
+    )
 
 
 def main() -> None:

@@ -200,13 +200,13 @@ class LinkTable:
         )
         control = await self.reach(address, hello)
         try:
-            beat = await self._dial_heartbeat(key, address, seal, number=1)
+            sock = await self._dial_heartbeat(key, address, seal, number=1)
         except BaseException:
             control.close()
             raise
         peer = self._add(SocketLink(key, control, self), seal)
         peer.address = address
-        self.heartbeats.begin(peer.link, beat, seal, dialed=True, number=1)
+        self.heartbeats.begin(peer.link, sock, seal, dialed=True, number=1)
 
     async def _dial_heartbeat(
         self, key: LinkKey, address: Address, seal: bytes, *, number: int
@@ -219,9 +219,9 @@ class LinkTable:
             to_host=key.remote_host,
             number=number,
         )
-        beat = await self.reach(address, hello, Security(secret=seal))
-        assert isinstance(beat, socket.socket)
-        return beat
+        sock = await self.reach(address, hello, Security(secret=seal))
+        assert isinstance(sock, socket.socket)
+        return sock
 
     async def _dial_heartbeat_again(self, key: LinkKey) -> None:
         for pause_s in AGAIN_S:
@@ -231,7 +231,7 @@ class LinkTable:
             peer.heartbeats += 1
             number = peer.heartbeats
             try:
-                beat = await self._dial_heartbeat(
+                sock = await self._dial_heartbeat(
                     key, peer.address, peer.seal, number=number
                 )
             except OSError as error:
@@ -240,10 +240,10 @@ class LinkTable:
                 continue
             if self._peers.get(key) is peer:
                 self.heartbeats.begin(
-                    peer.link, beat, peer.seal, dialed=True, number=number
+                    peer.link, sock, peer.seal, dialed=True, number=number
                 )
             else:
-                beat.close()
+                sock.close()
             return
 
     def _heartbeat_ended(self, key: LinkKey) -> None:

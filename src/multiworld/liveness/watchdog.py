@@ -173,7 +173,7 @@ class WatchDog:
         """
         self._worlds.retire(nonce)
 
-    def tell(self, rank: int, message: WorldMessage) -> None:
+    def notify(self, rank: int, message: WorldMessage) -> None:
         """Send a control message to one member of its incarnation; never wait.
 
         Args:
@@ -281,8 +281,8 @@ class WatchDog:
         while True:
             try:
                 # Judge nobody before the heartbeats that have arrived are read.
-                is_told = await self._links.heartbeats.tick()
-                self._observe(Ticked() if is_told else Blinded())
+                is_reported = await self._links.heartbeats.tick()
+                self._observe(Ticked() if is_reported else Blinded())
                 self._purge()
             except Exception:
                 logger.exception("the watchdog continues after an error")

@@ -13,7 +13,7 @@ no I/O itself (it draws random numbers), so streams, plain sockets and threads s
 
 The proofs are HMACs (SHA-256) over the hello and the challenge. Both contain fresh
 random values, so a recorded proof is worthless later. The acceptor proves itself last:
-a stranger receives nothing against which it could test guesses of the secret.
+an untrusted peer receives nothing against which it could test guesses of the secret.
 """
 
 from __future__ import annotations

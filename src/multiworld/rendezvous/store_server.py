@@ -129,7 +129,7 @@ class StoreServer:
     def turned_away(self, hello: Hello, error: HandshakeError, where: object) -> None:
         """Fail the joins that wait for a member of another protocol version.
 
-        With a secret or TLS, do nothing: strangers must not be able to disturb a world.
+        With a secret or TLS, do nothing: an untrusted peer must not disturb a world.
         """
         if error.kind != "version" or self._security.secret or self._security.tls:
             return

@@ -122,7 +122,7 @@ class StoreSession:
     def announce(self, where: StoreAddresses) -> None:
         """Report the ranks that this process holds, as the store may have restarted."""
         for holding in self._owner.holdings(where):
-            self._tell(holding)
+            self._send(holding)
 
     async def claim(self, claim: Claim | SurvivorClaim) -> ClaimOutcome:
         """Claim a rank and wait for the reply; cancelling withdraws the claim."""
@@ -147,7 +147,7 @@ class StoreSession:
                 return outcome
             raise RendezvousError(f"the store answered a claim with {outcome}")
         except asyncio.CancelledError:
-            self._tell(Withdraw(request))
+            self._send(Withdraw(request))
             raise
         finally:
             self._waiting.pop(request, None)
@@ -159,16 +159,16 @@ class StoreSession:
         """Withdraw the last claim that was answered, if it was granted."""
         request = self._answered.pop(world, None)
         if request is not None:
-            self._tell(Withdraw(request))
+            self._send(Withdraw(request))
 
     def left(
         self, world: str, epoch: int, rank: int, lost: frozenset[int] = frozenset()
     ) -> None:
         """Report a rank that this process no longer holds, and others that are lost."""
         self._answered.pop(world, None)
-        self._tell(Leave(world, epoch, rank, tuple(sorted(lost))))
+        self._send(Leave(world, epoch, rank, tuple(sorted(lost))))
 
-    def _tell(self, message: StoreRequest) -> None:
+    def _send(self, message: StoreRequest) -> None:
         if self._wire is not None:
             self._wire.send(message)
 
@@ -176,7 +176,7 @@ class StoreSession:
         match message:
             case AskHolds(ask, world, epoch, rank):
                 holds = self._owner.holds(world, epoch, rank)
-                self._tell(HoldsAnswer(ask, holds))
+                self._send(HoldsAnswer(ask, holds))
             case NewcomerWaits():
                 self._owner.member_waits(message)
             case MemberGaveUp():

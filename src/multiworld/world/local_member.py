@@ -305,16 +305,18 @@ class LocalMember:
                 if not self._life.is_over:
                     self.backend.on_message(rank, message)
 
-    def _on_broken(self, rank: int, told: control.Broken) -> None:
-        if told.rank is None:
-            self.report(Failed(told.reason, told.evidence, told_by=rank))
+    def _on_broken(self, rank: int, message: control.Broken) -> None:
+        if message.rank is None:
+            self.report(Failed(message.reason, message.evidence, reported_by=rank))
             return
-        reason = told.reason.removeprefix(f"rank {told.rank} was lost: ")
-        if told.rank == self.rank:
-            self.report(WasAccused(rank, reason, told.evidence))
+        reason = message.reason.removeprefix(f"rank {message.rank} was lost: ")
+        if message.rank == self.rank:
+            self.report(WasAccused(rank, reason, message.evidence))
             return
-        evidence = f"told by rank {rank}: {told.evidence}"
-        self.report(WasLost(told.rank, reason, evidence, told.silent_s, told_by=rank))
+        evidence = f"reported by rank {rank}: {message.evidence}"
+        self.report(
+            WasLost(message.rank, reason, evidence, message.silent_s, reported_by=rank)
+        )
 
     def on_finding(self, rank: int, finding: Finding) -> None:
         match finding:
@@ -360,7 +362,7 @@ class LocalMember:
 
     def _tell_all(self, message: control.WorldMessage) -> None:
         for rank in self._others():
-            self._watchdog.tell(rank, message)
+            self._watchdog.notify(rank, message)
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.incarnation.size) if rank != self.rank]
@@ -398,8 +400,8 @@ class LocalMember:
     def has_left(self, rank: int) -> bool:
         return rank in self._life.left
 
-    def tell(self, rank: int, message: control.BackendMessage) -> None:
-        self._watchdog.tell(rank, message)
+    def notify(self, rank: int, message: control.BackendMessage) -> None:
+        self._watchdog.notify(rank, message)
 
     # Errors: a new one each time, because sharing one would mix up tracebacks.
 

@@ -159,7 +159,7 @@ async def test_receive_spins_after_a_short_wait(
     assert lane.polls == 50
 
 
-async def test_cancelled_receive_gives_its_message_back() -> None:
+async def test_cancelled_receive_returns_its_message() -> None:
     """The next receive gets it, whether it came before or after the cancelling."""
     bench = Bench()
     for value_ in (1, 2):

@@ -81,7 +81,7 @@ def test_every_declaration_is_pinned_above() -> None:
 
 
 def test_code_is_given_once(ring: Collective) -> None:
-    """Two collectives with one code could not be told apart."""
+    """Two collectives with one code could not be distinguished."""
     assert (ring.name, ring.code) == ("ring", CODE)
     with pytest.raises(AssertionError, match="200"):
         declare(CODE)(RING)

@@ -19,7 +19,7 @@ async def test_what_need_not_wait_is_done_at_once() -> None:
     assert done == [1]
 
 
-async def test_the_rest_goes_on_where_it_waited() -> None:
+async def test_the_rest_continues_where_it_waited() -> None:
     loop = asyncio.get_running_loop()
     first, second = loop.create_future(), loop.create_future()
     seen: list[object] = []

@@ -117,7 +117,7 @@ async def test_cancelled_receive_puts_its_message_back_in_place() -> None:
     assert [value(bench.post()), value(bench.post())] == [5, 6]
 
 
-async def test_revoked_message_gives_its_receive_back_its_turn() -> None:
+async def test_receive_of_a_revoked_message_regains_its_turn() -> None:
     """The receive waits again, ahead of later receives."""
     bench = Bench()
     first, second = bench.post(), bench.post()

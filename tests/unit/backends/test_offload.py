@@ -52,7 +52,7 @@ async def test_result_and_error_are_the_calls_own(size: int) -> None:
 
 
 async def test_loop_runs_while_a_thread_works() -> None:
-    """Other tasks go on meanwhile."""
+    """Other tasks continue meanwhile."""
     gate = Gate()
     working = asyncio.create_task(in_thread(gate.call))
     await until(lambda: gate.began)
@@ -63,7 +63,7 @@ async def test_loop_runs_while_a_thread_works() -> None:
 
 @pytest.mark.parametrize("times", [1, 3])
 async def test_cancelling_waits_for_the_thread(times: int) -> None:
-    """Otherwise it would go on writing to memory that the caller reuses."""
+    """Otherwise it would continue writing to memory that the caller reuses."""
     gate = Gate()
     working = asyncio.create_task(in_thread(gate.call))
     await until(lambda: gate.began)

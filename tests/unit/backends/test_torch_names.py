@@ -172,7 +172,7 @@ def test_doctor_fails_on_a_missing_name(monkeypatch: pytest.MonkeyPatch) -> None
         ("unknown", False),
     ],
 )
-def test_versions_are_told_apart_by_their_minor_release(
+def test_versions_are_distinguished_by_their_minor_release(
     version: str, is_tested: bool
 ) -> None:
     """Local and patch versions do not matter."""

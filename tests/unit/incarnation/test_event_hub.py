@@ -40,7 +40,7 @@ def test_every_subscriber_gets_every_event_from_now_on() -> None:
 
 
 @pytest.mark.parametrize("extra", [0, 1, 5])
-def test_slow_reader_loses_the_oldest_and_is_told_how_many(extra: int) -> None:
+def test_slow_reader_loses_the_oldest_and_learns_how_many(extra: int) -> None:
     """The report comes first, and only once."""
     hub = EventHub()
     subscription = hub.subscribe()

@@ -59,7 +59,7 @@ def test_opened_when_joining_then_ready() -> None:
     assert play(WasLost(1, "x"), Opened())[0].phase is Phase.BROKEN
 
 
-def test_loss_when_ready_then_others_are_told_before_anything_closes() -> None:
+def test_loss_when_ready_then_others_are_notified_before_anything_closes() -> None:
     """A member that sees a connection end without a reason would accuse this one."""
     life, actions = play(Opened(), WasLost(2, "died", "eof", 0.5))
     assert life.phase is Phase.BROKEN
@@ -79,7 +79,7 @@ def test_second_loss_adds_to_the_lost_and_keeps_the_reason() -> None:
     assert isinstance(actions[0], TellBroken)  # only this member may know of it
     assert actions[0].breakage.rank == 1
     assert play(Opened(), WasLost(2, "died"), WasLost(2, "again"))[1] == []
-    told = WasLost(1, "too", told_by=3)
+    told = WasLost(1, "too", reported_by=3)
     assert [type(a) for a in play(Opened(), WasLost(2, "died"), told)[1]] == [Publish]
     assert life.breakage is not None
     assert life.breakage.rank == 2
@@ -87,7 +87,7 @@ def test_second_loss_adds_to_the_lost_and_keeps_the_reason() -> None:
 
 
 def test_accused_that_lives_is_fenced_and_accuses_nobody() -> None:
-    """The others go on without it; a verdict of its own would contradict theirs."""
+    """The others continue without it; a verdict of its own would contradict theirs."""
     life, actions = play(Opened(), WasAccused(2, "it has been silent"))
     assert life.phase is Phase.BROKEN
     assert not any(isinstance(action, TellBroken) for action in actions)
@@ -106,7 +106,7 @@ def test_mutual_accusation_keeps_the_first() -> None:
     assert isinstance(life.breakage.error(), MemberLostError)
 
 
-def test_stalled_member_is_told_and_breaks_nothing() -> None:
+def test_stalled_member_is_reported_and_breaks_nothing() -> None:
     """Stalled is not lost."""
     life, actions = play(Opened(), Stalls(1, 3.0, "computes"))
     assert life.phase is Phase.READY
@@ -143,7 +143,7 @@ def test_leave_when_ready_then_member_fails_and_is_reported() -> None:
     assert published(actions) == [MemberLeft]
 
 
-def test_close_when_ready_then_others_are_told() -> None:
+def test_close_when_ready_then_others_are_notified() -> None:
     """The end is a polite one."""
     life, actions = play(Opened(), CloseAsked())
     assert life.phase is Phase.CLOSED
@@ -175,7 +175,7 @@ def test_one_that_closes_as_broken_has_not_left_politely() -> None:
     assert life.breakage.rank == 1
 
 
-def test_close_when_joining_then_the_others_are_told_that_it_gave_up() -> None:
+def test_close_when_joining_then_the_others_learn_that_it_gave_up() -> None:
     """They wait for this member, so to them this is a failure, not a leave."""
     _, actions = play(CloseAsked())
     assert isinstance(actions[0], TellBroken)

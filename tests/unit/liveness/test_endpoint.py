@@ -151,7 +151,7 @@ async def test_nobody_there_is_an_os_error() -> None:
         (frames.encode(Answer(multiworld=frames.PROTOCOL_VERSION)), "refused"),
     ],
 )
-async def test_stranger_at_the_address_is_told_from_a_manager(
+async def test_foreign_process_at_the_address_is_distinguished_from_a_manager(
     data: bytes, kind: str
 ) -> None:
     """Another process may have taken the port of a manager that died."""
@@ -163,7 +163,7 @@ async def test_stranger_at_the_address_is_told_from_a_manager(
 
 
 async def test_cancelled_dial_closes_its_connection() -> None:
-    """While the handshake goes on, a forked child knows the descriptor."""
+    """While the handshake continues, a forked child knows the descriptor."""
     async with Impostor(is_silent) as stopped:
         dialing = asyncio.create_task(dial(at(stopped.port), HELLO, NONE))
         await until(dialing_filenos)

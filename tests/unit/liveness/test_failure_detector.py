@@ -84,7 +84,7 @@ def test_stopped_peer_is_lost_though_its_helper_beats() -> None:
     assert "stopped" in verdicts[0].reason
 
 
-def test_stopped_peer_that_goes_on_in_time_lives() -> None:
+def test_stopped_peer_that_resumes_in_time_lives() -> None:
     """A short stop is no loss."""
     bench = Bench()
     bench.run(5)
@@ -202,7 +202,7 @@ def test_peer_that_does_not_hear_us_is_lost_though_it_beats() -> None:
     assert "one direction" in verdicts[0].evidence
 
 
-def test_what_a_delayed_beat_had_not_heard_does_not_grow() -> None:
+def test_unheard_time_in_a_delayed_heartbeat_does_not_grow() -> None:
     """A network outage that ends before the deadline is no fault."""
     bench = Bench()
     bench.run(5)
@@ -247,7 +247,7 @@ def stall(bench: Bench, seconds: float, lag_s: float = 0.0) -> list[Finding]:
     return findings
 
 
-def test_stuck_loop_is_told_once_and_is_no_loss() -> None:
+def test_stuck_loop_is_reported_once_and_is_no_loss() -> None:
     """A second event reports that the loop runs again."""
     bench = Bench()
     bench.handle(Watched("p", 0, DetectionLimits(2.0, stall_s=2.0)))

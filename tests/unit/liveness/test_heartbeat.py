@@ -307,7 +307,7 @@ for _ in range(300_000):
         os.close(memory)
 
 
-def test_end_that_could_not_be_told_is_told_later() -> None:
+def test_end_that_could_not_be_reported_is_reported_later() -> None:
     """The owner was stuck, and its socket full."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     near, far = socket.socketpair()
@@ -320,7 +320,9 @@ def test_end_that_could_not_be_told_is_told_later() -> None:
         near.close()
         helper._handle_order()
         far.send(
-            heartbeat_helper.encode_beat(heartbeat_helper.Beat(0, 0, 1, 0, 0), TWO)
+            heartbeat_helper.encode_heartbeat(
+                heartbeat_helper.HeartbeatFrame(0, 0, 1, 0, 0), TWO
+            )
         )
         with contextlib.suppress(BlockingIOError):
             while True:

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from multiworld.liveness import heartbeat_helper
 from multiworld.liveness.heartbeat_helper import (
-    Beat,
+    HeartbeatFrame,
     HeartbeatTarget,
-    decode_beat,
-    encode_beat,
+    decode_heartbeat,
+    encode_heartbeat,
 )
 
 KEY = bytes(range(32))
 
 
-beats = st.builds(
-    Beat,
+heartbeats = st.builds(
+    HeartbeatFrame,
     st.sampled_from([heartbeat_helper.RUNNING, heartbeat_helper.STOPPED]),
     st.sampled_from([heartbeat_helper.WAITING, heartbeat_helper.COMPUTING]),
     st.integers(1, 2**60),
@@ -29,23 +29,27 @@ beats = st.builds(
 )
 
 
-@given(beats, st.integers(0, heartbeat_helper.FRAME_BYTES * 8 - 1))
-def test_beat_arrives_whole_or_not_at_all(beat: Beat, bit: int) -> None:
+@given(heartbeats, st.integers(0, heartbeat_helper.FRAME_BYTES * 8 - 1))
+def test_heartbeat_arrives_whole_or_not_at_all(
+    heartbeat: HeartbeatFrame, bit: int
+) -> None:
     """A damaged or foreign frame is rejected."""
-    frame = encode_beat(beat, KEY)
-    got = decode_beat(frame, KEY)
-    for name in Beat.__slots__:
-        assert getattr(got, name) == getattr(beat, name)
+    frame = encode_heartbeat(heartbeat, KEY)
+    got = decode_heartbeat(frame, KEY)
+    for name in HeartbeatFrame.__slots__:
+        assert getattr(got, name) == getattr(heartbeat, name)
     damaged = bytearray(frame)
     damaged[bit // 8] ^= 1 << bit % 8
     for wrong, key in ((bytes(damaged), KEY), (frame, bytes(32))):
         with pytest.raises(ValueError, match="beat"):
-            decode_beat(wrong, key)
+            decode_heartbeat(wrong, key)
 
 
-def beat(sequence: int) -> Beat:
+def heartbeat(sequence: int) -> HeartbeatFrame:
     """Return an ordinary heartbeat."""
-    return Beat(heartbeat_helper.RUNNING, heartbeat_helper.WAITING, sequence, 0, 0)
+    return HeartbeatFrame(
+        heartbeat_helper.RUNNING, heartbeat_helper.WAITING, sequence, 0, 0
+    )
 
 
 def test_torn_frames_and_garbage_cost_only_themselves() -> None:
@@ -53,22 +57,25 @@ def test_torn_frames_and_garbage_cost_only_themselves() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         target = HeartbeatTarget(ours, bytes(32), KEY)
-        theirs.sendall(encode_beat(beat(1), KEY)[:10] + encode_beat(beat(2), KEY))
+        theirs.sendall(
+            encode_heartbeat(heartbeat(1), KEY)[:10]
+            + encode_heartbeat(heartbeat(2), KEY)
+        )
         assert target.read(1.0)
-        theirs.sendall(b"garbage" * 30 + encode_beat(beat(3), KEY))
-        theirs.sendall(encode_beat(beat(4), KEY))
+        theirs.sendall(b"garbage" * 30 + encode_heartbeat(heartbeat(3), KEY))
+        theirs.sendall(encode_heartbeat(heartbeat(4), KEY))
         assert target.read(2.0)
         assert target.latest is not None
         assert target.latest.sequence == 4
         assert target.heard_at == 2.0
 
 
-def test_old_beat_does_not_count_again() -> None:
+def test_replayed_heartbeat_does_not_count_again() -> None:
     """A replayed heartbeat does not prove that the peer is alive."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         target = HeartbeatTarget(ours, bytes(32), KEY)
-        recorded = encode_beat(beat(7), KEY)
+        recorded = encode_heartbeat(heartbeat(7), KEY)
         theirs.sendall(recorded)
         target.read(1.0)
         theirs.sendall(recorded)

@@ -108,7 +108,7 @@ class Bench:
             side.links.begin(side.link, sock, SEAL, dialed=dialed, number=self.number)
 
     def tell_ports(self) -> None:
-        """Deliver to each side the port that the other has told."""
+        """Deliver to each side the port that the other has announced."""
         for one, other in (
             (self.dialer, self.acceptor),
             (self.acceptor, self.dialer),

@@ -152,7 +152,7 @@ def test_proof_that_is_none_is_a_frame_error(body: bytes) -> None:
         ({"multiworld": 999, "kind": "visit", "guest": ["a", "b"]}, 999),
     ],
 )
-def test_hello_of_another_version_is_told_from_a_wrong_one(
+def test_hello_of_another_version_is_distinguished_from_a_wrong_one(
     hello: dict[str, object], theirs: int
 ) -> None:
     """The hellos of other versions may look different, except for the number."""
@@ -185,7 +185,7 @@ def test_wrong_hello_of_this_version_is_a_frame_error(hello: object) -> None:
 
 
 def test_messages_of_the_handshake_say_no_more_than_they_must() -> None:
-    """A refused stranger learns the version and the reason."""
+    """A refused peer learns the version and the reason."""
     said = json.loads(body_of(frames.encode(Answer(multiworld=1, error="no"))))
     assert said == {"multiworld": 1, "error": "no"}
     assert json.loads(body_of(frames.encode(Proof("p")))) == {"proof": "p"}

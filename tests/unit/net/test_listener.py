@@ -1,4 +1,4 @@
-"""The listener: who is let in, and what strangers of every kind cost."""
+"""The listener: who is let in, and what untrusted peers of every kind cost."""
 
 from __future__ import annotations
 
@@ -174,9 +174,9 @@ async def test_authenticated_connection_is_handed_over(
 async def test_garbage_is_disconnected_and_counted(make: Make, garbage: bytes) -> None:
     """A port scanner or a browser disturbs nobody."""
     bench = make(Security())
-    stranger = await bench.connect()
-    await write_all(stranger, garbage)
-    assert await is_closed(stranger)
+    peer = await bench.connect()
+    await write_all(peer, garbage)
+    assert await is_closed(peer)
     await bench.refused("malformed")
     await bench.greet("link", Security())
     await until(lambda: bench.owner.taken)
@@ -198,9 +198,9 @@ async def test_refusals_are_all_counted_and_few_logged(
 async def test_peer_that_dies_in_the_handshake_is_counted(make: Make) -> None:
     """Half a hello and an end is no connection."""
     bench = make(Security())
-    stranger = await bench.connect()
-    await write_all(stranger, frames.encode(Visit(kind="link"))[:7])
-    stranger.close()
+    peer = await bench.connect()
+    await write_all(peer, frames.encode(Visit(kind="link"))[:7])
+    peer.close()
     await bench.refused("malformed")
 
 
@@ -210,21 +210,21 @@ async def test_silent_peer_is_disconnected(
     """A connection that says nothing does not stay."""
     monkeypatch.setattr(listener, "HELLO_S", 0.01)
     bench = make(Security())
-    stranger = await bench.connect()
-    assert await is_closed(stranger)
+    peer = await bench.connect()
+    assert await is_closed(peer)
     await bench.refused("slow")
 
 
 async def test_slow_peer_is_disconnected_within_the_challenge(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stranger that leaves the challenge unanswered holds nothing open."""
+    """A peer that leaves the challenge unanswered holds nothing open."""
     monkeypatch.setattr(listener, "HELLO_S", 0.05)
     bench = make(SECRET)
-    stranger = await bench.connect()
-    await write_all(stranger, next(dialing(Visit(kind="link"), SECRET)))
-    assert frames.decode_body(await read_frame(stranger), answers).challenge
-    assert await is_closed(stranger)
+    peer = await bench.connect()
+    await write_all(peer, next(dialing(Visit(kind="link"), SECRET)))
+    assert frames.decode_body(await read_frame(peer), answers).challenge
+    assert await is_closed(peer)
     await bench.refused("slow")
 
 
@@ -253,7 +253,7 @@ async def test_crowd_of_silent_peers_keeps_nobody_out(
 async def test_other_secret_is_refused_on_both_sides(
     make: Make, ours: Security, theirs: Security
 ) -> None:
-    """The dialer learns why, and the owner is told who was turned away."""
+    """The dialer learns why, and the owner learns who was turned away."""
     bench = make(ours)
     with pytest.raises(HandshakeError) as refused:
         await bench.greet("link", theirs)
@@ -275,9 +275,9 @@ async def test_other_version_is_refused_with_both_numbers(
 ) -> None:
     """The answer lets an old release say what is wrong, whatever its hellos are."""
     bench = make(Security())
-    stranger = await bench.connect()
-    await write_all(stranger, frame_of(hello))
-    answer = frames.decode_body(await read_frame(stranger), answers)
+    peer = await bench.connect()
+    await write_all(peer, frame_of(hello))
+    answer = frames.decode_body(await read_frame(peer), answers)
     assert answer.multiworld == frames.PROTOCOL_VERSION
     assert not answer.ok
     assert f"the dialer {theirs}" in answer.error
@@ -288,7 +288,7 @@ async def test_other_version_is_refused_with_both_numbers(
 async def test_unwanted_connection_learns_the_reason_after_its_proof(
     make: Make,
 ) -> None:
-    """Only an authenticated peer is told what the owner thinks of it."""
+    """Only an authenticated peer receives the owner's reason."""
     bench = make(SECRET)
     bench.owner.unwanted.add("link")
     with pytest.raises(HandshakeError, match="unwanted"):
@@ -356,13 +356,13 @@ async def test_special_connection_needs_no_tls(make: Make, tls: Tls) -> None:
 async def test_broken_tls_handshake_is_counted(make: Make, tls: Tls) -> None:
     """Bytes that only look like TLS do not get far."""
     bench = make(Security(tls=tls))
-    stranger = await bench.connect()
-    await write_all(stranger, b"\x16\x03\x01\x00\x05hello and more")
-    assert await is_closed(stranger) is False  # the alert
+    peer = await bench.connect()
+    await write_all(peer, b"\x16\x03\x01\x00\x05hello and more")
+    assert await is_closed(peer) is False  # the alert
     await bench.refused("tls")
 
 
-async def test_close_ends_handshakes_and_gives_back_every_descriptor(
+async def test_close_ends_handshakes_and_closes_every_descriptor(
     make: Make,
 ) -> None:
     """Nothing stays open, and closing again does nothing."""
@@ -385,9 +385,9 @@ async def test_close_ends_handshakes_and_gives_back_every_descriptor(
 async def test_descriptor_within_a_tls_handshake_is_known(make: Make, tls: Tls) -> None:
     """A forked child must close a connection at whatever step it is."""
     bench = make(Security(tls=tls))
-    stranger = await bench.connect()
+    peer = await bench.connect()
     await until(lambda: len(bench.listener.filenos()) == 2)
-    await write_all(stranger, b"\x16")
+    await write_all(peer, b"\x16")
     for _ in range(20):
         await asyncio.sleep(0)
     assert len(bench.listener.filenos()) == 2
@@ -433,7 +433,7 @@ async def test_torn_frame_is_the_end_of_the_connection(ends: Ends, kept: int) ->
 
 
 async def test_read_refuses_a_frame_beyond_its_limit(ends: Ends) -> None:
-    """A stranger's frame is refused by its length, before its body arrives."""
+    """A peer's frame is refused by its length, before its body arrives."""
     ends[1].send((101).to_bytes(4, "big"))
     with pytest.raises(frames.FrameError):
         await read_frame(ends[0], limit=100)

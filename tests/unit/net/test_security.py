@@ -117,7 +117,7 @@ def test_proof_holds_for_its_role_and_parts_only(
 
 @pytest.mark.parametrize("proof", [None, 0, True, [], {}, "", "é", "0" * 64, b"x"])
 def test_anything_else_is_no_proof(proof: object) -> None:
-    """The value comes from a stranger and may be of any type."""
+    """The value comes from a peer and may be of any type."""
     assert not SEALED.is_proof(proof, "dialer", {"kind": "link"})
 
 

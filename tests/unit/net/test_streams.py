@@ -162,7 +162,7 @@ async def test_pieces_are_sent_in_order(ends: Ends, sizes: tuple[int, ...]) -> N
 
 
 async def test_full_tls_stream_tells_how_much_it_took(ends: Ends) -> None:
-    """The caller goes on from there, and the receiver sees every byte once."""
+    """The caller continues from there, and the receiver sees every byte once."""
     one, other = ends
     data = os.urandom(8 << 20)
     taken = one.sendmsg([data[:1], data[1:]])
@@ -185,7 +185,7 @@ async def test_peer_that_ends_without_a_tls_goodbye_ends_the_stream(ends: Ends) 
     assert other.family == socket.AF_UNIX
 
 
-async def test_stranger_without_a_certificate_of_ours_is_refused(
+async def test_peer_without_a_certificate_of_ours_is_refused(
     tls: Tls, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Another authority's certificate is worth nothing, and the socket is closed."""
@@ -202,7 +202,7 @@ async def test_stranger_without_a_certificate_of_ours_is_refused(
 
 
 async def test_garbage_instead_of_tls_is_an_ssl_error(tls: Tls) -> None:
-    """A peer without TLS is told apart from a peer that has gone."""
+    """A peer without TLS is distinguished from a peer that has gone."""
     ours, theirs = pair()
     with theirs:
         theirs.send(b"\x00\x00\x00\x20 something else entirely")

@@ -111,7 +111,7 @@ def values_of(message: msgspec.Struct, **fields: object) -> dict[str, Any]:
 
 
 class Impostor:
-    """A server at a store's address that does with each connection what it is told."""
+    """A server at a store's address that handles each connection as scripted."""
 
     def __init__(self, act: Callable[[socket.socket], None]) -> None:
         self._act = act

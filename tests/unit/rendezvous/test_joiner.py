@@ -194,7 +194,7 @@ async def test_cancelled_entry_leaves_nothing(joiners: list[Joiner]) -> None:
         await joiners[0].reopen(where, may_host=False, world="w", deadline=later())
 
 
-async def test_lost_store_is_found_again_and_told_what_is_held(
+async def test_lost_store_is_found_again_and_learns_what_is_held(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It asks the holder before it gives the rank away."""
@@ -288,7 +288,7 @@ async def test_claim_outlives_a_lost_session(joiners: list[Joiner]) -> None:
 async def test_survivor_that_the_others_left_behind_is_stale(
     joiners: list[Joiner],
 ) -> None:
-    """It lives, but the world went on without it."""
+    """It lives, but the world continued without it."""
     await asyncio.gather(*(join(joiners[rank], claim(rank, 2)) for rank in (0, 1)))
 
     def survivor(rank: int, lost: int) -> Survivor:

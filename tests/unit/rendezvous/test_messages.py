@@ -264,7 +264,7 @@ def test_sealed_member_keeps_its_proof_at_another_rank() -> None:
     assert sealed.at(1) == SealedMember(member_of(1, "u"), "proof")
 
 
-def test_both_claims_are_told_apart() -> None:
+def test_both_claims_are_distinguished() -> None:
     """The tag decides, not the fields."""
     for claim in (CLAIM, SURVIVOR):
         found = frames.decode_body(body_of(claim), store_messages.requests)

@@ -42,7 +42,7 @@ def offer(reform: Reform, *claims: ReformClaim) -> list[int]:
 
 
 def ranks(reform: Reform) -> list[int]:
-    """Return the old ranks of those that go on."""
+    """Return the old ranks of those that continue."""
     return [each.rank for each in reform.members()]
 
 
@@ -54,7 +54,7 @@ def test_nobody_has_claimed() -> None:
     assert Reform(3, 0).is_settled is False
 
 
-def test_survivors_go_on_when_all_have_claimed_or_are_accused() -> None:
+def test_survivors_continue_when_all_have_claimed_or_are_accused() -> None:
     """A rank that nobody accuses is waited for."""
     reform = Reform(3, 4)
     assert offer(reform, claim(2, 1), claim(0, 1)) == []
@@ -82,8 +82,8 @@ def test_accusation_of_an_earlier_claimant_counts_for_nothing() -> None:
     assert reform.lost == {2}
 
 
-def test_two_halves_that_accuse_each_other_do_not_both_go_on() -> None:
-    """The half whose claim came first goes on, in any interleaving."""
+def test_two_halves_that_accuse_each_other_do_not_both_continue() -> None:
+    """The half whose claim came first continues, in any interleaving."""
     halves = [claim(0, 2, 3), claim(1, 2, 3), claim(2, 0, 1), claim(3, 0, 1)]
     for order in itertools.permutations(halves):
         reform = Reform(3, 4)
@@ -128,7 +128,7 @@ accusations = st.lists(st.frozensets(st.integers(0, 4)), min_size=5, max_size=5)
 
 @settings(max_examples=60, deadline=None)
 @given(accusations, st.permutations(range(5)))
-def test_whoever_claims_first_goes_on(
+def test_whoever_claims_first_continues(
     accused: list[frozenset[int]], order: list[int]
 ) -> None:
     """Settled or not, members and lost never overlap, and the first is a member."""

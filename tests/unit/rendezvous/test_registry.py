@@ -94,7 +94,7 @@ def replies_of(actions: list[Any]) -> list[Reply]:
 
 
 def admitted_of(actions: list[Any]) -> list[tuple[int, Admitted]]:
-    """Return the admitted sessions and what each of them was told."""
+    """Return the admitted sessions and the message to each of them."""
     return [
         (reply.session, reply.outcome)
         for reply in replies_of(actions)
@@ -264,7 +264,7 @@ def test_withdrawn_claim_frees_its_rank() -> None:
     assert bench.admitted(bench.claim(3, 1)) == (1, {2, 3})
 
 
-def test_refused_stranger_is_told_to_those_who_wait() -> None:
+def test_refused_peer_is_reported_to_waiting_members() -> None:
     """A member that speaks another version can never join."""
     bench = Bench()
     bench.claim(1, 0)
@@ -335,7 +335,7 @@ def test_any_history_then_epochs_grow_and_every_claim_is_answered_once(
 # Growing.
 
 
-def test_stranger_is_told_to_the_members_until_it_is_gone() -> None:
+def test_newcomer_is_reported_to_the_members_until_it_is_gone() -> None:
     """The holders learn of the newcomer, and its claim waits."""
     bench = held()
     notes = bench.claim(3, 2, size=3)
@@ -400,7 +400,7 @@ def three() -> Bench:
     return bench
 
 
-def test_survivors_go_on_with_compacted_ranks() -> None:
+def test_survivors_continue_with_compacted_ranks() -> None:
     """The new ranks keep the order of the old ones."""
     bench = three()
     assert reform(bench, 3, 2, {0}) == []
@@ -410,8 +410,8 @@ def test_survivors_go_on_with_compacted_ranks() -> None:
         assert outcome.members == (sealed_of(0, "u2"), sealed_of(1, "u3"))
 
 
-def test_two_that_accuse_each_other_do_not_both_go_on() -> None:
-    """The first to reach the store goes on; each epoch has one incarnation."""
+def test_two_that_accuse_each_other_do_not_both_continue() -> None:
+    """The first to reach the store continues; each epoch has one incarnation."""
     bench = Bench()
     bench.claim(1, 0)
     bench.claim(2, 1)
@@ -420,7 +420,7 @@ def test_two_that_accuse_each_other_do_not_both_go_on() -> None:
 
 
 def test_accused_survivor_is_refused_and_its_accusation_counts_for_nothing() -> None:
-    """A claims first and accuses B, C believes both, and A and C go on."""
+    """A claims first and accuses B, C believes both, and A and C continue."""
     bench = three()
     assert reform(bench, 1, 0, {1}) == []
     assert errors(reform(bench, 2, 1, {0})) == [(2, Stale)]
@@ -442,7 +442,7 @@ def test_survivors_of_an_older_incarnation_are_refused() -> None:
     assert bench.admitted(reform(bench, 1, 0, set(), size=1, epoch=2)) == (3, {1})
 
 
-def test_survivors_that_wait_too_long_are_told_who_is_missing() -> None:
+def test_survivors_that_wait_too_long_learn_who_is_missing() -> None:
     """The reform is dropped with its last claim."""
     bench = three()
     reform(bench, 1, 0, {1})
@@ -477,7 +477,7 @@ def test_what_was_announced_is_held_and_its_number_not_given_again() -> None:
     assert bench.admitted(bench.claim(4, 1))[0] == 6
 
 
-def test_remembered_epochs_go_on() -> None:
+def test_remembered_epochs_continue() -> None:
     """The store may have read them from a file."""
     bench = Bench()
     bench.registry = Registry({"w": 9})
@@ -518,7 +518,9 @@ def test_accusations_go_with_their_accuser() -> None:
     assert bench.admitted(reform(bench, 3, 2, set())) == (2, {2, 3})
 
 
-def test_one_that_gives_up_in_the_instant_of_admission_is_told_to_the_others() -> None:
+def test_one_that_gives_up_in_the_instant_of_admission_is_reported_to_the_others() -> (
+    None
+):
     """Its withdrawal and the admission cross on the wire."""
     bench = Bench()
     bench.claim(1, 0)
@@ -541,8 +543,8 @@ def test_survivor_that_gave_up_in_the_instant_of_admission_may_reform_again() ->
     assert errors(reform(bench, 1, 0, {1, 2})) == [(1, Stale)]
 
 
-def test_half_that_was_accused_may_go_on_if_the_other_gave_up() -> None:
-    """Then that one cannot: exactly one half goes on."""
+def test_half_that_was_accused_may_continue_if_the_other_gave_up() -> None:
+    """Then that one cannot: exactly one half continues."""
     bench = three()
     bench.admitted(reform(bench, 1, 0, {1, 2}))
     bench.handle(Withdrawn(1, bench.requests))

@@ -11,7 +11,7 @@ from multiworld.rendezvous.store_address import parse_store
 @pytest.mark.parametrize(
     "text", ["tcp://10.0.0.1:29500", "tcp://[::1]:80", "tcp://host:1", "memory://x"]
 )
-def test_good_address_is_read_and_shown_alike(text: str) -> None:
+def test_valid_address_is_shown_as_it_was_read(text: str) -> None:
     """The parsed address prints as it was written."""
     assert str(parse_store(text)) == text
 

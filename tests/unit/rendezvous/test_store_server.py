@@ -153,7 +153,7 @@ async def test_member_that_dies_gives_up_its_claim(server: StoreServer) -> None:
 async def test_garbage_costs_only_the_session_it_came_from(
     server: StoreServer, garbage: bytes
 ) -> None:
-    """It is closed and counted, with its claims; another one goes on."""
+    """It is closed and counted, with its claims; another one continues."""
     good, bad = await Client.of(server), await Client.of(server)
     await bad.say(claim_of(1, 0, 2))
     await bad.send(garbage)
@@ -206,7 +206,7 @@ async def test_answer_too_long_for_a_frame_costs_only_who_asked(
             client.close()
 
 
-async def test_stranger_without_the_secret_opens_no_session(
+async def test_peer_without_the_secret_opens_no_session(
     server: StoreServer,
 ) -> None:
     """It is refused in the handshake."""
@@ -215,7 +215,7 @@ async def test_stranger_without_the_secret_opens_no_session(
     assert (server.session_count, server.refused) == (0, {"secret": 1})
 
 
-async def test_other_release_is_told_to_those_who_wait() -> None:
+async def test_other_release_is_reported_to_waiting_members() -> None:
     """Without a secret they learn at once why the world does not come together."""
     server = await StoreServer.listen("127.0.0.1", 0)
     client = await Client.of(server, Security())
@@ -230,10 +230,10 @@ async def test_other_release_is_told_to_those_who_wait() -> None:
     await server.close()
 
 
-async def test_stranger_cannot_disturb_a_world_behind_a_secret(
+async def test_untrusted_peer_cannot_disturb_a_world_behind_a_secret(
     server: StoreServer,
 ) -> None:
-    """Where there is a secret, a version mismatch is told to nobody."""
+    """Where there is a secret, a version mismatch is reported to no member."""
     client = await Client.of(server)
     await client.say(claim_of(1, 0, 2))
     await until(lambda: server.waiting_count == 1)
@@ -243,7 +243,7 @@ async def test_stranger_cannot_disturb_a_world_behind_a_secret(
     client.close()
 
 
-async def test_close_ends_sessions_and_gives_back_every_descriptor(
+async def test_close_ends_sessions_and_closes_every_descriptor(
     server: StoreServer,
 ) -> None:
     """Members see the end at once, and the port is free."""

@@ -127,7 +127,7 @@ async def test_members_are_admitted_together_with_one_epoch_and_nonce() -> None:
     service.close()
 
 
-async def test_claim_that_waits_too_long_is_told_who_is_missing() -> None:
+async def test_claim_that_waits_too_long_learns_who_is_missing() -> None:
     """The answer comes at its deadline, though nobody else says anything."""
     service = StoreService()
     one = Client(service)
@@ -195,7 +195,7 @@ async def test_holder_that_does_not_answer_loses_its_rank() -> None:
 
 
 async def test_announced_rank_is_protected_after_a_restart() -> None:
-    """A store that lost everything learns who holds what, and goes on counting."""
+    """A store that lost everything learns who holds what, and continues counting."""
     service = StoreService()
     holder, other = Client(service, "a"), Client(service, "b")
     holder.say(Announce("w", 7, 0, "a"))
@@ -251,7 +251,7 @@ async def test_epochs_continue_from_memory_and_are_stored_there() -> None:
     service.close()
 
 
-async def test_refused_version_is_told_to_those_who_wait() -> None:
+async def test_refused_version_is_reported_to_waiting_members() -> None:
     """They learn why the world does not come together."""
     service = StoreService()
     one, two = Client(service, "a"), Client(service, "b")
@@ -264,7 +264,7 @@ async def test_refused_version_is_told_to_those_who_wait() -> None:
 
 
 async def test_survivors_reform_and_are_renumbered() -> None:
-    """Two of three members go on, in their old order."""
+    """Two of three members continue, in their old order."""
     service = StoreService()
     members = [Client(service, uid) for uid in "abc"]
     for rank, member in enumerate(members):
@@ -291,7 +291,9 @@ async def test_newcomer_is_announced_to_the_members_of_a_living_world() -> None:
     service.close()
 
 
-async def test_member_that_withdraws_as_it_is_admitted_is_told_to_the_others() -> None:
+async def test_member_that_withdraws_as_it_is_admitted_is_reported_to_the_others() -> (
+    None
+):
     """Its withdrawal and the admission cross on the wire."""
     service = StoreService()
     one, two = Client(service, "a"), Client(service, "b")
@@ -372,7 +374,7 @@ async def test_values_of_an_ended_incarnation_are_deleted() -> None:
 async def test_claim_whose_fields_contradict_each_other_is_refused_to_all_who_wait(
     claim: StoreRequest,
 ) -> None:
-    """They would wait for a member that cannot come; other worlds go on."""
+    """They would wait for a member that cannot come; other worlds continue."""
     service = StoreService()
     bad, waits = Client(service), Client(service, "waits")
     number = waits.claim(0, 2)

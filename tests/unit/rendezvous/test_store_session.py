@@ -277,7 +277,7 @@ async def test_session_opens_with_a_store(security: Security) -> None:
 
 
 async def test_nobody_there_is_an_error_that_says_what_to_do() -> None:
-    """The attempts go on until the deadline."""
+    """The attempts continue until the deadline."""
     address = f"tcp://127.0.0.1:{free_port()}"
     with pytest.raises(StoreUnreachableError, match="multiworld store") as missed:
         await opened(address, 0.1)
@@ -403,7 +403,7 @@ async def test_cancelled_attempt_leaves_nothing_open() -> None:
     ids=lambda garbage: repr(garbage[4:44]),
 )
 async def test_store_that_turns_to_garbage_ends_the_session(garbage: bytes) -> None:
-    """The owner is told, as it is when the connection breaks."""
+    """The owner is notified, as it is when the connection breaks."""
     async with Impostor(says(WELCOME)) as odd:
         session = await opened(odd.address)
         lost: list[bool] = []

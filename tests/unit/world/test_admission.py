@@ -71,7 +71,9 @@ async def test_rank_of_a_dead_process_is_free(arena: Arena) -> None:
     assert worlds[0].is_closed
 
 
-async def test_members_that_ask_for_different_sizes_are_all_told(arena: Arena) -> None:
+async def test_members_that_ask_for_different_sizes_are_all_notified(
+    arena: Arena,
+) -> None:
     """Nobody waits for a world that cannot be."""
     found = await asyncio.gather(
         arena.join("w", 0, 2), arena.join("w", 1, 3), return_exceptions=True
@@ -168,7 +170,7 @@ async def test_member_lost_while_growing_ends_the_wait(arena: Arena) -> None:
 # Reforming.
 
 
-async def test_survivors_go_on_in_a_smaller_world(arena: Arena) -> None:
+async def test_survivors_continue_in_a_smaller_world(arena: Arena) -> None:
     """Ranks close up, in their old order."""
     worlds = await arena.world(3, "w")
     await lose(arena, 1, worlds)
@@ -275,7 +277,7 @@ async def test_change_that_is_cancelled_as_it_is_admitted_ends_there(
 # Questions and notices of a store.
 
 
-async def test_store_is_told_what_is_held_and_nothing_else(arena: Arena) -> None:
+async def test_store_learns_what_is_held_and_nothing_else(arena: Arena) -> None:
     """Broken and closed incarnations are not."""
     where = parse_store(arena.store)
     worlds = await asyncio.gather(arena.world(2, "a"), arena.world(2, "b"))

@@ -60,20 +60,22 @@ def lost_by(reason: str, evidence: str) -> Verdict:
     return Verdict(peer="p", world=1, reason=reason, evidence=evidence, silent_s=0.1)
 
 
-async def test_member_told_of_a_loss_names_the_same_rank(bench: Bench) -> None:
+async def test_member_notified_of_a_loss_names_the_same_rank(bench: Bench) -> None:
     """It also says who told it, and repeats no prefix."""
     bench.local.on_message(1, broken(2, "rank 2 was lost: it died"))
     error = bench.local.broken_error()
     assert isinstance(error, MemberLostError)
     assert error.rank == 2
     assert str(error).count("rank 2 was lost") == 1
-    assert "told by rank 1" in str(error)
+    assert "reported by rank 1" in str(error)
     assert bench.local.lost == {2}
     with pytest.raises(MemberLostError):
         await bench.worlds[0].barrier()
 
 
-async def test_member_told_of_a_fault_of_nobody_is_broken_too(bench: Bench) -> None:
+async def test_member_notified_of_a_fault_without_a_culprit_is_broken_too(
+    bench: Bench,
+) -> None:
     """A corrupt frame has no rank to blame."""
     bench.local.on_message(1, broken(None, "garbage"))
     assert bench.local.is_broken
@@ -83,7 +85,7 @@ async def test_member_told_of_a_fault_of_nobody_is_broken_too(bench: Bench) -> N
 
 
 async def test_accused_member_that_lives_is_fenced(bench: Bench) -> None:
-    """The others go on without it, so it must not go on at all."""
+    """The others continue without it, so it must not continue at all."""
     bench.local.on_message(1, broken(0, "rank 0 was lost: it was silent"))
     assert bench.local.is_stale
     with pytest.raises(StaleEpochError, match="it was silent"):

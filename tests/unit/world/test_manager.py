@@ -92,7 +92,7 @@ async def test_join_that_fails_leaves_nothing(arena: Arena) -> None:
 
 
 async def test_lost_member_breaks_only_the_worlds_it_was_in(arena: Arena) -> None:
-    """A third member's world with the first goes on."""
+    """A third member's world with the first continues."""
     await asyncio.gather(arena.world(3, "all"), arena.world(2, "pair"))
     receiving = [
         asyncio.create_task(arena.managers[rank].world("all").recv(src=2))

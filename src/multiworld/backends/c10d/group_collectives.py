@@ -30,7 +30,7 @@ from multiworld.backends.c10d.work_runner import WorkRunner
 from multiworld.backends.collective import Call, name_of
 from multiworld.backends.collectives import ALL_GATHER
 from multiworld.backends.direct.backend import DirectBackend
-from multiworld.backends.dtypes import CODES, DTYPES, require_alike
+from multiworld.backends.dtypes import CODES, DTYPES, require_matching
 from multiworld.backends.offload import offload, size_of
 from multiworld.backends.reduction import OP_CODES, OP_NAMES, op_name
 from multiworld.errors import TensorMismatchError
@@ -136,7 +136,7 @@ class GroupCollectives:
 
     def _all_gather(self, call: Call) -> Native:
         tensor, outs = call.tensor, call.tensors or ()
-        self._alike(outs, self._checked(tensor), "outs", is_written=True)
+        self._matching(outs, self._checked(tensor), "outs", is_written=True)
         options = self._options(torch_names.all_gather_options())
         return Native(
             prepare=lambda: [flat_of(tensor), *map(flat_of, outs)],
@@ -150,7 +150,9 @@ class GroupCollectives:
         tensor, outs, dst = call.tensor, call.tensors, call.root
         self._checked(tensor)
         is_root = self._rank == dst
-        targets = self._alike(outs, tensor, "outs", is_written=True) if is_root else []
+        targets = (
+            self._matching(outs, tensor, "outs", is_written=True) if is_root else []
+        )
         options = self._options(dist.GatherOptions())
         options.rootRank = dst
 
@@ -168,7 +170,7 @@ class GroupCollectives:
         out, tensors, src = call.tensor, call.tensors, call.root
         self._checked(out)
         is_root = self._rank == src
-        parts = self._alike(tensors, out, "tensors") if is_root else []
+        parts = self._matching(tensors, out, "tensors") if is_root else []
         options = self._options(dist.ScatterOptions())
         options.rootRank = src
 
@@ -185,7 +187,7 @@ class GroupCollectives:
     def _reduce_scatter(self, call: Call) -> Native:
         out, tensors, op = call.tensor, call.tensors, call.op
         plan = Reduction(self._checked(out), op, self._size)
-        parts = self._alike(tensors, out, "tensors")
+        parts = self._matching(tensors, out, "tensors")
         options = self._options(dist.AllreduceOptions())
         options.reduceOp = plan.native_op
 
@@ -203,8 +205,8 @@ class GroupCollectives:
     def _all_to_all(self, call: Call) -> Native:
         outs, ins = call.tensors or (), call.more or ()
         like = self._checked(ins[0]) if len(ins) else torch.empty(0)
-        self._alike(ins, like, "ins")
-        self._alike(outs, like, "outs", is_written=True)
+        self._matching(ins, like, "ins")
+        self._matching(outs, like, "outs", is_written=True)
         options = self._options(dist.AllToAllOptions())
 
         def prepare() -> list[Tensor]:
@@ -239,7 +241,7 @@ class GroupCollectives:
             raise TensorMismatchError(f"tensors of {tensor.dtype} cannot be sent")
         return tensor
 
-    def _alike(
+    def _matching(
         self,
         tensors: Sequence[Tensor] | None,
         like: Tensor,
@@ -248,7 +250,7 @@ class GroupCollectives:
         is_written: bool = False,
     ) -> list[Tensor]:
         check = self._checked
-        return require_alike(
+        return require_matching(
             tensors, like, self._size, what, check, is_written=is_written
         )
 

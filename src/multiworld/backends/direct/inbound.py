@@ -18,7 +18,7 @@ from typing import Protocol
 from multiworld.backends.arrivals import Arrival, Description
 from multiworld.backends.direct import header as wire
 from multiworld.backends.direct.header import Header, HeaderError
-from multiworld.backends.direct.lending import MOST_BLOCKS, Borrowed
+from multiworld.backends.direct.lending import MAX_BLOCKS, Borrowed
 from multiworld.backends.direct.shared_memory import SLOT_BYTES, Window
 from multiworld.backends.dtypes import SIZES, UINT8
 from multiworld.backends.mailbox import Mailbox
@@ -30,7 +30,7 @@ AHEAD_BYTES = wire.SIZE + 8 * 8
 the next header, but too little of the next payload for much of it to be copied
 twice."""
 
-MOST_ELEMENTS = 2**63 - 1
+MAX_ELEMENTS = 2**63 - 1
 """Maximum elements of a tensor, empty dimensions left out: torch counts in 64 bits."""
 
 LARGE_BYTES = 32 * 1024
@@ -42,7 +42,7 @@ _IDLE: list[memoryview] = []
 """Staging buffers that no lane uses now. A lane has one only while it holds unparsed
 bytes, so a thousand idle worlds need none."""
 
-MOST_IDLE = 16
+MAX_IDLE = 16
 """Maximum number of idle staging buffers that a process keeps."""
 
 
@@ -161,12 +161,12 @@ class Inbound:
             count -= straight
         self._end += count
         self._parse()
-        self.give_back()
+        self.release_stage()
 
-    def give_back(self) -> None:
+    def release_stage(self) -> None:
         """Return the staging buffer to the process's pool if it is empty."""
         if self._start == self._end and self._stage is not _NOTHING:
-            if len(_IDLE) < MOST_IDLE:
+            if len(_IDLE) < MAX_IDLE:
                 _IDLE.append(self._stage)
             self._stage = _NOTHING
             self._start = self._end = 0
@@ -192,7 +192,7 @@ class Inbound:
         self._start += count
         self._pending, self.is_held = None, False
         self._parse()
-        self.give_back()
+        self.release_stage()
 
     def retry(self) -> bool:
         """Retry delivering the pending message; return whether the lane may read on."""
@@ -201,7 +201,7 @@ class Inbound:
             self._pending, self.is_held = None, False
             if self._begin(header, description):
                 self._parse()
-                self.give_back()
+                self.release_stage()
         return not self.is_stalled
 
     def _parse(self) -> None:
@@ -272,8 +272,8 @@ class Inbound:
                 f"frame {header.sequence} arrived instead of frame {self._sequence}"
             )
         is_shared = header.flags & (wire.SHARED | wire.LENT)
-        most = SLOT_BYTES if is_shared else wire.FRAGMENT_BYTES
-        if header.payload > most or header.kind > wire.LEND:
+        limit = SLOT_BYTES if is_shared else wire.FRAGMENT_BYTES
+        if header.payload > limit or header.kind > wire.LEND:
             raise HeaderError(f"the header has invalid fields: {header}")
 
     def _dispatch(self, header: Header, shape: tuple[int, ...]) -> bool:
@@ -291,7 +291,7 @@ class Inbound:
                 raise HeaderError("a withdrawal arrived, but no message is open")
             arrival, self._arrival = self._arrival, None
             if self._header is not None:
-                self._give_back_block(self._header, arrival)
+                self._free_block(self._header, arrival)
             self._mailbox.revoke(arrival)
             return True
         if header.fragment:
@@ -325,7 +325,7 @@ class Inbound:
         if header.kind == wire.BELL:
             self._shared.on_bell()
         elif header.kind == wire.LEND:
-            if header.slot >= MOST_BLOCKS:
+            if header.slot >= MAX_BLOCKS:
                 raise HeaderError(f"block {header.slot} is one too many")
             self._blocks[header.slot] = self._shared.open_block(header.size)
         elif self._window is not None:
@@ -350,7 +350,7 @@ class Inbound:
             raise HeaderError("a bundle or an object has a dtype other than uint8")
         elif header.kind != wire.COLLECTIVE and shape:
             raise HeaderError("a bundle or an object has a shape")
-        if not header.size and math.prod(filter(None, shape)) > MOST_ELEMENTS:
+        if not header.size and math.prod(filter(None, shape)) > MAX_ELEMENTS:
             raise HeaderError(f"no tensor can have shape {shape}")
         if header.kind == wire.BUNDLE and header.label > header.size:
             raise HeaderError("a bundle's manifest is larger than the bundle")
@@ -444,10 +444,10 @@ class Inbound:
         finally:
             payload.release()
         if header.flags & wire.LAST:
-            self._give_back_block(header, arrival)
+            self._free_block(header, arrival)
         self._count(count)
 
-    def _give_back_block(self, header: Header, arrival: Arrival) -> None:
+    def _free_block(self, header: Header, arrival: Arrival) -> None:
         """Free the block of a message that was copied or withdrawn. A tensor in a block
         frees it when the tensor is gone."""
         if header.flags & wire.LENT and not arrival.is_lent:

@@ -246,7 +246,7 @@ class Lane:
             try:
                 count = self._memory.receive(buffers)
             except (BlockingIOError, InterruptedError):
-                self._inbound.give_back()
+                self._inbound.release_stage()
                 return
             except OSError as error:
                 self._end(str(error))
@@ -280,7 +280,7 @@ class Lane:
                 self._inbound.advance(count)
                 self._let_go()
         except (BlockingIOError, InterruptedError):
-            self._inbound.give_back()
+            self._inbound.release_stage()
         except (OSError, HeaderError):
             return  # it ends here, or is corrupt: nothing more can be read
 

@@ -26,7 +26,7 @@ from multiworld.backends.arrivals import Description, form_of
 from multiworld.backends.direct.header import HeaderError
 from multiworld.backends.direct.shared_memory import check_sealed, make_sealed
 
-LENT_BYTES, MOST_LENT_BYTES = 256 * 1024, 8 * 1024 * 1024
+MIN_LENT_BYTES, MAX_LENT_BYTES = 256 * 1024, 8 * 1024 * 1024
 """Minimum and maximum bytes of a message for which blocks are used. A larger one does
 not stay in the cache as a whole, as it does piece by piece in the ring. To read it from
 memory again costs what the second copy would."""
@@ -37,7 +37,7 @@ STEP_BYTES = 256 * 1024
 MARK_BYTES = mmap.PAGESIZE
 """Bytes behind the message, for the mark: 1 while the receiver has the block."""
 
-MOST_BLOCKS = 8
+MAX_BLOCKS = 8
 """Maximum number of blocks that a lane lends."""
 
 LANE_BYTES = 32 * 1024 * 1024
@@ -130,7 +130,7 @@ class Borrowed(_Mapped):
 
     def __init__(self, fd: int, size: int) -> None:
         try:
-            is_possible = 0 < size <= MOST_LENT_BYTES
+            is_possible = 0 < size <= MAX_LENT_BYTES
             check_sealed(fd, size + MARK_BYTES if is_possible else -1, f"{size} bytes")
             super().__init__(fd, size)
         except OSError as error:
@@ -169,7 +169,7 @@ class Lender:
 
     def provide(self, size: int) -> None:
         """Make a block for a message, if none is free and there is room for one."""
-        if not LENT_BYTES <= size <= MOST_LENT_BYTES or self._fitting(size):
+        if not MIN_LENT_BYTES <= size <= MAX_LENT_BYTES or self._fitting(size):
             return
         if (number := self._place(size)) is not None:
             try:
@@ -184,7 +184,7 @@ class Lender:
 
     def take(self, size: int) -> Block | None:
         """Return a free block for a message and mark it as used; None if none fits."""
-        block = self._fitting(size) if size >= LENT_BYTES else None
+        block = self._fitting(size) if size >= MIN_LENT_BYTES else None
         if block is not None:
             block.take()
         return block
@@ -202,8 +202,8 @@ class Lender:
         wanted = _rounded(size)
         while True:
             room = min(LANE_BYTES - self._bytes, PROCESS_BYTES - _lent_bytes)
-            if wanted <= room and len(self._blocks) < MOST_BLOCKS:
-                return next(n for n in range(MOST_BLOCKS) if n not in self._blocks)
+            if wanted <= room and len(self._blocks) < MAX_BLOCKS:
+                return next(n for n in range(MAX_BLOCKS) if n not in self._blocks)
             unused = next((b for b in self._blocks.values() if b.is_free), None)
             if unused is None:
                 return None

@@ -29,10 +29,10 @@ SLOT_BYTES = 512 * 1024
 """Bytes of one slot. Twice a frame on the socket: copies are as fast and need half as
 many frames. A multiple of every dtype's size, so a slot holds whole elements."""
 
-MOST_SLOTS = 64
+MAX_SLOTS = 64
 """Maximum number of slots in a ring."""
 
-_WAITING = MOST_SLOTS
+_WAITING = MAX_SLOTS
 """Offset of the byte, after the slots' marks, that is 1 while the sender waits."""
 
 CONTROL_BYTES = 4096
@@ -53,7 +53,7 @@ def is_usable(sock: Any) -> bool:
 
 def slots_in(size_bytes: int) -> int:
     """Return the number of slots in a ring of at most this size; 0 means no ring."""
-    return min(MOST_SLOTS, size_bytes // SLOT_BYTES)
+    return min(MAX_SLOTS, size_bytes // SLOT_BYTES)
 
 
 def make_sealed(name: str, size: int) -> int:
@@ -144,7 +144,7 @@ class Window(_Mapped):
 
     def __init__(self, fd: int, slots: int) -> None:
         try:
-            is_possible = 0 < slots <= MOST_SLOTS
+            is_possible = 0 < slots <= MAX_SLOTS
             size = CONTROL_BYTES + slots * SLOT_BYTES if is_possible else -1
             check_sealed(fd, size, f"{slots} slots")
             super().__init__(fd, slots)

@@ -43,7 +43,7 @@ class Chat:
         times: Seconds since the start at which each came; the first is when it was
             asked.
         text: The answer so far.
-        finish: Why it ended; empty while it goes on.
+        finish: Why it ended; empty while it streams.
         error: What went wrong; empty if nothing did.
     """
 
@@ -73,7 +73,7 @@ class Chats:
         url: URL of the service.
         model: Name of the model.
         at_once: Number of chats at once.
-        tokens: Most tokens of an answer.
+        tokens: Maximum number of tokens of an answer.
 
     Attributes:
         all: Every chat so far.
@@ -90,7 +90,7 @@ class Chats:
         self.began_at = asyncio.get_running_loop().time()
 
     def end(self) -> None:
-        """Begin no more chats; those that stream are finished."""
+        """Start no further chats; let the current ones finish."""
         self._is_ending = True
 
     async def run(self) -> None:

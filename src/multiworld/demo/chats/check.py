@@ -22,7 +22,7 @@ from multiworld.serve.spec.stage import Generation
 
 TOLERANCE = 0.01
 """Largest difference between the logit of a token and that of the most likely one:
-kernels for one row and for many do not round alike."""
+kernels for one row and for many round differently."""
 
 
 @dataclass(frozen=True, slots=True)

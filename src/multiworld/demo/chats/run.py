@@ -37,7 +37,7 @@ def run(tokens: int, pause_s: float, picture: Path, *, as_json: bool) -> int:
     """Run the demo.
 
     Args:
-        tokens: Most tokens of an answer.
+        tokens: Maximum number of tokens of an answer.
         pause_s: Seconds between events.
         picture: File for the picture.
         as_json: Print the outcome as JSON, and everything else to standard error.

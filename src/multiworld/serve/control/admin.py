@@ -90,7 +90,7 @@ def _add_views(app: FastAPI, controller: Controller) -> None:
 
     @app.get("/nodes")
     async def nodes() -> Response:
-        return respond(nodes_of(controller.places.ledger))
+        return respond(nodes_of(controller.bookings.ledger))
 
     @app.get("/decisions")
     async def decisions(last: int = 10, snapshots: bool = False) -> Response:

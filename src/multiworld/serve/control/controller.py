@@ -124,13 +124,18 @@ class Controller:
         self.history = History()
         self.journal = DecisionLog(folder.path / "decisions.jsonl")
         policy = import_factory(app.placement) if app.placement else assign
-        self.placer = PlacementManager(
+        self.placement = PlacementManager(
             launcher, self.fleet, self.history, self, policy, self.journal
         )
-        self.places = self.placer.places
-        self.processes = Processes(launcher, self.places.ledger, folder.logs)
+        self.bookings = self.placement.bookings
+        self.processes = Processes(launcher, self.bookings.ledger, folder.logs)
         self.operations = Operations(
-            self, self.fleet, self._versions, self.placer, self.processes, self.history
+            self,
+            self.fleet,
+            self._versions,
+            self.placement,
+            self.processes,
+            self.history,
         )
         self.scaler = Autoscaler(self.fleet, self.history, self.journal, self)
         registry = TenantDatabase(folder.path / "registry.db")
@@ -166,12 +171,12 @@ class Controller:
             self._remember_old_versions(old, desired)
         self._versions.add(self.app)
         if old is None:
-            self.placer.admit(desired)
+            self.placement.admit(desired)
         for process in adopted:
             self._handle(events.Adopted(process))
             self._links.open(process.name)
         self.want(desired)
-        self.placer.start()
+        self.placement.start()
         self.scaler.start()
         self._ticker = self._loop.create_task(self._tick())
 
@@ -187,7 +192,7 @@ class Controller:
         found = self.processes.adopt(old.processes, self._versions.specs, self._clock())
         for record, _ in found:
             if record.model:
-                self.placer.restore(record)
+                self.placement.restore(record)
         kept = {record.name for record, _ in found}
         gone = sorted({record.name for record in old.processes} - kept)
         text = f"{len(kept)} processes of the controller before keep running"
@@ -221,7 +226,7 @@ class Controller:
 
     async def plan_first(self) -> None:
         self._versions.add(self.app)
-        await self.placer.plan_first(desired_state_of(self.app))
+        await self.placement.plan_first(desired_state_of(self.app))
 
     async def _tick(self) -> None:
         for number in itertools.count():
@@ -229,7 +234,7 @@ class Controller:
             if self._pauses.look(self._clock()):
                 continue  # first read the messages that arrived during the pause
             self._handle(events.Ticked())
-            self.placer.check_memory()
+            self.placement.check_memory()
             if number % COLLECT_TICKS == 0:
                 self._spawn(self._collect())
 
@@ -280,7 +285,7 @@ class Controller:
         """Shut down the controller only; the service keeps running."""
         self._is_ending = True
         await self.scaler.close()
-        await self.placer.close()
+        await self.placement.close()
         await self._links.close_all()
         tasks = list(self._launching)
         if self._ticker is not None:
@@ -312,7 +317,7 @@ class Controller:
             dtypes=self.dtypes,
             fleet=self.fleet,
             running=self.processes.running,
-            places=self.places,
+            bookings=self.bookings,
             log_of=self.processes.log_of,
             stage_name=self._stage_name,
             now=self._clock(),
@@ -335,7 +340,7 @@ class Controller:
 
     def want(self, desired: DesiredState) -> None:
         self._handle(events.DesiredStateChanged(desired))
-        self.placer.wake()
+        self.placement.wake()
 
     def happened(self, event: events.Event) -> None:
         self._handle(event)
@@ -418,8 +423,8 @@ class Controller:
     def _book(self, name: str, post: tuple[str, str, int], need: Need) -> Location:
         if trouble := self._launcher.trouble():
             raise PlacementError(trouble)
-        spot, why = self.places.take(name, post, need)
-        if len(self.places.ledger.nodes) > 1:
+        spot, why = self.bookings.take(name, post, need)
+        if len(self.bookings.ledger.nodes) > 1:
             self.history.say("placed", f"{name} on {spot.node}: {why}", name)
         return spot
 
@@ -454,12 +459,12 @@ class Controller:
         self._handle(events.ProcessGone(name, why, cause=cause))
 
     def nodes_changed(self) -> None:
-        self.placer.nodes_changed()
+        self.placement.nodes_changed()
 
     # For the placement manager, the autoscaler and operations.
 
     def admit(self, desired: DesiredState, model: str) -> None:
-        self.placer.admit(desired, model)
+        self.placement.admit(desired, model)
 
     def running(self, name: str) -> RunningProcess | None:
         return self.processes.running.get(name)
@@ -471,7 +476,7 @@ class Controller:
     def send(self, name: str, order: Order) -> None:
         self._links.send(name, order)
 
-    def tell_gateways(self, order: Order) -> None:
+    def send_gateways(self, order: Order) -> None:
         for name in self._joined_gateways():
             self._links.send(name, order)
 
@@ -503,7 +508,7 @@ class Controller:
             case ModelNeeded(model):
                 self.scaler.wake(model)
             case MemoryExceeded(used, limit):
-                self.placer.outgrown(name, used, limit)
+                self.placement.outgrown(name, used, limit)
             case ProbeResult(replica, error):
                 self._handle(events.Probed(replica, error))
             case FleetReportRequest(number):
@@ -529,7 +534,7 @@ class Controller:
             fleet,
             self.store,
             self.port,
-            records_of(fleet, self.processes.running, self.places),
+            records_of(fleet, self.processes.running, self.bookings),
         )
         self._record.keep(record)
 

@@ -57,7 +57,7 @@ class OperationsOwner(Protocol):
     def send(self, name: str, order: Order) -> None:
         """Send an order to a process."""
 
-    def tell_gateways(self, order: Order) -> None:
+    def send_gateways(self, order: Order) -> None:
         """Send an order to all gateways."""
 
 
@@ -132,7 +132,7 @@ class Operations:
             ) from None
         owner.dtypes = resolved.why
         last = self._history.last_number
-        owner.tell_gateways(models_order(self._versions.specs))
+        owner.send_gateways(models_order(self._versions.specs))
         owner.want(changed)
         return last
 

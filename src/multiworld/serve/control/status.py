@@ -59,7 +59,7 @@ class StatusSources:
     dtypes: Mapping[str, str]
     fleet: Reconciler
     running: Mapping[str, RunningProcess]
-    places: ReplicaBookings
+    bookings: ReplicaBookings
     log_of: Callable[[str], Path]
     stage_name: Callable[[Process], str]
     now: float
@@ -108,7 +108,7 @@ def _failing(fleet: Reconciler, now: float) -> Iterator[FailingStage]:
 
 def _shown(process: Process, sources: StatusSources) -> ProcessShown:
     name, running = process.name, sources.running
-    booking = sources.places.ledger.bookings.get(name)
+    booking = sources.bookings.ledger.bookings.get(name)
     need = Need() if booking is None else booking.need
     post = process.model, process.version, process.stage
     return ProcessShown(
@@ -120,7 +120,7 @@ def _shown(process: Process, sources: StatusSources) -> ProcessShown:
         phase=process.phase,
         since_s=sources.now - process.since,
         pid=running[name].pid if name in running else None,
-        node=sources.places.node_of(name),
+        node=sources.bookings.node_of(name),
         booked_cpus=need.cpus,
         booked_memory_bytes=need.memory_bytes,
         gpu=None if booking is None else booking.spot.gpu,
@@ -205,13 +205,13 @@ def record_of(
 
 
 def records_of(
-    fleet: Reconciler, running: Mapping[str, RunningProcess], places: ReplicaBookings
+    fleet: Reconciler, running: Mapping[str, RunningProcess], bookings: ReplicaBookings
 ) -> list[ProcessRecord]:
     found = []
     for p in fleet.processes.values():
         if p.name not in running:
             continue
-        booking = places.ledger.bookings.get(p.name)
+        booking = bookings.ledger.bookings.get(p.name)
         found.append(
             ProcessRecord(
                 name=p.name,

@@ -104,23 +104,23 @@ class TenantManager:
                 is_first=begin == 0,
                 is_last=begin + CHUNK >= count,
             )
-        yield BudgetsUsed(self._told(self.tenants.values()))
+        yield BudgetsUsed(self._uses(self.tenants.values()))
         limit = self._clock() - POISON_S
         for at, found in self._poison:
             if at > limit:
                 yield found
 
-    def _tell(self, tenants: Sequence[Tenant], removed: Sequence[str]) -> None:
+    def _send_changes(self, tenants: Sequence[Tenant], removed: Sequence[str]) -> None:
         for name in self._gateways():
             self._send(name, TenantsChanged(tuple(tenants), tuple(removed)))
-        self._tell_used(tenants)
+        self._send_uses(tenants)
 
-    def _tell_used(self, tenants: Iterable[Tenant]) -> None:
-        told = self._told(tenants)
-        for name in self._gateways() if told else ():
-            self._send(name, BudgetsUsed(told))
+    def _send_uses(self, tenants: Iterable[Tenant]) -> None:
+        uses = self._uses(tenants)
+        for name in self._gateways() if uses else ():
+            self._send(name, BudgetsUsed(uses))
 
-    def _told(self, tenants: Iterable[Tenant]) -> tuple[TokensUsed, ...]:
+    def _uses(self, tenants: Iterable[Tenant]) -> tuple[TokensUsed, ...]:
         now = time.time()
         return tuple(
             self._ledger.used(tenant.name, now)
@@ -142,7 +142,7 @@ class TenantManager:
         changed = self._ledger.add(usage.rows, time.time()) if is_new else set()
         known = [self.tenants[name] for name in changed if name in self.tenants]
         self._send(gateway, UsageStored(usage.number))
-        self._tell_used(known)
+        self._send_uses(known)
         for tenant in known:
             await self._note_exhausted(tenant)
 
@@ -203,7 +203,7 @@ class TenantManager:
     async def _save(self, tenant: Tenant) -> None:
         await asyncio.to_thread(self.registry.save, tenant)
         self.tenants[tenant.name] = tenant
-        self._tell([tenant], [])
+        self._send_changes([tenant], [])
 
     async def create(
         self, name: str, said: Mapping[str, object], valid_s: float | None = None
@@ -267,7 +267,7 @@ class TenantManager:
             self._known(name)
             await asyncio.to_thread(self.registry.delete, name)
             del self.tenants[name]
-            self._tell([], [name])
+            self._send_changes([], [name])
 
 
 def _fresh(valid_s: float | None) -> tuple[str, Key]:

@@ -1,1 +1,1 @@
-"""What both kinds of work share: loss counting, load balancing, SLO attainment."""
+"""Loss counting, load balancing and SLO attainment, for requests and streams."""

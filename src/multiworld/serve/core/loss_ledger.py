@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 POISON_LOSSES = 2
 """Losses in isolation, without progress in between, that make work poison. Losing a
-host never does: a loss that work had in company counts towards suspicion only."""
+host never does: a loss while it ran beside other work only makes it a suspect."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossRule:
-    """What differs between the kinds of work.
+    """Parameters of a loss rule, which differ between requests and streams.
 
     Attributes:
         suspect_after: Losses that count until the work runs in isolation.
@@ -46,7 +46,7 @@ class LossLedger:
     """Losses of one piece of work since it last made progress.
 
     Attributes:
-        rule: What counts.
+        rule: Which losses count.
         counted: Losses that count.
         isolated: Those of them in isolation.
         last_at: Monotonic time of the last loss that counts.

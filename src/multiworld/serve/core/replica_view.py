@@ -39,7 +39,7 @@ class ReplicaView:
         self._usable.clear()
 
     def disconnect(self, name: str) -> None:
-        """Record that a replica is not connected any more."""
+        """Record that a replica is no longer connected."""
         self.connected.discard(name)
         self.silent -= {name}
         self._usable.clear()

@@ -412,7 +412,7 @@ class Reconciler:
         if len(others - {""}) > 1:
             text = (
                 f"{process.name} runs on {fingerprint}; other replicas of the model do "
-                "not, so a text that is moved between them may go on differently"
+                "not, so a stream that moves between them may continue differently"
             )
             yield LogEvent("fingerprint", text, process.name)
 

@@ -196,7 +196,7 @@ class StateFolder:
             if found != FORMAT:
                 raise ServeError(
                     f"{self._record} has format {found!r}, and this release reads "
-                    f"{FORMAT}; go on with the release that wrote it"
+                    f"{FORMAT}; use the release that wrote it"
                 )
             return Record.model_validate(data)
         except FileNotFoundError:

@@ -96,10 +96,10 @@ class Reservation:
         self.budget.reserve(size)
         self.size += size
 
-    def give_back(self, size: int) -> None:
+    def remove(self, size: int) -> None:
         self.budget.release(size)
         self.size -= size
 
     def release(self) -> None:
         """Release all bytes; safe to repeat."""
-        self.give_back(self.size)
+        self.remove(self.size)

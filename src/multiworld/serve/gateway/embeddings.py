@@ -58,8 +58,8 @@ def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
     def shown(name: str, tenant: Tenant) -> dict[str, Any]:
         found = {"id": name, "object": "model", "created": began_at}
         found["owned_by"] = "multiworld"
-        most = gateway.max_tokens(name, tenant)
-        return found if most is None else {**found, "max_model_len": most}
+        max_tokens = gateway.max_tokens(name, tenant)
+        return found if max_tokens is None else {**found, "max_model_len": max_tokens}
 
     @app.get("/v1/models", tags=["openai"])
     async def models(request: Request) -> Response:
@@ -122,8 +122,8 @@ class _Body(msgspec.Struct, frozen=True):
 
 
 _bodies = msgspec.json.Decoder(_Body)
-_texts = msgspec.json.Decoder(list[str])
-_text = msgspec.json.Decoder(str)
+_strings = msgspec.json.Decoder(list[str])
+_string = msgspec.json.Decoder(str)
 _tokens = msgspec.json.Decoder(list[Token])
 _token_lists = msgspec.json.Decoder(list[list[Token]])
 
@@ -163,11 +163,11 @@ def _inputs(given: bytes) -> list[str] | list[list[int]]:
     """Return the inputs; bound their number before decoding them."""
     try:
         if given.startswith(b'"'):
-            return _not_empty([_text.decode(given)])
+            return _not_empty([_string.decode(given)])
         first = given[1:].lstrip(b" \t\r\n")[:1]
         if first == b'"':
             check_values(given)
-            return _not_empty(_texts.decode(given))
+            return _not_empty(_strings.decode(given))
         if given.count(b",") > MAX_TOKENS or given.count(b"[") > MAX_TEXTS + 1:
             raise _invalid(
                 "input", f"has more than {MAX_TOKENS} tokens or {MAX_TEXTS} arrays"

@@ -68,14 +68,14 @@ def check_values(text: bytes | bytearray) -> None:
         "lists": (b"[", MAX_LISTS),
         "values": (b",", MAX_VALUES),
     }
-    for name, (mark, most) in counts.items():
-        if (count := outside.count(mark)) > most:
-            raise _too_many(count, most, name)
+    for name, (mark, limit) in counts.items():
+        if (count := outside.count(mark)) > limit:
+            raise _too_many(count, limit, name)
 
 
-def _too_many(count: int, most: int, name: str) -> InvalidRequestError:
+def _too_many(count: int, limit: int, name: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"body has {count} {name}, more than {most}; split the request"
+        f"body has {count} {name}, more than {limit}; split the request"
     )
 
 

@@ -47,9 +47,9 @@ OF_WORK = {
     "dropped": "Requests sent to the next stage that may be lost.",
     "stuck": "Requests sent to a replica of the next stage that fell silent.",
     "returned": "Requests that the next stage did not take; the gateway replays them.",
-    "preemptions": "Texts computed again because there was no memory for them.",
-    "evicted": "Texts that a stage had no memory for, and sent back to stage 0.",
-    "refilled": "Tokens computed to fill this replica in place of a lost one.",
+    "preemptions": "Sequences preempted and recomputed for lack of memory.",
+    "evicted": "Sequences that a stage had no memory for and returned to stage 0.",
+    "refilled": "Tokens computed to rebuild the KV of a lost replica.",
     "prefix_cache_queries": "Tokens of prompts.",
     "prefix_cache_hits": "Tokens of prompts that were known from earlier ones.",
 }

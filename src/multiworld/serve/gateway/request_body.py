@@ -96,7 +96,7 @@ async def read_body(
         await _unpack(whole, encoding, plain, check, reservation)
     finally:
         on_unpacked(max(0, len(plain) - len(whole)))
-    reservation.give_back(len(whole))
+    reservation.remove(len(whole))
     return plain
 
 

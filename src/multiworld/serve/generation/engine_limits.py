@@ -29,6 +29,6 @@ class EngineLimits:
 
     def blocks_of(self, tokens: int, granule: int = 1) -> int:
         """Return the blocks for a number of tokens, in multiples of ``granule``."""
-        least = math.ceil(tokens / self.block_size)
+        needed = math.ceil(tokens / self.block_size)
         whole = math.ceil(tokens / granule) * granule
-        return max(least, min(self.blocks, math.ceil(whole / self.block_size)))
+        return max(needed, min(self.blocks, math.ceil(whole / self.block_size)))

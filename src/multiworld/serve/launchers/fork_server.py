@@ -47,7 +47,7 @@ class ForkServer:
 
     def run(self) -> None:
         """Fork processes until the controller closes the socket."""
-        self._tell(Warm(os.getpid()))
+        self._send(Warm(os.getpid()))
         while True:
             for key, _ in self._selector.select():
                 if key.data is not None:
@@ -64,10 +64,10 @@ class ForkServer:
                 case Launch() as order:
                     self._launch(order)
                 case Ping(number):
-                    self._tell(Pong(number))
+                    self._send(Pong(number))
         return bool(data)
 
-    def _tell(self, news: ForkNews) -> None:
+    def _send(self, news: ForkNews) -> None:
         try:
             self._control.sendall(LineCodec.encode(news))
         except OSError:
@@ -81,7 +81,7 @@ class ForkServer:
                 f"the fork server has {threads} threads, so it cannot fork; a module "
                 "that the model imports starts one"
             )
-            self._tell(LaunchFailed(name, error))
+            self._send(LaunchFailed(name, error))
             return
         leash = None
         try:
@@ -91,7 +91,7 @@ class ForkServer:
         except OSError as error:
             if leash is not None:
                 os.close(leash)
-            self._tell(LaunchFailed(name, str(error)))
+            self._send(LaunchFailed(name, str(error)))
             return
         if pid == 0:
             self._child(order, leash)
@@ -99,14 +99,14 @@ class ForkServer:
             os.close(leash)
         pidfd = os.pidfd_open(pid)
         self._selector.register(pidfd, selectors.EVENT_READ, (name, pid))
-        self._tell(Launched(name, pid))
+        self._send(Launched(name, pid))
 
     def _reap(self, pidfd: int, name: str, pid: int) -> None:
         self._selector.unregister(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        self._tell(Exited(name, code))
+        self._send(Exited(name, code))
 
     def _child(self, order: Launch, leash: int | None) -> None:
         """Run the ordered process in the forked child; never return."""

@@ -60,7 +60,7 @@ class Forks:
         await self.warm()
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._starting[order.name] = future
-        self._server.tell(order)
+        self._server.send(order)
         return await future
 
     def _on_news(self, news: ForkNews) -> None:

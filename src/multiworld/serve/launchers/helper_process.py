@@ -150,7 +150,7 @@ class HelperProcess(Generic[M]):
             logger.warning("%s: %s", self._module, error)
         self._on_end()
 
-    def tell(self, order: Line) -> None:
+    def send(self, order: Line) -> None:
         """Send the process a message, which is lost if the process has exited."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(LineCodec.encode(order))

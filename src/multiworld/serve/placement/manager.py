@@ -62,7 +62,7 @@ class PlacementManager:
         self._launcher, self._fleet = launcher, fleet
         self._history, self._owner = history, owner
         self._journal = journal or DecisionLog()
-        self.places = ReplicaBookings(launcher.nodes(), policy)
+        self.bookings = ReplicaBookings(launcher.nodes(), policy)
         self._replanner = Replanner(self._snapshot, self._apply_plan)
         self._text = self._trouble = ""
 
@@ -76,7 +76,7 @@ class PlacementManager:
         """Raise ``PlacementError`` if the machines lack room for all models, or one."""
         if model is not None:
             wanted = replace(wanted, models={model: wanted.models[model]})
-        self.places.admit(asks_of(wanted, self._owner.specs))
+        self.bookings.admit(asks_of(wanted, self._owner.specs))
 
     def restore(self, record: ProcessRecord) -> None:
         """Book a replica of an earlier controller."""
@@ -84,7 +84,7 @@ class PlacementManager:
         post = record.model, record.version, record.stage
         spot = Location(record.node, record.gpu)
         need = needs_of(spec)[record.stage]
-        self.places.ledger.restore(record.name, post, spot, need)
+        self.bookings.ledger.restore(record.name, post, spot, need)
 
     # Planning.
 
@@ -121,11 +121,11 @@ class PlacementManager:
             for p in self._fleet.processes.values()
             if not p.is_going and not p.is_drain_requested
         ]
-        running = self.places.runs(versions, stays)
+        running = self.bookings.runs(versions, stays)
         return PlacementSnapshot(self._launcher.nodes(), asks, running)
 
     def _apply_plan(self, planned: PlanReady) -> None:
-        self.places.plan = planned.plan
+        self.bookings.plan = planned.plan
         text = in_words(planned.placement)
         if text != self._text:
             self._text = text
@@ -140,9 +140,9 @@ class PlacementManager:
             for p in self._fleet.processes.values()
             if p.phase is ProcessPhase.READY
             and not p.is_drain_requested
-            and p.name in self.places.ledger.bookings
+            and p.name in self.bookings.ledger.bookings
         ]
-        for name in self.places.moves(ready):
+        for name in self.bookings.moves(ready):
             self._history.say("move", f"{name}: moved as planned", name)
             self._owner.happened(events.DrainRequested(name))
 
@@ -150,11 +150,11 @@ class PlacementManager:
 
     def nodes_changed(self) -> None:
         """Apply added and removed machines, or a change of the launcher's trouble."""
-        added, gone = self.places.set_nodes(self._launcher.nodes())
+        added, gone = self.bookings.set_nodes(self._launcher.nodes())
         for name in added:
             self._history.say("node added", f"{name} was added")
         for name in gone:
-            here = ", ".join(b.name for b in self.places.ledger.on(name))
+            here = ", ".join(b.name for b in self.bookings.ledger.on(name))
             self._history.say("node lost", f"{name} was lost, with {here or 'nothing'}")
         trouble = self._launcher.trouble()
         if trouble != self._trouble:
@@ -166,7 +166,7 @@ class PlacementManager:
 
     def check_memory(self) -> None:
         """Kill replicas that use more memory than they booked."""
-        for name, limit in self.places.limits().items():
+        for name, limit in self.bookings.limits().items():
             running = self._owner.running(name)
             used = running and self._launcher.outgrown(running, limit)
             if used:

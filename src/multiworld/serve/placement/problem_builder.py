@@ -79,8 +79,8 @@ def _range(stage: StageSpec, demand: float | None) -> tuple[int, int]:
     config = stage.autoscaling_config or stage.replicas
     if isinstance(config, AutoscalingConfig | ReplicaRange) and demand is not None:
         return max(1, config.min_replicas), config.max_replicas
-    least = max(1, stage.initial_count)  # a stage scaled to zero needs room, too
-    return least, least
+    count = max(1, stage.initial_count)  # a stage scaled to zero needs room, too
+    return count, count
 
 
 def problem_of(
@@ -93,7 +93,7 @@ def problem_of(
     names = [node.name for node in nodes]
     hosts = tuple(Host(node.name, _devices(node), node.bandwidth) for node in nodes)
     kinds = {d.kind for host in hosts for d in host.devices} - {CPU}
-    asked = [ask for ask in asks if all(most > 0 for _, most in ask.counts)]
+    asked = [ask for ask in asks if all(maximum > 0 for _, maximum in ask.counts)]
     return Problem(
         hosts,
         tuple(_model(ask, kinds, names) for ask in asked),

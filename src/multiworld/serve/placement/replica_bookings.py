@@ -64,8 +64,8 @@ class ReplicaBookings:
             except PlacementError as error:
                 placed = sum(b.post == post for b in trial.bookings.values())
                 raise PlacementError(
-                    f"{title}: {placed} of {count} replicas have a place; for one more "
-                    f"{error}",
+                    f"{title}: {placed} of {count} replicas can be placed; for one "
+                    f"more {error}",
                     short=error.short,
                 ) from None
             trial.book(f"\0{number}", post, spot, need)

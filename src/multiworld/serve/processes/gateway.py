@@ -261,7 +261,7 @@ class GatewayProcess:
             for task in done:
                 task.result()
             await self._flush_usage()
-            self._agent.tell(self._report(0, has_counts=True))
+            self._agent.send(self._report(0, has_counts=True))
             await self._agent.flush(LAST_S)
         finally:
             for task in (*tasks, serving, announcing, *self._probes, *self._loading):
@@ -330,7 +330,7 @@ class GatewayProcess:
                     self._authenticator.directory.remove(name)
                 self._gateway.counts.keep_tenants(self._authenticator.directory.tenants)
             case BudgetsUsed(used):
-                self._authenticator.budgets.told(used)
+                self._authenticator.budgets.set_used(used)
             case UsageStored(number):
                 self._authenticator.stored(number)
                 self._usage_kept.set()
@@ -343,7 +343,7 @@ class GatewayProcess:
             case Finish():
                 self._end()
             case ReportRequest(number, has_counts):
-                self._agent.tell(self._report(number, has_counts=has_counts))
+                self._agent.send(self._report(number, has_counts=has_counts))
             case FleetReport():
                 self._gateway.fleet = order
                 if self._fleet is not None and not self._fleet.done():
@@ -359,7 +359,7 @@ class GatewayProcess:
             return
         if self._fleet is None or self._fleet.done():
             self._fleet = asyncio.get_running_loop().create_future()
-            self._agent.tell(FleetReportRequest(next(self._numbers)))
+            self._agent.send(FleetReportRequest(next(self._numbers)))
         try:
             async with asyncio.timeout(FLEET_S):
                 await asyncio.shield(self._fleet)
@@ -400,7 +400,7 @@ class GatewayProcess:
 
     def _send_pending_poison(self) -> None:
         while self._poison and self._agent.lost_at is None:
-            self._agent.tell(self._poison.popleft())
+            self._agent.send(self._poison.popleft())
 
     async def _report_usage(self) -> None:
         """Report usage and pending poison requests to the controller, forever."""
@@ -417,7 +417,7 @@ class GatewayProcess:
 
     def _send_due_usage(self) -> None:
         for number, rows in self._authenticator.meter.take_due(self._clock()):
-            self._agent.tell(UsageReport(self._meter, number, rows))
+            self._agent.send(UsageReport(self._meter, number, rows))
 
     async def _flush_usage(self) -> None:
         """Report the remaining usage and wait briefly until it is stored."""
@@ -438,7 +438,7 @@ class GatewayProcess:
         now = self._clock()
         if now - self._asked_at.get(model, -ASK_S) >= ASK_S:
             self._asked_at[model] = now
-            self._agent.tell(ModelNeeded(model))
+            self._agent.send(ModelNeeded(model))
 
     async def _probe(self, replica: str) -> None:
         error: str | None = None
@@ -450,7 +450,7 @@ class GatewayProcess:
                 await self._dispatcher.probe(replica, example_of(model), PROBE_S)
         except MultiWorldError as problem:
             error = f"{type(problem).__name__}: {problem}"
-        self._agent.tell(ProbeResult(replica, error))
+        self._agent.send(ProbeResult(replica, error))
 
     def _model_of(self, replica: str) -> Model:
         known = self._dispatcher.table.replicas.get(replica)

@@ -203,7 +203,7 @@ class WorkerProcess:
                 for task in done:
                     task.result()
         finally:
-            self._agent.tell(Report(0, worker=self._report()))
+            self._agent.send(Report(0, worker=self._report()))
             await self._agent.flush(LAST_S)
             for task in (*tasks, ending):
                 task.cancel()
@@ -239,7 +239,7 @@ class WorkerProcess:
             case Finish():
                 self._is_finishing.set()
             case ReportRequest(number):
-                self._agent.tell(Report(number, worker=self._report()))
+                self._agent.send(Report(number, worker=self._report()))
             case InjectPartition(seconds):
                 cut(seconds)
 
@@ -258,7 +258,7 @@ class WorkerProcess:
         while True:
             await asyncio.sleep(LOOK_S)
             now = self._clock()
-            if self._agent.lost_at is None or self._worker.has_router:
+            if self._agent.lost_at is None or self._worker.has_gateway:
                 alone_since = None
             else:
                 alone_since = alone_since or now
@@ -271,7 +271,7 @@ class WorkerProcess:
         assert self._args.spec is not None
         limit = memory_limit(self._args)
         used = await outgrown(limit)
-        self._agent.tell(MemoryExceeded(used, limit))
+        self._agent.send(MemoryExceeded(used, limit))
         await asyncio.sleep(TELL_S)  # the controller kills this process, if it can
         os._exit(OUTGROWN)
 

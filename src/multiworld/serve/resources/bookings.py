@@ -118,7 +118,7 @@ def _of_gpus(free: dict[int, int], need: Need, wanted: int | None) -> list[str]:
         return ["it has no GPU"]
     if wanted is not None and wanted not in free:
         return [f"it has no GPU {wanted}, only {listed([str(n) for n in free])}"]
-    most = max(free.values()) if wanted is None else free[wanted]
-    if need.gpu_memory_bytes and need.gpu_memory_bytes > most:
-        return [f"{mib(need.gpu_memory_bytes - most)} of GPU memory short"]
+    available = max(free.values()) if wanted is None else free[wanted]
+    if need.gpu_memory_bytes and need.gpu_memory_bytes > available:
+        return [f"{mib(need.gpu_memory_bytes - available)} of GPU memory short"]
     return []

@@ -121,8 +121,8 @@ def _find(
     asked = _needs(snapshot, demand, plans, costs, period_s)
     reserved = _reserved(snapshot, demand, burst_reserve, costs)
     needs = [
-        (max(low, least), max(high, least))
-        for (low, high), least in zip(asked, reserved, strict=True)
+        (max(low, minimum), max(high, minimum))
+        for (low, high), minimum in zip(asked, reserved, strict=True)
     ]
     return Findings(
         demand=demand,
@@ -297,9 +297,11 @@ def _needs(
     found = []
     for k, (item_s, _) in enumerate(costs):
         waiting = _for_backlog(snapshot, demand, k, item_s, max_wait_s)
-        least = math.ceil(burst * item_s - 1e-9)
+        minimum = math.ceil(burst * item_s - 1e-9)
         with_margin = math.ceil(MARGIN * burst * item_s - 1e-9)
-        found.append((max(low[k], least, waiting), max(high[k], with_margin, waiting)))
+        found.append(
+            (max(low[k], minimum, waiting), max(high[k], with_margin, waiting))
+        )
     return found
 
 

@@ -73,8 +73,8 @@ def demand_of(
     last = samples[-1]
     first = sample_at(samples, last.at - look_back_s)
 
-    least_s = min(look_back_s, MIN_INTERVALS * interval_s)
-    rate = (last.arrived - first.arrived) / max(last.at - first.at, least_s)
+    min_span_s = min(look_back_s, MIN_INTERVALS * interval_s)
+    rate = (last.arrived - first.arrived) / max(last.at - first.at, min_span_s)
     burst = _burst(samples, rate, look_back_s, interval_s)
     now = max(rate, burst)
     slope = _slope(samples, TREND_PERIODS * look_back_s)
@@ -101,12 +101,12 @@ def envelope(samples: Sequence[Sample], period_s: float, max_wait_s: float) -> f
     """
     first = bisect.bisect_left([s.at for s in samples], samples[-1].at - period_s)
     lately = samples[max(0, first - 1) :]
-    most = 0.0
+    highest = 0.0
     for width in _widths(len(lately)):
         for one, other in zip(lately, lately[width:], strict=False):
             came, span_s = other.arrived - one.arrived, other.at - one.at
-            most = max(most, came / (span_s + max_wait_s))
-    return most
+            highest = max(highest, came / (span_s + max_wait_s))
+    return highest
 
 
 def _widths(count: int) -> list[int]:

@@ -73,8 +73,8 @@ def keep_starting(
     reason. ``there`` counts starting and ready replicas.
     """
     return tuple(
-        max(want, min(most, known)) if starts else want
-        for want, most, starts, known in zip(
+        max(want, min(previous, known)) if starts else want
+        for want, previous, starts, known in zip(
             wanted, before, starting, there, strict=True
         )
     )

@@ -105,8 +105,8 @@ def oracle(
         coming = arrivals[first : bisect.bisect_left(arrivals, end)]
         waiting = [seen.ongoing for seen in snapshot.samples[-1].stages]
         if not coming and not any(waiting):
-            least = tuple(stage.limits.min_replicas for stage in costs)
-            return Decision(replicas=least, why="no requests arrive")
+            minimum = tuple(stage.limits.min_replicas for stage in costs)
+            return Decision(replicas=minimum, why="no requests arrive")
         mean = len(coming) / (end - begin)
         burst = _needed(coming, max_wait_s)
         plan = plans[plan_for(plans, mean)].replicas
@@ -130,12 +130,12 @@ def oracle(
 
 def _needed(coming: Sequence[float], max_wait_s: float) -> float:
     """Return the required throughput; see ``demand.envelope``."""
-    most, step = 0.0, max(1, len(coming) // 64)
+    highest, step = 0.0, max(1, len(coming) // 64)
     for first in range(0, len(coming), step):
         for last in range(first, len(coming), step):
             span_s = coming[last] - coming[first]
-            most = max(most, (last - first + 1) / (span_s + max_wait_s))
-    return most
+            highest = max(highest, (last - first + 1) / (span_s + max_wait_s))
+    return highest
 
 
 MARGINS = (1.0, 1.25, 1.5, 2.0, 3.0)

@@ -53,11 +53,11 @@ def stabilized(
     """Return the replicas that a stage should have; the last need is the newest."""
     up = _lasting(needs, 0.0 if is_urgent else limits.upscale_delay_s)
     if up is not None:
-        least = min(need.low for need in up)
+        lowest = min(need.low for need in up)
         if replicas == 0 and needs[-1].low:
-            least = needs[-1].low  # scale up from zero at once
-        if least > replicas:
-            missing = least - replicas
+            lowest = needs[-1].low  # scale up from zero at once
+        if lowest > replicas:
+            missing = lowest - replicas
             more = math.ceil(limits.upscaling_factor * missing) if replicas else missing
             return min(replicas + more, limits.max_replicas)
     elif replicas == 0 and needs[-1].low:
@@ -66,12 +66,12 @@ def stabilized(
     down = _lasting(needs, delay_s)
     if down is None:
         return replicas
-    most = max(need.high for need in down)
-    if most >= replicas:
+    highest = max(need.high for need in down)
+    if highest >= replicas:
         return replicas
     # As in Ray Serve, the last replica is drained alone, after its own delay.
-    most = max(most, 1 if replicas > 1 else 0)
-    fewer = max(1, math.floor(limits.downscaling_factor * (replicas - most)))
+    highest = max(highest, 1 if replicas > 1 else 0)
+    fewer = max(1, math.floor(limits.downscaling_factor * (replicas - highest)))
     return max(replicas - fewer, limits.min_replicas)
 
 

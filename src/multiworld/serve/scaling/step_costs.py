@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from multiworld.serve.generation.replica.scheduler import LEAST_PART
+from multiworld.serve.generation.replica.scheduler import MIN_CHUNK
 from multiworld.serve.scaling.snapshot import Snapshot, StageSeen
 
 USUAL_RATIO = 9.0
@@ -40,14 +40,14 @@ class StepCost:
         return self.step_s + self.row_s * rows
 
 
-def prompt_seconds(tokens: float, costs: Sequence[StepCost], most: int) -> float:
+def prompt_seconds(tokens: float, costs: Sequence[StepCost], max_tokens: int) -> float:
     """Return the seconds to prefill a prompt that has the pipeline to itself.
 
     Its chunks pass through the stages one after the other; those in flight together
-    have at most ``most`` tokens, the limit of one step.
+    have at most ``max_tokens`` tokens, the limit of one step.
     """
     tokens = max(1.0, tokens)
-    part = min(tokens, max(LEAST_PART, min(tokens, most) / len(costs)))
+    part = min(tokens, max(MIN_CHUNK, min(tokens, max_tokens) / len(costs)))
     seconds = [cost.seconds(part) for cost in costs]
     return sum(seconds) + (math.ceil(tokens / part) - 1) * max(seconds)
 

@@ -53,8 +53,8 @@ KV_SHARE = 0.9
 MIN_TOKENS = 100
 """Minimum number of recent output tokens for a measured round to count."""
 
-MOST_FACTOR = 1.5
-LEAST_FACTOR = 0.85
+MAX_FACTOR = 1.5
+MIN_FACTOR = 0.85
 """Limits of the measured correction of the predicted round. Sequences that still wait
 for their first token look like slow rounds."""
 
@@ -184,7 +184,7 @@ def _factor(
     wanted_s = _round_with(sequences, ready, costs, load)
     if math.isinf(wanted_s):
         return before
-    found = min(MOST_FACTOR, max(LEAST_FACTOR, sequences * seconds / tokens / wanted_s))
+    found = min(MAX_FACTOR, max(MIN_FACTOR, sequences * seconds / tokens / wanted_s))
     step = min(1.0, snapshot.interval_s / look_back_s(snapshot))
     return before + step * (found - before)
 
@@ -195,9 +195,9 @@ def _has_missed(samples: Sequence[Sample]) -> bool:
 
 def _queue_needs(snapshot: Snapshot) -> tuple[list[tuple[int, int]], str]:
     period_s = look_back_s(snapshot)
-    least = int(not is_idle(snapshot, 0.0))
+    minimum = int(not is_idle(snapshot, 0.0))
     found = [
-        max(least, for_queue(snapshot.samples, k, stage, period_s))
+        max(minimum, for_queue(snapshot.samples, k, stage, period_s))
         for k, stage in enumerate(snapshot.stages)
     ]
     why = "by queued sequences (times of steps are not known yet)"
@@ -263,20 +263,20 @@ def fleet(
     cost more, so an even fleet is often better than a smaller one.
     """
     limits = [limits_now(stage) for stage in snapshot.stages]
-    least = max(
+    minimum = max(
         _for_memory(snapshot, load), math.ceil(load.sequences / text.max_num_seqs)
     )
     longest_s = BUSY * longest_round_s(text, costs)
     lowest = [max(1, limit.within(1)) for limit in limits]
-    lowest[0] = max(lowest[0], limits[0].within(least))
+    lowest[0] = max(lowest[0], limits[0].within(minimum))
 
     def is_enough(counts: Sequence[int]) -> bool:
         is_quick = round_of(counts, costs, load) <= longest_s
         return is_quick and _is_first_in_time(counts, costs, load, text)
 
-    most = max(limit.max_replicas for limit in limits)
+    largest = max(limit.max_replicas for limit in limits)
     counts = list(lowest)
-    for size in range(1, most + 1):
+    for size in range(1, largest + 1):
         counts = [
             max(low, limit.within(size))
             for low, limit in zip(lowest, limits, strict=True)

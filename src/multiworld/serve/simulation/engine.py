@@ -445,6 +445,6 @@ class Pipeline:
         return request.ended - request.at if request.ended >= 0 else -1.0
 
     def _is_good(self, request: Request) -> bool:
-        limit_s, took_s = self._model.objective_s, self._took_s(request)
-        most_s = self._model.deadline_s if limit_s is None else limit_s
-        return 0 <= took_s <= min(most_s, self._model.deadline_s)
+        objective_s, took_s = self._model.objective_s, self._took_s(request)
+        limit_s = self._model.deadline_s if objective_s is None else objective_s
+        return 0 <= took_s <= min(limit_s, self._model.deadline_s)

@@ -21,15 +21,15 @@ def with_foresight(
 ) -> PipelineModel:
     """Return the model with the cheapest oracle that meets the objective."""
     times = [arrival.at for arrival in arrivals]
-    best, most = model, -1.0
+    best, best_share = model, -1.0
     for margin in reference_policies.MARGINS:
         aim = model.objective_s, model.objective_share
         knowing = reference_policies.oracle(times, costs_of(model), *aim, margin)
         tried = replace(model, policy=knowing)
         (outcome,) = simulate([tried], [arrivals], new_chance())
         attained = judge("oracle", outcome).attained
-        if attained > most:
-            best, most = tried, attained
+        if attained > best_share:
+            best, best_share = tried, attained
         if attained >= model.objective_share:
             break
     return best

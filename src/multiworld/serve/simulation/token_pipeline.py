@@ -37,7 +37,7 @@ from multiworld.serve.transport.protocol import Key
 
 
 @dataclass(slots=True, eq=False)
-class Text(Request):
+class SimulatedSequence(Request):
     """A simulated sequence.
 
     Attributes:
@@ -74,7 +74,7 @@ class SimulatedStep:
 class Preparation:
     """Prefill of a sequence that is moving to a replica; ``rows`` tokens remain."""
 
-    text: Text
+    sequence: SimulatedSequence
     rows: int
 
 
@@ -85,7 +85,7 @@ class TextReplica(Replica):
     scheduler: Scheduler | None = None
     work: deque[SimulatedStep | Preparation] = field(default_factory=deque)
     is_busy: bool = False
-    sequences: set[Text] = field(default_factory=set)
+    sequences: set[SimulatedSequence] = field(default_factory=set)
     new_until: float = 0.0
 
     @property
@@ -104,13 +104,13 @@ class TokenPipeline(Pipeline):
         super().__init__(model, at, chance, room)
         assert model.limits is not None
         self._limits: EngineLimits = model.limits
-        self._texts: dict[tuple[str, int], Text] = {}
+        self._sequences: dict[tuple[str, int], SimulatedSequence] = {}
         self._rows = [0] * len(model.stages)
         self._ended = [0, 0, 0]
         self._generated = 0
-        self._unplaced: deque[Text] = deque()
+        self._unplaced: deque[SimulatedSequence] = deque()
         self._schedulers = StepSources()
-        self._moving: set[Text] = set()
+        self._moving: set[SimulatedSequence] = set()
 
     # Replicas.
 
@@ -132,46 +132,46 @@ class TokenPipeline(Pipeline):
 
     def arrive(self, arrival: Arrival, now: float) -> None:
         number = len(self._requests) + 1
-        text = Text(
+        sequence = SimulatedSequence(
             now,
             arrival.work,
             prompt=max(1, arrival.prompt),
             answer=max(1, arrival.answer),
             key=("gateway", number, 0),
         )
-        self._requests.append(text)
-        waiting = sum(t.first_at < 0 for t in self._texts.values())
+        self._requests.append(sequence)
+        waiting = sum(t.first_at < 0 for t in self._sequences.values())
         if waiting > self._model.max_queued_requests:
-            text.is_refused = True
+            sequence.is_refused = True
             self._missed += 1
             self._refused += 1
             return
         self.in_flight += 1
-        self._texts[text.key[:2]] = text
-        self._unplaced.append(text)
+        self._sequences[sequence.key[:2]] = sequence
+        self._unplaced.append(sequence)
         if not any(self._wanted):
             self.decide(now)
         self._move(now)
 
     def _expire(self, now: float) -> None:
         begin = now - self._model.deadline_s
-        for text in [t for t in self._texts.values() if t.at <= begin]:
-            self._leave(text)
+        for sequence in [t for t in self._sequences.values() if t.at <= begin]:
+            self._leave(sequence)
             self.in_flight -= 1
             self._missed += 1
 
-    def _leave(self, text: Text) -> None:
-        del self._texts[text.key[:2]]
-        if not text.chain:
-            self._unplaced.remove(text)
+    def _leave(self, sequence: SimulatedSequence) -> None:
+        del self._sequences[sequence.key[:2]]
+        if not sequence.chain:
+            self._unplaced.remove(sequence)
             return
-        scheduler = text.chain[0].scheduler
+        scheduler = sequence.chain[0].scheduler
         assert scheduler is not None
-        scheduler.remove(text.key)
-        self._schedulers.leave(_names(text.chain))
-        for replica in text.chain:
-            replica.sequences.discard(text)
-        text.chain = []
+        scheduler.remove(sequence.key)
+        self._schedulers.leave(_names(sequence.chain))
+        for replica in sequence.chain:
+            replica.sequences.discard(sequence)
+        sequence.chain = []
 
     def _move(self, now: float) -> None:
         """Place sequences, move them, and start whatever can start."""
@@ -183,8 +183,8 @@ class TokenPipeline(Pipeline):
         while self._unplaced:
             chain: list[TextReplica] = []
             for k in range(len(self._model.stages)):
-                least = self._least(k, chain[:1])
-                chain += [] if least is None else [least]
+                target = self._least_loaded(k, chain[:1])
+                chain += [] if target is None else [target]
             if len(chain) < len(self._model.stages):
                 break
             self._place(self._unplaced.popleft(), chain)
@@ -195,7 +195,7 @@ class TokenPipeline(Pipeline):
                 self._begin_work(replica, now)
                 self._leave_if_done(replica, now)
 
-    def _least(self, k: int, first: Sequence[TextReplica]) -> TextReplica | None:
+    def _least_loaded(self, k: int, first: Sequence[TextReplica]) -> TextReplica | None:
         """Return the best replica of a stage; see ``gateway.chain_selection``."""
 
         def cost(replica: TextReplica) -> tuple[float, float]:
@@ -204,14 +204,14 @@ class TokenPipeline(Pipeline):
 
         return min(self._at_stage(k), key=cost, default=None)
 
-    def _place(self, text: Text, chain: list[TextReplica]) -> None:
-        text.chain = chain
+    def _place(self, sequence: SimulatedSequence, chain: list[TextReplica]) -> None:
+        sequence.chain = chain
         self._schedulers.enter(_names(chain))
         for replica in chain:
-            replica.sequences.add(text)
+            replica.sequences.add(sequence)
         scheduler = chain[0].scheduler
         assert scheduler is not None
-        scheduler.add(text.key, [0] * text.tokens, route=_names(chain))
+        scheduler.add(sequence.key, [0] * sequence.tokens, route=_names(chain))
 
     def _ready(self, replica: Replica, now: float) -> None:
         assert isinstance(replica, TextReplica)
@@ -224,9 +224,9 @@ class TokenPipeline(Pipeline):
             for replica in replicas:
                 assert isinstance(replica, TextReplica)
                 if replica.is_draining:
-                    for text in [t for t in replica.sequences if t.moving < 0]:
+                    for sequence in [t for t in replica.sequences if t.moving < 0]:
                         if len(self._moving) < AT_ONCE:
-                            self._prepare(text, replica.stage)
+                            self._prepare(sequence, replica.stage)
         for k in range(len(self._replicas)):
             if not self._moving:
                 self._lighten(k, now)
@@ -238,55 +238,57 @@ class TokenPipeline(Pipeline):
         if not new:
             return
         busiest = max(usable, key=lambda r: len(r.sequences))
-        least = min(new, key=lambda r: len(r.sequences))
-        surplus = surplus_of(len(busiest.sequences), len(least.sequences))
+        emptiest = min(new, key=lambda r: len(r.sequences))
+        surplus = surplus_of(len(busiest.sequences), len(emptiest.sequences))
         there = [t for t in busiest.sequences if t.moving < 0 and t.chain[k] is busiest]
         waiting = sorted((t for t in there if t.first_at < 0), key=lambda t: -t.at)
-        for text in waiting[:surplus]:
-            self._restart(text)
+        for sequence in waiting[:surplus]:
+            self._restart(sequence)
         if surplus > len(waiting):
             worth = [t for t in there if t.answer - t.made >= WORTH and t.first_at >= 0]
             if worth:
-                self._prepare(min(worth, key=lambda t: t.tokens), k, least)
+                self._prepare(min(worth, key=lambda t: t.tokens), k, emptiest)
 
-    def _restart(self, text: Text) -> None:
+    def _restart(self, sequence: SimulatedSequence) -> None:
         """Place a sequence that has no token yet elsewhere, from its start."""
-        number = text.key[:2]
-        self._leave(text)
-        text.key = (*number, text.key[2] + 1)
-        self._texts[number] = text
-        self._unplaced.append(text)
+        number = sequence.key[:2]
+        self._leave(sequence)
+        sequence.key = (*number, sequence.key[2] + 1)
+        self._sequences[number] = sequence
+        self._unplaced.append(sequence)
 
-    def _prepare(self, text: Text, k: int, target: TextReplica | None = None) -> None:
-        target = target or self._least(k, text.chain[:1] if k else ())
-        if target is None or target is text.chain[k]:
+    def _prepare(
+        self, sequence: SimulatedSequence, k: int, target: TextReplica | None = None
+    ) -> None:
+        target = target or self._least_loaded(k, sequence.chain[:1] if k else ())
+        if target is None or target is sequence.chain[k]:
             return
-        text.moving = k
-        self._moving.add(text)
-        target.sequences.add(text)
-        target.work.append(Preparation(text, text.tokens))
+        sequence.moving = k
+        self._moving.add(sequence)
+        target.sequences.add(sequence)
+        target.work.append(Preparation(sequence, sequence.tokens))
 
-    def _switch(self, text: Text, target: TextReplica) -> None:
+    def _switch(self, sequence: SimulatedSequence, target: TextReplica) -> None:
         """Continue a sequence on the replica that was prepared for it."""
-        k, text.moving = text.moving, -1
-        old = text.chain[0].scheduler
-        self._schedulers.leave(_names(text.chain))
-        text.chain[k].sequences.discard(text)
-        text.chain[k] = target
-        self._schedulers.enter(_names(text.chain))
-        new = text.chain[0].scheduler
-        key, text.key = text.key, (*text.key[:2], text.key[2] + 1)
-        tokens = [0] * text.tokens
+        k, sequence.moving = sequence.moving, -1
+        old = sequence.chain[0].scheduler
+        self._schedulers.leave(_names(sequence.chain))
+        sequence.chain[k].sequences.discard(sequence)
+        sequence.chain[k] = target
+        self._schedulers.enter(_names(sequence.chain))
+        new = sequence.chain[0].scheduler
+        key, sequence.key = sequence.key, (*sequence.key[:2], sequence.key[2] + 1)
+        tokens = [0] * sequence.tokens
         assert old is not None
         assert new is not None
         if old is not new:
             old.remove(key)
-            route = _names(text.chain)
-            new.add(text.key, tokens, computed=len(tokens) - 1, route=route)
+            route = _names(sequence.chain)
+            new.add(sequence.key, tokens, computed=len(tokens) - 1, route=route)
         elif old.knows(key):
-            route = _names(text.chain)
-            old.move(key, text.key, tokens, len(tokens) - 1, route)
-            old.resume(text.key, None)
+            route = _names(sequence.chain)
+            old.move(key, sequence.key, tokens, len(tokens) - 1, route)
+            old.resume(sequence.key, None)
 
     # Steps.
 
@@ -334,24 +336,24 @@ class TokenPipeline(Pipeline):
         self._move(now)
 
     def _prepared(self, replica: TextReplica, work: Preparation) -> None:
-        text = work.text
-        if text.key[:2] not in self._texts or text.moving != replica.stage:
-            replica.sequences.discard(text)
-            self._moving.discard(text)
+        sequence = work.sequence
+        if sequence.key[:2] not in self._sequences or sequence.moving != replica.stage:
+            replica.sequences.discard(sequence)
+            self._moving.discard(sequence)
             return
         left = work.rows - self._limits.max_num_batched_tokens
         if left > 0:
-            replica.work.append(Preparation(text, left))
+            replica.work.append(Preparation(sequence, left))
         else:
-            self._moving.discard(text)
-            self._switch(text, replica)
+            self._moving.discard(sequence)
+            self._switch(sequence, replica)
 
     def _send_on(self, k: int, step: SimulatedStep) -> None:
         by_replica: dict[TextReplica, list[StepPart]] = {}
         for part in step.parts:
-            text = self._texts.get(part.key[:2])
-            if text is not None and text.key == part.key:
-                by_replica.setdefault(text.chain[k], []).append(part)
+            sequence = self._sequences.get(part.key[:2])
+            if sequence is not None and sequence.key == part.key:
+                by_replica.setdefault(sequence.chain[k], []).append(part)
         for replica, parts in by_replica.items():
             sent = SimulatedStep(step.origin, step.number, tuple(parts))
             replica.work.append(sent)
@@ -359,37 +361,37 @@ class TokenPipeline(Pipeline):
     def _sample_tokens(self, step: SimulatedStep, now: float) -> None:
         done: list[tuple[Key, int | None]] = []
         for part in step.parts:
-            text = self._texts.get(part.key[:2])
-            if text is None or text.key != part.key:
+            sequence = self._sequences.get(part.key[:2])
+            if sequence is None or sequence.key != part.key:
                 continue
             if not part.samples:
                 done.append((part.key, None))
                 continue
-            text.made += 1
+            sequence.made += 1
             self._generated += 1
-            if text.first_at < 0:
-                text.first_at = now
-            is_last = text.made >= text.answer
+            if sequence.first_at < 0:
+                sequence.first_at = now
+            is_last = sequence.made >= sequence.answer
             done.append((part.key, None if is_last else 0))
         scheduler = step.origin.scheduler
         assert scheduler is not None
         scheduler.sampled(step.number, done)
         for key, _ in done:
-            text = self._texts[key[:2]]
-            if text.made >= text.answer:
-                self._end_text(text, now)
+            sequence = self._sequences[key[:2]]
+            if sequence.made >= sequence.answer:
+                self._end_sequence(sequence, now)
 
-    def _end_text(self, text: Text, now: float) -> None:
-        self._leave(text)
-        text.ended = self._last_end = now
+    def _end_sequence(self, sequence: SimulatedSequence, now: float) -> None:
+        self._leave(sequence)
+        sequence.ended = self._last_end = now
         self.in_flight -= 1
-        self._missed += not self._is_good(text)
+        self._missed += not self._is_good(sequence)
         self._ended[0] += 1
-        self._ended[1] += text.prompt
-        self._ended[2] += text.answer
+        self._ended[1] += sequence.prompt
+        self._ended[2] += sequence.answer
 
     def _is_good(self, request: Request) -> bool:
-        assert isinstance(request, Text)
+        assert isinstance(request, SimulatedSequence)
         wanted = self._model.text
         if request.ended < 0 or wanted is None:
             return request.ended >= 0
@@ -399,7 +401,7 @@ class TokenPipeline(Pipeline):
         return is_first and (wanted.tpot_s is None or tpot_s <= wanted.tpot_s)
 
     def _took_s(self, request: Request) -> float:
-        assert isinstance(request, Text)
+        assert isinstance(request, SimulatedSequence)
         return request.first_at - request.at if request.ended >= 0 else -1.0
 
     # Decisions.

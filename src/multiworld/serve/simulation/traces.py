@@ -119,7 +119,7 @@ def _from_zero(found: list[Arrival]) -> list[Arrival]:
     return [replace(a, at=a.at - first, work=a.work / mean) for a in found]
 
 
-LEAST_CV, MOST_CV = 0.01, 100.0
+MIN_CV, MAX_CV = 0.01, 100.0
 """Limits of the coefficient of variation: from a clock to hours between bursts."""
 
 
@@ -164,7 +164,7 @@ def generated(text: str, seed: int = 0) -> list[Arrival]:
                 raise ValueError
             if given["seconds"] <= 0:
                 raise ValueError
-            if not LEAST_CV <= given["cv"] <= MOST_CV:
+            if not MIN_CV <= given["cv"] <= MAX_CV:
                 raise ValueError
         except ValueError:
             raise ServeError(

@@ -238,7 +238,9 @@ class GenerationSpec(_Strict):
     @model_validator(mode="after")
     def _one_attention(self) -> GenerationSpec:
         if self.deterministic and self.attention is not None:
-            raise ValueError("deterministic has an attention of its own; remove one")
+            raise ValueError(
+                "deterministic uses its own attention; remove one of the two"
+            )
         return self
 
 

@@ -176,7 +176,7 @@ class Authenticator:
         self.meter.at(tenant, "", time.time()).refused += 1
 
     def _count_refusal_once(self, admitted: AdmittedRequest, why: str) -> None:
-        """Count a refused request once, however many texts it has."""
+        """Count a refused request once, however many inputs it has."""
         if not admitted.is_refused:
             admitted.is_refused = True
             self._count_refusal(admitted.tenant.name, why)

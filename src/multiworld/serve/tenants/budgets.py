@@ -106,7 +106,7 @@ class TokenBudgets:
         self._used: dict[str, TokensUsed] = {}
         self._since: Counter[str] = Counter()
 
-    def told(self, used: Iterable[TokensUsed]) -> None:
+    def set_used(self, used: Iterable[TokensUsed]) -> None:
         """Replace the sums by those of the controller."""
         self._used.update((each.tenant, each) for each in used)
 
@@ -126,14 +126,14 @@ class TokenBudgets:
         if not has_budget(tenant):
             return None
         nothing = TokensUsed(tenant.name, 0, 0, 0, 0)
-        told = self._used.get(tenant.name, nothing).at(wall_s)
+        used = self._used.get(tenant.name, nothing).at(wall_s)
         more = self._since.get(tenant.name, 0)
-        now = told._replace(in_day=told.in_day + more, in_month=told.in_month + more)
+        now = used._replace(in_day=used.in_day + more, in_month=used.in_month + more)
         limit = exhausted(tenant, now)
         if not limit:
             return None
         is_day = limit == "tokens_per_day"
-        end = told.day + DAY_S if is_day else next_month_of(wall_s)
+        end = used.day + DAY_S if is_day else next_month_of(wall_s)
         until = datetime.fromtimestamp(end, UTC).strftime("%Y-%m-%d %H:%M UTC")
         text = (
             f"your {limit} budget of {getattr(tenant, limit):,} tokens is used up; "

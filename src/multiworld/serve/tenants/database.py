@@ -84,7 +84,7 @@ class TenantDatabase:
             self._db.close()
             raise ServeError(
                 f"{self._path} has format {found}, and this release reads up to "
-                f"{FORMAT}; go on with the release that wrote it"
+                f"{FORMAT}; use the release that wrote it"
             )
 
     def _add_totals(self) -> None:

@@ -146,9 +146,9 @@ def _bytes(
         used.bytes_left = None
         return None
     rate = tenant.bytes_per_s / max(1, gateways)
-    most = rate * BURST_S
-    left = most if used.bytes_left is None else used.bytes_left
-    used.bytes_left = min(most, left + rate * (now - used.at))
+    limit = rate * BURST_S
+    left = limit if used.bytes_left is None else used.bytes_left
+    used.bytes_left = min(limit, left + rate * (now - used.at))
     used.at = now
     if used.bytes_left > 0:
         return None
@@ -168,13 +168,13 @@ def _tokens(
     if tenant.tpm_limit is None:
         used.tokens_left = None
         return None
-    most = tenant.tpm_limit / max(1, gateways)
-    left = most if used.tokens_left is None else used.tokens_left
-    used.tokens_left = min(most, left + most / MINUTE_S * (now - used.tokens_at))
+    limit = tenant.tpm_limit / max(1, gateways)
+    left = limit if used.tokens_left is None else used.tokens_left
+    used.tokens_left = min(limit, left + limit / MINUTE_S * (now - used.tokens_at))
     used.tokens_at = now
     if used.tokens_left > 0:
         return None
-    retry_after_s = (1 - used.tokens_left) * MINUTE_S / most
+    retry_after_s = (1 - used.tokens_left) * MINUTE_S / limit
     return RateLimited(
         "tpm_limit",
         f"your tpm_limit of {tenant.tpm_limit} tokens a minute is used up; retry in "

@@ -71,7 +71,7 @@ class ControlAgent:
         self._facts[type(news)] = news
         self._outbox.put_nowait(news)
 
-    def tell(self, news: News) -> None:
+    def send(self, news: News) -> None:
         """Send a message to the controller; drop it if there is none."""
         if self._world is not None:
             self._outbox.put_nowait(news)

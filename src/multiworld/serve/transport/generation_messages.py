@@ -80,7 +80,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
 class BeginSequences(Message, frozen=True, tag="begin_sequences"):
     """Gateway → all replicas of a chain: sequences to generate."""
 
-    openings: tuple[SequenceStart, ...]
+    starts: tuple[SequenceStart, ...]
 
 
 class PauseSequences(Message, frozen=True, tag="pause_sequences"):
@@ -92,7 +92,7 @@ class PauseSequences(Message, frozen=True, tag="pause_sequences"):
 class PrepareSequence(Message, frozen=True, tag="prepare_sequence"):
     """Gateway → new replicas of ``stages``: a running sequence will move to them."""
 
-    opening: SequenceStart
+    start: SequenceStart
     stages: tuple[int, ...]
 
 
@@ -143,7 +143,7 @@ class KvRebuilt(Message, frozen=True, tag="kv_rebuilt"):
 
 
 class EndSequences(Message, frozen=True, tag="end_sequences"):
-    """Gateway → all replicas of a chain: sequences that nobody waits for any more."""
+    """Gateway → all replicas of a chain: sequences whose clients no longer wait."""
 
     keys: tuple[Key, ...]
 

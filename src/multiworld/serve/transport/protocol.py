@@ -136,7 +136,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         counts: Events since the start, by kind.
         batch_rows: Batches by size, in the buckets of ``ROWS_BOUNDS``.
         batch_seconds: Batches by duration, in the buckets of ``SECONDS_BOUNDS``.
-        routers: Connected gateways.
+        gateways: Connected gateways.
         kv_usage: Used fraction of the memory for KV blocks.
     """
 
@@ -151,7 +151,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     batch_rows: tuple[int, ...] = ()
     batch_seconds: tuple[int, ...] = ()
     upstream: tuple[str, ...] = ()
-    routers: tuple[str, ...] = ()
+    gateways: tuple[str, ...] = ()
     downstream: tuple[str, ...] = ()
     cpu_s: float = 0.0
     memory_bytes: int = 0
@@ -395,7 +395,7 @@ Credit = CreditReleased | CreditRefused
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
-    """Gateway → replica: nobody waits for this attempt any more."""
+    """Gateway → replica: the client no longer waits for this attempt."""
 
     key: Key
 

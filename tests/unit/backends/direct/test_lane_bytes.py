@@ -318,7 +318,7 @@ async def test_fin_in_the_middle_of_a_message_is_refused() -> None:
         receiver.read(wire.encode(fin))
 
 
-async def test_budget_when_spent_then_reading_stops_and_goes_on() -> None:
+async def test_budget_when_spent_then_reading_stops_and_resumes() -> None:
     """A message without room stops the lane after its header."""
     sender, receiver = Sender(), Receiver(budget=2 * (100 + MESSAGE_BYTES) + 9)
     for _ in range(3):

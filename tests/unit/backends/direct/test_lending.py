@@ -21,10 +21,10 @@ from multiworld.backends.direct.header import Header, HeaderError
 from multiworld.backends.direct.lane import Lane
 from multiworld.backends.direct.lending import (
     LANE_BYTES,
-    LENT_BYTES,
     MARK_BYTES,
-    MOST_BLOCKS,
-    MOST_LENT_BYTES,
+    MAX_BLOCKS,
+    MAX_LENT_BYTES,
+    MIN_LENT_BYTES,
     STEP_BYTES,
     Block,
     Borrowed,
@@ -145,8 +145,8 @@ def test_few_blocks_are_used_again_and_again() -> None:
         assert again is not None
         assert again.data_ptr() == place
         del again
-    kept = [one.send(LARGE) for _ in range(2 * MOST_BLOCKS)]
-    assert sum(tensor is not None for tensor in kept) == MOST_BLOCKS - 1
+    kept = [one.send(LARGE) for _ in range(2 * MAX_BLOCKS)]
+    assert sum(tensor is not None for tensor in kept) == MAX_BLOCKS - 1
     one.lender.close()
     assert lending._lent_bytes == 0
 
@@ -154,17 +154,17 @@ def test_few_blocks_are_used_again_and_again() -> None:
 def test_free_blocks_make_room_for_messages_of_another_size() -> None:
     """They keep neither memory nor numbers that others need."""
     one = Announced()
-    most = MOST_LENT_BYTES
-    for size in (most, LENT_BYTES, most // 2, most // 4, most // 8) * 3:
-        kept = [one.send(size) for _ in range(LANE_BYTES // most)]
+    limit = MAX_LENT_BYTES
+    for size in (limit, MIN_LENT_BYTES, limit // 2, limit // 4, limit // 8) * 3:
+        kept = [one.send(size) for _ in range(LANE_BYTES // limit)]
         assert all(t is not None and t.numel() == size for t in kept)
         del kept
-    kept = [one.send(most) for _ in range(LANE_BYTES // most)]
+    kept = [one.send(limit) for _ in range(LANE_BYTES // limit)]
     assert None not in kept
-    assert one.send(LENT_BYTES) is None
+    assert one.send(MIN_LENT_BYTES) is None
     del kept
-    assert one.send(most + 1) is None
-    assert one.send(LENT_BYTES - 1) is None
+    assert one.send(limit + 1) is None
+    assert one.send(MIN_LENT_BYTES - 1) is None
     one.lender.close()
     assert lending._lent_bytes == 0
 
@@ -246,11 +246,11 @@ async def test_tensors_that_are_kept_stay_right_and_others_still_arrive() -> Non
     """When no block is left, the ring carries the rest."""
     async with pair() as (one, two):
         kept = []
-        for number in range(3 * MOST_BLOCKS):
+        for number in range(3 * MAX_BLOCKS):
             sending = asyncio.ensure_future(one.send(some(LARGE, number), dst=1))
             kept.append(await two.recv(src=0))
             await sending
-        assert blocks_of(one) == MOST_BLOCKS
+        assert blocks_of(one) == MAX_BLOCKS
         await one.close()
         for number, tensor in enumerate(kept):
             assert torch.equal(tensor, some(LARGE, number))
@@ -276,11 +276,11 @@ async def test_bundles_and_held_messages_lie_in_lent_memory_too(
         assert blocks_of(one) == 2
 
 
-async def test_cancelled_send_or_receive_gives_its_block_back() -> None:
+async def test_cancelled_send_or_receive_releases_its_block() -> None:
     """Whatever had been written of it."""
     async with pair() as (one, two):
         size = 30 * STEP_BYTES
-        for number in range(3 * MOST_BLOCKS):
+        for number in range(3 * MAX_BLOCKS):
             sending = asyncio.ensure_future(one.send(some(size, number), dst=1))
             receiving = asyncio.ensure_future(two.recv(src=0))
             for _ in range(number % 5):
@@ -345,7 +345,7 @@ async def test_peer_that_lies_about_lent_memory_is_found_out(what: str) -> None:
     lane = Lane(ours, 1, 7, Mailbox(frozenset({1}), 1 << 20), WorldConfig(), owner)
     block = Block(0, STEP_BYTES)
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", block.fd))]
-    number = MOST_BLOCKS if what == "too many" else 0
+    number = MAX_BLOCKS if what == "too many" else 0
     size = 2 * STEP_BYTES if what == "wrong size" else STEP_BYTES
     lend = frame(wire.LEND, 0, number, wire.LAST, size)
     theirs.sendmsg([lend], [] if what == "no descriptor" else rights)

@@ -41,7 +41,7 @@ LARGE = 3 * SLOT_BYTES + 17
 @pytest.fixture(autouse=True)
 def nothing_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the ring carry all that is large."""
-    monkeypatch.setattr(lending, "LENT_BYTES", 1 << 60)
+    monkeypatch.setattr(lending, "MIN_LENT_BYTES", 1 << 60)
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ async def test_two_that_only_send_at_first_do_not_wait_for_each_other() -> None:
             await asyncio.gather(member(0), member(1))
 
 
-async def test_sender_goes_on_when_its_own_reading_pauses() -> None:
+async def test_sender_continues_when_its_own_reading_pauses() -> None:
     """The bell is stuck on the socket behind unread messages, so the sender polls."""
     async with pair(unexpected_bytes=300_000) as (one, two):
         for _ in range(3):  # fills the mailbox of "one", which stops reading
@@ -324,7 +324,7 @@ async def test_peer_that_lies_about_memory_is_found_out(what: str) -> None:
     assert len(os.listdir("/proc/self/fd")) == before - 2
 
 
-async def test_receive_that_is_cancelled_twice_gives_its_message_back() -> None:
+async def test_receive_that_is_cancelled_twice_returns_its_message() -> None:
     """The second cancellation comes while the caller's tensor is being copied."""
     size = 16 * OFFLOAD_BYTES
     async with pair(eager_bytes=0) as (one, two):

@@ -35,7 +35,7 @@ WORKER_REPORT: dict[str, Any] = {
     "batch_rows": [1, 2],
     "batch_seconds": [3],
     "upstream": [],
-    "routers": ["gateway/1"],
+    "gateways": ["gateway/1"],
     "downstream": ["m/1/1"],
     "cpu_s": 4.5,
     "memory_bytes": 1000,

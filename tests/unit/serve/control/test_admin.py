@@ -86,10 +86,10 @@ class FakeController:
             self.fleet.processes[process.name] = process
         self.fleet.backoff.record_failure(("m", "1", 1), None, 3.0, "exit code 3")
         gpu = Gpu(0, "H200", 100)
-        self.places = ReplicaBookings([Node("here", 4.0, 4000, (gpu,), "10.0.0.1")])
+        self.bookings = ReplicaBookings([Node("here", 4.0, 4000, (gpu,), "10.0.0.1")])
         need = Need(cpus=0.5, memory_bytes=2000, on_gpu=True, gpu_memory_bytes=40)
         spot = Location("here", 0)
-        self.places.ledger.restore("m/0/1", ("m", "1", 0), spot, need)
+        self.bookings.ledger.restore("m/0/1", ("m", "1", 0), spot, need)
         self.tenanting = TenantManager(
             TenantDatabase(folder / "r.db"),
             self.history,
@@ -112,7 +112,7 @@ class FakeController:
                 dtypes={"m": "float32 (dtype)"},
                 fleet=self.fleet,
                 running={"m/0/1": RunningProcess("m/0/1", 123, 0)},
-                places=self.places,
+                bookings=self.bookings,
                 log_of=lambda name: Path("/logs") / f"{name}.log",
                 stage_name=lambda process: "" if process.is_gateway else "double",
                 now=5.0,

@@ -54,7 +54,7 @@ def dtype_of(app: AppSpec) -> str | None:
 def test_folder_in_bfloat16_is_widened_where_a_host_computes_that_slowly(
     folder: Path, nodes: list[Node], dtype: str | None
 ) -> None:
-    """One slow host suffices: all replicas of a version compute alike."""
+    """One slow host suffices: all replicas of a version compute in the same dtype."""
     resolved = resolve(app_of(folder), nodes, {})
     assert dtype_of(resolved.app) == dtype
     assert resolved.why["m"].startswith(dtype or "bfloat16")

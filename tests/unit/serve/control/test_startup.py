@@ -53,7 +53,7 @@ def test_this_process_has_begun() -> None:
     assert process_began() == pytest.approx(began, abs=0.5)
 
 
-def test_end_of_each_phase_is_told() -> None:
+def test_end_of_each_phase_is_reported() -> None:
     """While the service starts."""
     clock, told = Clock(), list[str]()
     startup = Startup(8.0, clock, told.append)

@@ -35,7 +35,7 @@ def test_decisions_are_kept_and_reasons_replace_each_other() -> None:
 
 
 def test_last_decisions_come_oldest_first() -> None:
-    """No more than are kept; numbers go on."""
+    """No more than are kept; numbers continue."""
     log = DecisionLog()
     for number in range(KEPT + 3):
         decide(log, str(number))
@@ -45,7 +45,7 @@ def test_last_decisions_come_oldest_first() -> None:
 
 
 def test_each_decision_is_a_line_of_its_file(tmp_path: Path) -> None:
-    """Also with facts that JSON does not know; a later log goes on in it."""
+    """Also with facts that JSON does not know; a later log continues in it."""
     path = tmp_path / "decisions.jsonl"
     decide(DecisionLog(path), "one\nline", where=path, many={1, 2})
     decide(DecisionLog(path), "two", nested={(1, 2): 3, "kept": None})

@@ -23,7 +23,7 @@ def test_entries_are_numbered_and_read_on_from_a_number() -> None:
 
 
 def test_oldest_entries_are_dropped_and_still_counted() -> None:
-    """Numbers go on, so a reader notices the gap."""
+    """Numbers continue, so a reader notices the gap."""
     history = History()
     for number in range(EVENTS + 5):
         history.say("ready", str(number))

@@ -59,9 +59,9 @@ class Service:
         self.order: list[str] = []
         self.answers_probes = True
         self.room = 1000
-        self.tell(DesiredStateChanged(desired(*replicas)))
+        self.handle(DesiredStateChanged(desired(*replicas)))
 
-    def tell(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         """Pass an event to the reconciler, and carry out the actions that follow."""
         waiting: list[Event] = [event]
         for _ in range(10_000):
@@ -101,7 +101,7 @@ class Service:
         """Let time pass."""
         for _ in range(int(seconds / 0.5)):
             self.now += 0.5
-            self.tell(Ticked())
+            self.handle(Ticked())
 
     def ready(self, version: str = "1") -> list[int]:
         """Return how many replicas are ready, by stage."""
@@ -125,14 +125,14 @@ def test_unplaced_replica_waits_and_is_reported_once() -> None:
     """It does not count as a crash, and is retried at once when a machine is added."""
     service = Service(1, 1, 1)
     service.room = 1
-    service.tell(DesiredStateChanged(desired(1, 3, 1)))
+    service.handle(DesiredStateChanged(desired(1, 3, 1)))
     assert service.ready() == [1, 2, 1]
     assert service.fleet.unplaced == {("m", "1", 1): "no machine has 2 cpus"}
     service.tick(10.0)
     assert service.kinds().count("unplaced") == 1
     assert service.fleet.backoff.failures(("m", "1", 1)) == 0
     service.room = 1
-    service.tell(CapacityChanged(64))
+    service.handle(CapacityChanged(64))
     assert service.ready() == [1, 3, 1]
     assert service.fleet.unplaced == {}
 
@@ -142,7 +142,7 @@ def test_drain_is_withdrawn_without_room_for_a_replacement() -> None:
     service = Service(1, 1, 1)
     service.room = 0
     name = service.a_worker(1)
-    service.tell(DrainRequested(name))
+    service.handle(DrainRequested(name))
     service.tick(5.0)
     assert name in service.fleet.processes
     assert service.ready() == [1, 1, 1]
@@ -156,8 +156,8 @@ def test_adopted_replica_that_never_joins_is_replaced() -> None:
     """Its machine cannot be reached, and the replica may be gone with it."""
     service = Service(1, 1, 1)
     ghost = Process("m/1/99", "m", "1", 1, ProcessPhase.READY, since=service.now)
-    service.tell(Adopted(ghost))
-    service.tell(DesiredStateChanged(desired(1, 2, 1)))
+    service.handle(Adopted(ghost))
+    service.handle(DesiredStateChanged(desired(1, 2, 1)))
     assert service.ready() == [1, 2, 1], "it counts until it is overdue"
     service.tick(49.0)
     assert "m/1/99" in service.fleet.processes
@@ -170,7 +170,7 @@ def test_unplaced_replica_starts_when_another_leaves() -> None:
     """Within about a second."""
     service = Service(1, 1, 1)
     service.room = 0
-    service.tell(DesiredStateChanged(desired(1, 2, 1)))
+    service.handle(DesiredStateChanged(desired(1, 2, 1)))
     service.room = 1
     service.tick(2.0)
     assert service.ready() == [1, 2, 1]
@@ -181,7 +181,7 @@ def test_version_without_room_is_rolled_back_after_its_deadline() -> None:
     """The old version keeps serving."""
     service = Service(1, 1, 1)
     service.room = 1
-    service.tell(DesiredStateChanged(desired(1, 1, 1, version="2")))
+    service.handle(DesiredStateChanged(desired(1, 1, 1, version="2")))
     service.tick(40.0)
     assert service.fleet.active["m"] == "1"
     service.tick(20.0)
@@ -201,7 +201,7 @@ def test_replicas_are_started_and_ready_after_a_probe() -> None:
 
 
 def test_readiness_says_how_long_each_phase_of_the_start_took() -> None:
-    """So that a slow one can be told from a slow machine."""
+    """So that a slow one can be distinguished from a slow machine."""
     service = Service(1, 1, 1)
     service.answers_probes = False
     fleet, now = service.fleet, service.now
@@ -223,7 +223,7 @@ def test_replica_is_not_ready_without_a_successful_probe() -> None:
     service = Service(1, 1, 1)
     service.answers_probes = False
     name = service.a_worker(1)
-    service.tell(ProcessGone(name, "killed"))
+    service.handle(ProcessGone(name, "killed"))
     assert service.ready() == [1, 0, 1]
     fresh = service.a_worker(1)
     assert fresh != name
@@ -236,11 +236,11 @@ def test_lost_replica_is_replaced_at_once_under_a_new_name() -> None:
     """The rest of the old process is killed."""
     service = Service(1, 2, 1)
     name = service.a_worker(1)
-    service.tell(ProcessGone(name, "silent"))
+    service.handle(ProcessGone(name, "silent"))
     assert service.ready() == [1, 2, 1]
     assert name not in service.fleet.processes
     assert name not in service.alive
-    service.tell(ProcessGone(name, "again"))  # the loss is reported twice
+    service.handle(ProcessGone(name, "again"))  # the loss is reported twice
     assert service.ready() == [1, 2, 1]
 
 
@@ -248,7 +248,7 @@ def test_scaling_down_drains_the_newest_and_keeps_the_others() -> None:
     """A drained replica finishes once every sender has the new table."""
     service = Service(1, 3, 1)
     names = sorted(n for n in service.fleet.processes if n.startswith("m/1/"))
-    service.tell(DesiredStateChanged(desired(1, 1, 1)))
+    service.handle(DesiredStateChanged(desired(1, 1, 1)))
     left = [n for n in service.fleet.processes if n.startswith("m/1/")]
     assert left == names[:1]
     assert sorted(service.order) == names[1:]
@@ -284,7 +284,7 @@ def test_requested_drain_replaces_the_process() -> None:
     """The number of ready replicas is the same afterwards."""
     service = Service(1, 1, 1)
     name = service.a_worker(2)
-    service.tell(DrainRequested(name))
+    service.handle(DrainRequested(name))
     assert service.ready() == [1, 1, 1]
     assert service.order == [name]
 
@@ -293,7 +293,7 @@ def test_crash_loop_is_slowed_down_by_backoff() -> None:
     """The event log shows the backoff."""
     service = Service(1, 1, 1)
     service.broken.add("1")
-    service.tell(ProcessGone(service.a_worker(0), "killed"))
+    service.handle(ProcessGone(service.a_worker(0), "killed"))
     launched = service.fleet.next_number
     service.tick(60)
     assert service.fleet.next_number - launched < 10
@@ -307,13 +307,13 @@ def test_new_version_takes_over_when_all_of_it_is_ready() -> None:
     """The old version finishes stage by stage, the first one first."""
     service = Service(1, 2, 1)
     service.answers_probes = False
-    service.tell(DesiredStateChanged(desired(1, 2, 1, version="2")))
+    service.handle(DesiredStateChanged(desired(1, 2, 1, version="2")))
     assert service.fleet.table.routes["m"].version == "1"
     assert service.ready("1") == [1, 2, 1]
     service.answers_probes = True
     waiting = [p.name for p in service.fleet.processes.values() if p.probe.gateway]
     for name in waiting:
-        service.tell(Probed(name))
+        service.handle(Probed(name))
     assert service.fleet.table.routes["m"].version == "2"
     assert service.ready("2") == [1, 2, 1]
     assert service.ready("1") == [0, 0, 0]
@@ -325,7 +325,7 @@ def test_version_that_crashes_is_rolled_back() -> None:
     """The old version serves all the time."""
     service = Service(1, 1, 1)
     service.broken.add("2")
-    service.tell(DesiredStateChanged(desired(1, 1, 1, version="2")))
+    service.handle(DesiredStateChanged(desired(1, 1, 1, version="2")))
     service.tick(10)
     assert "rolled back" in service.kinds()
     assert service.ready("1") == [1, 1, 1]
@@ -338,7 +338,7 @@ def test_version_that_is_never_ready_is_rolled_back() -> None:
     """It has ``ready_s`` to become ready."""
     service = Service(1, 1, 1)
     service.answers_probes = False
-    service.tell(DesiredStateChanged(desired(1, 1, 1, version="2")))
+    service.handle(DesiredStateChanged(desired(1, 1, 1, version="2")))
     service.tick(60)
     assert "rolled back" in service.kinds()
     assert service.ready("1") == [1, 1, 1]
@@ -348,9 +348,9 @@ def test_third_version_replaces_one_that_is_not_ready() -> None:
     """Nothing of the second version is left."""
     service = Service(1, 1, 1)
     service.answers_probes = False
-    service.tell(DesiredStateChanged(desired(1, 1, 1, version="2")))
+    service.handle(DesiredStateChanged(desired(1, 1, 1, version="2")))
     service.answers_probes = True
-    service.tell(DesiredStateChanged(desired(1, 1, 1, version="3")))
+    service.handle(DesiredStateChanged(desired(1, 1, 1, version="3")))
     assert service.fleet.table.routes["m"].version == "3"
     versions = {p.version for p in service.fleet.processes.values() if p.model}
     assert versions == {"3"}
@@ -360,10 +360,10 @@ def test_gateway_is_replaced_and_probes_go_to_another() -> None:
     """A probe that the lost gateway was asked for is repeated."""
     service = Service(1, 1, 1)
     service.answers_probes = False
-    service.tell(ProcessGone(service.a_worker(0), "killed"))
+    service.handle(ProcessGone(service.a_worker(0), "killed"))
     (gateway,) = service.fleet.table.gateways
     service.answers_probes = True
-    service.tell(ProcessGone(gateway, "killed"))
+    service.handle(ProcessGone(gateway, "killed"))
     assert service.fleet.table.gateways != (gateway,)
     assert service.ready() == [1, 1, 1]
 
@@ -394,7 +394,7 @@ def test_adopted_processes_are_kept_and_not_started_again() -> None:
 def test_model_that_is_no_longer_desired_is_drained() -> None:
     """Its route disappears from the table."""
     service = Service(1, 1, 1)
-    service.tell(DesiredStateChanged(DesiredState({}, 1)))
+    service.handle(DesiredStateChanged(DesiredState({}, 1)))
     assert service.ready() == [0, 0, 0]
     assert service.fleet.table.routes == {}
 
@@ -424,14 +424,14 @@ def test_desired_state_is_reached_whatever_happens(
         names = sorted(service.fleet.processes)
         match what:
             case "lose" if names:
-                service.tell(ProcessGone(names[number % len(names)], "killed"))
+                service.handle(ProcessGone(names[number % len(names)], "killed"))
             case "drain" if names:
-                service.tell(DrainRequested(names[number % len(names)]))
+                service.handle(DrainRequested(names[number % len(names)]))
             case "scale" | "version":
                 scale = number if what == "scale" else scale
                 version = str(number) if what == "version" else version
                 fresh = desired(1, scale, 1, version=version)
-                service.tell(DesiredStateChanged(fresh))
+                service.handle(DesiredStateChanged(fresh))
             case "tick":
                 service.tick(number)
             case "deaf":
@@ -448,13 +448,13 @@ def test_desired_state_is_reached_whatever_happens(
 def test_stage_scales_to_zero_and_back_whatever_the_others_do() -> None:
     """Its last replica finishes at once, though earlier stages stay; no loss."""
     service = Service(1, 2, 1)
-    service.tell(DesiredStateChanged(desired(1, 0, 1)))
+    service.handle(DesiredStateChanged(desired(1, 0, 1)))
     assert service.ready() == [1, 0, 1]
     assert len(service.order) == 2, "told to finish, not killed for being late"
     assert "lost" not in service.kinds()
-    service.tell(DesiredStateChanged(desired(0, 0, 0)))
+    service.handle(DesiredStateChanged(desired(0, 0, 0)))
     assert service.ready() == [0, 0, 0]
-    service.tell(DesiredStateChanged(desired(1, 1, 1)))
+    service.handle(DesiredStateChanged(desired(1, 1, 1)))
     assert service.ready() == [1, 1, 1]
     assert "lost" not in service.kinds()
 
@@ -466,9 +466,9 @@ class Slow:
         self.fleet = Reconciler(starts_at_once=starts_at_once)
         self.now = 0.0
         self.launched: list[str] = []
-        self.tell(DesiredStateChanged(desired(*replicas)))
+        self.handle(DesiredStateChanged(desired(*replicas)))
 
-    def tell(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         """Pass an event to the reconciler, and note what it launches."""
         self.now += 0.01
         for action in self.fleet.handle(event, self.now):
@@ -478,7 +478,7 @@ class Slow:
     def finish(self, name: str) -> None:
         """Let a replica start, load and be probed."""
         for event in (Joined(name), Loaded(name), Probed(name)):
-            self.tell(event)
+            self.handle(event)
 
     def stages(self) -> list[str]:
         """Return what was launched since the last call, without the numbers."""
@@ -491,12 +491,12 @@ def test_only_so_many_start_at_once_and_one_of_each_stage_first() -> None:
     slow = Slow(2, 2, 2)
     first = slow.launched[1:]
     assert slow.stages() == ["gateway", "m/0", "m/1"]
-    slow.tell(Joined(first[0]))
+    slow.handle(Joined(first[0]))
     assert slow.stages() == []
-    slow.tell(Loaded(first[0]))
+    slow.handle(Loaded(first[0]))
     assert slow.stages() == ["m/2"]
-    slow.tell(Joined(first[1]))
-    slow.tell(Loaded(first[1]))
+    slow.handle(Joined(first[1]))
+    slow.handle(Loaded(first[1]))
     assert slow.stages() == ["m/0"]
 
 
@@ -506,11 +506,11 @@ def test_replacement_is_started_before_what_grows() -> None:
     for name in slow.launched[1:]:
         slow.finish(name)
     slow.stages()
-    slow.tell(CapacityChanged(1))
-    slow.tell(DesiredStateChanged(desired(6, 1, 1)))
+    slow.handle(CapacityChanged(1))
+    slow.handle(DesiredStateChanged(desired(6, 1, 1)))
     assert slow.stages() == ["m/0"]
     of = slow.fleet.processes
-    slow.tell(ProcessGone(next(n for n in of if n.startswith("m/2/")), "killed"))
+    slow.handle(ProcessGone(next(n for n in of if n.startswith("m/2/")), "killed"))
     slow.finish(next(n for n, p in of.items() if p.model and p.is_starting))
     assert slow.stages() == ["m/2"]
 
@@ -521,9 +521,9 @@ def test_table_lists_a_replica_once_it_can_be_reached() -> None:
     name = slow.launched[1]
     assert name not in slow.fleet.table.replicas
     assert not slow.fleet.table.gateways
-    slow.tell(Joined(name))
+    slow.handle(Joined(name))
     assert slow.fleet.table.replicas[name].state is ReplicaState.STARTING
-    slow.tell(Joined(slow.launched[0]))
+    slow.handle(Joined(slow.launched[0]))
     assert slow.fleet.table.gateways == (slow.launched[0],)
 
 
@@ -535,10 +535,10 @@ def test_update_has_its_time_again_with_every_replica_that_is_ready() -> None:
     for _ in range(3):
         slow.finish(slow.launched[-1])
     slow.stages()
-    slow.tell(DesiredStateChanged(desired(3, version="2")))
+    slow.handle(DesiredStateChanged(desired(3, version="2")))
     for _ in range(3):
         slow.now += 8.0
-        slow.tell(Ticked())
+        slow.handle(Ticked())
         slow.finish(slow.launched[-1])
     assert slow.fleet.active == {"m": "2"}
 
@@ -548,9 +548,9 @@ def test_replicas_on_other_kinds_of_machines_are_named() -> None:
     service = Service(1, 2, 1)
     workers = [name for name in service.fleet.processes if name.startswith("m/")]
     for name in workers[:-1]:
-        service.tell(Loaded(name, "epyc"))
+        service.handle(Loaded(name, "epyc"))
     assert "fingerprint" not in service.kinds()
-    service.tell(Loaded(workers[-1], "xeon"))
+    service.handle(Loaded(workers[-1], "xeon"))
     assert service.kinds().count("fingerprint") == 1
     found = service.fleet.table.replicas
     assert sorted(r.fingerprint for r in found.values()) == ["epyc"] * 3 + ["xeon"]

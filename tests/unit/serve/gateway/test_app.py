@@ -236,7 +236,7 @@ async def test_session_is_that_of_its_tenant(given: Any, session: str | None) ->
 async def test_error_has_the_form_of_its_protocol(
     error: ServeError, status: int, headers: dict[str, str], is_openai: bool
 ) -> None:
-    """Its status, its text, and when to try again."""
+    """Its status, its message, and when to retry."""
     fake = Fake()
     fake.dispatcher.answers = raising(error)
     async with fake.client() as client:
@@ -436,7 +436,7 @@ async def test_requests_without_a_valid_key_are_refused_everywhere() -> None:
 
 
 async def test_tenant_sees_and_uses_its_models_only() -> None:
-    """Others are unknown to it, and their names are not told."""
+    """Others are unknown to it, and their names are not disclosed."""
     fake = Fake(ACME)
     assert (await get(fake, "/v2/models", "acme")).json() == {"models": [{"name": "m"}]}
     listed = (await get(fake, "/v1/models", "acme")).json()["data"]
@@ -461,7 +461,7 @@ async def test_metrics_are_for_operators_where_keys_are_needed() -> None:
     assert 'tenant="acme"' in shown.text
 
 
-async def test_limit_of_parallel_requests_is_given_back_however_one_ends() -> None:
+async def test_parallel_request_slot_is_released_however_a_request_ends() -> None:
     """After an answer, an error, a bug and a client that hung up."""
     fake = Fake(Tenant(name="acme", max_parallel_requests=1))
     hanging = fake.dispatcher.answers = Hanging()
@@ -504,7 +504,7 @@ async def test_dedicated_replicas_serve_their_tenant_until_they_are_removed() ->
     assert direct.status_code == 404
 
 
-async def test_poison_request_is_told_once_and_not_tried_again() -> None:
+async def test_poison_request_is_reported_once_and_not_retried() -> None:
     """Other requests of the tenant, and the same of another one, are."""
     fake = Fake(Tenant(name="acme"), Tenant(name="beta"))
     told: list[Any] = []

@@ -34,7 +34,7 @@ async def embed(fake: Fake, **asked: Any) -> Any:
         return await client.post("/v1/embeddings", json={"model": "t", **asked})
 
 
-async def test_embeddings_come_in_the_order_of_the_texts() -> None:
+async def test_embeddings_come_in_the_order_of_the_inputs() -> None:
     """With the tokens that they took."""
     answer = await embed(Fake(), input=["a", "bc"])
     assert answer.status_code == 200
@@ -149,30 +149,30 @@ async def test_unknown_model_has_openais_code() -> None:
         assert answer.json()["error"]["code"] == "model_not_found"
 
 
-async def test_one_request_has_only_a_window_of_texts_under_way() -> None:
+async def test_one_request_has_only_a_window_of_inputs_in_flight() -> None:
     """It leaves room in the queue for the others."""
     fake = Fake()
-    under_way, most = 0, 0
+    in_flight, highest = 0, 0
     gate = asyncio.Event()
 
     async def answer(model: str, tensors: Tensors) -> Tensors:
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
+        nonlocal in_flight, highest
+        in_flight += 1
+        highest = max(highest, in_flight)
         await gate.wait()
-        under_way -= 1
+        in_flight -= 1
         return await doubled(model, tensors)
 
     fake.dispatcher.answers = answer
     asking = asyncio.ensure_future(embed(fake, input=["x"] * (2 * WINDOW)))
-    await until(lambda: under_way == WINDOW)
+    await until(lambda: in_flight == WINDOW)
     gate.set()
     assert len((await asyncio.wait_for(asking, HANG_S)).json()["data"]) == 2 * WINDOW
-    assert most == WINDOW
+    assert highest == WINDOW
 
 
 async def test_text_that_fails_cancels_the_others_of_its_request() -> None:
-    """The answer is that text's error."""
+    """The answer is that input's error."""
     fake = Fake()
     hanging = Hanging()
 
@@ -190,8 +190,8 @@ async def test_text_that_fails_cancels_the_others_of_its_request() -> None:
     assert hanging.is_cancelled.is_set()
 
 
-async def test_client_that_hangs_up_cancels_all_its_texts() -> None:
-    """None of them goes on."""
+async def test_client_that_hangs_up_cancels_all_its_inputs() -> None:
+    """None of them continues."""
     fake = Fake()
     hanging = fake.dispatcher.answers = Hanging()
     asked = b'{"model": "t", "input": ["a", "b"]}'
@@ -204,7 +204,7 @@ async def test_client_that_hangs_up_cancels_all_its_texts() -> None:
     assert fake.requests() == {("t", "499"): 1.0}
 
 
-async def test_all_texts_share_one_deadline() -> None:
+async def test_all_inputs_share_one_deadline() -> None:
     """That of the header, or of the model."""
     fake = Fake()
     async with fake.client(**{"x-timeout-s": "5"}) as client:
@@ -216,7 +216,7 @@ async def test_all_texts_share_one_deadline() -> None:
     assert 29.0 < left[2] <= 30.0
 
 
-async def test_tokenizer_that_refuses_a_text_is_the_clients_error() -> None:
+async def test_tokenizer_that_refuses_an_input_is_the_clients_error() -> None:
     """One that breaks is the service's; neither ends the gateway."""
     fake = Fake()
 

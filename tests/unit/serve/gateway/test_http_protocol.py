@@ -284,7 +284,7 @@ async def test_client_that_hangs_up_leaves_nothing() -> None:
     [b"\x16\x03\x01\x02\x00\x01", b"nonsense\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"],
 )
 async def test_bytes_that_are_no_request_get_400(sent: bytes) -> None:
-    """The server goes on."""
+    """The server continues."""
     async with serving() as server:
         client = await server.connect()
         client.send(sent)

@@ -173,7 +173,7 @@ async def test_name_of_the_model_may_be_known_after_the_answer_only() -> None:
     assert fake.requests() == {("t", "200"): 1.0}
 
 
-async def test_cancelled_answer_is_counted_and_its_place_given_back() -> None:
+async def test_cancelled_answer_is_counted_and_its_slot_released() -> None:
     """With nginx's status."""
     fake = Fake(Tenant(name="acme", max_parallel_requests=1))
     asked = request(x_api_key=fake.keys["acme"])

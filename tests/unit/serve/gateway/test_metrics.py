@@ -151,7 +151,7 @@ def test_reports_of_gateways_are_shown_each() -> None:
     assert not any("gone" in dict(labels).values() for _, labels in found)
 
 
-def test_counts_of_routers_and_refusals_are_shown_without_their_gateway() -> None:
+def test_counts_of_events_and_refusals_are_shown_without_their_gateway() -> None:
     """They are sums."""
     found = shown(
         ("router_events", ("replayed",), 5),

@@ -188,7 +188,7 @@ async def test_bodies_of_all_requests_share_a_budget() -> None:
 
 
 async def test_decompression_is_charged_and_takes_its_share_of_the_budget() -> None:
-    """The bytes as sent are given back, and those that were added are told."""
+    """Both the bytes as sent and the bytes added by decompression are returned."""
     limits = BodyLimits(10**6, 10**6)
     budget = BodyBudget(400_000)
     reservation = Reservation(budget)
@@ -405,7 +405,7 @@ async def test_result_or_error_of_the_work_is_the_callers() -> None:
 
 @pytest.mark.parametrize("is_client", [True, False])
 async def test_work_ends_with_the_client_or_with_the_caller(is_client: bool) -> None:
-    """Its clean-up is over before the caller goes on."""
+    """Its clean-up is over before the caller continues."""
     client = FakeClient()
     seen: list[str] = []
 

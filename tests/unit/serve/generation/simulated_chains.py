@@ -106,10 +106,10 @@ class InlineEngine(Engine):
         self.rows = 0
         self.compiled: dict[int, Future[None]] = {}
 
-    def open(self, opening: SequenceStart) -> Future[None] | None:
+    def open(self, start: SequenceStart) -> Future[None] | None:
         """Let a sequence begin; return its structure, if a test has given it one."""
-        super().open(opening)
-        return self.compiled.get(opening.key[1])
+        super().open(start)
+        return self.compiled.get(start.key[1])
 
     async def compute(self, parts: Any, rows: Any) -> Any:
         """Compute a step; messages may arrive while it is computed."""
@@ -165,7 +165,7 @@ class Net:
     """A service of one model.
 
     Attributes:
-        queues: Messages under way, by sender and receiver; a function is called.
+        queues: Messages in flight, by sender and receiver; a function is called.
         lie: Changes a message of some sender on its way; None: it is lost.
         refused: Messages that were not their sender's to send.
         owners: Processes by name.
@@ -297,7 +297,7 @@ class Net:
         self._stopped.setdefault(name, self.now)
 
     def resume(self, name: str) -> None:
-        """Let a stopped process go on: SIGCONT."""
+        """Resume a stopped process: SIGCONT."""
         if self._stopped.pop(name, None) is None:
             return
         self._resumed[name] = self.now
@@ -465,7 +465,7 @@ class Net:
             report = worker.report()
             assert self.engine(name).most_blocks <= limits.blocks
             assert self.may_fail or not report.counts.get("failed_steps", 0)
-            probes = sum(s.opening.is_probe for s in worker.recovery.table)
+            probes = sum(s.start.is_probe for s in worker.recovery.table)
             places = limits.max_num_seqs + probes  # they need none
             assert report.computing <= places or name[1] != "0"
             assert 0.0 <= report.kv_usage <= 1.0

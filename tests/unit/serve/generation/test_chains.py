@@ -62,7 +62,7 @@ async def freed(net: Net) -> None:
 
 @pytest.mark.parametrize("lost", [0, 1, 2, 3])
 async def test_replacement_is_filled_and_nobody_else_computes_again(lost: int) -> None:
-    """Only it and, if it was the first stage, nobody else computes the text again."""
+    """Only that stage recomputes the sequence."""
     net = Net(random.Random(1), [1, 1, 1, 1], LIMITS)
     client = Client(net, [5, 6, 7] * 10, 30)
     await net.settle(lambda: len(client.items) == 12)
@@ -74,7 +74,7 @@ async def test_replacement_is_filled_and_nobody_else_computes_again(lost: int) -
     await whole(net, client)
     assert net.engine(fresh).rows >= tokens
     for other, rows in before.items():
-        # What was left to compute, and what was under way at the loss.
+        # What was left to compute, and what was in flight at the loss.
         assert net.engine(other).rows - rows <= 60 - tokens + 4
     assert net.streams.counts["replayed"] >= 1
     await freed(net)
@@ -501,8 +501,8 @@ async def test_gateway_to_which_all_replicas_are_silent_replays_nothing() -> Non
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-async def test_streams_of_a_stopped_replica_go_on_with_another(stage: int) -> None:
-    """When it goes on, it does not disturb them."""
+async def test_streams_of_a_stopped_replica_continue_with_another(stage: int) -> None:
+    """When it continues, it does not disturb them."""
     net = Net(random.Random(stage), [2, 2, 2], LIMITS)
     await net.connected()
     clients = [Client(net, [5, 6, 7 + n], 40) for n in range(6)]
@@ -517,7 +517,7 @@ async def test_streams_of_a_stopped_replica_go_on_with_another(stage: int) -> No
 
 
 async def test_client_that_leaves_while_a_stage_is_missing_leaves_nothing() -> None:
-    """Those that keep the stream for the replacement are told."""
+    """Those that keep the stream for the replacement are notified."""
     net = Net(random.Random(4), [1, 1, 1], LIMITS)
     client = Client(net, [1, 2, 3], 50)
     await net.settle(lambda: len(client.items) == 5)
@@ -530,7 +530,7 @@ async def test_client_that_leaves_while_a_stage_is_missing_leaves_nothing() -> N
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])
-async def test_streams_of_a_drained_stage_go_on_while_another_is_prepared(
+async def test_streams_of_a_drained_stage_continue_while_another_is_prepared(
     left: int,
 ) -> None:
     """Nobody else computes a token again, and no attempt is made anew."""
@@ -558,9 +558,7 @@ async def test_streams_of_a_drained_stage_go_on_while_another_is_prepared(
     await freed(net)
 
 
-async def test_streams_of_a_version_with_the_same_weights_go_on_with_the_new_one() -> (
-    None
-):
+async def test_streams_continue_with_a_new_version_of_the_same_weights() -> None:
     """All stages are prepared, from the tokens."""
     net = Net(random.Random(5), [1, 1, 1], LIMITS)
     await net.connected()

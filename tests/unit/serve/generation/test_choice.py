@@ -219,7 +219,7 @@ def test_all_replicas_have_steps_to_compute() -> None:
 
 
 def test_stream_stays_on_its_kind_of_machine_while_there_is_one() -> None:
-    """However busy; without one it goes on elsewhere."""
+    """However busy; without one it continues elsewhere."""
     table = table_of(4)
     for name in ("v1.0.0", "v1.0.1"):
         table.replicas[name] = replace(table.replicas[name], fingerprint="a")

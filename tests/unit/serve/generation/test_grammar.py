@@ -188,7 +188,7 @@ def test_multiples_that_are_small_are_enforced(
 def test_grammar_of_many_sequences_is_compiled_once(
     matchers: Matchers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And each of them goes on by itself."""
+    """And each of them continues by itself."""
     import llguidance
 
     grammar = grammar_of_regex("[a-c]{2,9}", "structured_outputs")
@@ -251,7 +251,7 @@ def test_structure_that_nobody_can_have_is_the_clients_mistake(
     grammar: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And is not tried again, as each try takes time of all texts of a step."""
+    """It is not retried, because each attempt delays all sequences of a step."""
     monkeypatch.setattr(grammars, "MAX_ITEMS", 100)  # the vocabulary is small, too
     matcher = matchers.begin(grammar)
     letter = list(tokenizer.encode("a", has_special=False))

@@ -48,7 +48,7 @@ async def whole(net: Net, clients: list[Client]) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_sequence_left_out_of_what_came_back_holds_up_no_other(seed: int) -> None:
-    """It is given back, and begins anew elsewhere in the end."""
+    """It is returned to its gateway, and finally starts over elsewhere."""
     net, clients = await begun(seed, [1, 1, 2], 4)
     liar = net.streams.router.streams[1].chain[2]
 
@@ -120,8 +120,8 @@ TO_WORKERS: dict[str, tuple[int, int, Callable[[Key], Any]]] = {
     "step done": (1, 0, lambda key: (messages.StepDone(1, ((key, 3),)), [])),
     "resumed": (1, 0, lambda key: (messages.KvRebuilt(key, 3), [])),
     "held": (0, 1, lambda key: (messages.KvHeld(key, 3), [])),
-    "refill": (2, 1, lambda key: (messages.ActivationRows(key, 0, True), ROWS)),
-    "refill of the first": (1, 0, lambda key: (messages.ActivationRows(key, 0), ROWS)),
+    "rebuild": (2, 1, lambda key: (messages.ActivationRows(key, 0, True), ROWS)),
+    "rebuild of the first": (1, 0, lambda key: (messages.ActivationRows(key, 0), ROWS)),
     "preempted": (2, 1, lambda key: (messages.PreemptSequences((key,)), [])),
     "end": (0, 1, lambda key: (messages.EndSequences((key,)), [])),
     "pause": (1, 0, lambda key: (messages.PauseSequences((key,)), [])),
@@ -152,7 +152,7 @@ TO_WORKERS: dict[str, tuple[int, int, Callable[[Key], Any]]] = {
 
 @pytest.mark.parametrize("what", TO_WORKERS)
 async def test_replica_hears_only_whose_it_is_to_say(what: str) -> None:
-    """Everybody else's edge is closed, and the texts are right."""
+    """Everybody else's edge is closed, and the completions are right."""
     net, clients = await begun(7, [1, 1, 1])
     sender, receiver, make = TO_WORKERS[what]
     stream = net.streams.router.streams[1]
@@ -165,7 +165,7 @@ async def test_replica_hears_only_whose_it_is_to_say(what: str) -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 async def test_step_that_fails_unexpectedly_costs_only_a_replay(place: int) -> None:
-    """The process lives, and what it computed is given back."""
+    """The process lives, and its sequences are returned to their gateway."""
     net, clients = await begun(7, [1, 1, 1])
     net.may_fail = True
     engine: Any = net.engine(net.alive()[place])
@@ -207,9 +207,9 @@ def test_numbers_that_cannot_be_are_refused_as_they_arrive(message: Any) -> None
 def test_share_without_weight_is_refused(weight: float) -> None:
     """It would be divided by."""
     share = Share("t", weight)
-    opening = messages.SequenceStart(KEY, (1,), 1, ("a",), messages.Sampling(), share)
+    start = messages.SequenceStart(KEY, (1,), 1, ("a",), messages.Sampling(), share)
     with pytest.raises(MessageError):
-        unpack(packed(messages.BeginSequences((opening,))))
+        unpack(packed(messages.BeginSequences((start,))))
     fine = messages.SequenceStart(KEY, (1,), 1, ("a",), messages.Sampling())
     ((found, _),) = unpack(packed(messages.BeginSequences((fine,))))
     assert found == messages.BeginSequences((fine,))
@@ -237,14 +237,14 @@ async def test_sequence_that_cannot_be_does_not_begin(changes: dict[str, Any]) -
         "chain": tuple(net.alive()),
         "sampling": messages.Sampling(),
     }
-    opening = messages.SequenceStart(**{**given, **changes})
+    start = messages.SequenceStart(**{**given, **changes})
     here = net.alive()[1]
     worker = net.worker(here)
     before = worker.leaks().get("sequences", 0)
     with pytest.raises(MessageError):
         worker.received(
             FakeOutbox(net, here, GATEWAY),  # type: ignore[arg-type]
-            [(messages.BeginSequences((opening,)), [])],
+            [(messages.BeginSequences((start,)), [])],
         )
     assert worker.leaks().get("sequences", 0) == before
     await whole(net, clients)

@@ -97,13 +97,15 @@ async def wait(event: asyncio.Event) -> None:
     await asyncio.wait_for(event.wait(), HANG_S)
 
 
-async def test_helper_says_that_it_is_ready_and_is_told_orders(helper: Helper) -> None:
+async def test_helper_reports_that_it_is_ready_and_receives_orders(
+    helper: Helper,
+) -> None:
     """It has the words and the environment that it was started with."""
     assert not helper.process.is_running
     first = await helper.start("listens")
     assert isinstance(first, Warm)
     assert helper.process.is_running
-    helper.process.tell(order("a"))
+    helper.process.send(order("a"))
     await wait(helper.heard)
     (news,) = helper.news
     assert isinstance(news, Exited)
@@ -138,19 +140,19 @@ async def test_helper_that_talks_nonsense_counts_as_ended(
     assert helper.news == []
 
 
-async def test_helper_that_ends_is_told_once_and_can_be_started_again(
+async def test_helper_that_exits_is_reported_once_and_can_be_restarted(
     helper: Helper,
 ) -> None:
-    """What is told it in between is lost."""
+    """Orders sent in between are lost."""
     await helper.start("listens")
-    helper.process.tell(order("end now"))
+    helper.process.send(order("end now"))
     await wait(helper.has_ended)
     assert len(helper.news) == 1
     assert not helper.process.is_running
-    helper.process.tell(order("lost"))
+    helper.process.send(order("lost"))
     helper.heard.clear()
     await helper.start("listens")
-    helper.process.tell(order("b"))
+    helper.process.send(order("b"))
     await wait(helper.heard)
     assert len(helper.news) == 2
 
@@ -172,7 +174,7 @@ async def test_line_that_is_too_long_counts_as_the_end(
     """Memory is bounded."""
     monkeypatch.setattr("multiworld.serve.launchers.helper_process.LINE", 1000)
     await helper.start("listens")
-    helper.process.tell(order("x" * 3000))
+    helper.process.send(order("x" * 3000))
     await wait(helper.has_ended)
     assert helper.news == []
 
@@ -226,7 +228,7 @@ async def test_helper_that_does_not_answer_though_it_runs_hangs_too(
 async def test_helper_that_others_depend_on_is_named_and_left_alone(
     helper: Helper,
 ) -> None:
-    """It goes on when it is continued."""
+    """It continues after SIGCONT."""
     helper.process = helper.made(is_replaceable=False)
     first = await helper.start("listens")
     assert isinstance(first, Warm)
@@ -235,6 +237,6 @@ async def test_helper_that_others_depend_on_is_named_and_left_alone(
     assert (helper.hangs, helper.has_ended.is_set()) == (1, False)
     os.kill(first.pid, signal.SIGCONT)
     helper.heard.clear()
-    helper.process.tell(order("a"))
+    helper.process.send(order("a"))
     await wait(helper.heard)
     assert helper.news

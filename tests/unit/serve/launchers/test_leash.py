@@ -93,7 +93,7 @@ def test_wearer_lives_as_long_as_its_last_holder(started: Started) -> None:
 
 
 def test_leash_that_was_let_go_is_neither_worn_nor_held() -> None:
-    """The process that tries is told, and does not run on without a leash."""
+    """The process gets an error, and does not run without a leash."""
     leash = Leash()
     leash.let_go()
     with pytest.raises(OSError, match="No such file"):

@@ -39,7 +39,7 @@ def args(what: str) -> ProcessArgs:
 
 
 class Launched:
-    """A launcher under test, and the ends that it has told.
+    """A launcher under test, and the exits that it has reported.
 
     Attributes:
         exits: Names and exit codes.
@@ -70,7 +70,7 @@ class Launched:
         return await self.launcher.launch(name, args(what), log, spot, NEED)
 
     async def exit_of(self, name: str) -> int | None:
-        """Wait for the end of a process; return the first code that was told."""
+        """Wait for the end of a process; return the first reported code."""
         async with asyncio.timeout(WAIT_S):
             while name not in dict(self.exits):
                 self.told.clear()
@@ -109,7 +109,7 @@ async def launched(tmp_path: Path) -> AsyncIterator[Launched]:
 async def test_process_runs_with_its_log_its_environment_and_its_session(
     launched: Launched,
 ) -> None:
-    """Its exit code is told; modules that cannot be imported only say so."""
+    """Its exit code is reported; modules that cannot be imported only say so."""
     running = await launched.launch("a", "says")
     assert (running.name, running.node) == ("a", "here")
     said = await launched.log_of("a")
@@ -142,7 +142,7 @@ async def test_process_is_killed_and_only_the_one_that_is_meant(
 async def test_process_that_raises_has_its_traceback_in_its_log(
     launched: Launched,
 ) -> None:
-    """The server goes on."""
+    """The server continues."""
     assert await launched.end(await launched.launch("a", "raises")) == 1
     assert "KeyError: 'as asked'" in (launched.folder / "a.log").read_text()
     assert await launched.end(await launched.launch("b", "says")) == 7
@@ -151,7 +151,7 @@ async def test_process_that_raises_has_its_traceback_in_its_log(
 async def test_server_that_dies_fails_what_waits_and_is_started_again(
     launched: Launched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Processes that it has forked go on, and their end is still seen."""
+    """Processes that it has forked continue, and their end is still seen."""
     running = await launched.launch("a", "waits")
     server = launched.launcher._forks._server._process
     assert server is not None

@@ -48,7 +48,7 @@ async def start(launcher: NodeLauncher, what: str, log: Path) -> tuple[int, int,
 async def test_rank_runs_until_it_ends_and_its_code_is_known(
     launcher: NodeLauncher, tmp_path: Path
 ) -> None:
-    """It says what it was told in its own log."""
+    """It writes its order to its own log."""
     log = tmp_path / "rank.log"
     pid, began, leash = await start(launcher, "says", log)
     assert began_at(pid) == began

@@ -43,7 +43,7 @@ class Bridge:
         self.orders: list[ActorOrder] = []
         self.is_running = True
 
-    def tell(self, order: ActorOrder) -> None:
+    def send(self, order: ActorOrder) -> None:
         """Note an order."""
         self.orders.append(order)
 

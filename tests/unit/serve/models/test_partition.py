@@ -52,7 +52,7 @@ def test_cut_makes_the_slowest_stage_fast() -> None:
     assert cut(parts, 3).bottleneck == 0
 
 
-def test_cut_leaves_room_for_texts_where_it_costs_no_time() -> None:
+def test_partition_leaves_room_for_kv_where_it_costs_no_time() -> None:
     """Of cuts that are about as fast, that whose stages keep the least for a token."""
     parts = [Part(1.0, 10.0)] * 2 + [Part(0.01, 10.0)] * 2 + [Part(2.0, 10.0)]
     assert cut(parts, 2).begins == (0, 2)
@@ -107,7 +107,7 @@ def test_command_prints_profile_cut_and_bottleneck(tmp_path: Path) -> None:
 
 
 def test_decoder_is_measured_and_cut(tmp_path: Path) -> None:
-    """By its steps; what it keeps for a token is told, and the profile can be used."""
+    """By its steps; KV bytes are reported, and the profile can be used."""
     folder = save_decoder(tmp_path / "decoder")
     path = tmp_path / "app.yaml"
     path.write_text(

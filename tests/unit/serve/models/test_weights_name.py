@@ -32,7 +32,7 @@ def test_name_stays_until_a_file_or_a_setting_changes(tmp_path: Path) -> None:
     assert name_of(made, "float32") != name
 
 
-def test_file_of_the_hub_is_told_by_its_content(tmp_path: Path) -> None:
+def test_file_of_the_hub_is_identified_by_its_content(tmp_path: Path) -> None:
     """Wherever and whenever it was fetched."""
     names = []
     for number, content in enumerate(("one", "one", "two")):

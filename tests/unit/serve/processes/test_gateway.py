@@ -160,7 +160,7 @@ class Running:
         for order in orders:
             await self.controller.send(ORDERS, order)
 
-    async def told(self, kind: type[N]) -> N:
+    async def received(self, kind: type[N]) -> N:
         """Return the next news of a kind; others are kept in ``heard``."""
         while True:
             news = await self.controller.receive(NEWS)
@@ -172,7 +172,7 @@ class Running:
         """Bring it up with a table and these orders before it."""
         await self.controlled()
         await self.order(*(orders or (models(m=double), table())))
-        await self.told(StageLoaded)
+        await self.received(StageLoaded)
 
     @property
     def url(self) -> str:
@@ -233,16 +233,16 @@ async def ended(running: Running) -> None:
 # Its start and its end.
 
 
-async def test_gateway_listens_once_it_has_a_table_and_ends_when_told() -> None:
+async def test_gateway_listens_once_it_has_a_table_and_exits_on_request() -> None:
     """Before that, others share its port."""
     async with gateway() as g:
         await g.controlled()
         await g.order(models(m=double))
-        assert await g.told(Hello) == Hello(os.getpid())
+        assert await g.received(Hello) == Hello(os.getpid())
         await settle()
         assert not g.process._server.started
         await g.order(table(5))
-        await g.told(StageLoaded)
+        await g.received(StageLoaded)
         assert g.heard == [Hello(os.getpid()), TableApplied(5), StageLoaded()]
         async with g.client() as client:
             health = await client.get("/health")
@@ -258,7 +258,7 @@ async def test_signal_ends_it_as_an_order_does(number: signal.Signals) -> None:
     """Also before it has a table."""
     async with gateway() as g:
         await g.controlled()
-        await g.told(Hello)
+        await g.received(Hello)
         os.kill(os.getpid(), number)
         await ended(g)
     async with gateway() as g:
@@ -291,10 +291,10 @@ async def test_gateway_without_a_controller_serves_on() -> None:
             assert (await client.get("/v2/models/m")).status_code == 200
         g.heard.clear()
         await g.controlled()
-        await g.told(StageLoaded)
+        await g.received(StageLoaded)
         assert g.heard == [Hello(os.getpid()), TableApplied(1), StageLoaded()]
         await g.order(ReportRequest(3))
-        assert (await g.told(Report)).number == 3
+        assert (await g.received(Report)).number == 3
 
 
 NOT_OURS = ["203.0.113.1", "no address", "::2"]
@@ -350,16 +350,16 @@ async def test_request_and_probe_go_over_the_edge_to_a_replica() -> None:
             answer = await client.post(INFER, json=body(4.0))
         assert answer.json()["outputs"][0]["data"] == [8.0]
         await g.order(ProbeReplica(REPLICA))
-        assert await g.told(ProbeResult) == ProbeResult(REPLICA, None)
+        assert await g.received(ProbeResult) == ProbeResult(REPLICA, None)
         _, probe = await serving
         assert probe.via == {"0": REPLICA}
         await g.order(ReportRequest(1))
-        report = (await g.told(Report)).gateway
+        report = (await g.received(Report)).gateway
         assert report is not None
         assert (report.connected, report.arrived) == ((REPLICA,), {"m": 1})
 
 
-async def test_probe_that_cannot_be_sent_is_told_with_its_reason(
+async def test_probe_that_cannot_be_sent_is_reported_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The controller tries again; it does not wait for ever."""
@@ -368,18 +368,18 @@ async def test_probe_that_cannot_be_sent_is_told_with_its_reason(
         await g.up(models(other=double), table(1, REPLICA))
         await g.order(ProbeReplica("none"), ProbeReplica(REPLICA))
         for name in ("none", REPLICA):
-            probed = await g.told(ProbeResult)
+            probed = await g.received(ProbeResult)
             assert probed.replica == name
             assert str(probed.error).startswith("UnknownModelError: this gateway does")
         await g.order(models(m=double), ProbeReplica(REPLICA))
-        assert "NoReplicaError" in str((await g.told(ProbeResult)).error)
+        assert "NoReplicaError" in str((await g.received(ProbeResult)).error)
         await g.join(f"edge:{ME}>{REPLICA}", 1)
         await until(lambda: g.process._dispatcher.report().connected)
         await g.order(ProbeReplica(REPLICA))
-        assert "DeadlineExceededError" in str((await g.told(ProbeResult)).error)
+        assert "DeadlineExceededError" in str((await g.received(ProbeResult)).error)
 
 
-async def test_end_waits_for_requests_that_are_under_way() -> None:
+async def test_end_waits_for_requests_in_flight() -> None:
     """New ones go to another gateway meanwhile."""
     async with gateway() as g:
         await g.up(models(m=double), table(1, REPLICA))
@@ -402,7 +402,7 @@ async def test_model_that_runs_nowhere_is_asked_for_now_and_then() -> None:
             answer = await client.post(INFER, json=body(4.0))
         assert answer.status_code == 503
         await g.order(ReportRequest(1))
-        await g.told(Report)
+        await g.received(Report)
         asked = [news for news in g.heard if isinstance(news, ModelNeeded)]
         assert 1 <= len(asked) <= 4
         assert set(asked) == {ModelNeeded("m")}
@@ -449,7 +449,7 @@ async def test_tenants_of_before_hold_until_all_parts_are_there() -> None:
 
         async def may(key: str) -> bool:
             await g.order(ReportRequest(1))
-            await g.told(Report)
+            await g.received(Report)
             async with g.client(**{"x-api-key": key}) as client:
                 return (await client.get("/v2/models")).status_code == 200
 
@@ -468,7 +468,7 @@ async def test_tenants_of_before_hold_until_all_parts_are_there() -> None:
         assert [await may(k) for k in (acmes, betas, gammas)] == [True, False, True]
 
 
-async def test_usage_is_told_until_it_is_stored_and_the_last_of_it_at_the_end(
+async def test_usage_is_reported_until_it_is_stored_and_once_more_at_shutdown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A controller that dies in between does not lose it."""
@@ -477,18 +477,18 @@ async def test_usage_is_told_until_it_is_stored_and_the_last_of_it_at_the_end(
         await g.up()
         async with g.client() as client:
             await client.post(INFER, content=b"{")
-        told = await g.told(UsageReport)
-        assert (told.rows[0].model, told.rows[0].failed) == ("m", 1)
+        first = await g.received(UsageReport)
+        assert (first.rows[0].model, first.rows[0].failed) == ("m", 1)
         await break_world(g.controller.world)
         await g.controlled()
-        again = await g.told(UsageReport)
-        assert (again.meter, again.number) == (told.meter, told.number)
-        assert again.rows == told.rows
+        again = await g.received(UsageReport)
+        assert (again.meter, again.number) == (first.meter, first.number)
+        assert again.rows == first.rows
         await g.order(UsageStored(again.number))
         async with g.client() as client:
             await client.post(INFER, content=b"{{")
         await g.order(Finish())
-        last = await g.told(UsageReport)
+        last = await g.received(UsageReport)
         assert last.number > again.number
         await g.order(UsageStored(last.number))
         await ended(g)
@@ -508,13 +508,13 @@ async def test_usage_that_nobody_stores_does_not_keep_it_from_ending(
 
 
 async def test_poison_request_of_another_gateway_is_refused_here() -> None:
-    """One that was found here is told, when there is a controller."""
+    """One that was found here is first, when there is a controller."""
     async with gateway() as g:
         await g.up(models(m=double), table(1, REPLICA))
         tensors = {"x": torch.tensor([6.0])}
         digest = digest_of(tensors)
         await g.order(PoisonFound("", "m", "1", digest), ReportRequest(1))
-        await g.told(Report)
+        await g.received(Report)
         async with g.client() as client:
             answer = await client.post(INFER, json=body(6.0))
         assert "is a poison request" in answer.json()["error"]
@@ -522,7 +522,7 @@ async def test_poison_request_of_another_gateway_is_refused_here() -> None:
         await until(lambda: g.process._agent.lost_at is not None)
         g.process._gateway.on_poison("acme", ("m", "1"), "abc")
         await g.controlled()
-        assert await g.told(PoisonFound) == PoisonFound("acme", "m", "1", "abc")
+        assert await g.received(PoisonFound) == PoisonFound("acme", "m", "1", "abc")
 
 
 FLEET = FleetReport(
@@ -545,7 +545,7 @@ async def test_metrics_are_those_of_the_whole_service() -> None:
     async with gateway() as g:
         await g.up()
         scrapes = [asyncio.ensure_future(scraped(g)) for _ in range(3)]
-        await g.told(FleetReportRequest)
+        await g.received(FleetReportRequest)
         await g.order(FLEET)
         for text in [await scrape for scrape in scrapes]:
             lost = '{kind="lost",model="m",stage="1"} 3.0'
@@ -567,7 +567,7 @@ async def test_metrics_without_an_answer_are_those_of_the_last_one(
     async with gateway() as g:
         await g.up()
         await g.order(FLEET, ReportRequest(1))
-        await g.told(Report)
+        await g.received(Report)
         if not has_controller:
             await break_world(g.controller.world)
             await until(lambda: g.process._agent.lost_at is not None)
@@ -582,7 +582,7 @@ async def test_counts_are_reported_if_asked_for_and_at_the_end() -> None:
         async with g.client() as client:
             await client.post("/v2/models/none/infer", json=body(6.0))
         await g.order(ReportRequest(1), ReportRequest(2, has_counts=True), Finish())
-        reports = [(await g.told(Report)) for _ in range(3)]
+        reports = [(await g.received(Report)) for _ in range(3)]
         counted = [report.counted for report in reports]
         assert [report.number for report in reports] == [1, 2, 0]
         assert counted[0] == ()

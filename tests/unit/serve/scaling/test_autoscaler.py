@@ -194,7 +194,7 @@ class Service:
         return reasons.get(name, "")
 
     def said(self) -> list[tuple[str, str]]:
-        """Return what people were told."""
+        """Return the lines for people."""
         return [(e.kind, e.text) for e in self.history.since(0)]
 
 
@@ -212,7 +212,7 @@ async def service(path: Path | None = None) -> AsyncIterator[Service]:
 # What a policy wants.
 
 
-async def test_decision_is_carried_out_told_and_recorded(
+async def test_decision_is_carried_out_reported_and_recorded(
     policies: dict[str, FakePolicy], tmp_path: Path
 ) -> None:
     """The record has the facts and the snapshot, with the spec's numbers."""
@@ -346,7 +346,7 @@ async def test_policy_that_fails_keeps_no_other_model_from_being_scaled(
 async def test_policy_that_cannot_be_imported_leaves_its_model_alone(
     policies: dict[str, FakePolicy],
 ) -> None:
-    """It could be when the service was started; people are told."""
+    """It could be when the service was started; people are notified."""
     async with service() as s:
         s.serve("m", spec(policy="no.such.module:policy"), 1)
         s.serve("n", spec(policy="two"), 1)
@@ -378,7 +378,7 @@ async def test_owner_that_cannot_report_is_asked_again(
 async def test_as_much_as_has_a_place_is_wanted_stage_by_stage(
     policies: dict[str, FakePolicy],
 ) -> None:
-    """Stages grow in turn; people are told once what is short."""
+    """Stages grow in turn; people are notified once of what is short."""
     async with service() as s:
         s.serve("m", spec(2), 1, 1)
         s.owner.room = 5
@@ -445,7 +445,7 @@ async def test_model_without_limits_is_never_asked_about(
 async def test_nothing_is_scaled_while_a_new_version_is_on_its_way(
     policies: dict[str, FakePolicy],
 ) -> None:
-    """It goes on, from no memory, when the new version answers."""
+    """It continues, from no memory, when the new version answers."""
     async with service() as s:
         s.serve("m", spec(), 1)
         policies["one"].decides = lambda snapshot: replace(keep(snapshot), memory=1)
@@ -462,10 +462,10 @@ async def test_nothing_is_scaled_while_a_new_version_is_on_its_way(
         assert len(policies["two"].seen[0].stages) == 2
 
 
-async def test_model_that_was_removed_is_forgotten_though_its_reports_are_under_way(
+async def test_model_that_was_removed_is_forgotten_though_its_reports_are_in_flight(
     policies: dict[str, FakePolicy],
 ) -> None:
-    """The others go on."""
+    """The others continue."""
     async with service() as s:
         s.serve("m", spec(), 1)
         s.serve("n", spec(policy="two"), 1)
@@ -504,7 +504,7 @@ async def test_model_at_zero_is_decided_about_as_soon_as_it_is_wanted(
         assert len(policies["one"].seen) == 2
 
 
-async def test_wish_that_comes_while_reports_are_under_way_is_not_forgotten(
+async def test_request_that_comes_while_reports_are_in_flight_is_not_forgotten(
     policies: dict[str, FakePolicy],
 ) -> None:
     """The model is decided about once more."""
@@ -518,7 +518,7 @@ async def test_wish_that_comes_while_reports_are_under_way_is_not_forgotten(
         await until(lambda: len(policies["one"].seen) == 2)
 
 
-async def test_close_ends_it_though_reports_are_under_way(
+async def test_close_ends_it_though_reports_are_in_flight(
     policies: dict[str, FakePolicy],
 ) -> None:
     """Nothing is decided afterwards."""

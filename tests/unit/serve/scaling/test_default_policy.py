@@ -298,7 +298,7 @@ def test_noise_changes_nothing() -> None:
     assert at.changes[settled_at:] == []
 
 
-def test_load_that_has_gone_gives_its_replicas_back_and_the_last_ones() -> None:
+def test_replicas_of_a_load_that_ended_are_released_down_to_the_last() -> None:
     """Stages scale down after the window, to zero if allowed, and back up."""
     limits = replace(QUICK, min_replicas=0)
     at = Situation((0.02, 0.08), limits)
@@ -404,7 +404,7 @@ def worker(requests: int, queued: int = 0, waiting: int = 0) -> WorkerReport:
     )
 
 
-def test_sums_go_on_over_processes_that_are_lost() -> None:
+def test_sums_continue_over_processes_that_are_lost() -> None:
     """A lost replica keeps its share of the sums; a new one starts at zero."""
     watch = SampleWindow("m", 2, 10.0)
     replicas = [ObservedReplica("m/0/1", 0, True), ObservedReplica("m/1/2", 1, True)]
@@ -473,7 +473,7 @@ def test_fixed_stage_that_is_rescaled_has_the_others_follow() -> None:
 
 
 @given(st.lists(st.integers(0, 3), min_size=5, max_size=60))
-def test_runs_of_equal_wishes_are_kept_by_their_ends(needs: list[int]) -> None:
+def test_runs_of_equal_needs_are_kept_by_their_ends(needs: list[int]) -> None:
     """The shortened history is small and decides like the whole history."""
     kept: tuple[PendingChange, ...] = ()
     whole: tuple[PendingChange, ...] = ()
@@ -489,7 +489,7 @@ def test_runs_of_equal_wishes_are_kept_by_their_ends(needs: list[int]) -> None:
     assert len(remember(kept, PendingChange(99.0, 1, 1), QUICK)) <= len(needs) + 1
 
 
-def test_steady_wishes_take_no_room() -> None:
+def test_steady_needs_take_no_room() -> None:
     """Ten minutes of the same need are three entries at most."""
     kept: tuple[PendingChange, ...] = ()
     for at in range(600):
@@ -522,7 +522,7 @@ def test_policy_that_is_none_is_refused_before_anything_starts(path: str) -> Non
 
 
 @pytest.mark.parametrize("answer", [(1,), (1, 2, 3), (1.0, 2), (True, 1), None])
-def test_answers_that_are_none_are_told(answer: Any) -> None:
+def test_invalid_policy_answers_are_reported(answer: Any) -> None:
     """A policy must return a whole number for each stage."""
     at = Situation((0.1, 0.1))
     with pytest.raises((ValueError, TypeError)):

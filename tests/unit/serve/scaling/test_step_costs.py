@@ -28,7 +28,7 @@ def learned(steps: list[tuple[int, float]], noise: float = 0.0) -> StepSums:
     return sums
 
 
-def test_time_of_a_step_and_of_a_token_are_told_apart() -> None:
+def test_time_of_a_step_and_of_a_token_are_distinguished() -> None:
     """Once steps of different sizes were measured."""
     sizes = [1, 8, 200, 4, 256, 16] * 3
     cost = learned([(n, 0.01 + 0.0005 * n) for n in sizes], noise=0.1).cost()
@@ -74,7 +74,7 @@ def test_few_steps_tell_nothing() -> None:
         (0, 0.003 * 1),  # as one
         (20, 0.003 * 20),  # too short to be cut
         (300, 0.001 * 100 * 5),  # three parts, three stages
-        (900, 0.001 * 100 * 11),  # no more under way than one step may have
+        (900, 0.001 * 100 * 11),  # no more in flight than one step may have
     ],
 )
 def test_prompt_is_computed_in_all_stages_at_once(tokens: int, wanted_s: float) -> None:

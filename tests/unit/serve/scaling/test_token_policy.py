@@ -80,7 +80,7 @@ def test_stage_that_takes_longer_has_more_replicas() -> None:
     assert counts[0] < counts[1]
 
 
-def test_keys_and_values_and_places_for_texts_count() -> None:
+def test_kv_memory_and_sequence_slots_count() -> None:
     """In stage 0, where the scheduler is."""
     seen = StageSeen(ongoing=20.0, ready=2)
     full = Sample(at=0.0, arrived=0, stages=(seen,) * 3, kv_usage=0.9)

@@ -248,7 +248,7 @@ def test_machines_limit_what_is_started() -> None:
 # Policies compared.
 
 
-def test_own_policy_beats_a_plain_one_on_bursts() -> None:
+def test_own_policy_is_better_than_a_plain_one_on_bursts() -> None:
     """It attains more than the threshold, for less than 2.5 times the oracle's cost."""
     arrivals = traces.generated(
         "poisson:rate=3,seconds=120+poisson:rate=25,seconds=120+poisson:rate=3,seconds=300"

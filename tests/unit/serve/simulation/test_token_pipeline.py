@@ -52,7 +52,7 @@ def test_larger_fleet_attains_more() -> None:
     assert sum(found[0].replica_s) < sum(found[2].replica_s)
 
 
-def test_no_text_is_lost_when_fleets_change_all_the_time() -> None:
+def test_no_sequence_is_lost_when_fleets_change_all_the_time() -> None:
     """Texts are moved from replicas that drain, and to new ones."""
     chance = random.Random(2)
 

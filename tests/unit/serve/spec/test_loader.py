@@ -91,7 +91,7 @@ def test_good_spec_is_read() -> None:
             "    generation: {deterministic: true, attention: a.b:C}\n"
             "    stages:\n      -",
             6,
-            "an attention of its own",
+            "uses its own attention",
         ),
         (
             "    stages:\n      - name: one",

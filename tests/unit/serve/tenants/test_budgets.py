@@ -54,7 +54,7 @@ def test_days_and_months_begin_in_utc() -> None:
     assert next_month_of(at("2026-12-31 23:59")) == at("2027-01-01")
 
 
-def test_ledger_adds_up_and_begins_anew() -> None:
+def test_ledger_adds_up_and_starts_over() -> None:
     """A late report of yesterday counts for the month only."""
     ledger = TokenLedger({"acme": 10}, {"acme": 100}, NOON)
     assert ledger.add([row(5), row(2, NOON - DAY_S), row(0, NOON, "b")], NOON) == {
@@ -71,7 +71,7 @@ def test_gateway_adds_what_the_controller_does_not_know_of_yet() -> None:
     budgets = TokenBudgets()
     tenant = Tenant(name="acme", tokens_per_day=100)
     assert budgets.check(tenant, NOON) is None
-    budgets.told(told(90, 90))
+    budgets.set_used(told(90, 90))
     budgets.count("acme", 8)
     assert budgets.check(tenant, NOON) is None
     budgets.count("acme", 2)
@@ -82,7 +82,7 @@ def test_gateway_adds_what_the_controller_does_not_know_of_yet() -> None:
     assert "2026-03-01 00:00 UTC" in refusal.text
     budgets.stored([row(5)])
     assert budgets.check(tenant, NOON) is None, "the controller tells it next"
-    budgets.told(told(100, 100))
+    budgets.set_used(told(100, 100))
     assert budgets.check(tenant, NOON) is not None
     assert budgets.check(tenant, NOON + DAY_S / 2) is None, "it is renewed"
 
@@ -91,7 +91,7 @@ def test_month_is_a_budget_of_its_own() -> None:
     """It is renewed with the month."""
     budgets = TokenBudgets()
     tenant = Tenant(name="acme", tokens_per_day=100, tokens_per_month=1000)
-    budgets.told(told(3, 1000))
+    budgets.set_used(told(3, 1000))
     refusal = budgets.check(tenant, NOON)
     assert refusal is not None
     assert refusal.limit == "tokens_per_month"

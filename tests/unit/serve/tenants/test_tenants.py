@@ -388,7 +388,7 @@ def test_usage_is_counted_once_however_often_it_is_sent(tmp_path: Path) -> None:
 
 
 def test_meter_keeps_unconfirmed_usage() -> None:
-    """While nothing is confirmed, it goes on counting and sends the rest later."""
+    """While nothing is confirmed, it continues counting and sends the rest later."""
     meter = UsageMeter()
     told: dict[int, Any] = {}
     for number in range(MAX_UNCONFIRMED + 3):

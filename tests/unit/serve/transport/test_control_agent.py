@@ -116,7 +116,7 @@ async def test_agent_reports_and_obeys(control: Control) -> None:
     peer = await control.controller()
     assert (control.agent.was_joined, control.agent.joined_at) == (True, 1005.0)
     control.agent.fact(StageLoaded())
-    control.agent.tell(ModelNeeded("m"))
+    control.agent.send(ModelNeeded("m"))
     assert await news(peer, 3) == [HELLO, StageLoaded(), ModelNeeded("m")]
     for order in (ReportRequest(1), Finish(), ReportRequest(2)):
         await peer.send(ORDERS, order)
@@ -124,7 +124,7 @@ async def test_agent_reports_and_obeys(control: Control) -> None:
     assert control.obeyed == [ReportRequest(1), Finish(), ReportRequest(2)]
 
 
-async def test_facts_are_told_to_every_controller_and_once_to_each(
+async def test_facts_are_sent_to_every_controller_and_once_to_each(
     control: Control,
 ) -> None:
     """The latest of each kind; what is merely told is told to one that is there."""
@@ -132,7 +132,7 @@ async def test_facts_are_told_to_every_controller_and_once_to_each(
     control.agent.fact(StageLoaded())
     control.agent.fact(TableApplied(1))
     control.agent.fact(TableApplied(2))
-    control.agent.tell(ModelNeeded("nobody hears this"))
+    control.agent.send(ModelNeeded("nobody hears this"))
     peer = await control.controller()
     assert await news(peer, 3) == [HELLO, StageLoaded(), TableApplied(2)]
     control.agent.fact(TableApplied(3))
@@ -148,7 +148,7 @@ async def test_last_messages_are_sent_before_a_process_ends(control: Control) ->
     """Nobody waits for long if nobody takes them, or if there is no controller."""
     await control.agent.flush(HANG_S)
     peer = await control.controller()
-    control.agent.tell(ModelNeeded("m"))
+    control.agent.send(ModelNeeded("m"))
     await control.agent.flush(HANG_S)
     assert await news(peer, 2) == [HELLO, ModelNeeded("m")]
     assert control.agent._world is not None
@@ -158,7 +158,7 @@ async def test_last_messages_are_sent_before_a_process_ends(control: Control) ->
         await held.wait()
 
     control.agent._world.send_object = never  # type: ignore[method-assign]
-    control.agent.tell(ModelNeeded("n"))
+    control.agent.send(ModelNeeded("n"))
     await control.agent.flush(0.02)
 
 
@@ -195,7 +195,7 @@ async def test_order_that_is_not_understood_is_skipped(
 
 
 async def test_order_that_fails_ends_the_agent_with_its_error(control: Control) -> None:
-    """It is a bug: the process ends with it, and does not go on half."""
+    """It is a bug: the process ends with it, and does not continue half."""
     peer = await control.controller()
     await peer.send(ORDERS, ReportRequest(13))
     with pytest.raises(ValueError, match="as asked"):
@@ -209,6 +209,6 @@ async def test_cancelling_leaves_no_sender_behind(control: Control) -> None:
     assert await news(peer, 1) == [HELLO]
     control.running.cancel()
     await asyncio.gather(control.running, return_exceptions=True)
-    control.agent.tell(ModelNeeded("m"))
+    control.agent.send(ModelNeeded("m"))
     control.agent.fact(StageLoaded())
     assert not await peer.has_sent(NEWS)

@@ -176,7 +176,7 @@ async def test_tensors_arrive_with_their_message() -> None:
 
 
 async def test_send_that_fails_is_raised_where_the_end_is_waited_for() -> None:
-    """Who sends goes on: the keeper tells it when the edge is over."""
+    """The sender continues until the keeper reports the end of the edge."""
     async with Arena("memory") as arena:
         left, _ = await arena.world(2)
         outbox = Outbox(EDGE, left)

@@ -123,7 +123,7 @@ def test_error_of_another_process_is_raised_as_what_it_was() -> None:
 
 
 def test_every_message_has_a_name_of_its_own() -> None:
-    """Two of one name could not be told apart."""
+    """Two of one name could not be distinguished."""
     names = [kind.__struct_config__.tag for kind in Message.__subclasses__()]
     names = [name for name in names if name != "inject_partition"]
     assert len(names) == len(set(names)) > 20

@@ -41,7 +41,7 @@ def test_edges_have_two_ends_that_agree() -> None:
         assert edge.is_upstream == (edge.rank == 1)
     # every gateway to every replica, and neighbours of the chain
     assert len(ends) == 2 * (2 * 4 + 2 + 2)
-    assert edges_of(table, "stranger") == {}
+    assert edges_of(table, "unknown") == {}
 
 
 def test_edges_when_versions_differ_then_none() -> None:

@@ -18,7 +18,7 @@ from multiworld.serve.generation.tokenizer import GrowingText, Tokenizer
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.generation_messages import Sampling, TokenItem
 
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """Logprob of a probability of zero in answers, as in vLLM: JSON has no infinity."""
 
 
@@ -144,7 +144,7 @@ def chat_logprobs(tokenizer: Tokenizer, items: Sequence[TokenItem]) -> Any:
     def shown(token: int, logprob: float) -> dict[str, Any]:
         return {
             "token": tokenizer.piece(token),
-            "logprob": max(LEAST_LOGPROB, logprob),
+            "logprob": max(MIN_LOGPROB, logprob),
             "bytes": list(tokenizer.raw(token)),
         }
 
@@ -176,8 +176,8 @@ def text_logprobs(
     ]
     if prompt:
         before = zip(prompt[1:], scores, strict=False)
-        told = [(token, logprob, top) for token, (logprob, top) in before]
-        scored = [(prompt[0], None, None), *told, *scored]
+        reported = [(token, logprob, top) for token, (logprob, top) in before]
+        scored = [(prompt[0], None, None), *reported, *scored]
         offset = 0
     tokens = [tokenizer.piece(token) for token, *_ in scored]
     offsets = []
@@ -187,7 +187,7 @@ def text_logprobs(
     return {
         "tokens": tokens,
         "token_logprobs": [
-            None if logprob is None else max(LEAST_LOGPROB, logprob)
+            None if logprob is None else max(MIN_LOGPROB, logprob)
             for _, logprob, _ in scored
         ],
         "top_logprobs": [
@@ -195,7 +195,7 @@ def text_logprobs(
             None
             if top is None or logprob is None
             else {
-                tokenizer.piece(t): max(LEAST_LOGPROB, v)
+                tokenizer.piece(t): max(MIN_LOGPROB, v)
                 for t, v in ((token, logprob), *top)
             }
             for token, logprob, top in scored

@@ -200,14 +200,14 @@ def _check_choices(prompts: int, n: int) -> None:
 
 def _check_scores(prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
     """Check the number of prompt logprobs in an answer."""
-    most = wanted.sampling.prompt_logprobs
-    if most is None:
+    per_token = wanted.sampling.prompt_logprobs
+    if per_token is None:
         return
-    told = sum(map(len, prompts)) * wanted.n * (1 + most)
-    if told > MAX_SCORES:
+    scores = sum(map(len, prompts)) * wanted.n * (1 + per_token)
+    if scores > MAX_SCORES:
         raise InvalidRequestError(
-            f"echo with logprobs would tell {told} probabilities; at most "
-            f"{MAX_SCORES} are told in one answer",
+            f"echo with logprobs would return {scores} probabilities; at most "
+            f"{MAX_SCORES} fit into one answer",
             param="logprobs",
             code="invalid_value",
         )

@@ -20,7 +20,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Give a stream's client a token, or the error that ends the stream."""
+    """Deliver a token to a stream's client, or the error that ends the stream."""
 
     number: int
     item: TokenItem | ServeError

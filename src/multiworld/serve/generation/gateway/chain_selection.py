@@ -1,4 +1,4 @@
-"""The choice of the replicas that compute a stream, at one gateway. Pure."""
+"""Selection of the replicas that compute a stream, at one gateway. Pure."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from multiworld.serve.generation.prefixes import TOKENS_PER_STREAM, PrefixRoutes
 from multiworld.serve.transport.routing_table import Replica, ReplicaState
 
 PREFIX_BLOCK, PREFIX_TOKENS = 64, 4096
-"""Tokens of a block of a prefix, and maximum tokens of a prefix, for the choice of a
-chain."""
+"""Tokens per block of a prefix, and maximum tokens of a prefix, for chain selection."""
 
 NEW_S = 60.0
 """Seconds for which a replica counts as new: streams of busier replicas move to it.
-Later it only gets streams that begin."""
+Later it only gets new streams."""
 
 HOME = 2
-"""Streams by which a replica must be busier than another before a stream goes elsewhere
-than its session prefers."""
+"""Streams by which the replica that a session prefers must be busier than another
+before a stream uses the other."""
 
 SPLIT = 4
-"""Streams by which another replica must be busier before a replica that computes steps
-of one stage-0 replica gets those of a second. Each sends a step of its own for every
-token, which costs about as much as nine tokens."""
+"""Streams by which other replicas must be busier before a replica that computes the
+steps of one stage-0 replica also gets those of a second. Each stage-0 replica sends its
+own step for every token, which costs about as much as nine tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +43,10 @@ class Uneven:
     surplus: int
 
 
-def surplus_of(most: int, least: int) -> int:
+def surplus_of(highest: int, lowest: int) -> int:
     """Return how many streams a new replica takes from a busy one, by their loads."""
-    is_uneven = most - least >= max(2, most / 2)
-    return (most - least) // 2 if is_uneven else 0
+    is_uneven = highest - lowest >= max(2, highest / 2)
+    return (highest - lowest) // 2 if is_uneven else 0
 
 
 class StepSources:
@@ -84,7 +83,7 @@ class ChainSelection:
         chance: Returns a random number, for the choice among equals.
 
     Attributes:
-        view: See above.
+        view: The replicas.
         sources: The stage-0 replicas whose steps each replica computes.
         load: Streams at each replica, and those that are being moved to it.
     """
@@ -97,7 +96,7 @@ class ChainSelection:
         self.load: Counter[str] = Counter()
 
     def table_changed(self, now: float) -> None:
-        """Note since when replicas are ready."""
+        """Record when each replica became ready."""
         self._ready_since = {
             name: self._ready_since.get(name, now)
             for name, replica in self.view.table.replicas.items()
@@ -105,13 +104,13 @@ class ChainSelection:
         }
 
     def enter(self, stream: Stream) -> None:
-        """Record that a stream's chain computes it from now on."""
+        """Record that a stream's chain now computes it."""
         self._prefix_routes.record(stream.prefixes, stream.chain)
         self.sources.enter(stream.chain)
         self.load.update(stream.chain)
 
     def leave(self, chain: Sequence[str]) -> None:
-        """Record that a chain computes a stream no more."""
+        """Record that a chain no longer computes a stream."""
         self.sources.leave(chain)
         self.load.subtract(chain)
 
@@ -120,13 +119,13 @@ class ChainSelection:
         self.load.update(replicas)
 
     def release(self, replicas: Iterable[str]) -> None:
-        """Record that a stream is not being moved to some replicas any more."""
+        """Record that a stream is no longer being moved to some replicas."""
         self.load.subtract(replicas)
 
     def choose(self, stream: Stream) -> Chain | None:
-        """Return a chain for a stream that waits; None if a stage has no replica.
+        """Return a chain for a waiting stream; None if a stage has no replica.
 
-        Replicas that keep an earlier attempt stay; others are the least loaded.
+        Replicas that keep an earlier attempt are reused; others are the least loaded.
         """
         route = self.view.table.routes.get(stream.model)
         if route is None:
@@ -141,9 +140,9 @@ class ChainSelection:
         return None
 
     def without_draining(self, stream: Stream) -> Chain | None:
-        """Return a usable chain to which a stream leaves replicas that drain.
+        """Return a usable chain that avoids the draining replicas of a stream's chain.
 
-        It is of another version if that has the same weights. None if nothing drains,
+        It may be of another version with the same weights. None if no replica drains,
         or there is no such chain.
         """
         if not self.is_leaving(stream):
@@ -170,14 +169,14 @@ class ChainSelection:
         return any(state is ReplicaState.DRAINING for state in states)
 
     def around(self, stream: Stream, chain: Chain, replica: str) -> Chain | None:
-        """Return a usable chain with another replica in the place of one of its own."""
+        """Return a usable chain that replaces one replica of a stream's chain."""
         kept = tuple("" if name == replica else name for name in chain.replicas)
         return self._complete(
             stream, chain.version, kept, is_ready=True, without=replica
         )
 
     def uneven(self, now: float) -> Iterator[Uneven]:
-        """Yield the new replicas that have less to do than others of their stage."""
+        """Yield the new replicas that are less loaded than others of their stage."""
         for name, since in self._ready_since.items():
             if now - since > NEW_S or not self.view.is_usable(name):
                 continue
@@ -202,14 +201,14 @@ class ChainSelection:
         is_ready: bool = False,
         without: str = "",
     ) -> Chain | None:
-        """Return a chain with the replicas to keep, as far as they can be kept.
+        """Return a chain that keeps the given replicas where possible.
 
         Args:
             stream: The stream that it is for.
             version: Version of the chain.
             kept: Replicas to keep, by stage; empty names are chosen.
-            is_ready: All of it must be usable now.
-            without: Replica that is not chosen; empty: any may be.
+            is_ready: Whether all of it must be usable now.
+            without: Replica to avoid; empty: none.
         """
         route = self.view.table.routes.get(stream.model)
         if route is None:
@@ -228,7 +227,7 @@ class ChainSelection:
         return Chain(version, found)
 
     def _kept(self, kept: Sequence[str], version: str, stage: int) -> str | None:
-        """Return the replica of a stage that is to be kept, if it can."""
+        """Return the replica of a stage that is to be kept, if it is usable."""
         name = kept[stage] if stage < len(kept) else ""
         known = self.view.table.replicas.get(name)
         is_there = name in self.view.connected and name not in self.view.silent
@@ -236,7 +235,7 @@ class ChainSelection:
         return name if is_there and is_same else None
 
     def _candidates(self, stream: Stream, version: str, stage: int) -> list[Replica]:
-        """Return the replicas of a stage that a stream may use, the best kind first."""
+        """Return the replicas of a stage that a stream may use."""
         usable = [*self.view.usable(stream.model, version, stage)]
         wanted = stream.via.get(stage)
         if usable and wanted is None:

@@ -19,10 +19,10 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A client takes no more tokens of a stream, for whatever reason.
+    """A client no longer reads a stream, for whatever reason.
 
     Attributes:
-        error: Why it ended early; None: it has its last token.
+        error: Why the stream ended early; None if it is complete.
     """
 
     number: int
@@ -48,7 +48,7 @@ class Disconnected:
     """An edge to a replica is down.
 
     Attributes:
-        is_polite: The replica left; otherwise it was lost.
+        is_polite: Whether the replica left; otherwise it was lost.
     """
 
     replica: str
@@ -68,7 +68,7 @@ class Ticked:
     """Time has passed.
 
     Attributes:
-        silent: Connected replicas that have not been heard of.
+        silent: Connected replicas that sent nothing lately.
         resumed_at: Monotonic time at which this process's last pause ended.
     """
 

@@ -1,9 +1,9 @@
 """Moves of streams to other replicas without a pause. Pure.
 
-If a replica drains, or a new one has less to do, another replica is prepared to take
-its place in a chain: while the stream continues, the stage before sends the new one
-what it has logged, and the new one computes that. Once it lacks only a few tokens, the
-stream becomes another attempt there, and keeps what was prepared.
+If a replica drains, or a new one is less loaded, another replica is prepared to take
+its position in the chain: while the stream continues, the previous stage replays its
+activation log to the new replica, which computes the rows. Once only a few tokens are
+missing, the stream continues there as another attempt with the prepared KV.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from multiworld.serve.transport.generation_messages import (
 from multiworld.serve.transport.protocol import Key
 
 AT_ONCE = 4
-"""Maximum number of streams being moved at once; preparing takes time from others."""
+"""Maximum number of streams being moved at once; preparation slows other streams."""
 
 LAG = 8
 """Maximum number of tokens that the new replicas may lack when a stream moves: one step
 computes them in hardly more time than one token."""
 
 WORTH = 32
-"""Minimum number of tokens still to come for a move to a replica with less to do."""
+"""Minimum number of tokens still to come for a move to a less loaded replica."""
 
 PREPARE_S = 60.0
 """Seconds after which a preparation is given up."""
@@ -63,7 +63,7 @@ class Moves:
     def tick(
         self, streams: Collection[Stream], silent: frozenset[str], now: float
     ) -> None:
-        """Begin moves, and give up those that take too long."""
+        """Begin moves, and abandon those that take too long."""
         moving = 0
         for stream in streams:
             if stream.move is None:
@@ -92,10 +92,10 @@ class Moves:
                 return
 
     def to_restart(self, streams: Collection[Stream], now: float) -> list[Stream]:
-        """Return streams that would better start over than wait for a busy replica.
+        """Return streams that should start over instead of waiting for a busy replica.
 
-        They are the last that came and have no token, so hardly anything of them was
-        computed.
+        They are the latest ones without a token, so hardly anything was computed for
+        them.
         """
         found: list[Stream] = []
         for uneven in self._chains.uneven(now):
@@ -117,13 +117,13 @@ class Moves:
         self._prepare(stream, stream.move, now)
 
     def _prepare(self, stream: Stream, move: Move, now: float) -> None:
-        """Let the new replicas compute what they lack."""
+        """Start the preparation of the new replicas."""
         chain, fresh = move.chain.replicas, set(incoming(stream))
         stages = tuple(n for n, name in enumerate(chain) if name in fresh)
         prepared, move.attempt = move.attempt, stream.next_attempt()
         move.tokens, move.notified_at = len(stream.tokens), now
         move.waits_for = sum(stage + 1 not in stages for stage in stages)
-        opening = SequenceStart(
+        start = SequenceStart(
             (self._name, stream.number, move.attempt),
             tuple(stream.tokens),
             stream.prompt,
@@ -134,7 +134,7 @@ class Moves:
             prepared=prepared,
         )
         for stage in stages:
-            self._send(chain[stage], PrepareSequence(opening, stages))
+            self._send(chain[stage], PrepareSequence(start, stages))
 
     def prepared(self, stream: Stream, attempt: int, now: float) -> bool:
         """Record that a replica is prepared; return whether the stream can move now."""
@@ -153,7 +153,7 @@ class Moves:
         return True
 
     def finish(self, stream: Stream) -> Move:
-        """End the preparation of a stream that continues with what was prepared."""
+        """End the preparation of a stream that now continues on the new replicas."""
         assert stream.move is not None
         self._chains.release(incoming(stream))  # it enters its whole chain
         move, stream.move = stream.move, None
@@ -161,7 +161,7 @@ class Moves:
         return move
 
     def drop(self, stream: Stream) -> None:
-        """Drop what is prepared for a stream, if anything is."""
+        """Cancel the preparation for a stream, if there is one."""
         if stream.move is not None:
             fresh = incoming(stream)
             self._chains.release(fresh)
@@ -170,10 +170,10 @@ class Moves:
             stream.become(Phase.COMPUTING)
 
     def log_is_gone(self, stream: Stream, replica: str, now: float) -> None:
-        """Route a move around a replica whose log was dropped, or give the move up.
+        """Route a move around a replica whose log was dropped, or abandon the move.
 
-        If another replica takes its place as well, that one is filled from further up,
-        and fills the next.
+        If another replica can replace that one as well, the stage before replays to it,
+        and it replays to the next.
         """
         assert stream.move is not None
         before, chain = stream.move.chain, None
@@ -186,7 +186,7 @@ class Moves:
         self._begin(stream, chain, now)
 
     def give_up(self, stream: Stream, now: float) -> None:
-        """Drop what is prepared for a stream, and move it later."""
+        """Cancel the preparation for a stream, and move it later."""
         self._log(f"{stream.name} is not moved yet")
         self._counts["given_up"] += 1
         self.drop(stream)

@@ -1,4 +1,4 @@
-"""One stream of generated tokens, as its gateway has it. Pure."""
+"""State of one stream of generated tokens, at its gateway. Pure."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class TimeLimits:
 
 
 NO_LIMITS = TimeLimits()
-"""Only the deadline counts."""
+"""No limits besides the deadline."""
 
 
 class Phase(StrEnum):
-    """Where a stream is in its life."""
+    """Phase of a stream."""
 
     WAITING = "waiting"
-    """It has no chain, and no replica keeps anything of it."""
+    """It has no chain, and no replica has its KV."""
     COMPUTING = "computing"
     """A chain computes its current attempt."""
     MOVING = "moving"
     """The same, while other replicas are prepared to take over."""
     PAUSED = "paused"
-    """It has no chain; replicas keep an earlier attempt until the next one begins."""
+    """It has no chain; replicas keep the KV of an earlier attempt for the next one."""
     ENDED = "ended"
     """Its last token or its error was delivered, or its client is gone."""
 
@@ -60,9 +60,9 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 * waiting → computing: every stage has a replica for it.
 * computing → moving: a replica drains, or a new one has less to do.
 * moving → computing: the move is done, or given up.
-* computing, moving → paused: something of the chain failed; the rest keeps its part.
+* computing, moving → paused: part of the chain failed; the other replicas keep KV.
 * computing, moving → waiting: the stream starts over, from its tokens.
-* paused → computing: the lost replicas have successors.
+* paused → computing: the lost replicas are replaced.
 * paused → waiting: a loss that is noticed late makes it a suspect, which starts over.
 """
 
@@ -118,12 +118,12 @@ class Stream:
         kept_attempt: Number of that attempt.
         stays_until: Monotonic time before which it is not moved.
         given_up: Moves that were given up.
-        fingerprints: Hardware fingerprint by stage of what has computed it.
+        fingerprints: Hardware fingerprint of the replica that computed it, by stage.
         returns: Attempts in a row that ended without a token.
-        is_alone: Whether it is computed now and nothing else is, as a suspect.
-        left: Chain of the attempt before, if a replica of it gave the stream back.
-        was_alone: Whether it was computed alone there.
-        not_before: Monotonic time of the next attempt.
+        is_alone: Whether it runs alone now, as a suspect.
+        left: Chain of the previous attempt, if one of its replicas returned the stream.
+        was_alone: Whether it ran alone there.
+        not_before: Earliest monotonic time of the next attempt.
     """
 
     number: int
@@ -162,7 +162,7 @@ class Stream:
     phase: Phase = Phase.WAITING
 
     def become(self, phase: Phase) -> None:
-        """Enter a phase that may follow the present one, or stay in it."""
+        """Enter a phase that may follow the current one, or stay in it."""
         if phase is not self.phase and phase not in TRANSITIONS[self.phase]:
             raise AssertionError(f"{self.name} cannot go from {self.phase} to {phase}")
         self.phase = phase
@@ -179,7 +179,7 @@ class Stream:
 
     @property
     def name(self) -> str:
-        """Its name in logs."""
+        """Name in logs."""
         request = self.request or "without a request"
         return f"request {request}, stream {self.number}"
 
@@ -197,8 +197,8 @@ class Stream:
                 before it.
         """
         if now > self.deadline_at:
-            most = self.sampling.max_tokens
-            return f"deadline passed after {self.made} of at most {most} tokens"
+            limit = self.sampling.max_tokens
+            return f"deadline passed after {self.made} of at most {limit} tokens"
         since = self.began_at if self.first_at is None else self.last_at
         since = max(since, resumed_at)
         first_s, between_s = self.limits.first_token_s, self.limits.between_tokens_s
@@ -222,7 +222,7 @@ class StreamIndex:
             self._at.setdefault(name, {})[stream.number] = stream
 
     def leave(self, stream: Stream) -> None:
-        """Record that a stream's chain computes it no more."""
+        """Record that a stream's chain no longer computes it."""
         for name in stream.chain:
             there = self._at[name]
             there.pop(stream.number, None)

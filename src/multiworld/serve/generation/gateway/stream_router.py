@@ -1,16 +1,16 @@
 """Stream router: the recovery of streams at one gateway. Pure.
 
-The gateway is the authority on a stream: what it has delivered never changes. Each time
-something of a stream's chain fails, the stream becomes another *attempt*; tokens of
-earlier attempts are ignored, wherever they still come from. Other replicas take the
-places of the lost ones, and those that are left rebuild their KV from their logs. If
-that fails repeatedly, or the stream may be the cause, it starts over on any replicas,
-from its prompt and the delivered tokens.
+The gateway is the authority on a stream: delivered tokens never change. Each time a
+part of a stream's chain fails, the stream continues as another *attempt*; tokens of
+earlier attempts are ignored, whichever replica sends them. Other replicas replace the
+lost ones, and rebuild their KV from the logs of the remaining ones. If that fails
+repeatedly, or the stream may be the cause, it starts over on any replicas, from its
+prompt and the delivered tokens.
 
 A gateway learns of one failure in several ways: its own edge to the replica is down
-(``Disconnected``), a neighbour of the replica gives the stream back
-(``SequenceFailed``), nothing is heard of the replica (``Ticked.silent``), or a token
-is missing. All lead to ``_retry``; only the first counts as a loss.
+(``Disconnected``), a neighbour of the replica returns the stream (``SequenceFailed``),
+the replica is silent (``Ticked.silent``), or a token is missing. All lead to
+``_retry``; only the first counts as a loss.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ from multiworld.serve.transport.protocol import Key
 from multiworld.serve.transport.routing_table import Route, RoutingTable
 
 OWED = 65536
-"""Maximum number of ended sequences that a replica is told when it connects again."""
+"""Maximum number of ended sequences reported to a replica when it reconnects."""
 
 KEPT_RETURNS = 3
 """Attempts in a row that may fail before a stream starts over."""
 
 PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
-"""Seconds until a failed attempt is followed by another; doubles each time without a
-token in between."""
+"""Seconds between a failed attempt and the next one; doubles until one produces a
+token."""
 
 
 class StreamRouter:
@@ -127,7 +127,7 @@ class StreamRouter:
         actions, self._actions = self._actions, []
         return actions
 
-    # What others ask.
+    # Queries.
 
     def load(self) -> dict[str, int]:
         """Return the streams at each replica."""
@@ -182,7 +182,7 @@ class StreamRouter:
         del self.streams[stream.number]
         self._end(stream)
         if stream.via:
-            return  # probes are nobody's streams
+            return  # probes belong to no stream
         took_s = stream.last_at - (stream.first_at or 0.0)
         self.timed.ended(stream.model, stream.prompt, stream.made, took_s)
         is_late = self._is_late(stream)
@@ -251,13 +251,13 @@ class StreamRouter:
         self._place_waiting()
 
     def _count_loss(self, replica: str) -> list[Stream]:
-        """Count a loss for the streams that it may be the fault of.
+        """Count a loss for the streams that may have caused it.
 
-        A neighbour of the replica may have given a stream back before, so that another
-        attempt of it has begun elsewhere.
+        A neighbour of the replica may already have returned a stream, so that another
+        attempt of it runs elsewhere.
 
         Returns:
-            Streams that are elsewhere, and now have to run alone or not at all.
+            Streams that run elsewhere, and must now run alone or fail.
         """
         streams = self.streams.values()
         had = [s for s in streams if replica in s.chain or replica in s.left]
@@ -272,7 +272,7 @@ class StreamRouter:
     # Messages.
 
     def _received(self, replica: str, messages: Iterable[EdgeMessage]) -> None:
-        """Handle the messages of a frame, up to one that its sender may not send."""
+        """Handle the messages of a frame, up to the first unauthorised one."""
         try:
             for message in messages:
                 self._message(replica, message)
@@ -382,7 +382,7 @@ class StreamRouter:
     # Attempts.
 
     def _retry(self, stream: Stream, why: str) -> None:
-        """Make another attempt at a stream, with what is left of its chain."""
+        """Start another attempt of a stream, on the rest of its chain."""
         if stream.has_ended:
             return
         self.counts["replayed"] += not stream.via
@@ -411,7 +411,7 @@ class StreamRouter:
 
         Args:
             stream: The stream.
-            is_kept: The replicas keep it for the next attempt; stage 0 pauses it.
+            is_kept: Whether replicas keep its KV for the next attempt; stage 0 pauses.
         """
         self._moves.drop(stream)
         key = self._key(stream, stream.attempt)
@@ -480,12 +480,12 @@ class StreamRouter:
         Args:
             stream: The stream.
             chain: The chain.
-            previous: The attempt that some replicas of it have; -1: none.
+            previous: The attempt whose KV some replicas of it keep; -1: none.
             prepared: The attempt that the others were prepared for; -1: none.
         """
         stream.version, stream.chain = chain.version, chain.replicas
         stream.become(Phase.COMPUTING)
-        opening = SequenceStart(
+        start = SequenceStart(
             self._key(stream, stream.attempt),
             tuple(stream.tokens),
             stream.prompt,
@@ -496,14 +496,14 @@ class StreamRouter:
             bool(stream.via),
             stream.losses.is_suspect,
             prepared,
-            # A loss may be noticed only after a neighbour gave the stream back.
+            # A loss may be noticed only after a neighbour returned the stream.
             is_watched=stream.losses.counted > 0 or stream.returns > 0,
         )
         self._note_fingerprints(stream)
         self._chains.enter(stream)
         self._index.enter(stream)
         for replica in stream.chain:
-            self._send(replica, generation_messages.BeginSequences((opening,)))
+            self._send(replica, generation_messages.BeginSequences((start,)))
 
     def _note_fingerprints(self, stream: Stream) -> None:
         """Record the hardware of a chain; warn if it has changed."""
@@ -527,7 +527,7 @@ class StreamRouter:
             late = "" if stream.has_ended else stream.late(self._now, resumed_at)
             if late:
                 self._end(stream, DeadlineExceededError(late))
-        self.view.set_silent(silent)  # all, before any stream is placed anew
+        self.view.set_silent(silent)  # all, before any stream is placed again
         for name in silent:
             if self.view.has_another(name):
                 for stream in self._index.at(name):

@@ -1,4 +1,4 @@
-"""The streams of one gateway: their clients and edges around the stream router."""
+"""The shell of one gateway's stream router: clients and edges of its streams."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Streams:
         chance: Returns a random number in [0, 1).
 
     Attributes:
-        router: Decides; its state may be read.
+        router: State machine that decides; its state may be read.
         on_missing: Called repeatedly with the name of a model that may scale to zero,
             while a stream of it waits for a chain.
     """
@@ -243,7 +243,7 @@ class Streams:
         """Handle the messages of a frame that has arrived.
 
         Raises:
-            MessageError: A message is not its sender's to send.
+            MessageError: The sender is not authorised to send a message.
         """
         messages = [message for message, _ in frame]
         self._handle(Received(outbox.edge.peer, messages))
@@ -251,7 +251,7 @@ class Streams:
     # Time.
 
     async def look(self) -> None:
-        """Check deadlines and silent replicas again and again, until cancelled.
+        """Check deadlines and silent replicas periodically, until cancelled.
 
         Cancellation: Safe.
         """
@@ -264,9 +264,9 @@ class Streams:
             self.tick()
 
     def tick(self) -> None:
-        """Let the router look at the time, and at who is silent.
+        """Pass the time and the silent replicas to the router.
 
-        After a pause of this process nothing is judged before what arrived is read.
+        After a pause of this process, messages that arrived meanwhile are read first.
         """
         now = self._clock()
         if not self._pauses.look(now):
@@ -275,10 +275,10 @@ class Streams:
             self._handle(Ticked(frozenset(silent), self._pauses.resumed_at))
 
     def _handle(self, event: Event) -> None:
-        """Let the router decide, and carry out its actions.
+        """Pass an event to the router, and carry out its actions.
 
         Raises:
-            MessageError: A message is not its sender's to send.
+            MessageError: The sender is not authorised to send a message.
         """
         refused: MessageError | None = None
         for action in self.router.handle(event, self._clock()):

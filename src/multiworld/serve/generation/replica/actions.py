@@ -15,7 +15,7 @@ class Send:
     """Send a message.
 
     Attributes:
-        is_urgent: Send it at once, before anything is computed.
+        is_urgent: Whether to send it at once, before anything is computed.
     """
 
     peer: str
@@ -30,7 +30,7 @@ class SendLogged:
     Attributes:
         begin: Position of the first row.
         end: Position after the last row; ``begin``: there are none.
-        is_end: Nothing follows.
+        is_end: Whether no rows follow.
     """
 
     peer: str
@@ -51,9 +51,9 @@ class Rebuild:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Let the engine know an attempt, and report once its grammar is compiled."""
+    """Register an attempt with the engine; report once its grammar is compiled."""
 
-    opening: SequenceStart
+    start: SequenceStart
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class DropComputed:
-    """Drop keys, values and logged activations of a sequence; it stays known."""
+    """Drop the KV and logged activations of a sequence; it stays known."""
 
     stream: StreamId
 

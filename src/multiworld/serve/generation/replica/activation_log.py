@@ -9,9 +9,9 @@ from multiworld.serve.generation.replica.sequence_state import StreamId
 
 
 class ActivationLog:
-    """The outputs of one stage for its sequences, at most ``limit`` bytes.
+    """Outputs of one stage for its sequences, at most ``limit`` bytes.
 
-    Beyond that, the rows of the sequence that came first are dropped.
+    Beyond that, the rows of the oldest sequence are dropped.
     """
 
     def __init__(self, limit: int) -> None:
@@ -30,10 +30,10 @@ class ActivationLog:
             rows: Shape [rows, hidden].
 
         Returns:
-            Sequences whose rows were dropped for them.
+            Sequences whose rows were dropped to make room.
         """
         first = self._begins.setdefault(sequence, begin)
-        if begin < first:  # they were computed again from further ahead
+        if begin < first:  # they were recomputed from an earlier position
             self._forget(sequence)
             first = self._begins[sequence] = begin
         kept, end = self._rows.get(sequence), begin - first + len(rows)
@@ -54,7 +54,7 @@ class ActivationLog:
         return dropped
 
     def rows(self, sequence: StreamId, begin: int, end: int) -> Tensor:
-        """Return a copy of rows that are kept, [rows, hidden].
+        """Return a copy of kept rows, [rows, hidden].
 
         Args:
             sequence: The sequence.

@@ -19,7 +19,7 @@ from torch.nn import functional
 from multiworld.serve.generation.replica.batch_invariant_sizes import OUTPUTS, cover
 from multiworld.serve.generation.replica.hardware_fingerprint import known
 from multiworld.serve.generation.replica.kv_cache import Batch, KvCache, Rows
-from multiworld.serve.generation.replica.kv_memory import PLACES
+from multiworld.serve.generation.replica.kv_memory import SLOTS
 
 PIECE = 512
 """Keys per iteration of torch's kernel (kvSplitSize in FlashAttentionKernel.cpp)."""
@@ -38,7 +38,7 @@ class Sizes:
 
     rows: tuple[int, ...]
     keys: tuple[int, ...]
-    texts: int
+    sequences: int
 
 
 def attend(
@@ -54,7 +54,7 @@ def attend(
 
 
 @functools.cache
-def alike_sizes(
+def invariant_sizes(
     heads: int, size: int, value_size: int, dtype: torch.dtype, threads: int
 ) -> Sizes:
     """Return the sizes of calls that are bit-identical for ``heads`` key heads."""
@@ -64,12 +64,12 @@ def alike_sizes(
     rows = known(
         f"{what}: rows of {ROWS} with {keys}", threads, lambda: trial().rows(keys)
     )
-    texts = known(
-        f"{what}: texts up to {PLACES} with {keys} and {rows}",
+    sequences = known(
+        f"{what}: texts up to {SLOTS} with {keys} and {rows}",
         threads,
-        lambda: trial().texts(rows, keys),
+        lambda: trial().sequences(rows, keys),
     )
-    return Sizes(tuple(rows), tuple(keys), max(texts))
+    return Sizes(tuple(rows), tuple(keys), max(sequences))
 
 
 class _Trial:
@@ -91,10 +91,12 @@ class _Trial:
     def _reference(self) -> int:
         """Number of rows that the others are compared with.
 
-        The first one in which the bits of a row do not depend on its place.
+        The first one in which the bits of a row do not depend on its position.
         """
         at = self._positions(PIECE)
-        found = (rows for rows in ROWS if self._is_placeless(rows, PIECE, at))
+        found = (
+            rows for rows in ROWS if self._is_position_independent(rows, PIECE, at)
+        )
         return next(found, ROWS[0])
 
     def keys(self) -> list[int]:
@@ -102,7 +104,7 @@ class _Trial:
         return [
             keys
             for keys in KEYS
-            if self._is_alike(self._reference, keys, self._positions(keys))
+            if self._is_invariant(self._reference, keys, self._positions(keys))
         ] or [PIECE]
 
     def rows(self, keys: Sequence[int]) -> list[int]:
@@ -110,14 +112,17 @@ class _Trial:
         return [
             rows
             for rows in ROWS
-            if all(self._is_alike(rows, most, self._positions(most)) for most in keys)
+            if all(
+                self._is_invariant(rows, count, self._positions(count))
+                for count in keys
+            )
         ] or [self._reference]
 
-    def texts(self, rows: Sequence[int], keys: Sequence[int]) -> list[int]:
+    def sequences(self, rows: Sequence[int], keys: Sequence[int]) -> list[int]:
         """Return the numbers of sequences per call that are bit-identical to one."""
         extremes = list(product({rows[0], rows[-1]}, {keys[0], keys[-1]}))
         found = [1]
-        for count in range(2, PLACES + 1):
+        for count in range(2, SLOTS + 1):
             if not all(self._are_same(count, *sizes) for sizes in extremes):
                 break
             found.append(count)
@@ -128,7 +133,7 @@ class _Trial:
         dtype = self._key.dtype
         key = self._drawn(dtype, count, heads, 2 * keys, size)[:, :, :keys]
         value = self._drawn(dtype, count, heads, 2 * keys, values)[:, :, :keys]
-        for _ in range(-(-OUTPUTS // (PLACES * count * heads * rows * values))):
+        for _ in range(-(-OUTPUTS // (SLOTS * count * heads * rows * values))):
             query = self._drawn(dtype, count, heads, rows, size)
             at = torch.randint(0, keys, (count, 1, rows, 1), generator=self._chance)
             mask = torch.arange(keys) <= at
@@ -145,20 +150,22 @@ class _Trial:
     def _positions(self, keys: int) -> Tensor:
         return torch.randint(0, keys, (max(ROWS),), generator=self._chance)
 
-    def _is_alike(self, rows: int, keys: int, at: Tensor) -> bool:
+    def _is_invariant(self, rows: int, keys: int, at: Tensor) -> bool:
         wanted = self._computed(self._reference, PIECE, at)
         found = self._computed(rows, keys, at)
-        return torch.equal(found, wanted) and self._is_placeless(rows, keys, at)
+        return torch.equal(found, wanted) and self._is_position_independent(
+            rows, keys, at
+        )
 
-    def _is_placeless(self, rows: int, keys: int, at: Tensor) -> bool:
-        """Return whether a row has the same bits in the next place of a call."""
+    def _is_position_independent(self, rows: int, keys: int, at: Tensor) -> bool:
+        """Return whether a row has the same bits at the next position in a call."""
         found = self._computed(rows, keys, at)
         return torch.equal(self._computed(rows, keys, at, shift=1), found)
 
     def _computed(self, rows: int, keys: int, at: Tensor, shift: int = 0) -> Tensor:
         """Return the attention of all queries, in calls of the given size.
 
-        Each query is ``shift`` places further back in its call.
+        Each query is ``shift`` positions further back in its call.
         """
         allowed = torch.arange(keys)[None] <= at.roll(shift)[:, None]
         masks = torch.split(allowed, rows)
@@ -173,7 +180,7 @@ class _Trial:
         return torch.cat(parts, 2).roll(-shift, 2)
 
 
-class FixedAttention:
+class InvariantAttention:
     """Batch-invariant attention of one step, without ``softcap``.
 
     Single rows are batched, other sequences are computed one by one.
@@ -201,12 +208,12 @@ class FixedAttention:
         heads, size = key.shape[0], query.shape[2]
         factor = size**-0.5 if scale is None else scale
         threads = torch.get_num_threads()
-        sizes = alike_sizes(heads, size, value.shape[2], key.dtype, threads)
+        sizes = invariant_sizes(heads, size, value.shape[2], key.dtype, threads)
         room = functools.partial(padded, sizes.keys)
         if self._batches is None:
             self._cache.granule = largest_step(sizes.keys)
-            most = sizes.texts if len(query) // heads <= sizes.rows[0] else 1
-            self._batches, others = self._cache.batches(self._rows, room, most)
+            max_count = sizes.sequences if len(query) // heads <= sizes.rows[0] else 1
+            self._batches, others = self._cache.batches(self._rows, room, max_count)
             self._others = [(n, r, torch.tensor([r.begin])) for n, r in others]
         found = query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
         for batch in self._batches:
@@ -247,10 +254,10 @@ class FixedAttention:
         scale: float,
     ) -> Tensor:
         """Return the outputs of some sequences, [sequences, heads, rows, size]."""
-        texts, heads, count, _ = query.shape
+        sequences, heads, count, _ = query.shape
         # A group of heads shares its keys, so its rows are treated as rows of one head.
         group = heads // key.shape[1]
-        queries = query.reshape(texts, key.shape[1], group * count, -1)
+        queries = query.reshape(sequences, key.shape[1], group * count, -1)
         tiles = cover(sizes, group * count)
         lacking = sum(tiles) - group * count
         if lacking:
@@ -264,7 +271,7 @@ class FixedAttention:
             )
             begin += tile
         out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-        return out[:, :, : group * count].reshape(texts, heads, count, -1)
+        return out[:, :, : group * count].reshape(sequences, heads, count, -1)
 
     def _mask(
         self,

@@ -38,7 +38,7 @@ def whole_slices(count: int, threads: int) -> int:
     return count if count <= GRAIN or threads == 1 else GRAIN
 
 
-class FixedElements:
+class InvariantElements:
     """A bit-identical version of an elementwise function."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -60,39 +60,41 @@ class FixedElements:
         return out[..., :width] if rest else out
 
 
-class FixedRotary:
+class InvariantRotary:
     """Rotary embeddings whose bits do not depend on the other positions of a step."""
 
     def __init__(self, function: Callable[..., tuple[Tensor, Tensor]]) -> None:
         self._function = function
-        self._most = 0
+        self._max_positions = 0
 
     def __call__(
         self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         count = position_ids.shape[-1]
         positions = functional.pad(position_ids, (0, -count % ROTATED))
-        most = self._most or ROTATED
+        max_positions = self._max_positions or ROTATED
         found = []
         begin = 0
         while begin < positions.shape[-1]:
-            here = positions[..., begin : begin + most]
+            here = positions[..., begin : begin + max_positions]
             found.append(self._function(x, here, *args, **kwargs))
             begin += here.shape[-1]
-            if not self._most:
+            if not self._max_positions:
                 size = found[0][0].shape[-1]
-                self._most = most = max(1, GRAIN // size // ROTATED) * ROTATED
+                self._max_positions = max_positions = (
+                    max(1, GRAIN // size // ROTATED) * ROTATED
+                )
         cosines, sines = (
             torch.cat(parts, -2)[..., :count, :] for parts in zip(*found, strict=True)
         )
         return cosines, sines
 
 
-def fix_elements(module: nn.Module) -> None:
+def make_elements_invariant(module: nn.Module) -> None:
     """Make a module's activations and rotary embeddings batch-invariant, in place."""
     for found in module.modules():
         each: Any = found
         if type(found).__module__ in ACTIVATIONS:
-            each.forward = FixedElements(found.forward)
+            each.forward = InvariantElements(found.forward)
         elif type(found).__name__.endswith("RotaryEmbedding"):
-            each.forward = FixedRotary(found.forward)
+            each.forward = InvariantRotary(found.forward)

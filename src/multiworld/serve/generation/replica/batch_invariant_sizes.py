@@ -27,7 +27,7 @@ REFERENCE = 16
 OUTPUTS = 250_000
 """Minimum number of outputs to compare per size: in bfloat16 few of them differ."""
 
-MOST_PRODUCTS = 1e9
+MAX_PRODUCTS = 1e9
 """Maximum multiplications per tested size: a few hundredths of a second on one core."""
 
 
@@ -40,31 +40,31 @@ def cover(sizes: Sequence[int], count: int) -> list[int]:
     return found
 
 
-def alike_rows(function: Callable[[Tensor], Tensor], example: Tensor) -> list[int]:
+def invariant_rows(function: Callable[[Tensor], Tensor], example: Tensor) -> list[int]:
     """Return the numbers of rows for which a function is bit-identical in every row.
 
     ``function`` maps [rows, inputs] to [rows, outputs], row by row.
     """
     width = example.shape[1]
     outputs = function(example).shape[1]
-    most = max(REFERENCE, int(MOST_PRODUCTS / (width * outputs)))
-    alike = [size for size in ROWS if size <= most]
+    limit = max(REFERENCE, int(MAX_PRODUCTS / (width * outputs)))
+    sizes = [size for size in ROWS if size <= limit]
     chance = torch.Generator().manual_seed(0)
-    count = max(alike)
+    count = max(sizes)
     for _ in range(max(1, -(-OUTPUTS // (count * outputs)))):
         given = torch.randn(count + REFERENCE, width, generator=chance).to(example)
         wanted = torch.cat([function(part) for part in torch.split(given, REFERENCE)])
-        for size in list(alike):
+        for size in list(sizes):
             # Also at other offsets than in the reference.
             for begin in (0, REFERENCE // 2 + 1):
                 here = slice(begin, begin + size)
                 if not torch.equal(function(given[here].contiguous()), wanted[here]):
-                    alike.remove(size)
+                    sizes.remove(size)
                     break
-    return alike or [REFERENCE]
+    return sizes or [REFERENCE]
 
 
-class FixedRows:
+class InvariantRows:
     """A batch-invariant version of a function that maps rows one by one."""
 
     def __init__(
@@ -90,7 +90,7 @@ class FixedRows:
         return out.reshape(*given.shape[:-1], out.shape[-1])
 
 
-def fix_linears(module: nn.Module) -> None:
+def make_linears_invariant(module: nn.Module) -> None:
     """Make every matmul (``Linear``, ``Conv1D``) of a module batch-invariant."""
     sizes: dict[str, list[int]] = {}
     for found in module.modules():
@@ -112,7 +112,7 @@ def fix_linears(module: nn.Module) -> None:
                     f"rows of {key}, of {ROWS}",
                     torch.get_num_threads(),
                     functools.partial(
-                        alike_rows, found.forward, weight.new_zeros(1, width)
+                        invariant_rows, found.forward, weight.new_zeros(1, width)
                     ),
                 )
-        found.forward = FixedRows(found.forward, sizes[key])
+        found.forward = InvariantRows(found.forward, sizes[key])

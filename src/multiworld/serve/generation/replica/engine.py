@@ -58,14 +58,14 @@ class Engine:
         """Do the chores now, if sequences are to be freed and no step is due."""
         raise NotImplementedError
 
-    def open(self, opening: SequenceStart) -> Future[Any] | None:
+    def open(self, start: SequenceStart) -> Future[Any] | None:
         """Start a sequence, or continue it as another attempt, before the next step.
 
         In the last stage, returns a future that is done once its structure is compiled.
         A step that contains the sequence blocks until then.
         """
-        stream, grammar = opening.key[:2], opening.sampling.grammar
-        self._open[stream] = opening
+        stream, grammar = start.key[:2], start.sampling.grammar
+        self._open[stream] = start
         if not grammar or not self._is_last:
             return None
         if stream not in self._structures:

@@ -72,16 +72,16 @@ logger = logging.getLogger("multiworld.serve")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
-    """What a replica is.
+    """Identity and limits of a replica.
 
     Attributes:
         name: Its name in the routing table.
         stage: Number of its stage, from 0.
         stage_name: Name of the stage, for errors.
-        is_last: Its stage is the last one.
+        is_last: Whether its stage is the last one.
         log_bytes: Maximum bytes of the activation log.
         prefix_bytes: Maximum bytes of the prefix cache.
-        overdue_s: Seconds after which a step does not come back from later stages.
+        overdue_s: Seconds after which a step counts as lost in later stages.
     """
 
     name: str
@@ -94,10 +94,10 @@ class ReplicaSettings:
 
 
 class GenerationWorker:
-    """A replica, as the owner of its process's edges.
+    """A replica of a model that generates text; it owns the edges of its process.
 
     Attributes:
-        recovery: Decides; its state may be read.
+        recovery: State machine that decides; its state may be read.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class GenerationWorker:
         self._has_work = asyncio.Event()
         self._pauses = PauseDetector(GRACE_S)
 
-    # The life of the process.
+    # Life cycle of the process.
 
     async def load(self, context: StageContext) -> None:
         """Load the stage, in its thread.
@@ -138,7 +138,7 @@ class GenerationWorker:
         Raises:
             Exception: Any error that the model's code raises.
 
-        Cancellation: Loading goes on in its thread; call ``close`` afterwards.
+        Cancellation: Loading continues in its thread; call ``close`` afterwards.
         """
         await self._engine.load(context)
         self._scheduler.granule = self._engine.granule
@@ -150,7 +150,8 @@ class GenerationWorker:
     async def run(self) -> None:
         """Compute steps until cancelled.
 
-        Cancellation: Safe; a computation goes on in its thread, its result is dropped.
+        Cancellation: Safe; a running computation finishes in its thread, and its result
+        is dropped.
         """
         while True:
             self._has_work.clear()
@@ -158,7 +159,7 @@ class GenerationWorker:
                 await self._has_work.wait()
 
     async def look(self) -> None:
-        """Call ``tick`` again and again.
+        """Call ``tick`` periodically.
 
         Cancellation: Safe.
         """
@@ -167,7 +168,7 @@ class GenerationWorker:
             self.tick()
 
     def tick(self) -> None:
-        """Give back what does not come back; let the scheduler try full replicas."""
+        """Return overdue sequences to their gateways; retry full replicas."""
         self._handle(Ticked(self._pauses.look(self._clock())))
         if self._scheduler.has_full:
             self._has_work.set()
@@ -179,13 +180,13 @@ class GenerationWorker:
         self._handle(GatewaysChanged({*table.gateways, *self._outboxes}))
 
     @property
-    def has_router(self) -> bool:
+    def has_gateway(self) -> bool:
         """True while a gateway is connected."""
         return any(name in self._outboxes for name in self._outboxes.table.gateways)
 
     @property
     def is_idle(self) -> bool:
-        """True if it knows no sequence."""
+        """True if it has no sequence."""
         return not len(self._table)
 
     @property
@@ -194,7 +195,7 @@ class GenerationWorker:
         return self._log.nbytes + self._prefixes.nbytes
 
     def leaks(self) -> dict[str, int]:
-        """Return what is left, by kind, of sequences that have all ended."""
+        """Return the resources, by kind, that are in use though no sequence runs."""
         found = {
             "sequences": len(self._table),
             "logged bytes": self._log.nbytes,
@@ -212,7 +213,7 @@ class GenerationWorker:
         await self._outboxes.wait_sent()
 
     def report(self) -> WorkerReport:
-        """Return what it does at this moment."""
+        """Return the current state of the replica."""
         waiting, running = len(self._queue), len(self._table)
         if self._stage == 0:
             waiting, running = self._scheduler.waiting, self._scheduler.running
@@ -224,7 +225,9 @@ class GenerationWorker:
             computed_s=self._engine.computed_s,
             counts={**self.counts, "preemptions": self._scheduler.preemptions},
             upstream=self._outboxes.of_stage(self._stage - 1),
-            routers=tuple(sorted({*self._outboxes.table.gateways} & {*self._outboxes})),
+            gateways=tuple(
+                sorted({*self._outboxes.table.gateways} & {*self._outboxes})
+            ),
             downstream=self._outboxes.of_stage(self._stage + 1),
             kv_usage=self._scheduler.usage,
         )
@@ -245,7 +248,7 @@ class GenerationWorker:
         """Handle the messages of a frame that has arrived.
 
         Raises:
-            MessageError: A message is not its sender's to send.
+            MessageError: A message is invalid, or not from its authorised sender.
         """
         peer = outbox.edge.peer
         for message, contents in frame:
@@ -277,17 +280,17 @@ class GenerationWorker:
                     if is_urgent:
                         self._outboxes.flush(peer)
                 case SendLogged(peer, key, begin, end, is_end):
-                    refill = generation_messages.ActivationRows(key, begin, is_end)
+                    replay = generation_messages.ActivationRows(key, begin, is_end)
                     rows = NO_ROWS
                     if begin < end:
                         rows = self._log.rows(key[:2], begin, end)
-                    self._outboxes.send(peer, refill, rows)
+                    self._outboxes.send(peer, replay, rows)
                 case Rebuild(key, begin, tokens):
                     rows = torch.tensor(tokens, dtype=torch.int64)
-                    refill = generation_messages.ActivationRows(key, begin, True)
-                    self._queue.rebuild(refill, rows)
-                case Open(opening):
-                    self._open(opening)
+                    replay = generation_messages.ActivationRows(key, begin, True)
+                    self._queue.rebuild(replay, rows)
+                case Open(start):
+                    self._open(start)
                 case Forget(stream):
                     self._log.drop(stream)
                     self._prefixes.forget(stream)
@@ -298,9 +301,9 @@ class GenerationWorker:
                     self._log.drop(stream)
                     self._engine.drop(stream)
 
-    def _open(self, opening: generation_messages.SequenceStart) -> None:
-        made = self._engine.open(opening)
-        compiled = partial(self._compiled, opening.key)
+    def _open(self, start: generation_messages.SequenceStart) -> None:
+        made = self._engine.open(start)
+        compiled = partial(self._compiled, start.key)
         if made is None or made.done():
             compiled()
             return
@@ -326,7 +329,7 @@ class GenerationWorker:
             if planned is not None:
                 self._is_turn_of_queue = True
                 work = self._compute_planned(planned)
-                await self._or_give_back([part.key for part in planned.parts], work)
+                await self._or_return([part.key for part in planned.parts], work)
                 return True
         self._is_turn_of_queue = False
         match self._queue.next():
@@ -338,30 +341,30 @@ class GenerationWorker:
             case ArrivedStep(step, hidden):
                 parts, rows = self._that_fit(*self._still_lacking(step.parts, hidden))
                 work = self._compute_step(step.origin, step.number, parts, rows)
-                await self._or_give_back([part.key for part in parts], work)
+                await self._or_return([part.key for part in parts], work)
             case pieces:
                 work = self._rebuild(pieces)
-                await self._or_give_back([piece.key for piece in pieces], work)
+                await self._or_return([piece.key for piece in pieces], work)
         self._act(self.recovery.take())
         return True
 
-    async def _or_give_back(self, keys: Sequence[Key], work: Awaitable[None]) -> None:
-        """Compute something; if that fails unexpectedly, only its sequences suffer."""
+    async def _or_return(self, keys: Sequence[Key], work: Awaitable[None]) -> None:
+        """Compute; after an unexpected error, return only these sequences."""
         try:
             await work
         except Exception:
-            logger.exception("a step failed; its sequences are given back")
+            logger.exception("a step failed; its sequences return to their gateways")
             self.counts["failed_steps"] += 1
-            self.recovery.give_back(keys)
+            self.recovery.return_to_gateway(keys)
             self._act(self.recovery.take())
 
     def _still_lacking(
         self, parts: Sequence[StepPart], hidden: Tensor
     ) -> tuple[list[StepPart], Tensor]:
-        """Return the parts of known sequences without rows that are here already.
+        """Return the parts of known sequences, without rows computed earlier.
 
-        A part without rows stays: later stages may lack them, and its scheduler waits
-        for it. Sequences that lack rows before those are given back.
+        A part without rows is kept: later stages may lack them, and its scheduler waits
+        for it. Sequences that lack earlier rows return to their gateways.
         """
         kept, rows, end = [], [], 0
         for part in parts:
@@ -370,7 +373,7 @@ class GenerationWorker:
                 continue
             count = state.lacking(part.begin, part.count)
             if count is None:
-                self.recovery.give_back([part.key])
+                self.recovery.return_to_gateway([part.key])
                 continue
             begin = part.begin + part.count - count
             kept.append(StepPart(part.key, begin, count, part.samples))
@@ -382,7 +385,7 @@ class GenerationWorker:
     def _that_fit(
         self, parts: list[StepPart], rows: Tensor
     ) -> tuple[list[StepPart], Tensor]:
-        """Return the parts that there is memory for, and their rows."""
+        """Return the parts that fit into memory, and their rows."""
         kept = self.recovery.fit(parts)
         self._act(self.recovery.take())
         if len(kept) == len(parts):
@@ -402,7 +405,7 @@ class GenerationWorker:
     async def _compute_step(
         self, origin: str, number: int, parts: Sequence[StepPart], rows: Tensor
     ) -> None:
-        """Compute the parts of a step, and send them on."""
+        """Compute the parts of a step, and send the results to the next stage."""
         found = await self._compute([part for part in parts if part.count], rows)
         if self._is_last:
             self._deliver(found.tokens)
@@ -418,7 +421,7 @@ class GenerationWorker:
             self._outboxes.send(peer, step, hidden)
 
     async def _rebuild(self, pieces: Sequence[RebuildRows]) -> None:
-        """Compute rows that this stage lacks, and send on what later ones lack."""
+        """Compute rows that this stage lacks, and send those that later ones lack."""
         parts: list[StepPart] = []
         rows: list[Tensor] = []
         for piece in pieces:
@@ -439,14 +442,14 @@ class GenerationWorker:
             on = self.recovery.rebuilt(piece.key, counts, is_end=piece.is_end)
             if on is not None:
                 peer, begin, count = on
-                refill = generation_messages.ActivationRows(
+                replay = generation_messages.ActivationRows(
                     piece.key, begin, piece.is_end
                 )
                 made = outputs.get(piece.key, NO_ROWS)
-                self._outboxes.send(peer, refill, made[len(made) - count :])
+                self._outboxes.send(peer, replay, made[len(made) - count :])
 
     async def _compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:
-        """Compute rows in the thread, and log what comes out."""
+        """Compute rows in the thread, and log the outputs."""
         if not parts:
             return Computed(())
         self._restore(self._table.get(part.key) for part in parts)
@@ -461,7 +464,7 @@ class GenerationWorker:
             if self._table.get(key) is None:
                 continue
             if isinstance(error, MissingTokensError):
-                self.recovery.give_back([key])
+                self.recovery.return_to_gateway([key])
             else:
                 self.recovery.fail(key, error)
         outputs = found.rows()
@@ -478,7 +481,7 @@ class GenerationWorker:
         return found
 
     def _restore(self, states: Iterable[SequenceState | None]) -> None:
-        """Let sequences begin with what the prefix cache has of their prompts."""
+        """Restore cached prefixes of sequences that were not computed yet."""
         for state in states:
             if state is not None and state.is_cached:
                 rows = self._prefixes.restore(state, self._engine)

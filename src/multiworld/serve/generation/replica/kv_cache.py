@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from multiworld.serve.generation.replica.kv_memory import PLACES, KvMemory, Run
+from multiworld.serve.generation.replica.kv_memory import SLOTS, KvMemory, Run
 
-LEAST_ROWS = 4
+MIN_ROWS = 4
 """Minimum number of rows with fast matmul kernels. bfloat16 on an EPYC, 300 keys: 292
 us with one row, 46 with four."""
 
@@ -82,8 +82,8 @@ class Batch:
         """Return the rows' indices in the run's memory, [key heads x sequences]."""
         found = self._index.get(heads)
         if found is None:
-            place = torch.arange(len(self.at)) + self.run.place
-            lines = torch.arange(heads)[:, None] + place * heads
+            slot = torch.arange(len(self.at)) + self.run.slot
+            lines = torch.arange(heads)[:, None] + slot * heads
             found = (lines * self.run.tokens + self.at).reshape(-1)
             self._index[heads] = found
         return found
@@ -137,23 +137,24 @@ class KvCache:
         not NaN.
         """
         end = rows.begin + rows.count
-        least = max(end, room)
-        self._memory.make_room(rows.sequence, least, is_exact=room > 0)
+        needed = max(end, room)
+        self._memory.make_room(rows.sequence, needed, is_exact=room > 0)
         keys, values = self._memory.of(rows.sequence, layer, (key, value))
         keys[:, rows.begin : end] = key
         values[:, rows.begin : end] = value
-        return keys[:, :least], values[:, :least]
+        return keys[:, :needed], values[:, :needed]
 
     def batches(
         self,
         rows: Sequence[Rows],
         room: Callable[[int], int] | None = None,
-        most: int = PLACES,
+        max_count: int = SLOTS,
     ) -> tuple[list[Batch], list[tuple[int, Rows]]]:
-        """Allocate memory; return batches of 2 to ``most`` sequences, and other rows.
+        """Allocate memory; return batches and the remaining rows.
 
-        Batches are valid for the step. ``room`` returns the tokens to allocate for
-        those of a sequence, which are then equal within a batch.
+        A batch has 2 to ``max_count`` sequences and is valid for the step. ``room``
+        returns the tokens to allocate for those of a sequence, which are then equal
+        within a batch.
         """
         single: dict[int, dict[Hashable, tuple[int, Rows]]] = {}
         others: list[tuple[int, Rows]] = []
@@ -163,21 +164,21 @@ class KvCache:
             tokens = end if room is None else room(end)
             is_exact = room is not None
             self._memory.make_room(each.sequence, tokens, is_exact=is_exact)
-            if each.count == 1 and most > 1:
-                alike = single.setdefault(0 if room is None else tokens, {})
-                alike[each.sequence] = offset, each
+            if each.count == 1 and max_count > 1:
+                same_size = single.setdefault(0 if room is None else tokens, {})
+                same_size[each.sequence] = offset, each
             else:
                 others.append((offset, each))
             offset += each.count
         found: list[Batch] = []
         for those in single.values():
-            for run in self._memory.runs(list(those), most):
+            for run in self._memory.runs(list(those), max_count):
                 mine = [those[sequence] for sequence in run.sequences]
                 if len(mine) == 1:
                     others += mine
                     continue
-                places, begins = zip(*((n, r.begin) for n, r in mine), strict=True)
-                found.append(Batch(run, places, begins))
+                offsets, begins = zip(*((n, r.begin) for n, r in mine), strict=True)
+                found.append(Batch(run, offsets, begins))
         return found, others
 
     def append_batch(
@@ -189,12 +190,12 @@ class KvCache:
         sequence are arbitrary, but not NaN.
         """
         memory = self._memory.of_run(batch.run, layer, (key, value))
-        end = batch.run.place + len(batch.at)
+        end = batch.run.slot + len(batch.at)
         for whole, new in zip(memory, (key, value), strict=True):
             lines = whole.view(-1, whole.shape[-1])
             picked = new.index_select(1, batch.rows)
             lines.index_copy_(0, batch.index(len(new)), picked.flatten(0, 1))
-        keys, values = (whole[batch.run.place : end] for whole in memory)
+        keys, values = (whole[batch.run.slot : end] for whole in memory)
         return keys, values
 
     def copied(
@@ -327,7 +328,7 @@ def _of_single_rows(
     group = len(query) // heads
     rows = query.transpose(0, 1).reshape(sequences, heads, group, -1)
     if group == 1:
-        rows = functional.pad(rows, (0, 0, 0, LEAST_ROWS - 1))
+        rows = functional.pad(rows, (0, 0, 0, MIN_ROWS - 1))
     out = functional.scaled_dot_product_attention(
         rows, key, value, attn_mask=mask, scale=scale
     )

@@ -1,10 +1,10 @@
 """KV memory of sequences, several side by side.
 
 Attention of one row at a time spends more on the calls than on the arithmetic. So
-sequences of about the same length share tensors, [places, heads, tokens, size], and one
-call processes several of them. The places of one size have no gaps: when a sequence
-leaves, the last one moves into its place, so a size has at most ``PLACES - 1`` empty
-ones.
+sequences of about the same length share a slab, [slots, heads, tokens, size] each for
+keys and values, and one call processes several of them. The used slots of a size class
+have no gaps: when a sequence leaves, the last one moves into its slot, so a size class
+has at most ``SLOTS - 1`` empty ones.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from multiworld.serve.generation.engine_limits import GROWTH
 
-PLACES = 4
+SLOTS = 4
 """Maximum number of sequences that share tensors. SmolLM2 in float32 on two cores, 160
 keys: one row takes 47 us, four together 100, eight 160."""
 
 SHARED_TOKENS = 1024
-"""Maximum tokens of all places of a tensor. Attention of longer sequences is bound by
+"""Maximum tokens of all slots of a tensor. Attention of longer sequences is bound by
 arithmetic, not by calls."""
 
 Pair = tuple[Tensor, Tensor]
@@ -30,26 +30,26 @@ Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(slots=True)
-class _Shelf:
-    """Sequences of one size, by place, and their slabs: shared tensors by layer."""
+class _SizeClass:
+    """Sequences of one size, by slot, and their slabs: tensors by layer."""
 
     tokens: int
     sequences: list[Hashable] = field(default_factory=list)
     slabs: list[dict[int, Pair]] = field(default_factory=list)
 
     @property
-    def places(self) -> int:
-        """Places per slab."""
-        return max(1, min(PLACES, SHARED_TOKENS // self.tokens))
+    def slots(self) -> int:
+        """Slots per slab."""
+        return max(1, min(SLOTS, SHARED_TOKENS // self.tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Sequences with adjacent memory; ``slab`` and ``place`` locate the first one."""
+    """Sequences with adjacent memory; ``slab`` and ``slot`` locate the first one."""
 
     tokens: int
     slab: int
-    place: int
+    slot: int
     sequences: tuple[Hashable, ...]
 
 
@@ -58,16 +58,16 @@ class KvMemory:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._shelves: dict[int, _Shelf] = {}
-        self._found: dict[Hashable, tuple[_Shelf, int]] = {}
+        self._size_classes: dict[int, _SizeClass] = {}
+        self._found: dict[Hashable, tuple[_SizeClass, int]] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the places of all sequences."""
+        """Bytes of the slots of all sequences."""
         return sum(
             tensor[0].nbytes
-            for shelf, place in self._found.values()
-            for pair in shelf.slabs[place // shelf.places].values()
+            for size_class, slot in self._found.values()
+            for pair in size_class.slabs[slot // size_class.slots].values()
             for tensor in pair
         )
 
@@ -91,20 +91,20 @@ class KvMemory:
         size = -(-tokens // self._block_size) * self._block_size
         if not is_exact:
             size = self.size_for(tokens)
-        shelf = self._shelves.setdefault(size, _Shelf(size))
-        number, place = divmod(len(shelf.sequences), shelf.places)
-        if number == len(shelf.slabs):
-            shelf.slabs.append({})
-        shelf.sequences.append(sequence)
-        _clear(shelf.slabs[number].values(), place)
+        size_class = self._size_classes.setdefault(size, _SizeClass(size))
+        number, slot = divmod(len(size_class.sequences), size_class.slots)
+        if number == len(size_class.slabs):
+            size_class.slabs.append({})
+        size_class.sequences.append(sequence)
+        _clear(size_class.slabs[number].values(), slot)
         if found is not None:
             old, at = found
-            for layer, pair in old.slabs[at // old.places].items():
-                made = self._layer(shelf, number, layer, pair)
+            for layer, pair in old.slabs[at // old.slots].items():
+                made = self._layer(size_class, number, layer, pair)
                 for source, target in zip(pair, made, strict=True):
-                    target[place, :, : old.tokens] = source[at % old.places]
+                    target[slot, :, : old.tokens] = source[at % old.slots]
             self._leave(old, at)
-        self._found[sequence] = shelf, len(shelf.sequences) - 1
+        self._found[sequence] = size_class, len(size_class.sequences) - 1
 
     def free(self, sequence: Hashable) -> None:
         found = self._found.pop(sequence, None)
@@ -113,82 +113,91 @@ class KvMemory:
 
     def of(self, sequence: Hashable, layer: int, like: Pair) -> Pair:
         """Return the memory of a sequence, [heads, tokens, size] each."""
-        shelf, at = self._found[sequence]
-        number, place = divmod(at, shelf.places)
-        keys, values = self._layer(shelf, number, layer, like)
-        return keys[place], values[place]
+        size_class, at = self._found[sequence]
+        number, slot = divmod(at, size_class.slots)
+        keys, values = self._layer(size_class, number, layer, like)
+        return keys[slot], values[slot]
 
     def all_of(self, sequence: Hashable) -> dict[int, Pair]:
         """Return the memory of a sequence by layer; empty if it has none."""
         found = self._found.get(sequence)
         if found is None:
             return {}
-        shelf, at = found
-        number, place = divmod(at, shelf.places)
-        layers = shelf.slabs[number].items()
-        return {name: (pair[0][place], pair[1][place]) for name, pair in layers}
+        size_class, at = found
+        number, slot = divmod(at, size_class.slots)
+        layers = size_class.slabs[number].items()
+        return {name: (pair[0][slot], pair[1][slot]) for name, pair in layers}
 
-    def runs(self, sequences: Sequence[Hashable], most: int = PLACES) -> list[Run]:
-        """Group sequences that have memory into runs of at most ``most``."""
+    def runs(self, sequences: Sequence[Hashable], max_count: int = SLOTS) -> list[Run]:
+        """Group sequences that have memory into runs of at most ``max_count``."""
         found: list[Run] = []
         at = sorted((self._found[s][0].tokens, self._found[s][1]) for s in sequences)
         begin = 0
         for end in range(1, len(at) + 1):
             size, first = at[begin]
-            places = self._shelves[size].places
-            goes_on = end < len(at) and at[end] == (size, first + end - begin)
-            if goes_on and end - begin < most and at[end][1] % places:
+            slots = self._size_classes[size].slots
+            continues = end < len(at) and at[end] == (size, first + end - begin)
+            if continues and end - begin < max_count and at[end][1] % slots:
                 continue
-            those = self._shelves[size].sequences[first : first + end - begin]
-            number, place = divmod(first, places)
-            found.append(Run(size, number, place, tuple(those)))
+            those = self._size_classes[size].sequences[first : first + end - begin]
+            number, slot = divmod(first, slots)
+            found.append(Run(size, number, slot, tuple(those)))
             begin = end
         return found
 
     def of_run(self, run: Run, layer: int, like: Pair) -> Pair:
-        """Return the slab that a run is in, [places, heads, tokens, size] each."""
-        return self._layer(self._shelves[run.tokens], run.slab, layer, like)
+        """Return the slab that a run is in, [slots, heads, tokens, size] each."""
+        return self._layer(self._size_classes[run.tokens], run.slab, layer, like)
 
-    def _layer(self, shelf: _Shelf, number: int, layer: int, like: Pair) -> Pair:
+    def _layer(
+        self, size_class: _SizeClass, number: int, layer: int, like: Pair
+    ) -> Pair:
         """Return the tensors of a slab for a layer; allocate them if necessary."""
-        slab = shelf.slabs[number]
+        slab = size_class.slabs[number]
         found = slab.get(layer)
         if found is None:
             # The system allocates memory only when it is written to.
             keys, values = (
                 torch.empty(
-                    (shelf.places, each.shape[-3], shelf.tokens, each.shape[-1]),
+                    (
+                        size_class.slots,
+                        each.shape[-3],
+                        size_class.tokens,
+                        each.shape[-1],
+                    ),
                     dtype=each.dtype,
                     device=each.device,
                 )
                 for each in like
             )
-            used = min(len(shelf.sequences) - number * shelf.places, shelf.places)
-            for place in range(used):
-                _clear([(keys, values)], place)
+            used = min(
+                len(size_class.sequences) - number * size_class.slots, size_class.slots
+            )
+            for slot in range(used):
+                _clear([(keys, values)], slot)
             found = slab[layer] = keys, values
         return found
 
-    def _leave(self, shelf: _Shelf, at: int) -> None:
-        """Remove a sequence from its place, which the last one of its size takes."""
-        moved, last = shelf.sequences.pop(), len(shelf.sequences)
+    def _leave(self, size_class: _SizeClass, at: int) -> None:
+        """Remove a sequence from its slot, which the last one of its size takes."""
+        moved, last = size_class.sequences.pop(), len(size_class.sequences)
         if at != last:
-            number, place = divmod(at, shelf.places)
-            source = shelf.slabs[last // shelf.places]
-            _clear(shelf.slabs[number].values(), place)
+            number, slot = divmod(at, size_class.slots)
+            source = size_class.slabs[last // size_class.slots]
+            _clear(size_class.slabs[number].values(), slot)
             for layer, pair in source.items():
-                made = self._layer(shelf, number, layer, pair)
+                made = self._layer(size_class, number, layer, pair)
                 for old, new in zip(pair, made, strict=True):
-                    new[place] = old[last % shelf.places]
-            shelf.sequences[at] = moved
-            self._found[moved] = shelf, at
-        if last % shelf.places == 0:
-            del shelf.slabs[-1]
-        if not shelf.sequences:
-            del self._shelves[shelf.tokens]
+                    new[slot] = old[last % size_class.slots]
+            size_class.sequences[at] = moved
+            self._found[moved] = size_class, at
+        if last % size_class.slots == 0:
+            del size_class.slabs[-1]
+        if not size_class.sequences:
+            del self._size_classes[size_class.tokens]
 
 
-def _clear(pairs: Iterable[Pair], place: int) -> None:
+def _clear(pairs: Iterable[Pair], slot: int) -> None:
     for pair in pairs:
         for tensor in pair:
-            tensor[place].zero_()
+            tensor[slot].zero_()

@@ -49,7 +49,7 @@ def check_layers(stage: TriedStage, cache: Callable[[], KvCache]) -> None:
         for steps in STEPS:
             if not torch.equal(_computed(stage, cache(), given, steps), wanted):
                 raise ModelFailedError(
-                    "deterministic: true cannot be kept: on this machine the layers "
+                    "deterministic: true is not possible: on this machine the layers "
                     f"give a row other bits in another step ({torch.get_num_threads()} "
                     "threads); set threads: 1 for the stage, or remove deterministic"
                 )

@@ -1,10 +1,11 @@
-"""Checks that a message about sequences is its sender's to send.
+"""Validation of messages about sequences: their sender and their contents.
 
-Every attempt of a sequence has a key of its own, and its chain never changes. So it is
-known who may say what of it: its gateway lets it begin and end; the stage before sends
-it on; the stage after tells what it has; the last stage samples. A message of another
-sender, or whose rows are not those that it lists, shows a fault there, and the edge to
-it is closed. What is said of a sequence that is not known here is harmless.
+Every attempt of a sequence has its own key, and its chain never changes. So each
+message has one authorised sender: the gateway begins and ends a sequence, the previous
+stage sends its rows, the next stage reports the tokens it has, and the last stage
+samples. A message from another sender, or with other rows than it lists, indicates a
+faulty peer, and the edge to it is closed. Messages about unknown sequences are
+harmless.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ OF_LATER_STAGES = (
     generation_messages.PreemptSequences,
 )
 OF_STAGE_0 = (generation_messages.StepDone, generation_messages.KvRebuilt)
-"""Messages that only these get."""
+"""Messages that only later stages, and only stage 0, may receive."""
 
 
 def check(
@@ -48,16 +49,16 @@ def check(
         table: The sequences here.
 
     Raises:
-        MessageError: See above.
+        MessageError: The message must not be handled.
     """
     if isinstance(message, OF_LATER_STAGES if stage == 0 else OF_STAGE_0):
-        raise MessageError(f"{peer} sends stage {stage} a {type(message).__name__}")
+        raise MessageError(f"{peer} sent a {type(message).__name__} to stage {stage}")
     match message:
-        case generation_messages.BeginSequences(openings):
-            for opening in openings:
-                _check_opening(opening, peer, name, stage)
-        case generation_messages.PrepareSequence(opening):
-            _check_opening(opening, peer, name, stage)
+        case generation_messages.BeginSequences(starts):
+            for start in starts:
+                _check_start(start, peer, name, stage)
+        case generation_messages.PrepareSequence(start):
+            _check_start(start, peer, name, stage)
         case generation_messages.EndSequences(
             keys
         ) | generation_messages.PauseSequences(keys):
@@ -79,22 +80,22 @@ def check(
             _check_sender([key], -1, peer, table)
 
 
-def _check_opening(opening: SequenceStart, peer: str, name: str, stage: int) -> None:
-    is_here = opening.chain[stage : stage + 1] == (name,)
-    has_prompt = 0 < opening.prompt <= len(opening.tokens)
-    if opening.key[0] != peer or not is_here or not has_prompt:
-        raise MessageError(f"{peer} begins a sequence that cannot be: {opening.key}")
+def _check_start(start: SequenceStart, peer: str, name: str, stage: int) -> None:
+    is_here = start.chain[stage : stage + 1] == (name,)
+    has_prompt = 0 < start.prompt <= len(start.tokens)
+    if start.key[0] != peer or not is_here or not has_prompt:
+        raise MessageError(f"{peer} began an invalid sequence: {start.key}")
 
 
 def _check_sender(
     keys: Iterable[Key], stage: int, peer: str, table: SequenceTable
 ) -> None:
-    """Check that a replica has a stage in the chains of sequences that are known."""
+    """Check that a replica computes a stage of the known sequences among ``keys``."""
     for key in keys:
         state = table.get(key)
         if state is None:
             continue
-        chain = state.opening.chain
+        chain = state.start.chain
         if stage >= len(chain) or chain[stage] != peer:
             raise MessageError(
                 f"{peer} sent a message about {key} that only stage {stage} of its "
@@ -105,12 +106,12 @@ def _check_sender(
 def _rows_of(contents: Sequence[Tensors]) -> Tensor:
     found = contents[0].get("hidden") if contents else None
     if found is None or found.ndim != 2:
-        raise MessageError("hidden states have two dimensions")
+        raise MessageError("hidden states must have two dimensions")
     return found
 
 
 def _check_step(parts: Sequence[StepPart], hidden: Tensor) -> None:
     if len({part.key for part in parts}) < len(parts):
-        raise MessageError("a step has a sequence twice")
+        raise MessageError("a step contains the same sequence twice")
     if sum(part.count for part in parts) != len(hidden):
         raise MessageError(f"a step of {parts} has {len(hidden)} rows")

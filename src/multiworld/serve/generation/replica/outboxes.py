@@ -1,4 +1,4 @@
-"""The edges of a replica, and what it sends on them."""
+"""The edges of a replica, and the messages it sends on them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Outboxes:
     ) -> None:
         """Send a message, with its rows [rows, hidden].
 
-        A gateway that is still to connect gets it then.
+        A message to a gateway that has not connected yet is sent once it has.
         """
         outbox = self._edges.get(peer)
         if outbox is not None:
@@ -73,7 +73,7 @@ class Outboxes:
             )
 
     def flush(self, peer: str) -> None:
-        """Send what waits for a peer at once, if it is connected."""
+        """Send the queued messages of a peer at once, if it is connected."""
         if peer in self._edges:
             self._edges[peer].flush()
 

@@ -1,4 +1,4 @@
-"""Prefixes of prompts at one stage: the cached ones, and those to keep."""
+"""Prefix caching of prompts at one stage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PromptPrefixes:
     """The prompts of one replica, and its prefix cache of at most ``limit`` bytes.
 
     Attributes:
-        counts: Counts tokens of prompts, and those of them that were cached.
+        counts: Counts prompt tokens, and cached prompt tokens.
     """
 
     def __init__(self, limit: int, block: int) -> None:
@@ -40,27 +40,27 @@ class PromptPrefixes:
         return len(self._found) + (0 if self._cache is None else self._cache.in_use)
 
     def find(self, state: SequenceState) -> None:
-        """Set what a sequence has of its prompt in the cache.
+        """Look up the cached prefix of a sequence's prompt.
 
         Nothing is copied before ``restore``: a waiting sequence takes no memory.
         """
-        opening = state.opening
-        if self._cache is None or opening.is_probe:
+        start = state.start
+        if self._cache is None or start.is_probe:
             return
         self.release(state.stream)
-        names = list(digests(opening.tokens, self._block, opening.share.tenant))
+        names = list(digests(start.tokens, self._block, start.share.tenant))
         self._names[state.stream] = names
-        if opening.sampling.prompt_logprobs is not None:
+        if start.sampling.prompt_logprobs is not None:
             return  # all of its tokens are to be scored
-        self.counts["prefix_cache_queries"] += len(opening.tokens)
+        self.counts["prefix_cache_queries"] += len(start.tokens)
         # The last token is always computed, because it gives the next one.
-        found = self._cache.use(names[: (len(opening.tokens) - 1) // self._block])
+        found = self._cache.use(names[: (len(start.tokens) - 1) // self._block])
         if found:
             self._found[state.stream], state.is_cached = found, True
             state.held = state.logged = len(found) * self._block
 
     def restore(self, state: SequenceState, engine: Engine) -> Tensor | None:
-        """Let a sequence begin with its cached prefix, in the next step.
+        """Restore the cached prefix of a sequence, in the next step.
 
         Returns:
             The output of the stage for those tokens, [tokens, hidden]; None if there
@@ -78,7 +78,7 @@ class PromptPrefixes:
         return torch.cat(rows)[:held] if rows else None
 
     def release(self, stream: StreamId) -> None:
-        """Release the blocks that a sequence might have begun with."""
+        """Release the cached blocks of a sequence."""
         found = self._found.pop(stream, ())
         if self._cache is not None:
             self._cache.release(self._names.get(stream, [])[: len(found)])
@@ -90,7 +90,7 @@ class PromptPrefixes:
         engine: Engine,
         log: ActivationLog | None,
     ) -> None:
-        """Keep the blocks of a prompt that a part of a step has completed.
+        """Cache the blocks of a prompt that a part of a step has completed.
 
         The engine computes nothing now. In the last stage there is no log.
         """
@@ -102,7 +102,7 @@ class PromptPrefixes:
             begin, rows = number * self._block, None
             if log is not None:
                 if begin < state.logged:
-                    continue  # its output is not there any more
+                    continue  # its output is no longer logged
                 rows = log.rows(state.stream, begin, begin + self._block)
             layers = engine.copied(state.stream, begin, begin + self._block)
             self._cache.put(names[number], Block(layers, rows))

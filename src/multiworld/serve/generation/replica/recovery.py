@@ -1,16 +1,17 @@
 """Recovery of sequences at one replica. Pure.
 
-The one rule of recovery: before every stage lies a log of its input. Stage 0 has the
-tokens, and every other stage has what the stage before it keeps of its own output. When
-an attempt begins, each replica reports to the one before it how many tokens it has,
-from the last stage up; that one sends the rest from its log. A replica without the rows
-that the next one lacks takes itself back as far as that, and is filled from further up;
-the tokens of stage 0 always suffice ("upstream backup", Hwang et al., "High-
-Availability Algorithms for Distributed Stream Processing", 2005).
+Recovery relies on one rule: the input of every stage is logged. Stage 0 has the tokens,
+and each other stage's input is in the activation log of the previous stage. When an
+attempt begins, each replica reports to the previous stage how many tokens it has,
+starting with the last stage; the previous stage replays the rest from its log. A
+replica that no longer has the logged rows rewinds to where they are missing, and is
+itself replayed from the stage before it; the tokens of stage 0 always suffice
+("upstream backup", Hwang et al., "High-Availability Algorithms for Distributed Stream
+Processing", 2005).
 
-A replica never decides when a sequence ends or which replicas compute it: it *gives
-back* to its gateway what it cannot continue, and keeps what it has until the gateway
-says more.
+A replica never decides when a sequence ends or which replicas compute it: it *returns*
+a sequence that it cannot continue to its gateway, and keeps the state until the gateway
+decides.
 """
 
 from __future__ import annotations
@@ -56,20 +57,20 @@ from multiworld.serve.transport.generation_messages import SequenceStart, StepPa
 from multiworld.serve.transport.protocol import Key, RemoteError
 
 FindPrefix = Callable[[SequenceState], None]
-"""Looks up a prompt in the prefix cache, and sets what the sequence has of it."""
+"""Looks up a prompt in the prefix cache, and records the cached tokens."""
 
 
 class Recovery:
-    """The sequences of one replica: what it has of each, and what others lack.
+    """Recovery state of the sequences of one replica.
 
     Args:
         name: Name of the replica.
         stage: Number of its stage.
         stage_name: Name of the stage, for errors.
-        is_last: It is the last stage.
+        is_last: Whether that is the last stage.
         scheduler: Scheduler of steps, used in stage 0.
         find_prefix: Looks up prompts.
-        overdue_s: Seconds after which a step does not come back from later stages.
+        overdue_s: Seconds after which a step counts as lost in later stages.
 
     Attributes:
         table: The sequences.
@@ -125,9 +126,9 @@ class Recovery:
                 if was_paused:
                     self._scheduler.excuse(now)
                 for key in self._scheduler.overdue(now, self._overdue_s):
-                    text = f"{key} does not come back from later stages"
+                    text = f"later stages did not return sequence {key} in time"
                     self._actions.append(Warn(text))
-                    self.give_back([key])
+                    self.return_to_gateway([key])
         return self.take()
 
     def take(self) -> list[Action]:
@@ -144,11 +145,11 @@ class Recovery:
 
     def _received(self, peer: str, message: EdgeMessage) -> None:
         match message:
-            case generation_messages.BeginSequences(openings):
-                for opening in openings:
-                    self._begin(opening)
-            case generation_messages.PrepareSequence(opening, stages):
-                self._begin(opening, stages)
+            case generation_messages.BeginSequences(starts):
+                for start in starts:
+                    self._begin(start)
+            case generation_messages.PrepareSequence(start, stages):
+                self._begin(start, stages)
             case generation_messages.FetchActivations(key, previous, begin):
                 self._fetch(peer, key, previous, begin)
             case generation_messages.KvHeld(key, count):
@@ -167,46 +168,46 @@ class Recovery:
                 self._scheduler.resume(key, token)
 
     def _disconnected(self, peer: str) -> None:
-        """End the sequences of a gateway; give back those of a replica's chains."""
+        """End the sequences of a lost gateway; return those of a lost replica."""
         self._connected.discard(peer)
         for state in self.table:
             if state.key[0] == peer:
                 self._end(state.key)
-            elif peer in state.opening.chain:
-                self.give_back([state.key])
+            elif peer in state.start.chain:
+                self.return_to_gateway([state.key])
 
     # The life of a sequence.
 
-    def _begin(self, opening: SequenceStart, prepared: Sequence[int] = ()) -> None:
-        """Add an attempt, and report to the stage before what is here of it."""
-        state, next_has = self.table.begin(opening, prepared)
+    def _begin(self, start: SequenceStart, prepared: Sequence[int] = ()) -> None:
+        """Add an attempt, and report its KV here to the previous stage."""
+        state, next_has = self.table.begin(start, prepared)
         self._watched.difference_update(state.earlier)
-        if opening.is_watched:
-            self._watched.add(opening.key)
-        self._actions.append(Open(opening))
+        if start.is_watched:
+            self._watched.add(start.key)
+        self._actions.append(Open(start))
         if not state.held:
             self._find_prefix(state)
         if self._stage == 0 and not self._schedule(state):
-            # Nothing of it may be computed here, whoever asks.
-            self.give_back([opening.key])
-            self._end(opening.key)
-        elif not neighbours_of(opening.chain, self._stage) <= self._connected:
-            self.give_back([opening.key])  # not connected yet, or no more
+            # It must not be computed here.
+            self.return_to_gateway([start.key])
+            self._end(start.key)
+        elif not neighbours_of(start.chain, self._stage) <= self._connected:
+            self.return_to_gateway([start.key])  # not connected yet, or no longer
         elif next_has is not None and not self._is_end(state):
-            self._next_has(opening.key, next_has)
+            self._next_has(start.key, next_has)
 
     def _compiled(self, key: Key) -> None:
         """Continue where recovery starts: at the last stage that takes part."""
         state = self.table.get(key)
         if state is None or not self._is_end(state):
             return
-        if neighbours_of(state.opening.chain, self._stage) <= self._connected:
+        if neighbours_of(state.start.chain, self._stage) <= self._connected:
             self._resolve(state)
 
     def _schedule(self, state: SequenceState) -> bool:
-        """Let the scheduler know what continues here; return whether it has room."""
-        key, tokens, earlier = state.key, state.opening.tokens, state.earlier
-        route = state.opening.chain
+        """Register with the scheduler what continues here; return whether it fits."""
+        key, tokens, earlier = state.key, state.start.tokens, state.earlier
+        route = state.start.chain
         if state.prepared:
             return self._scheduler.reserve(earlier, key, len(tokens))
         for old in earlier:
@@ -218,76 +219,76 @@ class Recovery:
                     key,
                     tokens,
                     state.held,
-                    state.opening.share,
+                    state.start.share,
                     route,
-                    sample_rows_of(state.opening.sampling),
+                    sample_rows_of(state.start.sampling),
                 )
         return True
 
     def _is_end(self, state: SequenceState) -> bool:
-        """Return whether the next stage needs nothing of a sequence that begins."""
+        """Return whether the next stage needs no rows of a starting sequence."""
         return self._is_last or (
             bool(state.prepared) and self._stage + 1 not in state.prepared
         )
 
     def _next_has(self, key: Key, held: int) -> None:
-        """Send the next stage what it lacks, as far as it is here."""
+        """Send the next stage the rows that it lacks, as far as they are logged."""
         state = self.table.get(key)
         if state is None:
             self.table.note_early(key, held)
             return
         state.sent = held
-        if held < state.logged:  # only what comes before can give these rows
+        if held < state.logged:  # only earlier stages can replay these rows
             state.held = state.logged = held
         begin, end = min(held, state.held), state.held
         is_moved = self._scheduler.knows(key)
         if begin < end or is_moved:
-            peer = state.opening.chain[self._stage + 1]
+            peer = state.start.chain[self._stage + 1]
             self._actions.append(SendLogged(peer, key, begin, end, is_moved))
             state.sent = end
         self._resolve(state)
 
     def _resolve(self, state: SequenceState) -> None:
-        """Continue a sequence, now that the stages after this one can."""
-        key, opening, before = state.key, state.opening, self._stage - 1
+        """Continue a sequence, now that the later stages can."""
+        key, start, before = state.key, state.start, self._stage - 1
         if state.prepared and before not in state.prepared:
             self._fill(state)
         elif before >= 0:
             held = generation_messages.KvHeld(key, state.held)
-            self._send(opening.chain[before], held)
+            self._send(start.chain[before], held)
         elif self._scheduler.knows(key):
             self._scheduler.rewind(key, state.held)
         else:
             self._add(state)
 
     def _add(self, state: SequenceState) -> None:
-        opening = state.opening
+        start = state.start
         try:
             self._scheduler.add(
                 state.key,
-                opening.tokens,
+                start.tokens,
                 computed=state.held,
-                refill=state.sent or 0,
-                share=opening.share,
-                is_probe=opening.is_probe,
-                is_suspect=opening.is_suspect,
-                route=opening.chain,
-                sample_rows=sample_rows_of(opening.sampling),
+                rebuild=state.sent or 0,
+                share=start.share,
+                is_probe=start.is_probe,
+                is_suspect=start.is_suspect,
+                route=start.chain,
+                sample_rows=sample_rows_of(start.sampling),
             )
         except TooManyTokensError as error:
             self.fail(state.key, InvalidRequestError(str(error)))
 
     def _fill(self, state: SequenceState) -> None:
-        """Get what this stage lacks of a sequence that it is prepared for."""
-        key, opening, held = state.key, state.opening, state.held
+        """Request the rows that this stage lacks of a sequence it prepares for."""
+        key, start, held = state.key, state.start, state.held
         if self._stage > 0:
-            fetch = generation_messages.FetchActivations(key, opening.previous, held)
-            self._send(opening.chain[self._stage - 1], fetch)
+            fetch = generation_messages.FetchActivations(key, start.previous, held)
+            self._send(start.chain[self._stage - 1], fetch)
         else:
-            self._actions.append(Rebuild(key, held, opening.tokens[held:]))
+            self._actions.append(Rebuild(key, held, start.tokens[held:]))
 
     def _fetch(self, peer: str, key: Key, previous: int, begin: int) -> None:
-        """Send a prepared replica of the next stage what it lacks."""
+        """Send a prepared replica of the next stage the rows that it lacks."""
         state = self.table.get((*key[:2], previous))
         if state is None or begin < state.logged:
             self._send(key[0], generation_messages.SequenceFailed(key))
@@ -299,15 +300,15 @@ class Recovery:
         state = self.table.end(key)
         if state is None:
             return
-        self.counts["requests"] += not (state.opening.is_probe or state.prepared)
+        self.counts["requests"] += not (state.start.is_probe or state.prepared)
         self._scheduler.remove(key)
         self.sampled.pop(key, None)
         self._watched.discard(key)
         self._memory.free(state.stream)
         self._actions.append(Forget(state.stream))
 
-    def give_back(self, keys: Iterable[Key]) -> None:
-        """Report sequences to their gateways that cannot continue as they are."""
+    def return_to_gateway(self, keys: Iterable[Key]) -> None:
+        """Return sequences to their gateways: they cannot continue as they are."""
         for key in keys:
             self._scheduler.pause(key)
             self._send(key[0], generation_messages.SequenceFailed(key))
@@ -326,22 +327,22 @@ class Recovery:
     def _rank_of(self, stream: StreamId) -> tuple[bool, bool, int, int, str]:
         """Return the rank of a sequence, the same in all stages.
 
-        What is only prepared is dropped first, then what came last; probes are kept, as
-        streams may be waiting for the replica that they make ready.
+        Sequences that are only prepared are dropped first, then the latest ones. Probes
+        are kept: streams may be waiting for the replica that a probe makes ready.
         """
         state = self.table.of(stream)
         if state is None:
             return True, True, 0, stream[1], stream[0]
-        priority, is_probe = state.opening.share.priority, state.opening.is_probe
+        priority, is_probe = state.start.share.priority, state.start.is_probe
         return bool(state.prepared), not is_probe, -priority, stream[1], stream[0]
 
     def fit(self, parts: Sequence[StepPart]) -> list[int]:
-        """Book memory for parts; return which of them there is memory for.
+        """Allocate memory for parts; return the indices of those that fit.
 
         Other sequences may be dropped for them.
         """
         if self._stage == 0:
-            return [*range(len(parts))]  # the scheduler has booked it
+            return [*range(len(parts))]  # the scheduler has allocated it
         for part in parts:
             if part.begin == 0:  # its memory is freed before it is computed anew
                 self._memory.free(part.key[:2])
@@ -372,15 +373,15 @@ class Recovery:
         self._actions.append(DropComputed(state.stream))
 
     def _pass_back(self, evicted: generation_messages.KvEvicted) -> None:
-        """Report an eviction to stage 0, through the stages before."""
+        """Report an eviction to stage 0, through the stages between."""
         if self._stage == 0:
-            self._evicted.append(evicted)  # no step is computed when it is handled
+            self._evicted.append(evicted)  # handled between two steps
             return
         state = self.table.get(evicted.key)
-        if state is None:  # perhaps it is yet to begin here; its gateway knows
-            self.give_back([evicted.key])
+        if state is None:  # it may not have begun here yet; its gateway decides
+            self.return_to_gateway([evicted.key])
         else:
-            self._send(state.opening.chain[self._stage - 1], evicted)
+            self._send(state.start.chain[self._stage - 1], evicted)
 
     def preempt(self, keys: Iterable[Key]) -> None:
         """Free the memory of sequences, here and in later stages of their chains."""
@@ -391,7 +392,7 @@ class Recovery:
                 continue
             self._drop_computed(state)
             if not self._is_last:
-                peer = state.opening.chain[self._stage + 1]
+                peer = state.start.chain[self._stage + 1]
                 by_peer.setdefault(peer, []).append(key)
         for peer, those in by_peer.items():
             self._send(peer, generation_messages.PreemptSequences(tuple(those)))
@@ -399,16 +400,16 @@ class Recovery:
     # Steps.
 
     def preempt_evicted(self, now: float) -> None:
-        """Preempt what later stages had no memory for."""
+        """Preempt the sequences that later stages had no memory for."""
         evicted, self._evicted = self._evicted, []
         for each in evicted:
             if self.table.get(each.key) is None:
-                self.give_back([each.key])
+                self.return_to_gateway([each.key])
                 continue
             is_elsewhere = self._scheduler.evict(each.key, each.replica, now)
             self.preempt([each.key])
             if is_elsewhere:
-                self.give_back([each.key])
+                self.return_to_gateway([each.key])
 
     def next_step(self, now: float) -> PlannedStep | None:
         """Return the next step that the scheduler plans, if there is one now."""
@@ -416,15 +417,15 @@ class Recovery:
         if planned is None:
             return None
         self.preempt(planned.preempted)
-        # Later stages may be waiting for rows of a paused one that are dropped now.
-        self.give_back(filter(self._scheduler.is_paused, planned.preempted))
+        # Later stages may be waiting for rows of a paused one, which are dropped now.
+        self.return_to_gateway(filter(self._scheduler.is_paused, planned.preempted))
         self._note_alone(planned.parts[0].key if planned.is_alone else None)
         return planned
 
     def _note_alone(self, key: Key | None) -> None:
-        """Report the suspect that runs alone now, and the one that does no more.
+        """Report the suspect that runs alone now, and the one that no longer does.
 
-        Both before anything is computed: it may end this process.
+        Both are sent before the step is computed, because it may crash this process.
         """
         before, self._alone = self._alone, key
         if before is not None and before != key:
@@ -435,22 +436,22 @@ class Recovery:
             self._send(key[0], alone, is_urgent=True)
 
     def rebuild_part(self, key: Key, begin: int, count: int) -> StepPart | None:
-        """Return what is still to be computed of the rows of a KV rebuild."""
+        """Return the part of a KV rebuild that is still to be computed."""
         state = self.table.get(key)
         if state is None or state.is_evicted:
             return None
         lacking = state.lacking(begin, count)
         if lacking is None:
-            self.give_back([key])
+            self.return_to_gateway([key])
         if not lacking:
             return None
         end = begin + count
-        is_all = end == len(state.opening.tokens)
+        is_all = end == len(state.start.tokens)
         samples = self._is_last and is_all and not state.prepared
         return StepPart(key, end - lacking, lacking, samples)
 
     def begun(self, parts: Iterable[StepPart]) -> None:
-        """Report that watched sequences run, before they can end this process."""
+        """Report that watched sequences run, before they can crash this process."""
         if not self._watched:
             return
         began: dict[str, list[Key]] = {}
@@ -476,8 +477,8 @@ class Recovery:
 
         Args:
             key: The sequence.
-            rows: Rows of output by sequence, of what was computed.
-            is_end: It was the last piece.
+            rows: Number of output rows of the piece, by sequence.
+            is_end: Whether it was the last piece.
 
         Returns:
             The replica of the next stage, the position of the first row to send it, and
@@ -493,17 +494,17 @@ class Recovery:
         if not self._is_last:
             made = rows.get(key, 0)
             count = state.take_unsent(state.held - made, made)
-            peer = state.opening.chain[self._stage + 1]
+            peer = state.start.chain[self._stage + 1]
             return peer, state.held - count, count
         if is_end:
             token = self.sampled.pop(key, None)
             resumed = generation_messages.KvRebuilt(key, token)
-            self._send(state.opening.chain[0], resumed)
+            self._send(state.start.chain[0], resumed)
         return None
 
 
 def neighbours_of(chain: Sequence[str], stage: int) -> set[str]:
-    """Return the replicas of a chain with which the one of a stage has edges."""
+    """Return the replicas of a chain that have edges to the one of ``stage``."""
     found = {*chain[max(0, stage - 1) : stage + 2]}
     if stage in (0, len(chain) - 1):
         found |= {chain[0], chain[-1]}

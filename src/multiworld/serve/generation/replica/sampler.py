@@ -45,7 +45,7 @@ GREEDY_BELOW = 1e-5
 _BITS = torch.where(
     torch.arange(256)[:, None] >> torch.arange(8) & 1 == 1, 0.0, -math.inf
 )
-"""What each byte of a mask adds to the logits of its eight words."""
+"""Values that each byte of a mask adds to the logits of its eight words."""
 
 
 class Parameters(Protocol):
@@ -254,7 +254,7 @@ def _adjust(
     """Apply masks, biases, penalties and ``min_tokens`` to logits.
 
     Returns:
-        What they were before, but for the masks: places and values, in order.
+        Their previous values, except for the masks: indices and values, in order.
     """
     changes: list[tuple[Tensor, Tensor]] = []
     for row, mask in zip(logits, masks, strict=False):
@@ -357,8 +357,8 @@ def _drawn_of_few(
     top_p = _column([p.top_p for p in parameters])
     kept = (sums - likely < top_p * sums[:, -1:]) & (likely > 0)
     kept[:, 0] = True
-    least = found.gather(1, kept.sum(-1, keepdim=True) - 1)
-    likely *= found >= least
+    min_probability = found.gather(1, kept.sum(-1, keepdim=True) - 1)
+    likely *= found >= min_probability
     words, order = words.sort(-1)
     drawn = _inverse(likely.gather(1, order), _uniforms([histories[i] for i in rows]))
     chosen = words.gather(1, drawn[:, None])[:, 0].tolist()
@@ -376,9 +376,9 @@ def _drawn_of_all(
     # softmax gives a row the same bits wherever it stands; exp would not.
     likely = (_some(blocks, rows).flatten(1) / temperature).softmax(-1)
     for row, each in zip(likely, parameters, strict=True):
-        least = _least(row, each)
-        if least > 0:
-            threshold(row, _below(least), 0.0, inplace=True)
+        min_probability = _threshold(row, each)
+        if min_probability > 0:
+            threshold(row, _below(min_probability), 0.0, inplace=True)
     parts = likely.view(len(rows), -1, BLOCK)
     sums = parts.sum(-1).double()
     at = _uniforms([histories[i] for i in rows])
@@ -409,34 +409,38 @@ def _place(sums: Tensor, at: Tensor) -> Tensor:
     return torch.minimum(found, last)[:, 0]
 
 
-def _least(likely: Tensor, parameters: Parameters) -> float:
+def _threshold(likely: Tensor, parameters: Parameters) -> float:
     """Return the probability of the least likely word that remains; 0: all do.
 
     Args:
         likely: Probabilities, [vocabulary, padded to blocks], float32.
     """
-    least = 0.0
+    min_probability = 0.0
     top_k, top_p = parameters.top_k, parameters.top_p
     if not (parameters.min_p > 0 or top_k or top_p < 1):
-        return least
+        return min_probability
     maxima = likely.view(-1, BLOCK).amax(-1)
     if parameters.min_p > 0:
-        least = parameters.min_p * float(maxima.amax())
+        min_probability = parameters.min_p * float(maxima.amax())
     if 0 < top_k < len(likely):
         kth = torch.kthvalue(likely, len(likely) - top_k + 1).values
-        least = max(least, float(kth))
+        min_probability = max(min_probability, float(kth))
     if top_p < 1:
-        least = max(least, _nucleus(likely, maxima, least, top_p))
-    return least
+        min_probability = max(
+            min_probability, _nucleus(likely, maxima, min_probability, top_p)
+        )
+    return min_probability
 
 
-def _nucleus(likely: Tensor, maxima: Tensor, least: float, top_p: float) -> float:
+def _nucleus(
+    likely: Tensor, maxima: Tensor, min_probability: float, top_p: float
+) -> float:
     """Return the largest probability such that the words above have ``top_p``.
 
     That is, those at least as likely have a share of ``top_p`` of those at least as
-    likely as ``least``.
+    likely as ``min_probability``.
     """
-    whole = _mass(likely, least)
+    whole = _mass(likely, min_probability)
     goal = top_p * whole
     found, _ = _largest(likely.view(1, -1, BLOCK), maxima[None])
     sums = found[0].double().cumsum(0)
@@ -444,7 +448,7 @@ def _nucleus(likely: Tensor, maxima: Tensor, least: float, top_p: float) -> floa
         return float(found[0, int(torch.searchsorted(sums, goal))])
     # Words below ``small`` have less than whole - goal in all, so none of them remains.
     small = 0.99 * (whole - goal) / len(likely)
-    low, high = _bits(max(least, small)), _bits(float(found[0, -1])) + 1
+    low, high = _bits(max(min_probability, small)), _bits(float(found[0, -1])) + 1
     below, above = _mass(likely, _float(low)), float(sums[-1])
     # With one word left in between, any bound there keeps the same words.
     while high - low > 1 and below - above > 1.5 * _float(low):
@@ -457,13 +461,13 @@ def _nucleus(likely: Tensor, maxima: Tensor, least: float, top_p: float) -> floa
     return _float(low)
 
 
-def _mass(likely: Tensor, least: float) -> float:
-    """Return the sum of the probabilities from ``least`` on.
+def _mass(likely: Tensor, min_probability: float) -> float:
+    """Return the sum of the probabilities from ``min_probability`` on.
 
     It is the same for any number of threads, as sums of more than 32,768 are not.
     """
-    if least > 0:
-        likely = threshold(likely, _below(least), 0.0)
+    if min_probability > 0:
+        likely = threshold(likely, _below(min_probability), 0.0)
     return float(likely.view(-1, BLOCK).sum(-1).double().sum())
 
 

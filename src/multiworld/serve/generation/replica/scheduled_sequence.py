@@ -16,9 +16,9 @@ class ScheduledSequence:
     Attributes:
         key: Gateway, stream and attempt.
         computed: Number of tokens whose KV blocks are computed, or being computed.
-        refill: Number of tokens that the other stages have; 0 once no sequence lacks
-            such tokens here.
-        is_under_way: True while its next token is being computed.
+        rebuild: Number of tokens that the later stages have; 0 once no sequence lacks
+            such tokens in this stage.
+        is_in_flight: True while its next token is being computed.
         number: Order of arrival.
         is_probe: Whether it skips the queue.
         is_suspect: Whether it runs alone until it produces a token.
@@ -31,8 +31,8 @@ class ScheduledSequence:
     tokens: list[int]
     share: Share = DEFAULT_SHARE
     computed: int = 0
-    refill: int = 0
-    is_under_way: bool = False
+    rebuild: int = 0
+    is_in_flight: bool = False
     blocks: int = 0
     number: int = 0
     is_probe: bool = False

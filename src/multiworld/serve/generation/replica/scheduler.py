@@ -42,15 +42,15 @@ from multiworld.serve.generation.replica.step_budget import (
     cost_of,
     rows_of,
 )
-from multiworld.serve.generation.replica.steps_in_flight import StepsUnderWay
+from multiworld.serve.generation.replica.steps_in_flight import StepsInFlight
 from multiworld.serve.generation.replica.tenant_use import TenantUse
 from multiworld.serve.generation.replica.token_shares import TokenShares
-from multiworld.serve.generation.replica.waiting_queue import WaitingLine
+from multiworld.serve.generation.replica.waiting_queue import WaitingQueue
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.generation_messages import StepPart
 from multiworld.serve.transport.protocol import Key
 
-LEAST_PART = 32
+MIN_CHUNK = 32
 """Minimum tokens of a prefill chunk when a prompt is split over the pipeline. A step
 also costs about as much as nine tokens (see ``ROWS``), so chunks of 32 take 28 % more
 time in all."""
@@ -97,11 +97,11 @@ class Scheduler:
     def __init__(self, limits: EngineLimits) -> None:
         self.limits = limits
         self._known: dict[Key, ScheduledSequence] = {}
-        self._line = WaitingLine()  # those that neither run nor are paused
+        self._queue = WaitingQueue()  # those that neither run nor are paused
         self._running: dict[int, ScheduledSequence] = {}  # by number
         self._suspects: dict[int, ScheduledSequence] = {}
-        self._refilled: dict[int, ScheduledSequence] = {}
-        self._steps = StepsUnderWay()
+        self._rebuilt: dict[int, ScheduledSequence] = {}
+        self._steps = StepsInFlight()
         self._arrivals = 0
         self._free = limits.blocks
         self._preempted: list[Key] = []
@@ -125,7 +125,7 @@ class Scheduler:
         tokens: Sequence[int],
         *,
         computed: int = 0,
-        refill: int = 0,
+        rebuild: int = 0,
         share: Share = DEFAULT_SHARE,
         is_probe: bool = False,
         is_suspect: bool = False,
@@ -144,7 +144,7 @@ class Scheduler:
             key,
             tokens,
             computed=computed,
-            refill=min(refill, len(tokens)),
+            rebuild=min(rebuild, len(tokens)),
             share=share,
             is_probe=is_probe,
             is_suspect=is_suspect,
@@ -162,25 +162,25 @@ class Scheduler:
         self._shares.enter(sequence.share, self._steps.cost + STEP_ROWS)
         if sequence.is_suspect:
             self._suspects[sequence.number] = sequence
-        if sequence.refill:
-            self._refilled[sequence.number] = sequence
+        if sequence.rebuild:
+            self._rebuilt[sequence.number] = sequence
         return sequence
 
     def _wait(self, sequence: ScheduledSequence) -> None:
         """Queue a sequence, unless it is paused or a suspect."""
         if not sequence.is_paused and not sequence.is_suspect:
-            self._line.add(sequence)
+            self._queue.add(sequence)
 
     def _run(self, sequence: ScheduledSequence) -> None:
-        self._line.remove(sequence)
+        self._queue.remove(sequence)
         self._running[sequence.number] = sequence
-        self._use.add(sequence.share, places=1, blocks=sequence.blocks)
+        self._use.add(sequence.share, slots=1, blocks=sequence.blocks)
 
     def _leave(self, sequence: ScheduledSequence) -> int:
         """Stop running a sequence; return the blocks that it had."""
         blocks, sequence.blocks = sequence.blocks, 0
         if self._running.pop(sequence.number, None) is not None:
-            self._use.add(sequence.share, places=-1, blocks=-blocks)
+            self._use.add(sequence.share, slots=-1, blocks=-blocks)
         return blocks
 
     def _trust(self, sequence: ScheduledSequence) -> None:
@@ -197,9 +197,9 @@ class Scheduler:
         if sequence is None:
             return 0
         self._shares.leave(sequence.share)
-        self._line.remove(sequence)
+        self._queue.remove(sequence)
         self._suspects.pop(sequence.number, None)
-        self._refilled.pop(sequence.number, None)
+        self._rebuilt.pop(sequence.number, None)
         self._steps.leave(key)
         return self._leave(sequence)
 
@@ -217,7 +217,7 @@ class Scheduler:
         sequence = self._known.get(key)
         if sequence is not None:
             sequence.is_paused = True
-            self._line.remove(sequence)
+            self._queue.remove(sequence)
             self._steps.leave(key)
 
     def move(
@@ -240,7 +240,7 @@ class Scheduler:
         """Reserve blocks instead of those of ``earlier`` keys, if enough are free."""
         self._free += sum(self._reserved.pop(old, 0) for old in earlier)
         needed = self.blocks_of(tokens + 1)
-        if needed > self._free - self.withheld or self._places <= 0:
+        if needed > self._free - self.withheld or self._slots <= 0:
             return False
         self._free -= needed
         self._reserved[key] = needed
@@ -281,7 +281,7 @@ class Scheduler:
         sequence = self._known.get(key)
         if sequence is None or not sequence.is_paused:
             return
-        sequence.is_paused = sequence.is_under_way = False
+        sequence.is_paused = sequence.is_in_flight = False
         if token is not None:
             sequence.tokens.append(token)
             self._trust(sequence)
@@ -299,15 +299,15 @@ class Scheduler:
         if now >= until:  # otherwise the message concerns what was sent earlier
             pause_s = min(LONGEST_FULL_S, max(FULL_S, 2 * pause_s))
             self._full[replica] = now + pause_s, pause_s
-        self._look_at_full(now)
+        self._update_full(now)
         sequence = self._known.get(key)
         if sequence is None:
             return False
         is_elsewhere = sequence.is_paused or key in self._steps
         self._steps.leave(key)
-        sequence.computed = sequence.refill = 0
-        sequence.is_under_way = False
-        self._refilled.pop(sequence.number, None)
+        sequence.computed = sequence.rebuild = 0
+        sequence.is_in_flight = False
+        self._rebuilt.pop(sequence.number, None)
         if sequence.number in self._running:
             self.preemptions += 1
             self._free += self._leave(sequence)
@@ -328,7 +328,7 @@ class Scheduler:
             if sequence is not None and self._steps.is_waited_for(step, key):
                 if token is not None:
                     sequence.tokens.append(token)
-                    sequence.is_under_way = False
+                    sequence.is_in_flight = False
                     self._trust(sequence)
                 elif self._steps.samples(step, key):
                     self._end(key)
@@ -339,9 +339,9 @@ class Scheduler:
         """Stop computing a sequence; reserve its blocks until its gateway knows."""
         self._reserved[key] = self._forget(key)
 
-    def overdue(self, now: float, most_s: float) -> list[Key]:
-        """Return sequences whose steps do not return; see ``StepsUnderWay``."""
-        return self._steps.overdue(now, most_s)
+    def overdue(self, now: float, max_s: float) -> list[Key]:
+        """Return sequences whose steps do not return; see ``StepsInFlight``."""
+        return self._steps.overdue(now, max_s)
 
     def excuse(self, now: float) -> None:
         """Restart the timers of the steps in flight: this process was paused."""
@@ -352,14 +352,14 @@ class Scheduler:
         """True while some replica receives nothing because it lacks KV blocks."""
         return bool(self._shunned)
 
-    def _look_at_full(self, now: float) -> None:
+    def _update_full(self, now: float) -> None:
         """Forget replicas that have had memory for as long as they were avoided."""
         full = self._full.items()
         self._full = {name: (t, p) for name, (t, p) in full if now < t + p}
         self._shunned = {name for name, (until, _) in self._full.items() if now < until}
 
     def next_step(self, now: float = 0.0) -> PlannedStep | None:
-        self._look_at_full(now)
+        self._update_full(now)
         if len(self._steps) >= self.steps:
             return None
         self._planned.clear()
@@ -388,13 +388,15 @@ class Scheduler:
 
     def _plan(self, parts: list[StepPart], now: float) -> bool:
         """Add parts of sequences that are not suspects; return whether any exist."""
-        self._let_first_in()
-        most = self.limits.max_num_batched_tokens
+        self._admit_higher_priorities()
+        max_tokens = self.limits.max_num_batched_tokens
         demands = self._demands()
         is_shared = self._has_others(demands, now)
         if len(demands) > 1:
             is_limited = self.limits.is_prefill_chunked
-            budget = StepBudget(demands, self._steps.cost, most, is_limited=is_limited)
+            budget = StepBudget(
+                demands, self._steps.cost, max_tokens, is_limited=is_limited
+            )
             ready = {s.share for s in (*self._ready(), *self._heads())}
             rows = max(map(budget.left, ready), default=0)
             if len(self._steps) and rows < STEP_ROWS:
@@ -403,13 +405,13 @@ class Scheduler:
             return bool(parts)
         flying = self._steps.cost - STEP_ROWS * len(self._steps)
         self._decode(parts, SHARED_TOKENS - flying if is_shared else math.inf)
-        left = most - sum(part.count for part in parts)
+        left = max_tokens - sum(part.count for part in parts)
         self._prefill(parts, min(left, self._prompt_tokens(is_shared=is_shared)))
         return bool(parts)
 
     def _demands(self) -> dict[Share, float]:
-        most = self.limits.max_num_batched_tokens
-        found: dict[Share, float] = {**self._line.tokens(most)}
+        max_tokens = self.limits.max_num_batched_tokens
+        found: dict[Share, float] = {**self._queue.tokens(max_tokens)}
         for sequence in self._running.values():
             if not sequence.is_paused and not sequence.is_suspect:
                 rows = max(1, sequence.lacking)
@@ -425,7 +427,7 @@ class Scheduler:
         return len(self._seen) > 1
 
     def _heads(self) -> Iterator[ScheduledSequence]:
-        return self._line.heads(self._shunned)
+        return self._queue.heads(self._shunned)
 
     def _shrink(self) -> None:
         """Preempt until the withheld blocks are free."""
@@ -443,16 +445,16 @@ class Scheduler:
     def _plan_suspect(self, parts: list[StepPart], suspect: ScheduledSequence) -> bool:
         if suspect.number not in self._running and not self._admit(suspect):
             return False
-        most = self.limits.max_num_batched_tokens
-        count = self._chunk(suspect, most, is_alone=True)
+        max_tokens = self.limits.max_num_batched_tokens
+        count = self._chunk(suspect, max_tokens, is_alone=True)
         if not count or not self._has_room(suspect, count):
             return False
         parts.append(self._take(suspect, count))
         return True
 
-    def _let_first_in(self) -> None:
+    def _admit_higher_priorities(self) -> None:
         lowest = min((s.share.priority for s in self._running.values()), default=0)
-        for sequence in sorted(self._line.above(lowest), key=self._rank):
+        for sequence in sorted(self._queue.above(lowest), key=self._rank):
             if not self._admit(sequence):
                 return
 
@@ -473,14 +475,16 @@ class Scheduler:
             those.reverse()
         for share, those in ready.items():
             few = [s for s in those if s.lacking == 1]
-            most = budget.left(share) * share.weight / budget.weights
-            for sequence in few if len(few) <= min(STEP_ROWS, max(1.0, most)) else ():
+            max_rows = budget.left(share) * share.weight / budget.weights
+            for sequence in (
+                few if len(few) <= min(STEP_ROWS, max(1.0, max_rows)) else ()
+            ):
                 if budget.is_spent:
                     break
                 if sequence.number in self._running and self._has_room(sequence, 1):
                     parts.append(part := self._take(sequence, 1))
                     budget.take(1, self._rows(part))
-            ready[share] = [s for s in those if not s.is_under_way]
+            ready[share] = [s for s in those if not s.is_in_flight]
         is_open = True
         had = {self._known[part.key].share for part in parts}
         while not budget.is_spent:
@@ -517,7 +521,7 @@ class Scheduler:
         return [
             s
             for s in self._running.values()
-            if s.lacking and not (s.is_under_way or s.is_paused or s.is_suspect)
+            if s.lacking and not (s.is_in_flight or s.is_paused or s.is_suspect)
         ]
 
     # A step of one tenant.
@@ -538,15 +542,15 @@ class Scheduler:
         if not decoding or budget <= 0:
             return
         groups = min(self.steps, max(1, round(len(decoding) / ROWS)))
-        most = math.ceil(len(decoding) / groups)
+        max_rows = math.ceil(len(decoding) / groups)
         each = sum(rows_of(1, s.computed) for s in decoding) / len(decoding)
         fits = max(1.0, min(budget / each, self.limits.max_num_batched_tokens))
-        most = min(most, int(fits))
-        ready = sum(not s.is_under_way for s in decoding)
-        if ready < min(most, len(decoding)) and not self._is_refilling:
+        max_rows = min(max_rows, int(fits))
+        ready = sum(not s.is_in_flight for s in decoding)
+        if ready < min(max_rows, len(decoding)) and not self._is_rebuilding:
             return  # the others are in flight
-        for sequence in by_route([s for s in decoding if not s.is_under_way]):
-            if len(parts) >= most:
+        for sequence in by_route([s for s in decoding if not s.is_in_flight]):
+            if len(parts) >= max_rows:
                 return
             if sequence.number not in self._running:
                 continue  # it was preempted for an earlier one
@@ -561,25 +565,29 @@ class Scheduler:
         sequence waits for them and there is more to compute, each step is full.
         Sequences whose KV blocks were just rebuilt wait for those still being rebuilt.
         """
-        most = self.limits.max_num_batched_tokens
+        max_tokens = self.limits.max_num_batched_tokens
         if not self.limits.is_prefill_chunked:
-            return most
+            return max_tokens
         if is_shared:
-            most = min(most, SHARED_TOKENS)
+            max_tokens = min(max_tokens, SHARED_TOKENS)
         if self.steps == 1:
-            return most
-        if not self._is_refilling:
-            for sequence in self._refilled.values():
-                sequence.refill = 0
-            self._refilled.clear()
+            return max_tokens
+        if not self._is_rebuilding:
+            for sequence in self._rebuilt.values():
+                sequence.rebuild = 0
+            self._rebuilt.clear()
         running = self._running.values()
-        waited_for = any(s.lacking <= 1 and not s.refill for s in running)
+        waited_for = any(s.lacking <= 1 and not s.rebuild for s in running)
         lacking = [s for s in running if s.lacking > 1]
         tokens = sum(len(s.tokens) for s in lacking)
-        tokens += sum(self._line.tokens(most).values())
-        if not waited_for and not is_shared and (tokens > most or self._is_refilling):
-            return most
-        return max(LEAST_PART, math.ceil(min(tokens, most) / self.steps))
+        tokens += sum(self._queue.tokens(max_tokens).values())
+        if (
+            not waited_for
+            and not is_shared
+            and (tokens > max_tokens or self._is_rebuilding)
+        ):
+            return max_tokens
+        return max(MIN_CHUNK, math.ceil(min(tokens, max_tokens) / self.steps))
 
     def _prefill(self, parts: list[StepPart], budget: int) -> None:
         """Fill the step with prefill chunks, in order of arrival; probes first."""
@@ -636,7 +644,7 @@ class Scheduler:
             if victim in idle:
                 idle.remove(victim)
             found.append(victim)
-            use.add(victim.share, places=-1, blocks=-victim.blocks)
+            use.add(victim.share, slots=-1, blocks=-victim.blocks)
         return found
 
     def _fits(
@@ -648,8 +656,8 @@ class Scheduler:
         # All of it must fit, or it would preempt what came before.
         needed = self.blocks_of(len(sequence.tokens) + 1)
         room = self._room(sequence, is_only=len(gone) == len(self._running))
-        has_place = sequence.is_probe or self._places + len(gone) > 0
-        return has_place and needed <= room + sum(s.blocks for s in gone)
+        has_slot = sequence.is_probe or self._slots + len(gone) > 0
+        return has_slot and needed <= room + sum(s.blocks for s in gone)
 
     def _chunk(
         self, sequence: ScheduledSequence, budget: int, *, is_alone: bool
@@ -664,7 +672,7 @@ class Scheduler:
         begin = sequence.computed
         sequence.computed += count
         samples = sequence.lacking == 0
-        sequence.is_under_way = samples
+        sequence.is_in_flight = samples
         sequence.last_step = self._steps.last_number + 1
         self._planned.add(sequence.key)
         self._shares.charge(sequence.share, count + samples * sequence.sample_rows)
@@ -726,24 +734,24 @@ class Scheduler:
     def _preempt(self, sequence: ScheduledSequence) -> None:
         self.preemptions += 1
         self._free += self._leave(sequence)
-        sequence.computed = sequence.refill = 0
-        self._refilled.pop(sequence.number, None)
+        sequence.computed = sequence.rebuild = 0
+        self._rebuilt.pop(sequence.number, None)
         self._preempted.append(sequence.key)
         self._wait(sequence)
 
     # State.
 
     @property
-    def _is_refilling(self) -> bool:
+    def _is_rebuilding(self) -> bool:
         """True while a sequence lacks tokens here that the other stages have."""
-        lacking = (s for s in self._refilled.values() if s.computed < s.refill)
+        lacking = (s for s in self._rebuilt.values() if s.computed < s.rebuild)
         return any(
             not s.is_paused and (s.number in self._running or self._fits(s))
             for s in lacking
         )
 
     @property
-    def _places(self) -> int:
+    def _slots(self) -> int:
         taken = len(self._running) + len(self._reserved)
         return self.limits.max_num_seqs - taken
 

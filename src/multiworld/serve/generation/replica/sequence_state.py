@@ -1,4 +1,4 @@
-"""What one stage has of each sequence. Pure."""
+"""State of each sequence at one stage. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ StreamId = tuple[str, int]
 """Gateway and stream, whichever attempt."""
 
 MAX_EARLY = 4096
-"""Maximum number of sequences of which the next stage reports before the gateway."""
+"""Maximum number of sequences that the next stage reports before their gateway does."""
 
 
 @dataclass(slots=True)
@@ -21,20 +21,21 @@ class SequenceState:
     """One sequence at one stage.
 
     Attributes:
-        opening: The sequence, as its gateway described it.
-        held: Tokens whose keys and values are here.
-        is_cached: Those are in blocks of the prefix cache, and are not copied until the
-            sequence is computed.
+        start: The sequence, as its gateway described it.
+        held: Number of tokens whose KV is here.
+        is_cached: Whether that KV is in blocks of the prefix cache; they are copied
+            when the sequence is computed.
         logged: First token whose output is in the activation log, which ends at
             ``held``.
-        sent: Tokens that the next stage has, or was sent; None until it has reported.
-        prepared: Stages that are prepared for it while it continues elsewhere; none if
-            it has begun here.
-        is_evicted: It was dropped for lack of memory, so rows of it that are on their
-            way are useless.
+        sent: Number of tokens that the next stage has or was sent; None until it has
+            reported.
+        prepared: Stages that are prepared for it while it runs elsewhere; empty once it
+            runs here.
+        is_evicted: Whether it was dropped for lack of memory; its rows in flight are
+            then useless.
     """
 
-    opening: SequenceStart
+    start: SequenceStart
     held: int = 0
     is_cached: bool = False
     logged: int = 0
@@ -44,24 +45,24 @@ class SequenceState:
 
     @property
     def earlier(self) -> list[Key]:
-        """Attempts that it may continue here."""
-        before = self.opening.previous, self.opening.prepared
-        return [(*self.opening.key[:2], attempt) for attempt in before if attempt >= 0]
+        """Keys of earlier attempts that it may continue here."""
+        before = self.start.previous, self.start.prepared
+        return [(*self.start.key[:2], attempt) for attempt in before if attempt >= 0]
 
     @property
     def key(self) -> Key:
         """Gateway, stream and attempt."""
-        return self.opening.key
+        return self.start.key
 
     @property
     def stream(self) -> StreamId:
         """Gateway and stream."""
-        return self.opening.key[:2]
+        return self.start.key[:2]
 
     def lacking(self, begin: int, count: int) -> int | None:
         """Return how many of ``count`` rows, the last ones, are still to be computed.
 
-        None if rows before them are missing.
+        Returns None if rows before them are missing.
         """
         return None if begin > self.held else max(0, begin + count - self.held)
 
@@ -104,22 +105,23 @@ class SequenceTable:
         return state if state is not None and state.key == key else None
 
     def begin(
-        self, opening: SequenceStart, prepared: Sequence[int] = ()
+        self, start: SequenceStart, prepared: Sequence[int] = ()
     ) -> tuple[SequenceState, int | None]:
-        """Add an attempt; it keeps what an earlier one has here.
+        """Add an attempt; it keeps the KV that an earlier one has here.
 
         Returns:
-            The sequence, and how many tokens the next stage reported before, if it did.
+            The sequence, and the number of tokens that the next stage has already
+            reported; None if it has not.
         """
-        state = SequenceState(opening, prepared=prepared)
+        state = SequenceState(start, prepared=prepared)
         found = next(filter(None, map(self.get, state.earlier)), None)
         if found is not None:
-            # The last token is computed again where it is sampled.
-            most = len(opening.tokens) - self._is_last
-            state.held, state.is_cached = min(found.held, most), found.is_cached
+            # The last stage computes the last token again, to sample the next one.
+            limit = len(start.tokens) - self._is_last
+            state.held, state.is_cached = min(found.held, limit), found.is_cached
             state.logged = min(found.logged, state.held)
-        self._states[opening.key[:2]] = state
-        return state, self._early.pop(opening.key, None)
+        self._states[start.key[:2]] = state
+        return state, self._early.pop(start.key, None)
 
     def end(self, key: Key) -> SequenceState | None:
         """Forget a sequence; return it if this attempt of it was known."""
@@ -127,7 +129,7 @@ class SequenceTable:
         return None if self.get(key) is None else self._states.pop(key[:2])
 
     def note_early(self, key: Key, held: int) -> None:
-        """Keep what the next stage has of a sequence that is still to begin here."""
+        """Record the next stage's report on a sequence that has not begun here yet."""
         self._early[key] = held
         while len(self._early) > MAX_EARLY:
             self._early.popitem(last=False)

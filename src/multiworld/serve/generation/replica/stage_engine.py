@@ -17,10 +17,14 @@ from multiworld.errors import InvalidRequestError
 from multiworld.serve.generation.grammar import Matcher
 from multiworld.serve.generation.replica.batch_invariant_attention import (
     PIECE,
-    FixedAttention,
+    InvariantAttention,
 )
-from multiworld.serve.generation.replica.batch_invariant_elements import fix_elements
-from multiworld.serve.generation.replica.batch_invariant_sizes import fix_linears
+from multiworld.serve.generation.replica.batch_invariant_elements import (
+    make_elements_invariant,
+)
+from multiworld.serve.generation.replica.batch_invariant_sizes import (
+    make_linears_invariant,
+)
 from multiworld.serve.generation.replica.kv_cache import (
     KvCache,
     MissingTokensError,
@@ -56,11 +60,11 @@ class Tail:
     """A sequence at the last stage.
 
     Attributes:
-        opening: The sequence, as it started.
+        start: The sequence, as it started.
         scored: Probabilities of its prompt's tokens so far, if requested.
     """
 
-    opening: SequenceStart
+    start: SequenceStart
     history: TokenHistory
     matcher: Matcher | None = None
     scored: list[tuple[float, tuple[tuple[int, float], ...]]] = field(
@@ -69,8 +73,8 @@ class Tail:
 
     def scores(self, part: StepPart) -> bool:
         """Return whether the token after each row of a part is to be scored."""
-        is_asked = self.opening.sampling.prompt_logprobs is not None
-        return is_asked and part.begin < self.opening.prompt - 1
+        is_asked = self.start.sampling.prompt_logprobs is not None
+        return is_asked and part.begin < self.start.prompt - 1
 
     def prepare(self, part: StepPart) -> Tensor | None:
         """Return the tokens that the structure allows after a part; None: all."""
@@ -78,12 +82,12 @@ class Tail:
         self.history.truncate(count)  # later ones are sampled again
         if self.matcher is None:
             return None
-        self.matcher.truncate(count - self.opening.prompt)
-        return self.matcher.allowed(self.history.tokens, self.opening.prompt)
+        self.matcher.truncate(count - self.start.prompt)
+        return self.matcher.allowed(self.history.tokens, self.start.prompt)
 
     def append(self, key: Key, choice: Choice) -> TokenItem:
         """Append a sampled token; return its item for the gateway."""
-        index, sampling = self.history.index, self.opening.sampling
+        index, sampling = self.history.index, self.start.sampling
         self.history.append(choice.token)
         finish = finish_of(choice.token, index + 1, sampling, self.history.ends)
         prompt = tuple(self.scored) if index == 0 else ()
@@ -144,13 +148,13 @@ def engine_of(
         if isinstance(function, nn.Module):
             pack_linears(function)
             if is_deterministic:
-                fix_linears(function)
-                fix_elements(function)
+                make_linears_invariant(function)
+                make_elements_invariant(function)
     if not is_deterministic:
         cache = KvCache(attention=model.attention)
         return StageEngine(function, is_last, model, cache)
     # Until the first step, use the granule of the largest piece.
-    make = functools.partial(KvCache, attention=FixedAttention, granule=PIECE)
+    make = functools.partial(KvCache, attention=InvariantAttention, granule=PIECE)
     if is_module and hasattr(function, "example"):
         check_layers(function, make)  # type: ignore[arg-type]  # it is a TriedStage
     return StageEngine(function, is_last, model, make())
@@ -173,19 +177,19 @@ class StageEngine:
             self.cache.free(stream)
         for stream, (blocks, tokens) in chores.restore.items():
             self.cache.restore(stream, [block.layers for block in blocks], tokens)
-        for opening, matcher in chores.open if self.is_last else ():
-            self._open(opening, matcher)
+        for start, matcher in chores.open if self.is_last else ():
+            self._open(start, matcher)
 
-    def _open(self, opening: SequenceStart, matcher: Matcher | None) -> None:
-        sampling = opening.sampling
+    def _open(self, start: SequenceStart, matcher: Matcher | None) -> None:
+        sampling = start.sampling
         own = () if sampling.ignore_eos else self.model.end_tokens
         ends = (*own, *sampling.stop_token_ids)
-        history = TokenHistory(sampling, opening.tokens, opening.prompt, ends)
-        tail = Tail(opening, history, matcher)
-        known = self._tails.get(opening.key[:2])
-        if known is not None and opening.previous >= 0:
+        history = TokenHistory(sampling, start.tokens, start.prompt, ends)
+        tail = Tail(start, history, matcher)
+        known = self._tails.get(start.key[:2])
+        if known is not None and start.previous >= 0:
             tail.scored = known.scored
-        self._tails[opening.key[:2]] = tail
+        self._tails[start.key[:2]] = tail
 
     def compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:
         """Compute a step; if it fails, compute each of its parts alone.
@@ -277,8 +281,8 @@ class StageEngine:
         """Record the probabilities of the prompt's tokens after these rows."""
         tail = self._tails[part.key[:2]]
         del tail.scored[part.begin :]  # they are recomputed
-        most = tail.opening.sampling.prompt_logprobs or 0
-        end = min(part.begin + part.count, tail.opening.prompt - 1)
+        most = tail.start.sampling.prompt_logprobs or 0
+        end = min(part.begin + part.count, tail.start.prompt - 1)
         for place in range(part.begin, end):
             logprobs = logits[place - part.begin].log_softmax(-1)
             top = logprobs.topk(most)
@@ -290,6 +294,6 @@ class StageEngine:
 def _log(error: Exception) -> None:
     """Log the failure of a sequence, unless its client caused it or it is expected."""
     if isinstance(error, InvalidRequestError):
-        logger.info("a sequence is refused: %s", error)
+        logger.info("refused a sequence: %s", error)
     elif not isinstance(error, MissingTokensError):
         logger.error("a sequence failed in this stage", exc_info=error)

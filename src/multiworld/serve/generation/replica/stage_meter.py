@@ -100,11 +100,11 @@ class TextMeter:
     def _begin(self, engine: StageEngine, texts: int) -> None:
         """Start the sequences; their token values do not affect timing."""
         tokens = (0,) * self.context
-        openings = [
+        starts = [
             (SequenceStart(_key(k), tokens, self.context, (), GREEDY), None)
             for k in range(texts)
         ]
-        engine.tidy(Chores(open=openings))
+        engine.tidy(Chores(open=starts))
 
 
 def _key(text: int) -> Key:

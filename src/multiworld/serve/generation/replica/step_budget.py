@@ -47,7 +47,7 @@ class StepBudget:
         demands: Rows that each tenant would have in the next step if it were alone.
         in_flight: Cost of the steps in flight, in rows; their stages may share
             processors.
-        most: Maximum number of rows of any step.
+        max_rows: Maximum number of rows of any step.
         is_limited: Whether prefill is chunked; otherwise prompts are computed whole.
     """
 
@@ -55,7 +55,7 @@ class StepBudget:
         self,
         demands: Mapping[Share, float],
         in_flight: float,
-        most: int,
+        max_rows: int,
         *,
         is_limited: bool = True,
     ) -> None:
@@ -66,7 +66,7 @@ class StepBudget:
             for share, demand in demands.items()
             if share.priority == first and is_limited
         }
-        self._cost, self._most = in_flight + STEP_ROWS, most
+        self._cost, self._max_rows = in_flight + STEP_ROWS, max_rows
         self.rows, self.used = 0, 0.0
 
     def take(self, rows: int, cost: float) -> None:
@@ -76,10 +76,10 @@ class StepBudget:
 
     @property
     def is_spent(self) -> bool:
-        return self.rows >= self._most
+        return self.rows >= self._max_rows
 
     def left(self, share: Share) -> int:
         """Return the number of rows that a tenant may still have, 0 or more."""
         limits = (limit for other, limit in self._limits.items() if other != share)
         limit = min(limits, default=math.inf) - self._cost
-        return max(0, math.floor(min(self._most - self.rows, limit - self.used)))
+        return max(0, math.floor(min(self._max_rows - self.rows, limit - self.used)))

@@ -1,4 +1,4 @@
-"""The messages with what came out of a step."""
+"""Messages with the results of a step."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def outcome(
     number: int,
     parts: Sequence[StepPart],
     tokens: Sequence[TokenItem],
-    refilled: dict[Key, int | None],
+    rebuilt: dict[Key, int | None],
 ) -> StepDone:
-    """Return what the scheduler of a step is told.
+    """Return the message to the scheduler of a step.
 
     Args:
         number: Number of the step.
         parts: Its parts.
         tokens: Tokens that were sampled.
-        refilled: Tokens that were sampled before, from rows of a refill; those of the
+        rebuilt: Tokens that were sampled earlier, during a KV rebuild; those of the
             step are removed.
     """
     sampled = {t.key: None if t.finish else t.token for t in tokens}
     for part in parts:
-        if part.samples and part.key in refilled:
-            sampled[part.key] = refilled.pop(part.key)
+        if part.samples and part.key in rebuilt:
+            sampled[part.key] = rebuilt.pop(part.key)
     return StepDone(number, tuple((part.key, sampled.get(part.key)) for part in parts))
 
 
@@ -63,15 +63,15 @@ def steps_on(
 ) -> Iterator[tuple[str, Step, Tensor]]:
     """Yield the parts of a step for the next replicas of their chains.
 
-    Rows that the next stage has are left out.
+    Rows that the next stage already has are left out.
 
     Args:
         stage: Number of this stage.
-        origin: Replica of stage 0 that has scheduled the step.
+        origin: Replica of stage 0 that scheduled the step.
         number: Number of the step there.
         parts: Its parts.
-        found: What came out of it.
-        table: The sequences of this stage; what is sent of them is recorded.
+        found: Its results.
+        table: The sequences of this stage; the rows sent are recorded there.
 
     Yields:
         The replica, the step for it, and its rows, [rows, hidden].
@@ -86,7 +86,7 @@ def steps_on(
         count = state.take_unsent(part.begin, part.count)
         begin = part.begin + part.count - count
         on = StepPart(part.key, begin, count, part.samples)
-        by_peer.setdefault(state.opening.chain[stage + 1], []).append(on)
+        by_peer.setdefault(state.start.chain[stage + 1], []).append(on)
     for peer, ons in by_peer.items():
         pieces = [rows_of[on.key][-on.count :] for on in ons if on.count]
         hidden = torch.cat(pieces) if pieces else NO_ROWS

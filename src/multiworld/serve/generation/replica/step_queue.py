@@ -1,9 +1,10 @@
-"""Work that waits at a stage: steps, and rows of KV rebuilds.
+"""Queue of a stage: steps, and rows of KV rebuilds.
 
-Both take turns, and rebuilds come in small pieces, so that sequences which are moved
-here do not hold up those that are here. If nothing else is here, a piece is as large as
-a step may be. A step with a sequence that is being refilled waits for that. What is
-prepared for a sequence that goes on elsewhere comes last.
+Steps and rebuilds take turns, and rebuilds are split into small pieces, so that
+sequences which move here do not delay those that already run here. If no other sequence
+is here, a piece is as large as a step may be. A step waits until the KV of all its
+sequences is rebuilt. Rows that prepare this stage for a sequence which still runs
+elsewhere come last.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from multiworld.serve.transport.generation_messages import (
 from multiworld.serve.transport.protocol import Key
 
 PIECE = 64
-"""Rows of a refill that are computed between two steps of other sequences. A step costs
-about as much as nine rows besides, so a refill in such pieces takes 14 % longer."""
+"""Rows of a KV rebuild that are computed between two steps of other sequences. A step
+has a fixed cost of about nine rows, so a rebuild in such pieces takes 14 % longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivedStep:
-    """A step that waits.
+    """A queued step.
 
     Attributes:
         step: The step.
@@ -41,13 +42,13 @@ class ArrivedStep:
 
 @dataclass(frozen=True, slots=True)
 class RebuildRows:
-    """Rows that refill this stage for a sequence.
+    """Input rows from which this stage rebuilds the KV of a sequence.
 
     Attributes:
         key: The sequence.
         begin: Position of the first row.
-        rows: Shape [rows, hidden]; there may be none.
-        is_end: True if these are the last ones.
+        rows: Shape [rows, hidden]; may be empty.
+        is_end: True if no rows follow.
     """
 
     key: Key
@@ -56,11 +57,11 @@ class RebuildRows:
     is_end: bool
 
     def first(self, count: int) -> RebuildRows:
-        """Return the first rows, which are not the last ones."""
+        """Return the first ``count`` rows; others follow."""
         return RebuildRows(self.key, self.begin, self.rows[:count], is_end=False)
 
     def after(self, count: int) -> RebuildRows:
-        """Return the rows after the first ones."""
+        """Return the rows after the first ``count``."""
         begin, rows = self.begin + count, self.rows[count:]
         return RebuildRows(self.key, begin, rows, self.is_end)
 
@@ -69,7 +70,7 @@ class StepQueue:
     """Steps and rebuilds in the order of their arrival.
 
     Args:
-        rows: Most rows to compute at once.
+        rows: Maximum number of rows to compute at once.
         table: The sequences of the stage.
     """
 
@@ -77,11 +78,10 @@ class StepQueue:
         self._rows, self._table = rows, table
         self._steps: deque[ArrivedStep | PreemptSequences] = deque()
         self._rebuilds: deque[RebuildRows] = deque()
-        self._prepared: deque[RebuildRows] = (
-            deque()
-        )  # of sequences that go on elsewhere
+        # Of sequences that still run elsewhere.
+        self._prepared: deque[RebuildRows] = deque()
         self._rebuilding: Counter[Key] = Counter()
-        self._moved: set[Key] = set()  # refilled since there was nothing to refill
+        self._moved: set[Key] = set()  # rebuilt since ``_rebuilds`` was last empty
         self._is_turn_of_rebuilds = False
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class StepQueue:
         self._steps.append(arrived)
 
     def rebuild(self, message: ActivationRows, hidden: Tensor) -> None:
-        """Queue rows that refill this stage."""
+        """Queue rows from which this stage rebuilds its KV."""
         if not self._rebuilds:
             self._moved.clear()
         rows = RebuildRows(message.key, message.begin, hidden, message.is_end)
@@ -105,7 +105,7 @@ class StepQueue:
             self._rebuilds.append(rows)
 
     def next(self) -> ArrivedStep | PreemptSequences | list[RebuildRows] | None:
-        """Return what to compute next, and remove it; None if there is nothing."""
+        """Remove and return what to compute next; None if the queue is empty."""
         rebuilds = self._rebuilds or self._prepared
         if rebuilds and (self._is_turn_of_rebuilds or not self._can_step()):
             self._is_turn_of_rebuilds = False
@@ -114,10 +114,10 @@ class StepQueue:
         return self._steps.popleft() if self._steps else None
 
     def _piece(self) -> int:
-        """Return the most rows to refill at once.
+        """Return the maximum number of rows to rebuild at once.
 
-        Sequences that were refilled just now wait for those that still are, but not for
-        those that are prepared.
+        Sequences whose KV was just rebuilt wait for those still being rebuilt, but not
+        for those that are only prepared.
         """
         waits = self._moved if self._rebuilds else ()
         are_others_here = any(
@@ -140,24 +140,24 @@ class StepQueue:
         return not any(self._rebuilding[key] for key in keys)
 
     def _next_rebuilds(
-        self, rebuilds: deque[RebuildRows], most: int
+        self, rebuilds: deque[RebuildRows], budget: int
     ) -> list[RebuildRows]:
-        """Return rebuilds to compute now, each sequence once.
+        """Remove and return the rebuilds to compute now, each sequence once.
 
         Args:
-            rebuilds: Those that wait.
-            most: Most rows of all together.
+            rebuilds: Queue to take them from.
+            budget: Maximum number of rows of all together.
         """
         found: list[RebuildRows] = []
         keys: set[Key] = set()
         while rebuilds and rebuilds[0].key not in keys:
             whole = rebuilds[0]
-            count = min(most, len(whole.rows))
+            count = min(budget, len(whole.rows))
             if found and not count and len(whole.rows):
                 break
             is_all = count == len(whole.rows)
             keys.add(whole.key)
-            most -= count
+            budget -= count
             found.append(whole if is_all else whole.first(count))
             if not is_all:
                 rebuilds[0] = whole.after(count)

@@ -27,7 +27,7 @@ class _Step:
     seen_at: float | None = None
 
 
-class StepsUnderWay:
+class StepsInFlight:
     """Steps that have not returned completely."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class StepsUnderWay:
         for step in self._steps.values():
             step.seen_at = None if step.seen_at is None else now
 
-    def overdue(self, now: float, most_s: float) -> list[Key]:
+    def overdue(self, now: float, max_s: float) -> list[Key]:
         """Return sequences that are missing or overdue; call it periodically."""
         found: list[Key] = []
         for key, since in list(self._missing.items()):
@@ -111,6 +111,6 @@ class StepsUnderWay:
         for step in self._steps.values():
             if step.seen_at is None:
                 step.seen_at = now
-            elif now - step.seen_at > most_s:
+            elif now - step.seen_at > max_s:
                 found += step.waits_for
         return found

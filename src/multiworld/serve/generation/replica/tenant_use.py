@@ -15,31 +15,31 @@ from multiworld.serve.tenants.fair_queue import Share
 
 
 class TenantUse:
-    """Use of one scheduler's slots (``places``) and blocks."""
+    """Slots and blocks of one scheduler that each tenant uses."""
 
-    def __init__(self, places: int, blocks: int) -> None:
-        self._limits = places, blocks
-        self._places: Counter[Share] = Counter()
+    def __init__(self, slots: int, blocks: int) -> None:
+        self._limits = slots, blocks
+        self._slots: Counter[Share] = Counter()
         self._blocks: Counter[Share] = Counter()
 
     def copy(self) -> TenantUse:
         """Return a copy, to evaluate hypothetical changes."""
         copied = TenantUse(*self._limits)
-        copied._places, copied._blocks = self._places.copy(), self._blocks.copy()
+        copied._slots, copied._blocks = self._slots.copy(), self._blocks.copy()
         return copied
 
-    def add(self, share: Share, *, places: int = 0, blocks: int = 0) -> None:
-        for uses, count in ((self._places, places), (self._blocks, blocks)):
+    def add(self, share: Share, *, slots: int = 0, blocks: int = 0) -> None:
+        for uses, count in ((self._slots, slots), (self._blocks, blocks)):
             uses[share] += count
             if not uses[share]:
                 del uses[share]
 
-    def of(self, share: Share, *, places: int = 0, blocks: int = 0) -> float:
+    def of(self, share: Share, *, slots: int = 0, blocks: int = 0) -> float:
         """Return the use of a tenant if it had some more."""
-        most_places, most_blocks = self._limits
+        max_slots, max_blocks = self._limits
         used = (
-            (self._places[share] + places) / most_places,
-            (self._blocks[share] + blocks) / most_blocks,
+            (self._slots[share] + slots) / max_slots,
+            (self._blocks[share] + blocks) / max_blocks,
         )
         return max(used) / share.weight
 
@@ -54,12 +54,12 @@ class TenantUse:
         Its tenant keeps at least as much as the newcomer's will have, so that they do
         not preempt each other in turns.
         """
-        wanted = self.of(newcomer.share, places=1, blocks=blocks)
+        wanted = self.of(newcomer.share, slots=1, blocks=blocks)
         found = [
             s
             for s in idle
             if s.share != newcomer.share
-            and self.of(s.share, places=-1, blocks=-s.blocks) >= wanted
+            and self.of(s.share, slots=-1, blocks=-s.blocks) >= wanted
         ]
         return max(found, key=lambda s: (self.of(s.share), s.number), default=None)
 
@@ -75,7 +75,7 @@ class TenantUse:
             s
             for s in idle
             if s.share == grower.share
-            or self._places[s.share] > 1
+            or self._slots[s.share] > 1
             or s.number > grower.number
         ]
 
@@ -83,7 +83,7 @@ class TenantUse:
         later = [
             s for s in found if s.number > grower.number and s.share.priority <= first
         ]
-        if later and self._places[grower.share] == 1:
+        if later and self._slots[grower.share] == 1:
             found = later  # the grower is its tenant's only sequence
 
         def rank(sequence: ScheduledSequence) -> tuple[int, float, int]:

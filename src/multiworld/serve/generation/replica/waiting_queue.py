@@ -10,52 +10,54 @@ from multiworld.serve.generation.replica.scheduled_sequence import ScheduledSequ
 from multiworld.serve.tenants.fair_queue import Share
 
 
-class WaitingLine:
+class WaitingQueue:
     """Waiting sequences: each tenant's in order of arrival, probes before all."""
 
     def __init__(self) -> None:
-        self._lines: dict[Share | None, list[ScheduledSequence]] = {}
+        self._queues: dict[Share | None, list[ScheduledSequence]] = {}
 
     def add(self, sequence: ScheduledSequence) -> None:
         """Queue a sequence in its order of arrival."""
-        line = self._lines.setdefault(_line_of(sequence), [])
-        bisect.insort(line, sequence, key=_number)
+        queue = self._queues.setdefault(_queue_key(sequence), [])
+        bisect.insort(queue, sequence, key=_number)
 
     def remove(self, sequence: ScheduledSequence) -> None:
-        line = self._lines.get(_line_of(sequence), [])
-        place = bisect.bisect_left(line, sequence.number, key=_number)
-        if place < len(line) and line[place] is sequence:
-            del line[place]
-            if not line:
-                del self._lines[_line_of(sequence)]
+        queue = self._queues.get(_queue_key(sequence), [])
+        index = bisect.bisect_left(queue, sequence.number, key=_number)
+        if index < len(queue) and queue[index] is sequence:
+            del queue[index]
+            if not queue:
+                del self._queues[_queue_key(sequence)]
 
     def heads(self, full: Collection[str] = ()) -> Iterator[ScheduledSequence]:
-        """Yield the first sequence of each line that waits for none of ``full``."""
-        for line in self._lines.values():
-            usable = line if not full else filter(lambda s: not s.waits_for(full), line)
+        """Yield the first sequence of each queue that waits for none of ``full``."""
+        for queue in self._queues.values():
+            usable = (
+                queue if not full else filter(lambda s: not s.waits_for(full), queue)
+            )
             yield from next(zip(usable, strict=False), ())
 
     def above(self, priority: int) -> list[ScheduledSequence]:
         """Return the waiting sequences of higher priorities, except probes."""
         return [
             sequence
-            for share, line in self._lines.items()
+            for share, queue in self._queues.items()
             if share is not None and share.priority > priority
-            for sequence in line
+            for sequence in queue
         ]
 
-    def tokens(self, most: int) -> dict[Share, int]:
-        """Return each tenant's number of waiting tokens, up to about ``most``."""
+    def tokens(self, max_tokens: int) -> dict[Share, int]:
+        """Return each tenant's number of waiting tokens, up to about ``max_tokens``."""
         found: Counter[Share] = Counter()
-        for line in self._lines.values():
-            for sequence in line:
+        for queue in self._queues.values():
+            for sequence in queue:
                 found[sequence.share] += sequence.lacking
-                if found[sequence.share] >= most:
+                if found[sequence.share] >= max_tokens:
                     break
         return found
 
 
-def _line_of(sequence: ScheduledSequence) -> Share | None:
+def _queue_key(sequence: ScheduledSequence) -> Share | None:
     return None if sequence.is_probe else sequence.share
 
 

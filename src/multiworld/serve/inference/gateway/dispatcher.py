@@ -297,7 +297,7 @@ class Dispatcher:
         for replica, pieces in to_send.items():
             header = protocol.Work(tuple(item for item, _ in pieces))
             outbox = self._edges[replica]
-            # A lone request would wait in vain for others to share its frame.
+            # A lone request would needlessly wait for others to share its frame.
             put = outbox.put_now if len(self._calls) == 1 else outbox.put
             put(header, [tensors for _, tensors in pieces])
 

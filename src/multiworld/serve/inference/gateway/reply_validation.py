@@ -38,7 +38,9 @@ def check(
             route = table.routes.get(replica.model)
             stages = {} if route is None else route.stages
             if replica.stage + 1 != stages.get(replica.version, replica.stage + 1):
-                raise MessageError(f"{peer} answers, and is not of the last stage")
+                raise MessageError(
+                    f"{peer} sent an answer, but does not run the last stage"
+                )
             for item, tensors in zip(items, contents, strict=True):
                 for job in _checked([item.attempt], replica, sent):
                     _check_rows(job, tensors, peer)
@@ -70,7 +72,9 @@ def _checked(
             continue
         job, count = found
         if job.model != replica.model or not 1 <= nth <= count:
-            raise MessageError(f"{replica.name} never got attempt {nth} of {number}")
+            raise MessageError(
+                f"{replica.name} never received attempt {nth} of {number}"
+            )
         jobs.append(job)
     return jobs
 
@@ -79,6 +83,6 @@ def _check_rows(job: Submitted, tensors: Tensors, peer: str) -> None:
     try:
         rows = rows_of(tensors)
     except InvalidRequestError as error:
-        raise MessageError(f"{peer} answers with: {error}") from None
+        raise MessageError(f"{peer} sent an invalid answer: {error}") from None
     if rows != job.rows:
-        raise MessageError(f"{peer} answers {job.rows} rows with {rows}")
+        raise MessageError(f"{peer} sent {rows} output rows for {job.rows} input rows")

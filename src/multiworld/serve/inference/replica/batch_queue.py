@@ -24,7 +24,7 @@ class Work:
     """One attempt of a request, at one stage; times are monotonic seconds.
 
     Attributes:
-        key: Router, request number and attempt number.
+        key: Gateway, request number and attempt number.
         group: Equal for work that may share a batch.
         rows: Rows of the request; they count towards ``max_batch_size``.
         is_isolated: Whether it runs in isolation: alone in its batch.
@@ -77,8 +77,8 @@ class BatchQueue:
     def _cancel_all(self, keys: list[Key]) -> list[Work]:
         return [work for key in keys if (work := self.cancel(key)) is not None]
 
-    def cancel_of(self, router: str) -> list[Work]:
-        return self._cancel_all([key for key in self._waiting if key[0] == router])
+    def cancel_of(self, gateway: str) -> list[Work]:
+        return self._cancel_all([key for key in self._waiting if key[0] == gateway])
 
     def expired(self, now: float) -> list[Work]:
         """Remove and return the work whose deadline has passed."""

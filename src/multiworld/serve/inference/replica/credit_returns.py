@@ -20,7 +20,7 @@ RELEASE_SHARE = 4
 class CreditReturns:
     """Senders of the work at one replica, to which credit is returned.
 
-    Routers are omitted: they use no credit and receive notes instead.
+    Gateways are omitted: they use no credit and receive notes instead.
     """
 
     def __init__(self, upstream: Mapping[str, Outbox], max_ongoing: int) -> None:
@@ -48,8 +48,8 @@ class CreditReturns:
             self._owed.setdefault(source, []).extend(keys)
         if not self._owed:
             return
-        most = max(map(len, self._owed.values()))
-        if RELEASE_SHARE * most >= self._max_ongoing:
+        largest = max(map(len, self._owed.values()))
+        if RELEASE_SHARE * largest >= self._max_ongoing:
             self._pay()
         elif self._paying is None:
             loop = asyncio.get_running_loop()

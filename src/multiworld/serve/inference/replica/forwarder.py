@@ -20,7 +20,7 @@ from multiworld.serve.transport.protocol import NOTHING_SPENT, Key, Spent
 from multiworld.serve.transport.routing_table import Replica, ReplicaState
 
 REFUSED_S = 0.5
-"""Seconds during which a router's work is not sent to a replica that refused it."""
+"""Seconds during which a gateway's work is not sent to a replica that refused it."""
 
 REMEMBERED = 4
 """Pieces of begun work that are remembered for each receiver, per unit of credit."""
@@ -65,7 +65,7 @@ class Forwarder:
     def table_changed(self, replicas: list[Replica]) -> None:
         self._replicas = {replica.name: replica for replica in replicas}
 
-    def give_back(self) -> list[Key]:
+    def return_waiting(self) -> list[Key]:
         """Remove and return all waiting work if the next stage has no replicas.
 
         During a rolling update, it may never have any again.
@@ -85,7 +85,7 @@ class Forwarder:
         """Record that the edge to a replica ended; return work that may be lost.
 
         This includes work that it began recently: it notifies this process and the
-        routers separately, and may have died between the two. The routers know which
+        gateways separately, and may have died between the two. The gateways know which
         was begun.
         """
         self._silent.discard(name)
@@ -111,7 +111,7 @@ class Forwarder:
         self._begun[name].extend(keys)
 
     def refused(self, name: str, keys: Sequence[Key], now: float) -> None:
-        """Record that a replica refused work because its router is not connected.
+        """Record that a replica refused work because its gateway is not connected.
 
         Unknown work is ignored, so that a faulty replica cannot exhaust memory.
         """
@@ -133,8 +133,8 @@ class Forwarder:
         self._waiting.pop(key, None)
         self._fair.drop(key)
 
-    def cancel_of(self, router: str) -> None:
-        for key in [key for key in self._waiting if key[0] == router]:
+    def cancel_of(self, gateway: str) -> None:
+        for key in [key for key in self._waiting if key[0] == gateway]:
             self.cancel(key)
 
     def hand(
@@ -149,7 +149,7 @@ class Forwarder:
         for key in list(self._fair.order()):
             piece = self._waiting[key]
             if piece.deadline_at <= now:
-                self.cancel(key)  # its router has answered the client
+                self.cancel(key)  # its gateway has answered the client
                 continue
             name = self._target(piece, now)
             if name is not None:

@@ -1,8 +1,8 @@
 """One replica of one stage: receives work, computes it and forwards it.
 
 ``BatchQueue`` forms the batches, and ``Forwarder`` chooses the next replica. The last
-stage answers to the router of each request. Before a batch is computed, the replica
-announces it to the routers, so that they know what a lost replica was computing. A
+stage answers to the gateway of each request. Before a batch is computed, the replica
+announces it to the gateways, so that they know what a lost replica was computing. A
 quick stage computes on the event loop, without an announcement.
 """
 
@@ -59,7 +59,7 @@ MAX_CANCELLED = 4096
 """Maximum number of remembered cancelled requests whose work may still arrive."""
 
 TELL_S = 0.1
-"""Maximum seconds that a batch waits until its announcement is sent. A stopped router
+"""Maximum seconds that a batch waits until its announcement is sent. A stopped gateway
 does not read it."""
 
 HUNG_S, OVERDUE_S = 30.0, 10.0
@@ -103,7 +103,7 @@ class Worker:
             number + 1, limits.max_ongoing_requests, random.random
         )
         self._table = RoutingTable()
-        self._routers: dict[str, Outbox] = {}
+        self._gateways: dict[str, Outbox] = {}
         self._upstream: dict[str, Outbox] = {}
         self._downstream: dict[str, Outbox] = {}
         self._credit = CreditReturns(self._upstream, limits.max_ongoing_requests)
@@ -130,7 +130,7 @@ class Worker:
         if me is not None:
             following = table.stage(me.model, me.version, self._number + 1)
             self._forwarder.table_changed(following)
-            self._return(self._forwarder.give_back())
+            self._return(self._forwarder.return_waiting())
             self._hand([])
 
     @property
@@ -139,12 +139,12 @@ class Worker:
         return busy + self._forwarder.handed_count == 0 and self._left is None
 
     @property
-    def has_router(self) -> bool:
-        """True if a router is connected, so that work may arrive."""
-        return bool(self._routers)
+    def has_gateway(self) -> bool:
+        """True if a gateway is connected, so that work may arrive."""
+        return bool(self._gateways)
 
     async def wait_sent(self) -> None:
-        outboxes = {*self._routers.values(), *self._upstream.values()}
+        outboxes = {*self._gateways.values(), *self._upstream.values()}
         for outbox in {*outboxes, *self._downstream.values()}:
             await outbox.wait_sent()
 
@@ -167,7 +167,7 @@ class Worker:
             batch_rows=tuple(self._batch_rows),
             batch_seconds=tuple(self._batch_seconds),
             upstream=tuple(sorted(self._upstream)),
-            routers=tuple(sorted(self._routers)),
+            gateways=tuple(sorted(self._gateways)),
             downstream=tuple(sorted(self._downstream)),
         )
 
@@ -180,7 +180,7 @@ class Worker:
             self._forwarder.connected(peer)
             self._hand([])
         elif peer in self._table.gateways:
-            self._routers[peer] = outbox
+            self._gateways[peer] = outbox
         else:
             self._upstream[peer] = outbox
 
@@ -210,9 +210,9 @@ class Worker:
         if self._downstream.get(peer) is outbox:
             del self._downstream[peer]
             self._drop(self._forwarder.lost(peer))
-        elif self._routers.get(peer) is outbox:
-            del self._routers[peer]
-            # A router that reconnects sends this work again.
+        elif self._gateways.get(peer) is outbox:
+            del self._gateways[peer]
+            # A gateway that reconnects sends this work again.
             self._credit.release(self._batcher.cancel_of(peer))
             self._forwarder.cancel_of(peer)
         else:
@@ -227,13 +227,13 @@ class Worker:
             elif work.rows > self._limits.max_batch_size:
                 self._fail(work.key, self._too_many(work.rows))
                 self._credit.release([work])
-            elif work.key[0] in self._routers:
+            elif work.key[0] in self._gateways:
                 self._batcher.add(work)
                 if work.via is not None:
                     self._room.set()
             else:
                 refused.append(work)
-        # Work whose router is not connected is returned to its sender.
+        # Work whose gateway is not connected is returned to its sender.
         self._credit.refuse(refused)
         if len(self._batcher):
             self._is_busy.set()
@@ -361,17 +361,17 @@ class Worker:
         self._batch_seconds[bisect_left(SECONDS_BOUNDS, took_s)] += 1
 
     async def _announce(self, batch: list[Work]) -> None:
-        """Announce a batch to its routers, in case it kills this process.
+        """Announce a batch to its gateways, in case it kills this process.
 
         Batches of a quick stage are not announced. If one kills this process, all its
         work counts as queued here; after a second such loss, a request is computed
         alone, and announced.
         """
         is_isolated = batch[0].is_isolated
-        by_router = _by_router(work.key for work in batch)
-        for router, keys in by_router.items():
-            self._tell(router, protocol.BatchBegun(tuple(keys), is_isolated))
-        boxes = [self._routers[r] for r in by_router if r in self._routers]
+        by_gateway = _by_gateway(work.key for work in batch)
+        for gateway, keys in by_gateway.items():
+            self._notify(gateway, protocol.BatchBegun(tuple(keys), is_isolated))
+        boxes = [self._gateways[r] for r in by_gateway if r in self._gateways]
         for box in boxes:
             box.flush()
         untold = [box.wait_sent() for box in boxes if not box.is_idle]
@@ -380,7 +380,7 @@ class Worker:
                 async with asyncio.timeout(TELL_S):
                     await asyncio.gather(*untold)
             except TimeoutError:
-                pass  # compute anyway if a router does not read
+                pass  # compute anyway if a gateway does not read
         self._credit.release(batch)
 
     def _end(self, batch: list[Work], outcomes: Sequence[Outcome]) -> None:
@@ -390,7 +390,7 @@ class Worker:
         for work, outcome in zip(batch, outcomes, strict=True):
             if isinstance(outcome, ServeError):
                 self._fail(work.key, outcome)
-            elif work.key[0] in self._routers and work.key not in self._cancelled:
+            elif work.key[0] in self._gateways and work.key not in self._cancelled:
                 finished.append(
                     FinishedWork(
                         work.key,
@@ -414,14 +414,14 @@ class Worker:
             self._hand(finished, now)
 
     def _answer(self, finished: list[FinishedWork]) -> None:
-        by_router: dict[str, list[FinishedWork]] = {}
+        by_gateway: dict[str, list[FinishedWork]] = {}
         for piece in finished:
-            by_router.setdefault(piece.key[0], []).append(piece)
-        for router, pieces in by_router.items():
+            by_gateway.setdefault(piece.key[0], []).append(piece)
+        for gateway, pieces in by_gateway.items():
             items = tuple(
                 AnswerItem((p.key[1], p.key[2]), spent=p.spent) for p in pieces
             )
-            outbox = self._routers[router]
+            outbox = self._gateways[gateway]
             outbox.put_now(protocol.Answers(items), [piece.content for piece in pieces])
 
     def _hand(self, finished: list[FinishedWork], now: float | None = None) -> None:
@@ -449,32 +449,32 @@ class Worker:
         if self._has_room:
             self._room.set()
 
-    # Notes to the routers.
+    # Notes to the gateways.
 
     def _fail(self, key: Key, error: ServeError) -> None:
         self.counts["failed"] += 1
         failed = protocol.WorkFailed((key[1], key[2]), RemoteError.of(error))
-        self._tell(key[0], failed)
+        self._notify(key[0], failed)
 
     def _drop(self, keys: Iterable[Key]) -> None:
-        self._tell_of(keys, "dropped", protocol.WorkDropped)
+        self._report_outcome(keys, "dropped", protocol.WorkDropped)
 
     def _return(self, keys: Iterable[Key]) -> None:
-        self._tell_of(keys, "returned", protocol.WorkReturned)
+        self._report_outcome(keys, "returned", protocol.WorkReturned)
 
-    def _tell_of(
+    def _report_outcome(
         self,
         keys: Iterable[Key],
         what: str,
         kind: type[protocol.WorkDropped | protocol.WorkReturned | protocol.WorkStuck],
     ) -> None:
-        """Count attempts, and report to their routers what the next stage did."""
-        for router, attempts in _by_router(keys).items():
+        """Count attempts, and report to their gateways what the next stage did."""
+        for gateway, attempts in _by_gateway(keys).items():
             self.counts[what] += len(attempts)
-            self._tell(router, kind(tuple(attempts), self._number + 1))
+            self._notify(gateway, kind(tuple(attempts), self._number + 1))
 
-    def _tell(self, router: str, note: protocol.Note) -> None:
-        outbox = self._routers.get(router)
+    def _notify(self, gateway: str, note: protocol.Note) -> None:
+        outbox = self._gateways.get(gateway)
         if outbox is not None:
             outbox.put(note)
 
@@ -493,8 +493,8 @@ class Worker:
             for name, outbox in list(self._downstream.items()):
                 is_silent = outbox.silent_s() > SILENT_S
                 stuck = self._forwarder.silent(name, is_silent=is_silent)
-                self._tell_of(stuck, "stuck", protocol.WorkStuck)
-            self._return(self._forwarder.give_back())
+                self._report_outcome(stuck, "stuck", protocol.WorkStuck)
+            self._return(self._forwarder.return_waiting())
             self._hand([])
 
     def _end_if_hung(self, resumed_at: float) -> None:
@@ -544,8 +544,8 @@ def _work_of(item: WorkItem, tensors: Tensors, now: float, stage: Stage) -> Work
     )
 
 
-def _by_router(keys: Iterable[Key]) -> dict[str, list[Attempt]]:
+def _by_gateway(keys: Iterable[Key]) -> dict[str, list[Attempt]]:
     found: dict[str, list[Attempt]] = {}
-    for router, number, attempt in keys:
-        found.setdefault(router, []).append((number, attempt))
+    for gateway, number, attempt in keys:
+        found.setdefault(gateway, []).append((number, attempt))
     return found

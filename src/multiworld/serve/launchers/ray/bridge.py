@@ -373,8 +373,8 @@ class Bridge:
             code = None
             if launcher is not None:
                 with contextlib.suppress(Exception):  # its machine is lost
-                    told = launcher.exit_code.remote(self._named(name))
-                    code = ray.get(told, timeout=CODE_S)
+                    answer = launcher.exit_code.remote(self._named(name))
+                    code = ray.get(answer, timeout=CODE_S)
             self._news.put(Exited(name, code))
             self._end(name, ranks)
 

@@ -134,7 +134,7 @@ class RayLauncher:
         first = await self._bridge.start(words, {}, limit_s)
         if isinstance(first, ClusterReady):
             self._set_nodes(first.nodes)
-        self._bridge.tell(WarmNodes(self._preload, os.getcwd(), str(self._log.parent)))
+        self._bridge.send(WarmNodes(self._preload, os.getcwd(), str(self._log.parent)))
         self._heard_at = self._clock()
 
     async def _monitor(self) -> None:
@@ -202,7 +202,7 @@ class RayLauncher:
     def _end(self, name: str) -> None:
         if name in self._ranks:
             self._ending.add(name)
-            self._bridge.tell(KillActor(name, self._ranks[name]))
+            self._bridge.send(KillActor(name, self._ranks[name]))
 
     def _resolve(self, name: str, outcome: RunningProcess | LaunchError) -> None:
         future = self._starting.pop(name, None)
@@ -267,7 +267,7 @@ class RayLauncher:
             args.model_copy(update={"gpu": gpu, "rank": k if need.ranks > 1 else None})
             for k in range(need.ranks)
         ]
-        self._bridge.tell(
+        self._bridge.send(
             LaunchActor(
                 name=name,
                 key=node.key,
@@ -322,11 +322,11 @@ class RayLauncher:
         return True
 
     def _adopt(self, name: str, *, must_be_known: bool) -> None:
-        self._bridge.tell(AdoptActor(name, self._ranks[name], must_be_known))
+        self._bridge.send(AdoptActor(name, self._ranks[name], must_be_known))
 
     def settle(self) -> None:
         known = tuple(name for name in self._ranks if name not in self._ending)
-        self._bridge.tell(Sweep(known))
+        self._bridge.send(Sweep(known))
 
     async def close(self) -> None:
         """Shut the bridge down; replicas that are still starting are killed."""

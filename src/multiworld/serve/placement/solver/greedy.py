@@ -47,7 +47,7 @@ class _Ledger:
         self.used[device] += 1
         self._book(device, stage, rate, is_last=is_last)
 
-    def give_back(
+    def release(
         self, device: int, stage: StageNeed, rate: float, *, is_last: bool
     ) -> None:
         self.memory[device] += stage.memory_bytes
@@ -123,7 +123,7 @@ class _Placing:
     def _give_up(self) -> list[tuple[Slot, float]]:
         for (_, k, d), rate in self._chosen:
             stage = self._model.stages[k]
-            self._ledger.give_back(d, stage, rate, is_last=self._is_last(k))
+            self._ledger.release(d, stage, rate, is_last=self._is_last(k))
         return []
 
     def _memory(self, k: int) -> int:

@@ -152,7 +152,7 @@ class Played:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_poison_text_is_told_once_and_not_tried_again(
+async def test_poison_completion_is_reported_once_and_not_retried(
     tokenizer: Tokenizer, is_streamed: bool
 ) -> None:
     """Whatever its seed; other texts of its tenant, and the same of another, are."""
@@ -175,7 +175,7 @@ async def test_poison_text_is_told_once_and_not_tried_again(
         assert status == 200
 
 
-async def test_several_poison_texts_quarantine_their_tenant(
+async def test_several_poison_completions_quarantine_their_tenant(
     tokenizer: Tokenizer,
 ) -> None:
     """On every route of the model; those of it that wait end, too."""
@@ -369,7 +369,7 @@ async def test_strict_tools_are_enforced_or_refused(
     assert "call: <[" in played.streams.samplings[-1].grammar
 
 
-async def test_request_id_is_taken_returned_and_told_to_the_streams(
+async def test_request_id_is_accepted_returned_and_passed_to_the_streams(
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On every answer, and in the log of access; a bad one is replaced."""
@@ -441,7 +441,7 @@ async def test_probabilities_of_prompts_are_bounded_in_all(
     assert status == 200
 
 
-async def test_list_of_models_tells_the_longest_text(tokenizer: Tokenizer) -> None:
+async def test_list_of_models_reports_the_maximum_length(tokenizer: Tokenizer) -> None:
     """Of those that generate text, as vLLM names it."""
     async with Played(tokenizer).fake.client() as client:
         listed = (await client.get("/v1/models")).json()["data"]
@@ -453,7 +453,7 @@ async def test_list_of_models_tells_the_longest_text(tokenizer: Tokenizer) -> No
 
 @pytest.mark.parametrize("finish", ["length", "stop"])
 async def test_answer_may_be_the_prompt_only(tokenizer: Tokenizer, finish: str) -> None:
-    """Programs that score texts ask for no tokens."""
+    """Programs that score prompts request no tokens."""
     played = Played(tokenizer)
     played.streams.text, played.streams.finish = [9], finish
     given = list(tokenizer.encode("abc", has_special=False))

@@ -166,7 +166,7 @@ def test_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         decoder.model(str(folder))
 
 
-def test_longer_texts_than_the_model_takes_are_refused(tmp_path: Path) -> None:
+def test_longer_sequences_than_the_model_takes_are_refused(tmp_path: Path) -> None:
     """At the start, with the most that there may be."""
     folder = save_decoder(tmp_path)
     most = decoder.model(str(folder)).generation

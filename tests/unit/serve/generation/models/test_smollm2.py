@@ -41,7 +41,7 @@ class Chain:
         self._caches = [KvCache() for _ in bounds]
 
     def step(self, begin: int, ids: list[int]) -> int:
-        """Compute tokens of the one text; return the most likely next one."""
+        """Compute tokens of the one sequence; return the most likely next one."""
         rows = [Rows(0, begin, len(ids))]
         x: Any = torch.tensor(ids)
         at = torch.arange(begin, begin + len(ids))

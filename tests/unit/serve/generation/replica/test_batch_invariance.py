@@ -20,25 +20,25 @@ from multiworld.serve.generation.models import decoder_stage
 from multiworld.serve.generation.replica.batch_invariant_attention import (
     KEYS,
     PIECE,
-    FixedAttention,
-    alike_sizes,
+    InvariantAttention,
     attend,
+    invariant_sizes,
     largest_step,
     padded,
 )
 from multiworld.serve.generation.replica.batch_invariant_elements import (
     GRAIN,
     VECTORS,
-    FixedElements,
-    fix_elements,
+    InvariantElements,
+    make_elements_invariant,
     whole_slices,
 )
 from multiworld.serve.generation.replica.batch_invariant_sizes import (
     REFERENCE,
-    FixedRows,
-    alike_rows,
+    InvariantRows,
     cover,
-    fix_linears,
+    invariant_rows,
+    make_linears_invariant,
 )
 from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
 from multiworld.serve.generation.replica.layer_trial import check_layers
@@ -72,10 +72,10 @@ class Chain:
         for stage in self._stages:
             if is_packed:
                 pack_linears(stage)
-            fix_linears(stage)
-            fix_elements(stage)
-            check_layers(stage, lambda: KvCache(attention=FixedAttention))
-        self._caches = [KvCache(attention=FixedAttention) for _ in spans]
+            make_linears_invariant(stage)
+            make_elements_invariant(stage)
+            check_layers(stage, lambda: KvCache(attention=InvariantAttention))
+        self._caches = [KvCache(attention=InvariantAttention) for _ in spans]
 
     def step(self, parts: list[tuple[int, int, list[int]]]) -> torch.Tensor:
         """Compute tokens of sequences; return the logits after all of them."""
@@ -105,12 +105,12 @@ def chunks(chance: random.Random, count: int) -> list[int]:
 def test_logits_do_not_depend_on_parts_and_neighbours(
     kind: str, dtype: str, is_packed: bool, threads: int, tmp_path: Path
 ) -> None:
-    """Every token of four texts in random parts, beside all of each in one step."""
+    """Every token of four sequences in random parts, beside all of each in one step."""
     folder = save_decoder(tmp_path, kind)
     chance = random.Random(f"{kind} {dtype} {threads}")
-    texts = [[chance.randrange(300) for _ in range(LONG)] for _ in range(4)]
+    sequences = [[chance.randrange(300) for _ in range(LONG)] for _ in range(4)]
     alone = Chain(folder, dtype, is_packed=is_packed)
-    wanted = [alone.step([(0, 0, text)]) for text in texts]
+    wanted = [alone.step([(0, 0, text)]) for text in sequences]
     chain = Chain(folder, dtype, is_packed=is_packed)
     waiting = {n: chunks(chance, LONG) for n in range(4)}
     done = dict.fromkeys(waiting, 0)
@@ -120,7 +120,7 @@ def test_logits_do_not_depend_on_parts_and_neighbours(
         for number in numbers:
             count = waiting[number].pop(0)
             begin = done[number]
-            parts.append((number, begin, texts[number][begin : begin + count]))
+            parts.append((number, begin, sequences[number][begin : begin + count]))
             done[number] += count
             if not waiting[number]:
                 del waiting[number]
@@ -140,7 +140,7 @@ def test_numbers_of_rows_in_attention_give_every_place_the_same_bits(
 ) -> None:
     """The same query in all places of a call."""
     heads, size = 3, 64
-    sizes = alike_sizes(heads, size, size, dtype, threads)
+    sizes = invariant_sizes(heads, size, size, dtype, threads)
     drawn = torch.Generator().manual_seed(7)
     for rows, keys in product(sizes.rows, sizes.keys):
         query = torch.randn(1, heads, 1, size, generator=drawn).to(dtype)
@@ -168,8 +168,8 @@ def test_widths_of_real_models_give_the_same_bits_in_any_chunks(
     )
     stage: Any = decoder_stage.load(folder, Span(0, 1, 1), dtype, "cpu", quantization)
     pack_linears(stage)
-    fix_linears(stage)
-    fix_elements(stage)
+    make_linears_invariant(stage)
+    make_elements_invariant(stage)
     chance = random.Random(f"{width} {dtype} {threads}")
     text = [chance.randrange(300) for _ in range(200)]
     whole = logits_of(stage, text, [200])
@@ -179,8 +179,8 @@ def test_widths_of_real_models_give_the_same_bits_in_any_chunks(
 
 
 def logits_of(stage: Any, text: list[int], sizes: list[int]) -> torch.Tensor:
-    """Return the logits after all tokens of a text, computed in some chunks."""
-    cache, found, begin = KvCache(attention=FixedAttention), [], 0
+    """Return the logits after all tokens of a sequence, computed in chunks."""
+    cache, found, begin = KvCache(attention=InvariantAttention), [], 0
     for size in sizes:
         rows, at = [Rows(0, begin, size)], torch.arange(begin, begin + size)
         given = torch.tensor(text[begin : begin + size])
@@ -197,7 +197,7 @@ def test_numbers_have_the_same_bits_wherever_they_stand(
 ) -> None:
     """Beside as many others as one likes."""
     plain = getattr(torch.nn.functional, name)
-    fixed = FixedElements(plain)
+    fixed = InvariantElements(plain)
     for width in (64, 100, 4_864):
         given = torch.randn(97, width, generator=torch.Generator().manual_seed(1))
         whole = fixed(given)
@@ -221,17 +221,17 @@ def test_slices_have_no_rest(count: int, threads: int) -> None:
 def test_layers_whose_rows_depend_on_the_step_are_refused(
     threads: int, tmp_path: Path
 ) -> None:
-    """A function that nobody has made alike: here it counts the rows."""
+    """A function that nobody has made batch-invariant: here it counts the rows."""
     stage: Any = decoder_stage.load(
         save_decoder(tmp_path), Span(0, 4, 4), "float32", "cpu"
     )
-    fix_linears(stage)
-    fix_elements(stage)
+    make_linears_invariant(stage)
+    make_elements_invariant(stage)
     norm = stage.whole.model.norm
     forward = norm.forward
     norm.forward = lambda hidden: forward(hidden) * (1 + 1e-7 * hidden.shape[-2])
-    with pytest.raises(ModelFailedError, match="deterministic: true cannot be kept"):
-        check_layers(stage, lambda: KvCache(attention=FixedAttention))
+    with pytest.raises(ModelFailedError, match="deterministic: true is not possible"):
+        check_layers(stage, lambda: KvCache(attention=InvariantAttention))
 
 
 def test_default_kernels_do_depend_on_them(tmp_path: Path) -> None:
@@ -253,26 +253,26 @@ def test_default_kernels_do_depend_on_them(tmp_path: Path) -> None:
     assert not torch.equal(logits([100]), logits([1] * 100))
 
 
-def test_sizes_that_are_not_alike_are_not_used() -> None:
+def test_sizes_that_are_not_invariant_are_not_used() -> None:
     """A function with another result for many rows is called with few."""
 
     def strange(rows: torch.Tensor) -> torch.Tensor:
         return rows * 2 + (len(rows) > 24)
 
-    sizes = alike_rows(strange, torch.zeros(1, 8))
+    sizes = invariant_rows(strange, torch.zeros(1, 8))
     assert max(sizes) == 24
     assert REFERENCE in sizes
     given = torch.randn(3, 50, 8)
-    assert torch.equal(FixedRows(strange, sizes)(given), given * 2)
+    assert torch.equal(InvariantRows(strange, sizes)(given), given * 2)
 
 
-def test_function_that_is_never_alike_is_called_with_one_size() -> None:
+def test_function_that_is_never_invariant_is_called_with_one_size() -> None:
     """That of the reference."""
 
     def strange(rows: torch.Tensor) -> torch.Tensor:
         return rows + (len(rows) != REFERENCE)
 
-    assert alike_rows(strange, torch.zeros(1, 8)) == [REFERENCE]
+    assert invariant_rows(strange, torch.zeros(1, 8)) == [REFERENCE]
 
 
 @pytest.mark.parametrize("count", [1, 4, 5, 16, 17, 63, 64, 65, 200])
@@ -315,8 +315,8 @@ def test_memory_is_what_the_scheduler_counts(
 def test_products_without_bias_and_conv1d_are_changed() -> None:
     """All that a decoder multiplies with weights."""
     module = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 4))
-    fix_linears(module)
-    assert isinstance(module[0].forward, FixedRows)
-    assert isinstance(module[2].forward, FixedRows)
+    make_linears_invariant(module)
+    assert isinstance(module[0].forward, InvariantRows)
+    assert isinstance(module[2].forward, InvariantRows)
     assert module(torch.zeros(2, 3, 8)).shape == (2, 3, 4)
     assert module(torch.zeros(1, 0, 8)).shape == (1, 0, 4)

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from multiworld.serve.generation.engine_limits import GROWTH
-from multiworld.serve.generation.replica.batch_invariant_attention import FixedAttention
+from multiworld.serve.generation.replica.batch_invariant_attention import (
+    InvariantAttention,
+)
 from multiworld.serve.generation.replica.kv_cache import KvCache, Rows, StepAttention
 from multiworld.serve.generation.replica.kv_memory import (
-    PLACES,
     SHARED_TOKENS,
+    SLOTS,
     KvMemory,
     Pair,
 )
@@ -78,16 +80,16 @@ def test_every_sequence_keeps_its_numbers(steps: list[tuple[str, int, int]]) -> 
         assert len(side_by_side) == len(kept) == len(set(side_by_side))
         of_size: dict[int, int] = {}
         for run in runs:
-            assert len(run.sequences) <= PLACES
-            places, _ = memory.of_run(run, 3, LIKE)
+            assert len(run.sequences) <= SLOTS
+            slots, _ = memory.of_run(run, 3, LIKE)
             for number, name in enumerate(run.sequences):
-                place = places[run.place + number]
-                assert place.data_ptr() == memory.of(name, 3, LIKE)[0].data_ptr()
+                slot = slots[run.slot + number]
+                assert slot.data_ptr() == memory.of(name, 3, LIKE)[0].data_ptr()
             of_size[run.tokens] = of_size.get(run.tokens, 0) + 1
         for size, count in of_size.items():
             many = sum(len(run.sequences) for run in runs if run.tokens == size)
-            most = max(1, min(PLACES, SHARED_TOKENS // size))
-            assert count == math.ceil(many / most), "there are no gaps"
+            max_count = max(1, min(SLOTS, SHARED_TOKENS // size))
+            assert count == math.ceil(many / max_count), "there are no gaps"
 
 
 def test_memory_is_free_when_the_last_sequence_is() -> None:
@@ -99,7 +101,7 @@ def test_memory_is_free_when_the_last_sequence_is() -> None:
     for sequence in range(9):
         memory.free(sequence)
     assert memory.nbytes == 0
-    assert not memory._shelves
+    assert not memory._size_classes
 
 
 def drawn(chance: torch.Generator, heads: int, rows: int) -> Tensor:
@@ -107,11 +109,11 @@ def drawn(chance: torch.Generator, heads: int, rows: int) -> Tensor:
     return torch.randn(heads, rows, 8, generator=chance)
 
 
-@pytest.mark.parametrize("kind", [StepAttention, FixedAttention])
+@pytest.mark.parametrize("kind", [StepAttention, InvariantAttention])
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("heads", [2, 6])
 def test_rows_together_are_as_rows_alone(
-    kind: type[StepAttention] | type[FixedAttention], window: int | None, heads: int
+    kind: type[StepAttention] | type[InvariantAttention], window: int | None, heads: int
 ) -> None:
     """Ten sequences, some beside each other, in steps of some of them."""
     draw, chance = torch.Generator().manual_seed(1), random.Random(1)
@@ -133,7 +135,7 @@ def test_rows_together_are_as_rows_alone(
             here = slice(offset, offset + each.count)
             given = query[:, here], key[:, here], value[:, here]
             wanted = alone[number].step([each]).attend(0, *given, window=window)
-            if kind is FixedAttention:
+            if kind is InvariantAttention:
                 assert torch.equal(out[here], wanted)
             torch.testing.assert_close(out[here], wanted, rtol=1e-4, atol=1e-5)
             offset += each.count
@@ -144,9 +146,9 @@ def test_rows_together_are_as_rows_alone(
     assert batches > 20, "rows are computed together"
 
 
-@pytest.mark.parametrize("kind", [StepAttention, FixedAttention])
+@pytest.mark.parametrize("kind", [StepAttention, InvariantAttention])
 def test_numbers_that_are_none_stay_with_their_sequence(
-    kind: type[StepAttention] | type[FixedAttention],
+    kind: type[StepAttention] | type[InvariantAttention],
 ) -> None:
     """Neither who computes beside it, nor who has its memory later, gets a NaN."""
     draw = torch.Generator().manual_seed(1)
@@ -163,7 +165,7 @@ def test_numbers_that_are_none_stay_with_their_sequence(
         step([Rows(number, 0, tokens)], tokens - 1 if number == 0 else -1)
     rows = [Rows(0, 40, 1), Rows(1, 30, 1), Rows(2, 35, 1)]
     assert step(rows, 0).isnan().flatten(1).any(1).tolist() == [True, False, False]
-    cache.free(0)  # another one moves into its place
+    cache.free(0)  # another one moves into its slot
     assert not step([Rows(1, 31, 1), Rows(2, 36, 1)], -1).isnan().any()
     step([Rows(3, 0, 10)], -1)  # and a new one comes
     rows = [Rows(1, 32, 1), Rows(2, 37, 1), Rows(3, 10, 1)]

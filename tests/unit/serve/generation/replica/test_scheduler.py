@@ -55,7 +55,7 @@ class Pipeline:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.under_way: deque[PlannedStep] = deque()
+        self.in_flight: deque[PlannedStep] = deque()
         self.computed: dict[Key, int] = {}
         self.made: dict[Key, int] = {}
         self.ended: set[Key] = set()
@@ -68,7 +68,7 @@ class Pipeline:
         limit = self.scheduler.limits
         alive = [
             one
-            for one in self.under_way
+            for one in self.in_flight
             if any(part.key not in self.ended for part in one.parts)
         ]
         assert len(alive) < limit.steps
@@ -86,12 +86,12 @@ class Pipeline:
             tokens = self.scheduler.tokens(part.key)
             assert part.begin + part.count <= len(tokens)
             assert part.samples == (part.begin + part.count == len(tokens))
-        self.under_way.append(step)
+        self.in_flight.append(step)
         return step
 
     def finish_one(self, wanted: dict[Key, int]) -> None:
         """Let the oldest step come out of the last stage."""
-        step = self.under_way.popleft()
+        step = self.in_flight.popleft()
         out: list[tuple[Key, int | None]] = []
         for part in step.parts:
             if part.key in self.ended:
@@ -117,7 +117,7 @@ class Pipeline:
         for _ in range(turns):
             while self.plan() is not None:
                 pass
-            if not self.under_way:
+            if not self.in_flight:
                 break
             self.finish_one(wanted)
         assert all(
@@ -125,7 +125,7 @@ class Pipeline:
         )
 
 
-def test_long_prompt_is_computed_in_parts_while_others_go_on() -> None:
+def test_long_prompt_is_computed_in_chunks_while_others_continue() -> None:
     """No step is longer than the budget."""
     pipeline = Pipeline(Scheduler(limits(tokens=8)))
     scheduler = pipeline.scheduler
@@ -133,7 +133,7 @@ def test_long_prompt_is_computed_in_parts_while_others_go_on() -> None:
     first = pipeline.plan()
     assert first is not None
     scheduler.sampled(first.number, [(key(1), 5)])
-    pipeline.under_way.clear()
+    pipeline.in_flight.clear()
     scheduler.add(key(2), list(range(20)))
     counts = []
     for _ in range(3):
@@ -149,7 +149,7 @@ def test_long_prompt_is_computed_in_parts_while_others_go_on() -> None:
 
 
 def planned(pipeline: Pipeline) -> list[dict[int, int]]:
-    """Plan all steps that may be under way; return the tokens of each sequence."""
+    """Plan all steps that may be in flight; return the tokens of each sequence."""
     found = []
     while (step := pipeline.plan()) is not None:
         found.append({part.key[1]: part.count for part in step.parts})
@@ -167,8 +167,8 @@ def test_prompt_is_computed_in_all_stages_at_once() -> None:
     assert planned(pipeline) == [{1: 128}], "one stage"
 
 
-def test_running_texts_wait_for_the_prompts_of_one_step_in_all() -> None:
-    """Steps have as many as they may while nothing waits for them."""
+def test_running_sequences_wait_for_the_prefill_of_one_step_in_all() -> None:
+    """Steps are full while no sequence waits for them."""
     pipeline = Pipeline(Scheduler(limits(tokens=120, steps=3, blocks=9000)))
     pipeline.scheduler.add(key(1), [0] * 400)
     wanted = {key(1): 99, key(2): 99, key(3): 99}
@@ -178,17 +178,17 @@ def test_running_texts_wait_for_the_prompts_of_one_step_in_all() -> None:
     for _ in range(4):
         pipeline.finish_one(wanted)
         planned(pipeline)
-    under_way = [part for step in pipeline.under_way for part in step.parts]
-    assert len(pipeline.under_way) == 3
-    assert [part.count for part in under_way if part.key == key(1)] == [1]
-    assert sum(part.count for part in under_way) == 121
+    in_flight = [part for step in pipeline.in_flight for part in step.parts]
+    assert len(pipeline.in_flight) == 3
+    assert [part.count for part in in_flight if part.key == key(1)] == [1]
+    assert sum(part.count for part in in_flight) == 121
 
 
-def test_refilled_texts_wait_for_those_that_still_are() -> None:
-    """Steps are full until all are refilled; texts that go on get a token in each."""
+def test_rebuilt_sequences_wait_for_those_still_being_rebuilt() -> None:
+    """Steps are full until all are rebuilt; running sequences get a token in each."""
     pipeline = Pipeline(Scheduler(limits(seqs=9, tokens=120, steps=3, blocks=9000)))
     for number in range(1, 5):
-        pipeline.scheduler.add(key(number), [0] * 130, refill=130)
+        pipeline.scheduler.add(key(number), [0] * 130, rebuild=130)
     wanted = {key(number): 99 for number in range(1, 5)}
     steps = planned(pipeline)
     assert steps == [{1: 120}, {1: 10, 2: 110}, {2: 20, 3: 100}]
@@ -202,13 +202,13 @@ def test_refilled_texts_wait_for_those_that_still_are() -> None:
     assert planned(pipeline) == [{5: 40}, {5: 40}], "a new prompt is in small parts"
 
 
-def test_refill_that_has_no_room_holds_nobody_up() -> None:
-    """Texts that run go on together, and new prompts in small parts."""
+def test_rebuild_without_memory_delays_no_other_sequence() -> None:
+    """Running sequences share steps; new prompts are computed in small chunks."""
     pipeline = Pipeline(Scheduler(limits(seqs=2, tokens=120, steps=3, blocks=9000)))
     wanted = {key(number): 99 for number in range(1, 4)}
     for number in (1, 2):
         pipeline.scheduler.add(key(number), [0])
-    pipeline.scheduler.add(key(3), [0] * 130, refill=130)
+    pipeline.scheduler.add(key(3), [0] * 130, rebuild=130)
     assert planned(pipeline) == [{1: 1, 2: 1}]
     pipeline.finish_one(wanted)
     assert planned(pipeline) == [{1: 1, 2: 1}]
@@ -241,7 +241,7 @@ def started(count: int) -> Pipeline:
 
 
 def test_many_sequences_fill_the_pipeline_in_equal_steps() -> None:
-    """With three stages, three steps are under way, of eight sequences each."""
+    """With three stages, three steps are in flight, of eight sequences each."""
     pipeline = started(24)
     steps = [pipeline.plan() for _ in range(4)]
     assert [len(s.parts) if s else None for s in steps] == [8, 8, 8, None]
@@ -262,7 +262,7 @@ def test_few_sequences_go_together_and_wait_for_each_other() -> None:
     assert prompt is not None
     assert [part.key for part in prompt.parts] == [key(6)]
     pipeline.finish_one(wanted)
-    assert pipeline.plan() is None, "the new one is still under way"
+    assert pipeline.plan() is None, "the new one is still in flight"
     pipeline.finish_one(wanted)
     both = pipeline.plan()
     assert both is not None
@@ -318,7 +318,7 @@ def test_sequence_that_ends_in_a_step_does_not_hold_it_up() -> None:
     assert step is not None
     assert scheduler.next_step() is None
     scheduler.remove(key(1))
-    assert scheduler.next_step() is None, "the other one is still under way"
+    assert scheduler.next_step() is None, "the other one is still in flight"
     scheduler.remove(key(2))
     scheduler.add(key(3), [1])
     assert scheduler.next_step() is not None
@@ -354,7 +354,7 @@ def test_every_sequence_gets_its_tokens_and_every_block_comes_back(
     room = blocks * block
     for number in range(data.draw(st.integers(1, 10), "sequences")):
         for _ in range(data.draw(st.integers(0, 3), "turns")):
-            if pipeline.plan() is None and pipeline.under_way:
+            if pipeline.plan() is None and pipeline.in_flight:
                 pipeline.finish_one(wanted)
         scheduler.withheld = data.draw(st.integers(0, blocks - 1), "withheld")
         if wanted and data.draw(st.integers(0, 4), "lost") == 0:
@@ -363,9 +363,9 @@ def test_every_sequence_gets_its_tokens_and_every_block_comes_back(
         made = data.draw(st.integers(1, max(1, room - prompt - 1)), "made")
         wanted[key(number)] = made
         is_suspect = data.draw(st.booleans(), "suspect")
-        refill = data.draw(st.integers(0, prompt + 2), "refill")
+        rebuild = data.draw(st.integers(0, prompt + 2), "rebuild")
         tokens = [0] * prompt
-        scheduler.add(key(number), tokens, refill=refill, is_suspect=is_suspect)
+        scheduler.add(key(number), tokens, rebuild=rebuild, is_suspect=is_suspect)
     pipeline.run(wanted)
     assert scheduler.is_idle
     assert scheduler.used_blocks == 0
@@ -389,7 +389,7 @@ def test_sequence_that_has_ended_in_the_last_stage_holds_nobody_up() -> None:
     assert scheduler.used_blocks == 7
 
 
-def test_sequence_whose_end_its_gateway_did_not_see_goes_on_without_a_step() -> None:
+def test_sequence_whose_end_its_gateway_did_not_see_continues_without_a_step() -> None:
     """All its tokens are computed; the last stage chooses the next one again."""
     scheduler = Scheduler(limits(tokens=64))
     scheduler.add(key(1), [1, 2])
@@ -418,7 +418,7 @@ def test_sequence_with_nothing_to_compute_is_refused() -> None:
 
 
 def test_preempted_sequence_that_is_renamed_frees_its_blocks_in_all_stages() -> None:
-    """They are told its new name: they know no other any more."""
+    """They receive its new key; they no longer know another."""
     scheduler = Scheduler(limits(tokens=64, block=2, blocks=8))
     scheduler.add(key(1), [1, 2])
     scheduler.add(key(2), [1, 2])
@@ -538,7 +538,7 @@ def test_token_takes_as_much_longer_as_a_tenants_share_is_smaller(
     for _ in range(40):
         pipeline.finish_one(wanted)
         planned(pipeline)
-        parts = [step.parts for step in pipeline.under_way]
+        parts = [step.parts for step in pipeline.in_flight]
         cost = sum(cost_of(sum(p.count for p in those)) for those in parts)
         assert 0.7 * limit <= cost <= limit
         assert any(p.key == key(0) for those in parts for p in those), "in every turn"
@@ -559,7 +559,7 @@ def test_tenant_that_was_here_lately_finds_little_in_flight() -> None:
         scheduler.remove(key(number))
 
 
-def test_tenant_below_its_share_preempts_for_places_and_for_blocks() -> None:
+def test_tenant_below_its_share_preempts_for_slots_and_for_blocks() -> None:
     """The last sequences of the tenant that has most, until both have their share."""
     for seqs, blocks in ((6, 900), (90, 6)):
         scheduler = Scheduler(limits(seqs=seqs, tokens=64, block=64, blocks=blocks))
@@ -581,7 +581,7 @@ def test_tenant_below_its_share_preempts_for_places_and_for_blocks() -> None:
 
 
 def test_tenants_get_tokens_by_their_weights() -> None:
-    """Tokens of prompts and of answers count alike, whoever came first."""
+    """Tokens of prompts and of answers count the same, whoever came first."""
     scheduler = Scheduler(limits(seqs=100, tokens=6, blocks=10_000))
     for number in range(30):
         scheduler.add(key(number), [0] * 60, share=Share("a", weight=2.0))
@@ -621,7 +621,7 @@ def test_tenant_that_was_away_gets_no_credit_for_it() -> None:
     assert served[True] > 0.3 * served[False]
 
 
-def test_higher_priority_preempts_a_lower_one_for_its_place() -> None:
+def test_higher_priority_preempts_a_lower_one_for_its_slot() -> None:
     """The last one of those; it is computed again later."""
     scheduler = Scheduler(limits(seqs=2, tokens=64))
     pipeline = Pipeline(scheduler)
@@ -642,7 +642,7 @@ def test_higher_priority_preempts_a_lower_one_for_its_place() -> None:
 
 
 def test_prompts_that_preempt_each_other_come_to_an_end() -> None:
-    """Two that are both half computed; it once went on for ever."""
+    """Two that are both half computed; it once continued for ever."""
     scheduler = Scheduler(limits(seqs=4, tokens=6, block=2, blocks=8))
     pipeline = Pipeline(scheduler)
     wanted = {key(number): 2 for number in range(3)}
@@ -656,7 +656,7 @@ def test_prompts_that_preempt_each_other_come_to_an_end() -> None:
 # Stages that are replaced.
 
 
-def test_paused_sequence_lets_others_go_on_and_resumes_with_its_token() -> None:
+def test_paused_sequence_lets_others_continue_and_resumes_with_its_token() -> None:
     """Its steps are not waited for, and it keeps its blocks."""
     scheduler = Scheduler(limits(seqs=4, tokens=64, steps=1))
     for number in (1, 2):
@@ -696,8 +696,8 @@ def test_sequence_that_is_taken_back_is_computed_from_there() -> None:
     assert [(p.begin, p.count, p.samples) for p in step.parts] == [(2, 4, True)]
 
 
-def test_sequence_that_may_come_has_its_blocks_and_its_place() -> None:
-    """And others wait for them; once it has come, it goes on without a step."""
+def test_sequence_that_may_come_has_its_blocks_and_its_slot() -> None:
+    """And others wait for them; once it has come, it continues without a step."""
     scheduler = Scheduler(limits(seqs=2, block=4, blocks=6))
     assert scheduler.reserve([], key(1), 10)
     assert scheduler.used_blocks == 3
@@ -708,7 +708,7 @@ def test_sequence_that_may_come_has_its_blocks_and_its_place() -> None:
     scheduler.add(key(5), [1, 2])
     step = scheduler.next_step()
     assert step is not None
-    assert [part.key for part in step.parts] == [key(4)], "one place is taken"
+    assert [part.key for part in step.parts] == [key(4)], "one slot is taken"
     scheduler.take_over(key(3), key(6), list(range(14)), 14, Share())
     scheduler.remove(key(4))
     scheduler.remove(key(5))
@@ -721,7 +721,7 @@ def test_sequence_that_may_come_has_its_blocks_and_its_place() -> None:
     assert scheduler.used_blocks == 0
 
 
-def test_sequence_that_does_not_come_gives_its_blocks_back() -> None:
+def test_reservation_of_a_sequence_that_does_not_come_is_freed() -> None:
     """Whoever waits for them gets them."""
     scheduler = Scheduler(limits(blocks=2))
     assert scheduler.reserve([], key(1), 7)

@@ -41,16 +41,16 @@ def key(number: int) -> Key:
     return "gateway/1", number, 0
 
 
-def opening(number: int, *tokens: int) -> SequenceStart:
+def start(number: int, *tokens: int) -> SequenceStart:
     """Return a sequence without a sampler's chance."""
     sampling = Sampling(temperature=0.0, max_tokens=5)
     return SequenceStart(key(number), tokens, len(tokens), ("a",), sampling)
 
 
-def engine_with(*openings: SequenceStart) -> StageEngine:
+def engine_with(*starts: SequenceStart) -> StageEngine:
     """Return an engine of a last stage with sequences that begin."""
     engine = StageEngine(stage, is_last=True, model=FACTS)
-    engine.tidy(Chores(open=[(each, None) for each in openings]))
+    engine.tidy(Chores(open=[(each, None) for each in starts]))
     return engine
 
 
@@ -61,7 +61,7 @@ def part(number: int, begin: int, count: int, samples: bool = True) -> StepPart:
 
 def test_sequence_that_fails_does_not_fail_the_others_of_its_step() -> None:
     """Each is computed alone then."""
-    engine = engine_with(opening(1, 1, 1), opening(2, 1))
+    engine = engine_with(start(1, 1, 1), start(2, 1))
     found = engine.compute([part(1, 0, 2), part(2, 0, 1)], torch.tensor([1, 1, -1]))
     assert [item.token for item in found.tokens] == [1]
     ((failed, error),) = found.failed
@@ -70,8 +70,8 @@ def test_sequence_that_fails_does_not_fail_the_others_of_its_step() -> None:
 
 
 def test_logits_of_another_shape_fail_by_name() -> None:
-    """Those of the wrong row would be tokens of another text."""
-    engine = engine_with(opening(1, 1, 1))
+    """The logits of a wrong row would sample a token of another sequence."""
+    engine = engine_with(start(1, 1, 1))
     engine.function = lambda rows, *others: torch.zeros(len(rows), 4)
     ((_, error),) = engine.compute([part(1, 0, 2)], torch.tensor([1, 1])).failed
     assert "[wanted, vocabulary]" in str(error)
@@ -79,7 +79,7 @@ def test_logits_of_another_shape_fail_by_name() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_no_numbers_fail_their_sequence_alone(bad: float) -> None:
-    """The others of the step get their tokens; no text is made of what is none."""
+    """The others of the step get their tokens; nothing is sampled from NaN."""
 
     def broken(rows: Any, positions: Any, attention: Any, wanted: Any) -> Any:
         logits = stage(rows, positions, attention, wanted)
@@ -87,7 +87,7 @@ def test_logits_that_are_no_numbers_fail_their_sequence_alone(bad: float) -> Non
         return logits
 
     engine = StageEngine(broken, is_last=True, model=FACTS)
-    engine.tidy(Chores(open=[(opening(1, 1, 1), None), (opening(2, 2), None)]))
+    engine.tidy(Chores(open=[(start(1, 1, 1), None), (start(2, 2), None)]))
     found = engine.compute([part(1, 0, 2), part(2, 0, 1)], torch.tensor([1, 1, 2]))
     assert [item.key for item in found.tokens] == [key(1)]
     ((failed, error),) = found.failed
@@ -97,7 +97,7 @@ def test_logits_that_are_no_numbers_fail_their_sequence_alone(bad: float) -> Non
 
 def test_tokens_that_were_never_computed_here_are_noticed() -> None:
     """Rather than attended to as whatever the memory holds."""
-    engine = engine_with(opening(1, 1, 1, 1))
+    engine = engine_with(start(1, 1, 1, 1))
     engine.compute([part(1, 0, 1, samples=False)], torch.tensor([1]))
     for begin in (2, 1):
         found = engine.compute([part(1, begin, 1)], torch.tensor([1]))
@@ -107,9 +107,9 @@ def test_tokens_that_were_never_computed_here_are_noticed() -> None:
         assert is_missing == [True] * (begin == 2)
 
 
-def test_preempted_sequence_is_computed_again_and_goes_on() -> None:
+def test_preempted_sequence_is_computed_again_and_continues() -> None:
     """Its keys and values are dropped; what it has generated is not."""
-    engine = engine_with(opening(1, 1, 1))
+    engine = engine_with(start(1, 1, 1))
     (first,) = engine.compute([part(1, 0, 2)], torch.tensor([1, 1])).tokens
     assert (first.index, first.token) == (0, 1)
     engine.tidy(Chores(drop=[key(1)[:2]]))
@@ -120,7 +120,7 @@ def test_preempted_sequence_is_computed_again_and_goes_on() -> None:
     assert engine.cache.nbytes == 0
 
 
-def test_sequence_that_goes_on_as_another_attempt_keeps_what_it_has() -> None:
+def test_sequence_that_continues_as_another_attempt_keeps_what_it_has() -> None:
     """With the tokens that its gateway has, and its probabilities so far."""
     sampling = Sampling(temperature=0.0, max_tokens=5, prompt_logprobs=0)
     begun = SequenceStart(key(1), (1, 1, 1), 3, ("a",), sampling)

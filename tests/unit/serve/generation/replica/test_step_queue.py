@@ -1,4 +1,4 @@
-"""The work of a stage: steps, and rows that refill it, in turns."""
+"""The queue of a stage: steps and KV rebuilds take turns."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def step(number: int) -> ArrivedStep:
     return ArrivedStep(Step("r0", number, parts), torch.zeros(1, 2))
 
 
-def refill(queue: StepQueue, number: int, rows: int, *, is_end: bool = True) -> None:
-    """Queue rows that refill a sequence."""
+def rebuild(queue: StepQueue, number: int, rows: int, *, is_end: bool = True) -> None:
+    """Queue rows of a KV rebuild."""
     queue.rebuild(ActivationRows(key(number), 5, is_end), torch.zeros(rows, 2))
 
 
-def links(held: dict[int, int], prepared: tuple[int, ...] = ()) -> SequenceTable:
+def table_of(held: dict[int, int], prepared: tuple[int, ...] = ()) -> SequenceTable:
     """Return the sequences that are here, with their tokens.
 
     Args:
         held: Number of tokens, by sequence.
-        prepared: Those that go on elsewhere.
+        prepared: Those that still run elsewhere.
     """
     found = SequenceTable(is_last=False)
     for number, count in held.items():
-        opening = SequenceStart(key(number), (1,), 1, ("a", "b"), Sampling())
-        state, _ = found.begin(opening, (1,) if number in prepared else ())
+        start = SequenceStart(key(number), (1,), 1, ("a", "b"), Sampling())
+        state, _ = found.begin(start, (1,) if number in prepared else ())
         state.held = count
     return found
 
@@ -66,7 +66,7 @@ def shown(queue: StepQueue) -> list[object]:
 
 
 def sizes(queue: StepQueue) -> list[int]:
-    """Return the rows of each computation; all must be refills."""
+    """Return the rows of each computation; all must be rebuilds."""
     found = []
     while (what := queue.next()) is not None:
         assert isinstance(what, list)
@@ -74,10 +74,10 @@ def sizes(queue: StepQueue) -> list[int]:
     return found
 
 
-def test_long_refill_is_cut_and_takes_turns_with_steps() -> None:
+def test_long_rebuild_is_split_and_takes_turns_with_steps() -> None:
     """Only its last piece is the end."""
-    queue = StepQueue(4, links({}))
-    refill(queue, 1, 10)
+    queue = StepQueue(4, table_of({}))
+    rebuild(queue, 1, 10)
     for number in (2, 3, 4, 5):
         queue.add(step(number))
     assert shown(queue) == [
@@ -102,18 +102,18 @@ def test_long_refill_is_cut_and_takes_turns_with_steps() -> None:
 def test_pieces_are_small_beside_sequences_that_lost_nothing(
     held: dict[int, int], wanted: list[int]
 ) -> None:
-    """Those that were refilled just now wait for those that still are."""
-    queue = StepQueue(256, links(held))
-    refill(queue, 2, 0)
-    refill(queue, 1, 300)
+    """Sequences just rebuilt wait for those still being rebuilt."""
+    queue = StepQueue(256, table_of(held))
+    rebuild(queue, 2, 0)
+    rebuild(queue, 1, 300)
     assert sizes(queue) == wanted
 
 
 def test_what_is_prepared_comes_last_and_in_small_pieces() -> None:
     """A sequence that was moved here does not wait for the next one that will be."""
-    queue = StepQueue(256, links({1: 0, 2: 250}, prepared=(1,)))
-    refill(queue, 1, 100)
-    refill(queue, 2, 8)
+    queue = StepQueue(256, table_of({1: 0, 2: 250}, prepared=(1,)))
+    rebuild(queue, 1, 100)
+    rebuild(queue, 2, 8)
     assert shown(queue) == [
         [(2, 5, 8, True)],
         [(1, 5, PIECE, False)],
@@ -121,30 +121,30 @@ def test_what_is_prepared_comes_last_and_in_small_pieces() -> None:
     ]
 
 
-def test_short_refills_of_many_sequences_go_together() -> None:
-    """As far as they fit into a step; one without rows only says that it is the end."""
-    queue = StepQueue(8, links({}))
+def test_short_rebuilds_of_many_sequences_share_a_computation() -> None:
+    """As far as they fit into a step; one without rows only marks the end."""
+    queue = StepQueue(8, table_of({}))
     for number, rows in ((1, 3), (2, 0), (3, 5), (4, 1)):
-        refill(queue, number, rows)
+        rebuild(queue, number, rows)
     assert shown(queue) == [
         [(1, 5, 3, True), (2, 5, 0, True), (3, 5, 5, True)],
         [(4, 5, 1, True)],
     ]
 
 
-def test_step_of_a_sequence_that_is_refilled_waits_for_it() -> None:
+def test_step_of_a_sequence_that_is_rebuilt_waits_for_it() -> None:
     """Others behind it wait as well, because steps stay in order."""
-    queue = StepQueue(2, links({}))
-    refill(queue, 1, 4)
+    queue = StepQueue(2, table_of({}))
+    rebuild(queue, 1, 4)
     queue.add(step(1))
     queue.add(step(2))
     assert shown(queue) == [[(1, 5, 2, False)], [(1, 7, 2, True)], 1, 2]
 
 
 def test_pieces_are_typed() -> None:
-    """A refill without rows is one piece."""
-    queue = StepQueue(2, links({}))
-    refill(queue, 1, 0, is_end=False)
+    """A rebuild without rows is one piece."""
+    queue = StepQueue(2, table_of({}))
+    rebuild(queue, 1, 0, is_end=False)
     assert len(queue) == 1
     (piece,) = queue.next()  # type: ignore[misc]
     assert isinstance(piece, RebuildRows)

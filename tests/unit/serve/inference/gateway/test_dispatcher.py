@@ -314,7 +314,7 @@ async def test_full_queue_refuses_and_counts_it() -> None:
 
 
 async def test_quarantine_rejects_what_waits_for_either_route_of_the_model() -> None:
-    """The tenant's dedicated copy is the same model; other tenants go on."""
+    """The tenant's dedicated copy is the same model; other tenants continue."""
     async with gate(RoutingTable()) as g:
         routes = {name: Route("1", {"1": 1}) for name in ("m", "m@acme")}
         g.dispatcher.table_changed(RoutingTable(1, ("g",), routes))
@@ -334,7 +334,7 @@ async def test_quarantine_rejects_what_waits_for_either_route_of_the_model() -> 
 
 
 async def test_model_that_is_no_longer_served_rejects_what_waits() -> None:
-    """The caller is told, and does not wait for its deadline."""
+    """The caller is notified, and does not wait for its deadline."""
     async with gate(table([])) as g:
         call = g.ask(1.0)
         await settle()

@@ -207,7 +207,7 @@ def test_tenant_of_a_poison_request_is_isolated_behind_other_suspects() -> None:
 
 
 def test_quarantine_rejects_the_waiting_requests_of_a_tenant() -> None:
-    """Requests under way and those of other tenants are untouched."""
+    """Requests in flight and those of other tenants are untouched."""
     run = Run(table(["a"]))
     _all_suspected(run, [1, 2], [3, 4])
     run.handle(Connected("a"))
@@ -301,7 +301,7 @@ def test_nothing_is_sent_while_a_later_stage_has_no_replica() -> None:
     assert dispatched(run.handle(Connected("b"))) == [("a", 2, 1, False)]
 
 
-def test_deadline_ends_a_request_under_way() -> None:
+def test_deadline_ends_a_request_in_flight() -> None:
     """Its attempt is cancelled."""
     run = Run(table(["a"]))
     run.submit(1, deadline_at=5.0)
@@ -407,7 +407,7 @@ def test_probe_skips_the_queue_and_may_use_a_starting_replica() -> None:
 
 
 def test_new_version_gets_unsent_requests() -> None:
-    """Requests under way stay with the old version."""
+    """Requests in flight stay with the old version."""
     run = Run(table(["a"], ongoing=1))
     run.submit(1)
     run.submit(2)
@@ -555,8 +555,8 @@ def test_events_of_unknown_requests_are_ignored() -> None:
         Answered((7, 1), True),
         Failed((7, 1), ModelFailedError("no")),
         Withdrawn(7),
-        Lost("stranger"),
+        Lost("unknown"),
     ):
         assert run.handle(event) == []
     with pytest.raises(KeyError):
-        run.handle(Submitted(number=1, model="stranger", deadline_at=1.0))
+        run.handle(Submitted(number=1, model="unknown", deadline_at=1.0))

@@ -18,11 +18,11 @@ def work(
     at: float = 0.0,
     deadline: float = 100.0,
     is_isolated: bool = False,
-    router: str = "r",
+    gateway: str = "r",
     via: dict[str, str] | None = None,
 ) -> Work:
     """Return a piece of work."""
-    key = router, number, 1
+    key = gateway, number, 1
     return Work(key, group, rows, deadline, at, is_isolated, via=via)
 
 
@@ -95,10 +95,10 @@ def test_suspect_runs_in_isolation_without_waiting() -> None:
 
 
 def test_cancelled_and_expired_work_is_removed() -> None:
-    """By key, by router, by deadline."""
+    """By key, by gateway, by deadline."""
     batcher = BatchQueue(8, 0.0)
     batcher.add(work(0))
-    batcher.add(work(1, router="other"))
+    batcher.add(work(1, gateway="other"))
     batcher.add(work(2, deadline=5.0))
     batcher.add(work(3))
     first = batcher.cancel(("r", 0, 1))

@@ -104,14 +104,14 @@ def test_waiting_work_goes_back_when_the_next_stage_has_no_replicas() -> None:
     """Lost replicas of a version that is being replaced are not replaced."""
     f = forwarding(1, a=READY)
     f.hand([piece(0), piece(1), piece(2)], 0.0)
-    assert f.give_back() == []
+    assert f.return_waiting() == []
     f.table_changed([])
-    assert f.give_back() == [key(1), key(2)]
+    assert f.return_waiting() == [key(1), key(2)]
     assert (len(f), f.handed_count) == (0, 1)
 
 
 def test_replica_that_refused_work_gets_none_for_a_while() -> None:
-    """It has no edge to the router yet."""
+    """It has no edge to the gateway yet."""
     f = forwarding(4, a=READY, b=READY)
     (name,) = f.hand([piece(0)], 0.0)
     f.refused(name, [key(0)], 0.0)
@@ -122,7 +122,7 @@ def test_replica_that_refused_work_gets_none_for_a_while() -> None:
 
 
 def test_refusal_of_work_that_was_never_sent_is_ignored() -> None:
-    """Work of that router still goes to the replica."""
+    """Work of that gateway still goes to the replica."""
     f = forwarding(4, a=READY)
     f.refused("a", [key(9)], 0.0)
     f.refused("unknown", [key(0)], 0.0)

@@ -65,7 +65,7 @@ async def test_time_that_work_takes_goes_with_it() -> None:
 
 
 async def test_next_stage_without_credit_stops_this_one() -> None:
-    """No batch is begun while outputs wait; credit that comes back lets it go on."""
+    """No batch is begun while outputs wait; credit that comes back lets it continue."""
     async with bench(
         0, 2, "1-a", max_ongoing_requests=1, max_batch_size=1, is_started=False
     ) as b:
@@ -108,7 +108,7 @@ async def test_probe_passes_by_outputs_that_wait_for_its_replica() -> None:
 
 
 async def test_upstream_gets_its_credit_back_when_work_begins_or_is_gone() -> None:
-    """Cancelled work returns it, too; routers are told by notes alone."""
+    """Cancelled work returns it, too; gateways are notified by notes alone."""
     async with bench(1, 2, "0-z", is_started=False) as b:
         g, z = await b.connect("g"), await b.connect("0-z")
         await send(z, [item(n) for n in (1, 2)], 1.0, 2.0)
@@ -125,7 +125,7 @@ async def test_upstream_gets_its_credit_back_when_work_begins_or_is_gone() -> No
         assert await answers(g) == {2: 4.0}
 
 
-async def test_work_of_a_router_that_is_not_connected_goes_back() -> None:
+async def test_work_of_a_gateway_that_is_not_connected_goes_back() -> None:
     """An answer could not reach it from here; other work is computed."""
     async with bench(1, 2, "0-z") as b:
         g, z = await b.connect("g"), await b.connect("0-z")
@@ -136,7 +136,7 @@ async def test_work_of_a_router_that_is_not_connected_goes_back() -> None:
         assert await answers(g) == {2: 4.0}
 
 
-async def test_work_that_the_next_stage_refused_is_returned_to_its_router() -> None:
+async def test_work_that_the_next_stage_refused_is_returned_to_its_gateway() -> None:
     """Another replica of the next stage gets what comes next."""
     async with bench(0, 2, "1-a", "1-b") as b:
         g = await b.connect("g")

@@ -125,7 +125,7 @@ async def test_what_a_calm_quick_stage_cannot_compute_at_once_goes_to_its_thread
 
 
 async def test_suspect_at_a_quick_stage_is_announced_and_computed_alone() -> None:
-    """If it kills the replica, the router must know."""
+    """If it kills the replica, the gateway must know."""
     async with bench() as b:
         g = await b.connect("g")
         quicken(b)

@@ -158,7 +158,7 @@ async def test_rank_that_fails_alone_breaks_the_replica(
 async def test_rank_that_fails_after_its_last_collective_stays_in_step(
     failing: int,
 ) -> None:
-    """Every rank has begun as many collectives, so the replica goes on."""
+    """Every rank has begun as many collectives, so the replica continues."""
     calls = dict.fromkeys(range(3), 0)
 
     def fails_once(group: Group, tensors: Tensors) -> Tensors:

@@ -1,4 +1,4 @@
-"""The worker: work over real edges, routers and replicas that a test plays."""
+"""The worker: work over real edges, gateways and replicas that a test plays."""
 
 from __future__ import annotations
 
@@ -172,9 +172,9 @@ async def bench(
                 await made.close()
 
 
-def item(number: int, router: str = "g", **more: Any) -> WorkItem:
+def item(number: int, gateway: str = "g", **more: Any) -> WorkItem:
     """Return the header of the first attempt at a request."""
-    return WorkItem((router, number, 1), **{"remaining_s": 50.0, **more})
+    return WorkItem((gateway, number, 1), **{"remaining_s": 50.0, **more})
 
 
 async def send(peer: Peer, items: Sequence[WorkItem], *values: float) -> None:
@@ -214,9 +214,9 @@ async def handed(peer: Peer) -> dict[Key, float]:
     }
 
 
-def key(number: int, router: str = "g") -> Key:
+def key(number: int, gateway: str = "g") -> Key:
     """Return the key of the first attempt at a request."""
-    return (router, number, 1)
+    return (gateway, number, 1)
 
 
 # A stage that is the first and the last.
@@ -236,11 +236,11 @@ async def test_batch_is_announced_computed_together_and_answered() -> None:
         await until(lambda: b.worker.is_idle)
         report = b.worker.report()
         assert report.counts == {"batches": 1, "rows": 2, "requests": 2}
-        assert (report.routers, report.upstream, report.downstream) == (("g",), (), ())
-        assert b.worker.has_router
+        assert (report.gateways, report.upstream, report.downstream) == (("g",), (), ())
+        assert b.worker.has_gateway
 
 
-async def test_batch_of_two_routers_is_told_and_answered_to_each() -> None:
+async def test_batch_of_two_gateways_is_announced_and_answered_to_each() -> None:
     """Neither hears of the other's requests."""
     async with bench(is_started=False) as b:
         g, h = await b.connect("g"), await b.connect("h")
@@ -288,7 +288,7 @@ async def test_request_with_more_rows_than_a_batch_is_refused() -> None:
 
 
 async def test_suspect_is_computed_alone() -> None:
-    """The router is told so: it counts its losses by that."""
+    """The gateway is notified, because it counts losses by that."""
     async with bench(is_started=False) as b:
         g = await b.connect("g")
         work = [item(1), item(2, is_isolated=True), item(3)]
@@ -301,7 +301,7 @@ async def test_suspect_is_computed_alone() -> None:
 
 
 async def test_late_work_is_not_computed() -> None:
-    """Its router has answered already."""
+    """Its gateway has answered already."""
     async with bench(is_started=False) as b:
         g = await b.connect("g")
         await send(g, [item(1, remaining_s=1.0), item(2, remaining_s=9.0)], 1.0, 2.0)
@@ -365,7 +365,7 @@ async def test_answer_to_what_was_cancelled_meanwhile_is_not_sent() -> None:
 async def test_cancelled_keys_are_remembered_up_to_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A router that cancels for ever fills no memory."""
+    """A gateway that cancels for ever fills no memory."""
     monkeypatch.setattr(module, "MAX_CANCELLED", 3)
     async with bench() as b:
         g = await b.connect("g")
@@ -379,8 +379,8 @@ async def test_cancelled_keys_are_remembered_up_to_a_limit(
 # Routers that end.
 
 
-async def test_work_of_a_lost_router_is_dropped() -> None:
-    """Queued or computed: nobody waits for it; another router's is answered."""
+async def test_work_of_a_lost_gateway_is_dropped() -> None:
+    """Queued or computed: nobody waits for it; another gateway's is answered."""
     async with bench(is_started=False, max_batch_size=1) as b:
         g, h = await b.connect("g"), await b.connect("h")
         b.model.gate.clear()
@@ -395,13 +395,13 @@ async def test_work_of_a_lost_router_is_dropped() -> None:
         assert await answers(h) == {1: 10.0}
         await until(lambda: b.worker.is_idle)
         assert b.model.batches == [[1.0], [5.0]]
-        assert b.worker.report().routers == ("h",)
+        assert b.worker.report().gateways == ("h",)
 
 
-async def test_router_that_does_not_read_keeps_nobody_from_computing(
+async def test_gateway_that_does_not_read_keeps_nobody_from_computing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is told when it reads again."""
+    """It is notified when it reads again."""
     monkeypatch.setattr(module, "TELL_S", 0.02)
     async with bench() as b:
         g = await b.connect("g")
@@ -415,7 +415,7 @@ async def test_router_that_does_not_read_keeps_nobody_from_computing(
 async def test_message_that_is_not_understood_closes_its_edge(
     what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The worker goes on with others."""
+    """The worker continues with others."""
     async with bench() as b:
         g, h = await b.connect("g"), await b.connect("h")
         if what == "no work":

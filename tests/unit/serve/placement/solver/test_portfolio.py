@@ -85,7 +85,7 @@ def test_replicas_are_spread_over_nodes() -> None:
 
 
 def test_what_is_worth_more_is_served_first() -> None:
-    """If not all fits, the other model is told what it lacks."""
+    """If not all fits, the answer says what the other model lacks."""
     nodes = (node("a", "cpu"),)
     models = tuple(
         ModelNeed(name, (stage(0.5),), demand=1.6, weight=weight)

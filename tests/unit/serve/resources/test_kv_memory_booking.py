@@ -14,7 +14,7 @@ def model(stages: list[dict[str, Any]], **generation: Any) -> ModelSpec:
     return ModelSpec.model_validate(asked)
 
 
-def test_memory_of_texts_is_added_to_what_a_stage_declares() -> None:
+def test_kv_memory_is_added_to_what_a_stage_declares() -> None:
     """The last stage has no log; a stage that declares nothing books nothing."""
     spec = model(
         [{"memory_mb": 1000}, {}, {"memory_mb": 2000}],
@@ -34,6 +34,6 @@ def test_prefixes_that_are_not_kept_take_no_memory() -> None:
 
 
 def test_other_models_book_what_they_declare() -> None:
-    """They have no texts."""
+    """They have no KV."""
     spec = ModelSpec.model_validate({"factory": "a:b", "stages": [{"memory_mb": 7}]})
     assert needs_of(spec)[0].memory_bytes == 7 * MIB
