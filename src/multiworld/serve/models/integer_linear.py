@@ -42,7 +42,10 @@ SIBLINGS = (
 rows."""
 
 CHECKED = 3
-"""Rows of the product that is compared with exact sums, when a weight is loaded."""
+"""Rows of the product that is compared with exact sums."""
+
+_checked: set[torch.Size] = set()
+"""Shapes of weights whose products this process has compared; each has its kernels."""
 
 
 class IntegerLinear(nn.Module):
@@ -96,7 +99,9 @@ class Weights:
         self._waiting = 0
         try:
             self._packed = torch.ops.onednn.qlinear_prepack(integers, None)
-            self._check(integers)
+            if integers.shape not in _checked:
+                self._check(integers)
+                _checked.add(integers.shape)
         except (RuntimeError, AttributeError, NotImplementedError, TypeError) as error:
             raise ModelFailedError(
                 f"quantization: int8 needs an operator that torch {torch.__version__} "

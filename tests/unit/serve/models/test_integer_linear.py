@@ -169,9 +169,9 @@ def test_siblings_are_computed_together_with_the_bits_of_each_alone(
 def test_integers_are_refused_where_sums_are_not_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The error says what to do."""
+    """The error says what to do; each shape is tried once."""
     monkeypatch.setattr(
-        Weights, "_sums", lambda self, given: torch.zeros(len(given), 16)
+        Weights, "_sums", lambda self, given: torch.zeros(len(given), 17)
     )
     with pytest.raises(ModelFailedError, match="remove quantization"):
-        integer_linear(waves(16, 64))
+        integer_linear(waves(17, 67))

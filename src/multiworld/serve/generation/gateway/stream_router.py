@@ -182,7 +182,7 @@ class StreamRouter:
         del self.streams[stream.number]
         self._end(stream)
         if stream.via:
-            return  # probes belong to no stream
+            return  # probes are not counted
         took_s = stream.last_at - (stream.first_at or 0.0)
         self.timed.ended(stream.model, stream.prompt, stream.made, took_s)
         is_late = self._is_late(stream)
