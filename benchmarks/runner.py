@@ -122,6 +122,11 @@ SUITES = {
         "float32",
         run=_optional("quality"),
     ),
+    "sampling": Suite(
+        "choosing the next tokens of 64 sequences",
+        "reading",
+        run=_optional("sampling"),
+    ),
     "nccl": Suite("worlds on GPUs", nccl.BASELINE, run=nccl.run),
 }
 

@@ -1,8 +1,8 @@
-"""Writes ``world/blocking_collectives.py``: ``python -m tests.meta.blocking_facade``.
+"""Writes ``world/blocking_world.py``: ``python -m tests.meta.blocking_facade``.
 
-The blocking methods follow from the declarations in ``backends.collectives``: the same
-signature with ``timeout_s``. They are written out so that editors and type checkers
-know them.
+The blocking members follow from ``multiworld.World`` and the collectives that it
+inherits: the same properties and methods, and for coroutines the same signature with
+``timeout_s``. They are written out so that editors and type checkers know them.
 """
 
 from __future__ import annotations
@@ -12,74 +12,110 @@ import textwrap
 
 from tests.meta.imports import SOURCE
 
-DECLARED = SOURCE / "backends" / "collectives.py"
-FACADE = SOURCE / "world" / "blocking_collectives.py"
+DECLARED = (
+    (SOURCE / "world" / "world.py", "World"),
+    (SOURCE / "backends" / "collectives.py", "CollectiveMethods"),
+)
+"""The files of the async methods, and the classes."""
 
-HEAD = '''"""The collectives for programs without an event loop.
+FACADE = SOURCE / "world" / "blocking_world.py"
 
-Written by ``python -m tests.meta.blocking_facade`` from ``backends.collectives``.
+WRITTEN_BY_HAND = {
+    "handle",  # calls a function on the event loop
+    "named_errors",  # a context manager
+}
+
+HEAD = '''"""The members of a world for programs without an event loop.
+
+Written by ``python -m tests.meta.blocking_facade`` from ``multiworld.World``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from torch import Tensor
-from torch.distributed import ReduceOp
+from torch.distributed import ProcessGroup, ReduceOp
 
-from multiworld.backends.collectives import CollectiveMethods
+from multiworld.backends.base import Bundle
+from multiworld.world.world import World, WorldStatistics
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
 
-class BlockingCollectives:
-    """The collectives as methods that wait.
+class BlockingWorld:
+    """The properties and methods of a world; those that wait take ``timeout_s``."""
 
-    Each takes ``timeout_s``, seconds to wait or None, and raises ``TimeoutError`` when
-    they are over; the world is broken then.
-    """
-
-    def __init__(self, collectives: CollectiveMethods) -> None:
-        self._collectives = collectives
+    _world: World
 
     def _wait(self, step: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         """Run a coroutine on the world's loop, and wait for it."""
+        raise NotImplementedError
+
+    def _next(
+        self, step: Coroutine[Any, Any, World], timeout_s: float | None
+    ) -> Self:
+        """Wait for the next incarnation."""
         raise NotImplementedError
 '''
 
 
 def facade() -> str:
     """Return the text of the module."""
-    tree = ast.parse(DECLARED.read_text())
-    (methods,) = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and node.name == "CollectiveMethods"
-    ]
-    found = [
-        _method(node)
-        for node in methods.body
-        if isinstance(node, ast.AsyncFunctionDef) and not node.name.startswith("_")
-    ]
+    found: list[str] = []
+    for path, name in DECLARED:
+        (declared,) = [
+            node
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.ClassDef) and node.name == name
+        ]
+        found += [
+            _member(node)
+            for node in declared.body
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and not node.name.startswith("_")
+            and node.name not in WRITTEN_BY_HAND
+        ]
     return "\n".join([HEAD.rstrip("\n"), *found])
 
 
-def _method(node: ast.AsyncFunctionDef) -> str:
-    args = node.args
-    timeout = ast.arg("timeout_s", ast.parse("float | None", mode="eval").body)
-    positional = [a.arg for a in args.args[1:]]
-    keyword = [f"{a.arg}={a.arg}" for a in args.kwonlyargs]
-    args.kwonlyargs.append(timeout)
-    args.kw_defaults.append(ast.Constant(None))
+def _member(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    args, name = node.args, node.name
     assert node.returns is not None
-    given = ", ".join([*positional, *keyword])
-    text = (
-        f"\ndef {node.name}({ast.unparse(args)}) -> {ast.unparse(node.returns)}:\n"
-        f'    """Wait for ``multiworld.World.{node.name}``."""\n'
-        f"    step = self._collectives.{node.name}({given})\n"
-        f"    return self._wait(step, timeout_s)"
+    returned = ast.unparse(node.returns)
+    given = ", ".join(
+        [
+            *(a.arg for a in args.args[1:]),
+            *(f"{a.arg}={a.arg}" for a in args.kwonlyargs),
+        ]
     )
+    docstring = f'    """As ``multiworld.World.{name}``."""\n'
+    if node.decorator_list:
+        text = (
+            f"\n@property\ndef {name}(self) -> {returned}:\n{docstring}"
+            f"    return self._world.{name}"
+        )
+    elif isinstance(node, ast.FunctionDef):
+        text = (
+            f"\ndef {name}({ast.unparse(args)}) -> {returned}:\n{docstring}"
+            f"    {'' if returned == 'None' else 'return '}self._world.{name}({given})"
+        )
+    else:
+        wait = "_wait"
+        if returned == "World":
+            wait, returned = "_next", "Self"
+        timeout = ast.arg("timeout_s", ast.parse("float | None", mode="eval").body)
+        args.kwonlyargs.append(timeout)
+        args.kw_defaults.append(ast.Constant(None))
+        text = (
+            f"\ndef {name}({ast.unparse(args)}) -> {returned}:\n{docstring}"
+            f"    step = self._world.{name}({given})\n"
+            f"    {'' if returned == 'None' else 'return '}self.{wait}(step, timeout_s)"
+        )
     return textwrap.indent(text, "    ")
 
 

@@ -22,24 +22,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
-from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from multiworld.backends.base import Bundle
 from multiworld.config import WorldConfig
 from multiworld.errors import ConfigError
 from multiworld.incarnation.events import Event
 from multiworld.net.security import Security
 from multiworld.world import manager as _manager
 from multiworld.world import world as _world
-from multiworld.world.blocking_collectives import BlockingCollectives
-from multiworld.world.world import WorldStatistics
+from multiworld.world.blocking_world import BlockingWorld
 
 __all__ = ["World", "WorldManager"]
 
@@ -113,7 +109,7 @@ async def _next(items: AsyncIterator[T]) -> T:
     return await anext(items)
 
 
-class World(BlockingCollectives):
+class World(BlockingWorld):
     """A world for threads; ``multiworld.World`` describes each method and attribute.
 
     Every operation raises the errors of the same method there, ``TimeoutError`` after
@@ -121,7 +117,6 @@ class World(BlockingCollectives):
     """
 
     def __init__(self, world: _world.World, loop: _Loop) -> None:
-        super().__init__(world)
         self._world, self._loop = world, loop
         self.name, self.epoch = world.name, world.epoch
         self.rank, self.size = world.rank, world.size
@@ -132,152 +127,10 @@ class World(BlockingCollectives):
     def _wait(self, step: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         return self._loop.call(step, timeout_s)
 
-    @property
-    def is_ready(self) -> bool:
-        """True while operations are possible."""
-        return self._world.is_ready
-
-    @property
-    def is_broken(self) -> bool:
-        """True once a fault has broken the world."""
-        return self._world.is_broken
-
-    @property
-    def left(self) -> frozenset[int]:
-        """Ranks that have left politely."""
-        return self._world.left
-
-    @property
-    def process_group(self) -> ProcessGroup:
-        """The c10d process group; see ``multiworld.World.process_group``."""
-        return self._world.process_group
-
-    def device_mesh(self, dim_name: str = "world") -> Any:
-        """Return a one-dimensional DeviceMesh; see ``multiworld.World.device_mesh``.
-
-        Args:
-            dim_name: Name of the mesh's dimension.
-        """
-        return self._world.device_mesh(dim_name)
-
-    def statistics(self) -> WorldStatistics:
-        """Return a snapshot of this world."""
-        return self._world.statistics()
-
-    def send(
-        self, tensor: Tensor, *, dst: int, tag: int = 0, timeout_s: float | None = None
-    ) -> None:
-        """Send one tensor; see ``multiworld.World.send``.
-
-        Args:
-            tensor, dst, tag, timeout_s: As there, and the seconds to wait.
-        """
-        self._loop.call(self._world.send(tensor, dst=dst, tag=tag), timeout_s)
-
-    def recv(
-        self,
-        out: Tensor | None = None,
-        *,
-        src: int,
-        tag: int = 0,
-        timeout_s: float | None = None,
-    ) -> Tensor:
-        """Return one received tensor; see ``multiworld.World.recv``.
-
-        Args:
-            out, src, tag, timeout_s: As there, and the seconds to wait.
-        """
-        return self._loop.call(self._world.recv(out, src=src, tag=tag), timeout_s)
-
-    def recv_any(
-        self,
-        out: Tensor | None = None,
-        *,
-        tag: int = 0,
-        timeout_s: float | None = None,
-    ) -> tuple[int, Tensor]:
-        """Return the first tensor and its source; see ``multiworld.World.recv_any``.
-
-        Args:
-            out, tag, timeout_s: As there, and the seconds to wait.
-        """
-        return self._loop.call(self._world.recv_any(out, tag=tag), timeout_s)
-
-    def send_bundle(
-        self,
-        tensors: Mapping[str, Tensor],
-        *,
-        dst: int,
-        meta: Mapping[str, Any] | None = None,
-        tag: int = 0,
-        timeout_s: float | None = None,
-    ) -> None:
-        """Send tensors and metadata; see ``multiworld.World.send_bundle``.
-
-        Args:
-            tensors, dst, meta, tag, timeout_s: As there, and the seconds to wait.
-        """
-        step = self._world.send_bundle(tensors, dst=dst, meta=meta, tag=tag)
-        self._loop.call(step, timeout_s)
-
-    def recv_bundle(
-        self,
-        *,
-        src: int | None = None,
-        tag: int = 0,
-        timeout_s: float | None = None,
-    ) -> Bundle:
-        """Return a received bundle; see ``multiworld.World.recv_bundle``.
-
-        Args:
-            src, tag, timeout_s: As there, and the seconds to wait.
-        """
-        return self._loop.call(self._world.recv_bundle(src=src, tag=tag), timeout_s)
-
-    def send_object(
-        self, obj: Any, *, dst: int, tag: int = 0, timeout_s: float | None = None
-    ) -> None:
-        """Send small JSON data, never pickled; see ``multiworld.World.send_object``.
-
-        Args:
-            obj, dst, tag, timeout_s: As there, and the seconds to wait.
-        """
-        self._loop.call(self._world.send_object(obj, dst=dst, tag=tag), timeout_s)
-
-    def recv_object(
-        self,
-        *,
-        src: int | None = None,
-        tag: int = 0,
-        timeout_s: float | None = None,
-    ) -> Any:
-        """Return received JSON data; see ``multiworld.World.recv_object``.
-
-        Args:
-            src, tag, timeout_s: As there, and the seconds to wait.
-        """
-        return self._loop.call(self._world.recv_object(src=src, tag=tag), timeout_s)
-
-    @property
-    def lost(self) -> frozenset[int]:
-        """Ranks known to be lost; the set may grow after the world broke."""
-        return self._world.lost
-
-    def wait_over(self, timeout_s: float | None = None) -> None:
-        """Wait until the world is broken or closed.
-
-        Args:
-            timeout_s: Seconds to wait; None: without limit.
-        """
-        self._loop.call(self._world.wait_over(), timeout_s)
-
-    def wait_incomplete(self, timeout_s: float | None = None) -> None:
-        """Wait until the world is broken or closed, or a member has left.
-
-        Args:
-            timeout_s: Seconds to wait; None: without limit.
-        """
-        self._loop.call(self._world.wait_incomplete(), timeout_s)
+    def _next(
+        self, step: Coroutine[Any, Any, _world.World], timeout_s: float | None
+    ) -> Self:
+        return type(self)(self._loop.call(step, timeout_s), self._loop)
 
     @contextlib.contextmanager
     def named_errors(self) -> Iterator[None]:
@@ -294,22 +147,6 @@ class World(BlockingCollectives):
             self._loop.call(self._world._await_verdict())
             self._world.raise_if_over(error)
             raise
-
-    def reform(self) -> World:
-        """Return the next, smaller incarnation; see ``multiworld.World.reform``."""
-        return World(self._loop.call(self._world.reform()), self._loop)
-
-    def grow(self, *, to: int) -> World:
-        """Return the next, larger incarnation; see ``multiworld.World.grow``.
-
-        Args:
-            to: The new world size.
-        """
-        return World(self._loop.call(self._world.grow(to=to)), self._loop)
-
-    def close(self) -> None:
-        """Leave politely: the others get what was sent, then ``MemberLeftError``."""
-        self._loop.call(self._world.close())
 
 
 class WorldManager:
@@ -367,11 +204,13 @@ class WorldManager:
         backend: str = "direct",
         config: WorldConfig | None = None,
         device: torch.device | str = "cpu",
+        timeout_s: float | None = None,
     ) -> World:
         """Return a joined world; see ``multiworld.WorldManager.join``.
 
         Args:
             name, rank, size, store, backend, config, device: As there.
+            timeout_s: Seconds to wait; None: those of ``config.join_s``.
         """
         step = self._manager.join(
             name,
@@ -382,7 +221,7 @@ class WorldManager:
             config=config,
             device=device,
         )
-        return World(self._loop.call(step), self._loop)
+        return World(self._loop.call(step, timeout_s), self._loop)
 
     def keep(
         self,

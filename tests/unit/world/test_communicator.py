@@ -11,7 +11,7 @@ import torch
 from multiworld import BrokenWorldException, UnknownWorldError, WorldManager
 from multiworld.backends.collectives import CollectiveMethods
 from multiworld.testing import Arena
-from multiworld.world.blocking_collectives import BlockingCollectives
+from multiworld.world.blocking_world import BlockingWorld
 from multiworld.world.communicator import WorldCommunicator
 
 COLLECTIVES = sorted(
@@ -42,7 +42,7 @@ async def test_every_collective_exists_by_name_and_blocking(name: str) -> None:
     async with WorldManager() as manager:
         assert callable(getattr(manager.communicator, name))
     wanted = inspect.signature(getattr(CollectiveMethods, name)).parameters
-    found = inspect.signature(getattr(BlockingCollectives, name)).parameters
+    found = inspect.signature(getattr(BlockingWorld, name)).parameters
     assert list(found) == [*wanted, "timeout_s"]
 
 

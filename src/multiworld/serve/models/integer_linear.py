@@ -122,17 +122,21 @@ class Weights:
     def _computed(self, given: Tensor) -> tuple[Tensor, Tensor]:
         rows = given.reshape(-1, self.inputs).float()
         count = len(rows)
-        most = rows.abs().amax(-1, keepdim=True).clamp_(min=1e-30)
-        both = rows.new_empty((_size(2 * count), self.inputs))
+        factor = rows.abs().amax(-1, keepdim=True)
+        factor.clamp_(min=1e-30).mul_(1 / LEVELS)
+        size = _size(2 * count)
+        both = rows.new_empty((size, self.inputs))
         high, low = both[:count], both[count : 2 * count]
-        both[2 * count :] = 0.0
-        torch.mul(rows, LEVELS / most, out=low)
+        if size > 2 * count:
+            both[2 * count :] = 0.0
+        torch.div(rows, factor, out=low)
         torch.round(low, out=high)
-        low.sub_(high).mul_(FINER).round_()
-        sums = self._sums(both.add_(SHIFT).to(torch.uint8))
+        low.sub_(high).mul_(FINER)
+        # The conversion cuts off, so that this rounds.
+        sums = self._sums(both.add_(SHIFT + 0.5).to(torch.uint8))
         # A power of two: whether this is fused does not change the bits.
         found = sums[:count].add_(sums[count : 2 * count], alpha=1 / FINER)
-        return found, most.mul_(1 / LEVELS)
+        return found, factor
 
     def _sums(self, integers: Tensor) -> Tensor:
         """Return sums times the outputs' scales, [rows, outputs], float32."""

@@ -68,7 +68,7 @@ def test_integers_have_the_same_bits_on_every_processor() -> None:
     with torch.inference_mode():
         found = linear(waves(50, 576))
     digest = hashlib.sha256(found.numpy().tobytes()).hexdigest()
-    assert digest[:16] == "d24533d00de27f4b"
+    assert digest[:16] == "77296ad2fa818449"
 
 
 def test_integers_come_close_to_the_product_of_floats() -> None:

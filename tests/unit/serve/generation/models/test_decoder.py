@@ -158,6 +158,24 @@ def test_unknown_dtype_is_refused(tmp_path: Path) -> None:
         decoder.model(str(folder), dtype="int8")
 
 
+def unquantized() -> Model:
+    """Return a model, as a factory that knows nothing of quantization."""
+    raise AssertionError("it must not be called")
+
+
+def test_factory_that_cannot_quantize_is_refused() -> None:
+    """Rather than ignored, so that nobody takes floats for integers."""
+    spec = ModelSpec.model_validate(
+        {
+            "factory": f"{__name__}:unquantized",
+            "generation": {"quantization": "int8"},
+            "stages": [{}],
+        }
+    )
+    with pytest.raises(SpecError, match="has no parameter quantization"):
+        build_model(spec)
+
+
 def test_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     """At the start, rather than with every request."""
     folder = save_decoder(tmp_path)
