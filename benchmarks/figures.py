@@ -56,6 +56,9 @@ BESIDE = "pause of other streams"
 KNOWN = "time to the first token by tokens of the beginning"
 TOKENS, FIRST = "rate by streams", "time to the first token by streams"
 
+PERPLEXITY, SAME = "perplexity by text", "same most likely token by text"
+QUALITY_TEXTS = range(1, 7)
+
 
 @cache
 def report(name: str) -> BenchReport:
@@ -133,6 +136,20 @@ def p2p(kind: str, size: int, contender: str = OURS) -> Series:
 def empty(kind: str, clients: int, contender: str = THREE) -> Series:
     """Return a series of the suite "serving"."""
     return series("serving", kind, clients, contender)
+
+
+def _quality_ratio() -> float:
+    """Return the geometric mean of the texts' ratios of perplexity."""
+    ratios = [
+        statistics.median(
+            rounds(
+                series("quality", PERPLEXITY, text, "int8"),
+                series("quality", PERPLEXITY, text, "float32"),
+            )
+        )
+        for text in QUALITY_TEXTS
+    ]
+    return statistics.geometric_mean(ratios)
 
 
 def moves() -> list[float]:
@@ -308,9 +325,15 @@ FIGURES: dict[str, Callable[[], str]] = {
     "generate_threads": lambda: to(
         series("generate", TOKENS, 1, ONE), series("generate", TOKENS, 1, THREE)
     ),
-    "generate_log": lambda: to(
-        series("generate", TOKENS, 16, THREE),
-        series("generate", TOKENS, 16, "three stages, no log"),
+    "int8_llamacpp": lambda: to(
+        series("generate", TOKENS, 16, f"{ONE}, int8"),
+        series("generate", TOKENS, 16, "xllamacpp"),
+    ),
+    "quality_ratio": lambda: f"{_quality_ratio():.3f}",
+    "quality_same": lambda: number(
+        statistics.mean(
+            series("quality", SAME, text, "int8").median for text in QUALITY_TEXTS
+        )
     ),
     "prefix_n": lambda: count("generate", KNOWN, 256, "three stages, known"),
     "prefix_256": lambda: _prefix(256),

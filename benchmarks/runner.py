@@ -122,6 +122,7 @@ SUITES = {
         "float32",
         run=_optional("quality"),
     ),
+    "step": Suite("parts of a decode step, SmolLM2", "all", run=_optional("step")),
     "sampling": Suite(
         "choosing the next tokens of 64 sequences",
         "reading",
@@ -137,7 +138,7 @@ def usual() -> list[str]:
     All but those that fetch a model, and "nccl" only with a GPU.
     """
     # They fetch a model.
-    left_out = {"generate", "recovery", "texts", "kills", "quality"}
+    left_out = {"generate", "recovery", "texts", "kills", "quality", "step"}
     if not torch.cuda.is_available():
         left_out.add("nccl")
     return [name for name in SUITES if name not in left_out]
