@@ -65,7 +65,7 @@ def _watch(stage: nn.Module, clock: Clock) -> None:
         name = type(module).__name__
         if "Linear" in name or name.endswith("Norm"):
             part = "products" if "Linear" in name else "norms"
-            module.forward = clock.timed(part, module.forward)  # type: ignore[method-assign]
+            module.forward = clock.timed(part, module.forward)
 
 
 def run(options: Options, on_step: OnStep) -> None:

@@ -7,9 +7,9 @@ the index of the token, so a recomputed sequence samples the same tokens.
 The vocabulary is divided into blocks of 128 words. One pass finds the largest logit of
 each block, which suffices for temperature 0, and for ``top_k`` up to 63: the likeliest
 words lie in the blocks with the largest maxima. Other sequences take five passes
-(scale, softmax in three, sum), two more for ``min_p`` or ``top_p``, and up to 32 more
-for a ``top_p`` that keeps more than 64 words: bisection for the probability of the last
-of them. A mask takes one more. Nothing is sorted but the 64 likeliest words.
+(scale, softmax in three, sum), one more for ``min_p`` or ``top_p``, and up to 34 more
+if more than 64 words remain: bisection for the probability of the last of them. A mask
+takes one more. Nothing is sorted but the 64 likeliest words.
 
 ``top_k`` and ``top_p`` keep all words that are as likely as the last one they keep. As
 in vLLM, ``min_p`` applies first, then ``top_k``, then ``top_p`` to what remains.
@@ -375,20 +375,81 @@ def _drawn_of_all(
     temperature = torch.tensor([p.temperature for p in parameters])[:, None]
     # softmax gives a row the same bits wherever it stands; exp would not.
     likely = (_some(blocks, rows).flatten(1) / temperature).softmax(-1)
-    for row, each in zip(likely, parameters, strict=True):
-        min_probability = _threshold(row, each)
-        if min_probability > 0:
-            threshold(row, _below(min_probability), 0.0, inplace=True)
     parts = likely.view(len(rows), -1, BLOCK)
     sums = parts.sum(-1).double()
     at = _uniforms([histories[i] for i in rows])
+    cut = [n for n, p in enumerate(parameters) if _is_cut(p, blocks)]
+    tokens: dict[int, int] = {}
+    if cut:
+        whole = sums[cut].cumsum(-1)[:, -1:]
+        given = [parameters[n] for n in cut]
+        drawn = _drawn_of_likeliest(_some(parts, cut), whole, given, at[cut])
+        pairs = zip(cut, drawn, strict=True)
+        tokens = {rows[n]: token for n, token in pairs if token is not None}
+    for n in cut:
+        if rows[n] not in tokens:
+            min_probability = _threshold(likely[n], parameters[n])
+            threshold(likely[n], _below(min_probability), 0.0, inplace=True)
+            sums[n] = parts[n].sum(-1).double()
+    left = [n for n, row in enumerate(rows) if row not in tokens]
+    if left:
+        words = _drawn_by_block(_some(parts, left), sums[left], at[left])
+        tokens.update(zip((rows[n] for n in left), words, strict=True))
+    return tokens
+
+
+def _is_cut(parameters: Parameters, blocks: Tensor) -> bool:
+    """Return whether parameters exclude unlikely words."""
+    has_k = 0 < parameters.top_k < blocks.shape[1] * BLOCK
+    return has_k or parameters.min_p > 0 or parameters.top_p < 1
+
+
+def _drawn_of_likeliest(
+    parts: Tensor, whole: Tensor, parameters: Sequence[Parameters], at: Tensor
+) -> list[int | None]:
+    """Draw words of rows of which the FEW likeliest words are all that remain, or more.
+
+    Args:
+        parts: Probabilities, [rows, blocks, BLOCK].
+        whole: Their sums, [rows, 1].
+        at: The random numbers, [rows].
+
+    Returns:
+        For each row a word; None: more words remain, or ``top_k`` is not small.
+    """
+    found, words = _largest(parts, parts.amax(-1))
+    likely = found.double()
+    min_p = _column([p.min_p for p in parameters])
+    min_probability = min_p * likely[:, :1]
+    sums = (likely * (likely >= min_probability)).cumsum(-1)
+    is_min_known = likely[:, -1:] < min_probability
+    whole = torch.where(is_min_known, sums[:, -1:], whole)
+    goal = _column([p.top_p for p in parameters]) * whole
+    last = torch.searchsorted(sums, goal)
+    bound = likely.gather(1, last.clamp(max=FEW - 1))
+    is_known = (
+        (is_min_known | (min_p == 0))
+        & (last < FEW)
+        & (likely[:, -1:] < bound)  # so that no other word is as likely
+        & (_column([p.top_k for p in parameters], torch.int64) == 0)
+    )
+    words, order = words.sort(-1)
+    drawn = _inverse((likely * (likely >= bound)).gather(1, order), at)
+    chosen: list[int] = words.gather(1, drawn[:, None])[:, 0].tolist()
+    pairs = zip(chosen, is_known[:, 0].tolist(), strict=True)
+    return [word if is_sure else None for word, is_sure in pairs]
+
+
+def _drawn_by_block(parts: Tensor, sums: Tensor, at: Tensor) -> list[int]:
+    """Draw words of rows by their probabilities, of which ``sums`` are the blocks'."""
     block = _inverse(sums, at)
-    every = torch.arange(len(rows))
+    every = torch.arange(len(parts))
     before = sums.cumsum(-1)[every, block] - sums[every, block]
     inside = parts[every, block].double()
     left = (at * sums.cumsum(-1)[:, -1] - before).clamp(min=0.0)
     word = _place(inside.cumsum(-1), left)
-    return dict(zip(rows, (block * BLOCK + word).tolist(), strict=True))
+    found: list[int] = (block * BLOCK + word).tolist()
+    return found
 
 
 def _inverse(weights: Tensor, at: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ PARAMETERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["plain", "ties", "equal"])
+@pytest.mark.parametrize("kind", ["plain", "peaked", "ties", "equal"])
 @pytest.mark.parametrize("parameters", PARAMETERS, ids=str)
 def test_same_token_is_drawn_as_by_sorting_the_vocabulary(
     parameters: dict[str, Any], kind: str
@@ -162,7 +162,9 @@ def test_same_token_is_drawn_as_by_sorting_the_vocabulary(
     chance = torch.Generator().manual_seed(5)
     for seed in range(40):
         logits = torch.randn(700, generator=chance) * 2
-        if kind == "ties":
+        if kind == "peaked":
+            logits[::35] += 6
+        elif kind == "ties":
             logits = logits.round()
         elif kind == "equal":
             logits = torch.zeros(700)
