@@ -158,6 +158,9 @@ def bench(
     recovery     pause of a stream that loses a stage, SmolLM2
     kills        streams of text while workers are killed, SmolLM2
     texts        deterministic mode, long texts, many texts and a flood, SmolLM2
+    quality      perplexity in int8 beside float32, SmolLM2
+    step         parts of a decode step, SmolLM2
+    sampling     choosing the next tokens of 64 sequences
     nccl         worlds on GPUs beside torch.distributed (where there is one)
 
     All contenders of a table run alternately within the same minutes, so compare

@@ -33,6 +33,7 @@ PAGES = (
     "docs/performance.md",
     "docs/when-not.md",
     "docs/serve/performance.md",
+    "docs/serve/scaling-report.md",
     "docs/serve/generation.md",
     "docs/serve/generation-concepts.md",
 )
@@ -55,6 +56,8 @@ BESIDE = "pause of other streams"
 
 KNOWN = "time to the first token by tokens of the beginning"
 TOKENS, FIRST = "rate by streams", "time to the first token by streams"
+
+QUIET_FIRST = "first token of a quiet tenant by tokens of its prompt"
 
 PERPLEXITY, SAME = "perplexity by text", "same most likely token by text"
 QUALITY_TEXTS = range(1, 7)
@@ -150,6 +153,12 @@ def _quality_ratio() -> float:
         for text in QUALITY_TEXTS
     ]
     return statistics.geometric_mean(ratios)
+
+
+def _beside_choices(kind: str, size: int) -> str:
+    """Return how much longer a quiet tenant waits beside another's 64 choices."""
+    beside = series("texts", kind, size, "beside 64 choices")
+    return to(beside, series("texts", kind, size, "alone"))
 
 
 def moves() -> list[float]:
@@ -369,6 +378,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "beside_worst": lambda: worst("kills_streams", BESIDE, 8, "multiworld"),
     "beside_before": lambda: median("kills_streams", BESIDE, 8, "no kill"),
     "beside_before_worst": lambda: worst("kills_streams", BESIDE, 8, "no kill"),
+    "choices_32": lambda: _beside_choices(QUIET_FIRST, 32),
+    "choices_128": lambda: _beside_choices(QUIET_FIRST, 128),
+    "choices_gap": lambda: _beside_choices("between two tokens of a quiet tenant", 64),
     "long_n": lambda: count("texts", "a long text by tokens", 8000, "whole"),
     "long_s": lambda: median("texts", "a long text by tokens", 8000, "whole"),
     "long_worst_s": lambda: worst("texts", "a long text by tokens", 8000, "whole"),

@@ -30,7 +30,7 @@ ROWS, TOKENS = 64, 1000
 VOCABULARIES = (49_152, 151_936)
 """Words of SmolLM2 and of Qwen 3."""
 
-SPREAD, LIKELY, RAISED = 2.5, 20, 12.0
+SPREAD, LIKELY, RAISED = 2.5, 20, 14.0
 """Standard deviation of the logits, number of likely words, and how much more their
 logits are."""
 
