@@ -67,23 +67,26 @@ class _Loop:
         try:
             return future.result(timeout_s)
         except TimeoutError:
-            if not future.done():
-                self._cancel(future)
-                raise TimeoutError(
-                    f"{name} was not done within {timeout_s:g} s, and was cancelled; "
-                    "give a larger timeout_s"
-                ) from None
-            raise
+            if future.done() or not self._cancel(future):
+                return future.result()  # it ended at the last moment, or raised this
+            raise TimeoutError(
+                f"{name} was not done within {timeout_s:g} s, and was cancelled; "
+                "give a larger timeout_s"
+            ) from None
         except BaseException:
             if not future.done():
                 self._cancel(future)
             raise
 
-    def _cancel(self, future: Future[Any]) -> None:
-        """Cancel the operation, and wait until the cancellation has reached it."""
-        future.cancel()
+    def _cancel(self, future: Future[Any]) -> bool:
+        """Cancel the operation, and wait until the cancellation has reached it.
+
+        Returns whether it was cancelled; otherwise it has ended meanwhile.
+        """
+        is_cancelled = future.cancel()
         settled = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
         settled.result()
+        return is_cancelled
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -73,7 +73,7 @@ class IntegerLinear(nn.Module):
 
     def forward(self, given: Tensor) -> Tensor:
         """Return the product; ``given`` is [..., inputs], the result has its dtype."""
-        product, scale = self._weights.product(given)
+        product, scale = self._weights.product(given, self._outputs.start == 0)
         found = product[:, self._outputs] * scale
         if self.bias is not None:
             found.add_(self.bias)
@@ -108,9 +108,13 @@ class Weights:
                 f"lacks here, or computes otherwise: {error}; remove quantization"
             ) from error
 
-    def product(self, given: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the product, [rows, outputs], and each row's factor, [rows, 1]."""
-        if given is not self._given or self._found is None:
+    def product(self, given: Tensor, is_first: bool) -> tuple[Tensor, Tensor]:
+        """Return the product, [rows, outputs], and each row's factor, [rows, 1].
+
+        For the first linear it is always computed, so that nothing is left of a step
+        that failed between two of them.
+        """
+        if is_first or given is not self._given or self._found is None:
             self._given, self._found = given, self._computed(given)
             self._waiting = self._linears
         found = self._found

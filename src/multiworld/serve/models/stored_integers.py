@@ -31,17 +31,21 @@ def check_config(
     if not told:
         return
     groups = told.get("config_groups") or {}
+    sparsity = told.get("sparsity_config") or {}
     is_known = (
         told.get("quant_method") == "compressed-tensors"
         and told.get("format") in FORMATS
-        and all(_is_by_output(group.get("weights") or {}) for group in groups.values())
+        and all(map(_is_by_output, groups.values()))
+        and sparsity.get("format", "dense") == "dense"
+        and not told.get("transform_config")
     )
     if not is_known:
         kind = f"{told.get('quant_method')} {told.get('format', '')}".strip()
         raise SpecError(
             f"{folder}: its weights are quantized ({kind}); only compressed-tensors "
             f"with {' or '.join(FORMATS)}, 8 bits, symmetric, by channel or tensor, "
-            "can be loaded; use the model with float weights"
+            "without sparsity or transforms, can be loaded; use the model with float "
+            "weights"
         )
     if quantization is None:
         raise SpecError(
@@ -49,9 +53,12 @@ def check_config(
         )
 
 
-def _is_by_output(weights: Mapping[str, Any]) -> bool:
+def _is_by_output(group: Any) -> bool:
+    """Return whether a group's weights have 8 bits, and a scale by output or tensor."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
     return (
-        weights.get("num_bits") == 8
+        isinstance(weights, Mapping)
+        and weights.get("num_bits") == 8
         and weights.get("type", "int") == "int"
         and bool(weights.get("symmetric", True))
         and weights.get("strategy") in ("channel", "tensor")
@@ -68,7 +75,12 @@ def read_stored(folder: Path, names: Iterable[str]) -> dict[str, Stored]:
         if scale is None:
             continue
         kinds = {f"{name}.{kind}" for kind in ("weight", "weight_packed")}
-        ((key, weight),) = read_weights(folder, kinds).items()
+        weights = read_weights(folder, kinds)
+        if len(weights) != 1:
+            raise SpecError(
+                f"{folder} has a scale for {name}, and {sorted(weights) or 'no weight'}"
+            )
+        ((key, weight),) = weights.items()
         if key.endswith("_packed"):
             shape = read_weights(folder, {f"{name}.weight_shape"})
             weight = _unpacked(weight, shape[f"{name}.weight_shape"].tolist())

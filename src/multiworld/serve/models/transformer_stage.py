@@ -24,6 +24,7 @@ from multiworld.errors import SpecError
 from multiworld.serve.models.integer_linear import is_linear, quantize_linears
 from multiworld.serve.models.span import Span
 from multiworld.serve.models.stored_integers import Stored, read_stored
+from multiworld.serve.models.weights import read_weights
 from multiworld.serve.spec.stage import Tensors
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -185,14 +186,27 @@ def load_owned(
 
 
 def _stored(folder: Path, whole: Any) -> dict[str, Stored]:
-    """Return the weights that the folder has in int8, by the names of modules."""
-    names = [name for name, module in whole.named_modules() if is_linear(module)]
+    """Return the weights that the folder has in int8, by the names of modules.
+
+    Raises SpecError if it has others than those of matrix products.
+    """
     # A model without a head has the names of the folder without their prefix.
     prefix = f"{whole.base_model_prefix}."
-    found = read_stored(folder, [*names, *(prefix + name for name in names)])
+    linears: list[str] = []
+    others: list[str] = []
+    for name, module in whole.named_modules():
+        names = linears if is_linear(module) else others
+        names += [name, prefix + name]
+    known = read_weights(folder, {f"{name}.weight_scale" for name in others})
+    if known:
+        raise SpecError(
+            f"{folder}: {min(known)} is of no matrix product; only weights of those "
+            "may be int8"
+        )
+    found = read_stored(folder, linears)
     return {
         name: found.get(name) or found[prefix + name]
-        for name in names
+        for name in linears[::2]
         if name in found or prefix + name in found
     }
 

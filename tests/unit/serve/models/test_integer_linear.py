@@ -158,6 +158,10 @@ def test_siblings_are_computed_together_with_the_bits_of_each_alone(
         crossed = [together[0](given), together[1](other), together[2](other)]
         wanted[1:] = [linear(other) for linear in alone[1:]]
         assert all(map(torch.equal, crossed, wanted))
+        together[0](given)  # and then its step fails
+        given.mul_(2)
+        for one, linear in zip(together, alone, strict=True):
+            assert torch.equal(one(given), linear(given))
         given = given.clone()
         seen = weakref.ref(given)
         for linear in together:

@@ -115,6 +115,9 @@ def test_stored_integers_keep_their_own_scales(tmp_path: Path) -> None:
         ({"weights": {"num_bits": 4}}, "int8", "8 bits, symmetric"),
         ({"weights": {"strategy": "group"}}, "int8", "by channel or tensor"),
         ({"weights": {"symmetric": False}}, "int8", "symmetric"),
+        ({"config_groups": {"W8A16": ["Linear"]}}, "int8", "without sparsity"),
+        ({"sparsity_config": {"format": "sparse-24"}}, "int8", "without sparsity"),
+        ({"transform_config": {"R1": {}}}, "int8", "or transforms"),
     ],
 )
 def test_other_quantized_weights_are_refused_by_name(
@@ -128,3 +131,23 @@ def test_other_quantized_weights_are_refused_by_name(
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(SpecError, match=reason):
         decoder.model(str(folder), quantization=quantization)
+
+
+@pytest.mark.parametrize("what", ["embedding", "no weight"])
+def test_integers_of_anything_but_products_are_refused(
+    tmp_path: Path, what: str
+) -> None:
+    """Their scales would be missing; and a scale without its weight is no model."""
+    from safetensors.torch import load_file, save_file
+
+    folder = save_decoder(tmp_path, "llama")
+    quantize_folder(folder, "int-quantized")
+    tensors, reason = load_file(folder / "model.safetensors"), "of no matrix product"
+    if what == "embedding":
+        tensors["model.embed_tokens.weight_scale"] = torch.ones(300, 1)
+    else:
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        reason = "and no weight"
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SpecError, match=reason):
+        decoder_stage.load(folder, Span(0, 2, 4), "float32", "cpu", "int8")

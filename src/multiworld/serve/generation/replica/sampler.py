@@ -464,10 +464,13 @@ def _inverse(weights: Tensor, at: Tensor) -> Tensor:
 
 
 def _place(sums: Tensor, at: Tensor) -> Tensor:
-    """Return where cumulative weights exceed ``at``; never a word of weight 0."""
+    """Return where cumulative weights exceed ``at``; never a word of weight 0.
+
+    If they are not finite, it is the last word.
+    """
     found = torch.searchsorted(sums, at[:, None], right=True)
     last = torch.searchsorted(sums, sums[:, -1:].contiguous())
-    return torch.minimum(found, last)[:, 0]
+    return torch.minimum(found, last)[:, 0].clamp(max=sums.shape[-1] - 1)
 
 
 def _threshold(likely: Tensor, parameters: Parameters) -> float:

@@ -20,8 +20,8 @@ blocks than its share preempts for them. The tenant that has received the fewest
 is first in a step, and a step is only as large as the tenant with the smallest part of
 it can tolerate (``step_budget``).
 
-A probe preempts whatever it must, and is never preempted: streams may be waiting for
-the replica that it makes ready.
+A probe is in the next step, preempts whatever it must, and is preempted by no stream:
+streams may be waiting for the replica that it makes ready.
 """
 
 from __future__ import annotations
@@ -390,6 +390,7 @@ class Scheduler:
         """Add parts of sequences that are not suspects; return whether any exist."""
         self._admit_higher_priorities()
         max_tokens = self.limits.max_num_batched_tokens
+        self._plan_probes(parts)
         demands = self._demands()
         is_shared = self._has_others(demands, now)
         if len(demands) > 1:
@@ -400,7 +401,7 @@ class Scheduler:
             ready = {s.share for s in (*self._ready(), *self._heads())}
             rows = max(map(budget.left, ready), default=0)
             if len(self._steps) and rows < STEP_ROWS:
-                return False  # it would cost more than it computes
+                return bool(parts)  # more would cost more than it computes
             self._share(parts, budget)
             return bool(parts)
         flying = self._steps.cost - STEP_ROWS * len(self._steps)
@@ -457,6 +458,16 @@ class Scheduler:
         for sequence in sorted(self._queue.above(lowest), key=self._rank):
             if not self._admit(sequence):
                 return
+
+    def _plan_probes(self, parts: list[StepPart]) -> None:
+        """Plan waiting probes first: what is planned cannot be preempted for them."""
+        for probe in self._queue.probes():
+            if not self._admit(probe):
+                return
+            left = self.limits.max_num_batched_tokens - sum(p.count for p in parts)
+            count = self._chunk(probe, left, is_alone=not parts)
+            if count and self._has_room(probe, count):
+                parts.append(self._take(probe, count))
 
     # A step of several tenants.
 
@@ -521,7 +532,9 @@ class Scheduler:
         return [
             s
             for s in self._running.values()
-            if s.lacking and not (s.is_in_flight or s.is_paused or s.is_suspect)
+            if s.lacking
+            and not (s.is_in_flight or s.is_paused or s.is_suspect)
+            and s.key not in self._planned
         ]
 
     # A step of one tenant.
@@ -636,7 +649,7 @@ class Scheduler:
         use, idle = self._use.copy(), self._idle()
         while not self._fits(newcomer, found):
             if newcomer.is_probe:
-                victim = self._victim_for_probe(found)
+                victim = self._victim_for_probe(newcomer, found)
             else:
                 victim = _victim_for(newcomer, needed, use, idle)
             if victim is None:
@@ -688,7 +701,7 @@ class Scheduler:
         needed = self.blocks_of(sequence.computed + count) - sequence.blocks
         while needed > self._room(sequence, is_only=len(self._running) == 1):
             if sequence.is_probe:
-                victim = self._victim_for_probe()
+                victim = self._victim_for_probe(sequence)
             else:
                 victim = self._use.last(sequence, self._idle())
             if victim is None:
@@ -706,30 +719,33 @@ class Scheduler:
         may_use_all = is_only or sequence.is_probe
         return self._free if may_use_all else self._free - self.withheld
 
-    def _idle(self, *, is_paused: bool = False) -> list[ScheduledSequence]:
-        """Return the sequences that may be preempted, among paused ones or others."""
+    def _idle(self) -> list[ScheduledSequence]:
+        """Return the running sequences that may be preempted for any other."""
+        found = self._movable()
+        return [s for s in found if not (s.is_paused or s.is_probe)]
+
+    def _movable(self) -> list[ScheduledSequence]:
         return [
             s
             for s in self._running.values()
-            if s.is_paused == is_paused
-            and not s.is_probe
-            and s.key not in self._planned
-            and s.key not in self._steps
+            if s.key not in self._planned and s.key not in self._steps
         ]
 
     def _last_to_preempt(self) -> ScheduledSequence | None:
         return _last_of(self._idle())
 
     def _victim_for_probe(
-        self, gone: Collection[ScheduledSequence] = ()
+        self, probe: ScheduledSequence, gone: Collection[ScheduledSequence] = ()
     ) -> ScheduledSequence | None:
-        """Return the sequence to preempt for a probe, a paused one if necessary.
+        """Return the sequence to preempt for a probe: an idle, paused or later one.
 
         Paused sequences may wait for the very replica that the probe makes ready.
         """
-        idle = [s for s in self._idle() if s not in gone]
-        paused = [s for s in self._idle(is_paused=True) if s not in gone]
-        return _last_of(idle or paused)
+        found = [s for s in self._movable() if s not in gone and s is not probe]
+        idle = [s for s in found if not (s.is_paused or s.is_probe)]
+        paused = [s for s in found if s.is_paused and not s.is_probe]
+        later = [s for s in found if s.is_probe and s.number > probe.number]
+        return _last_of(idle or paused or later)
 
     def _preempt(self, sequence: ScheduledSequence) -> None:
         self.preemptions += 1

@@ -37,6 +37,10 @@ class WaitingQueue:
             )
             yield from next(zip(usable, strict=False), ())
 
+    def probes(self) -> list[ScheduledSequence]:
+        """Return the waiting probes, in order of arrival."""
+        return list(self._queues.get(None, ()))
+
     def above(self, priority: int) -> list[ScheduledSequence]:
         """Return the waiting sequences of higher priorities, except probes."""
         return [

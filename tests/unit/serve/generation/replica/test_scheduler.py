@@ -459,6 +459,47 @@ def test_probe_waits_for_nobody() -> None:
     assert [part.key for part in step.parts] == [key(3)]
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("tenants", [1, 2])
+def test_probe_waits_for_no_memory(steps: int, tenants: int) -> None:
+    """Of streams that run, have it all, and need no more for a long time."""
+    scheduler = Scheduler(limits(tokens=256, block=16, blocks=96, steps=steps))
+    scheduler.granule = 512
+    pipeline, probe = Pipeline(scheduler), key(9)
+    wanted = {key(number): 300 for number in range(3)} | {probe: 2}
+    for number in range(3):
+        share = Share(f"t{number % tenants}")
+        scheduler.add(key(number), [1] * 100, share=share)
+    while len(pipeline.made) < 3:
+        pipeline.plan()
+        pipeline.finish_one(wanted)
+    assert scheduler.used_blocks == 96
+    scheduler.add(probe, [1] * 4, is_probe=True)
+    for _ in range(2 * steps + 4):
+        pipeline.plan()
+        if pipeline.in_flight:
+            pipeline.finish_one(wanted)
+    assert pipeline.made[probe] == 2
+
+
+def test_probe_longer_than_a_step_is_in_it_once() -> None:
+    """The rest of it is in the next one."""
+    pipeline = Pipeline(Scheduler(limits(tokens=4)))
+    pipeline.scheduler.add(key(1), [1] * 6, is_probe=True)
+    pipeline.scheduler.add(key(2), [1] * 6)
+    pipeline.run({key(1): 2, key(2): 2})
+
+
+def test_probes_do_not_hold_each_other_up() -> None:
+    """Though each has grown until nothing is left."""
+    scheduler = Scheduler(limits(tokens=16, block=4, blocks=4))
+    pipeline = Pipeline(scheduler)
+    wanted = {key(number): 8 for number in range(2)}
+    for which in wanted:
+        scheduler.add(which, [1] * 6, is_probe=True)
+    pipeline.run(wanted)
+
+
 def test_suspect_is_computed_alone_until_it_has_a_token() -> None:
     """Steps in flight come back first, and nothing joins it; others take turns."""
     scheduler = Scheduler(limits(seqs=4, tokens=4, steps=2))
