@@ -334,6 +334,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "generate_threads": lambda: to(
         series("generate", TOKENS, 1, ONE), series("generate", TOKENS, 1, THREE)
     ),
+    "int8_float": lambda: to(
+        series("generate", TOKENS, 16, f"{ONE}, int8"),
+        series("generate", TOKENS, 16, ONE),
+    ),
     "int8_llamacpp": lambda: to(
         series("generate", TOKENS, 16, f"{ONE}, int8"),
         series("generate", TOKENS, 16, "xllamacpp"),
