@@ -533,8 +533,17 @@ def test_prompt_with_a_known_beginning_is_computed_from_there_on(
         )
 
 
+# To hang and to grow end a replica in other ways, which test_hangs.py and
+# test_resources.py prove; what follows is the same.
 @pytest.mark.timeout(180)  # it kills its replica up to nine times
-@pytest.mark.parametrize("poison", [POISON, HANG, GROW])
+@pytest.mark.parametrize(
+    "poison",
+    [
+        POISON,
+        pytest.param(HANG, marks=pytest.mark.heavy),
+        pytest.param(GROW, marks=pytest.mark.heavy),
+    ],
+)
 def test_prompt_that_kills_workers_is_found_and_answered_alone(
     tmp_path: Path, poison: int
 ) -> None:
