@@ -261,11 +261,11 @@ class Unspun(OneWorld):
 
     def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
         """Make ``count`` round trips."""
-        most_s, spin.MOST_S = spin.MOST_S, 0.0
+        most_s, spin.MAX_SPIN_S = spin.MAX_SPIN_S, 0.0
         try:
             super().ping(tensor, count, is_first=is_first)
         finally:
-            spin.MOST_S = most_s
+            spin.MAX_SPIN_S = most_s
 
 
 async def unwatch(manager: WorldManager) -> None:

@@ -136,7 +136,7 @@ def random_problem(devices: int, models: int, stages: int, seed: int) -> Problem
                     int(draw.uniform(1, 12) * GIB),
                     {kind: seconds * factor for kind, factor in SPEED.items()},
                     out_bytes=draw.choice((10_000, 100_000, 1_000_000)),
-                    least=draw.choice((1, 1, 2)),
+                    min_replicas=draw.choice((1, 1, 2)),
                 )
             )
         work = sum(need.seconds["a100"] for need in needs)

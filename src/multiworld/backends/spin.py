@@ -8,7 +8,7 @@ earlier polls, and polling stops for a while when it finds nothing.
 
 from __future__ import annotations
 
-LEAST_S, MOST_S = 50e-6, 200e-6
+MIN_SPIN_S, MAX_SPIN_S = 50e-6, 200e-6
 """Minimum and maximum seconds to poll. On two cores, longer polling starves the
 peer."""
 
@@ -22,7 +22,7 @@ SHARE = 0.2
 GIVE_UP = 4
 """Consecutive polls in vain after which polling stops for a while."""
 
-REST, MOST_REST = 64, 4096
+MIN_PAUSE, MAX_PAUSE = 64, 4096
 """Initial and maximum number of parked waits without polling; it doubles each time."""
 
 
@@ -32,35 +32,35 @@ class Spin:
     later."""
 
     def __init__(self) -> None:
-        self._limit_s = LEAST_S
+        self._limit_s = MIN_SPIN_S
         self._average_s = 0.0
         self._is_short = False
         self._in_vain = 0
-        self._rest, self._next_rest = 0, REST
+        self._pause, self._next_pause = 0, MIN_PAUSE
 
     @property
     def seconds(self) -> float:
         """Seconds for which the next receive may poll; 0 if it parks at once."""
-        if not self._is_short or self._rest:
+        if not self._is_short or self._pause:
             return 0.0
-        return min(self._limit_s, MOST_S)
+        return min(self._limit_s, MAX_SPIN_S)
 
     def hit(self, took_s: float) -> None:
         """Record the seconds after which a poll found its message."""
-        self._in_vain, self._next_rest = 0, REST
+        self._in_vain, self._next_pause = 0, MIN_PAUSE
         self._average_s += SHARE * (took_s - self._average_s)
-        self._limit_s = max(LEAST_S, 2 * self._average_s)
+        self._limit_s = max(MIN_SPIN_S, 2 * self._average_s)
 
     def missed(self) -> None:
         """Record that a poll found nothing."""
         self._in_vain += 1
-        self._limit_s = min(MOST_S, 2 * self._limit_s)
+        self._limit_s = min(MAX_SPIN_S, 2 * self._limit_s)
         if self._in_vain == GIVE_UP:
-            self._in_vain, self._limit_s = 0, LEAST_S
-            self._rest = self._next_rest
-            self._next_rest = min(2 * self._rest, MOST_REST)
+            self._in_vain, self._limit_s = 0, MIN_SPIN_S
+            self._pause = self._next_pause
+            self._next_pause = min(2 * self._pause, MAX_PAUSE)
 
     def parked(self, wait_s: float) -> None:
         """Record the length of a parked wait."""
         self._is_short = wait_s <= SHORT_WAIT_S
-        self._rest = max(0, self._rest - 1)
+        self._pause = max(0, self._pause - 1)

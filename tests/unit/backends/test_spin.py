@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from multiworld.backends.spin import (
     GIVE_UP,
-    LEAST_S,
-    MOST_REST,
-    MOST_S,
-    REST,
+    MAX_PAUSE,
+    MAX_SPIN_S,
+    MIN_PAUSE,
+    MIN_SPIN_S,
     SHORT_WAIT_S,
     Spin,
 )
@@ -41,7 +41,7 @@ def test_nobody_polls_before_a_wait_was_short() -> None:
     spin = Spin()
     assert play(spin, 1.0, 100) == (0, 0.0)
     spin.parked(SHORT_WAIT_S)
-    assert spin.seconds == LEAST_S
+    assert spin.seconds == MIN_SPIN_S
     spin.parked(2 * SHORT_WAIT_S)
     assert spin.seconds == 0.0
 
@@ -52,7 +52,7 @@ def test_short_waits_are_found_on_any_processor(wait_us: int) -> None:
     spin = Spin()
     found, _ = play(spin, wait_us * 1e-6, 1000)
     assert found > 990
-    assert LEAST_S <= spin.seconds <= MOST_S
+    assert MIN_SPIN_S <= spin.seconds <= MAX_SPIN_S
 
 
 def test_polling_in_vain_is_rare() -> None:
@@ -67,8 +67,8 @@ def test_polling_starts_again_when_waits_get_shorter() -> None:
     """After a rest, however long it had been in vain."""
     spin = Spin()
     play(spin, 290e-6, 100_000)
-    found, _ = play(spin, 30e-6, 2 * MOST_REST)
-    assert found > MOST_REST - REST
+    found, _ = play(spin, 30e-6, 2 * MAX_PAUSE)
+    assert found > MAX_PAUSE - MIN_PAUSE
     assert play(spin, 30e-6, 1000)[0] == 1000
 
 
@@ -94,7 +94,7 @@ def test_limit_stays_within_its_bounds(steps: list[tuple[str, float]]) -> None:
             in_a_row = 0
         else:
             spin.parked(seconds)
-        assert spin.seconds == 0.0 or LEAST_S <= spin.seconds <= MOST_S
+        assert spin.seconds == 0.0 or MIN_SPIN_S <= spin.seconds <= MAX_SPIN_S
         if in_a_row == GIVE_UP:
             assert spin.seconds == 0.0
             in_a_row = 0

@@ -147,8 +147,8 @@ def _stage(
         memory_bytes=need.gpu_memory_bytes if need.on_gpu else need.memory_bytes,
         seconds=dict.fromkeys(kinds, seconds) if need.on_gpu else {CPU: seconds},
         out_bytes=round((stage.out_kb or 0.0) * 1024),
-        least=counts[0],
-        most=counts[1],
+        min_replicas=counts[0],
+        max_replicas=counts[1],
         # If none of its machines exists, the error text shows the spec's names.
         nodes=(allowed or need.nodes) if need.nodes else frozenset(),
         width=1.0 if need.on_gpu else float(stage.threads * stage.ranks),

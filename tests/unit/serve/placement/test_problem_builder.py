@@ -57,10 +57,10 @@ def test_problem_says_what_the_spec_declares() -> None:
     assert (need.demand, need.latency_s) == (100.0, 0.2)
     first, second, third = need.stages
     assert (first.memory_bytes, first.cores, first.out_bytes) == (400 * MIB, 1.0, 2048)
-    assert (first.least, first.most, first.per_device) == (2, 2, 2)
+    assert (first.min_replicas, first.max_replicas, first.per_device) == (2, 2, 2)
     assert dict(second.seconds) == {"L4": 0.004}
     assert second.memory_bytes == 20 * MIB
-    assert (third.least, third.most, third.width) == (1, 3, 2.0)
+    assert (third.min_replicas, third.max_replicas, third.width) == (1, 3, 2.0)
 
 
 def test_plan_places_all_of_it_and_knows_the_bottleneck() -> None:
@@ -87,7 +87,9 @@ def test_model_without_times_is_placed_by_what_it_books() -> None:
     text = SPEC.replace("item_ms: 5, ", "").replace("item_ms: 4, ", "")
     spec = model(text.replace("item_ms: 12, ", "").replace("demand: 100", "weight: 2"))
     problem = problem_of(NODES, asks_in({"m": spec}))
-    assert problem.models[0].stages[2].most == 1, "no demand: the least is started"
+    assert problem.models[0].stages[2].max_replicas == 1, (
+        "no demand: the least is started"
+    )
     found = place(problem, 5.0)
     assert found.unplaced == {}
     assert bottleneck(outlook(problem, found), "m") is None

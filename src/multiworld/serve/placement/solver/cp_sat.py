@@ -54,7 +54,7 @@ def solve(
 
 def _variables(model: Any, formulation: Formulation) -> dict[int, Any]:
     found = {
-        n: model.new_int_var(0, most, f"n{n}") for n, most in formulation.most.items()
+        n: model.new_int_var(0, most, f"n{n}") for n, most in formulation.highs.items()
     }
     for number in [*formulation.share.values(), *formulation.served.values()]:
         found[number] = model.new_int_var(0, UNITS, f"s{number}")
@@ -64,7 +64,7 @@ def _variables(model: Any, formulation: Formulation) -> dict[int, Any]:
         top = max(0, math.ceil(latency_s * UNITS))
         found[number] = model.new_int_var(0, top, f"l{number}")
     if formulation.peak is not None:
-        top = sum(formulation.most.values()) * UNITS
+        top = sum(formulation.highs.values()) * UNITS
         found[formulation.peak] = model.new_int_var(0, top, "peak")
     return found
 

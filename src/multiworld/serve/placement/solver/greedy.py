@@ -112,7 +112,7 @@ class _Placing:
     def run(self) -> list[tuple[Slot, float]]:
         """Return a slot and a rate for each replica; none if a stage does not fit."""
         for k, stage in enumerate(self._model.stages):
-            for _ in range(max(1, stage.least)):
+            for _ in range(max(1, stage.min_replicas)):
                 if not self._add(k):
                     return self._give_up()
         for k in range(len(self._model.stages)):
@@ -142,7 +142,7 @@ class _Placing:
     def _add(self, k: int) -> bool:
         """Add a replica of stage ``k`` in the best slot, if there is one."""
         stage, on = self._model.stages[k], self._on(k)
-        if stage.most is not None and len(on) >= stage.most:
+        if stage.max_replicas is not None and len(on) >= stage.max_replicas:
             return False
         taken = set(on)
         found = [
@@ -156,7 +156,7 @@ class _Placing:
         if self._must_spread(k, taken):
             nodes = {self._ledger.places[d].node for d in taken}
             found = [d for d in found if self._ledger.places[d].node not in nodes]
-        has_all = len(on) >= max(1, stage.least)
+        has_all = len(on) >= max(1, stage.min_replicas)
         best = max(found, key=lambda d: self._merit(k, d), default=None)
         if best is None or (has_all and self._rate(k, best) <= ENOUGH):
             return False

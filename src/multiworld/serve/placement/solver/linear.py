@@ -80,10 +80,10 @@ class Formulation:
         self.here = self.has | {slot: next(numbers) for slot in many}
         self.new = {slot: next(numbers) for slot in many}
         self.integers = next(numbers)
-        self.most = dict.fromkeys(range(self.integers), 1)
+        self.highs = dict.fromkeys(range(self.integers), 1)
         for slot in many:
             most = self._stage(slot).per_device
-            self.most |= {self.has[slot]: most, self.new[slot]: most}
+            self.highs |= {self.has[slot]: most, self.new[slot]: most}
         self._running = Counter(problem.running)
         self.share = {slot: self.integers + i for i, slot in enumerate(self.slots)}
         after = itertools.count(self.integers + len(self.slots))
@@ -129,10 +129,10 @@ class Formulation:
                 shares = {self.share[slot]: 1.0 for slot in slots}
                 self.rows.add(shares | {self.served[m]: -1.0}, low=0.0)
                 has = {self.has[slot]: 1.0 for slot in slots}
-                least = float(max(1, stage.least))
+                least = float(max(1, stage.min_replicas))
                 self.rows.add(has | {self.on[m]: -least}, low=0.0)
                 room = len(slots) * stage.per_device
-                most = float(room if stage.most is None else stage.most)
+                most = float(room if stage.max_replicas is None else stage.max_replicas)
                 self.rows.add(has | {self.on[m]: -most}, high=0.0)
                 if spread_of(self.problem, stage) > 1:
                     self._spread(m, slots)
@@ -253,7 +253,7 @@ class Formulation:
         slot, only their rates are optimised.
         """
         low, high = np.zeros(self.count), np.full(self.count, 1.0)
-        for number, most in self.most.items():
+        for number, most in self.highs.items():
             high[number] = float(most)
         for number in self.longest.values():
             high[number] = np.inf

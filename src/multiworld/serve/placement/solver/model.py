@@ -113,7 +113,7 @@ def spread_of(problem: Problem, stage: StageNeed) -> int:
             is_possible(problem, stage, PlacedDevice(d, number)) for d in node.devices
         )
     ]
-    return min(2, stage.least, max(1, len(allowed)))
+    return min(2, stage.min_replicas, max(1, len(allowed)))
 
 
 def worth_of(problem: Problem) -> float:

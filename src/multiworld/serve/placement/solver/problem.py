@@ -50,9 +50,9 @@ class StageNeed:
         seconds: Seconds of a device for one item, by the device's kind. It cannot run
             on other kinds.
         out_bytes: Bytes that it sends to the next stage for one item.
-        least: Minimum number of replicas. Two or more are spread over at least two
-            nodes.
-        most: Maximum number of replicas; None for no limit.
+        min_replicas: Minimum number of replicas. Two or more are spread over at least
+            two nodes.
+        max_replicas: Maximum number of replicas; None for no limit.
         nodes: Names of the nodes it may run on; empty for any.
         width: Device capacity that a replica takes while it computes: its threads.
         cores: Device capacity that a replica reserves for itself.
@@ -62,8 +62,8 @@ class StageNeed:
     memory_bytes: int
     seconds: Mapping[str, float]
     out_bytes: int = 0
-    least: int = 1
-    most: int | None = None
+    min_replicas: int = 1
+    max_replicas: int | None = None
     nodes: frozenset[str] = frozenset()
     width: float = 1.0
     cores: float = 0.0

@@ -123,12 +123,12 @@ def _of_stage(
         yield f"{name}: {most} replicas on one device"
     if served > rate * (1 + SLACK) + SLACK:
         yield f"{name}: serves {rate}, less than {served}"
-    if stage.most is not None and len(used) > stage.most:
-        yield f"{name}: {len(used)} replicas, at most {stage.most} allowed"
+    if stage.max_replicas is not None and len(used) > stage.max_replicas:
+        yield f"{name}: {len(used)} replicas, at most {stage.max_replicas} allowed"
     if served <= 0:
         return
-    if len(used) < stage.least:
-        yield f"{name}: {len(used)} replicas, at least {stage.least} needed"
+    if len(used) < stage.min_replicas:
+        yield f"{name}: {len(used)} replicas, at least {stage.min_replicas} needed"
     is_on_one = len({books.home[device] for device in used}) < 2
-    if stage.least > 1 and is_on_one and books.could_spread(stage):
+    if stage.min_replicas > 1 and is_on_one and books.could_spread(stage):
         yield f"{name}: all of its replicas on one node"

@@ -70,14 +70,14 @@ def test_cheapest_devices_that_suffice_are_used() -> None:
 def test_replicas_are_spread_over_nodes() -> None:
     """Two or more replicas use two nodes, unless only one node fits."""
     nodes = (node("a", "cpu", "cpu", "cpu"), node("b", "cpu"))
-    model = ModelNeed("m", (stage(least=2), stage()), demand=1.0)
+    model = ModelNeed("m", (stage(min_replicas=2), stage()), demand=1.0)
     problem = Problem(nodes, (model,))
     found = place(problem, 5)
     assert faults(problem, found) == []
     assert {name[0] for name in devices_of(found, "m", 0)} == {"a", "b"}
     pinned = replace(
         problem,
-        models=(replace(model, stages=(stage(least=2, nodes=frozenset("a")),)),),
+        models=(replace(model, stages=(stage(min_replicas=2, nodes=frozenset("a")),)),),
     )
     found = place(pinned, 5)
     assert faults(pinned, found) == []
@@ -181,8 +181,8 @@ def broken() -> dict[str, tuple[Problem, Placement]]:
 
     whole = ModelNeed("m", (stage(memory=2), stage(memory=2)), 1.0)
     pinned = ModelNeed("m", (stage(nodes=frozenset("b")), stage()), 1.0)
-    two = ModelNeed("m", (stage(least=2), stage()), 1.0)
-    one = ModelNeed("m", (stage(most=1), stage()), 1.0)
+    two = ModelNeed("m", (stage(min_replicas=2), stage()), 1.0)
+    one = ModelNeed("m", (stage(max_replicas=1), stage()), 1.0)
     late = ModelNeed("m", (stage(), stage()), 1.0, latency_s=0.1)
     both = on((0, "a-0", 1.0), (1, "a-0", 1.0))
 
@@ -218,7 +218,7 @@ def test_verifier_finds(what: str) -> None:
 def test_verifier_finds_replicas_on_one_node() -> None:
     """It is a fault if another node would do."""
     nodes = (node("a", "cpu", "cpu"), node("b", "cpu"))
-    problem = Problem(nodes, (ModelNeed("m", (stage(least=2),), 1.0),))
+    problem = Problem(nodes, (ModelNeed("m", (stage(min_replicas=2),), 1.0),))
     replicas = (Replica("m", 0, "a-0", 0.5), Replica("m", 0, "a-1", 0.5))
     placement = Placement(replicas, {"m": 1.0}, 0.0, 0.0, "test")
     assert faults(problem, placement) == ["m/0: all of its replicas on one node"]
@@ -247,7 +247,9 @@ def test_replicas_share_a_machine_by_its_cores() -> None:
 
 def test_cores_that_are_booked_are_nobody_elses() -> None:
     """Booked cores are reserved, however little is computed on them."""
-    need = StageNeed(1, {"cpu": 0.0}, least=3, most=3, cores=1.5, per_device=8)
+    need = StageNeed(
+        1, {"cpu": 0.0}, min_replicas=3, max_replicas=3, cores=1.5, per_device=8
+    )
     fits = Problem((cpu_node("a", 4.0), cpu_node("b", 2.0)), ())
     fits = replace(fits, models=(ModelNeed("m", (need,), 1.0),))
     found = place(fits, 5.0)
@@ -263,7 +265,7 @@ def test_cores_that_are_booked_are_nobody_elses() -> None:
 
 def test_new_replicas_go_where_few_are_and_old_ones_stay() -> None:
     """With ``balance`` replicas spread out; running ones still stay."""
-    need = StageNeed(GIB, {"cpu": 0.0}, least=4, most=4, per_device=4)
+    need = StageNeed(GIB, {"cpu": 0.0}, min_replicas=4, max_replicas=4, per_device=4)
     nodes = tuple(cpu_node(name, 4.0, price=0.0) for name in "abcd")
     problem = Problem(nodes, (ModelNeed("m", (need,), 1.0),), balance=0.01)
     spread = place(problem, 5.0)
@@ -276,7 +278,7 @@ def test_new_replicas_go_where_few_are_and_old_ones_stay() -> None:
 
 def test_few_are_moved_when_a_machine_is_lost() -> None:
     """Replicas on other machines stay, though another placement is as good."""
-    need = StageNeed(GIB, {"cpu": 0.01}, least=3, most=3, per_device=3)
+    need = StageNeed(GIB, {"cpu": 0.01}, min_replicas=3, max_replicas=3, per_device=3)
     nodes = tuple(cpu_node(name, 4.0) for name in "abc")
     models = tuple(ModelNeed(f"m{n}", (need,), 1.0) for n in range(2))
     first = place(Problem(nodes, models), 5.0)
