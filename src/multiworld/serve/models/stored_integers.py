@@ -27,20 +27,20 @@ def check_config(
     folder: Path, config: Mapping[str, Any], quantization: str | None
 ) -> None:
     """Raise SpecError if a folder has quantized weights that are not to be loaded."""
-    told = config.get("quantization_config")
-    if not told:
+    stored = config.get("quantization_config")
+    if not stored:
         return
-    groups = told.get("config_groups") or {}
-    sparsity = told.get("sparsity_config") or {}
+    groups = stored.get("config_groups") or {}
+    sparsity = stored.get("sparsity_config") or {}
     is_known = (
-        told.get("quant_method") == "compressed-tensors"
-        and told.get("format") in FORMATS
+        stored.get("quant_method") == "compressed-tensors"
+        and stored.get("format") in FORMATS
         and all(map(_is_by_output, groups.values()))
         and sparsity.get("format", "dense") == "dense"
-        and not told.get("transform_config")
+        and not stored.get("transform_config")
     )
     if not is_known:
-        kind = f"{told.get('quant_method')} {told.get('format', '')}".strip()
+        kind = f"{stored.get('quant_method')} {stored.get('format', '')}".strip()
         raise SpecError(
             f"{folder}: its weights are quantized ({kind}); only compressed-tensors "
             f"with {' or '.join(FORMATS)}, 8 bits, symmetric, by channel or tensor, "

@@ -407,7 +407,7 @@ def _is_cut(parameters: Parameters, blocks: Tensor) -> bool:
 def _drawn_of_likeliest(
     parts: Tensor, whole: Tensor, parameters: Sequence[Parameters], at: Tensor
 ) -> list[int | None]:
-    """Draw words of rows of which the FEW likeliest words are all that remain, or more.
+    """Draw words of rows in which no more than FEW words remain.
 
     Args:
         parts: Probabilities, [rows, blocks, BLOCK].
@@ -441,7 +441,7 @@ def _drawn_of_likeliest(
 
 
 def _drawn_by_block(parts: Tensor, sums: Tensor, at: Tensor) -> list[int]:
-    """Draw words of rows by their probabilities, of which ``sums`` are the blocks'."""
+    """Draw words by their probabilities; ``sums`` are those of the blocks."""
     block = _inverse(sums, at)
     every = torch.arange(len(parts))
     before = sums.cumsum(-1)[every, block] - sums[every, block]

@@ -373,7 +373,7 @@ class Scheduler:
         if suspects and not (self._was_alone and self._plan(parts, now)):
             if len(self._steps):
                 return None  # a suspect must run alone
-            is_alone = any(self._plan_suspect(parts, one) for one in suspects)
+            is_alone = any(self._plan_chunk(parts, one) for one in suspects)
         if not parts and not self._plan(parts, now):
             return None
         self._was_alone = is_alone
@@ -433,7 +433,7 @@ class Scheduler:
     def _shrink(self) -> None:
         """Preempt until the withheld blocks are free."""
         while self._free < self.withheld and len(self._running) > 1:
-            victim = self._last_to_preempt()
+            victim = _last_of(self._idle())
             if victim is None:
                 return
             self._preempt(victim)
@@ -443,16 +443,6 @@ class Scheduler:
         found = [s for s in self._suspects.values() if not s.is_paused]
         return sorted(found, key=lambda s: (s.last_step, s.number))
 
-    def _plan_suspect(self, parts: list[StepPart], suspect: ScheduledSequence) -> bool:
-        if suspect.number not in self._running and not self._admit(suspect):
-            return False
-        max_tokens = self.limits.max_num_batched_tokens
-        count = self._chunk(suspect, max_tokens, is_alone=True)
-        if not count or not self._has_room(suspect, count):
-            return False
-        parts.append(self._take(suspect, count))
-        return True
-
     def _admit_higher_priorities(self) -> None:
         lowest = min((s.share.priority for s in self._running.values()), default=0)
         for sequence in sorted(self._queue.above(lowest), key=self._rank):
@@ -460,14 +450,20 @@ class Scheduler:
                 return
 
     def _plan_probes(self, parts: list[StepPart]) -> None:
-        """Plan waiting probes first: what is planned cannot be preempted for them."""
-        for probe in self._queue.probes():
-            if not self._admit(probe):
-                return
-            left = self.limits.max_num_batched_tokens - sum(p.count for p in parts)
-            count = self._chunk(probe, left, is_alone=not parts)
-            if count and self._has_room(probe, count):
-                parts.append(self._take(probe, count))
+        """Plan probes before all others, which cannot be preempted once planned."""
+        for probe in (*self._ready(is_probe=True), *self._queue.probes()):
+            self._plan_chunk(parts, probe)
+
+    def _plan_chunk(self, parts: list[StepPart], sequence: ScheduledSequence) -> bool:
+        """Add as much of a sequence as the step holds; return whether there is room."""
+        if sequence.number not in self._running and not self._admit(sequence):
+            return False
+        left = self.limits.max_num_batched_tokens - sum(part.count for part in parts)
+        count = self._chunk(sequence, left, is_alone=not parts)
+        if not count or not self._has_room(sequence, count):
+            return False
+        parts.append(self._take(sequence, count))
+        return True
 
     # A step of several tenants.
 
@@ -505,7 +501,7 @@ class Scheduler:
             found = [those[-1] for those in ready.values() if those]
             heads = self._heads() if is_open else ()
             behind = {s.share for s in found if s.lacking <= 1}
-            found += [s for s in heads if s.is_probe or s.share not in behind]
+            found += [s for s in heads if s.share not in behind]
             # Each tenant gets at least one row.
             found = [s for s in found if budget.left(s.share) or s.share not in had]
             head = min(found, key=self._rank, default=None)
@@ -528,13 +524,14 @@ class Scheduler:
                 parts.append(part := self._take(sequence, count))
                 budget.take(count, self._rows(part))
 
-    def _ready(self) -> list[ScheduledSequence]:
+    def _ready(self, *, is_probe: bool = False) -> list[ScheduledSequence]:
+        """Return what runs and can be computed now: the probes, or all others."""
         return [
             s
             for s in self._running.values()
-            if s.lacking
+            if s.is_probe == is_probe
+            and s.lacking
             and not (s.is_in_flight or s.is_paused or s.is_suspect)
-            and s.key not in self._planned
         ]
 
     # A step of one tenant.
@@ -550,7 +547,7 @@ class Scheduler:
         decoding = [
             s
             for s in self._running.values()
-            if s.lacking <= 1 and not (s.is_paused or s.is_suspect)
+            if s.lacking <= 1 and not (s.is_paused or s.is_suspect or s.is_probe)
         ]
         if not decoding or budget <= 0:
             return
@@ -603,7 +600,7 @@ class Scheduler:
         return max(MIN_CHUNK, math.ceil(min(tokens, max_tokens) / self.steps))
 
     def _prefill(self, parts: list[StepPart], budget: int) -> None:
-        """Fill the step with prefill chunks, in order of arrival; probes first."""
+        """Fill the step with prefill chunks, in order of arrival."""
         running = [s for s in self._ready() if s.lacking > 1]
         is_open = True
         while budget > 0:
@@ -624,9 +621,9 @@ class Scheduler:
                 parts.append(self._take(sequence, count))
                 budget -= count
 
-    def _rank(self, sequence: ScheduledSequence) -> tuple[bool, int, float, int]:
+    def _rank(self, sequence: ScheduledSequence) -> tuple[int, float, int]:
         priority, served = self._shares.rank(sequence.share)
-        return not sequence.is_probe, priority, served, sequence.number
+        return priority, served, sequence.number
 
     def _admit(self, sequence: ScheduledSequence) -> bool:
         """Run a sequence if there is room for all of it; return whether there is."""
@@ -721,18 +718,15 @@ class Scheduler:
 
     def _idle(self) -> list[ScheduledSequence]:
         """Return the running sequences that may be preempted for any other."""
-        found = self._movable()
+        found = self._unplanned()
         return [s for s in found if not (s.is_paused or s.is_probe)]
 
-    def _movable(self) -> list[ScheduledSequence]:
+    def _unplanned(self) -> list[ScheduledSequence]:
         return [
             s
             for s in self._running.values()
             if s.key not in self._planned and s.key not in self._steps
         ]
-
-    def _last_to_preempt(self) -> ScheduledSequence | None:
-        return _last_of(self._idle())
 
     def _victim_for_probe(
         self, probe: ScheduledSequence, gone: Collection[ScheduledSequence] = ()
@@ -741,11 +735,15 @@ class Scheduler:
 
         Paused sequences may wait for the very replica that the probe makes ready.
         """
-        found = [s for s in self._movable() if s not in gone and s is not probe]
-        idle = [s for s in found if not (s.is_paused or s.is_probe)]
-        paused = [s for s in found if s.is_paused and not s.is_probe]
-        later = [s for s in found if s.is_probe and s.number > probe.number]
-        return _last_of(idle or paused or later)
+        found = [s for s in self._unplanned() if s not in gone]
+        for those in (
+            [s for s in found if not (s.is_paused or s.is_probe)],
+            [s for s in found if s.is_paused and not s.is_probe],
+            [s for s in found if s.is_probe and s.number > probe.number],
+        ):
+            if those:
+                return _last_of(those)
+        return None
 
     def _preempt(self, sequence: ScheduledSequence) -> None:
         self.preemptions += 1

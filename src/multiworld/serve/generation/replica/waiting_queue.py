@@ -11,7 +11,7 @@ from multiworld.serve.tenants.fair_queue import Share
 
 
 class WaitingQueue:
-    """Waiting sequences: each tenant's in order of arrival, probes before all."""
+    """Waiting sequences: each tenant's, and probes, in order of arrival."""
 
     def __init__(self) -> None:
         self._queues: dict[Share | None, list[ScheduledSequence]] = {}
@@ -30,8 +30,10 @@ class WaitingQueue:
                 del self._queues[_queue_key(sequence)]
 
     def heads(self, full: Collection[str] = ()) -> Iterator[ScheduledSequence]:
-        """Yield the first sequence of each queue that waits for none of ``full``."""
-        for queue in self._queues.values():
+        """Yield each tenant's first sequence that waits for none of ``full``."""
+        for share, queue in self._queues.items():
+            if share is None:
+                continue
             usable = (
                 queue if not full else filter(lambda s: not s.waits_for(full), queue)
             )

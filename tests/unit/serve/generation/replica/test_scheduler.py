@@ -482,9 +482,10 @@ def test_probe_waits_for_no_memory(steps: int, tenants: int) -> None:
     assert pipeline.made[probe] == 2
 
 
-def test_probe_longer_than_a_step_is_in_it_once() -> None:
-    """The rest of it is in the next one."""
-    pipeline = Pipeline(Scheduler(limits(tokens=4)))
+@pytest.mark.parametrize("tokens", [4, 5])
+def test_probe_longer_than_a_step_is_in_it_once(tokens: int) -> None:
+    """The rest of it is in the next one, also if that is one token."""
+    pipeline = Pipeline(Scheduler(limits(tokens=tokens)))
     pipeline.scheduler.add(key(1), [1] * 6, is_probe=True)
     pipeline.scheduler.add(key(2), [1] * 6)
     pipeline.run({key(1): 2, key(2): 2})
