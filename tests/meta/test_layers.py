@@ -37,6 +37,7 @@ LAYERS = (
     {"serve/generation"},
     {"serve/generation/gateway", "serve/generation/replica"},
     {"serve/generation/models", "serve/gateway"},
+    {"serve/generation/engines"},
     {"serve/generation/api"},
     {"serve/processes"},
     {"serve/fleet"},

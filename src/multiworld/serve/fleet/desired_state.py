@@ -39,6 +39,7 @@ def desired_state_of(
             ),
             model.generation is not None,
             *_text_objectives(model),
+            start_s=model.start_s,
         )
     return DesiredState(models, app.gateway.replicas)
 
@@ -160,6 +161,7 @@ SCALING_FIELDS = {
     "objective_share",
     "scaling",
     "dedicated",
+    "start_s",
 }
 """Fields of a model that affect scaling and placement, but no result."""
 

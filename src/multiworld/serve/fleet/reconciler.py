@@ -256,8 +256,9 @@ class Reconciler:
                     ),
                     now,
                 )
-            if process.is_starting and late_s > self._ready_s:
-                why = f"not ready within {self._ready_s:g} s"
+            start_s = self._start_s_of(process.model, process.version)
+            if process.is_starting and late_s > start_s:
+                why = f"not ready within {start_s:g} s"
                 yield from self._gone(ProcessGone(process.name, why), now)
             was_adopted = process.phase is ProcessPhase.READY and not process.is_joined
             if was_adopted and late_s > self._ready_s:
@@ -269,8 +270,14 @@ class Reconciler:
                 self.backoff.failures((name, model.version, stage))
                 for stage in range(len(model.replicas))
             )
-            if now - began > self._ready_s or failures >= ROLL_BACK_FAILURES:
+            start_s = self._start_s_of(name, model.version)
+            if now - began > start_s or failures >= ROLL_BACK_FAILURES:
                 yield from self._roll_back(name, model.version)
+
+    def _start_s_of(self, model: str, version: str) -> float:
+        """Return the seconds that a process of a model may take to become ready."""
+        found = self._versions.get((model, version))
+        return self._ready_s if found is None else found.start_s or self._ready_s
 
     def _roll_back(self, name: str, version: str) -> Iterator[Action]:
         del self._updates[name]

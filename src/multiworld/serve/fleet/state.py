@@ -18,6 +18,7 @@ class DesiredModel:
         on_demand: Numbers of the stages that scale to zero.
         ttft_s: Objective for the first token of a sequence, in seconds.
         tpot_s: Objective for each further token, in seconds.
+        start_s: Seconds for a replica to become ready; None: the service's.
     """
 
     version: str
@@ -30,6 +31,7 @@ class DesiredModel:
     generates: bool = False
     ttft_s: float | None = None
     tpot_s: float | None = None
+    start_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

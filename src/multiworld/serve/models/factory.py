@@ -21,6 +21,10 @@ DECODER = "multiworld.serve.generation.models.decoder:model"
 """Factory of models that are given by ``path`` and generate text."""
 
 
+ENGINE = "multiworld.serve.generation.engines.whole_model:model"
+"""Factory of models that a whole engine computes."""
+
+
 def build_model(spec: ModelSpec) -> Model:
     """Build the model that a spec describes.
 
@@ -30,7 +34,14 @@ def build_model(spec: ModelSpec) -> Model:
     count = len(spec.stages)
     factory = _factory_of(spec)
     function = import_factory(factory)
-    offered = {"path": _folder_of(spec), "stages": count, "cut": spec.cut}
+    offered: dict[str, Any] = {
+        "path": folder_of(spec),
+        "stages": count,
+        "cut": spec.cut,
+    }
+    if spec.engine is not None:
+        offered["engine"] = spec.engine
+        offered["engine_args"] = spec.engine_args
     if spec.generation is not None:
         offered["dtype"] = spec.generation.dtype
         offered["deterministic"] = spec.generation.deterministic
@@ -91,7 +102,8 @@ def _with_attention(model: Model, spec: ModelSpec) -> Model:
     return dataclasses.replace(model, generation=facts)
 
 
-def _folder_of(spec: ModelSpec) -> str | None:
+def folder_of(spec: ModelSpec) -> str | None:
+    """Return the folder of a model that is given by ``path``; fetch it if needed."""
     return None if spec.path is None else hub.folder_of(spec.path, spec.revision)
 
 
@@ -102,6 +114,8 @@ def modules_of(spec: ModelSpec, model: Model) -> list[str]:
 
 
 def _factory_of(spec: ModelSpec) -> str:
+    if spec.engine is not None:
+        return ENGINE
     default = HUGGINGFACE if spec.generation is None else DECODER
     return spec.factory or default
 

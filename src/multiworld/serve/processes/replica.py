@@ -15,6 +15,8 @@ import msgspec
 import torch
 
 from multiworld.errors import MultiWorldError
+from multiworld.serve.generation.engines.engine_worker import EngineWorker
+from multiworld.serve.generation.engines.whole_model import maker_of, settings_of
 from multiworld.serve.generation.limits import MIB, limits_of, prefix_bytes_of
 from multiworld.serve.generation.replica.engine_thread import HUNG_S, EngineThread
 from multiworld.serve.generation.replica.generation_worker import (
@@ -35,7 +37,7 @@ from multiworld.serve.models.factory import build_model, stage_name
 from multiworld.serve.resources.amounts import Need, mib, needs_of
 from multiworld.serve.resources.usage import outgrows, usage_of
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec
-from multiworld.serve.spec.stage import Model, StageContext
+from multiworld.serve.spec.stage import Generation, Model, StageContext
 from multiworld.serve.transport.control_agent import ControlAgent
 from multiworld.serve.transport.edges import EdgeKeeper
 from multiworld.serve.transport.process_args import ProcessArgs
@@ -87,14 +89,16 @@ def _credit_of_next(spec: ModelSpec, stage: int) -> int:
 class _Parts(NamedTuple):
     """Loader of the stage, owner of the edges, and maker of ``StageLoaded``."""
 
-    runner: Executor | GenerationWorker
-    worker: Worker | GenerationWorker
+    runner: Executor | GenerationWorker | EngineWorker
+    worker: Worker | GenerationWorker | EngineWorker
     loaded: Callable[[str], StageLoaded]
 
 
 def _parts_of(args: ProcessArgs, clock: Callable[[], float]) -> _Parts:
     assert args.spec is not None
     model = build_model(args.spec)
+    if args.spec.engine is not None and model.generation is not None:
+        return _engine_of(args, args.spec, args.spec.engine, model.generation, clock)
     if args.spec.generation is not None and model.generation is not None:
         return _generation_of(args, args.spec, args.spec.generation, model, clock)
     limits = args.spec.stages[args.stage]
@@ -113,6 +117,19 @@ def _parts_of(args: ProcessArgs, clock: Callable[[], float]) -> _Parts:
         ),
     )
     return _Parts(runner, worker, worker.loaded)
+
+
+def _engine_of(
+    args: ProcessArgs,
+    spec: ModelSpec,
+    engine: str,
+    facts: Generation,
+    clock: Callable[[], float],
+) -> _Parts:
+    settings = settings_of(args.name, spec, facts, args.device)
+    hung_s = spec.stages[0].compute_s or HUNG_S
+    worker = EngineWorker(maker_of(engine), settings, hung_s, clock)
+    return _Parts(worker, worker, lambda _: StageLoaded("", facts.weights()))
 
 
 def _generation_of(
@@ -224,7 +241,8 @@ class WorkerProcess:
             )
             group = RankGroup(world)
             self._guard = asyncio.get_running_loop().create_task(_exit_with(world))
-        limit_gpu(device, needs_of(self._args.spec)[self._args.stage])
+        if self._args.spec.engine is None:  # an engine's memory is not torch's here
+            limit_gpu(device, needs_of(self._args.spec)[self._args.stage])
         await self._runner.load(StageContext(device=device, group=group))
         logger.info("loaded in %.3f s", self._clock() - began)
         self._agent.fact(self._loaded(device))

@@ -107,7 +107,7 @@ def needs_of(model: ModelSpec) -> list[Need]:
 def _texts_mb(model: ModelSpec, *, is_last: bool) -> float:
     """Return the MiB of a replica for KV blocks, cached prefixes and its log."""
     spec = model.generation
-    if spec is None:
+    if spec is None or model.engine is not None:
         return 0.0
     prefixes_mb = spec.prefix_cache_memory_mb if spec.enable_prefix_caching else 0.0
     log_mb = 0.0 if is_last else spec.backup_memory_mb

@@ -20,38 +20,42 @@ class Usage:
 
 
 def usage_of(pid: int) -> Usage:
-    """Return the usage of a process and its children; zeros if it has exited."""
-    family = [pid, *_children(pid)]
+    """Return the usage of a process and its descendants; zeros if it has exited."""
+    family = family_of(pid)
     return Usage(sum(map(_cpu_s, family)), sum(map(_memory, family)))
 
 
 def memory_of(pid: int) -> int:
-    """Return the bytes of memory that a process and its children occupy.
+    """Return the bytes of memory that a process and its descendants occupy.
 
     Anonymous and shared memory counts, shared memory (after a fork) proportionally for
     each process. File pages (mapped weights) do not count, because the kernel drops
     them when memory is short.
     """
-    return sum(map(_memory, [pid, *_children(pid)]))
+    return sum(map(_memory, family_of(pid)))
 
 
 def outgrows(pid: int, limit: int) -> int | None:
-    """Return the bytes of memory a process and its children use, if above ``limit``."""
-    family = [pid, *_children(pid)]
+    """Return the bytes of a process and its descendants, if above ``limit``."""
+    family = family_of(pid)
     if sum(map(_resident, family)) <= limit:
         return None
     used = sum(map(_memory, family))
     return used if used > limit else None
 
 
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    try:
-        for task in os.listdir(f"/proc/{pid}/task"):
-            text = Path(f"/proc/{pid}/task/{task}/children").read_text()
-            found += map(int, text.split())
-    except OSError:
-        pass  # the process is exiting, or the kernel does not report children
+def family_of(pid: int) -> list[int]:
+    """Return a process and its descendants, as far as the kernel reports them."""
+    found, left = [], [pid]
+    while left:
+        one = left.pop()
+        found.append(one)
+        try:
+            for task in os.listdir(f"/proc/{one}/task"):
+                text = Path(f"/proc/{one}/task/{task}/children").read_text()
+                left += map(int, text.split())
+        except OSError:
+            pass  # the process is exiting, or the kernel does not report children
     return found
 
 

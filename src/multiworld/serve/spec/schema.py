@@ -15,6 +15,7 @@ NAME = r"^[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?$"
 VERSION = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 FACTORY = r"^[\w.]+:\w+$"
 REVISION = r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$"
+ENGINE = r"^([a-z][a-z0-9_.-]*|[\w.]+:\w+)$"
 LAUNCHER = r"^([a-z][a-z0-9_]*|[\w.]+:\w+)$"
 DEVICE = r"^(cpu|cuda(:\d+)?)$"
 PATTERNS = {
@@ -22,6 +23,7 @@ PATTERNS = {
     VERSION: "use letters, digits, '.', '_' and '-', at most 63",
     FACTORY: "write package.module:function",
     REVISION: "write a commit, a tag or a branch",
+    ENGINE: "write vllm, or package.module:function of an adapter",
     LAUNCHER: "write local, ray, or package.module:function",
     DEVICE: "write cpu, cuda or cuda:N",
 }
@@ -244,6 +246,36 @@ class GenerationSpec(_Strict):
         return self
 
 
+ENGINE_START_S = 600.0
+"""Seconds that a replica with a whole engine may take to start, by default."""
+
+WITH_ENGINE = (
+    "max_model_len",
+    "max_num_seqs",
+    "dtype",
+    "generation_config",
+    "control_tokens_in_messages",
+    "tool_call_parser",
+    "ttft_ms",
+    "tpot_ms",
+    "first_token_s",
+    "between_tokens_s",
+)
+"""Fields of ``generation`` that have a meaning for a whole engine."""
+
+OF_ENGINE_STAGE = (
+    "replicas",
+    "autoscaling_config",
+    "device",
+    "cpus",
+    "memory_mb",
+    "gpu_memory_mb",
+    "compute_s",
+    "nodes",
+)
+"""Fields of a stage that stand at a model with an ``engine``."""
+
+
 class ModelSpec(_Strict):
     """One model."""
 
@@ -265,6 +297,39 @@ class ModelSpec(_Strict):
     decoder."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the factory."""
+    engine: str | None = Field(default=None, pattern=ENGINE)
+    """Engine of others that computes the whole model in each replica: `vllm`, or
+    `package.module:function` of an adapter. Such a model has no `stages`: `replicas`,
+    `autoscaling_config`, `device`, `cpus`, `memory_mb`, `gpu_memory_mb`, `compute_s`
+    and `nodes` stand at the model itself."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the engine, by its own names: `tensor_parallel_size: 2` becomes
+    `--tensor-parallel-size 2`. Not for what this spec has fields for."""
+    engine_python: str | None = None
+    """Python interpreter of the environment that the engine is installed in; by
+    default the one of the service."""
+    replicas: Count | ReplicaRange | None = None
+    """With an `engine`: number of replicas, or a range; see the field of a stage."""
+    autoscaling_config: AutoscalingConfig | None = None
+    """With an `engine`: autoscaling, in place of `replicas`."""
+    device: str | None = Field(default=None, pattern=DEVICE)
+    """With an `engine`: `cpu`, `cuda` (a GPU is chosen) or `cuda:N`. The engine sees
+    this GPU only."""
+    cpus: Annotated[float, Field(gt=0, le=4096)] | None = None
+    """With an `engine`: cores to book for a replica."""
+    memory_mb: Annotated[float, Field(gt=0, le=1e8)] | None = None
+    """With an `engine`: main memory to book for a replica, all processes of the engine
+    together, in MiB. A replica that uses more is killed."""
+    gpu_memory_mb: Annotated[float, Field(gt=0, le=1e8)] | None = None
+    """With an `engine`: GPU memory to book for a replica, in MiB."""
+    compute_s: Seconds | None = None
+    """With an `engine`: seconds without any token, while sequences run, after which the
+    engine counts as hung and the replica is replaced; 30 by default."""
+    nodes: list[Annotated[str, Field(min_length=1, max_length=253)]] | None = None
+    """With an `engine`: names of the machines that it may run on."""
+    start_s: Seconds | None = None
+    """Maximum seconds for a replica to become ready, for a model that takes long to
+    load; by default the service's `ready_s`, and 600 with an `engine`."""
     stages: Annotated[list[StageSpec], Field(min_length=1, max_length=64)]
     """The stages in order, as many as the factory returns."""
     cut: list[Annotated[int, Field(ge=1, strict=True)]] | None = None
@@ -300,6 +365,29 @@ class ModelSpec(_Strict):
     """Maximum milliseconds for a row through all stages, without queueing: a constraint
     on the placement."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _engine_stage(cls, data: Any) -> Any:
+        """Make the fields of a stage that stand at a model with an engine its stage."""
+        if not isinstance(data, dict) or data.get("engine") is None:
+            return data
+        own = {n: data[n] for n in OF_ENGINE_STAGE if data.get(n) is not None}
+        if "stages" in data:
+            if own or len(data["stages"]) != 1:
+                raise ValueError(
+                    "a model with an engine has no stages; write replicas and the "
+                    "other fields of a stage at the model"
+                )
+            return data
+        rest = {name: data[name] for name in data if name not in own}
+        generation = rest.get("generation")
+        return {
+            **rest,
+            "generation": {} if generation is None else generation,
+            "stages": [own],
+            "start_s": rest.get("start_s", ENGINE_START_S),
+        }
+
     @field_validator("version", mode="before")
     @classmethod
     def _text(cls, value: Any) -> Any:
@@ -324,9 +412,34 @@ class ModelSpec(_Strict):
             if stage.ranks > 1:
                 rule = "a model that generates text has one rank in each stage"
                 raise ValueError(rule)
-            if stage.device != "cpu":
+            if stage.device != "cpu" and self.engine is None:
                 rule = "text is generated on CPUs only so far; remove `device`"
                 raise ValueError(rule)
+        return self
+
+    @model_validator(mode="after")
+    def _one_engine(self) -> ModelSpec:
+        if self.engine is None:
+            fields = ("engine_args", "engine_python", *OF_ENGINE_STAGE)
+            for name in fields:
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{name} stands at a model with an engine only; add an engine, "
+                        "or write it at a stage"
+                    )
+            return self
+        if self.path is None or self.options or self.cut or self.profile:
+            raise ValueError(
+                "an engine needs a path, and has no factory, options, cut or profile"
+            )
+        given, default = self.generation or GenerationSpec(), GenerationSpec()
+        for name in type(default).model_fields:
+            is_set = getattr(given, name) != getattr(default, name)
+            if is_set and name not in WITH_ENGINE:
+                raise ValueError(
+                    f"generation: {name} has no effect on an engine; remove it, or use "
+                    "the engine's own argument in engine_args"
+                )
         return self
 
     @model_validator(mode="after")

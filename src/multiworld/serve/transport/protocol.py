@@ -138,6 +138,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
         batch_seconds: Batches by duration, in the buckets of ``SECONDS_BOUNDS``.
         gateways: Connected gateways.
         kv_usage: Used fraction of the memory for KV blocks.
+        phase: What a starting engine does; empty once it serves.
     """
 
     queued: int = 0
@@ -157,6 +158,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int = 0
     gpu_memory_bytes: int = 0
     kv_usage: float = 0.0
+    phase: str = ""
 
 
 class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,22 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from multiworld.errors import SpecError
+from multiworld.serve.generation.models import folder_facts
 from multiworld.serve.models import huggingface, stored_integers, weights
 from multiworld.serve.models.span import Span
 from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
-
-DEFAULTS = {
-    "temperature": (0.0, 100.0),
-    "top_p": (0.0, 1.0),
-    "top_k": (-1, 2**31 - 1),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 100.0),
-}
-"""Fields of ``generation_config.json`` that are defaults of requests, as in vLLM, with
-their minimum and maximum values."""
-
-COLDEST = 1e-5
-"""Temperature below which decoding is greedy."""
 
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes per number, by dtype."""
@@ -69,15 +57,8 @@ def model(
             f"{folder}: the model caps the scores of its attention, which cannot be "
             "deterministic here; remove `deterministic: true`"
         )
-    if not (folder / "tokenizer.json").exists():
-        raise SpecError(
-            f"{folder}: there is no tokenizer.json; transformers writes it when it "
-            "saves the model's tokenizer"
-        )
+    folder_facts.check_tokenizer(folder)
     token = _kv_numbers(config, folder) * SIZES[dtype]
-    longest = int(
-        config.get("max_position_embeddings") or config.get("n_positions") or 2**20
-    )
     return Model(
         stages=[
             Stage(
@@ -101,17 +82,17 @@ def model(
             quantization=quantization,
         ),
         generation=Generation(
-            tokenizer=functools.partial(_tokenizer, folder),
-            end_tokens=_end_tokens(config, folder),
+            tokenizer=functools.partial(folder_facts.tokenizer, folder),
+            end_tokens=folder_facts.end_tokens(config, folder),
             vocabulary=huggingface.number_of(config, ("vocab_size",), folder),
-            max_tokens=longest,
+            max_tokens=folder_facts.max_tokens(config),
             kv_bytes=[(end - begin) * token for begin, end in cuts],
             weights=functools.partial(
                 weights.name_of, folder, dtype, deterministic, quantization
             ),
             dtype=dtype,
             weight_bytes=weights.bytes_by_stage(folder, cuts),
-            defaults=_defaults(folder) if generation_config == "auto" else {},
+            defaults=folder_facts.defaults(folder, generation_config),
         ),
     )
 
@@ -124,37 +105,6 @@ def _kv_numbers(config: dict[str, Any], folder: Path) -> int:
     return 2 * size * int(config.get("num_key_value_heads") or heads)
 
 
-def _defaults(folder: Path) -> dict[str, float]:
-    """Return the sampling defaults of the folder; raise SpecError if one is invalid."""
-    path = folder / "generation_config.json"
-    given = huggingface.read_json(path) if path.exists() else {}
-    found: dict[str, float] = {}
-    for name, (low, high) in DEFAULTS.items():
-        value = given.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, int | float) or not low <= value <= high:
-            raise SpecError(
-                f"{path}: {name} is {value!r}; give a number from {low:g} to {high:g}, "
-                "or set generation_config: none in the spec"
-            )
-        found[name] = value
-    if "top_k" in found:
-        found["top_k"] = max(0, int(found["top_k"]))
-    if found.get("temperature", 1.0) < COLDEST:
-        found["temperature"] = 0.0
-    return found
-
-
-def _end_tokens(config: dict[str, Any], folder: Path) -> tuple[int, ...]:
-    path = folder / "generation_config.json"
-    found = huggingface.read_json(path) if path.exists() else {}
-    ends = found.get("eos_token_id", config.get("eos_token_id"))
-    if ends is None:
-        return ()
-    return tuple(ends) if isinstance(ends, list) else (int(ends),)
-
-
 def _load(
     folder: Path,
     span: Span,
@@ -165,9 +115,3 @@ def _load(
     from multiworld.serve.generation.models import decoder_stage
 
     return decoder_stage.load(folder, span, dtype, context.device, quantization)
-
-
-def _tokenizer(folder: Path) -> Any:
-    from multiworld.serve.generation.tokenizer import Tokenizer
-
-    return Tokenizer(folder)

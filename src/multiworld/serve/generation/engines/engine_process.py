@@ -1,0 +1,141 @@
+"""The process of an engine: its own process group, which ends with the replica.
+
+The engine runs in an environment of its own, which may have another torch. All of its
+processes form one process group on a leash (``launchers/leash.py``): if the replica is
+lost, for whatever reason, the kernel kills the group at once, stopped or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+END_S = 5.0
+"""Seconds that an engine has to exit before it is killed."""
+
+LOOK_S = 0.02
+"""Seconds between looks while an engine exits."""
+
+
+class EngineProcess:
+    """A running engine.
+
+    Args:
+        command: Command line; the output goes to the log of the replica.
+        env: Environment variables, beside those of this process.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._stopped_at: float | None = None
+        reader, self._leash = os.pipe()
+        wearing = [sys.executable, "-I", "-S", __file__, str(reader), *command]
+        try:
+            self._process = subprocess.Popen(
+                wearing,
+                env={**os.environ, **env},
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                stderr=2,
+                start_new_session=True,
+                pass_fds=(reader,),
+            )
+        finally:
+            os.close(reader)
+        self.pid = self._process.pid
+
+    async def wait(self) -> int:
+        """Wait until the engine's first process has exited; return its exit code.
+
+        Cancellation: Safe.
+        """
+        loop = asyncio.get_running_loop()
+        pidfd = os.pidfd_open(self.pid)
+        exited = asyncio.Event()
+        loop.add_reader(pidfd, exited.set)
+        try:
+            await exited.wait()
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+        return self._process.wait()
+
+    def stopped_s(self) -> float:
+        """Return the seconds for which one of its processes has been stopped."""
+        from multiworld.serve.resources.usage import family_of
+
+        now = self._clock()
+        if not any(_is_stopped(pid) for pid in family_of(self.pid)):
+            self._stopped_at = None
+            return 0.0
+        self._stopped_at = self._stopped_at or now
+        return now - self._stopped_at
+
+    def close(self) -> None:
+        """Let the engine exit, and kill its process group after ``END_S``."""
+        limit = self._clock() + END_S
+        self._signal(signal.SIGTERM)
+        while self._process.poll() is None and self._clock() < limit:
+            time.sleep(LOOK_S)
+        self.kill()
+        self._process.wait()
+        if self._leash >= 0:
+            os.close(self._leash)
+            self._leash = -1
+
+    def kill(self) -> None:
+        """Kill all of its processes at once."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:
+            pass
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] == "T"
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _wear_and_execute(reader: int, command: Sequence[str]) -> None:
+    """Put this process group on a leash, and become another program."""
+    fcntl.fcntl(reader, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)
+    flags = fcntl.fcntl(reader, fcntl.F_GETFL)
+    fcntl.fcntl(reader, fcntl.F_SETFL, flags | os.O_ASYNC)
+    poll = select.poll()
+    poll.register(reader, 0)  # a hang-up is always reported
+    if poll.poll(0):
+        os._exit(1)  # the replica is lost already
+    os.execvp(command[0], list(command))
+
+
+if __name__ == "__main__":
+    _wear_and_execute(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,396 @@
+"""Sequences of a replica with a whole engine: which of them run there. Pure.
+
+Waiting sequences are admitted by fair queueing, at most ``max_num_seqs`` at once, so
+that the engine's own queue stays empty. The tokens so far are kept here: a sequence can
+be taken from the engine at any time, and continues later from there. A *suspect* runs
+alone until it has a token, and then lets the others run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from multiworld.errors import InvalidRequestError, ModelFailedError
+from multiworld.serve.generation.engines.whole_engine import (
+    EngineLostError,
+    EngineToken,
+    Run,
+)
+from multiworld.serve.generation.replica.actions import Send
+from multiworld.serve.generation.replica.events import (
+    Disconnected,
+    GatewaysChanged,
+    Received,
+)
+from multiworld.serve.generation.replica.sequence_state import StreamId
+from multiworld.serve.tenants.fair_queue import FairQueue
+from multiworld.serve.transport import generation_messages
+from multiworld.serve.transport.edge_messages import EdgeMessage
+from multiworld.serve.transport.generation_messages import (
+    Sampling,
+    SequenceStart,
+    TokenItem,
+)
+from multiworld.serve.transport.protocol import Key, RemoteError
+
+MAX_FAILURES = 8
+"""Runs in a row that may fail without any token before the engine counts as lost."""
+
+WARM_UP = Sampling(temperature=0.0, max_tokens=1, ignore_eos=True)
+"""Sampling that prepares a sequence: it fills the engine's prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """The engine generated tokens in a run."""
+
+    run: int
+    tokens: Sequence[EngineToken]
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """The engine ended a run by itself; ``error`` is None if it raised none."""
+
+    run: int
+    error: Exception | None = None
+
+
+Event = Received | Disconnected | GatewaysChanged | Generated | RunEnded
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Let the engine continue a sequence."""
+
+    number: int
+    run: Run
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Take a run from the engine."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The engine is of no use: end this process, so that the replica is replaced."""
+
+    text: str
+
+
+Action = Send | Begin | Abort | GiveUp
+
+
+@dataclass(slots=True)
+class EngineSequence:
+    """One attempt of a sequence.
+
+    Attributes:
+        tokens: The prompt and the output tokens.
+        arrived: Order of arrival.
+        run: Number of its run; 0 while it does not run.
+        has_ended: It has its last token, and stays until its gateway ends it.
+    """
+
+    start: SequenceStart
+    ends: tuple[int, ...]
+    is_prepared: bool
+    arrived: int
+    tokens: list[int] = field(default_factory=list)
+    run: int = 0
+    has_ended: bool = False
+
+    @property
+    def key(self) -> Key:
+        return self.start.key
+
+    def next_run(self) -> Run:
+        """Return what the engine has to do."""
+        start = self.start
+        sampling, ends = start.sampling, self.ends
+        if self.is_prepared:
+            sampling, ends = WARM_UP, ()
+        prompt = len(self.tokens) if self.is_prepared else start.prompt
+        return Run(tuple(self.tokens), prompt, sampling, ends, start.share.tenant)
+
+
+class EngineSequences:
+    """The sequences of one replica.
+
+    Args:
+        max_num_seqs: Maximum number of runs at once, probes apart.
+        vocabulary: Number of tokens in the vocabulary.
+        end_tokens: Tokens that end a completion.
+        check: Raises InvalidRequestError for parameters that the engine lacks.
+        finish_of: Returns how a token ends a sequence; see ``sampler.finish_of``.
+
+    Attributes:
+        counts: Events since the start, by kind.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocabulary: int,
+        end_tokens: tuple[int, ...],
+        check: Callable[[Sampling], None],
+        finish_of: Callable[[int, int, Sampling, Sequence[int]], str],
+    ) -> None:
+        self.max_num_seqs = max_num_seqs
+        self._vocabulary, self._end_tokens = vocabulary, end_tokens
+        self._check, self._finish_of = check, finish_of
+        self.counts: Counter[str] = Counter()
+        self._known: dict[StreamId, EngineSequence] = {}
+        self._runs: dict[int, EngineSequence] = {}
+        self._queue: FairQueue[StreamId] = FairQueue()
+        self._urgent: deque[StreamId] = deque()
+        self._suspects: deque[StreamId] = deque()
+        self._alone: EngineSequence | None = None
+        self._owes_turn = False
+        self._failures = 0
+        self._numbers, self._arrivals = 0, 0
+        self._actions: list[Action] = []
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    @property
+    def running(self) -> int:
+        """Number of sequences in the engine."""
+        return len(self._runs)
+
+    @property
+    def waiting(self) -> int:
+        """Number of sequences that wait for a place in the engine."""
+        return len(self._queue) + len(self._suspects) + len(self._urgent)
+
+    def leaks(self) -> dict[str, int]:
+        """Return the resources in use, by kind, though no sequence is known."""
+        found = {
+            "sequences": len(self._known),
+            "runs": len(self._runs),
+            "waiting": self.waiting,
+        }
+        return {kind: count for kind, count in found.items() if count}
+
+    def handle(self, event: Event) -> list[Action]:
+        """Update the state by an event; return the actions to carry out, in order."""
+        match event:
+            case Received(_, message):
+                self._received(message)
+            case Disconnected(peer):
+                self._end_those(s for s in self._known.values() if s.key[0] == peer)
+            case GatewaysChanged(names):
+                known = self._known.values()
+                self._end_those(s for s in known if s.key[0] not in names)
+            case Generated(number, tokens):
+                self._generated(number, tokens)
+            case RunEnded(number, error):
+                self._run_ended(number, error)
+        self._admit()
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _send(self, message: EdgeMessage, key: Key, *, is_urgent: bool = False) -> None:
+        self._actions.append(Send(key[0], message, is_urgent))
+
+    # Messages.
+
+    def _received(self, message: EdgeMessage) -> None:
+        match message:
+            case generation_messages.BeginSequences(starts):
+                for start in starts:
+                    self._begin(start, is_prepared=False)
+            case generation_messages.PrepareSequence(start):
+                self._begin(start, is_prepared=True)
+            case generation_messages.EndSequences(
+                keys
+            ) | generation_messages.PauseSequences(keys):
+                known = (self._known.get(key[:2]) for key in keys)
+                pairs = zip(known, keys, strict=True)
+                self._end_those(s for s, key in pairs if s is not None and s.key == key)
+
+    def _begin(self, start: SequenceStart, *, is_prepared: bool) -> None:
+        stream = start.key[:2]
+        before = self._known.get(stream)
+        if before is not None:
+            self._forget(before)
+        try:
+            self._check(start.sampling)
+        except InvalidRequestError as error:
+            self._fail(start.key, error)
+            return
+        own = () if start.sampling.ignore_eos else self._end_tokens
+        ends = (*own, *start.sampling.stop_token_ids)
+        self._arrivals += 1
+        self._known[stream] = EngineSequence(
+            start, ends, is_prepared, self._arrivals, list(start.tokens)
+        )
+        self._wait(self._known[stream])
+
+    def _wait(self, sequence: EngineSequence) -> None:
+        """Queue a sequence."""
+        start, stream = sequence.start, sequence.key[:2]
+        if start.is_probe or sequence.is_prepared:
+            self._urgent.append(stream)
+        elif start.is_suspect and len(sequence.tokens) == len(start.tokens):
+            self._suspects.append(stream)
+        else:
+            cost = float(len(sequence.tokens))
+            self._queue.put(stream, start.share, cost, sequence.arrived)
+
+    def _end_those(self, sequences: Iterable[EngineSequence]) -> None:
+        for sequence in list(sequences):
+            self._end(sequence)
+
+    def _end(self, sequence: EngineSequence) -> None:
+        is_counted = not (sequence.start.is_probe or sequence.is_prepared)
+        self.counts["requests"] += is_counted
+        self._forget(sequence)
+
+    def _forget(self, sequence: EngineSequence) -> None:
+        stream = sequence.key[:2]
+        self._take_back(sequence)
+        self._queue.drop(stream)
+        for waiting in (self._urgent, self._suspects):
+            if stream in waiting:
+                waiting.remove(stream)
+        del self._known[stream]
+
+    def _fail(self, key: Key, error: InvalidRequestError | ModelFailedError) -> None:
+        failed = generation_messages.SequenceFailed(key, RemoteError.of(error))
+        self._send(failed, key)
+
+    # The engine.
+
+    def _admit(self) -> None:
+        """Let the engine continue what may run now."""
+        if self._alone is not None:
+            return
+        if self._suspects and not (self._owes_turn and (self._runs or self._queue)):
+            self._run_alone(self._known[self._suspects.popleft()])
+            return
+        while self._urgent:  # probes and preparations
+            self._run(self._known[self._urgent.popleft()])
+        while len(self._runs) < self.max_num_seqs:
+            stream = self._queue.next()
+            if stream is None:
+                return
+            self._queue.take(stream)
+            self._run(self._known[stream])
+
+    def _run(self, sequence: EngineSequence) -> None:
+        self._numbers += 1
+        sequence.run = self._numbers
+        self._runs[sequence.run] = sequence
+        if sequence.start.is_watched:
+            begun = generation_messages.ComputeBegun((sequence.key,))
+            self._send(begun, sequence.key, is_urgent=True)
+        self._actions.append(Begin(sequence.run, sequence.next_run()))
+
+    def _run_alone(self, sequence: EngineSequence) -> None:
+        """Run a suspect after all others were taken from the engine."""
+        for other in list(self._runs.values()):
+            self._take_back(other)
+            self._wait(other)
+        self._alone, self._owes_turn = sequence, True
+        alone = generation_messages.RunsAlone(sequence.key)
+        self._send(alone, sequence.key, is_urgent=True)
+        self._run(sequence)
+
+    def _take_back(self, sequence: EngineSequence) -> None:
+        """Take a sequence from the engine, if it runs there."""
+        if not sequence.run:
+            return
+        self._actions.append(Abort(sequence.run))
+        self._ended(sequence)
+
+    def _ended(self, sequence: EngineSequence) -> None:
+        """Record that a sequence no longer runs."""
+        del self._runs[sequence.run]
+        sequence.run = 0
+        self._no_longer_alone(sequence)
+
+    def _no_longer_alone(self, sequence: EngineSequence) -> None:
+        if self._alone is sequence:
+            self._alone = None
+            over = generation_messages.RunsAlone(sequence.key, is_over=True)
+            self._send(over, sequence.key, is_urgent=True)
+
+    def _generated(self, number: int, tokens: Sequence[EngineToken]) -> None:
+        sequence = self._runs.get(number)
+        if sequence is None or not tokens:
+            return
+        if sequence.is_prepared:
+            self._prepared(sequence)
+            return
+        is_alone, items = sequence is self._alone, []
+        for each in tokens:
+            if not 0 <= each.token < self._vocabulary:
+                self._no_token(sequence, f"the engine returned token {each.token}")
+                break
+            items.append(self._append(sequence, each))
+            if sequence.has_ended:
+                self._take_back(sequence)
+                break
+        if items:
+            self._failures = 0
+            self._owes_turn = self._owes_turn and is_alone
+            self.counts["tokens"] += len(items)
+            self._send(generation_messages.Tokens(tuple(items)), sequence.key)
+            self._no_longer_alone(sequence)
+
+    def _append(self, sequence: EngineSequence, each: EngineToken) -> TokenItem:
+        sampling = sequence.start.sampling
+        index = len(sequence.tokens) - sequence.start.prompt
+        sequence.tokens.append(each.token)
+        finish = self._finish_of(each.token, index + 1, sampling, sequence.ends)
+        sequence.has_ended = bool(finish)
+        return TokenItem(
+            sequence.key,
+            index,
+            each.token,
+            finish,  # type: ignore[arg-type]  # of finish_of
+            each.logprob,
+            each.top,
+            each.prompt if index == 0 else (),
+        )
+
+    def _prepared(self, sequence: EngineSequence) -> None:
+        self._take_back(sequence)
+        sequence.has_ended = True
+        self._send(generation_messages.SequencePrepared(sequence.key), sequence.key)
+
+    def _run_ended(self, number: int, error: Exception | None) -> None:
+        """Handle a run that ended before its last token."""
+        sequence = self._runs.get(number)
+        if sequence is None:
+            return
+        self._ended(sequence)
+        match error:
+            case EngineLostError():
+                self._actions.append(GiveUp(str(error)))
+            case InvalidRequestError() | ModelFailedError():
+                self._end(sequence)
+                self._fail(sequence.key, error)
+            case None:
+                self._no_token(sequence, "the engine ended a sequence early")
+            case _:
+                self._no_token(sequence, f"the engine failed: {error}")
+
+    def _no_token(self, sequence: EngineSequence, why: str) -> None:
+        """Return a sequence to its gateway; give the engine up if that is usual."""
+        self.counts["failed_runs"] += 1
+        self._failures += 1
+        self._take_back(sequence)
+        sequence.has_ended = True  # it waits for another attempt
+        failed = generation_messages.SequenceFailed(sequence.key)
+        self._send(failed, sequence.key)
+        if self._failures >= MAX_FAILURES:
+            text = f"{self._failures} sequences failed in a row; the last one: {why}"
+            self._actions.append(GiveUp(text))

@@ -1,0 +1,256 @@
+"""One replica of a model that a whole engine computes.
+
+``EngineSequences`` decides; this shell has the edges, the engine and a task for each
+run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import aclosing
+from functools import partial
+
+from multiworld.liveness.pause_detector import PauseDetector
+from multiworld.serve.generation.engines.engine_sequences import (
+    Abort,
+    Action,
+    Begin,
+    EngineSequences,
+    Event,
+    Generated,
+    GiveUp,
+    RunEnded,
+)
+from multiworld.serve.generation.engines.whole_engine import (
+    EngineLostError,
+    EngineSettings,
+    Run,
+    WholeEngine,
+)
+from multiworld.serve.generation.replica.actions import Send
+from multiworld.serve.generation.replica.events import (
+    Disconnected,
+    GatewaysChanged,
+    Received,
+)
+from multiworld.serve.generation.replica.message_validation import check
+from multiworld.serve.generation.replica.outboxes import Outboxes
+from multiworld.serve.generation.replica.sampler import finish_of
+from multiworld.serve.generation.replica.sequence_state import SequenceTable
+from multiworld.serve.replica.hang_guard import EXIT_HUNG
+from multiworld.serve.spec.stage import StageContext
+from multiworld.serve.transport.edges import SILENT_S, Outbox
+from multiworld.serve.transport.frames import Entry
+from multiworld.serve.transport.protocol import WorkerReport
+from multiworld.serve.transport.routing_table import RoutingTable
+
+logger = logging.getLogger("multiworld.serve")
+
+LOOK_S = 0.1
+"""Seconds between checks of the engine."""
+
+EXIT_LOST = 71
+"""Exit code of a replica whose engine is lost."""
+
+NO_ROWS = SequenceTable(is_last=True)
+"""The sequences of a replica that gets no rows from others: none."""
+
+MakeEngine = Callable[[EngineSettings], WholeEngine]
+
+
+class EngineWorker:
+    """A replica with a whole engine; it owns the edges of its process.
+
+    Args:
+        make: Makes the adapter.
+        settings: The environment of the engine.
+        hung_s: Seconds without any token, while sequences run, after which the engine
+            counts as hung.
+        exit_process: Ends the process with an exit code, at once.
+    """
+
+    def __init__(
+        self,
+        make: MakeEngine,
+        settings: EngineSettings,
+        hung_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        exit_process: Callable[[int], None] = os._exit,
+    ) -> None:
+        self.name = settings.replica
+        self._engine = make(settings)
+        self._hung_s, self._clock = hung_s, clock
+        self._exit_process = exit_process
+        self.sequences = EngineSequences(
+            settings.max_num_seqs,
+            settings.vocabulary,
+            settings.end_tokens,
+            self._engine.check,
+            finish_of,
+        )
+        self.counts = self.sequences.counts
+        self._outboxes = Outboxes()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._pauses = PauseDetector(LOOK_S)
+        self._heard_at = self._clock()
+        self._computed_s = 0.0
+
+    # Life cycle of the process.
+
+    async def load(self, context: StageContext) -> None:
+        """Start the engine.
+
+        Raises:
+            EngineLostError: It did not start.
+
+        Cancellation: Call ``close`` afterwards.
+        """
+        await self._engine.start()
+
+    def close(self) -> None:
+        """Stop all runs and the engine."""
+        for task in self._tasks.values():
+            task.cancel()
+        self._engine.close()
+
+    async def run(self) -> None:
+        """Wait until the engine is lost, and then exit the process.
+
+        Cancellation: Safe.
+        """
+        self._give_up(f"the engine is lost: {await self._engine.wait_lost()}")
+
+    async def look(self) -> None:
+        """Call ``tick`` periodically.
+
+        Cancellation: Safe.
+        """
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.tick()
+
+    def tick(self) -> None:
+        """Exit the process if the engine is stopped, or hangs while sequences run."""
+        now = self._clock()
+        if self._pauses.look(now) or not self._tasks:
+            self._heard_at = now
+            return
+        since = max(self._heard_at, self._pauses.resumed_at)
+        stopped_s = self._engine.stopped_s()
+        if stopped_s > SILENT_S:
+            self._give_up(f"the engine's processes are stopped for {stopped_s:.1f} s")
+        elif now - since > self._hung_s:
+            self._give_up(f"the engine sent no token for {now - since:.0f} s: it hangs")
+
+    def _give_up(self, text: str) -> None:
+        logger.error("%s; this replica exits", text)
+        self._engine.kill()
+        self._exit_process(EXIT_HUNG if "hangs" in text else EXIT_LOST)
+
+    def table_changed(self, table: RoutingTable) -> None:
+        """Use a new routing table; end the sequences of gateways that are gone."""
+        self._outboxes.table_changed(table)
+        self._handle(GatewaysChanged({*table.gateways, *self._outboxes}))
+
+    @property
+    def has_gateway(self) -> bool:
+        """True while a gateway is connected."""
+        return any(name in self._outboxes for name in self._outboxes.table.gateways)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if it has no sequence."""
+        return not len(self.sequences)
+
+    async def wait_sent(self) -> None:
+        """Wait until all messages were sent.
+
+        Cancellation: Safe.
+        """
+        await self._outboxes.wait_sent()
+
+    def report(self) -> WorkerReport:
+        """Return the current state of the replica."""
+        known = {*self._outboxes.table.gateways} & {*self._outboxes}
+        return WorkerReport(
+            queued=self.sequences.waiting,
+            computing=self.sequences.running,
+            computing_s=self._clock() - self._heard_at if self._tasks else 0.0,
+            computed_s=self._computed_s,
+            counts=dict(self.counts),
+            gateways=tuple(sorted(known)),
+            kv_usage=self._engine.usage,
+            phase=self._engine.phase,
+        )
+
+    # Edges.
+
+    def edge_up(self, outbox: Outbox) -> None:
+        """Use a new incarnation of an edge."""
+        self._outboxes.up(outbox)
+
+    def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
+        """Stop using an incarnation of an edge, whose peer left or was lost."""
+        if self._outboxes.down(outbox):
+            self._handle(Disconnected(outbox.edge.peer))
+
+    def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
+        """Handle the messages of a frame that has arrived.
+
+        Raises:
+            MessageError: A message is invalid, or not from its authorised sender.
+        """
+        peer = outbox.edge.peer
+        for message, contents in frame:
+            check(message, contents, peer, self.name, 0, NO_ROWS)
+            self._handle(Received(peer, message))
+
+    # Decisions.
+
+    def _handle(self, event: Event) -> None:
+        self._act(self.sequences.handle(event))
+
+    def _act(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(peer, message, is_urgent):
+                    self._outboxes.send(peer, message)
+                    if is_urgent:
+                        self._outboxes.flush(peer)
+                case Begin(number, run):
+                    if not self._tasks:
+                        self._heard_at = self._clock()
+                    task = asyncio.ensure_future(self._run(number, run))
+                    self._tasks[number] = task
+                    task.add_done_callback(partial(self._done, number))
+                case Abort(number):
+                    self._tasks[number].cancel()
+                case GiveUp(text):
+                    self._give_up(text)
+
+    async def _run(self, number: int, run: Run) -> None:
+        """Pass on the tokens of a run; cancelling aborts it."""
+        error: Exception | None = None
+        try:
+            async with aclosing(self._engine.generate(run)) as found:
+                async for tokens in found:
+                    self._hear()
+                    self._handle(Generated(number, tokens))
+        except EngineLostError as lost:
+            error = lost
+        except Exception as failed:
+            logger.warning("a run failed: %s: %s", type(failed).__name__, failed)
+            error = failed
+        self._handle(RunEnded(number, error))
+
+    def _hear(self) -> None:
+        now = self._clock()
+        self._computed_s += now - self._heard_at
+        self._heard_at = now
+
+    def _done(self, number: int, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(number, None)

@@ -1,0 +1,252 @@
+"""Logits processor for vLLM: samples with the function of our own engine.
+
+A copy of this file runs in vLLM's processes, beside a copy of ``sampler.py``. It needs
+torch, and llguidance for structured output; nothing else of this package.
+
+Each sequence carries its parameters in ``extra_args``. The processor samples its next
+token, and leaves vLLM no other. It must never raise, because that would end the engine:
+a failure of a sequence is reported on a socket, and the sequence gets an end token.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from multiworld.serve.generation.replica.sampler import TokenHistory, sample
+
+    class LogitsProcessor:
+        """vLLM's class."""
+else:
+    try:  # in vLLM's processes
+        from multiworld_sampler import TokenHistory, sample
+        from vllm.v1.sample.logits_processor import LogitsProcessor
+    except ImportError:  # in the service, which copies this file, and in tests
+        from multiworld.serve.generation.replica.sampler import TokenHistory, sample
+
+        LogitsProcessor = object
+
+HERE = Path(__file__).parent
+
+KEPT_GRAMMARS = 64
+"""Number of compiled grammars that are kept."""
+
+COMPILE_S = 30.0
+"""Maximum seconds for a grammar to compile, while all sequences wait."""
+
+SWAP = "SWAP"
+"""Name of vLLM's direction in which two sequences change places."""
+
+LIMITS: dict[str, Any] = {
+    "step_max_items": 3000,
+    "max_items_in_row": 10_000,
+    "verbose_errors": False,
+}
+"""Limits of llguidance's parser, as in the engine of this project."""
+
+
+class Failure(Exception):
+    """A sequence cannot continue; the text is for its client."""
+
+
+class Structure:
+    """The matcher of one sequence.
+
+    Args:
+        made: Its compiled grammar.
+    """
+
+    def __init__(self, made: Future[Any]) -> None:
+        self._made, self._matcher, self._consumed = made, None, 0
+
+    def allowed(self, tokens: list[int], prompt: int) -> torch.Tensor:
+        """Return which tokens may be next: one bit each, [vocabulary / 8], uint8."""
+        if self._matcher is None:
+            self._matcher = self._made.result(COMPILE_S).deep_copy()
+        matcher: Any = self._matcher
+        for token in tokens[prompt + self._consumed :]:
+            if not matcher.consume_token(token):
+                raise Failure(f"structured output failed: {matcher.get_error()[:300]}")
+            self._consumed += 1
+        found = torch.frombuffer(
+            bytearray(matcher.compute_bitmask()), dtype=torch.uint8
+        )
+        if matcher.is_error():
+            raise Failure(f"structured output failed: {matcher.get_error()[:300]}")
+        if not bool(found.any()):
+            raise Failure("structured output allows no further token")
+        return found
+
+
+class Structures:
+    """Compiles grammars in a thread, while prompts are computed."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="multiworld grammar")
+        self._kept: OrderedDict[str, Future[Any]] = OrderedDict()
+        self._tokenizer: Any = None
+
+    def begin(self, grammar: str) -> Structure:
+        made = self._kept.pop(grammar, None) or self._pool.submit(
+            self._compile, grammar
+        )
+        self._kept[grammar] = made
+        while len(self._kept) > KEPT_GRAMMARS:
+            self._kept.popitem(last=False)
+        return Structure(made)
+
+    def _compile(self, grammar: str) -> Any:
+        from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+        if self._tokenizer is None:
+            facts = json.loads((HERE / "model.json").read_text())
+            self._tokenizer = LLTokenizer(
+                (HERE / "tokenizer.json").read_text(),
+                n_vocab=facts["vocabulary"],
+                eos_token=list(facts["end_tokens"]) or None,
+            )
+        limits = LLParserLimits(**LIMITS)
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+
+
+class Sequence:
+    """One sequence in vLLM's batch; ``output`` is vLLM's live list."""
+
+    def __init__(
+        self, options: dict[str, Any], tokens: list[int], output: list[int]
+    ) -> None:
+        self.name, self.ends = options["name"], options["ends"]
+        defaults = {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "seed": 0,
+            "choice": 0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "min_tokens": 0,
+            "max_tokens": 16,
+        }
+        given = {name: options.get(name, value) for name, value in defaults.items()}
+        bias = {int(k): v for k, v in options.get("logit_bias", {}).items()}
+        # vLLM itself reports log-probabilities, before it calls this.
+        parameters = SimpleNamespace(**given, logit_bias=bias, logprobs=None)
+        self.history = TokenHistory(parameters, tokens, options["prompt"], self.ends)
+        self._before, self._output = len(tokens), output
+        self.structure: Structure | None = None
+        self.has_failed = False
+
+    def catch_up(self) -> None:
+        """Take up the tokens that vLLM has added."""
+        known = len(self.history.tokens) - self._before
+        for token in self._output[known:]:
+            self.history.append(token)
+
+    def mask(self) -> torch.Tensor | None:
+        if self.structure is None:
+            return None
+        return self.structure.allowed(self.history.tokens, self.history.prompt)
+
+
+class MultiworldSampling(LogitsProcessor):
+    """Makes each sequence's sampled token the only possible one."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
+        self._sequences: dict[int, Sequence] = {}
+        self._structures = Structures()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        if batch_update is None:
+            return
+        sequences = self._sequences
+        for index in batch_update.removed:
+            sequences.pop(index, None)
+        for index, params, prompt, output in batch_update.added:
+            sequences.pop(index, None)
+            options = (params.extra_args or {}).get("multiworld")
+            if options is not None:
+                try:
+                    sequences[index] = self._begin(json.loads(options), prompt, output)
+                except Exception as error:
+                    self._report("", error)
+        for one, other, direction in batch_update.moved:
+            moved, replaced = sequences.pop(one, None), sequences.pop(other, None)
+            if moved is not None:
+                sequences[other] = moved
+            if replaced is not None and direction.name == SWAP:
+                sequences[one] = replaced
+
+    def _begin(
+        self, options: dict[str, Any], prompt: list[int] | None, output: list[int]
+    ) -> Sequence:
+        sequence = Sequence(options, list(prompt or ()), output)
+        if options.get("grammar"):
+            sequence.structure = self._structures.begin(options["grammar"])
+        return sequence
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        try:
+            self._sample(logits)
+        except Exception as error:
+            for sequence in self._sequences.values():
+                self._fail(sequence, error, logits)
+        return logits
+
+    def _sample(self, logits: torch.Tensor) -> None:
+        rows, masks = [], []
+        for row, sequence in sorted(self._sequences.items()):
+            if row >= len(logits):
+                continue
+            try:
+                sequence.catch_up()
+                masks.append(sequence.mask())
+                rows.append(row)
+            except Exception as error:
+                self._fail(sequence, error, logits)
+        if not rows:
+            return
+        histories = [self._sequences[row].history for row in rows]
+        copies = logits[rows].to("cpu", torch.float32).contiguous()
+        for row, choice in zip(rows, sample(copies, histories, masks), strict=True):
+            if isinstance(choice, ValueError):
+                self._fail(self._sequences[row], choice, logits)
+            else:
+                self._leave(logits, row, choice.token)
+
+    def _leave(self, logits: torch.Tensor, row: int, token: int) -> None:
+        logits[row] = -math.inf
+        logits[row, token] = 0.0
+
+    def _fail(self, sequence: Sequence, error: Exception, logits: torch.Tensor) -> None:
+        """Report a failure, and end the sequence as far as this can."""
+        if not sequence.has_failed:
+            sequence.has_failed = True
+            self._report(sequence.name, error)
+        for row, other in self._sequences.items():
+            if other is sequence and row < len(logits):
+                self._leave(logits, row, sequence.ends[0] if sequence.ends else 0)
+
+    def _report(self, name: str, error: Exception) -> None:
+        text = str(error) if isinstance(error, Failure) else repr(error)
+        report = json.dumps({"name": name, "error": text[:1000]})
+        try:
+            self._socket.sendto(report.encode(), os.fspath(HERE / "failures"))
+        except OSError:
+            pass  # nobody reads; the sequence ends with the end token

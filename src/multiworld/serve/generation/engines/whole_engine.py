@@ -1,0 +1,157 @@
+"""Whole engines: what an adapter to an engine of others has to provide. Pure.
+
+A whole engine computes all layers of a model, so one replica is the only stage, and its
+loss costs a prefill. The gateway holds the tokens of every stream; an engine gets all
+tokens so far, and returns further ones. It need not remember anything: a sequence that
+is interrupted begins again elsewhere, with more tokens.
+
+To write an adapter, implement ``WholeEngine``, and name a function that takes
+``EngineSettings`` and returns the adapter in the spec, as
+``engine: package.module:function``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from multiworld.errors import ServeError
+from multiworld.serve.transport.generation_messages import Sampling
+
+
+class EngineLostError(ServeError):
+    """The engine has exited, hangs or does not answer; its replica is replaced."""
+
+    status = 503
+
+
+class RunFailedError(ServeError):
+    """The engine could not continue this sequence; another attempt may succeed."""
+
+    status = 503
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """The environment in which an engine starts.
+
+    Attributes:
+        replica: Name of the replica.
+        path: Folder of the model.
+        vocabulary: Number of tokens in the vocabulary.
+        end_tokens: Tokens that end a completion.
+        args: ``engine_args`` of the spec.
+        python: Interpreter of the engine's environment; empty: the service's own.
+        device: Torch device of the replica, such as ``cpu`` or ``cuda:0``.
+        max_model_len: Maximum number of tokens of a sequence; None: the engine's own.
+        max_num_seqs: Maximum number of sequences that run at once.
+        dtype: Dtype to compute in; None: the engine's own choice.
+    """
+
+    replica: str
+    path: str
+    vocabulary: int
+    end_tokens: tuple[int, ...] = ()
+    args: Mapping[str, Any] = field(default_factory=dict)
+    python: str = ""
+    device: str = "cpu"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A sequence for an engine to continue.
+
+    Attributes:
+        tokens: The prompt (``prompt`` tokens) and the output tokens so far.
+        sampling: How tokens are chosen. The token at each index must be a function of
+            the tokens before it, ``seed``, ``choice`` and the index.
+        ends: Tokens that end the sequence.
+        tenant: Sequences of different tenants must not share cached prefixes.
+    """
+
+    tokens: Sequence[int]
+    prompt: int
+    sampling: Sampling
+    ends: tuple[int, ...] = ()
+    tenant: str = ""
+
+    @property
+    def remaining(self) -> int:
+        """Maximum number of tokens to generate."""
+        return self.sampling.max_tokens - (len(self.tokens) - self.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineToken:
+    """A generated token; log-probabilities are None unless they were requested.
+
+    Attributes:
+        top: The most likely tokens with their log-probabilities.
+        prompt: With the first token, if requested: for each token of the prompt but the
+            first, its log-probability and ``top``.
+    """
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    prompt: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] = ()
+
+
+class WholeEngine(Protocol):
+    """An engine of others, in the process of its replica.
+
+    Attributes:
+        usage: Used fraction of the engine's KV memory; 0.0 if it is not known.
+        phase: What the engine does until it has started, for ``multiworld status``.
+    """
+
+    usage: float
+    phase: str
+
+    async def start(self) -> None:
+        """Start the engine, or connect to it, and wait until it serves.
+
+        Raises:
+            EngineLostError: It did not start; the text says why.
+
+        Cancellation: ``close`` is called afterwards.
+        """
+
+    def check(self, sampling: Sampling) -> None:
+        """Check that the engine covers the parameters of a request.
+
+        Raises:
+            InvalidRequestError: It does not; the text names the parameter.
+        """
+
+    def generate(self, run: Run) -> AsyncGenerator[Sequence[EngineToken]]:
+        """Continue a sequence; closing the generator aborts it.
+
+        Yields:
+            One or more tokens at a time, up to and including one of ``run.ends``, or
+            until ``run.remaining`` were yielded.
+
+        Raises:
+            InvalidRequestError: The engine refuses the request; it is not retried.
+            RunFailedError: The sequence cannot continue in this attempt.
+            EngineLostError: The engine is lost.
+        """
+
+    async def wait_lost(self) -> str:
+        """Wait until the engine is lost; return why.
+
+        Cancellation: Safe.
+        """
+
+    def stopped_s(self) -> float:
+        """Return the seconds for which the engine's processes have been stopped."""
+
+    def kill(self) -> None:
+        """Stop the engine at once, for one that does not react."""
+
+    def close(self) -> None:
+        """Stop the engine; it may take seconds."""

@@ -1,0 +1,107 @@
+"""A model that a whole engine computes: its facts, and the adapter of its engine."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from multiworld.errors import SpecError
+from multiworld.serve.generation.engines.whole_engine import EngineSettings, WholeEngine
+from multiworld.serve.generation.models import folder_facts
+from multiworld.serve.models import huggingface, weights
+from multiworld.serve.models.factory import folder_of, import_factory
+from multiworld.serve.spec.schema import GenerationSpec, ModelSpec
+from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
+
+HERE = "multiworld.serve.generation.engines"
+
+ENGINES = {
+    "vllm": f"{HERE}.vllm:make",
+}
+"""Functions that make the adapters of known engines, by the engine's name."""
+
+
+def model(
+    path: str,
+    engine: str,
+    engine_args: dict[str, Any] | None = None,
+    dtype: str | None = None,
+    generation_config: str = "auto",
+) -> Model:
+    """Return the model in a folder, as the only stage of a whole engine.
+
+    Args:
+        path: The folder.
+        engine: Name of the engine, or ``package.module:function`` of an adapter.
+        engine_args: Arguments of the engine.
+        dtype: Dtype to compute in; None: the engine's own choice.
+        generation_config: ``auto``: sampling defaults come from the folder's
+            ``generation_config.json``; ``none``: they are OpenAI's.
+    """
+    folder = Path(path).expanduser()
+    config = huggingface.read_json(folder / "config.json")
+    folder_facts.check_tokenizer(folder)
+    what = json.dumps([engine, engine_args or {}, dtype], sort_keys=True, default=str)
+    return Model(
+        stages=[Stage(load=_load, name=engine.rpartition(":")[0] or engine)],
+        generation=Generation(
+            tokenizer=functools.partial(folder_facts.tokenizer, folder),
+            end_tokens=folder_facts.end_tokens(config, folder),
+            vocabulary=huggingface.number_of(config, ("vocab_size",), folder),
+            max_tokens=folder_facts.max_tokens(config),
+            kv_bytes=[0],
+            weights=functools.partial(_name_of, folder, what),
+            defaults=folder_facts.defaults(folder, generation_config),
+        ),
+    )
+
+
+def _load(context: StageContext) -> Callable[..., Any]:
+    raise SpecError("a whole engine is started by its replica, not loaded as a stage")
+
+
+def _name_of(folder: Path, what: str) -> str:
+    """Return the name of the weights as this engine computes them."""
+    try:
+        return weights.name_of(folder, what)
+    except SpecError:
+        return ""  # in a format that only the engine knows
+
+
+def maker_of(engine: str) -> Callable[[EngineSettings], WholeEngine]:
+    """Return the function that makes an engine's adapter.
+
+    Raises:
+        SpecError: No engine has this name, or its adapter cannot be imported.
+    """
+    name = ENGINES.get(engine, engine)
+    if ":" not in name:
+        known = ", ".join(ENGINES)
+        raise SpecError(
+            f"engine {engine!r} is not known; name one of {known}, or give the "
+            "package.module:function of an adapter"
+        )
+    return import_factory(name)
+
+
+def settings_of(
+    replica: str, spec: ModelSpec, facts: Generation, device: str
+) -> EngineSettings:
+    """Return the environment of a replica's engine."""
+    generation, path = spec.generation or GenerationSpec(), folder_of(spec)
+    assert path is not None
+    return EngineSettings(
+        replica=replica,
+        path=path,
+        vocabulary=facts.vocabulary,
+        end_tokens=facts.end_tokens,
+        args=spec.engine_args,
+        python=spec.engine_python or "",
+        device=device,
+        max_model_len=generation.max_model_len,
+        max_num_seqs=generation.max_num_seqs,
+        dtype=generation.dtype,
+    )

@@ -1,0 +1,85 @@
+"""Facts about text in a Hugging Face folder: tokenizer, end tokens, defaults.
+
+Every process of the service imports this module, so it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from multiworld.errors import SpecError
+from multiworld.serve.models import huggingface
+
+DEFAULTS = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+"""Fields of ``generation_config.json`` that are defaults of requests, as in vLLM, with
+their minimum and maximum values."""
+
+COLDEST = 1e-5
+"""Temperature below which decoding is greedy."""
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise SpecError unless a folder has a tokenizer."""
+    if not (folder / "tokenizer.json").exists():
+        raise SpecError(
+            f"{folder}: there is no tokenizer.json; transformers writes it when it "
+            "saves the model's tokenizer"
+        )
+
+
+def max_tokens(config: dict[str, Any]) -> int:
+    """Return the maximum number of tokens of a sequence."""
+    found = config.get("max_position_embeddings") or config.get("n_positions")
+    return int(found or 2**20)
+
+
+def defaults(folder: Path, source: str) -> dict[str, float]:
+    """Return the sampling defaults of a folder; none if ``source`` is ``none``.
+
+    Raises:
+        SpecError: One is invalid.
+    """
+    if source == "none":
+        return {}
+    path = folder / "generation_config.json"
+    given = huggingface.read_json(path) if path.exists() else {}
+    found: dict[str, float] = {}
+    for name, (low, high) in DEFAULTS.items():
+        value = given.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int | float) or not low <= value <= high:
+            raise SpecError(
+                f"{path}: {name} is {value!r}; give a number from {low:g} to {high:g}, "
+                "or set generation_config: none in the spec"
+            )
+        found[name] = value
+    if "top_k" in found:
+        found["top_k"] = max(0, int(found["top_k"]))
+    if found.get("temperature", 1.0) < COLDEST:
+        found["temperature"] = 0.0
+    return found
+
+
+def end_tokens(config: dict[str, Any], folder: Path) -> tuple[int, ...]:
+    """Return the tokens that end a completion."""
+    path = folder / "generation_config.json"
+    found = huggingface.read_json(path) if path.exists() else {}
+    ends = found.get("eos_token_id", config.get("eos_token_id"))
+    if ends is None:
+        return ()
+    return tuple(ends) if isinstance(ends, list) else (int(ends),)
+
+
+def tokenizer(folder: Path) -> Any:
+    """Load the tokenizer of a folder."""
+    from multiworld.serve.generation.tokenizer import Tokenizer
+
+    return Tokenizer(folder)
