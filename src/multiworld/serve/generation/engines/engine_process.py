@@ -22,9 +22,6 @@ from pathlib import Path
 END_S = 5.0
 """Seconds that an engine has to exit before it is killed."""
 
-LOOK_S = 0.02
-"""Seconds between looks while an engine exits."""
-
 
 class EngineProcess:
     """A running engine.
@@ -85,23 +82,31 @@ class EngineProcess:
         self._stopped_at = self._stopped_at or now
         return now - self._stopped_at
 
-    def close(self) -> None:
-        """Let the engine exit, and kill its process group after ``END_S``."""
-        limit = self._clock() + END_S
+    async def close(self) -> None:
+        """Let the engine exit, and kill its process group after ``END_S``.
+
+        Cancellation: Kills it at once.
+        """
         self._signal(signal.SIGTERM)
-        while self._process.poll() is None and self._clock() < limit:
-            time.sleep(LOOK_S)
-        self.kill()
+        try:
+            async with asyncio.timeout(END_S):
+                await self.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill all of its processes at once, and release the leash."""
+        self._signal(signal.SIGKILL)
         self._process.wait()
         if self._leash >= 0:
             os.close(self._leash)
             self._leash = -1
 
-    def kill(self) -> None:
-        """Kill all of its processes at once."""
-        self._signal(signal.SIGKILL)
-
     def _signal(self, number: signal.Signals) -> None:
+        if self._leash < 0:
+            return  # its number may be another's by now
         try:
             os.killpg(self.pid, number)
         except ProcessLookupError:

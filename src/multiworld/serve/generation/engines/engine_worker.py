@@ -112,17 +112,23 @@ class EngineWorker:
         await self._engine.start()
 
     def close(self) -> None:
-        """Stop all runs and the engine."""
-        for task in self._tasks.values():
-            task.cancel()
-        self._engine.close()
+        """Stop the engine at once, if it still runs."""
+        self._engine.kill()
 
     async def run(self) -> None:
         """Wait until the engine is lost, and then exit the process.
 
-        Cancellation: Safe.
+        Cancellation: Aborts all runs, and lets the engine exit.
         """
-        self._give_up(f"the engine is lost: {await self._engine.wait_lost()}")
+        try:
+            why = await self._engine.wait_lost()
+            self._give_up(f"the engine is lost: {why}")
+        finally:
+            tasks = list(self._tasks.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._engine.close()
 
     async def look(self) -> None:
         """Call ``tick`` periodically.
@@ -165,6 +171,11 @@ class EngineWorker:
     def is_idle(self) -> bool:
         """True if it has no sequence."""
         return not len(self.sequences)
+
+    def leaks(self) -> dict[str, int]:
+        """Return the resources, by kind, that are in use though no sequence runs."""
+        tasks = {"tasks": len(self._tasks)} if self._tasks else {}
+        return {**self.sequences.leaks(), **tasks}
 
     async def wait_sent(self) -> None:
         """Wait until all messages were sent.

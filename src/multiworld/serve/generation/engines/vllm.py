@@ -193,14 +193,16 @@ class VllmEngine:
     def stopped_s(self) -> float:
         return 0.0 if self._process is None else self._process.stopped_s()
 
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+        if self._process is not None:
+            await self._process.close()
+        self._remove_files()
+
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
-        self._remove_files()
-
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.close()
         self._remove_files()
 
     def _remove_files(self) -> None:

@@ -118,7 +118,7 @@ class WholeEngine(Protocol):
         Raises:
             EngineLostError: It did not start; the text says why.
 
-        Cancellation: ``close`` is called afterwards.
+        Cancellation: ``kill`` is called afterwards.
         """
 
     def check(self, sampling: Sampling) -> None:
@@ -150,8 +150,11 @@ class WholeEngine(Protocol):
     def stopped_s(self) -> float:
         """Return the seconds for which the engine's processes have been stopped."""
 
-    def kill(self) -> None:
-        """Stop the engine at once, for one that does not react."""
+    async def close(self) -> None:
+        """Let the engine exit, which may take seconds; then release everything.
 
-    def close(self) -> None:
-        """Stop the engine; it may take seconds."""
+        Cancellation: Call ``kill`` afterwards.
+        """
+
+    def kill(self) -> None:
+        """Stop the engine at once, if it still runs."""

@@ -1,0 +1,313 @@
+"""The contract of engines: what every replica that generates text must do.
+
+A replica here is its worker alone: messages go in, and messages come out. Each check
+runs on our own engine, in one stage, and on each adapter of a whole engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from multiworld.serve.generation.grammar import grammar_of_regex
+from multiworld.serve.transport import generation_messages
+from multiworld.serve.transport.generation_messages import (
+    Sampling,
+    SequenceStart,
+    TokenItem,
+)
+from multiworld.serve.transport.protocol import Key, RemoteError
+from multiworld.serve.transport.routing_table import (
+    Replica,
+    ReplicaState,
+    Route,
+    RoutingTable,
+)
+from multiworld.serve.tenants.fair_queue import Share
+
+GATEWAY, NAME = "gateway/1", "m/0/1"
+PROMPT = [40, 78, 67, 69, 0, 85, 80, 79, 78, 0, 65, 0, 84, 73, 77, 69]
+COUNT = 12
+WAIT_S = 60.0
+
+KINDS = {
+    "greedy": Sampling(temperature=0.0, max_tokens=COUNT, ignore_eos=True),
+    "sampled": Sampling(seed=7, max_tokens=COUNT, ignore_eos=True),
+    "cut": Sampling(
+        temperature=0.8,
+        top_k=40,
+        top_p=0.9,
+        min_p=0.01,
+        seed=3,
+        max_tokens=COUNT,
+        ignore_eos=True,
+    ),
+    "penalised": Sampling(
+        seed=5,
+        presence_penalty=0.5,
+        frequency_penalty=0.7,
+        repetition_penalty=1.2,
+        logit_bias={70: 3.0, 71: -100.0},
+        max_tokens=COUNT,
+        ignore_eos=True,
+    ),
+    "another choice": Sampling(seed=7, choice=1, max_tokens=COUNT, ignore_eos=True),
+    "structured": Sampling(
+        seed=9,
+        max_tokens=COUNT,
+        ignore_eos=True,
+        grammar=grammar_of_regex("([a-f]{2}-)+", "regex"),
+    ),
+}
+"""Requests of each kind."""
+
+
+@dataclass
+class _Edge:
+    peer: str
+
+
+class Inbox:
+    """The gateway's end of an edge: it collects what the replica sends."""
+
+    def __init__(self) -> None:
+        self.edge = _Edge(GATEWAY)
+        self.messages: list[Any] = []
+        self._grown = asyncio.Event()
+
+    def put(self, message: Any, contents: Sequence[Any] = ()) -> None:
+        """Take a message."""
+        self.messages.append(message)
+        self._grown.set()
+
+    def flush(self) -> None:
+        """Do nothing: it was taken."""
+
+    async def wait_sent(self) -> None:
+        """Do nothing: it was taken."""
+
+    async def until(self, is_there: Callable[[], bool]) -> None:
+        """Wait until what came satisfies a condition."""
+        async with asyncio.timeout(WAIT_S):
+            while not is_there():
+                self._grown.clear()
+                await self._grown.wait()
+
+
+class Bench:
+    """A worker, its gateway, and the sequences of that gateway."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker, self.inbox = worker, Inbox()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._numbers = 0
+
+    async def __aenter__(self) -> Bench:
+        known = Replica(NAME, "m", "1", 0, ReplicaState.READY, weights="w")
+        table = RoutingTable(
+            1, (GATEWAY,), {"m": Route("1", {"1": 1})}, {NAME: known}
+        )
+        self.worker.table_changed(table)
+        self.worker.edge_up(self.inbox)
+        bodies = (self.worker.run, self.worker.look)
+        self._tasks = [asyncio.ensure_future(body()) for body in bodies]
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def send(self, message: Any) -> None:
+        """Send the worker a message of the gateway."""
+        self.worker.received(self.inbox, [(message, ())])
+
+    def begin(
+        self, sampling: Sampling, made: Sequence[int] = (), **more: Any
+    ) -> SequenceStart:
+        """Begin a sequence that has some tokens already."""
+        self._numbers += 1
+        prompt = more.pop("prompt", PROMPT)
+        key: Key = GATEWAY, self._numbers, 1
+        start = SequenceStart(
+            key, (*prompt, *made), len(prompt), (NAME,), sampling, **more
+        )
+        self.send(generation_messages.BeginSequences((start,)))
+        return start
+
+    def end(self, start: SequenceStart) -> None:
+        """End a sequence."""
+        self.send(generation_messages.EndSequences((start.key,)))
+
+    def items(self, start: SequenceStart) -> list[TokenItem]:
+        """Return the tokens of a sequence so far."""
+        return [
+            item
+            for message in self.inbox.messages
+            if isinstance(message, generation_messages.Tokens)
+            for item in message.items
+            if item.key == start.key
+        ]
+
+    def failure(self, start: SequenceStart) -> RemoteError | None | bool:
+        """Return the error of a failed sequence; None: it is to be replayed."""
+        for message in self.inbox.messages:
+            match message:
+                case generation_messages.SequenceFailed(key, error):
+                    if key == start.key:
+                        return error
+        return False
+
+    async def has(self, start: SequenceStart, count: int) -> list[TokenItem]:
+        """Wait until a sequence has so many tokens."""
+        await self.inbox.until(lambda: len(self.items(start)) >= count)
+        return self.items(start)
+
+    async def whole(self, start: SequenceStart) -> list[int]:
+        """Wait for the end of a sequence; return its tokens."""
+
+        def is_over() -> bool:
+            assert self.failure(start) is False, self.failure(start)
+            return any(item.finish for item in self.items(start))
+
+        await self.inbox.until(is_over)
+        self.end(start)
+        return [item.token for item in self.items(start)]
+
+    async def failed(self, start: SequenceStart) -> RemoteError | None:
+        """Wait until a sequence fails; return its error."""
+        await self.inbox.until(lambda: self.failure(start) is not False)
+        found = self.failure(start)
+        self.end(start)
+        assert not isinstance(found, bool)
+        return found
+
+
+EngineCheck = Callable[[Bench], Awaitable[None]]
+
+
+async def tokens_come_in_order(bench: Bench) -> None:
+    """Tokens are numbered from 0, and the last one says why it is the last."""
+    start = bench.begin(KINDS["greedy"])
+    await bench.whole(start)
+    items = bench.items(start)
+    assert [item.index for item in items] == [*range(COUNT)]
+    assert [item.finish for item in items] == [""] * (COUNT - 1) + ["length"]
+
+
+async def sequences_do_not_depend_on_others(bench: Bench) -> None:
+    """All kinds at once have the tokens that each has alone."""
+    alone = {}
+    for name, sampling in KINDS.items():
+        alone[name] = await bench.whole(bench.begin(sampling))
+    starts = {name: bench.begin(sampling) for name, sampling in KINDS.items()}
+    for name, start in starts.items():
+        assert await bench.whole(start) == alone[name], name
+    assert len(set(map(tuple, alone.values()))) == len(KINDS)
+
+
+async def every_kind_continues_from_every_token(bench: Bench) -> None:
+    """A sequence that begins with the tokens so far continues with the same ones."""
+    for name, sampling in KINDS.items():
+        tokens = await bench.whole(bench.begin(sampling))
+        for cut in range(1, COUNT):
+            start = bench.begin(sampling, tokens[:cut])
+            assert await bench.whole(start) == tokens[cut:], (name, cut)
+            assert bench.items(start)[0].index == cut
+
+
+async def ended_sequences_leave_nothing(bench: Bench) -> None:
+    """A sequence that is ended in its midst computes no more, and leaks nothing."""
+    long = replace_count(KINDS["sampled"], 200)
+    starts = [bench.begin(long) for _ in range(8)]
+    await bench.has(starts[0], 3)
+    for start in starts:
+        bench.end(start)
+    async with asyncio.timeout(WAIT_S):
+        while not bench.worker.is_idle or bench.worker.leaks():
+            await asyncio.sleep(0.01)
+    count = len(bench.items(starts[0]))
+    await asyncio.sleep(0.05)
+    assert len(bench.items(starts[0])) == count
+
+
+async def more_than_fit_wait(bench: Bench) -> None:
+    """Sequences beyond the capacity wait for a place, and complete."""
+    starts = [bench.begin(replace_count(KINDS["sampled"], 4)) for _ in range(40)]
+    found = [await bench.whole(start) for start in starts]
+    assert len(set(map(tuple, found))) == 1
+    assert len(found[0]) == 4
+
+
+async def ends_are_kept(bench: Bench) -> None:
+    """A stop token ends a sequence, and is its last token."""
+    tokens = await bench.whole(bench.begin(KINDS["greedy"]))
+    stop = tokens[4]
+    sampling = replace_sampling(KINDS["greedy"], stop_token_ids=(stop,))
+    start = bench.begin(sampling)
+    assert await bench.whole(start) == tokens[: tokens.index(stop) + 1]
+    assert bench.items(start)[-1].finish == "stop"
+
+
+async def prepared_sequences_are_reported(bench: Bench) -> None:
+    """A sequence that will move here is prepared, and then continues as another
+    attempt."""
+    tokens = await bench.whole(bench.begin(KINDS["sampled"]))
+    key = GATEWAY, 1000, 2
+    made = (*PROMPT, *tokens[:5])
+    start = SequenceStart(key, made, len(PROMPT), (NAME,), KINDS["sampled"])
+    bench.send(generation_messages.PrepareSequence(start, (0,)))
+    prepared = generation_messages.SequencePrepared(key)
+    await bench.inbox.until(lambda: prepared in bench.inbox.messages)
+    assert not bench.items(start)
+    later = SequenceStart(
+        (GATEWAY, 1000, 3),
+        (*PROMPT, *tokens[:7]),
+        len(PROMPT),
+        (NAME,),
+        KINDS["sampled"],
+        prepared=2,
+    )
+    bench.send(generation_messages.BeginSequences((later,)))
+    assert await bench.whole(later) == tokens[7:]
+
+
+async def suspects_run_alone(bench: Bench) -> None:
+    """While a suspect computes, its gateway knows that nothing else does."""
+    long = replace_count(KINDS["sampled"], 60)
+    other = bench.begin(long, share=Share("other"))
+    await bench.has(other, 2)
+    suspect = bench.begin(KINDS["greedy"], is_suspect=True)
+    await bench.whole(suspect)
+    alone = generation_messages.RunsAlone(suspect.key)
+    over = generation_messages.RunsAlone(suspect.key, is_over=True)
+    begin = bench.inbox.messages.index(alone)
+    assert bench.inbox.messages.index(over) > begin
+    assert len(await bench.whole(other)) == 60
+
+
+def replace_count(sampling: Sampling, count: int) -> Sampling:
+    """Return the same sampling for another number of tokens."""
+    return replace_sampling(sampling, max_tokens=count)
+
+
+def replace_sampling(sampling: Sampling, **changes: Any) -> Sampling:
+    """Return a sampling with changes."""
+    return msgspec.structs.replace(sampling, **changes)
+
+
+CHECKS: tuple[EngineCheck, ...] = (
+    tokens_come_in_order,
+    sequences_do_not_depend_on_others,
+    every_kind_continues_from_every_token,
+    ended_sequences_leave_nothing,
+    more_than_fit_wait,
+    ends_are_kept,
+    prepared_sequences_are_reported,
+    suspects_run_alone,
+)
+"""All checks of the contract."""

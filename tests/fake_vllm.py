@@ -1,0 +1,135 @@
+"""A small server with the interface of vLLM's, for tests of its adapter.
+
+It stands where vLLM's Python would: ``interpreter(folder)`` writes a program to give as
+``engine_python``. Its logits follow from all tokens so far; the logits processor is the
+real one, loaded as vLLM would load it. What the first token of a prompt is decides how it
+misbehaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from aiohttp import web
+
+VOCABULARY = 300
+
+HANG, GARBAGE, FOREIGN, EARLY, REFUSE, BROKEN, FLOOD, DIE, HUGE = range(240, 249)
+"""First tokens of prompts for which it misbehaves."""
+
+STEP_S = float(os.environ.get("FAKE_VLLM_STEP_S", "0.002"))
+"""Seconds for a token."""
+
+
+def interpreter(folder: Path) -> Path:
+    """Write a program that runs this server, whatever module it is told to run."""
+    path = folder / "fake-python"
+    path.write_text(
+        f'#!/bin/sh\nshift 2\nexec {sys.executable} {Path(__file__).resolve()} "$@"\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+def logits_of(tokens: list[int]) -> torch.Tensor:
+    """Return logits that depend on all tokens."""
+    draw = random.Random(repr(tokens))
+    return torch.tensor([draw.gauss(0.0, 2.0) for _ in range(VOCABULARY)])
+
+
+class Sampling:
+    """The logits processor, with one sequence at a time."""
+
+    def __init__(self, name: str) -> None:
+        module, _, kind = name.partition(":")
+        made = getattr(importlib.import_module(module), kind)
+        assert "multiworld" not in sys.modules, "vLLM must not import the package"
+        self._processor = made(None, torch.device("cpu"), False)
+
+    def next(self, asked: dict[str, Any], tokens: list[int], made: list[int]) -> int:
+        """Return the next token of a sequence."""
+        params = SimpleNamespace(extra_args=asked.get("extra_args"))
+        added = [(0, params, tokens, made)]
+        update = SimpleNamespace(removed=[0], added=added, moved=[])
+        self._processor.update_state(update)
+        found = self._processor.apply(logits_of([*tokens, *made])[None])
+        return int(found[0].argmax())
+
+
+class Server:
+    """The routes."""
+
+    def __init__(self, processor: str) -> None:
+        self._sampling = Sampling(processor)
+
+    async def health(self, request: web.Request) -> web.Response:
+        """Say that it serves."""
+        return web.Response()
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """Stream tokens."""
+        body = await request.json()
+        tokens, asked = body["token_ids"], body["sampling_params"]
+        kind = tokens[0]
+        if kind == HANG:
+            await asyncio.sleep(600.0)
+        if kind in (REFUSE, BROKEN):
+            status = 400 if kind == REFUSE else 500
+            return web.json_response({"error": {"message": "no"}}, status=status)
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        made: list[int] = []
+        while len(made) < asked["max_tokens"] or kind == FLOOD:
+            await asyncio.sleep(STEP_S)
+            if kind == DIE and len(made) == 3:
+                os._exit(9)
+            if kind == EARLY and len(made) == 3:
+                break
+            token = self._sampling.next(asked, tokens, made)
+            if kind == FOREIGN:
+                token = 10**6
+            logprobs = None
+            if asked.get("logprobs") is not None:
+                one = {"token_id": token, "logprob": -0.5}
+                logprobs = {"content": [{**one, "top_logprobs": [one]}]}
+            choice = {"index": 0, "token_ids": [token], "logprobs": logprobs}
+            data = json.dumps({"request_id": "", "choices": [choice]})
+            if kind == GARBAGE:
+                data = data[:20]
+            if kind == HUGE:
+                data = data + " " * 10_000_000
+            await answer.write(f"data: {data}\n\n".encode())
+            made.append(token)
+            if token in asked["stop_token_ids"] and kind != FLOOD:
+                break
+        await answer.write(b"data: [DONE]\n\n")
+        return answer
+
+
+def main(arguments: list[str]) -> None:
+    """Serve until it is ended."""
+    given = dict(zip(arguments, arguments[1:], strict=False))
+    server = Server(given["--logits-processors"])
+    app = web.Application()
+    app.add_routes(
+        [
+            web.get("/health", server.health),
+            web.post("/inference/v1/generate", server.generate),
+        ]
+    )
+    port = int(given["--port"])
+    web.run_app(app, host=given["--host"], port=port, print=None)
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # the tests
+    main(sys.argv[1:])
