@@ -24,9 +24,9 @@ from multiworld.serve.gateway.open_inference import parse
 from multiworld.serve.generation.api.completions import (
     chat_of,
     completion_of,
-    decoded,
     prompts_of,
 )
+from multiworld.serve.generation.api.request_fields import decoded
 from multiworld.serve.generation.api.triton_generate import GenerateBody
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.transport import frames as edge_frames
