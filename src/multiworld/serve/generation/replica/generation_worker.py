@@ -62,10 +62,11 @@ from multiworld.serve.generation.replica.step_queue import (
 from multiworld.serve.generation.replica.steps_in_flight import GRACE_S
 from multiworld.serve.spec.stage import StageContext
 from multiworld.serve.transport import generation_messages
+from multiworld.serve.transport.control_messages import WorkerReport
 from multiworld.serve.transport.edges import Outbox
 from multiworld.serve.transport.frames import Entry
 from multiworld.serve.transport.generation_messages import StepPart, TokenItem
-from multiworld.serve.transport.protocol import Key, WorkerReport
+from multiworld.serve.transport.protocol import Key
 from multiworld.serve.transport.routing_table import RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
