@@ -108,9 +108,7 @@ class Bench:
 
     async def __aenter__(self) -> Bench:
         known = Replica(NAME, "m", "1", 0, ReplicaState.READY, weights="w")
-        table = RoutingTable(
-            1, (GATEWAY,), {"m": Route("1", {"1": 1})}, {NAME: known}
-        )
+        table = RoutingTable(1, (GATEWAY,), {"m": Route("1", {"1": 1})}, {NAME: known})
         self.worker.table_changed(table)
         self.worker.edge_up(self.inbox)
         bodies = (self.worker.run, self.worker.look)

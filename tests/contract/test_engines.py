@@ -78,9 +78,7 @@ ENGINES = {"staged": staged, "vllm": vllm}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES)
-async def bench(
-    request: pytest.FixtureRequest, folder: Path
-) -> AsyncIterator[Bench]:
+async def bench(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Bench]:
     """Return a replica of each kind."""
     worker = ENGINES[request.param](folder)
     await worker.load(StageContext())

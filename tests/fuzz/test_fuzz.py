@@ -24,21 +24,21 @@ from multiworld.serve.gateway.open_inference import parse
 from multiworld.serve.generation.api.completions import (
     chat_of,
     completion_of,
-    decoded,
     prompts_of,
 )
+from multiworld.serve.generation.api.request_fields import decoded
 from multiworld.serve.generation.api.triton_generate import GenerateBody
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.transport import frames as edge_frames
 from multiworld.serve.transport.frames import Entry
-from multiworld.serve.transport.protocol import (
+from multiworld.serve.transport.inference_messages import (
     AnswerItem,
     Answers,
     Cancel,
-    MessageError,
     Work,
     WorkItem,
 )
+from multiworld.serve.transport.protocol import MessageError
 from tests.fuzz.fuzzing import mutated, repeat
 from tests.serve.harness import body
 from tests.unit.rendezvous.sessions import claim_of, survivor_of

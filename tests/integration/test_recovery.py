@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 
@@ -332,7 +333,7 @@ async def test_growing_in_vain_leaves_the_world_as_it_was(street: Street) -> Non
     worlds = await street.world(0, 1)
     short = CONFIG.replace(join_s=0.5)
     for world in worlds:
-        world._life.request = world._life.request.replace(config=short)
+        world._life.request = dataclasses.replace(world._life.request, config=short)
     results = await asyncio.gather(
         *(world.grow(to=3) for world in worlds), return_exceptions=True
     )

@@ -119,7 +119,7 @@ def test_few_modules_read_the_wall_clock() -> None:
         "serve.fleet.decision_log",
         "serve.fleet.history",
         "serve.gateway.embeddings",
-        "serve.generation.api.openai_routes",
+        "serve.generation.api.preparation",
         "serve.tenants.authenticator",
         "serve.tenants.database",
     }

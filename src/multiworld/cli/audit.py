@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 import click
@@ -11,6 +10,7 @@ from rich.markup import escape
 
 from multiworld.cli.options import (
     JSON,
+    local_time,
     new_table,
     of_service,
     print_json,
@@ -19,10 +19,6 @@ from multiworld.cli.options import (
 )
 from multiworld.serve.control.client import Service
 from multiworld.serve.tenants.records import AuditEntry
-
-
-def _when(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def run(service: Service, last: int, *, as_json: bool) -> int:
@@ -36,7 +32,7 @@ def run(service: Service, last: int, *, as_json: bool) -> int:
     for entry in found:
         what = ", ".join(f"{k}={v}" for k, v in entry.what.items())
         texts = entry.who, entry.act, what, entry.outcome
-        table.add_row(_when(entry.at), *map(escape, texts))
+        table.add_row(local_time(entry.at), *map(escape, texts))
     print_table(table)
     return 0
 

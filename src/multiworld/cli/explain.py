@@ -20,7 +20,7 @@ from multiworld.serve.control.answers import (
 )
 from multiworld.serve.control.client import Service
 from multiworld.serve.fleet.entries import Assessment, HistoryEntry
-from multiworld.serve.transport.protocol import GatewayReport, WorkerReport
+from multiworld.serve.transport.control_messages import GatewayReport, WorkerReport
 
 SILENT = "does not answer: it is stopped, busy in a long call, or cut off"
 """Explanation of a process that sent no report."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,6 +53,10 @@ def service_of(app: str | None, state: Path | None) -> Service:
 def print_json(answer: Answer) -> None:
     """Print a response of the controller as JSON."""
     click.echo(json.dumps(plain(answer), indent=2))
+
+
+def local_time(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def show(data: object, *, as_json: bool, text: str) -> None:

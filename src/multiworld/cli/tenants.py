@@ -20,6 +20,7 @@ from rich.table import Table
 from multiworld.cli.options import (
     JSON,
     FiniteRange,
+    local_time,
     new_table,
     of_service,
     print_json,
@@ -217,7 +218,7 @@ def _usage_table(rows: Sequence[UsageSum], *, by_minute: bool) -> Table:
     for row in rows:
         mean_s = row.seconds / row.answered if row.answered else 0.0
         table.add_row(
-            *([_when(row.first_minute)] if by_minute else []),
+            *([local_time(row.first_minute)] if by_minute else []),
             escape(row.tenant or "(no key)"),
             escape(row.model or "-"),
             *map(str, (row.requests, row.answered, row.failed, row.refused, row.rows)),
@@ -226,10 +227,6 @@ def _usage_table(rows: Sequence[UsageSum], *, by_minute: bool) -> Table:
             f"{mean_s * 1000:.1f}",
         )
     return table
-
-
-def _when(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def _settings(command: F) -> F:

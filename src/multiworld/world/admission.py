@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from multiworld.config import is_int
@@ -119,7 +119,7 @@ class Admission:
         name = incarnation.world
         self._seen[name] = incarnation.epoch
         (rank,) = (m.rank for m in incarnation.members if m.uid == self._uid)
-        request = request.replace(rank=rank, size=incarnation.size)
+        request = replace(request, rank=rank, size=incarnation.size)
         local = LocalMember(incarnation, request, session.address, self._services)
         self._local_members[name] = local
         self._met.add(local)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -37,9 +35,6 @@ class JoinRequest:
         # With another order of stores, two of them could give out the same epoch.
         several = len(self.where.stores) > 1
         return f"{terms}, stores {self.where}" if several else terms
-
-    def replace(self, **changes: Any) -> JoinRequest:
-        return dataclasses.replace(self, **changes)
 
 
 def request_of(

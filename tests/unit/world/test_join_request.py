@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -225,14 +224,6 @@ def test_terms_are_what_members_must_agree_on() -> None:
     assert request().terms() != request(**tcp).terms()
     own = WorldConfig(host_p2p="backend")
     assert request().terms() != request(config=own).terms()
-
-
-def test_request_is_changed_by_a_copy() -> None:
-    """The next incarnation has another rank and size, and the same rest."""
-    made = request()
-    other = made.replace(rank=1, size=5)
-    assert (made.rank, made.size) == (0, 2)
-    assert (other.rank, other.size, other.device) == (1, 5, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from msgspec import UNSET, Raw, UnsetType
 from multiworld.serve.fleet.entries import Assessment, HistoryEntry
 from multiworld.serve.fleet.state import DesiredState, ProcessPhase
 from multiworld.serve.resources.amounts import Gpu
-from multiworld.serve.transport.protocol import GatewayReport, WorkerReport
+from multiworld.serve.transport.control_messages import GatewayReport, WorkerReport
 
 T = TypeVar("T")
 

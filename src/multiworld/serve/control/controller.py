@@ -48,8 +48,7 @@ from multiworld.serve.resources.assignment import assign
 from multiworld.serve.scaling.autoscaler import Autoscaler
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.tenants.database import TenantDatabase
-from multiworld.serve.transport.process_args import args_of
-from multiworld.serve.transport.protocol import (
+from multiworld.serve.transport.control_messages import (
     Finish,
     FleetReportRequest,
     MemoryExceeded,
@@ -66,6 +65,7 @@ from multiworld.serve.transport.protocol import (
     TableChanged,
     UsageReport,
 )
+from multiworld.serve.transport.process_args import args_of
 from multiworld.world.manager import WorldManager
 
 logger = logging.getLogger("multiworld.serve")

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
 
 from multiworld.serve.fleet.history import History
 from multiworld.serve.fleet.state import Process
-from multiworld.serve.transport.protocol import (
+from multiworld.serve.transport.control_messages import (
     Counted,
     FleetReport,
     Report,

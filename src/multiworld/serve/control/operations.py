@@ -27,7 +27,7 @@ from multiworld.serve.launchers.base import RunningProcess
 from multiworld.serve.models.factory import check_policies
 from multiworld.serve.placement.manager import PlacementManager
 from multiworld.serve.spec.schema import AppSpec
-from multiworld.serve.transport.protocol import InjectPartition, Order
+from multiworld.serve.transport.control_messages import InjectPartition, Order
 
 REPLICAS_A_CORE = 4
 """Replicas per core, over all machines, above which scaling needs a confirmation."""

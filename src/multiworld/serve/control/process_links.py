@@ -10,17 +10,17 @@ from typing import Protocol
 
 from multiworld.errors import MemberLostError, WorldBrokenError, WorldClosedError
 from multiworld.serve.transport.control_agent import control_world
-from multiworld.serve.transport.process_args import world_config
-from multiworld.serve.transport.protocol import (
+from multiworld.serve.transport.control_messages import (
     NEWS,
     ORDERS,
-    MessageError,
     News,
     Order,
     Report,
     ReportRequest,
     Reports,
 )
+from multiworld.serve.transport.process_args import world_config
+from multiworld.serve.transport.protocol import MessageError
 from multiworld.serve.transport.world_messages import receive
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World

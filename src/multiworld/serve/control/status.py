@@ -29,7 +29,7 @@ from multiworld.serve.placement.replica_bookings import ReplicaBookings, Specs
 from multiworld.serve.resources.amounts import Need
 from multiworld.serve.resources.bookings import Bookings
 from multiworld.serve.spec.schema import AppSpec, GatewaySpec
-from multiworld.serve.transport.protocol import ModelsChanged, Reports
+from multiworld.serve.transport.control_messages import ModelsChanged, Reports
 
 LAST_WORDS = 300
 """Maximum number of characters shown of a last log line."""

@@ -28,7 +28,7 @@ from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.directory import Key, Tenant, tenant_from_json
 from multiworld.serve.tenants.keys import make_key, parse_key
 from multiworld.serve.tenants.quarantine import POISON_S
-from multiworld.serve.transport.protocol import (
+from multiworld.serve.transport.control_messages import (
     AllTenants,
     BudgetsUsed,
     Order,

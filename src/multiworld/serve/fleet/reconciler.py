@@ -38,19 +38,15 @@ from multiworld.serve.fleet.events import (
     Ticked,
     Unplaced,
 )
+from multiworld.serve.fleet.routes import routing_table_of
 from multiworld.serve.fleet.start_order import Shortage, StageKey, next_starts
 from multiworld.serve.fleet.state import (
-    STATE_OF,
     DesiredModel,
     DesiredState,
     Process,
     ProcessPhase,
 )
-from multiworld.serve.transport.routing_table import (
-    Replica,
-    Route,
-    RoutingTable,
-)
+from multiworld.serve.transport.routing_table import RoutingTable
 
 
 class Reconciler:
@@ -435,23 +431,12 @@ class Reconciler:
                 del known[key]
 
     def _announce(self) -> Iterator[Action]:
-        table = RoutingTable(
-            number=self.table.number,
-            gateways=tuple(sorted(p.name for p in self._gateways() if p.is_there)),
-            routes={name: self._route(name) for name in self.desired.models},
-            replicas={
-                p.name: Replica(
-                    p.name,
-                    p.model,
-                    p.version,
-                    p.stage,
-                    STATE_OF[p.phase],
-                    p.fingerprint,
-                    p.weights,
-                )
-                for p in self.processes.values()
-                if not p.is_gateway and p.is_there
-            },
+        table = routing_table_of(
+            self.table.number,
+            self.processes.values(),
+            self.desired,
+            self.active,
+            self._versions,
         )
         if table != self.table:
             self.table = replace(table, number=self.table.number + 1)
@@ -459,26 +444,6 @@ class Reconciler:
 
     def _gateways(self) -> list[Process]:
         return [p for p in self.processes.values() if p.is_gateway]
-
-    def _route(self, name: str) -> Route:
-        active = self.active[name]
-        model = self._versions.get((name, active), self.desired.models[name])
-        return Route(
-            version=active,
-            stages={
-                version: len(known.replicas)
-                for (other, version), known in self._versions.items()
-                if other == name
-            },
-            max_queued_requests=model.max_queued_requests,
-            max_ongoing_requests=model.max_ongoing_requests,
-            deadline_s=model.deadline_s,
-            objective_s=model.objective_s,
-            on_demand=model.on_demand,
-            generates=model.generates,
-            ttft_s=model.ttft_s,
-            tpot_s=model.tpot_s,
-        )
 
     def _probes(self, now: float) -> Iterator[Action]:
         gateways = [

@@ -35,7 +35,11 @@ from multiworld.serve.tenants.authenticator import (
 )
 from multiworld.serve.tenants.directory import ANONYMOUS, Tenant
 from multiworld.serve.transport.collation import rows_of
-from multiworld.serve.transport.protocol import Counted, FleetReport, GatewayReport
+from multiworld.serve.transport.control_messages import (
+    Counted,
+    FleetReport,
+    GatewayReport,
+)
 
 LARGE_BYTES = 256 * 1024
 """Bytes of inputs from which their digest is computed in a thread."""

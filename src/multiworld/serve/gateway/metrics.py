@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 import multiworld
 from multiworld.serve.gateway.request_counts import ENDS
 from multiworld.serve.generation.gateway.stream_counts import ENDS as STREAM_ENDS
-from multiworld.serve.transport.protocol import (
+from multiworld.serve.transport.control_messages import (
     ROWS_BOUNDS,
     SECONDS_BOUNDS,
     FleetReport,

@@ -33,11 +33,7 @@ from multiworld.serve.spec.stage import Model
 from multiworld.serve.tenants.authenticator import Authenticator, ModelVersion
 from multiworld.serve.tenants.directory import Tenant
 from multiworld.serve.transport.control_agent import ControlAgent
-from multiworld.serve.transport.edges import EdgeKeeper, Outbox
-from multiworld.serve.transport.frames import Entry
-from multiworld.serve.transport.generation_messages import GenerationMessage
-from multiworld.serve.transport.process_args import ProcessArgs
-from multiworld.serve.transport.protocol import (
+from multiworld.serve.transport.control_messages import (
     AllTenants,
     BudgetsUsed,
     Finish,
@@ -58,6 +54,10 @@ from multiworld.serve.transport.protocol import (
     UsageReport,
     UsageStored,
 )
+from multiworld.serve.transport.edges import EdgeKeeper, Outbox
+from multiworld.serve.transport.frames import Entry
+from multiworld.serve.transport.generation_messages import GenerationMessage
+from multiworld.serve.transport.process_args import ProcessArgs
 from multiworld.serve.transport.routing_table import RoutingTable, edges_of
 from multiworld.world.manager import WorldManager
 

@@ -39,9 +39,7 @@ from multiworld.serve.resources.usage import outgrows, usage_of
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec
 from multiworld.serve.spec.stage import Generation, Model, StageContext
 from multiworld.serve.transport.control_agent import ControlAgent
-from multiworld.serve.transport.edges import EdgeKeeper
-from multiworld.serve.transport.process_args import ProcessArgs
-from multiworld.serve.transport.protocol import (
+from multiworld.serve.transport.control_messages import (
     Finish,
     InjectPartition,
     MemoryExceeded,
@@ -53,6 +51,8 @@ from multiworld.serve.transport.protocol import (
     TableChanged,
     WorkerReport,
 )
+from multiworld.serve.transport.edges import EdgeKeeper
+from multiworld.serve.transport.process_args import ProcessArgs
 from multiworld.serve.transport.routing_table import edges_of
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World

@@ -28,7 +28,7 @@ from multiworld.serve.scaling.samples import ObservedReplica, SampleWindow
 from multiworld.serve.scaling.snapshot import Decision, Policy, Snapshot
 from multiworld.serve.scaling.snapshot_json import snapshot_to_json
 from multiworld.serve.spec.schema import ModelSpec
-from multiworld.serve.transport.protocol import Reports
+from multiworld.serve.transport.control_messages import Reports
 
 logger = logging.getLogger("multiworld.serve")
 

@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from multiworld.serve.scaling.snapshot import Sample, StageSeen
-from multiworld.serve.transport.protocol import GatewayReport, Reports, WorkerReport
+from multiworld.serve.transport.control_messages import (
+    GatewayReport,
+    Reports,
+    WorkerReport,
+)
 
 R = TypeVar("R")
 

@@ -11,12 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from multiworld.serve.generation.replica.scheduler import MIN_CHUNK
+from multiworld.serve.generation.replica.step_planner import MIN_CHUNK
 from multiworld.serve.scaling.snapshot import Snapshot, StageSeen
 
 USUAL_RATIO = 9.0
 """Typical ``step_s / row_s``, used while all steps have about the same size. SmolLM2 on
-an EPYC; see ``generation.replica.scheduler``."""
+an EPYC; see ``generation.replica.step_planner``."""
 
 
 PRIOR = 0.01

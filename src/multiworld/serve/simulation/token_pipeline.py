@@ -285,7 +285,7 @@ class TokenPipeline(Pipeline):
             old.remove(key)
             route = _names(sequence.chain)
             new.add(sequence.key, tokens, computed=len(tokens) - 1, route=route)
-        elif old.knows(key):
+        elif old.pool.knows(key):
             route = _names(sequence.chain)
             old.move(key, sequence.key, tokens, len(tokens) - 1, route)
             old.resume(sequence.key, None)
@@ -422,7 +422,7 @@ class TokenPipeline(Pipeline):
                     rows=self._rows[k],
                 )
             )
-        used = [r.scheduler.usage for r in self._at_stage(0) if r.scheduler]
+        used = [r.scheduler.pool.usage for r in self._at_stage(0) if r.scheduler]
         return Sample(
             at=now,
             arrived=len(self._requests),

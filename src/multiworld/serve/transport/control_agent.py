@@ -10,14 +10,8 @@ from collections.abc import Awaitable, Callable
 
 from multiworld.config import WorldConfig
 from multiworld.errors import WorldBrokenError, WorldClosedError
-from multiworld.serve.transport.protocol import (
-    NEWS,
-    ORDERS,
-    Hello,
-    MessageError,
-    News,
-    Order,
-)
+from multiworld.serve.transport.control_messages import NEWS, ORDERS, Hello, News, Order
+from multiworld.serve.transport.protocol import MessageError
 from multiworld.serve.transport.world_messages import receive
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World

@@ -7,7 +7,7 @@ from multiworld.serve.transport.generation_messages import (
     GenerationMessage,
     Step,
 )
-from multiworld.serve.transport.protocol import (
+from multiworld.serve.transport.inference_messages import (
     Answers,
     Cancel,
     Credit,

@@ -35,7 +35,11 @@ from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.records import AuditEntry, UsageSum
 from multiworld.serve.tenants.usage_meter import UsageRow
-from multiworld.serve.transport.protocol import GatewayReport, Reports, WorkerReport
+from multiworld.serve.transport.control_messages import (
+    GatewayReport,
+    Reports,
+    WorkerReport,
+)
 from tests.unit.serve.control import examples
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from multiworld.serve.control import answers
 from multiworld.serve.control.answers import AnswerFormError, decode, encode, plain
 from multiworld.serve.fleet.entries import HistoryEntry
 from multiworld.serve.tenants.records import AuditEntry, UsageSum
-from multiworld.serve.transport.protocol import GatewayReport, WorkerReport
+from multiworld.serve.transport.control_messages import GatewayReport, WorkerReport
 from tests.unit.serve.control import examples
 
 EXAMPLES: list[tuple[Any, Any]] = [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from multiworld.serve.control.fleet_metrics import REMEMBERED, FleetMetrics, Totals
 from multiworld.serve.fleet.history import History
 from multiworld.serve.fleet.state import Process
-from multiworld.serve.transport.protocol import (
+from multiworld.serve.transport.control_messages import (
     Counted,
     GatewayReport,
     Report,

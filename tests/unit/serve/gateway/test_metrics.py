@@ -12,7 +12,7 @@ import multiworld
 from multiworld.serve.gateway.metrics import GAUGES, OF_WORK, render
 from multiworld.serve.gateway.request_counts import RequestCounts
 from multiworld.serve.tenants.timing import Phases
-from multiworld.serve.transport.protocol import (
+from multiworld.serve.transport.control_messages import (
     ROWS_BOUNDS,
     Counted,
     FleetReport,

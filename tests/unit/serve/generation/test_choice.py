@@ -209,13 +209,13 @@ def test_all_replicas_have_steps_to_compute() -> None:
     table = table_of(2, 4, 3)
     scheduler = Scheduler(EngineLimits(blocks=10))
     adapt_to(scheduler, table, "gone")
-    assert (scheduler.steps, scheduler.withheld) == (1, 0)
+    assert (scheduler.steps.max_steps, scheduler.pool.withheld) == (1, 0)
     adapt_to(scheduler, table, "v1.0.0")
-    assert (scheduler.steps, scheduler.withheld) == (5, 0)
+    assert (scheduler.steps.max_steps, scheduler.pool.withheld) == (5, 0)
     adapt_to(scheduler, table_of(4, 4, 3), "v1.0.0")
-    assert scheduler.withheld == 3, "three share what four would fill"
+    assert scheduler.pool.withheld == 3, "three share what four would fill"
     adapt_to(scheduler, table_of(20, 1), "v1.0.0")
-    assert scheduler.withheld == 9, "each has a block"
+    assert scheduler.pool.withheld == 9, "each has a block"
 
 
 def test_stream_stays_on_its_kind_of_machine_while_there_is_one() -> None:

@@ -31,13 +31,10 @@ from multiworld.serve.tenants.authenticator import digest_of
 from multiworld.serve.tenants.directory import Key, Tenant
 from multiworld.serve.tenants.keys import make_key
 from multiworld.serve.transport.control_agent import control_world
-from multiworld.serve.transport.process_args import ProcessArgs
-from multiworld.serve.transport.protocol import (
+from multiworld.serve.transport.control_messages import (
     NEWS,
     ORDERS,
     AllTenants,
-    AnswerItem,
-    Answers,
     Finish,
     FleetReport,
     FleetReportRequest,
@@ -58,8 +55,9 @@ from multiworld.serve.transport.protocol import (
     TenantsChanged,
     UsageReport,
     UsageStored,
-    Work,
 )
+from multiworld.serve.transport.inference_messages import AnswerItem, Answers, Work
+from multiworld.serve.transport.process_args import ProcessArgs
 from multiworld.serve.transport.routing_table import (
     Replica,
     ReplicaState,

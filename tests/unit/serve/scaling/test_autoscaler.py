@@ -24,7 +24,7 @@ from multiworld.serve.scaling import autoscaler as module
 from multiworld.serve.scaling.autoscaler import Autoscaler
 from multiworld.serve.scaling.snapshot import Decision, Snapshot
 from multiworld.serve.spec.schema import ModelSpec
-from multiworld.serve.transport.protocol import GatewayReport, Reports
+from multiworld.serve.transport.control_messages import GatewayReport, Reports
 from tests.unit.serve.edges import until
 
 INTERVAL_S = 0.001

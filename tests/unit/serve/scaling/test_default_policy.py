@@ -36,7 +36,11 @@ from multiworld.serve.scaling.snapshot import (
 from multiworld.serve.scaling.snapshot_json import snapshot_from_json, snapshot_to_json
 from multiworld.serve.scaling.stabilization import PendingChange, remember, stabilized
 from multiworld.serve.spec.schema import AppSpec
-from multiworld.serve.transport.protocol import GatewayReport, Reports, WorkerReport
+from multiworld.serve.transport.control_messages import (
+    GatewayReport,
+    Reports,
+    WorkerReport,
+)
 
 QUICK = StageLimits(
     max_replicas=8, upscale_delay_s=2, downscale_delay_s=10, look_back_period_s=10

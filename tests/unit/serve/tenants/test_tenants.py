@@ -52,7 +52,7 @@ from multiworld.serve.tenants.usage_meter import (
     UsageMeter,
     UsageRow,
 )
-from multiworld.serve.transport.protocol import (
+from multiworld.serve.transport.control_messages import (
     AllTenants,
     PoisonFound,
     UsageReport,

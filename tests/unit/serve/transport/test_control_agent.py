@@ -12,7 +12,7 @@ import pytest
 
 from multiworld.config import WorldConfig
 from multiworld.serve.transport.control_agent import ControlAgent, control_world
-from multiworld.serve.transport.protocol import (
+from multiworld.serve.transport.control_messages import (
     NEWS,
     ORDERS,
     Finish,

@@ -18,7 +18,8 @@ from multiworld.serve.transport import edges as module
 from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.edges import EdgeKeeper, Outbox, OutboxFullError
 from multiworld.serve.transport.frames import Entry, unpack
-from multiworld.serve.transport.protocol import FRAMES, AnswerItem, Answers, Cancel
+from multiworld.serve.transport.inference_messages import AnswerItem, Answers, Cancel
+from multiworld.serve.transport.protocol import FRAMES
 from multiworld.serve.transport.routing_table import Edge
 from multiworld.testing import Arena
 from multiworld.world.manager import WorldManager

@@ -16,16 +16,13 @@ from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.frames import Entry, lay_out, unpack
-from multiworld.serve.transport.protocol import (
-    PROTOCOL,
+from multiworld.serve.transport.inference_messages import (
     AnswerItem,
     Answers,
     BatchBegun,
     Cancel,
     CreditRefused,
     CreditReleased,
-    MessageError,
-    RemoteError,
     Work,
     WorkDropped,
     WorkFailed,
@@ -33,6 +30,7 @@ from multiworld.serve.transport.protocol import (
     WorkReturned,
     WorkStuck,
 )
+from multiworld.serve.transport.protocol import PROTOCOL, MessageError, RemoteError
 
 FULL = WorkItem(
     ("gateway/1", 4, 1), 2.5, True, "s", {"0": "m/0/1"}, Share("acme", 2.0, -1)

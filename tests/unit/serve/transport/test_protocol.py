@@ -8,28 +8,30 @@ import pytest
 from multiworld.errors import InvalidRequestError, ModelFailedError, ServeError
 from multiworld.serve.tenants.directory import Key, Tenant
 from multiworld.serve.tenants.usage_meter import UsageRow
-from multiworld.serve.transport.protocol import (
+from multiworld.serve.transport.control_messages import (
     NEWS,
     ORDERS,
-    PROTOCOL,
     AllTenants,
-    Codec,
     FleetReport,
     GatewayReport,
     Hello,
     InjectPartition,
     MemoryExceeded,
-    Message,
-    MessageError,
     ModelsChanged,
     News,
     Order,
     PoisonFound,
-    RemoteError,
     Report,
     ReportRequest,
     UsageReport,
     WorkerReport,
+)
+from multiworld.serve.transport.protocol import (
+    PROTOCOL,
+    Codec,
+    Message,
+    MessageError,
+    RemoteError,
 )
 
 TENANT = Tenant(name="acme", keys=(Key(id="k", digest="d", made_at=1.0),), weight=2.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from multiworld.serve.transport.protocol import ORDERS, TableChanged
+from multiworld.serve.transport.control_messages import ORDERS, TableChanged
 from multiworld.serve.transport.routing_table import (
     Replica,
     ReplicaState,

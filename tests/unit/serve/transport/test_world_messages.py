@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from multiworld.errors import MemberLeftError, WorldBrokenError
-from multiworld.serve.transport.protocol import ORDERS, ReportRequest
+from multiworld.serve.transport.control_messages import ORDERS, ReportRequest
 from multiworld.serve.transport.world_messages import receive
 from multiworld.testing import Arena
 from tests.unit.serve.edges import break_world, settle

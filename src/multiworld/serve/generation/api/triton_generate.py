@@ -28,18 +28,14 @@ from multiworld.serve.gateway.openapi import KNOWN_MODEL
 from multiworld.serve.gateway.request_body import Body
 from multiworld.serve.generation.api.choices import Piece
 from multiworld.serve.generation.api.completion_answers import Ready, kept_alive
-from multiworld.serve.generation.api.completions import (
+from multiworld.serve.generation.api.completions import wanted_of
+from multiworld.serve.generation.api.preparation import prepare_completion
+from multiworld.serve.generation.api.request_fields import (
     CompletionBody,
     decoded,
     invalid,
-    wanted_of,
 )
-from multiworld.serve.generation.api.openai_routes import (
-    Form,
-    Reader,
-    answered,
-    read_completion,
-)
+from multiworld.serve.generation.api.request_lifecycle import Form, Reader, answered
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 
 EXCLUDES = "exclude_input_in_output"
@@ -121,7 +117,7 @@ def _reader(name: str, version: str | None, is_streamed: bool) -> Reader:
         wanted = replace(
             wanted_of(completion), is_streamed=is_streamed, echo=not is_excluded
         )
-        ready = await read_completion(gateway, admitted, completion, wanted)
+        ready = await prepare_completion(gateway, admitted, completion, wanted)
         return replace(ready, id=asked.id)
 
     return read

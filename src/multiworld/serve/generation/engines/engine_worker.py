@@ -43,9 +43,9 @@ from multiworld.serve.generation.replica.sampler import finish_of
 from multiworld.serve.generation.replica.sequence_state import SequenceTable
 from multiworld.serve.replica.hang_guard import EXIT_HUNG
 from multiworld.serve.spec.stage import StageContext
+from multiworld.serve.transport.control_messages import WorkerReport
 from multiworld.serve.transport.edges import SILENT_S, Outbox
 from multiworld.serve.transport.frames import Entry
-from multiworld.serve.transport.protocol import WorkerReport
 from multiworld.serve.transport.routing_table import RoutingTable
 
 logger = logging.getLogger("multiworld.serve")

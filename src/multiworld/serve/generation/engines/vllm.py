@@ -144,6 +144,9 @@ class VllmEngine:
                     f"vLLM exited with code {exited.result()} before it served; its "
                     "output is in the log of this replica"
                 )
+        except BaseException:
+            await self.close()
+            raise
         finally:
             exited.cancel()
         self.phase = "warming up"

@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     class LogitsProcessor:
         """vLLM's class."""
 else:
-    try:  # in vLLM's processes
+    try:  # in vLLM's processes; the service copies this file, and tests import it
         from multiworld_sampler import TokenHistory, sample
-        from vllm.v1.sample.logits_processor import LogitsProcessor
-    except ImportError:  # in the service, which copies this file, and in tests
+    except ImportError:
         from multiworld.serve.generation.replica.sampler import TokenHistory, sample
-
+    try:
+        from vllm.v1.sample.logits_processor import LogitsProcessor
+    except ImportError:
         LogitsProcessor = object
 
 HERE = Path(__file__).parent

@@ -44,7 +44,7 @@ from multiworld.serve.generation.replica.outboxes import Outboxes
 from multiworld.serve.generation.replica.pipeline_share import adapt_to
 from multiworld.serve.generation.replica.prompt_prefixes import PromptPrefixes
 from multiworld.serve.generation.replica.recovery import Recovery
-from multiworld.serve.generation.replica.scheduler import PlannedStep, Scheduler
+from multiworld.serve.generation.replica.scheduler import Scheduler
 from multiworld.serve.generation.replica.sequence_state import SequenceState
 from multiworld.serve.generation.replica.stage_engine import Computed
 from multiworld.serve.generation.replica.step_outputs import (
@@ -53,6 +53,7 @@ from multiworld.serve.generation.replica.step_outputs import (
     outcome,
     steps_on,
 )
+from multiworld.serve.generation.replica.step_planner import PlannedStep
 from multiworld.serve.generation.replica.step_queue import (
     ArrivedStep,
     RebuildRows,
@@ -61,10 +62,11 @@ from multiworld.serve.generation.replica.step_queue import (
 from multiworld.serve.generation.replica.steps_in_flight import GRACE_S
 from multiworld.serve.spec.stage import StageContext
 from multiworld.serve.transport import generation_messages
+from multiworld.serve.transport.control_messages import WorkerReport
 from multiworld.serve.transport.edges import Outbox
 from multiworld.serve.transport.frames import Entry
 from multiworld.serve.transport.generation_messages import StepPart, TokenItem
-from multiworld.serve.transport.protocol import Key, WorkerReport
+from multiworld.serve.transport.protocol import Key
 from multiworld.serve.transport.routing_table import RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
@@ -141,7 +143,7 @@ class GenerationWorker:
         Cancellation: Loading continues in its thread; call ``close`` afterwards.
         """
         await self._engine.load(context)
-        self._scheduler.granule = self._engine.granule
+        self._scheduler.pool.granule = self._engine.granule
 
     def close(self) -> None:
         """Stop the thread, without waiting for a running computation."""
@@ -170,7 +172,7 @@ class GenerationWorker:
     def tick(self) -> None:
         """Return overdue sequences to their gateways; retry full replicas."""
         self._handle(Ticked(self._pauses.look(self._clock())))
-        if self._scheduler.has_full:
+        if self._scheduler.pool.full.names:
             self._has_work.set()
 
     def table_changed(self, table: RoutingTable) -> None:
@@ -200,8 +202,8 @@ class GenerationWorker:
             "sequences": len(self._table),
             "logged bytes": self._log.nbytes,
             "prefixes in use": self._prefixes.in_use,
-            "blocks": self._scheduler.used_blocks,
-            "scheduled": int(not self._scheduler.is_idle),
+            "blocks": self._scheduler.pool.used_blocks,
+            "scheduled": int(not self._scheduler.pool.is_idle),
         }
         return {kind: count for kind, count in found.items() if count}
 
@@ -216,20 +218,23 @@ class GenerationWorker:
         """Return the current state of the replica."""
         waiting, running = len(self._queue), len(self._table)
         if self._stage == 0:
-            waiting, running = self._scheduler.waiting, self._scheduler.running
+            waiting, running = (
+                self._scheduler.pool.waiting,
+                len(self._scheduler.pool.running),
+            )
         began = self._engine.began_at
         return WorkerReport(
             queued=waiting,
             computing=running,
             computing_s=0.0 if began is None else self._clock() - began,
             computed_s=self._engine.computed_s,
-            counts={**self.counts, "preemptions": self._scheduler.preemptions},
+            counts={**self.counts, "preemptions": self._scheduler.pool.preemptions},
             upstream=self._outboxes.of_stage(self._stage - 1),
             gateways=tuple(
                 sorted({*self._outboxes.table.gateways} & {*self._outboxes})
             ),
             downstream=self._outboxes.of_stage(self._stage + 1),
-            kv_usage=self._scheduler.usage,
+            kv_usage=self._scheduler.pool.usage,
         )
 
     # Edges.
@@ -397,7 +402,7 @@ class GenerationWorker:
     async def _compute_planned(self, planned: PlannedStep) -> None:
         ids: list[int] = []
         for part in planned.parts:
-            tokens = self._scheduler.tokens(part.key)
+            tokens = self._scheduler.pool.known[part.key].tokens
             ids += tokens[part.begin : part.begin + part.count]
         rows = torch.tensor(ids, dtype=torch.int64)
         await self._compute_step(self.name, planned.number, planned.parts, rows)
@@ -456,7 +461,7 @@ class GenerationWorker:
         self.recovery.begun(parts)
         self._act(self.recovery.take())
         found = await self._engine.compute(parts, rows)
-        self._scheduler.granule = self._engine.granule
+        self._scheduler.pool.granule = self._engine.granule
         self.counts["steps"] += 1
         self.counts["rows"] += len(rows)
         self.counts["tokens"] += len(found.tokens)

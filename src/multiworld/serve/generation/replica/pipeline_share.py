@@ -26,8 +26,8 @@ def withheld_for(replicas: Sequence[int], blocks: int) -> int:
 
 def adapt(scheduler: Scheduler, replicas: Sequence[int]) -> None:
     """Adapt a stage 0 scheduler to the number of replicas of each stage."""
-    scheduler.steps = steps_for(replicas)
-    scheduler.withheld = withheld_for(replicas, scheduler.limits.blocks)
+    scheduler.steps.max_steps = steps_for(replicas)
+    scheduler.pool.withheld = withheld_for(replicas, scheduler.limits.blocks)
 
 
 def adapt_to(scheduler: Scheduler, table: RoutingTable, replica: str) -> None:

@@ -42,7 +42,6 @@ from multiworld.serve.generation.replica.events import (
 from multiworld.serve.generation.replica.kv_budget import KvBudget
 from multiworld.serve.generation.replica.sample_costs import sample_rows_of
 from multiworld.serve.generation.replica.scheduler import (
-    PlannedStep,
     Scheduler,
     TooManyTokensError,
 )
@@ -51,6 +50,7 @@ from multiworld.serve.generation.replica.sequence_state import (
     SequenceTable,
     StreamId,
 )
+from multiworld.serve.generation.replica.step_planner import PlannedStep
 from multiworld.serve.transport import generation_messages
 from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.generation_messages import SequenceStart, StepPart
@@ -97,7 +97,7 @@ class Recovery:
         self.sampled: dict[Key, int | None] = {}
         limits = scheduler.limits
         self._memory: KvBudget[StreamId] = KvBudget(
-            limits.blocks, scheduler.blocks_of, self._rank_of
+            limits.blocks, scheduler.pool.blocks_of, self._rank_of
         )
         self._connected: set[str] = set()
         self._watched: set[Key] = set()
@@ -124,8 +124,8 @@ class Recovery:
                         self._end(state.key)
             case Ticked(was_paused):
                 if was_paused:
-                    self._scheduler.excuse(now)
-                for key in self._scheduler.overdue(now, self._overdue_s):
+                    self._scheduler.steps.excuse(now)
+                for key in self._scheduler.steps.overdue(now, self._overdue_s):
                     text = f"later stages did not return sequence {key} in time"
                     self._actions.append(Warn(text))
                     self.return_to_gateway([key])
@@ -209,11 +209,11 @@ class Recovery:
         key, tokens, earlier = state.key, state.start.tokens, state.earlier
         route = state.start.chain
         if state.prepared:
-            return self._scheduler.reserve(earlier, key, len(tokens))
+            return self._scheduler.pool.reserve(earlier, key, len(tokens))
         for old in earlier:
-            if self._scheduler.knows(old):
+            if self._scheduler.pool.knows(old):
                 self._scheduler.move(old, key, tokens, state.held, route)
-            elif self._scheduler.has_reserved(old):
+            elif self._scheduler.pool.has_reserved(old):
                 self._scheduler.take_over(
                     old,
                     key,
@@ -241,7 +241,7 @@ class Recovery:
         if held < state.logged:  # only earlier stages can replay these rows
             state.held = state.logged = held
         begin, end = min(held, state.held), state.held
-        is_moved = self._scheduler.knows(key)
+        is_moved = self._scheduler.pool.knows(key)
         if begin < end or is_moved:
             peer = state.start.chain[self._stage + 1]
             self._actions.append(SendLogged(peer, key, begin, end, is_moved))
@@ -256,7 +256,7 @@ class Recovery:
         elif before >= 0:
             held = generation_messages.KvHeld(key, state.held)
             self._send(start.chain[before], held)
-        elif self._scheduler.knows(key):
+        elif self._scheduler.pool.knows(key):
             self._scheduler.rewind(key, state.held)
         else:
             self._add(state)
@@ -418,7 +418,9 @@ class Recovery:
             return None
         self.preempt(planned.preempted)
         # Later stages may be waiting for rows of a paused one, which are dropped now.
-        self.return_to_gateway(filter(self._scheduler.is_paused, planned.preempted))
+        self.return_to_gateway(
+            filter(self._scheduler.pool.is_paused, planned.preempted)
+        )
         self._note_alone(planned.parts[0].key if planned.is_alone else None)
         return planned
 

@@ -28,9 +28,15 @@ class _Step:
 
 
 class StepsInFlight:
-    """Steps that have not returned completely."""
+    """Steps that have not returned completely.
 
-    def __init__(self) -> None:
+    Attributes:
+        max_steps: Maximum number of them.
+        last_number: Number of the last step.
+    """
+
+    def __init__(self, max_steps: int) -> None:
+        self.max_steps = max_steps
         self._steps: dict[int, _Step] = {}
         self._missing: dict[Key, float | None] = {}
         self.last_number = 0

@@ -19,16 +19,12 @@ from multiworld.serve.inference.gateway.router import Router
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.tenants.timing import Timing
-from multiworld.serve.transport import protocol
+from multiworld.serve.transport import inference_messages
 from multiworld.serve.transport.collation import rows_of
+from multiworld.serve.transport.control_messages import GatewayReport
 from multiworld.serve.transport.edges import SILENT_S, Outbox
 from multiworld.serve.transport.frames import Entry
-from multiworld.serve.transport.protocol import (
-    NOTHING_SPENT,
-    GatewayReport,
-    Spent,
-    WorkItem,
-)
+from multiworld.serve.transport.inference_messages import NOTHING_SPENT, Spent, WorkItem
 from multiworld.serve.transport.routing_table import Route, RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
@@ -210,21 +206,21 @@ class Dispatcher:
         for message, contents in frame:
             check(message, contents, peer, self.table, self._router.sent)
             match message:
-                case protocol.Answers(items):
+                case inference_messages.Answers(items):
                     for item, tensors in zip(items, contents, strict=True):
                         self._latest, self._spent = tensors, item.spent
                         self._handle(events.Answered(item.attempt, item.is_last))
                     self._latest = {}
-                case protocol.BatchBegun(attempts, is_isolated):
+                case inference_messages.BatchBegun(attempts, is_isolated):
                     self._handle(events.Begun(peer, attempts, is_isolated))
-                case protocol.WorkDropped(attempts, stage):
+                case inference_messages.WorkDropped(attempts, stage):
                     self._handle(events.Dropped(attempts, stage))
-                case protocol.WorkReturned(attempts, stage):
+                case inference_messages.WorkReturned(attempts, stage):
                     dropped = events.Dropped(attempts, stage, is_returned=True)
                     self._handle(dropped)
-                case protocol.WorkStuck(attempts):
+                case inference_messages.WorkStuck(attempts):
                     self._handle(events.Stuck(attempts))
-                case protocol.WorkFailed(attempt, error):
+                case inference_messages.WorkFailed(attempt, error):
                     self._handle(events.Failed(attempt, error.error()))
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
@@ -282,7 +278,7 @@ class Dispatcher:
                     to_send.setdefault(replica, []).append((item, call.tensors))
                 case actions.Cancel(replica, attempt):
                     if replica in self._edges:
-                        cancel = protocol.Cancel((self.name, *attempt))
+                        cancel = inference_messages.Cancel((self.name, *attempt))
                         self._edges[replica].put(cancel)
                 case actions.Deliver(number, is_last):
                     if is_last:
@@ -295,7 +291,7 @@ class Dispatcher:
                     self.counts["replayed"] += 1
                     logger.info("request %d at %s again: %s", number, replica, why)
         for replica, pieces in to_send.items():
-            header = protocol.Work(tuple(item for item, _ in pieces))
+            header = inference_messages.Work(tuple(item for item, _ in pieces))
             outbox = self._edges[replica]
             # A lone request would needlessly wait for others to share its frame.
             put = outbox.put_now if len(self._calls) == 1 else outbox.put

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from multiworld.errors import ServeError
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
-from multiworld.serve.transport.protocol import Attempt
+from multiworld.serve.transport.inference_messages import Attempt
 from multiworld.serve.transport.routing_table import RoutingTable
 
 

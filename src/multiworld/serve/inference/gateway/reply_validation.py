@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.inference.gateway.events import Submitted
 from multiworld.serve.spec.stage import Tensors
-from multiworld.serve.transport import protocol
+from multiworld.serve.transport import inference_messages
 from multiworld.serve.transport.collation import rows_of
 from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.protocol import Attempt, MessageError
+from multiworld.serve.transport.inference_messages import Attempt
+from multiworld.serve.transport.protocol import MessageError
 from multiworld.serve.transport.routing_table import Replica, RoutingTable
 
 Sent = Callable[[int], tuple[Submitted, int] | None]
@@ -34,7 +35,7 @@ def check(
     if replica is None:
         return
     match message:
-        case protocol.Answers(items):
+        case inference_messages.Answers(items):
             route = table.routes.get(replica.model)
             stages = {} if route is None else route.stages
             if replica.stage + 1 != stages.get(replica.version, replica.stage + 1):
@@ -44,12 +45,12 @@ def check(
             for item, tensors in zip(items, contents, strict=True):
                 for job in _checked([item.attempt], replica, sent):
                     _check_rows(job, tensors, peer)
-        case protocol.BatchBegun(attempts):
+        case inference_messages.BatchBegun(attempts):
             _checked(attempts, replica, sent)
         case (
-            protocol.WorkDropped(attempts, stage)
-            | protocol.WorkReturned(attempts, stage)
-            | protocol.WorkStuck(attempts, stage)
+            inference_messages.WorkDropped(attempts, stage)
+            | inference_messages.WorkReturned(attempts, stage)
+            | inference_messages.WorkStuck(attempts, stage)
         ):
             if stage != replica.stage + 1:
                 raise MessageError(
@@ -57,7 +58,7 @@ def check(
                     "comes after it"
                 )
             _checked(attempts, replica, sent)
-        case protocol.WorkFailed(attempt):
+        case inference_messages.WorkFailed(attempt):
             _checked([attempt], replica, sent)
 
 

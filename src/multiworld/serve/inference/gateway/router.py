@@ -55,7 +55,7 @@ from multiworld.serve.inference.gateway.events import (
     Withdrawn,
 )
 from multiworld.serve.inference.gateway.records import AttemptState, Queue, Request
-from multiworld.serve.transport.protocol import Attempt
+from multiworld.serve.transport.inference_messages import Attempt
 from multiworld.serve.transport.routing_table import (
     Route,
     first_ready,

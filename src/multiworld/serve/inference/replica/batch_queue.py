@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, FairQueue, Share
-from multiworld.serve.transport.protocol import NOTHING_SPENT, Key, Spent
+from multiworld.serve.transport.inference_messages import NOTHING_SPENT, Spent
+from multiworld.serve.transport.protocol import Key
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from multiworld.serve.inference.replica.batch_queue import Work
-from multiworld.serve.transport import protocol
+from multiworld.serve.transport import inference_messages
 from multiworld.serve.transport.edges import Outbox
 from multiworld.serve.transport.protocol import Key
 
@@ -35,12 +35,12 @@ class CreditReturns:
 
     def release(self, works: Sequence[Work]) -> None:
         for source, keys in self._by_source(works).items():
-            source.put(protocol.CreditReleased(tuple(keys)))
+            source.put(inference_messages.CreditReleased(tuple(keys)))
 
     def refuse(self, works: Sequence[Work]) -> None:
         """Return this work, with its credit."""
         for source, keys in self._by_source(works).items():
-            source.put(protocol.CreditRefused(tuple(keys)))
+            source.put(inference_messages.CreditRefused(tuple(keys)))
 
     def release_soon(self, works: Sequence[Work]) -> None:
         """Return the credit of this work together with that of other work."""
@@ -62,7 +62,7 @@ class CreditReturns:
         owed, self._owed = self._owed, {}
         for source, keys in owed.items():
             if self._upstream.get(source.edge.peer) is source:
-                source.put(protocol.CreditReleased(tuple(keys)))
+                source.put(inference_messages.CreditReleased(tuple(keys)))
 
     def _by_source(self, works: Sequence[Work]) -> dict[Outbox, list[Key]]:
         found: dict[Outbox, list[Key]] = {}

@@ -16,7 +16,8 @@ from typing import Any
 
 from multiworld.serve.core.load_balancer import Chance, choose
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, FairQueue, Share
-from multiworld.serve.transport.protocol import NOTHING_SPENT, Key, Spent
+from multiworld.serve.transport.inference_messages import NOTHING_SPENT, Spent
+from multiworld.serve.transport.protocol import Key
 from multiworld.serve.transport.routing_table import Replica, ReplicaState
 
 REFUSED_S = 0.5

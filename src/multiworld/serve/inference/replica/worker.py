@@ -28,22 +28,23 @@ from multiworld.serve.inference.replica.executor import Executor, Outcome
 from multiworld.serve.inference.replica.forwarder import FinishedWork, Forwarder
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
 from multiworld.serve.spec.stage import Stage, Tensors
-from multiworld.serve.transport import protocol
+from multiworld.serve.transport import inference_messages
 from multiworld.serve.transport.collation import group_of, rows_of
-from multiworld.serve.transport.edges import SILENT_S, Outbox
-from multiworld.serve.transport.frames import Entry
-from multiworld.serve.transport.protocol import (
+from multiworld.serve.transport.control_messages import (
     ROWS_BOUNDS,
     SECONDS_BOUNDS,
-    AnswerItem,
-    Attempt,
-    Key,
-    RemoteError,
-    Spent,
     StageLoaded,
     WorkerReport,
+)
+from multiworld.serve.transport.edges import SILENT_S, Outbox
+from multiworld.serve.transport.frames import Entry
+from multiworld.serve.transport.inference_messages import (
+    AnswerItem,
+    Attempt,
+    Spent,
     WorkItem,
 )
+from multiworld.serve.transport.protocol import Key, RemoteError
 from multiworld.serve.transport.routing_table import RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
@@ -188,17 +189,17 @@ class Worker:
         has_credit = False
         for message, contents in frame:
             match message:
-                case protocol.Work():
+                case inference_messages.Work():
                     stage, now = self._runner.stage, self._clock()
                     items = zip(message.items, contents, strict=True)
                     works = [_work_of(*each, now, stage) for each in items]
                     self._take(works, outbox)
-                case protocol.Cancel(key):
+                case inference_messages.Cancel(key):
                     self._cancel(key)
-                case protocol.CreditReleased(keys):
+                case inference_messages.CreditReleased(keys):
                     self._forwarder.begun(outbox.edge.peer, keys)
                     has_credit = True
-                case protocol.CreditRefused(keys):
+                case inference_messages.CreditRefused(keys):
                     self._forwarder.refused(outbox.edge.peer, keys, self._clock())
                     self._return(keys)
                     has_credit = True
@@ -258,7 +259,7 @@ class Worker:
         self._forwarder.cancel(key)
         holder = self._downstream.get(self._forwarder.holder(key) or "")
         if holder is not None:
-            holder.put(protocol.Cancel(key))
+            holder.put(inference_messages.Cancel(key))
 
     # Computing.
 
@@ -370,7 +371,9 @@ class Worker:
         is_isolated = batch[0].is_isolated
         by_gateway = _by_gateway(work.key for work in batch)
         for gateway, keys in by_gateway.items():
-            self._notify(gateway, protocol.BatchBegun(tuple(keys), is_isolated))
+            self._notify(
+                gateway, inference_messages.BatchBegun(tuple(keys), is_isolated)
+            )
         boxes = [self._gateways[r] for r in by_gateway if r in self._gateways]
         for box in boxes:
             box.flush()
@@ -422,7 +425,9 @@ class Worker:
                 AnswerItem((p.key[1], p.key[2]), spent=p.spent) for p in pieces
             )
             outbox = self._gateways[gateway]
-            outbox.put_now(protocol.Answers(items), [piece.content for piece in pieces])
+            outbox.put_now(
+                inference_messages.Answers(items), [piece.content for piece in pieces]
+            )
 
     def _hand(self, finished: list[FinishedWork], now: float | None = None) -> None:
         if self._is_last:
@@ -445,7 +450,9 @@ class Worker:
                 for piece in pieces
             )
             outbox = self._downstream[name]
-            outbox.put_now(protocol.Work(items), [piece.content for piece in pieces])
+            outbox.put_now(
+                inference_messages.Work(items), [piece.content for piece in pieces]
+            )
         if self._has_room:
             self._room.set()
 
@@ -453,27 +460,31 @@ class Worker:
 
     def _fail(self, key: Key, error: ServeError) -> None:
         self.counts["failed"] += 1
-        failed = protocol.WorkFailed((key[1], key[2]), RemoteError.of(error))
+        failed = inference_messages.WorkFailed((key[1], key[2]), RemoteError.of(error))
         self._notify(key[0], failed)
 
     def _drop(self, keys: Iterable[Key]) -> None:
-        self._report_outcome(keys, "dropped", protocol.WorkDropped)
+        self._report_outcome(keys, "dropped", inference_messages.WorkDropped)
 
     def _return(self, keys: Iterable[Key]) -> None:
-        self._report_outcome(keys, "returned", protocol.WorkReturned)
+        self._report_outcome(keys, "returned", inference_messages.WorkReturned)
 
     def _report_outcome(
         self,
         keys: Iterable[Key],
         what: str,
-        kind: type[protocol.WorkDropped | protocol.WorkReturned | protocol.WorkStuck],
+        kind: type[
+            inference_messages.WorkDropped
+            | inference_messages.WorkReturned
+            | inference_messages.WorkStuck
+        ],
     ) -> None:
         """Count attempts, and report to their gateways what the next stage did."""
         for gateway, attempts in _by_gateway(keys).items():
             self.counts[what] += len(attempts)
             self._notify(gateway, kind(tuple(attempts), self._number + 1))
 
-    def _notify(self, gateway: str, note: protocol.Note) -> None:
+    def _notify(self, gateway: str, note: inference_messages.Note) -> None:
         outbox = self._gateways.get(gateway)
         if outbox is not None:
             outbox.put(note)
@@ -493,7 +504,7 @@ class Worker:
             for name, outbox in list(self._downstream.items()):
                 is_silent = outbox.silent_s() > SILENT_S
                 stuck = self._forwarder.silent(name, is_silent=is_silent)
-                self._report_outcome(stuck, "stuck", protocol.WorkStuck)
+                self._report_outcome(stuck, "stuck", inference_messages.WorkStuck)
             self._return(self._forwarder.return_waiting())
             self._hand([])
 

@@ -300,7 +300,7 @@ def test_memory_is_what_the_scheduler_counts(
     """At most; also where the attention needs more keys than there are."""
     limits = EngineLimits(block_size=16, blocks=10_000)
     scheduler, cache = Scheduler(limits), KvCache()
-    scheduler.granule = 1 if keys is None else largest_step(keys)
+    scheduler.pool.granule = 1 if keys is None else largest_step(keys)
     begin = 0
     for count in (*chunks, *[1] * tokens):
         rows = Rows("text", begin, count)
@@ -308,7 +308,7 @@ def test_memory_is_what_the_scheduler_counts(
         cache.step([rows])
         new = torch.ones(1, count, 1)
         cache.append(rows, 0, new, new, 0 if keys is None else padded(keys, begin))
-        counted = scheduler.blocks_of(begin) * limits.block_size * GROWTH
+        counted = scheduler.pool.blocks_of(begin) * limits.block_size * GROWTH
         assert cache.nbytes <= counted * 2 * new.element_size()
 
 

@@ -9,13 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld.serve.generation.engine_limits import EngineLimits
-from multiworld.serve.generation.replica.scheduler import (
-    SHARED_TOKENS,
-    PlannedStep,
-    Scheduler,
-    TooManyTokensError,
-)
+from multiworld.serve.generation.replica.scheduler import Scheduler, TooManyTokensError
 from multiworld.serve.generation.replica.step_budget import BESIDE, cost_of, rows_of
+from multiworld.serve.generation.replica.step_planner import SHARED_TOKENS, PlannedStep
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.protocol import Key
 
@@ -77,13 +73,13 @@ class Pipeline:
         count = sum(part.count for part in step.parts)
         is_whole = not limit.is_prefill_chunked and len(step.parts) == 1
         assert count <= limit.max_num_batched_tokens or is_whole
-        assert self.scheduler.running <= limit.max_num_seqs
-        assert 0 <= self.scheduler.used_blocks <= limit.blocks
+        assert len(self.scheduler.pool.running) <= limit.max_num_seqs
+        assert 0 <= self.scheduler.pool.used_blocks <= limit.blocks
         for part in step.parts:
             assert part.key not in self.ended
             assert part.begin in (0, self.computed.get(part.key, 0))
             self.computed[part.key] = part.begin + part.count
-            tokens = self.scheduler.tokens(part.key)
+            tokens = self.scheduler.pool.known[part.key].tokens
             assert part.begin + part.count <= len(tokens)
             assert part.samples == (part.begin + part.count == len(tokens))
         self.in_flight.append(step)
@@ -276,9 +272,9 @@ def test_last_sequence_is_preempted_and_comes_back_first() -> None:
     scheduler.add(key(1), [1, 2, 3])
     scheduler.add(key(2), [1, 2])
     pipeline.run({key(1): 4, key(2): 3})
-    assert scheduler.preemptions > 0
+    assert scheduler.pool.preemptions > 0
     assert pipeline.made == {key(1): 4, key(2): 3}
-    assert scheduler.used_blocks == 0
+    assert scheduler.pool.used_blocks == 0
 
 
 def test_blocks_that_others_need_are_left_to_them() -> None:
@@ -289,16 +285,16 @@ def test_blocks_that_others_need_are_left_to_them() -> None:
         scheduler.add(key(number), [1, 2, 3])
     while pipeline.plan() is not None:
         pass
-    assert scheduler.used_blocks == 6
-    scheduler.withheld = 4
+    assert scheduler.pool.used_blocks == 6
+    scheduler.pool.withheld = 4
     wanted = {key(0): 12, key(1): 2, key(2): 2}
     pipeline.finish_one(wanted)
     pipeline.plan()
-    assert scheduler.preemptions == 1
-    assert scheduler.used_blocks == 4
+    assert scheduler.pool.preemptions == 1
+    assert scheduler.pool.used_blocks == 4
     pipeline.run(wanted)
     assert pipeline.made == wanted
-    assert scheduler.used_blocks == 0
+    assert scheduler.pool.used_blocks == 0
 
 
 def test_sequence_that_can_never_fit_is_refused() -> None:
@@ -306,7 +302,7 @@ def test_sequence_that_can_never_fit_is_refused() -> None:
     scheduler = Scheduler(limits(block=2, blocks=3))
     with pytest.raises(TooManyTokensError, match="6 tokens need 4 blocks of 2; there"):
         scheduler.add(key(1), [0] * 6)
-    assert scheduler.is_idle
+    assert scheduler.pool.is_idle
 
 
 def test_sequence_that_ends_in_a_step_does_not_hold_it_up() -> None:
@@ -329,7 +325,7 @@ def test_token_of_a_step_that_is_not_known_changes_nothing() -> None:
     scheduler = Scheduler(limits())
     scheduler.add(key(1), [1])
     scheduler.sampled(77, [(key(1), 5), (key(9), 5)])
-    assert scheduler.tokens(key(1)) == [1]
+    assert scheduler.pool.known[key(1)].tokens == [1]
 
 
 @settings(max_examples=300, deadline=None)
@@ -356,7 +352,7 @@ def test_every_sequence_gets_its_tokens_and_every_block_comes_back(
         for _ in range(data.draw(st.integers(0, 3), "turns")):
             if pipeline.plan() is None and pipeline.in_flight:
                 pipeline.finish_one(wanted)
-        scheduler.withheld = data.draw(st.integers(0, blocks - 1), "withheld")
+        scheduler.pool.withheld = data.draw(st.integers(0, blocks - 1), "withheld")
         if wanted and data.draw(st.integers(0, 4), "lost") == 0:
             pipeline.end(data.draw(st.sampled_from(sorted(wanted)), "which"))
         prompt = data.draw(st.integers(1, room - 2), "prompt")
@@ -367,9 +363,9 @@ def test_every_sequence_gets_its_tokens_and_every_block_comes_back(
         tokens = [0] * prompt
         scheduler.add(key(number), tokens, rebuild=rebuild, is_suspect=is_suspect)
     pipeline.run(wanted)
-    assert scheduler.is_idle
-    assert scheduler.used_blocks == 0
-    assert scheduler.running == scheduler.waiting == 0
+    assert scheduler.pool.is_idle
+    assert scheduler.pool.used_blocks == 0
+    assert len(scheduler.pool.running) == scheduler.pool.waiting == 0
 
 
 def test_sequence_that_has_ended_in_the_last_stage_holds_nobody_up() -> None:
@@ -381,12 +377,12 @@ def test_sequence_that_has_ended_in_the_last_stage_holds_nobody_up() -> None:
     assert first is not None
     done = [(part.key, None if part.key == key(3) else 5) for part in first.parts]
     scheduler.sampled(first.number, done)
-    assert scheduler.used_blocks == 8
+    assert scheduler.pool.used_blocks == 8
     second = scheduler.next_step()
     assert second is not None
     assert [part.key[1] for part in second.parts] == [0, 1, 2, 4, 5, 6, 7]
     scheduler.remove(key(3))
-    assert scheduler.used_blocks == 7
+    assert scheduler.pool.used_blocks == 7
 
 
 def test_sequence_whose_end_its_gateway_did_not_see_continues_without_a_step() -> None:
@@ -398,7 +394,7 @@ def test_sequence_whose_end_its_gateway_did_not_see_continues_without_a_step() -
     scheduler.sampled(step.number, [(key(1), None)])
     assert scheduler.next_step() is None
     again = ("gateway/1", 1, 1)
-    assert scheduler.has_reserved(key(1))
+    assert scheduler.pool.has_reserved(key(1))
     scheduler.take_over(key(1), again, [1, 2], 2, Share())
     assert scheduler.next_step() is None
     scheduler.resume(again, 7)
@@ -406,7 +402,7 @@ def test_sequence_whose_end_its_gateway_did_not_see_continues_without_a_step() -
     assert step is not None
     assert [(p.key, p.begin, p.count) for p in step.parts] == [(again, 2, 1)]
     scheduler.remove(again)
-    assert scheduler.used_blocks == 0
+    assert scheduler.pool.used_blocks == 0
 
 
 def test_sequence_with_nothing_to_compute_is_refused() -> None:
@@ -414,7 +410,7 @@ def test_sequence_with_nothing_to_compute_is_refused() -> None:
     scheduler = Scheduler(limits())
     with pytest.raises(ValueError, match="all 3 tokens of"):
         scheduler.add(key(1), [1, 2, 3], computed=3)
-    assert scheduler.is_idle
+    assert scheduler.pool.is_idle
 
 
 def test_preempted_sequence_that_is_renamed_frees_its_blocks_in_all_stages() -> None:
@@ -427,18 +423,18 @@ def test_preempted_sequence_that_is_renamed_frees_its_blocks_in_all_stages() -> 
     scheduler.sampled(step.number, [(key(1), 5), (key(2), None)])
     scheduler.remove(key(2))
     scheduler.add(key(3), [1, 2])
-    scheduler.withheld = 7  # one of them loses its blocks
+    scheduler.pool.withheld = 7  # one of them loses its blocks
     renamed = ("gateway/1", 3, 1)
     step = scheduler.next_step()
     assert step is not None
     scheduler.sampled(step.number, [(p.key, 5) for p in step.parts])
     scheduler.add(key(4), [1, 2])
-    scheduler.withheld = 0
+    scheduler.pool.withheld = 0
     step = scheduler.next_step()
     assert step is not None
     scheduler.sampled(step.number, [(p.key, 5) for p in step.parts])
     scheduler.pause(key(1))
-    scheduler.withheld = 7
+    scheduler.pool.withheld = 7
     assert scheduler.next_step() is None, "it is planned without the one that is paused"
     scheduler.move(key(3), renamed, [1, 2, 5], 2)
     scheduler.resume(key(1), 7)
@@ -464,7 +460,7 @@ def test_probe_waits_for_nobody() -> None:
 def test_probe_waits_for_no_memory(steps: int, tenants: int) -> None:
     """Of streams that run, have it all, and need no more for a long time."""
     scheduler = Scheduler(limits(tokens=256, block=16, blocks=96, steps=steps))
-    scheduler.granule = 512
+    scheduler.pool.granule = 512
     pipeline, probe = Pipeline(scheduler), key(9)
     wanted = {key(number): 300 for number in range(3)} | {probe: 2}
     for number in range(3):
@@ -473,7 +469,7 @@ def test_probe_waits_for_no_memory(steps: int, tenants: int) -> None:
     while len(pipeline.made) < 3:
         pipeline.plan()
         pipeline.finish_one(wanted)
-    assert scheduler.used_blocks == 96
+    assert scheduler.pool.used_blocks == 96
     scheduler.add(probe, [1] * 4, is_probe=True)
     for _ in range(2 * steps + 4):
         pipeline.plan()
@@ -619,7 +615,7 @@ def test_tenant_below_its_share_preempts_for_slots_and_for_blocks() -> None:
         assert {which[1] for which in step.preempted} == {2, 3, 4, 5}
         pipeline.finish_one(wanted)
         pipeline.run(wanted)
-        assert scheduler.preemptions == 4, "nobody is preempted in turns"
+        assert scheduler.pool.preemptions == 4, "nobody is preempted in turns"
 
 
 def test_tenants_get_tokens_by_their_weights() -> None:
@@ -679,7 +675,7 @@ def test_higher_priority_preempts_a_lower_one_for_its_slot() -> None:
     assert step.preempted == (key(2),)
     pipeline.finish_one(wanted)
     pipeline.run(wanted)
-    assert scheduler.preemptions == 1
+    assert scheduler.pool.preemptions == 1
     assert pipeline.made == wanted
 
 
@@ -714,7 +710,7 @@ def test_paused_sequence_lets_others_continue_and_resumes_with_its_token() -> No
     assert [part.key for part in second.parts] == [key(2)]
     scheduler.sampled(second.number, [(key(2), 7)])
     scheduler.resume(moved, 9)
-    assert scheduler.tokens(moved) == [0] * 5 + [9]
+    assert scheduler.pool.known[moved].tokens == [0] * 5 + [9]
     third = scheduler.next_step()
     assert third is not None
     assert {(p.key, p.begin, p.count) for p in third.parts} == {
@@ -741,11 +737,11 @@ def test_sequence_that_is_taken_back_is_computed_from_there() -> None:
 def test_sequence_that_may_come_has_its_blocks_and_its_slot() -> None:
     """And others wait for them; once it has come, it continues without a step."""
     scheduler = Scheduler(limits(seqs=2, block=4, blocks=6))
-    assert scheduler.reserve([], key(1), 10)
-    assert scheduler.used_blocks == 3
-    assert not scheduler.reserve([], key(2), 12)
-    assert scheduler.reserve([key(1)], key(3), 14)
-    assert not scheduler.has_reserved(key(1))
+    assert scheduler.pool.reserve([], key(1), 10)
+    assert scheduler.pool.used_blocks == 3
+    assert not scheduler.pool.reserve([], key(2), 12)
+    assert scheduler.pool.reserve([key(1)], key(3), 14)
+    assert not scheduler.pool.has_reserved(key(1))
     scheduler.add(key(4), [1, 2])
     scheduler.add(key(5), [1, 2])
     step = scheduler.next_step()
@@ -760,16 +756,16 @@ def test_sequence_that_may_come_has_its_blocks_and_its_slot() -> None:
     assert step is not None
     assert [(p.key, p.begin, p.count) for p in step.parts] == [(key(6), 14, 1)]
     scheduler.remove(key(6))
-    assert scheduler.used_blocks == 0
+    assert scheduler.pool.used_blocks == 0
 
 
 def test_reservation_of_a_sequence_that_does_not_come_is_freed() -> None:
     """Whoever waits for them gets them."""
     scheduler = Scheduler(limits(blocks=2))
-    assert scheduler.reserve([], key(1), 7)
-    assert not scheduler.reserve([], key(2), 1)
+    assert scheduler.pool.reserve([], key(1), 7)
+    assert not scheduler.pool.reserve([], key(2), 1)
     scheduler.remove(key(1))
-    assert scheduler.reserve([], key(2), 1)
+    assert scheduler.pool.reserve([], key(2), 1)
 
 
 @pytest.mark.parametrize(
@@ -810,7 +806,7 @@ def test_long_sequence_is_not_preempted_for_later_ones_of_other_tenants() -> Non
         if key(0) in pipeline.ended:
             break
     assert key(0) in pipeline.ended
-    assert scheduler.preemptions < 50
+    assert scheduler.pool.preemptions < 50
 
 
 def test_nobody_is_preempted_for_one_that_cannot_run() -> None:
@@ -825,8 +821,8 @@ def test_nobody_is_preempted_for_one_that_cannot_run() -> None:
     first = Share("first", priority=1)
     scheduler.add(key(21), [0], share=first, route=("front", "other back"))
     planned(pipeline)
-    assert scheduler.preemptions == 0
-    assert scheduler.running == 20
+    assert scheduler.pool.preemptions == 0
+    assert len(scheduler.pool.running) == 20
 
 
 def test_replica_without_memory_is_tried_again_less_and_less_often() -> None:
@@ -837,7 +833,7 @@ def test_replica_without_memory_is_tried_again_less_and_less_often() -> None:
         for number in range(3):
             scheduler.evict(key(number), "back", now)
         begun = now
-        while scheduler.has_full:
+        while scheduler.pool.full.names:
             now += 0.01
             scheduler.next_step(now)
         pauses.append(round(now - begun, 1))
@@ -845,7 +841,7 @@ def test_replica_without_memory_is_tried_again_less_and_less_often() -> None:
     scheduler.next_step(now + 0.9)
     scheduler.evict(key(1), "back", now + 0.9)
     scheduler.next_step(now + 1.05)
-    assert not scheduler.has_full
+    assert not scheduler.pool.full.names
 
 
 def test_rows_cost_more_with_context() -> None:

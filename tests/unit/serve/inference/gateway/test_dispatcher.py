@@ -25,17 +25,16 @@ from multiworld.serve.inference.gateway.dispatcher import Dispatcher
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.tenants.timing import Timing
-from multiworld.serve.transport import protocol
+from multiworld.serve.transport import inference_messages
 from multiworld.serve.transport.edges import listen
-from multiworld.serve.transport.protocol import (
-    FRAMES,
+from multiworld.serve.transport.inference_messages import (
     AnswerItem,
     Attempt,
     Note,
-    RemoteError,
     Spent,
     WorkItem,
 )
+from multiworld.serve.transport.protocol import FRAMES, RemoteError
 from multiworld.serve.transport.routing_table import (
     Edge,
     Replica,
@@ -88,7 +87,7 @@ class FakeReplica:
 
     async def work(self) -> tuple[list[WorkItem], list[Tensors]]:
         """Receive the next bundle of work."""
-        header, contents = await self.peer.receive_with(protocol.Work)
+        header, contents = await self.peer.receive_with(inference_messages.Work)
         return list(header.items), list(contents)
 
     async def one(self) -> Attempt:
@@ -98,7 +97,7 @@ class FakeReplica:
 
     async def begin(self, *attempts: Attempt, is_isolated: bool = False) -> None:
         """Report that it computes these."""
-        await self.note(protocol.BatchBegun(attempts, is_isolated))
+        await self.note(inference_messages.BatchBegun(attempts, is_isolated))
 
     async def note(self, note: Note) -> None:
         """Report something, and wait until the dispatcher has read it."""
@@ -109,7 +108,7 @@ class FakeReplica:
         self, attempt: Attempt, *values: float, is_last: bool = True
     ) -> None:
         """Answer one attempt."""
-        header = protocol.Answers((AnswerItem(attempt, is_last),))
+        header = inference_messages.Answers((AnswerItem(attempt, is_last),))
         await self.peer.send_with(header, [x(*values)])
 
 
@@ -234,7 +233,9 @@ async def test_waiting_requests_leave_in_one_bundle_when_a_replica_connects() ->
         items, contents = await replica.work()
         assert [item.key[1] for item in items] == [1, 2, 3]
         assert [c["x"].item() for c in contents] == [0.0, 1.0, 2.0]
-        header = protocol.Answers(tuple(AnswerItem((n, 1)) for n in (3, 1, 2)))
+        header = inference_messages.Answers(
+            tuple(AnswerItem((n, 1)) for n in (3, 1, 2))
+        )
         await replica.peer.send_with(header, [x(30.0), x(10.0), x(20.0)])
         assert [await soon(call) for call in calls] == [[10.0], [20.0], [30.0]]
         await g.close()
@@ -250,7 +251,9 @@ async def test_times_of_a_request_are_those_of_gateway_and_replicas() -> None:
         await g.replicas["a"].answer(attempt, 1.0)
         await soon(first)
         attempt = await g.replicas["a"].one()
-        answer = protocol.Answers((AnswerItem(attempt, spent=Spent(5.0, 7.0)),))
+        answer = inference_messages.Answers(
+            (AnswerItem(attempt, spent=Spent(5.0, 7.0)),)
+        )
         await g.replicas["a"].peer.send_with(answer, [x(2.0)])
         await soon(second)
         assert timing.asked_at is not None
@@ -349,7 +352,7 @@ async def test_failure_of_the_model_is_raised_as_what_it_was() -> None:
         bad, good = g.ask(1.0), g.ask(2.0)
         one, other = await g.replicas["a"].one(), await g.replicas["a"].one()
         error = RemoteError.of(ModelFailedError("it broke", stage="head"))
-        await g.replicas["a"].note(protocol.WorkFailed(one, error))
+        await g.replicas["a"].note(inference_messages.WorkFailed(one, error))
         with pytest.raises(ModelFailedError, match="it broke") as found:
             await bad
         assert found.value.stage == "head"
@@ -368,8 +371,8 @@ async def test_cancelled_caller_frees_the_replica() -> None:
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        cancel = await g.replicas["a"].peer.receive(protocol.Cancel)
-        assert cancel == protocol.Cancel(("g", *attempt))
+        cancel = await g.replicas["a"].peer.receive(inference_messages.Cancel)
+        assert cancel == inference_messages.Cancel(("g", *attempt))
         assert g.dispatcher.in_flight == 0
         await g.replicas["a"].answer(attempt, 1.0)
         await settle()
@@ -402,9 +405,9 @@ async def test_deadline_is_raised_and_cancels_the_work(
         attempt = await g.replicas["a"].one()
         with pytest.raises(DeadlineExceededError, match="it was at a"):
             await soon(call)
-        assert await g.replicas["a"].peer.receive(protocol.Cancel) == protocol.Cancel(
-            ("g", *attempt)
-        )
+        assert await g.replicas["a"].peer.receive(
+            inference_messages.Cancel
+        ) == inference_messages.Cancel(("g", *attempt))
         assert g.dispatcher.report().counts == {"DeadlineExceededError": 1}
 
 
@@ -500,9 +503,9 @@ async def test_silent_replica_is_hedged_and_the_first_answer_counts(
         assert g.dispatcher.report().silent == (at,)
         await g.replicas[other].answer((1, 2), 2.0)
         assert await soon(call) == [2.0]
-        assert await g.replicas[at].peer.receive(protocol.Cancel) == protocol.Cancel(
-            ("g", 1, 1)
-        )
+        assert await g.replicas[at].peer.receive(
+            inference_messages.Cancel
+        ) == inference_messages.Cancel(("g", 1, 1))
         g.replicas[at].outbox.quiet_s = 0.0
         await until(lambda: g.dispatcher.report().silent == ())
 
@@ -529,14 +532,14 @@ async def test_notes_about_the_next_stage_replay_what_did_not_reach_it() -> None
         call = g.ask(1.0)
         attempt = await g.replicas["a"].one()
         await g.replicas["a"].begin(attempt)
-        await g.replicas["a"].note(protocol.WorkReturned((attempt,), 1))
+        await g.replicas["a"].note(inference_messages.WorkReturned((attempt,), 1))
         attempt = await g.replicas["a"].one()
         assert attempt == (1, 2)
         await g.replicas["a"].begin(attempt)
-        await g.replicas["a"].note(protocol.WorkDropped((attempt,), 1))
+        await g.replicas["a"].note(inference_messages.WorkDropped((attempt,), 1))
         attempt = await g.replicas["a"].one()
         assert attempt == (1, 3)
-        await g.replicas["a"].note(protocol.WorkStuck((attempt,), 1))
+        await g.replicas["a"].note(inference_messages.WorkStuck((attempt,), 1))
         assert await g.replicas["a"].one() == (1, 4)
         await g.replicas["b"].begin((1, 3))
         await g.replicas["b"].answer((1, 3), 9.0)
@@ -623,7 +626,7 @@ async def test_answer_with_tensors_of_no_item_closes_its_edge(
     async with gate(table(["a"])) as g:
         call = g.ask(1.0)
         replica = g.replicas["a"]
-        answer = protocol.Answers((AnswerItem(await replica.one()),))
+        answer = inference_messages.Answers((AnswerItem(await replica.one()),))
         await replica.peer.send_with(answer, [x(1.0), x(2.0)])
         await until(lambda: replica.outbox.world.is_closed)
         assert "2 contents for 1 items" in caplog.text

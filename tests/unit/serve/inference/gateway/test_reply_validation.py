@@ -9,9 +9,10 @@ from multiworld.serve.inference.gateway.events import Submitted
 from multiworld.serve.inference.gateway.reply_validation import check
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE
-from multiworld.serve.transport import protocol
+from multiworld.serve.transport import inference_messages
 from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.protocol import AnswerItem, MessageError, RemoteError
+from multiworld.serve.transport.inference_messages import AnswerItem
+from multiworld.serve.transport.protocol import MessageError, RemoteError
 from multiworld.serve.transport.routing_table import (
     Replica,
     ReplicaState,
@@ -54,15 +55,15 @@ def hear(
 @pytest.mark.parametrize(
     ("peer", "kind"),
     [
-        ("last", lambda a: protocol.Answers((AnswerItem(a),))),
-        ("first", lambda a: protocol.BatchBegun((a,), False)),
-        ("last", lambda a: protocol.BatchBegun((a,), True)),
-        ("first", lambda a: protocol.WorkDropped((a,), 1)),
-        ("first", lambda a: protocol.WorkReturned((a,), 1)),
-        ("first", lambda a: protocol.WorkStuck((a,), 1)),
-        ("first", lambda a: protocol.WorkFailed(a, ERROR)),
-        ("gone", lambda a: protocol.WorkFailed(a, ERROR)),
-        ("old", lambda a: protocol.Answers((AnswerItem(a),))),
+        ("last", lambda a: inference_messages.Answers((AnswerItem(a),))),
+        ("first", lambda a: inference_messages.BatchBegun((a,), False)),
+        ("last", lambda a: inference_messages.BatchBegun((a,), True)),
+        ("first", lambda a: inference_messages.WorkDropped((a,), 1)),
+        ("first", lambda a: inference_messages.WorkReturned((a,), 1)),
+        ("first", lambda a: inference_messages.WorkStuck((a,), 1)),
+        ("first", lambda a: inference_messages.WorkFailed(a, ERROR)),
+        ("gone", lambda a: inference_messages.WorkFailed(a, ERROR)),
+        ("old", lambda a: inference_messages.Answers((AnswerItem(a),))),
     ],
 )
 def test_replica_speaks_of_what_it_was_sent(
@@ -80,22 +81,28 @@ def test_replica_of_a_model_that_was_removed_still_answers() -> None:
         number=7, model="removed", deadline_at=9.0, share=DEFAULT_SHARE, rows=2
     )
     tensors = [{"x": torch.zeros(2)}]
-    check(protocol.Answers((item,)), tensors, "removed", TABLE, lambda _: (removed, 1))
+    check(
+        inference_messages.Answers((item,)),
+        tensors,
+        "removed",
+        TABLE,
+        lambda _: (removed, 1),
+    )
 
 
 @pytest.mark.parametrize(
     ("peer", "message"),
     [
-        ("first", protocol.Answers((AnswerItem((7, 1)),))),
-        ("other", protocol.Answers((AnswerItem((7, 1)),))),
-        ("last", protocol.Answers((AnswerItem((7, 3)),))),
-        ("last", protocol.Answers((AnswerItem((7, 0)),))),
-        ("other", protocol.BatchBegun(((7, 1),), True)),
-        ("other", protocol.WorkFailed((7, 1), ERROR)),
-        ("first", protocol.WorkFailed((7, 77), ERROR)),
-        ("first", protocol.WorkDropped(((7, 1),), 10**6)),
-        ("first", protocol.WorkReturned(((7, 1),), 0)),
-        ("other", protocol.WorkStuck(((7, 1),), 1)),
+        ("first", inference_messages.Answers((AnswerItem((7, 1)),))),
+        ("other", inference_messages.Answers((AnswerItem((7, 1)),))),
+        ("last", inference_messages.Answers((AnswerItem((7, 3)),))),
+        ("last", inference_messages.Answers((AnswerItem((7, 0)),))),
+        ("other", inference_messages.BatchBegun(((7, 1),), True)),
+        ("other", inference_messages.WorkFailed((7, 1), ERROR)),
+        ("first", inference_messages.WorkFailed((7, 77), ERROR)),
+        ("first", inference_messages.WorkDropped(((7, 1),), 10**6)),
+        ("first", inference_messages.WorkReturned(((7, 1),), 0)),
+        ("other", inference_messages.WorkStuck(((7, 1),), 1)),
     ],
 )
 def test_others_have_no_say(peer: str, message: EdgeMessage) -> None:
@@ -118,4 +125,4 @@ def test_others_have_no_say(peer: str, message: EdgeMessage) -> None:
 def test_answer_has_a_row_for_each_row(tensors: Tensors) -> None:
     """Whatever its replica may have computed."""
     with pytest.raises(MessageError):
-        hear("last", protocol.Answers((AnswerItem((7, 1)),)), tensors)
+        hear("last", inference_messages.Answers((AnswerItem((7, 1)),)), tensors)

@@ -6,9 +6,9 @@ import asyncio
 
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.fair_queue import Share
-from multiworld.serve.transport import protocol
+from multiworld.serve.transport import inference_messages
 from multiworld.serve.transport.edges import SILENT_S
-from multiworld.serve.transport.protocol import Credit, Note, Spent
+from multiworld.serve.transport.inference_messages import Credit, Note, Spent
 from multiworld.serve.transport.routing_table import ReplicaState
 from tests.unit.serve.edges import HANG_S, Peer, settle, until
 from tests.unit.serve.inference.replica.test_worker import (
@@ -31,12 +31,12 @@ async def test_output_is_handed_to_the_next_stage_with_all_that_belongs_to_it() 
         share = Share("acme", 2.0, 1)
         sent = item(1, remaining_s=9.0, session="s", via={"1": "1-a"}, share=share)
         await send(g, [sent], 3.0)
-        header, contents = await a.receive_with(protocol.Work)
+        header, contents = await a.receive_with(inference_messages.Work)
         assert header.items == (sent,)
         assert contents[0]["x"].item() == 6.0
         assert b.worker.report().handed == 1
         assert not b.worker.is_idle
-        await a.send(protocol.CreditReleased((key(1),)))
+        await a.send(inference_messages.CreditReleased((key(1),)))
         await until(lambda: b.worker.is_idle)
 
 
@@ -55,12 +55,12 @@ async def test_time_that_work_takes_goes_with_it() -> None:
         await until(lambda: b.worker.report().queued == 2)
         b.clock.advance(3.0)
         b.start()
-        work = await a.receive(protocol.Work)
+        work = await a.receive(inference_messages.Work)
         assert work.items[0].spent == Spent(3.0, 4.0)
         await until(lambda: b.worker.report().waiting_for_next == 1)
         b.clock.advance(2.0)
-        await a.send(protocol.CreditReleased((key(1),)))
-        work = await a.receive(protocol.Work)
+        await a.send(inference_messages.CreditReleased((key(1),)))
+        work = await a.receive(inference_messages.Work)
         assert work.items[0].spent == Spent(15.0, 24.0)
 
 
@@ -78,7 +78,7 @@ async def test_next_stage_without_credit_stops_this_one() -> None:
         await settle()
         assert b.model.batches == [[0.0], [1.0]]
         for number in (1, 2, 3):
-            await a.send(protocol.CreditReleased((key(number - 1),)))
+            await a.send(inference_messages.CreditReleased((key(number - 1),)))
             assert await handed(a) == {key(number): 2.0 * number}
 
 
@@ -102,7 +102,7 @@ async def test_probe_passes_by_outputs_that_wait_for_its_replica() -> None:
         await send(g, [item(9, via={"1": "1-b"})], 9.0)
         assert await handed(new) == {key(9): 18.0}
         assert b.model.batches == [[0.0], [1.0], [9.0]]
-        await new.send(protocol.CreditReleased((key(9),)))
+        await new.send(inference_messages.CreditReleased((key(9),)))
         await b.use(table(0, 2, "1-b"))
         assert await handed(new) == {key(1): 2.0}
 
@@ -113,15 +113,15 @@ async def test_upstream_gets_its_credit_back_when_work_begins_or_is_gone() -> No
         g, z = await b.connect("g"), await b.connect("0-z")
         await send(z, [item(n) for n in (1, 2)], 1.0, 2.0)
         await until(lambda: b.worker.report().queued == 2)
-        await g.send(protocol.Cancel(key(1)))
-        assert await z.receive(Credit) == protocol.CreditReleased((key(1),))
-        await z.send(protocol.Cancel(key(3)))
+        await g.send(inference_messages.Cancel(key(1)))
+        assert await z.receive(Credit) == inference_messages.CreditReleased((key(1),))
+        await z.send(inference_messages.Cancel(key(3)))
         await settle()
         await send(z, [item(3)], 3.0)
-        assert await z.receive(Credit) == protocol.CreditReleased((key(3),))
+        assert await z.receive(Credit) == inference_messages.CreditReleased((key(3),))
         b.start()
         assert await begun(g) == ((2, 1),)
-        assert await z.receive(Credit) == protocol.CreditReleased((key(2),))
+        assert await z.receive(Credit) == inference_messages.CreditReleased((key(2),))
         assert await answers(g) == {2: 4.0}
 
 
@@ -131,8 +131,8 @@ async def test_work_of_a_gateway_that_is_not_connected_goes_back() -> None:
         g, z = await b.connect("g"), await b.connect("0-z")
         await send(z, [item(1, "h"), item(2, "g")], 1.0, 2.0)
         credits: list[Credit] = [await z.receive(Credit) for _ in range(2)]
-        assert protocol.CreditRefused((key(1, "h"),)) in credits
-        assert protocol.CreditReleased((key(2),)) in credits
+        assert inference_messages.CreditRefused((key(1, "h"),)) in credits
+        assert inference_messages.CreditReleased((key(2),)) in credits
         assert await answers(g) == {2: 4.0}
 
 
@@ -145,8 +145,8 @@ async def test_work_that_the_next_stage_refused_is_returned_to_its_gateway() -> 
         await begun(g)
         await until(lambda: b.worker.report().handed == 1)
         (at,) = [n for n, peer in next_ones.items() if await peer_has_work(peer)]
-        await next_ones[at].send(protocol.CreditRefused((key(1),)))
-        assert await note(g) == protocol.WorkReturned(((1, 1),), 1)
+        await next_ones[at].send(inference_messages.CreditRefused((key(1),)))
+        assert await note(g) == inference_messages.WorkReturned(((1, 1),), 1)
         (other,) = next_ones.keys() - {at}
         await send(g, [item(2, session="s")], 2.0)
         assert await handed(next_ones[other]) == {key(2): 4.0}
@@ -170,12 +170,12 @@ async def test_lost_replica_of_the_next_stage_is_reported_with_its_work() -> Non
         await handed(a)
         await send(g, [item(2)], 2.0)
         await handed(a)
-        await a.send(protocol.CreditReleased((key(1),)))
+        await a.send(inference_messages.CreditReleased((key(1),)))
         await until(lambda: b.worker.report().handed == 1)
         for _ in range(2):
             await begun(g)
         await b.lose("1-a")
-        assert await note(g) == protocol.WorkDropped(((1, 1), (2, 1)), 1)
+        assert await note(g) == inference_messages.WorkDropped(((1, 1), (2, 1)), 1)
         assert b.worker.report().counts["dropped"] == 2
         assert b.worker.is_idle
 
@@ -188,7 +188,7 @@ async def test_silent_replica_of_the_next_stage_gets_nothing_and_is_reported() -
         await handed(a)
         await begun(g)
         b.outboxes["1-a"].quiet_s = 2 * SILENT_S
-        assert await note(g) == protocol.WorkStuck(((1, 1),), 1)
+        assert await note(g) == inference_messages.WorkStuck(((1, 1),), 1)
         await send(g, [item(2)], 2.0)
         assert await begun(g) == ((2, 1),)
         await until(lambda: b.worker.report().waiting_for_next == 1)
@@ -205,8 +205,10 @@ async def test_cancellation_follows_the_work_to_the_next_stage() -> None:
         assert list(await handed(a)) == [key(1)]
         await until(lambda: b.worker.report().waiting_for_next == 1)
         for number in (1, 2):
-            await g.send(protocol.Cancel(key(number)))
-        assert await a.receive(protocol.Cancel) == protocol.Cancel(key(1))
+            await g.send(inference_messages.Cancel(key(number)))
+        assert await a.receive(inference_messages.Cancel) == inference_messages.Cancel(
+            key(1)
+        )
         await until(lambda: b.worker.report().waiting_for_next == 0)
 
 
@@ -219,7 +221,7 @@ async def test_outputs_go_back_when_the_next_stage_is_gone_from_the_table() -> N
         await begun(g)
         await until(lambda: b.worker.report().waiting_for_next == 1)
         await b.use(table(0, 2))
-        assert await note(g) == protocol.WorkReturned(((2, 1),), 1)
+        assert await note(g) == inference_messages.WorkReturned(((2, 1),), 1)
 
 
 async def test_lost_replica_of_the_stage_before_is_no_loss_here() -> None:

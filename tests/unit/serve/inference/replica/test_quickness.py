@@ -19,8 +19,8 @@ from multiworld.serve.inference.replica.executor import (
 )
 from multiworld.serve.replica import hang_guard
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
-from multiworld.serve.transport import protocol
-from multiworld.serve.transport.protocol import Credit, Note
+from multiworld.serve.transport import inference_messages
+from multiworld.serve.transport.inference_messages import Credit, Note
 from tests.unit.serve.edges import settle, until
 from tests.unit.serve.inference.replica.test_worker import (
     Bench,
@@ -146,7 +146,7 @@ async def test_request_that_fails_at_a_quick_stage_fails_alone() -> None:
         b.start()
         assert await begun(g) == ((1, 1), (2, 1))
         failed = await g.receive(Note)
-        assert isinstance(failed, protocol.WorkFailed)
+        assert isinstance(failed, inference_messages.WorkFailed)
         assert failed.attempt == (1, 1)
         assert await answers(g) == {2: 8.0}
         quicken(b)  # it may have taken long, on a busy machine
@@ -187,7 +187,7 @@ async def test_credit_of_quick_work_is_returned_together_after_its_outputs(
             await send(upstream, [item(number)], float(number))
             assert await handed(downstream) == {key(number): 2.0 * number}
         released = await upstream.receive(Credit)
-        assert released == protocol.CreditReleased((key(1), key(2), key(3)))
+        assert released == inference_messages.CreditReleased((key(1), key(2), key(3)))
 
 
 async def test_credit_is_returned_at_once_when_much_is_owed(
@@ -202,7 +202,7 @@ async def test_credit_is_returned_at_once_when_much_is_owed(
         for number in (1, 2):
             await send(upstream, [item(number)], float(number))
         released = await upstream.receive(Credit)
-        assert released == protocol.CreditReleased((key(1), key(2)))
+        assert released == inference_messages.CreditReleased((key(1), key(2)))
 
 
 async def test_loop_serves_its_other_tasks_between_quick_batches() -> None:

@@ -20,15 +20,10 @@ from multiworld.serve.inference.replica.executor import Executor
 from multiworld.serve.inference.replica.worker import Worker, WorkerLimits
 from multiworld.serve.replica.hang_guard import EXIT_HUNG
 from multiworld.serve.spec.stage import Stage, StageContext, Tensors
-from multiworld.serve.transport import protocol
+from multiworld.serve.transport import inference_messages
 from multiworld.serve.transport.edges import listen
-from multiworld.serve.transport.protocol import (
-    FRAMES,
-    Attempt,
-    Key,
-    Note,
-    WorkItem,
-)
+from multiworld.serve.transport.inference_messages import Attempt, Note, WorkItem
+from multiworld.serve.transport.protocol import FRAMES, Key
 from multiworld.serve.transport.routing_table import (
     Edge,
     Replica,
@@ -180,7 +175,7 @@ def item(number: int, gateway: str = "g", **more: Any) -> WorkItem:
 async def send(peer: Peer, items: Sequence[WorkItem], *values: float) -> None:
     """Send work of one row each."""
     contents = [{"x": torch.tensor([value])} for value in values]
-    await peer.send_with(protocol.Work(tuple(items)), contents)
+    await peer.send_with(inference_messages.Work(tuple(items)), contents)
 
 
 async def note(peer: Peer) -> Note:
@@ -192,13 +187,13 @@ async def note(peer: Peer) -> Note:
 async def begun(peer: Peer) -> tuple[Attempt, ...]:
     """Receive a note; return the attempts that it says have begun."""
     found = await note(peer)
-    assert isinstance(found, protocol.BatchBegun), found
+    assert isinstance(found, inference_messages.BatchBegun), found
     return found.attempts
 
 
 async def answers(peer: Peer) -> dict[int, float]:
     """Receive answers; return their values by number of the request."""
-    header, contents = await peer.receive_with(protocol.Answers)
+    header, contents = await peer.receive_with(inference_messages.Answers)
     return {
         one.attempt[0]: tensors["x"].item()
         for one, tensors in zip(header.items, contents, strict=True)
@@ -207,7 +202,7 @@ async def answers(peer: Peer) -> dict[int, float]:
 
 async def handed(peer: Peer) -> dict[Key, float]:
     """Receive work that was handed on; return its values by key."""
-    header, contents = await peer.receive_with(protocol.Work)
+    header, contents = await peer.receive_with(inference_messages.Work)
     return {
         one.key: tensors["x"].item()
         for one, tensors in zip(header.items, contents, strict=True)
@@ -262,7 +257,9 @@ async def test_request_that_fails_fails_alone() -> None:
         assert len(await begun(g)) == 3
         failed = [await note(g), await note(g)]
         errors = {
-            n.attempt[0]: n.error for n in failed if isinstance(n, protocol.WorkFailed)
+            n.attempt[0]: n.error
+            for n in failed
+            if isinstance(n, inference_messages.WorkFailed)
         }
         assert (errors[2].kind, errors[2].text) == (
             "InvalidRequestError",
@@ -277,11 +274,11 @@ async def test_request_with_more_rows_than_a_batch_is_refused() -> None:
     """It would wait for ever; what comes with it is computed."""
     async with bench(max_batch_size=2) as b:
         g = await b.connect("g")
-        header = protocol.Work((item(1), item(2)))
+        header = inference_messages.Work((item(1), item(2)))
         contents = [{"x": torch.ones(3)}, {"x": torch.ones(1)}]
         await g.send_with(header, contents)
         failed = await note(g)
-        assert isinstance(failed, protocol.WorkFailed)
+        assert isinstance(failed, inference_messages.WorkFailed)
         assert "3 rows does not fit into a batch of at most 2" in failed.error.text
         assert await begun(g) == ((2, 1),)
         assert await answers(g) == {2: 2.0}
@@ -296,8 +293,10 @@ async def test_suspect_is_computed_alone() -> None:
         await until(lambda: b.worker.report().queued == 3)
         b.start()
         notes = [await note(g) for _ in range(2)]
-        assert protocol.BatchBegun(((2, 1),), is_isolated=True) in notes
-        assert protocol.BatchBegun(((1, 1), (3, 1)), is_isolated=False) in notes
+        assert inference_messages.BatchBegun(((2, 1),), is_isolated=True) in notes
+        assert (
+            inference_messages.BatchBegun(((1, 1), (3, 1)), is_isolated=False) in notes
+        )
 
 
 async def test_late_work_is_not_computed() -> None:
@@ -332,9 +331,9 @@ async def test_cancelled_work_is_taken_from_the_queue() -> None:
         g = await b.connect("g")
         await send(g, [item(1), item(2)], 1.0, 2.0)
         await until(lambda: b.worker.report().queued == 2)
-        await g.send(protocol.Cancel(key(1)))
+        await g.send(inference_messages.Cancel(key(1)))
         await until(lambda: b.worker.report().queued == 1)
-        await g.send(protocol.Cancel(key(3)))
+        await g.send(inference_messages.Cancel(key(3)))
         await settle()
         await send(g, [item(3)], 3.0)
         await settle()
@@ -356,7 +355,7 @@ async def test_answer_to_what_was_cancelled_meanwhile_is_not_sent() -> None:
         await begun(g)
         await until(b.model.is_computing.is_set)
         assert b.worker.report().computing == 2
-        await g.send(protocol.Cancel(key(1)))
+        await g.send(inference_messages.Cancel(key(1)))
         await settle()
         b.model.gate.set()
         assert await answers(g) == {2: 4.0}
@@ -370,7 +369,7 @@ async def test_cancelled_keys_are_remembered_up_to_a_limit(
     async with bench() as b:
         g = await b.connect("g")
         for number in range(10):
-            await g.send(protocol.Cancel(key(number)))
+            await g.send(inference_messages.Cancel(key(number)))
         await settle()
         await send(g, [item(0), item(9)], 1.0, 2.0)
         assert await answers(g) == {0: 2.0}
@@ -419,7 +418,7 @@ async def test_message_that_is_not_understood_closes_its_edge(
     async with bench() as b:
         g, h = await b.connect("g"), await b.connect("h")
         if what == "no work":
-            await g.send_with(protocol.Work((item(1),)), [])
+            await g.send_with(inference_messages.Work((item(1),)), [])
         else:
             await g.world.send(torch.ones(9), dst=1, tag=FRAMES)
         await until(lambda: b.outboxes["g"].world.is_closed)

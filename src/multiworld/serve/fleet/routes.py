@@ -1,0 +1,62 @@
+"""The routing table that follows from the state of the fleet. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from multiworld.serve.fleet.state import STATE_OF, DesiredModel, DesiredState, Process
+from multiworld.serve.transport.routing_table import Replica, Route, RoutingTable
+
+Versions = Mapping[tuple[str, str], DesiredModel]
+"""What is desired of each version of a model that is desired or still runs."""
+
+
+def routing_table_of(
+    number: int,
+    processes: Collection[Process],
+    desired: DesiredState,
+    active: Mapping[str, str],
+    versions: Versions,
+) -> RoutingTable:
+    gateways = (p.name for p in processes if p.is_gateway and p.is_there)
+    return RoutingTable(
+        number=number,
+        gateways=tuple(sorted(gateways)),
+        routes={
+            name: _route(name, active[name], model, versions)
+            for name, model in desired.models.items()
+        },
+        replicas={
+            p.name: Replica(
+                p.name,
+                p.model,
+                p.version,
+                p.stage,
+                STATE_OF[p.phase],
+                p.fingerprint,
+                p.weights,
+            )
+            for p in processes
+            if not p.is_gateway and p.is_there
+        },
+    )
+
+
+def _route(name: str, active: str, desired: DesiredModel, versions: Versions) -> Route:
+    model = versions.get((name, active), desired)
+    return Route(
+        version=active,
+        stages={
+            version: len(known.replicas)
+            for (other, version), known in versions.items()
+            if other == name
+        },
+        max_queued_requests=model.max_queued_requests,
+        max_ongoing_requests=model.max_ongoing_requests,
+        deadline_s=model.deadline_s,
+        objective_s=model.objective_s,
+        on_demand=model.on_demand,
+        generates=model.generates,
+        ttft_s=model.ttft_s,
+        tpot_s=model.tpot_s,
+    )

@@ -1,0 +1,248 @@
+"""Preparation of a request: its prompts become tokens, within the model's limits."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from multiworld.errors import InvalidRequestError
+from multiworld.serve.gateway.gateway import Gateway
+from multiworld.serve.generation.api.chat_messages import characters_of
+from multiworld.serve.generation.api.choices import Choice
+from multiworld.serve.generation.api.completion_answers import Ready
+from multiworld.serve.generation.api.completions import (
+    MAX_CHOICES,
+    Wanted,
+    check_fits,
+    prompts_of,
+)
+from multiworld.serve.generation.api.request_fields import ChatBody, CompletionBody
+from multiworld.serve.generation.api.structure import Structure
+from multiworld.serve.generation.api.tools import BEGIN, END, Family
+from multiworld.serve.generation.gateway.stream import TimeLimits
+from multiworld.serve.generation.limits import longest_of
+from multiworld.serve.generation.tokenizer import GrowingText, Tokenizer
+from multiworld.serve.spec.stage import Generation
+from multiworld.serve.tenants.authenticator import AdmittedRequest
+
+MAX_SCORES = 200_000
+"""Maximum number of prompt logprobs in one answer; each takes about 50 bytes of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that generates text; ``longest`` is the maximum tokens of a sequence."""
+
+    generation: Generation
+    tokenizer: Tokenizer
+    version: str
+    longest: int
+    limits: TimeLimits
+    family: Family | None
+    has_controls: bool
+
+
+async def served_model(
+    gateway: Gateway, admitted: AdmittedRequest, name: str
+) -> ServedModel:
+    version, model = gateway.model(name, None, admitted.tenant)
+    if model.generation is None:
+        raise InvalidRequestError(
+            f"model {name!r} generates no text; use /v1/embeddings or /v2",
+            param="model",
+        )
+    tokenizer: Tokenizer = await gateway.text(name, version, model)
+    spec = gateway.specs[name, version].generation
+    assert spec is not None
+    return ServedModel(
+        model.generation,
+        tokenizer,
+        version,
+        longest_of(spec, model.generation),
+        TimeLimits(spec.first_token_s, spec.between_tokens_s),
+        spec.tool_call_parser,
+        spec.control_tokens_in_messages,
+    )
+
+
+async def prepare_chat(
+    gateway: Gateway, admitted: AdmittedRequest, asked: ChatBody, wanted: Wanted
+) -> Ready:
+    """Check a chat request against its model."""
+    served = await served_model(gateway, admitted, asked.model)
+    served.tokenizer.check_length(
+        characters_of(asked.messages), served.longest, "messages"
+    )
+    tokens = await asyncio.to_thread(
+        served.tokenizer.chat,
+        asked.messages,
+        served.longest,
+        begins_answer=asked.add_generation_prompt is not False,
+        tools=_shown_tools(wanted),
+        options=asked.chat_template_kwargs or {},
+        effort=asked.reasoning_effort,
+        has_controls=served.has_controls,
+    )
+    return await _ready(gateway, admitted, wanted, served, [tokens], "chatcmpl-")
+
+
+async def prepare_completion(
+    gateway: Gateway, admitted: AdmittedRequest, asked: CompletionBody, wanted: Wanted
+) -> Ready:
+    """Check a completion request against its model."""
+    served = await served_model(gateway, admitted, asked.model)
+    tokenizer = served.tokenizer
+    prompts = prompts_of(asked.prompt)
+    _check_choices(len(prompts), wanted.n)
+    has_special = asked.add_special_tokens is not False
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            tokenizer.check_length(len(prompt), served.longest)
+    tokens = [
+        await asyncio.to_thread(tokenizer.encode, one, has_special=has_special)
+        if isinstance(one, str)
+        else one
+        for one in prompts
+    ]
+    return await _ready(gateway, admitted, wanted, served, tokens, "cmpl-")
+
+
+def _shown_tools(wanted: Wanted) -> list[dict[str, Any]]:
+    """Return the tools of a request as its chat template expects them."""
+    if wanted.calling is None:
+        return []
+    found: list[dict[str, Any]] = msgspec.to_builtins(wanted.calling.tools)
+    for tool in found:
+        tool["function"] = {k: v for k, v in tool["function"].items() if v is not None}
+    return found
+
+
+def _check_choices(prompts: int, n: int) -> None:
+    if prompts * n > MAX_CHOICES:
+        raise InvalidRequestError(
+            f"prompts times n must be at most {MAX_CHOICES}",
+            param="n",
+            code="invalid_value",
+        )
+
+
+def _check_scores(prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
+    """Check the number of prompt logprobs in an answer."""
+    per_token = wanted.sampling.prompt_logprobs
+    if per_token is None:
+        return
+    scores = sum(map(len, prompts)) * wanted.n * (1 + per_token)
+    if scores > MAX_SCORES:
+        raise InvalidRequestError(
+            f"echo with logprobs would return {scores} probabilities; at most "
+            f"{MAX_SCORES} fit into one answer",
+            param="logprobs",
+            code="invalid_value",
+        )
+
+
+def _with_defaults(wanted: Wanted, generation: Generation) -> Wanted:
+    """Use the model's own defaults for fields that the request does not give."""
+    own = {k: v for k, v in generation.defaults.items() if k not in wanted.given}
+    if not own:
+        return wanted
+    return replace(wanted, sampling=msgspec.structs.replace(wanted.sampling, **own))
+
+
+def _strict(wanted: Wanted, served: ServedModel) -> Structure:
+    """Return the structure of output whose tool calls must fit their schemas."""
+    assert wanted.calling is not None
+    token_id = served.tokenizer.fast.token_to_id
+    begin, end = token_id(BEGIN), token_id(END)
+    has_marks = served.family == "hermes" and begin is not None and end is not None
+    if not has_marks or wanted.structure is not None or wanted.sampling.ignore_eos:
+        raise InvalidRequestError(
+            "strict tools are enforced with tool_choice required, or with a name; with "
+            "auto, this model or this request does not allow it",
+            param="tools",
+            code="unsupported_value",
+        )
+    forms = wanted.calling.forms(is_strict=True)
+    ends = served.generation.end_tokens
+    return Structure("marked calls", (forms, begin, end, ends), "tools")
+
+
+async def _ready(
+    gateway: Gateway,
+    admitted: AdmittedRequest,
+    wanted: Wanted,
+    served: ServedModel,
+    prompts: Sequence[Sequence[int]],
+    prefix: str,
+) -> Ready:
+    is_chat = prefix == "chatcmpl-"
+    wanted = _with_defaults(wanted, served.generation)
+    if wanted.calling is not None and wanted.calling.is_strict:
+        wanted = replace(wanted, structure=_strict(wanted, served))
+    if wanted.structure is not None:
+        grammar = await asyncio.to_thread(wanted.structure.grammar)
+        sampling = msgspec.structs.replace(wanted.sampling, grammar=grammar)
+        wanted = replace(wanted, sampling=sampling)
+    sampling, calling = wanted.sampling, wanted.calling
+    if calling is not None and calling.is_free and served.family is None:
+        raise InvalidRequestError(
+            "this model has no tool_call_parser in its spec; name a tool or use "
+            "tool_choice: required",
+            param="tools",
+            code="unsupported_value",
+        )
+    vocabulary, tokenizer = served.generation.vocabulary, served.tokenizer
+    for tokens in prompts:
+        low, high = min(tokens, default=0), max(tokens, default=0)
+        if low < 0 or high >= vocabulary:
+            raise InvalidRequestError(
+                f"prompt has tokens from {low} to {high}; the vocabulary has 0 to "
+                f"{vocabulary - 1}",
+                param="prompt",
+                code="invalid_value",
+            )
+        sampling = check_fits(
+            len(tokens),
+            wanted.sampling,
+            served.longest,
+            vocabulary,
+            "messages" if is_chat else "prompt",
+        )
+    choices = tuple(
+        Choice(
+            index,
+            prompts[index // wanted.n],
+            GrowingText(
+                tokenizer,
+                wanted.stop,
+                skips_special=wanted.skips_special,
+                min_tokens=wanted.sampling.min_tokens,
+            ),
+            wanted.is_prompt_only,
+        )
+        for index in range(len(prompts) * wanted.n)
+    )
+    admitted.rows += len(choices)
+    _check_scores(prompts, wanted)
+    echoes = [""] * len(prompts)
+    if wanted.echo:
+        echoes = [await asyncio.to_thread(tokenizer.decode, one) for one in prompts]
+    return Ready(
+        replace(wanted, sampling=sampling),
+        gateway.route(wanted.model, admitted.tenant),
+        served.version,
+        tokenizer,
+        choices,
+        is_chat,
+        tuple(echoes[index // wanted.n] for index in range(len(choices))),
+        prefix + secrets.token_hex(12),
+        int(time.time()),
+        served.limits,
+        served.family,
+    )

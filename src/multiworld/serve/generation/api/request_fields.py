@@ -1,0 +1,201 @@
+"""Fields of requests for chat and text completions, as in OpenAI's API.
+
+Fields that vLLM adds are supported as well. Unknown or unsupported fields are refused
+by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from multiworld.errors import InvalidRequestError
+from multiworld.serve.gateway.json_limits import NOT_JSON, check_values
+from multiworld.serve.generation.api.tools import NamedTool, Tool
+
+
+class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A JSON schema, in the form of OpenAI's API."""
+
+    name: str
+    schema: Any = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The structure of an answer, as vLLM names it; exactly one field is given."""
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+
+class _Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    priority: Any = None
+    length_penalty: Any = None
+    use_beam_search: Any = None
+    include_stop_str_in_output: Any = None
+    spaces_between_special_tokens: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    truncate_prompt_tokens: Any = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    timeout_s: float | None = None
+
+
+class ChatBody(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    add_generation_prompt: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    reasoning_effort: str | None = None
+    verbosity: Any = None
+    moderation: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    best_of: Any = None
+    include_reasoning: Any = None
+    continue_final_message: Any = None
+    documents: Any = None
+    echo: Any = None
+    add_special_tokens: Any = None
+    parallel_tool_calls: bool | None = None
+    service_tier: Any = None
+    web_search_options: Any = None
+
+
+class CompletionBody(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    prompt: str | list[Any] = "<|endoftext|>"
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+
+CHAT = msgspec.json.Decoder(ChatBody)
+COMPLETION = msgspec.json.Decoder(CompletionBody)
+
+UNSUPPORTED = (
+    "chat_template",  # a client's template could run forever
+    *("functions", "function_call", "modalities"),
+    *("audio", "prediction", "web_search_options", "suffix"),
+    *("store", "service_tier", "verbosity", "moderation", "prompt_cache_options"),
+    *("prompt_cache_retention", "best_of", "priority", "length_penalty"),
+    *("use_beam_search", "include_reasoning", "include_stop_str_in_output"),
+    *("spaces_between_special_tokens", "continue_final_message", "bad_words"),
+    *("documents", "allowed_token_ids", "truncate_prompt_tokens"),
+)
+"""Fields of OpenAI's API and of vLLM's that are not supported."""
+
+NOTHING: dict[str, Any] = {
+    "verbosity": "medium",
+    "best_of": 1,
+    "priority": 0,
+    "length_penalty": 1.0,
+    "include_reasoning": True,
+    "spaces_between_special_tokens": True,
+    "echo": False,
+    "add_special_tokens": False,
+}
+"""Values of some of them that request nothing, besides ``DEFAULTS``."""
+
+DEFAULTS: tuple[Any, ...] = (
+    *(None, False, [], {}, "", "auto", "default"),
+    *(["text"], {"type": "text"}),
+)
+"""Values of unsupported fields that request nothing."""
+
+
+def decoded(body: bytes | bytearray, decoder: msgspec.json.Decoder[Any]) -> Any:
+    """Decode a body; the error names the invalid field."""
+    check_values(body)
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise invalid(error) from error
+    except NOT_JSON as error:
+        raise InvalidRequestError(f"body is not valid JSON: {error}") from error
+
+
+def invalid(error: msgspec.ValidationError) -> InvalidRequestError:
+    """Return the error for a request that does not have the declared fields."""
+    text = str(error)
+    return InvalidRequestError(
+        f"body is not a valid request: {text}", param=_named(text), code="invalid_value"
+    )
+
+
+def _named(text: str) -> str:
+    """Return the field named in an error of msgspec; empty if it names none."""
+    for mark, end in (("`$.", "`"), ("field `", "`")):
+        _, found, rest = text.partition(mark)
+        if found:
+            return rest.partition(end)[0].partition("[")[0]
+    return ""
+
+
+def check_supported(asked: ChatBody | CompletionBody) -> None:
+    """Refuse fields that are not supported, unless their values request nothing."""
+    for name in UNSUPPORTED:
+        value = getattr(asked, name, None)
+        if value not in DEFAULTS and value != NOTHING.get(name):
+            rule = "is not supported by this server"
+            raise wrong_field(name, rule, "unsupported_value")
+
+
+def wrong_field(
+    param: str, rule: str, code: str = "invalid_value"
+) -> InvalidRequestError:
+    return InvalidRequestError(f'"{param}" {rule}', param=param, code=code)

@@ -1,0 +1,118 @@
+"""Life of a request for generated text, on the routes of every API.
+
+It is read, prepared, checked for poison, generated, counted and answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastapi import Request, Response
+
+from multiworld.errors import RequestPoisonedError, ServeError
+from multiworld.serve.gateway.body_budget import Reservation
+from multiworld.serve.gateway.gateway import Gateway
+from multiworld.serve.gateway.http_responses import EventStream, respond, timeout_of
+from multiworld.serve.gateway.request_body import (
+    Body,
+    model_named_in,
+    while_connected,
+)
+from multiworld.serve.generation.api.choices import (
+    Piece,
+    digest_of,
+    generate,
+    sampling_of,
+)
+from multiworld.serve.generation.api.completion_answers import Ready
+from multiworld.serve.tenants.authenticator import AdmittedRequest
+
+Reader = Callable[[Gateway, AdmittedRequest, Request, Body], Awaitable[Ready]]
+"""Reads a body, and prepares the request in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The form of the answers of a route: whole, as events, and errors."""
+
+    whole: Callable[[Ready, AsyncGenerator[Piece]], Coroutine[Any, Any, Response]]
+    events: Callable[[Ready, AsyncGenerator[Piece]], AsyncGenerator[bytes]]
+    error: Callable[[ServeError], Response]
+    event_stream: type[EventStream] = EventStream
+
+
+async def answered(
+    gateway: Gateway, request: Request, read: Reader, form: Form
+) -> Response:
+    """Answer a request, at once or as a stream.
+
+    Cancelling ends its streams and counts it as ``CLIENT_CLOSED``.
+    """
+    ready: Ready | None = None
+
+    async def answer(admitted: AdmittedRequest, reservation: Reservation) -> Response:
+        nonlocal ready
+        body = await gateway.read_body(request, admitted, reservation)
+        try:
+            ready = await read(gateway, admitted, request, body)
+        except ServeError:
+            admitted.model = model_named_in(body)
+            raise
+        del body
+        reservation.release()  # a stream may take long
+        await gateway.check_poison(
+            admitted, (ready.wanted.model, ready.version), partial(_digest, ready)
+        )
+        sampling, n = ready.wanted.sampling, ready.wanted.n
+        prompts = ready.choices[::n]
+        gateway.authenticator.count_prompt(
+            admitted, sum(len(choice.prompt) for choice in prompts)
+        )
+        generated = generate(
+            gateway.streams,
+            ready.served,
+            ready.choices,
+            [sampling_of(sampling, choice.index % n) for choice in ready.choices],
+            timeout_of(request, ready.wanted.timeout_s),
+            ready.limits,
+            admitted.tenant.share,
+            ready.wanted.session,
+            admitted.id,
+        )
+        pieces = _watched(gateway, admitted, ready, generated)
+        if ready.wanted.is_streamed:
+            gateway.streams.check_room(ready.served)  # the status can still report it
+            return form.event_stream(form.events(ready, pieces))
+        return await while_connected(request, form.whole(ready, pieces))
+
+    def name() -> str:
+        return "" if ready is None else ready.wanted.model
+
+    return await respond(gateway, request, name, answer, form.error)
+
+
+async def _watched(
+    gateway: Gateway,
+    admitted: AdmittedRequest,
+    ready: Ready,
+    pieces: AsyncGenerator[Piece],
+) -> AsyncGenerator[Piece]:
+    """Yield pieces; count their tokens for the tenant, and record poison."""
+    try:
+        async with aclosing(pieces):
+            async for piece in pieces:
+                if not piece.choice.is_prompt_only:
+                    gateway.authenticator.count_generated(admitted)
+                yield piece
+    except RequestPoisonedError:
+        model_version = ready.wanted.model, ready.version
+        gateway.found_poison(admitted.tenant, model_version, await _digest(ready))
+        raise
+
+
+async def _digest(ready: Ready) -> str:
+    return digest_of(ready.choices, ready.wanted.sampling)

@@ -1,0 +1,85 @@
+"""The structure that an answer must have: a schema, a grammar, or tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from multiworld.serve.generation.api.request_fields import (
+    ResponseFormat,
+    StructuredOutputs,
+    wrong_field,
+)
+from multiworld.serve.generation.api.tools import Calling
+from multiworld.serve.generation.grammar import (
+    grammar_of_calls,
+    grammar_of_choice,
+    grammar_of_lark,
+    grammar_of_marked_calls,
+    grammar_of_regex,
+    grammar_of_schema,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """The required structure of an answer, not checked yet.
+
+    ``kind`` selects the function that makes the grammar from ``value``; ``param`` is
+    the field of the request that has it.
+    """
+
+    kind: str
+    value: Any
+    param: str
+
+    def grammar(self) -> str:
+        """Check the structure and return its grammar; this may take a second."""
+        makers: dict[str, Callable[[Any, str], str]] = {
+            "json": grammar_of_schema,
+            "regex": grammar_of_regex,
+            "choice": grammar_of_choice,
+            "grammar": grammar_of_lark,
+            "calls": _grammar_of_calls,
+            "marked calls": _grammar_of_marked_calls,
+        }
+        return makers[self.kind](self.value, self.param)
+
+
+def _grammar_of_calls(calling: Calling, param: str) -> str:
+    return grammar_of_calls(calling.forms(), is_single=calling.is_single)
+
+
+def _grammar_of_marked_calls(
+    given: tuple[list[tuple[str, Any]], int, int, tuple[int, ...]], param: str
+) -> str:
+    return grammar_of_marked_calls(*given)
+
+
+def structure_of(
+    form: ResponseFormat | None, outputs: StructuredOutputs | None
+) -> Structure | None:
+    """Return the structure that a request requires; None: any."""
+    found: list[Structure] = []
+    if form is not None and form.type == "json_object":
+        found.append(Structure("json", {"type": "object"}, "response_format"))
+    elif form is not None and form.type == "json_schema":
+        schema = None if form.json_schema is None else form.json_schema.schema
+        if schema is None:
+            raise wrong_field("response_format", "needs json_schema with a schema")
+        found.append(Structure("json", schema, "response_format"))
+    if outputs is not None:
+        fields = msgspec.structs.asdict(outputs)
+        if fields.pop("json_object"):
+            fields["json"] = {"type": "object"}
+        given = {kind: value for kind, value in fields.items() if value is not None}
+        if len(given) != 1:
+            rule = "must have exactly one of json, regex, choice, grammar, json_object"
+            raise wrong_field("structured_outputs", rule)
+        found += [Structure(k, v, "structured_outputs") for k, v in given.items()]
+    if len(found) > 1:
+        raise wrong_field("structured_outputs", "cannot be given with response_format")
+    return found[0] if found else None

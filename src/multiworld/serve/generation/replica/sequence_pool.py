@@ -1,0 +1,328 @@
+"""Sequences of a scheduler, and who holds its slots and KV blocks. Pure.
+
+Memory is counted in blocks of ``block_size`` tokens. If a running sequence needs a
+block and none is free, the latest sequence is preempted: its blocks are freed, and it
+is recomputed from its tokens when there is room (preemption by recompute, as in vLLM:
+Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+PagedAttention", 2023). A sequence of a higher priority may also preempt one of a lower
+priority for its slot.
+
+Slots and blocks are shared by weight between the tenants that have sequences; a tenant
+alone may use everything. A tenant that has fewer than its share preempts for them. A
+probe preempts whatever it must, and is preempted by no stream: streams may be waiting
+for the replica that it makes ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from multiworld.serve.generation.engine_limits import EngineLimits
+from multiworld.serve.generation.replica.full_replicas import FullReplicas
+from multiworld.serve.generation.replica.scheduled_sequence import ScheduledSequence
+from multiworld.serve.generation.replica.step_budget import STEP_ROWS
+from multiworld.serve.generation.replica.steps_in_flight import StepsInFlight
+from multiworld.serve.generation.replica.tenant_use import TenantUse
+from multiworld.serve.generation.replica.token_shares import TokenShares
+from multiworld.serve.generation.replica.waiting_queue import WaitingQueue
+from multiworld.serve.transport.protocol import Key
+
+
+class SequencePool:
+    """Sequences that wait, run or are paused; those that run have a slot and blocks.
+
+    Attributes:
+        known: All sequences.
+        queue: Those that neither run nor are paused.
+        running: Those that run, by number.
+        suspects: Those that run alone, by number.
+        rebuilt: Those of which the later stages had tokens when they came, by number.
+        planned: Those in the step that is being planned.
+        full: Replicas of later stages that lack KV blocks.
+        shares: Tokens computed for each tenant.
+        preemptions: Number of times that blocks were taken from a running sequence.
+        granule: Tokens in multiples of which a sequence's memory is allocated.
+        withheld: Blocks that are left to other schedulers; but a lone sequence may use
+            all, so that it can finish.
+    """
+
+    def __init__(self, limits: EngineLimits, steps: StepsInFlight) -> None:
+        self.limits, self._steps = limits, steps
+        self.known: dict[Key, ScheduledSequence] = {}
+        self.queue = WaitingQueue()
+        self.running: dict[int, ScheduledSequence] = {}
+        self.suspects: dict[int, ScheduledSequence] = {}
+        self.rebuilt: dict[int, ScheduledSequence] = {}
+        self.planned: set[Key] = set()
+        self.full = FullReplicas()
+        self.shares = TokenShares()
+        self.preemptions, self.granule, self.withheld = 0, 1, 0
+        self._use = TenantUse(limits.max_num_seqs, limits.blocks)
+        self._free = limits.blocks
+        self._reserved: dict[Key, int] = {}
+        self._preempted: list[Key] = []
+        self._arrivals = 0
+
+    def knows(self, key: Key) -> bool:
+        return key in self.known
+
+    def is_paused(self, key: Key) -> bool:
+        sequence = self.known.get(key)
+        return sequence is not None and sequence.is_paused
+
+    @property
+    def waiting(self) -> int:
+        return len(self.known) - len(self.running)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.known
+
+    def enter(self, key: Key, tokens: Sequence[int], **facts: Any) -> ScheduledSequence:
+        """Add a sequence, which neither runs nor waits yet."""
+        self._arrivals += 1
+        sequence = ScheduledSequence(key, list(tokens), number=self._arrivals, **facts)
+        self.known[key] = sequence
+        self.shares.enter(sequence.share, self._steps.cost + STEP_ROWS)
+        if sequence.is_suspect:
+            self.suspects[sequence.number] = sequence
+        if sequence.rebuild:
+            self.rebuilt[sequence.number] = sequence
+        return sequence
+
+    def wait(self, sequence: ScheduledSequence) -> None:
+        """Queue a sequence, unless it is paused or a suspect."""
+        if not sequence.is_paused and not sequence.is_suspect:
+            self.queue.add(sequence)
+
+    def run(self, sequence: ScheduledSequence) -> None:
+        self.queue.remove(sequence)
+        self.running[sequence.number] = sequence
+        self._use.add(sequence.share, slots=1, blocks=sequence.blocks)
+
+    def _leave(self, sequence: ScheduledSequence) -> int:
+        """Stop running a sequence; return the blocks that it had."""
+        blocks, sequence.blocks = sequence.blocks, 0
+        if self.running.pop(sequence.number, None) is not None:
+            self._use.add(sequence.share, slots=-1, blocks=-blocks)
+        return blocks
+
+    def trust(self, sequence: ScheduledSequence) -> None:
+        sequence.is_suspect = False
+        self.suspects.pop(sequence.number, None)
+
+    def rename(self, sequence: ScheduledSequence, key: Key) -> None:
+        """Continue a sequence as another attempt."""
+        old = sequence.key
+        self.known[key] = self.known.pop(old)
+        sequence.key = key
+        self._preempted = [key if each == old else each for each in self._preempted]
+
+    def remove(self, key: Key) -> None:
+        """Forget a sequence; the steps in flight no longer wait for it."""
+        self._free += self._reserved.pop(key, 0)
+        self._free += self._forget(key)
+
+    def _forget(self, key: Key) -> int:
+        sequence = self.known.pop(key, None)
+        if sequence is None:
+            return 0
+        self.shares.leave(sequence.share)
+        self.queue.remove(sequence)
+        self.suspects.pop(sequence.number, None)
+        self.rebuilt.pop(sequence.number, None)
+        self._steps.leave(key)
+        return self._leave(sequence)
+
+    def reserve(self, earlier: Iterable[Key], key: Key, tokens: int) -> bool:
+        """Reserve blocks instead of those of ``earlier`` keys, if enough are free."""
+        self._free += sum(self._reserved.pop(old, 0) for old in earlier)
+        needed = self.blocks_of(tokens + 1)
+        if needed > self._free - self.withheld or self._slots <= 0:
+            return False
+        self._free -= needed
+        self._reserved[key] = needed
+        return True
+
+    def has_reserved(self, key: Key) -> bool:
+        return key in self._reserved
+
+    def reserve_own(self, key: Key) -> None:
+        """Forget a sequence, but reserve the blocks that it had."""
+        self._reserved[key] = self._forget(key)
+
+    def run_reserved(self, sequence: ScheduledSequence, old: Key) -> None:
+        """Run a sequence in the blocks that are reserved for ``old``."""
+        sequence.blocks = self._reserved.pop(old)
+        self.run(sequence)
+
+    # Admission and preemption.
+
+    def admit(self, sequence: ScheduledSequence) -> bool:
+        """Run a sequence if there is room for all of it; return whether there is."""
+        victims = self._victims_for(sequence)
+        if victims is None:
+            return False
+        for victim in victims:
+            self._preempt(victim)
+        self.run(sequence)
+        return True
+
+    def _victims_for(
+        self, newcomer: ScheduledSequence
+    ) -> list[ScheduledSequence] | None:
+        """Return the sequences to preempt for a waiting one; None: it cannot run."""
+        if newcomer.waits_for(self.full.names):
+            return None
+        needed = self.blocks_of(len(newcomer.tokens) + 1)
+        found: list[ScheduledSequence] = []
+        use, idle = self._use.copy(), self._idle()
+        while not self._fits(newcomer, found):
+            if newcomer.is_probe:
+                victim = self._victim_for_probe(newcomer, found)
+            else:
+                victim = _victim_for(newcomer, needed, use, idle)
+            if victim is None:
+                return None
+            if victim in idle:
+                idle.remove(victim)
+            found.append(victim)
+            use.add(victim.share, slots=-1, blocks=-victim.blocks)
+        return found
+
+    def _fits(
+        self, sequence: ScheduledSequence, gone: Sequence[ScheduledSequence] = ()
+    ) -> bool:
+        """Return whether a sequence may run, once those in ``gone`` are preempted."""
+        if sequence.waits_for(self.full.names):
+            return False
+        # All of it must fit, or it would preempt what came before.
+        needed = self.blocks_of(len(sequence.tokens) + 1)
+        room = self._room(sequence, is_only=len(gone) == len(self.running))
+        has_slot = sequence.is_probe or self._slots + len(gone) > 0
+        return has_slot and needed <= room + sum(s.blocks for s in gone)
+
+    def has_room(self, sequence: ScheduledSequence, count: int) -> bool:
+        """Allocate blocks for ``count`` more tokens, preempting others if necessary."""
+        needed = self.blocks_of(sequence.computed + count) - sequence.blocks
+        while needed > self._room(sequence, is_only=len(self.running) == 1):
+            if sequence.is_probe:
+                victim = self._victim_for_probe(sequence)
+            else:
+                victim = self._use.last(sequence, self._idle())
+            if victim is None:
+                return False
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        self._free -= needed
+        sequence.blocks += needed
+        self._use.add(sequence.share, blocks=needed)
+        return True
+
+    def _room(self, sequence: ScheduledSequence, *, is_only: bool) -> int:
+        """Return the free blocks for a sequence; more if no other one runs."""
+        may_use_all = is_only or sequence.is_probe
+        return self._free if may_use_all else self._free - self.withheld
+
+    def _idle(self) -> list[ScheduledSequence]:
+        """Return the running sequences that may be preempted for any other."""
+        found = self._unplanned()
+        return [s for s in found if not (s.is_paused or s.is_probe)]
+
+    def _unplanned(self) -> list[ScheduledSequence]:
+        return [
+            s
+            for s in self.running.values()
+            if s.key not in self.planned and s.key not in self._steps
+        ]
+
+    def _victim_for_probe(
+        self, probe: ScheduledSequence, gone: Collection[ScheduledSequence] = ()
+    ) -> ScheduledSequence | None:
+        """Return the sequence to preempt for a probe: an idle, paused or later one.
+
+        Paused sequences may wait for the very replica that the probe makes ready.
+        """
+        found = [s for s in self._unplanned() if s not in gone]
+        for those in (
+            [s for s in found if not (s.is_paused or s.is_probe)],
+            [s for s in found if s.is_paused and not s.is_probe],
+            [s for s in found if s.is_probe and s.number > probe.number],
+        ):
+            if those:
+                return _last_of(those)
+        return None
+
+    def shrink(self) -> None:
+        """Preempt until the withheld blocks are free."""
+        while self._free < self.withheld and len(self.running) > 1:
+            victim = _last_of(self._idle())
+            if victim is None:
+                return
+            self._preempt(victim)
+
+    def _preempt(self, sequence: ScheduledSequence) -> None:
+        self.free(sequence)
+        self._preempted.append(sequence.key)
+
+    def free(self, sequence: ScheduledSequence) -> None:
+        """Free the blocks of a sequence, which is computed anew from its tokens."""
+        sequence.computed = sequence.rebuild = 0
+        self.rebuilt.pop(sequence.number, None)
+        if sequence.number in self.running:
+            self.preemptions += 1
+            self._free += self._leave(sequence)
+            self.wait(sequence)
+
+    def take_preempted(self) -> tuple[Key, ...]:
+        """Return the sequences preempted since the last call."""
+        preempted, self._preempted = tuple(self._preempted), []
+        return preempted
+
+    # State.
+
+    def blocks_of(self, tokens: int) -> int:
+        return self.limits.blocks_of(tokens, self.granule)
+
+    @property
+    def used_blocks(self) -> int:
+        return self.limits.blocks - self._free
+
+    @property
+    def usage(self) -> float:
+        """Share of its blocks that are in use, from 0 to 1."""
+        return min(1.0, self.used_blocks / (self.limits.blocks - self.withheld))
+
+    @property
+    def _slots(self) -> int:
+        taken = len(self.running) + len(self._reserved)
+        return self.limits.max_num_seqs - taken
+
+    @property
+    def is_rebuilding(self) -> bool:
+        """True while a sequence lacks tokens here that the other stages have."""
+        lacking = (s for s in self.rebuilt.values() if s.computed < s.rebuild)
+        return any(
+            not s.is_paused and (s.number in self.running or self._fits(s))
+            for s in lacking
+        )
+
+
+def _last_of(sequences: Iterable[ScheduledSequence]) -> ScheduledSequence | None:
+    """Return the latest sequence of the lowest priority."""
+    return max(sequences, key=lambda s: (-s.share.priority, s.number), default=None)
+
+
+def _victim_for(
+    newcomer: ScheduledSequence,
+    blocks: int,
+    use: TenantUse,
+    idle: list[ScheduledSequence],
+) -> ScheduledSequence | None:
+    below = _last_of(s for s in idle if s.share.priority < newcomer.share.priority)
+    if below is not None:
+        return below
+    level = [s for s in idle if s.share.priority == newcomer.share.priority]
+    return use.victim_for(newcomer, blocks, level)

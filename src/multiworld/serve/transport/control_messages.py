@@ -1,0 +1,286 @@
+"""Messages between the controller and the processes of a service. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from multiworld.serve.tenants.budgets import TokensUsed
+from multiworld.serve.tenants.directory import Tenant
+from multiworld.serve.tenants.usage_meter import UsageRow
+from multiworld.serve.transport.protocol import Codec, Message
+from multiworld.serve.transport.routing_table import RoutingTable
+
+Counted = tuple[str, tuple[str, ...], float]
+"""A count since the start of a process: its kind, its labels and its value."""
+
+
+# Orders: controller → process.
+
+
+class ModelsChanged(Message, frozen=True, tag="models_changed"):
+    """Controller → gateway: spec (JSON) of all served models, by name and version."""
+
+    specs: dict[str, dict[str, str]]
+
+
+class TableChanged(Message, frozen=True, tag="table_changed"):
+    """Controller → process: a new routing table."""
+
+    table: RoutingTable
+
+
+class AllTenants(Message, frozen=True, tag="all_tenants"):
+    """Controller → gateway: a part of the list of all tenants.
+
+    The previous list stays valid until the last part has arrived.
+    """
+
+    tenants: tuple[Tenant, ...]
+    is_first: bool
+    is_last: bool
+
+
+class TenantsChanged(Message, frozen=True, tag="tenants_changed"):
+    """Controller → gateway: new or changed tenants, and names of removed ones."""
+
+    tenants: tuple[Tenant, ...]
+    removed: tuple[str, ...]
+
+
+class BudgetsUsed(Message, frozen=True, tag="budgets_used"):
+    """Controller → gateway: tokens used by tenants with budgets, over all gateways."""
+
+    used: tuple[TokensUsed, ...]
+
+
+class UsageStored(Message, frozen=True, tag="usage_stored"):
+    """Controller → gateway: the usage batch with this number is on disk."""
+
+    number: int
+
+
+class ProbeReplica(Message, frozen=True, tag="probe_replica"):
+    """Controller → gateway: probe this replica, and reply with ``ProbeResult``."""
+
+    replica: str
+
+
+class Finish(Message, frozen=True, tag="finish"):
+    """Controller → process: exit as soon as no work is left."""
+
+
+class ReportRequest(Message, frozen=True, tag="report_request"):
+    """Controller → process: reply with a ``Report`` of this number."""
+
+    number: int
+    has_counts: bool = False
+
+
+class InjectPartition(Message, frozen=True, tag="inject_partition"):
+    """Controller → replica: simulate a network partition for this many seconds."""
+
+    seconds: float
+
+
+ROWS_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+"""Upper bounds of the batch size histogram, in rows; a last bucket has no bound."""
+
+SECONDS_BOUNDS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
+    *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0),
+)
+"""Upper bounds of the batch duration histogram; a last bucket has no bound."""
+
+
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The current state of a replica.
+
+    Attributes:
+        probing: Probes among the queued and computing requests.
+        computing_s: Seconds since the current batch started.
+        waiting_for_next: Outputs that wait for credit of the next stage.
+        handed: Outputs sent to the next stage that it has not started.
+        computed_s: Total computing time of all batches, in seconds.
+        counts: Events since the start, by kind.
+        batch_rows: Batches by size, in the buckets of ``ROWS_BOUNDS``.
+        batch_seconds: Batches by duration, in the buckets of ``SECONDS_BOUNDS``.
+        gateways: Connected gateways.
+        kv_usage: Used fraction of the memory for KV blocks.
+        phase: What a starting engine does; empty once it serves.
+    """
+
+    queued: int = 0
+    computing: int = 0
+    probing: int = 0
+    computing_s: float = 0.0
+    waiting_for_next: int = 0
+    handed: int = 0
+    computed_s: float = 0.0
+    counts: dict[str, int] = {}
+    batch_rows: tuple[int, ...] = ()
+    batch_seconds: tuple[int, ...] = ()
+    upstream: tuple[str, ...] = ()
+    gateways: tuple[str, ...] = ()
+    downstream: tuple[str, ...] = ()
+    cpu_s: float = 0.0
+    memory_bytes: int = 0
+    gpu_memory_bytes: int = 0
+    kv_usage: float = 0.0
+    phase: str = ""
+
+
+class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The current state of a gateway; counters start with the process.
+
+    Attributes:
+        load: Attempts in progress, by replica.
+        waiting: Requests that were never sent to a replica, by model.
+        pending: Requests waiting to be sent, first attempts and retries, by model.
+        attained: Requests answered within the latency objective, by model.
+        missed: Requests answered late, or not at all for lack of replicas, by model.
+        refused: Requests rejected because the queue was full, by model.
+        completions: Those that have ended; the next two fields count their tokens.
+    """
+
+    in_flight: int = 0
+    load: dict[str, int] = {}
+    waiting: dict[str, int] = {}
+    pending: dict[str, int] = {}
+    silent: tuple[str, ...] = ()
+    connected: tuple[str, ...] = ()
+    counts: dict[str, int] = {}
+    arrived: dict[str, int] = {}
+    attained: dict[str, int] = {}
+    missed: dict[str, int] = {}
+    refused: dict[str, int] = {}
+    completions: dict[str, int] = {}
+    prompt_tokens: dict[str, int] = {}
+    generated_tokens: dict[str, int] = {}
+    cpu_s: float = 0.0
+
+
+class Reports(msgspec.Struct, frozen=True):
+    """Reports of all processes that replied, by name; their counts if requested."""
+
+    workers: dict[str, WorkerReport] = {}
+    gateways: dict[str, GatewayReport] = {}
+    counted: dict[str, tuple[Counted, ...]] = {}
+
+
+class FleetReport(Message, frozen=True, tag="fleet_report"):
+    """Controller → gateway: reply to ``FleetReportRequest``; without the receiver."""
+
+    number: int = 0
+    events: dict[str, int] = {}  # noqa: RUF012 - msgspec copies it
+    replicas: dict[str, WorkerReport] = {}  # noqa: RUF012
+    gateways: dict[str, GatewayReport] = {}  # noqa: RUF012
+    others: tuple[Counted, ...] = ()
+
+
+class PoisonFound(Message, frozen=True, tag="poison_found"):
+    """Gateway → controller → other gateways: a poison request, by input digest."""
+
+    tenant: str
+    model: str
+    version: str
+    digest: str
+
+
+Order = (
+    ModelsChanged
+    | TableChanged
+    | AllTenants
+    | TenantsChanged
+    | BudgetsUsed
+    | UsageStored
+    | ProbeReplica
+    | Finish
+    | ReportRequest
+    | InjectPartition
+    | FleetReport
+    | PoisonFound
+)
+"""Controller → process."""
+
+
+# News: process → controller.
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """Process → controller: first message on a control world."""
+
+    pid: int
+
+
+class StageLoaded(Message, frozen=True, tag="stage_loaded"):
+    """Process → controller: a replica has loaded its stage, or a gateway listens."""
+
+    fingerprint: str = ""
+    weights: str = ""
+
+
+class TableApplied(Message, frozen=True, tag="table_applied"):
+    """Process → controller: the routing table of this number has been applied."""
+
+    number: int
+
+
+class Report(Message, frozen=True, tag="report"):
+    """Process → controller: reply to ``ReportRequest``; number 0 at exit, unasked."""
+
+    number: int
+    worker: WorkerReport | None = None
+    gateway: GatewayReport | None = None
+    counted: tuple[Counted, ...] = ()
+
+
+class FleetReportRequest(Message, frozen=True, tag="fleet_report_request"):
+    """Gateway → controller: request for a ``FleetReport``."""
+
+    number: int
+
+
+class UsageReport(Message, frozen=True, tag="usage_report"):
+    """Gateway → controller: batch ``number`` of the usage meter ``meter``."""
+
+    meter: str
+    number: int
+    rows: tuple[UsageRow, ...]
+
+
+class ModelNeeded(Message, frozen=True, tag="model_needed"):
+    """Gateway → controller: a request needs a model that lacks a replica of a stage."""
+
+    model: str
+
+
+class MemoryExceeded(Message, frozen=True, tag="memory_exceeded"):
+    """Replica → controller: memory use exceeds the booked amount; both in bytes."""
+
+    used: int
+    limit: int
+
+
+class ProbeResult(Message, frozen=True, tag="probe_result"):
+    """Gateway → controller: result of a probe; ``error`` is None if it succeeded."""
+
+    replica: str
+    error: str | None = None
+
+
+News = (
+    Hello
+    | StageLoaded
+    | TableApplied
+    | Report
+    | FleetReportRequest
+    | UsageReport
+    | ModelNeeded
+    | MemoryExceeded
+    | ProbeResult
+    | PoisonFound
+)
+"""Process → controller."""
+
+ORDERS: Codec[Order] = Codec(Order, tag=0)
+NEWS: Codec[News] = Codec(News, tag=0)
