@@ -2,14 +2,14 @@
 
 It stands where vLLM's Python would: ``interpreter(folder)`` writes a program to give as
 ``engine_python``. Its logits follow from all tokens so far; the logits processor is the
-real one, loaded as vLLM would load it. What the first token of a prompt is decides how it
-misbehaves.
+real one, loaded as vLLM would load it. For some first tokens of a prompt it misbehaves.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import itertools
 import json
 import os
 import random
@@ -117,7 +117,7 @@ class Server:
 
 def main(arguments: list[str]) -> None:
     """Serve until it is ended."""
-    given = dict(zip(arguments, arguments[1:], strict=False))
+    given = dict(itertools.pairwise(arguments))
     server = Server(given["--logits-processors"])
     app = web.Application()
     app.add_routes(

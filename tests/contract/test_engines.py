@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from multiworld.serve.generation.engines.engine_worker import EngineWorker
+from multiworld.serve.generation.engines.engine_worker import (
+    EXIT_LOST,
+    EngineWorker,
+)
 from multiworld.serve.generation.engines.vllm import VllmEngine
 from multiworld.serve.generation.engines.whole_engine import EngineSettings
 from multiworld.serve.generation.limits import limits_of
@@ -20,18 +24,19 @@ from multiworld.serve.generation.replica.generation_worker import (
     ReplicaSettings,
 )
 from multiworld.serve.generation.replica.scheduler import Scheduler
+from multiworld.serve.replica.hang_guard import EXIT_HUNG
 from multiworld.serve.spec.schema import GenerationSpec
 from multiworld.serve.spec.stage import StageContext
-from multiworld.serve.transport.generation_messages import Sampling
 from tests import fake_vllm
 from tests.contract.engines import (
     CHECKS,
+    COUNT,
     KINDS,
     NAME,
     PROMPT,
+    WAIT_S,
     Bench,
     EngineCheck,
-    replace_count,
 )
 from tests.tiny_decoder import VOCABULARY, save_decoder
 
@@ -74,7 +79,10 @@ def vllm(
     return EngineWorker(VllmEngine, settings, hung_s, exit_process=codes.append)
 
 
-ENGINES = {"staged": staged, "vllm": vllm}
+ENGINES: dict[str, Callable[[Path], GenerationWorker | EngineWorker]] = {
+    "staged": staged,
+    "vllm": vllm,
+}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES)
@@ -92,4 +100,57 @@ async def bench(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[B
 async def test_engine_keeps_the_contract(check: EngineCheck, bench: Bench) -> None:
     """Our own engine and the adapters of others behave alike."""
     await check(bench)
-    assert bench.worker.leaks() == {}
+    await bench.is_at_rest()
+
+
+@pytest.mark.parametrize(
+    ("token", "kind"),
+    [
+        (fake_vllm.REFUSE, "InvalidRequestError"),
+        (fake_vllm.BROKEN, None),
+        (fake_vllm.GARBAGE, None),
+        (fake_vllm.FOREIGN, None),
+        (fake_vllm.HUGE, None),
+        (fake_vllm.EARLY, None),
+    ],
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_engine_that_misbehaves_costs_one_sequence(
+    token: int, kind: str | None, folder: Path
+) -> None:
+    """It goes to the client, or back to its gateway; others are not affected."""
+    worker = vllm(folder)
+    await worker.load(StageContext())
+    async with Bench(worker) as bench:
+        other = bench.begin(KINDS["sampled"])
+        bad = bench.begin(KINDS["greedy"], prompt=[token, *PROMPT])
+        error = await bench.failed(bad)
+        assert (error and error.kind) == kind
+        assert len(await bench.whole(other)) == COUNT
+        await bench.is_at_rest()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_engine_that_floods_is_cut_off(folder: Path) -> None:
+    """No token comes after the last one that was asked for."""
+    worker = vllm(folder)
+    await worker.load(StageContext())
+    async with Bench(worker) as bench:
+        start = bench.begin(KINDS["greedy"], prompt=[fake_vllm.FLOOD, *PROMPT])
+        assert len(await bench.whole(start)) == COUNT
+        await bench.is_at_rest()
+
+
+@pytest.mark.parametrize("token", [fake_vllm.DIE, fake_vllm.HANG])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_engine_that_is_lost_ends_the_replica(token: int, folder: Path) -> None:
+    """If it dies, or sends nothing while a sequence runs, its process exits."""
+    exits: list[int] = []
+    worker = vllm(folder, hung_s=1.0, exits=exits)
+    await worker.load(StageContext())
+    async with Bench(worker) as bench:
+        bench.begin(KINDS["greedy"], prompt=[token, *PROMPT])
+        async with asyncio.timeout(WAIT_S):
+            while not exits:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert exits[0] == (EXIT_HUNG if token == fake_vllm.HANG else EXIT_LOST)

@@ -258,6 +258,8 @@ class Recovery:
             self._send(start.chain[before], held)
         elif self._scheduler.pool.knows(key):
             self._scheduler.rewind(key, state.held)
+            if self._is_last:  # the only stage: no other reports that it caught up
+                self._scheduler.resume(key, None)
         else:
             self._add(state)
 

@@ -1,0 +1,195 @@
+"""A service whose replicas are engines of others, while these are lost and replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import yaml
+
+from multiworld.serve.resources.usage import family_of
+from tests import fake_vllm
+from tests.serve.harness import Served, served, wait_for_exit
+from tests.serve.texts import PROMPT, client
+from tests.tiny_decoder import save_decoder
+
+pytestmark = pytest.mark.timeout(240)
+
+COUNT = 150
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0, "seed": 7},
+    "penalised": {"seed": 3, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    "choices": {"seed": 5, "n": 2},
+    "structured": {"seed": 9, "structured_outputs": {"regex": "([a-f]{2}-)+"}},
+}
+"""Requests of each kind."""
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Return a service with two replicas of an engine."""
+    folder = save_decoder(tmp_path_factory.mktemp("decoder"))
+    model = {
+        "path": str(folder),
+        "engine": "vllm",
+        "engine_python": str(fake_vllm.interpreter(folder)),
+        "engine_args": {"block_size": 16},
+        "generation": {"max_num_seqs": 32},
+        "replicas": 2,
+        "deadline_s": 60.0,
+    }
+    spec = {
+        "app": "engines",
+        "models": {"m": model},
+        "gateway": {"port": 0},
+        "orphan_s": 2.0,
+    }
+    with served(tmp_path_factory.mktemp("engines"), spec) as made:
+        yield made
+
+
+class Text:
+    """A stream of one kind; tokens by choice."""
+
+    def __init__(self, api: openai.AsyncOpenAI, kind: dict[str, Any]) -> None:
+        self.tokens: dict[int, list[str]] = {}
+        self._task = asyncio.ensure_future(self._read(api, dict(kind)))
+
+    async def _read(self, api: openai.AsyncOpenAI, kind: dict[str, Any]) -> None:
+        extra: dict[str, Any] = {"ignore_eos": True, "skip_special_tokens": False}
+        if "structured_outputs" in kind:
+            extra = {"structured_outputs": kind.pop("structured_outputs")}
+        stream: Any = await api.completions.create(
+            model="m",
+            prompt=PROMPT,
+            max_tokens=COUNT,
+            logprobs=0,
+            stream=True,
+            extra_body=extra,
+            **kind,
+        )
+        async for chunk in stream:
+            for choice in chunk.choices:
+                if choice.logprobs is not None:
+                    found = self.tokens.setdefault(choice.index, [])
+                    found += choice.logprobs.tokens
+
+    async def end(self) -> dict[int, list[str]]:
+        """Wait for its end; return its tokens."""
+        await self._task
+        return self.tokens
+
+
+async def all_kinds(api: openai.AsyncOpenAI, change: Any = None) -> dict[str, Any]:
+    """Return the tokens of a stream of each kind; meanwhile something changes."""
+    streams = {name: Text(api, kind) for name, kind in KINDS.items()}
+    if change is not None:
+        await asyncio.sleep(0.4)
+        await asyncio.to_thread(change)
+    found = {name: await stream.end() for name, stream in streams.items()}
+    counts = {name: [*map(len, tokens.values())] for name, tokens in found.items()}
+    assert counts.pop("structured")[0] > 10
+    assert counts == {**dict.fromkeys(counts, [COUNT]), "choices": [COUNT, COUNT]}
+    return found
+
+
+def ready(service: Served) -> int:
+    """Return the number of ready replicas; 0 while any other is there."""
+    found = [p for p in service.status().processes if p.name.startswith("m/")]
+    return len(found) if all(p.phase == "ready" for p in found) else 0
+
+
+def replica(service: Served) -> int:
+    """Return the process of a ready replica."""
+    found = [p for p in service.status().processes if p.name.startswith("m/")]
+    pid = next(p.pid for p in found if p.phase == "ready")
+    assert pid
+    return pid
+
+
+def engine(service: Served) -> int:
+    """Return the process of a ready replica's engine."""
+    (pid,) = (p for p in family_of(replica(service)) if is_engine(p))
+    return pid
+
+
+def is_engine(pid: int) -> bool:
+    """Return whether a process is the server that stands in for vLLM."""
+    command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b"fake_vllm.py" in command
+
+
+async def changed(service: Served, change: Any) -> None:
+    """Compare streams of all kinds with undisturbed ones."""
+    async with client(service) as api:
+        undisturbed = await all_kinds(api)
+        assert await all_kinds(api, change) == undisturbed
+    service.until(lambda: ready(service) == 2, "two replicas are ready")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_streams_survive_the_loss_of_an_engine(
+    service: Served, number: signal.Signals
+) -> None:
+    """It exits, or it is stopped; every token is that of an undisturbed stream."""
+    await changed(service, lambda: os.kill(engine(service), number))
+
+
+async def test_streams_survive_the_loss_of_a_replica(service: Served) -> None:
+    """Its engine ends with it."""
+    lost: list[int] = []
+
+    def lose() -> None:
+        lost.append(engine(service))
+        os.kill(replica(service), signal.SIGKILL)
+
+    await changed(service, lose)
+    await asyncio.to_thread(wait_for_exit, lost[0])
+
+
+async def test_streams_move_off_a_replica_that_is_drained(service: Served) -> None:
+    """Scaling in moves them; the tokens are the same."""
+
+    def scale_in() -> None:
+        service.scale("0", 1)
+        service.until(lambda: ready(service) == 1, "one replica is left")
+
+    async with client(service) as api:
+        undisturbed = await all_kinds(api)
+        assert await all_kinds(api, scale_in) == undisturbed
+    service.scale("0", 2)
+    service.until(lambda: ready(service) == 2, "two replicas are ready")
+
+
+async def test_streams_survive_an_update(service: Served) -> None:
+    """Another version of the engine's arguments replaces the replicas one by one."""
+
+    def update() -> None:
+        model = service.spec["models"]["m"]
+        model["version"], model["engine_args"] = "2", {"block_size": 32}
+        service.update(yaml.safe_dump(service.spec, sort_keys=False))
+
+    await changed(service, update)
+
+
+def test_nothing_is_left_when_the_service_ends(service: Served) -> None:
+    """All engines have exited with their replicas."""
+    engines = [
+        pid
+        for process in service.status().processes
+        if process.pid and process.name.startswith("m/")
+        for pid in family_of(process.pid)
+        if is_engine(pid)
+    ]
+    assert engines
+    service.end()
+    service.wait_gone()
+    for pid in engines:
+        wait_for_exit(pid)
