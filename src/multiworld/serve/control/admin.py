@@ -120,7 +120,8 @@ def _add_operations(app: FastAPI, controller: Controller) -> None:
         await controller.recorded()
         desired = controller.fleet.desired.models
         versions = {name: model.version for name, model in desired.items()}
-        return respond(Updated(versions, since, spec.ready_s))
+        starts = [model.start_s or 0.0 for model in desired.values()]
+        return respond(Updated(versions, since, max(spec.ready_s, *starts)))
 
     @app.post("/drain")
     async def drain(asked: Drain) -> Response:

@@ -75,9 +75,12 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
     try:
         spec = AppSpec.model_validate(data)
     except ValidationError as error:
+        errors: list[dict[str, Any]] = [
+            {**e, "loc": _as_written(e["loc"], lines)} for e in error.errors()
+        ]
         found = [
             (_line(lines, _without_forms(e["loc"])), _describe_validation_error(e))
-            for e in error.errors()
+            for e in errors
             if not _is_of_other_form(e)
         ]
         problems += [f"line {line}: {text}" for line, text in sorted(set(found))]
@@ -150,6 +153,12 @@ def _line(lines: dict[KeyPath, int], at: KeyPath) -> int:
     while at not in lines and at:
         at = at[:-1]
     return lines.get(at, 1)
+
+
+def _as_written(loc: KeyPath, lines: dict[KeyPath, int]) -> KeyPath:
+    """Return a location without the stage that only the schema adds, for an engine."""
+    is_added = loc[2:4] == ("stages", 0) and loc[:3] not in lines
+    return (*loc[:2], *loc[4:]) if is_added else loc
 
 
 def _without_forms(loc: KeyPath) -> KeyPath:

@@ -276,6 +276,10 @@ OF_ENGINE_STAGE = (
 """Fields of a stage that stand at a model with an ``engine``."""
 
 
+def _is_one(stages: object) -> bool:
+    return isinstance(stages, list) and len(stages) == 1
+
+
 class ModelSpec(_Strict):
     """One model."""
 
@@ -372,20 +376,19 @@ class ModelSpec(_Strict):
         if not isinstance(data, dict) or data.get("engine") is None:
             return data
         own = {n: data[n] for n in OF_ENGINE_STAGE if data.get(n) is not None}
-        if "stages" in data:
-            if own or len(data["stages"]) != 1:
-                raise ValueError(
-                    "a model with an engine has no stages; write replicas and the "
-                    "other fields of a stage at the model"
-                )
-            return data
+        stages = data.get("stages", [own])
+        if "stages" in data and (own or not _is_one(stages)):  # one: of a dumped spec
+            raise ValueError(
+                "a model with an engine has no stages; write replicas and the "
+                "other fields of a stage at the model"
+            )
         rest = {name: data[name] for name in data if name not in own}
-        generation = rest.get("generation")
+        generation, start_s = rest.get("generation"), rest.get("start_s")
         return {
             **rest,
             "generation": {} if generation is None else generation,
-            "stages": [own],
-            "start_s": rest.get("start_s", ENGINE_START_S),
+            "stages": stages,
+            "start_s": ENGINE_START_S if start_s is None else start_s,
         }
 
     @field_validator("version", mode="before")

@@ -41,6 +41,7 @@ WORKER_REPORT: dict[str, Any] = {
     "memory_bytes": 1000,
     "gpu_memory_bytes": 0,
     "kv_usage": 0.0,
+    "phase": "",
 }
 
 GATEWAY_REPORT: dict[str, Any] = {
@@ -109,6 +110,7 @@ STATUS: dict[str, Any] = {
                 "generates": False,
                 "ttft_s": None,
                 "tpot_s": None,
+                "start_s": None,
             }
         },
         "gateways": 1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -212,6 +213,14 @@ async def test_events_are_read_on_from_a_number(client: Client) -> None:
     params = {"params": {"since": 1}}
     (event,) = await client.ask("GET", "/events", list[HistoryEntry], **params)
     assert (event.number, event.kind, event.name) == (2, "lost", "m/0/1")
+
+
+async def test_update_has_the_time_of_the_model_that_needs_most(client: Client) -> None:
+    """A client that waits for it does not stop before."""
+    desired = client.controller.fleet.desired.models
+    desired["m"] = replace(desired["m"], start_s=600.0)
+    updated = await client.ask("POST", "/update", answers.Updated, json={"text": SPEC})
+    assert updated.ready_s == 600.0
 
 
 async def test_operations_answer_with_their_outcome(client: Client) -> None:

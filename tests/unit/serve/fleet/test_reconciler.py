@@ -344,6 +344,21 @@ def test_version_that_is_never_ready_is_rolled_back() -> None:
     assert service.ready("1") == [1, 1, 1]
 
 
+def test_model_that_takes_long_to_load_has_a_limit_of_its_own() -> None:
+    """Neither its replicas nor its update are given up before ``start_s``."""
+    service = Service(1, 1, 1)
+    service.answers_probes = False
+    slow = DesiredModel("2", (1, 1, 1), start_s=90.0)
+    service.handle(DesiredStateChanged(DesiredState({"m": slow})))
+    service.tick(85)
+    assert "rolled back" not in service.kinds()
+    loading = {n for n, p in service.fleet.processes.items() if p.version == "2"}
+    assert loading <= service.alive, "none was replaced after 50 s"
+    service.tick(20)
+    assert "rolled back" in service.kinds()
+    assert service.ready("1") == [1, 1, 1]
+
+
 def test_third_version_replaces_one_that_is_not_ready() -> None:
     """Nothing of the second version is left."""
     service = Service(1, 1, 1)

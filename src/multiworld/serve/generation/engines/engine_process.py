@@ -60,6 +60,8 @@ class EngineProcess:
 
         Cancellation: Safe.
         """
+        if (code := self._process.poll()) is not None:
+            return code
         loop = asyncio.get_running_loop()
         pidfd = os.pidfd_open(self.pid)
         exited = asyncio.Event()
@@ -79,7 +81,8 @@ class EngineProcess:
         if not any(_is_stopped(pid) for pid in family_of(self.pid)):
             self._stopped_at = None
             return 0.0
-        self._stopped_at = self._stopped_at or now
+        if self._stopped_at is None:
+            self._stopped_at = now
         return now - self._stopped_at
 
     async def close(self) -> None:

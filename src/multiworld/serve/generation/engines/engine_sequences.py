@@ -151,7 +151,7 @@ class EngineSequences:
         self._urgent: deque[StreamId] = deque()
         self._suspects: deque[StreamId] = deque()
         self._alone: EngineSequence | None = None
-        self._owes_turn = False
+        self._after: EngineSequence | None = None
         self._failures = 0
         self._numbers, self._arrivals = 0, 0
         self._actions: list[Action] = []
@@ -272,7 +272,7 @@ class EngineSequences:
         """Let the engine continue what may run now."""
         if self._alone is not None:
             return
-        if self._suspects and not (self._owes_turn and (self._runs or self._queue)):
+        if self._suspects and not self._owes_turn():
             self._run_alone(self._known[self._suspects.popleft()])
             return
         while self._urgent:  # probes and preparations
@@ -283,6 +283,13 @@ class EngineSequences:
                 return
             self._queue.take(stream)
             self._run(self._known[stream])
+
+    def _owes_turn(self) -> bool:
+        """Return whether others still wait for a token after the last suspect."""
+        if self._after is None:
+            return False
+        others = len(self._runs) - bool(self._after.run)
+        return bool(others or self._queue)
 
     def _run(self, sequence: EngineSequence) -> None:
         self._numbers += 1
@@ -298,7 +305,7 @@ class EngineSequences:
         for other in list(self._runs.values()):
             self._take_back(other)
             self._wait(other)
-        self._alone, self._owes_turn = sequence, True
+        self._alone = self._after = sequence
         alone = generation_messages.RunsAlone(sequence.key)
         self._send(alone, sequence.key, is_urgent=True)
         self._run(sequence)
@@ -329,21 +336,26 @@ class EngineSequences:
         if sequence.is_prepared:
             self._prepared(sequence)
             return
-        is_alone, items = sequence is self._alone, []
+        items: list[TokenItem] = []
+        foreign: int | None = None
         for each in tokens:
             if not 0 <= each.token < self._vocabulary:
-                self._no_token(sequence, f"the engine returned token {each.token}")
+                foreign = each.token
                 break
             items.append(self._append(sequence, each))
             if sequence.has_ended:
-                self._take_back(sequence)
                 break
         if items:
             self._failures = 0
-            self._owes_turn = self._owes_turn and is_alone
+            if sequence is not self._after:
+                self._after = None
             self.counts["tokens"] += len(items)
             self._send(generation_messages.Tokens(tuple(items)), sequence.key)
             self._no_longer_alone(sequence)
+        if sequence.has_ended:
+            self._take_back(sequence)
+        elif foreign is not None:
+            self._no_token(sequence, f"the engine returned token {foreign}")
 
     def _append(self, sequence: EngineSequence, each: EngineToken) -> TokenItem:
         sampling = sequence.start.sampling

@@ -23,7 +23,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from multiworld.serve.generation.replica.sampler import TokenHistory, sample
+    from multiworld.serve.generation.replica.sampler import (
+        Choice,
+        TokenHistory,
+        sample,
+    )
 
     class LogitsProcessor:
         """vLLM's class."""
@@ -155,6 +159,11 @@ class Sequence:
         for token in self._output[known:]:
             self.history.append(token)
 
+    def end_of(self, vocabulary: int) -> int:
+        """Return a token that ends the sequence; 0 if it has none."""
+        known = range(vocabulary)
+        return next((t for t in self.ends if isinstance(t, int) and t in known), 0)
+
     def mask(self) -> torch.Tensor | None:
         if self.structure is None:
             return None
@@ -167,8 +176,6 @@ class MultiworldSampling(LogitsProcessor):
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
         self._sequences: dict[int, Sequence] = {}
         self._structures = Structures()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -182,11 +189,8 @@ class MultiworldSampling(LogitsProcessor):
         for index, params, prompt, output in batch_update.added:
             sequences.pop(index, None)
             options = (params.extra_args or {}).get("multiworld")
-            if options is not None:
-                try:
-                    sequences[index] = self._begin(json.loads(options), prompt, output)
-                except Exception as error:
-                    self._report("", error)
+            if options is not None and (begun := self._begin(options, prompt, output)):
+                sequences[index] = begun
         for one, other, direction in batch_update.moved:
             moved, replaced = sequences.pop(one, None), sequences.pop(other, None)
             if moved is not None:
@@ -195,12 +199,19 @@ class MultiworldSampling(LogitsProcessor):
                 sequences[one] = replaced
 
     def _begin(
-        self, options: dict[str, Any], prompt: list[int] | None, output: list[int]
-    ) -> Sequence:
-        sequence = Sequence(options, list(prompt or ()), output)
-        if options.get("grammar"):
-            sequence.structure = self._structures.begin(options["grammar"])
-        return sequence
+        self, given: str, prompt: list[int] | None, output: list[int]
+    ) -> Sequence | None:
+        name = ""
+        try:
+            options = json.loads(given)
+            name = options["name"]
+            sequence = Sequence(options, list(prompt or ()), output)
+            if options.get("grammar"):
+                sequence.structure = self._structures.begin(options["grammar"])
+            return sequence
+        except Exception as error:
+            self._report(name, error)
+            return None
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         try:
@@ -223,13 +234,30 @@ class MultiworldSampling(LogitsProcessor):
                 self._fail(sequence, error, logits)
         if not rows:
             return
-        histories = [self._sequences[row].history for row in rows]
-        copies = logits[rows].to("cpu", torch.float32).contiguous()
-        for row, choice in zip(rows, sample(copies, histories, masks), strict=True):
-            if isinstance(choice, ValueError):
+        for row, choice in zip(rows, self._choices(logits, rows, masks), strict=True):
+            if isinstance(choice, Exception):
                 self._fail(self._sequences[row], choice, logits)
+            elif choice.token >= logits.shape[-1]:
+                why = f"token {choice.token} is outside the vocabulary"
+                self._fail(self._sequences[row], Failure(why), logits)
             else:
                 self._leave(logits, row, choice.token)
+
+    def _choices(
+        self, logits: torch.Tensor, rows: list[int], masks: list[torch.Tensor | None]
+    ) -> list[Choice | ValueError] | list[Exception]:
+        """Return a token, or an error, for each row."""
+        histories = [self._sequences[row].history for row in rows]
+        copies = logits[rows].to("cpu", torch.float32).contiguous()
+        try:
+            return sample(copies, histories, masks)
+        except Exception as error:
+            if len(rows) == 1:
+                return [error]
+        # Each by itself, so that only those whose parameters are invalid fail.
+        pairs = zip(rows, masks, strict=True)
+        found: list[Any] = [self._choices(logits, [row], [m])[0] for row, m in pairs]
+        return found
 
     def _leave(self, logits: torch.Tensor, row: int, token: int) -> None:
         logits[row] = -math.inf
@@ -242,12 +270,14 @@ class MultiworldSampling(LogitsProcessor):
             self._report(sequence.name, error)
         for row, other in self._sequences.items():
             if other is sequence and row < len(logits):
-                self._leave(logits, row, sequence.ends[0] if sequence.ends else 0)
+                self._leave(logits, row, sequence.end_of(logits.shape[-1]))
 
     def _report(self, name: str, error: Exception) -> None:
         text = str(error) if isinstance(error, Failure) else repr(error)
         report = json.dumps({"name": name, "error": text[:1000]})
         try:
-            self._socket.sendto(report.encode(), os.fspath(HERE / "failures"))
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reporter:
+                reporter.setblocking(False)
+                reporter.sendto(report.encode(), os.fspath(HERE / "failures"))
         except OSError:
             pass  # nobody reads; the sequence ends with the end token

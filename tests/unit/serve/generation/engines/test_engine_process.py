@@ -1,0 +1,218 @@
+"""The process group of an engine: real processes, which end with their holder."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from multiworld.serve.generation.engines import engine_process
+from multiworld.serve.generation.engines.engine_process import EngineProcess, free_port
+from tests.until import until
+
+WAIT_S = 30.0
+SOURCE = str(Path(__file__).parents[5] / "src")
+
+FAMILY = "sleep 60 & echo $$ $! > {0}.new; mv {0}.new {0}; wait"
+"""A shell with a child, which writes their process ids to a file."""
+
+STUBBORN = "trap '' TERM; " + FAMILY + "; sleep 60"
+
+HOLDER = """
+import sys, time
+from multiworld.serve.generation.engines.engine_process import EngineProcess
+EngineProcess(["sh", "-c", sys.argv[1]], {})
+time.sleep(60)
+"""
+
+Make = Callable[..., EngineProcess]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Return a function that starts an engine, which ends with the test."""
+    made: list[EngineProcess] = []
+
+    def start(program: str, **options: Callable[[], float]) -> EngineProcess:
+        made.append(EngineProcess(["sh", "-c", program], {"WORD": "hello"}, **options))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.kill()
+        one.close()
+
+
+async def family(path: Path) -> list[int]:
+    """Return the process ids that a program has written."""
+    await until(path.exists)
+    text = path.read_text()  # noqa: ASYNC240 - a line
+    return [int(word) for word in text.split()]
+
+
+class Watched:
+    """Processes that are to end, whoever their parents are."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self._left = [os.pidfd_open(pid) for pid in pids]
+
+    def are_gone(self, within_s: float) -> bool:
+        """Wait until all have exited; return whether they did."""
+        limit = time.monotonic() + within_s
+        for pidfd in self._left:
+            left = max(0.0, limit - time.monotonic())
+            if not select.select([pidfd], [], [], left)[0]:
+                return False
+        return True
+
+    def end(self) -> None:
+        """Kill those that still run."""
+        for pidfd in self._left:
+            try:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it has exited
+            os.close(pidfd)
+
+
+def hold(program: str) -> subprocess.Popen[bytes]:
+    """Start a process that starts an engine and waits."""
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLDER, program],
+        env={**os.environ, "PYTHONPATH": SOURCE},
+    )
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+async def test_group_is_killed_with_its_holder(
+    tmp_path: Path, is_stopped: bool
+) -> None:
+    """The kernel kills the engine and its children, even if they are stopped."""
+    program = FAMILY.format(tmp_path / "pids")
+    holder = hold(program)
+    try:
+        pids = await family(tmp_path / "pids")
+        watched = Watched(pids)
+        try:
+            assert {os.getpgid(pid) for pid in pids} == {pids[0]} != {os.getpgrp()}
+            if is_stopped:
+                os.killpg(pids[0], signal.SIGSTOP)
+            assert not watched.are_gone(0.1)
+            holder.kill()
+            assert watched.are_gone(WAIT_S)
+        finally:
+            watched.end()
+    finally:
+        holder.kill()
+        holder.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("program", [FAMILY, STUBBORN])
+async def test_close_ends_the_whole_group(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    """Also a process that ignores SIGTERM, and one whose parent has exited."""
+    monkeypatch.setattr(engine_process, "END_S", 0.2)
+    process = make(program.format(tmp_path / "pids"))
+    watched = Watched(await family(tmp_path / "pids"))
+    try:
+        process.close()
+        assert watched.are_gone(WAIT_S)
+    finally:
+        watched.end()
+    process.close()  # nothing is left to close
+    process.kill()
+
+
+async def test_engine_may_exit_in_its_own_way(make: Make, tmp_path: Path) -> None:
+    """It has time after SIGTERM before it is killed."""
+    program = "trap 'echo > {0}.bye; exit 3' TERM; echo > {0}; sleep 60 & wait"
+    path = tmp_path / "here"
+    process = make(program.format(path))
+    await until(path.exists)
+    process.close()
+    assert (tmp_path / "here.bye").exists()
+    assert await process.wait() == 3
+
+
+async def test_wait_returns_the_exit_code(make: Make) -> None:
+    """Each time, and to all who wait; a signal's is negative."""
+    process = make("exit 5")
+    assert {*await asyncio.gather(process.wait(), process.wait())} == {5}
+    assert await process.wait() == 5
+    killed = make("sleep 60")
+    waiting = asyncio.ensure_future(killed.wait())
+    await asyncio.sleep(0)
+    killed.kill()
+    assert await waiting == -signal.SIGKILL
+
+
+async def test_wait_can_be_cancelled(make: Make) -> None:
+    """The engine runs on, and can be waited for again."""
+    process = make("sleep 60")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(process.wait(), 0.05)
+    process.kill()
+    assert await process.wait() == -signal.SIGKILL
+
+
+async def test_engine_has_the_environment_and_no_input(
+    make: Make, tmp_path: Path
+) -> None:
+    """Variables that are given come beside those of this process."""
+    process = make(f'echo "$WORD $PATH" > {tmp_path / "env"}; cat')
+    assert await process.wait() == 0
+    assert (tmp_path / "env").read_text() == f"hello {os.environ['PATH']}\n"
+
+
+async def test_command_that_does_not_exist_ends_with_an_error() -> None:
+    """As an engine that does not start."""
+    process = EngineProcess(["/no/such/program"], {})
+    try:
+        assert await process.wait() != 0
+    finally:
+        process.close()
+
+
+async def test_seconds_are_counted_while_a_process_of_the_group_is_stopped(
+    make: Make, tmp_path: Path
+) -> None:
+    """From when it is first seen, until all of them run again."""
+    now = 0.0
+    process = make(FAMILY.format(tmp_path / "pids"), clock=lambda: now)
+    _, child = await family(tmp_path / "pids")
+    assert process.stopped_s() == 0.0
+    os.kill(child, signal.SIGSTOP)
+
+    def is_stopped() -> bool:
+        nonlocal now
+        now += 1.0
+        return process.stopped_s() > 0.0
+
+    await until(is_stopped)
+    before = process.stopped_s()
+    now += 4.0
+    assert process.stopped_s() == before + 4.0
+    os.kill(child, signal.SIGCONT)
+    await until(lambda: process.stopped_s() == 0.0)
+    now = 0.0
+    os.kill(child, signal.SIGSTOP)
+    stat = Path(f"/proc/{child}/stat")
+    await until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+    assert process.stopped_s() == 0.0
+    now = 2.5
+    assert process.stopped_s() == 2.5, "a clock may begin at 0"
+    process.kill()
+
+
+def test_free_port_is_not_taken() -> None:
+    """Somebody can listen on it."""
+    assert 0 < free_port() < 65536

@@ -1,0 +1,487 @@
+"""The logits processor for vLLM: its tokens are those of our own sampler.
+
+The module is copied beside a tokenizer and imported from there, as vLLM does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import random
+import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multiworld.serve.generation.engines import vllm_sampling
+from multiworld.serve.generation.grammar import grammar_of_regex
+from multiworld.serve.generation.replica.sampler import Choice, TokenHistory, sample
+from multiworld.serve.transport.generation_messages import Sampling
+from tests.tiny_decoder import VOCABULARY, save_tokenizer
+
+END = 0
+PROMPT = [5, 6, 7, 5]
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.7, "seed": 3},
+    "top_k": {"top_k": 9, "seed": 4},
+    "large top_k": {"top_k": 120, "seed": 4},
+    "top_p": {"top_p": 0.6, "seed": 5, "choice": 2},
+    "min_p": {"min_p": 0.1, "seed": 6},
+    "penalties": {
+        "presence_penalty": 1.0,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.3,
+        "seed": 7,
+    },
+    "bias": {"logit_bias": {9: 4.0, 11: -100.0}, "seed": 8},
+    "min_tokens": {"min_tokens": 6, "logit_bias": {END: 50.0}, "seed": 9},
+    "all": {
+        "temperature": 1.3,
+        "top_k": 50,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "presence_penalty": 0.4,
+        "logit_bias": {3: 1.5},
+        "seed": 2**64 - 1,
+        "choice": 1,
+    },
+}
+
+
+Added = tuple[int, Any, list[int], list[int]]
+"""Row, parameters, prompt and output of a sequence that vLLM adds."""
+
+
+class Direction(Enum):
+    """vLLM's ``MoveDirectionality``."""
+
+    UNIDIRECTIONAL = 0
+    SWAP = 1
+
+
+@dataclass
+class BatchUpdate:
+    """vLLM's ``BatchUpdate``."""
+
+    removed: Sequence[int] = ()
+    added: Sequence[Added] = ()
+    moved: Sequence[tuple[int, int, Direction]] = ()
+
+
+@dataclass
+class Asked:
+    """One sequence as vLLM has it; ``output`` is its live list."""
+
+    name: str
+    sampling: Sampling
+    tokens: list[int] = field(default_factory=lambda: [*PROMPT])
+    prompt: int = len(PROMPT)
+    ends: tuple[int, ...] = (END,)
+    output: list[int] = field(default_factory=list)
+    other: dict[str, Any] = field(default_factory=dict)
+
+    def at(self, row: int) -> Added:
+        """Return how vLLM adds it to a row."""
+        options = {
+            **msgspec.to_builtins(self.sampling),
+            "name": self.name,
+            "prompt": self.prompt,
+            "ends": self.ends,
+            **self.other,
+        }
+        return as_added(row, json.dumps(options), self.tokens, self.output)
+
+
+def as_added(row: int, options: str, tokens: list[int], output: list[int]) -> Added:
+    """Return how vLLM adds a sequence with these options."""
+    return row, SimpleNamespace(extra_args={"multiworld": options}), tokens, output
+
+
+class Beside:
+    """The module, as vLLM imports it, and the socket of its reports."""
+
+    def __init__(self, folder: Path) -> None:
+        save_tokenizer(folder)
+        facts = {"vocabulary": VOCABULARY, "end_tokens": [END]}
+        (folder / "model.json").write_text(json.dumps(facts))
+        path = folder / "multiworld_vllm_sampling.py"
+        shutil.copyfile(str(vllm_sampling.__file__), path)
+        spec = importlib.util.spec_from_file_location("copied_sampling", path)
+        assert spec is not None
+        assert spec.loader is not None
+        self.module: ModuleType = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self.module)
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.setblocking(False)
+        self.socket.bind(str(folder / "failures"))
+
+    def processor(self, *asked: Asked) -> Any:
+        """Return a processor with these sequences, in rows from 0 on."""
+        made = self.module.MultiworldSampling(None, torch.device("cpu"), False)
+        rows = [one.at(row) for row, one in enumerate(asked)]
+        made.update_state(BatchUpdate(added=rows))
+        return made
+
+    @property
+    def failures(self) -> list[tuple[str, str]]:
+        """The reports that have come: names and errors."""
+        found = []
+        try:
+            while True:
+                report = json.loads(self.socket.recv(65536))
+                found.append((report["name"], report["error"]))
+        except BlockingIOError:
+            return found
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beside]:
+    """Return the module, imported from a folder of its own."""
+    made = Beside(tmp_path_factory.mktemp("vllm"))
+    yield made
+    made.socket.close()
+
+
+@pytest.fixture
+def beside(opened: Beside) -> Beside:
+    """Return the module, without reports of other tests."""
+    assert opened.failures == [], "of another test"
+    return opened
+
+
+def logits_after(tokens: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return the logits of a model: a function of the tokens."""
+    seed = random.Random(repr(list(tokens))).getrandbits(60)
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(VOCABULARY, generator=generator) * 3).to(dtype)
+
+
+def expected(one: Asked, dtype: torch.dtype) -> int:
+    """Return the token that our sampler chooses next."""
+    tokens = [*one.tokens, *one.output]
+    history = TokenHistory(one.sampling, tokens, one.prompt, one.ends)
+    logits = logits_after(tokens, dtype).float()[None].clone()
+    (found,) = sample(logits, [history])
+    assert isinstance(found, Choice)
+    return found.token
+
+
+def apply(
+    processor: Any, rows: Sequence[Asked], dtype: torch.dtype = torch.float32
+) -> list[int]:
+    """Let vLLM take a step; return the only token left in each row."""
+    made = torch.stack([logits_after([*o.tokens, *o.output], dtype) for o in rows])
+    found = processor.apply(made)
+    assert found.dtype == dtype
+    return [only(row) for row in found]
+
+
+def only(row: torch.Tensor) -> int:
+    """Return the token that is left in a row."""
+    (token,) = (row > -math.inf).nonzero().flatten().tolist()
+    assert row[token] == 0.0
+    return int(token)
+
+
+def generated(processor: Any, one: Asked, count: int) -> list[int]:
+    """Return all tokens of a sequence that is alone in its batch, after its prompt."""
+    while len(one.tokens) + len(one.output) < one.prompt + count:
+        one.output += apply(processor, [one])
+    return [*one.tokens, *one.output][one.prompt :]
+
+
+# The tokens.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_token_is_the_one_that_our_sampler_chooses(
+    beside: Beside, name: str, dtype: torch.dtype
+) -> None:
+    """And vLLM has no other, for each token of a sequence."""
+    one = Asked(name, Sampling(**SAMPLINGS[name]))
+    processor = beside.processor(one)
+    for _ in range(8):
+        token = expected(one, dtype)
+        assert apply(processor, [one], dtype) == [token]
+        one.output.append(token)
+    assert beside.failures == []
+
+
+def test_sequences_of_a_batch_do_not_affect_each_other(beside: Beside) -> None:
+    """Each row has the token that its sequence gets alone."""
+    every = [Asked(name, Sampling(**given)) for name, given in SAMPLINGS.items()]
+    processor = beside.processor(*every)
+    for _ in range(4):
+        tokens = [expected(one, torch.float32) for one in every]
+        assert apply(processor, every) == tokens
+        for one, token in zip(every, tokens, strict=True):
+            one.output.append(token)
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_sequence_that_continues_gets_the_tokens_of_an_undisturbed_one(
+    beside: Beside, name: str
+) -> None:
+    """Wherever it is cut: vLLM's prompt then has output tokens as well."""
+    sampling = Sampling(**SAMPLINGS[name])
+    whole = Asked("whole", sampling)
+    tokens = generated(beside.processor(whole), whole, 8)
+    for cut in range(8):
+        rest = Asked("rest", sampling, [*PROMPT, *tokens[:cut]])
+        assert generated(beside.processor(rest), rest, 8) == tokens
+
+
+def test_sequence_that_vllm_preempted_continues(beside: Beside) -> None:
+    """It is added again with its output so far."""
+    one = Asked("one", Sampling(**SAMPLINGS["penalties"]))
+    tokens = generated(beside.processor(one), one, 8)
+    again = Asked("again", one.sampling, output=tokens[:5])
+    processor = beside.processor(again)
+    processor.update_state(BatchUpdate(removed=[0]))
+    processor.update_state(BatchUpdate(added=[again.at(0)]))
+    assert generated(processor, again, 8) == tokens
+
+
+def test_argmax_depends_on_it(beside: Beside) -> None:
+    """So that vLLM applies it for sequences without temperature too."""
+    assert not beside.processor().is_argmax_invariant()
+
+
+# Updates of the batch.
+
+
+def test_sequence_without_our_parameters_is_left_alone(beside: Beside) -> None:
+    """In a row of its own, or one that was ours."""
+    one, other = Asked("one", Sampling()), Asked("other", Sampling())
+    processor = beside.processor(one, other)
+    for extra in (None, {}, {"theirs": 1}):
+        params = SimpleNamespace(extra_args=extra)
+        foreign: Added = (0, params, [*PROMPT], [])
+        processor.update_state(BatchUpdate(added=[foreign]))
+        logits = torch.zeros(2, VOCABULARY)
+        processor.apply(logits)
+        assert bool((logits[0] == 0.0).all())
+        only(logits[1])
+
+
+def test_steps_without_an_update_change_nothing(beside: Beside) -> None:
+    """vLLM passes None then, and an empty batch has no rows."""
+    one = Asked("one", Sampling())
+    processor = beside.processor(one)
+    processor.update_state(None)
+    assert apply(processor, [one]) == [expected(one, torch.float32)]
+    processor.apply(torch.zeros(0, VOCABULARY))
+    assert beside.failures == []
+
+
+Rows = dict[int, Asked]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_sequences_keep_their_tokens_wherever_vllm_moves_them(
+    opened: Beside, data: st.DataObject
+) -> None:
+    """Removed, added over others, moved and swapped, in vLLM's order."""
+    processor, rows, count = opened.processor(), Rows(), 0
+    row = st.integers(0, 4)
+    for _ in range(data.draw(st.integers(1, 6), "updates")):
+        removed = (
+            data.draw(st.lists(st.sampled_from(sorted(rows)), unique=True))
+            if (rows)
+            else []
+        )
+        for at in removed:
+            del rows[at]
+        added = []
+        for at in data.draw(st.lists(row, max_size=3, unique=True), "added"):
+            count += 1
+            given = Sampling(seed=count, top_k=data.draw(st.sampled_from([0, 5])))
+            rows[at] = Asked(str(count), given)
+            added.append(rows[at].at(at))
+        moved = []
+        for _ in range(data.draw(st.integers(0, 3), "moves")):
+            source, target = data.draw(row, "source"), data.draw(row, "target")
+            if source == target:
+                continue
+            direction = data.draw(st.sampled_from(Direction), "direction")
+            one, other = rows.pop(source, None), rows.pop(target, None)
+            if one is not None:
+                rows[target] = one
+            if other is not None and direction is Direction.SWAP:
+                rows[source] = other
+            moved.append((source, target, direction))
+        processor.update_state(BatchUpdate(removed, added, moved))
+        logits = torch.zeros(5, VOCABULARY)
+        for at, one in rows.items():
+            logits[at] = logits_after([*one.tokens, *one.output], torch.float32)
+        processor.apply(logits)
+        for at in range(5):
+            if at not in rows:
+                assert bool((logits[at] == 0.0).all())
+                continue
+            token = expected(rows[at], torch.float32)
+            assert only(logits[at]) == token
+            rows[at].output.append(token)
+    assert opened.failures == []
+
+
+# Structured output.
+
+
+def letters(tokens: Sequence[int], folder: Path) -> str:
+    """Return the text of tokens of the tokenizer of bytes."""
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    names = {token: letter for letter, token in model["vocab"].items()}
+    return "".join(names[token] for token in tokens)
+
+
+def structured(name: str, pattern: str, **sampling: Any) -> Asked:
+    """Return a sequence whose output has to match a regular expression."""
+    grammar = grammar_of_regex(pattern, "p")
+    return Asked(name, Sampling(**{"grammar": grammar, **sampling}))
+
+
+def test_structure_holds_and_ends(beside: Beside) -> None:
+    """The end token comes once the structure is complete, and nothing after it."""
+    for seed in range(4):
+        one = structured("one", "(ab|cde){2}f", seed=seed)
+        processor = beside.processor(one)
+        while END not in one.output:
+            one.output += apply(processor, [one])
+        assert one.output[-1] == END
+        text = letters(one.output[:-1], Path(beside.module.HERE))
+        assert text in {f"{a}{b}f" for a in ("ab", "cde") for b in ("ab", "cde")}
+        assert apply(processor, [one]) == [END], "vLLM may be a step ahead"
+    assert beside.failures == []
+
+
+def test_structure_continues_at_every_cut(beside: Beside) -> None:
+    """The tokens so far are matched first; prompts are not part of it."""
+    whole = structured("whole", "[a-z]{6}", seed=5)
+    tokens = generated(beside.processor(whole), whole, 7)
+    assert tokens[-1] == END
+    for cut in range(7):
+        rest = structured("rest", "[a-z]{6}", seed=5)
+        rest.tokens += tokens[:cut]
+        assert generated(beside.processor(rest), rest, 7) == tokens
+
+
+# Failures.
+
+
+BROKEN_OPTIONS: dict[str, str] = {
+    "no JSON": "{",
+    "no object": "[1]",
+    "empty": "{}",
+    "no prompt": '{"name": "x", "ends": []}',
+    "no ends": '{"name": "x", "prompt": 1}',
+    "bias by name": '{"name":"x","prompt":1,"ends":[],"logit_bias":{"a":1}}',
+    "huge token": '{"name":"x","prompt":1,"ends":[],"logit_bias":{"9e9":1}}',
+    "bias of 80 bits": json.dumps(
+        {"name": "x", "prompt": 1, "ends": [], "logit_bias": {str(2**80): 1}}
+    ),
+    "bias in words": '{"name":"x","prompt":1,"ends":[],"logit_bias":{"1":"a"}}',
+    "grammar of numbers": '{"name":"x","prompt":1,"ends":[],"grammar":[5]}',
+    "deep": '{"a":' * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_OPTIONS)
+def test_options_that_cannot_be_read_are_reported(beside: Beside, name: str) -> None:
+    """By the sequence's name, if that can be read; vLLM's engine lives."""
+    good = Asked("good", Sampling(seed=3))
+    processor = beside.processor(good)
+    options = BROKEN_OPTIONS[name]
+    broken = as_added(1, options, [*PROMPT], [])
+    processor.update_state(BatchUpdate(added=[broken]))
+    logits = torch.stack([logits_after(PROMPT, torch.float32)] * 2)
+    processor.apply(logits)
+    assert only(logits[0]) == expected(good, torch.float32)
+    ((found, error),) = beside.failures
+    assert found == ("x" if '"x"' in options else "")
+    assert error
+
+
+ABSURD: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": "hot"},
+    "top_k": {"top_k": "many"},
+    "huge top_k": {"top_k": 2**80, "min_p": 0.5},
+    "seed": {"seed": "x"},
+    "choice": {"choice": -1},
+    "penalty": {"presence_penalty": "x"},
+    "bias": {"logit_bias": {10**6: 1.0}},
+    "negative bias": {"logit_bias": {-1: 1.0}},
+    "min_tokens": {"min_tokens": "x"},
+    "prompt": {"prompt": "x"},
+    "ends": {"ends": ["x"], "min_tokens": 5},
+    "far end": {"ends": [10**6], "temperature": "hot"},
+    "negative end": {"ends": [-(10**6)], "temperature": "hot"},
+    "no grammar": {"grammar": "no grammar"},
+    "grammar of nothing": {"grammar": '{"grammars": []}'},
+    "no matching token": {"grammar": grammar_of_regex("x", "p"), "prompt": 1},
+}
+
+
+@pytest.mark.parametrize("name", ABSURD)
+def test_absurd_values_fail_their_own_sequence_alone(beside: Beside, name: str) -> None:
+    """It is reported once, and gets an end token; the others get theirs."""
+    goods = [Asked(str(n), Sampling(seed=n, top_k=9 * n)) for n in range(2)]
+    bad = Asked("bad", Sampling(), other=ABSURD[name])
+    processor = beside.processor(goods[0], bad, goods[1])
+    for _ in range(2):
+        tokens = [expected(one, torch.float32) for one in goods]
+        first, _, last = apply(processor, [goods[0], bad, goods[1]])
+        assert [first, last] == tokens
+        for one, token in zip(goods, tokens, strict=True):
+            one.output.append(token)
+    ((found, error),) = beside.failures
+    assert found == "bad"
+    assert error
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_no_numbers_fail_their_sequence_alone(
+    beside: Beside, value: float
+) -> None:
+    """As in our own engine."""
+    good, bad = Asked("good", Sampling()), Asked("bad", Sampling(), ends=(9,))
+    processor = beside.processor(bad, good)
+    logits = torch.full((2, VOCABULARY), value)
+    logits[1] = logits_after(PROMPT, torch.float32)
+    processor.apply(logits)
+    assert only(logits[0]) == 9, "an end token"
+    assert only(logits[1]) == expected(good, torch.float32)
+    ((found, error),) = beside.failures
+    assert found == "bad"
+    assert "no finite number" in error
+
+
+def test_nobody_need_read_the_reports(tmp_path: Path) -> None:
+    """Neither a missing reader nor a full socket ends vLLM's engine."""
+    alone = Beside(tmp_path)
+    alone.socket.close()
+    for _ in range(2):
+        bad = Asked("bad", Sampling(), other={"seed": "x"})
+        assert apply(alone.processor(bad), [bad]) == [END]
+        (tmp_path / "failures").unlink(missing_ok=True)
+    full = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with full:
+        full.bind(str(tmp_path / "failures"))
+        for _ in range(600):
+            bad = Asked("bad", Sampling(), other={"seed": "x"})
+            assert apply(alone.processor(bad), [bad]) == [END]
