@@ -25,21 +25,35 @@ FILES = (
     "tests/unit/serve/generation/models/test_decoder.py",
     "tests/unit/serve/control/test_dtypes.py",
 )
-SELECTED = (
+ALL = (
     "test_packed_linear or test_integer_linear or test_dtypes or numbers or "
     "(test_decoder and llama) or (widths and 4864) or (neighbours and llama and True)"
 )
 """All that depends on the processor, for one architecture; others take minutes."""
 
+FEW = (
+    "test_packed_linear or test_integer_linear or test_dtypes or (numbers and [2-) or "
+    "(test_decoder and llama) or (widths and [5-4864) or (neighbours and [2-llama-True)"
+)
+"""The same with one number of threads for each test, which the real processor runs
+with all numbers beside it."""
+
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "name", ["AVX2", pytest.param("SSE4.1", marks=pytest.mark.heavy)]
+    ("name", "selected"),
+    [
+        pytest.param("AVX2", FEW, id="AVX2-few"),
+        pytest.param("AVX2", ALL, id="AVX2", marks=pytest.mark.heavy),
+        pytest.param("SSE4.1", ALL, id="SSE4.1", marks=pytest.mark.heavy),
+    ],
 )
-def test_numerics_are_right_on_a_smaller_processor(name: str, tmp_path: Path) -> None:
+def test_numerics_are_right_on_a_smaller_processor(
+    name: str, selected: str, tmp_path: Path
+) -> None:
     """Packed products, deterministic mode and decoders, in a process of their own."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += ["-m", "not heavy", "-k", SELECTED, *FILES]
+    command += ["-m", "not heavy", "-k", selected, *FILES]
     env = {**os.environ, **PROCESSORS[name], "MULTIWORLD_CACHE": str(tmp_path)}
     for given in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST"):
         env.pop(given, None)

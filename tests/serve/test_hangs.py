@@ -17,8 +17,19 @@ from tests.serve.harness import served, spec_with, traffic
 pytestmark = pytest.mark.timeout(240)
 
 
-async def test_hanging_helpers_are_named_and_replaced(tmp_path: Path) -> None:
-    """The fork server and the store are stopped under traffic, one after the other.
+# Without the fork server: test_helper_process.py proves that a stopped one is named and
+# killed, and test_generation.py that a service replaces a killed one.
+@pytest.mark.parametrize(
+    "has_fork_server",
+    [
+        pytest.param(False, id="store"),
+        pytest.param(True, id="fork server and store", marks=pytest.mark.heavy),
+    ],
+)
+async def test_hanging_helpers_are_named_and_replaced(
+    tmp_path: Path, has_fork_server: bool
+) -> None:
+    """They are stopped under traffic, one after the other.
 
     What needs them works again afterwards: another replica starts and takes part.
     """
@@ -29,11 +40,12 @@ async def test_hanging_helpers_are_named_and_replaced(tmp_path: Path) -> None:
 
         async with traffic(service) as checked:
             server, store = service.fork_server(), service.store()
-            os.kill(server, signal.SIGSTOP)
-            await until(lambda: "fork server" in service.status().trouble, "named")
-            await until(lambda: not service.status().trouble, "replaced")
-            assert service.fork_server() != server
-            await checked.goes_on()
+            if has_fork_server:
+                os.kill(server, signal.SIGSTOP)
+                await until(lambda: "fork server" in service.status().trouble, "named")
+                await until(lambda: not service.status().trouble, "replaced")
+                assert service.fork_server() != server
+                await checked.goes_on()
             os.kill(store, signal.SIGSTOP)
             await until(lambda: "store" in service.status().trouble, "named")
             await until(lambda: not service.status().trouble, "replaced")
@@ -42,7 +54,8 @@ async def test_hanging_helpers_are_named_and_replaced(tmp_path: Path) -> None:
             await until(lambda: service.stages() == [1, 3, 1], "scaled")
             await checked.goes_on()
     log = (tmp_path / "serve.log").read_text()
-    assert f"fork_server (process {server}) has not answered" in log
+    named = f"fork_server (process {server}) has not answered" in log
+    assert named == has_fork_server
     assert f"the store (process {store}) does not answer" in log
 
 

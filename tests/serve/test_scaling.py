@@ -55,8 +55,10 @@ async def test_load_scales_a_stage_and_lets_it_go_again(tmp_path: Path) -> None:
             await asyncio.to_thread(
                 until, lambda: service.stages()[1] == 3, "the second stage has three"
             )
+            before = _ready(service)
             await asyncio.to_thread(service.kill_controller)
             await asyncio.to_thread(service.start)
+            assert before.items() <= _ready(service).items(), "all are adopted"
             # Longer than the stabilization window for scaling down; nothing happens.
             await asyncio.sleep(QUICK["downscale_delay_s"] + 1.0)
             assert service.stages()[1] >= 2, "one does not carry it"
@@ -70,6 +72,10 @@ async def test_load_scales_a_stage_and_lets_it_go_again(tmp_path: Path) -> None:
         assert "requests/s" in said["thoughts"][0]["what"]
         assert any("drain" in e.kind for e in service.events())
         assert not service.events("lost")
+
+
+def _ready(service: Served) -> dict[str, int | None]:
+    return {p.name: p.pid for p in service.status().processes if p.phase == "ready"}
 
 
 def _every_answer_was_in_time_or_not(service: Served) -> None:

@@ -273,6 +273,9 @@ def test_full_queue_is_429_and_the_accepted_are_answered(tmp_path: Path) -> None
     assert "max_queued_requests" in refused.json()["error"]
 
 
+# test_load_scales_a_stage_and_lets_it_go_again in test_scaling.py loses its controller
+# under traffic as well; the new one adopts every process, and scales.
+@pytest.mark.heavy
 async def test_service_outlives_its_controller_and_a_new_one_adopts_it(
     tmp_path: Path,
 ) -> None:

@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from multiworld.net.rare_log import AGAIN_S, MAX_CAUSES, RareLog
+from tests.memory import objects_in
 
 FULL = OSError(28, "No space left on device")
 
@@ -31,9 +32,13 @@ def test_each_cause_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) ->
 def test_causes_are_forgotten(caplog: pytest.LogCaptureFixture) -> None:
     """A cause with a number in it must not fill the memory."""
     log = RareLog(logging.getLogger("x"), lambda: 1.0)
-    for number in range(3 * MAX_CAUSES):
-        for _ in range(2):
-            what = f"cannot write {number}"
-            log.error(what, FULL)
-    assert len(log._logged_at) == MAX_CAUSES
-    assert len(log._hidden) == MAX_CAUSES
+    sizes = []
+    for part in range(3):
+        for number in range(MAX_CAUSES):
+            for _ in range(2):
+                what = f"cannot write {part} {number}"
+                log.error(what, FULL)
+        sizes.append(objects_in(log))
+    assert sizes == sizes[:1] * 3
+    log.error("cannot write 0 0", FULL)
+    assert caplog.messages[-1] == f"cannot write 0 0: {FULL}"

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiworld.rendezvous.deadlines import SPARE, Deadlines
+from tests.memory import objects_in
 
 KEYS = st.integers(0, 5)
 TIMES = st.floats(0, 100)
@@ -37,6 +38,8 @@ def test_deadlines_are_those_of_a_dictionary(
 def test_deadlines_that_move_take_no_memory() -> None:
     """Their old entries go."""
     deadlines = Deadlines[int]()
-    for number in range(10_000):
+    most = 2 * 3 + SPARE + 1
+    for number in range(100 * most):
         deadlines.set(number % 3, float(number))
-    assert len(deadlines._heap) <= 2 * 3 + SPARE + 1
+    # An entry is a tuple, its time, its key, and at most one more.
+    assert objects_in(deadlines) <= 4 * most + 20

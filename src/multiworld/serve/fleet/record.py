@@ -123,7 +123,6 @@ class StateFolder:
         self.socket = path / "admin.sock"
         self.alive = path / "alive"
         self._record = path / "record.json"
-        self._lock: int | None = None
 
     def make(self) -> None:
         """Create the folder, readable by this user only."""
@@ -141,20 +140,25 @@ class StateFolder:
                 "what is in the way, or give another --state"
             ) from error
 
-    def lock(self) -> None:
-        """Lock the folder for this process as the service's only controller."""
+    def lock(self) -> int:
+        """Lock the folder as the service's only controller; return its descriptor.
+
+        The lock is held until the descriptor is closed or the process exits.
+        """
         path = self.path / "controller"
         try:
-            self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise _unusable(path, error) from error
         try:
-            fcntl.fcntl(self._lock, fcntl.F_OFD_SETLK, _WHOLE_FILE)
+            fcntl.fcntl(lock, fcntl.F_OFD_SETLK, _WHOLE_FILE)
         except BlockingIOError:
+            os.close(lock)
             raise AlreadyServedError(
                 f"a controller already runs in {self.path}; end it with `multiworld "
                 "shutdown`, or give this service another name (app:)"
             ) from None
+        return lock
 
     def is_controlled(self) -> bool:
         """Return whether a controller runs, without taking its lock even briefly."""

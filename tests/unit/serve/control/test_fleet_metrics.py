@@ -18,6 +18,7 @@ from multiworld.serve.transport.control_messages import (
     Reports,
     WorkerReport,
 )
+from tests.memory import objects_in
 
 
 class Fleet:
@@ -106,15 +107,19 @@ async def test_last_report_of_a_process_counts_after_its_end() -> None:
 async def test_little_is_kept_of_processes_that_have_ended() -> None:
     """However many come and go."""
     fleet = Fleet()
-    for number in range(REMEMBERED + 20):
-        fleet.replica(str(number), 1)
+    sizes = []
+    for part in range(1, 4):
+        for number in range(REMEMBERED):
+            name = f"{part}/{number}"
+            fleet.replica(name, 1)
+            await fleet.metrics.collect()
+            fleet.end(name)
         await fleet.metrics.collect()
-        fleet.end(str(number))
-    await fleet.metrics.collect()
-    report = await fleet.metrics.report("g", 1)
-    sums = {kind: value for kind, _, value in report.others}
-    assert sums["stage_requests"] == REMEMBERED + 20
-    assert len(fleet.metrics._stages) == REMEMBERED
+        report = await fleet.metrics.report("g", 1)
+        sums = {kind: value for kind, _, value in report.others}
+        assert sums["stage_requests"] == part * REMEMBERED
+        sizes.append(objects_in(fleet.metrics))
+    assert sizes[2] == sizes[1]
 
 
 def summed(totals: Totals, without: str = "") -> dict[tuple[str, ...], float]:

@@ -477,8 +477,10 @@ def test_stage_scales_to_zero_and_back_whatever_the_others_do() -> None:
 class Slow:
     """A reconciler whose processes take their time; a test moves each on."""
 
-    def __init__(self, *replicas: int, starts_at_once: int = 2) -> None:
-        self.fleet = Reconciler(starts_at_once=starts_at_once)
+    def __init__(
+        self, *replicas: int, starts_at_once: int = 2, ready_s: float = 120.0
+    ) -> None:
+        self.fleet = Reconciler(starts_at_once=starts_at_once, ready_s=ready_s)
         self.now = 0.0
         self.launched: list[str] = []
         self.handle(DesiredStateChanged(desired(*replicas)))
@@ -544,8 +546,7 @@ def test_table_lists_a_replica_once_it_can_be_reached() -> None:
 
 def test_update_has_its_time_again_with_every_replica_that_is_ready() -> None:
     """Many replicas may load one after another; only a standstill rolls back."""
-    slow = Slow(3, starts_at_once=1)
-    slow.fleet._ready_s = 10.0
+    slow = Slow(3, starts_at_once=1, ready_s=10.0)
     slow.finish(slow.launched[0])
     for _ in range(3):
         slow.finish(slow.launched[-1])

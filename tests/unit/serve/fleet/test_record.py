@@ -159,10 +159,10 @@ def test_only_one_controller_holds_the_folder(folder: StateFolder) -> None:
         process.kill()
         process.wait()
     assert not folder.is_controlled()
-    folder.lock()
+    lock = folder.lock()
     assert StateFolder(folder.path).is_controlled()
-    assert folder._lock is not None
-    os.close(folder._lock)
+    os.close(lock)
+    assert not StateFolder(folder.path).is_controlled()
 
 
 def test_living_processes_share_their_lock(folder: StateFolder) -> None:
@@ -180,23 +180,21 @@ def test_asking_for_a_controller_keeps_none_from_starting(
     folder: StateFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``multiworld status`` may be asked at any time."""
-    folder.lock()
-    assert folder._lock is not None
-    os.close(folder._lock)
-    real, asked = fcntl.fcntl, 0
+    os.close(folder.lock())
+    real, asked, controller = fcntl.fcntl, 0, -1
 
     def ask(file: Any, command: int, lock: bytes) -> Any:
-        nonlocal asked
+        nonlocal asked, controller
         asked += 1
         found = real(file, command, lock)
         if asked == 1:  # the controller starts at this very moment
-            folder.lock()
+            controller = folder.lock()
         return found
 
     monkeypatch.setattr(fcntl, "fcntl", ask)
     assert not StateFolder(folder.path).is_controlled()
     assert StateFolder(folder.path).is_controlled()
-    os.close(folder._lock)
+    os.close(controller)
 
 
 # The secret and who may read it.

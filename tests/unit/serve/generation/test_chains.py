@@ -625,7 +625,7 @@ async def test_replica_that_cannot_be_prepared_leaves_the_stream_where_it_is() -
 
 
 @pytest.mark.timeout(240)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32))
 @example(212906137)  # a text begins with a part of a known block
 @example(2025488)  # a replica of stage 0 has no room for what is prepared there

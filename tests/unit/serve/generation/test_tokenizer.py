@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +77,11 @@ def test_chat_is_laid_out_by_the_template(tokenizer: Tokenizer) -> None:
     )
 
 
-def test_template_that_refuses_is_the_clients_error(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_template_that_refuses_is_the_clients_error(tmp_path: Path) -> None:
     """With what it said."""
-    template = "{{ raise_exception('one role only') }}"
-    monkeypatch.setattr(tokenizer._slow, "chat_template", template)
+    save_tokenizer(tmp_path, template="{{ raise_exception('one role only') }}")
     with pytest.raises(InvalidRequestError, match="one role only"):
-        tokenizer.chat([{"role": "user", "content": "hi"}], 1000)
+        Tokenizer(tmp_path).chat([{"role": "user", "content": "hi"}], 1000)
 
 
 def test_character_that_is_not_complete_is_shown_at_the_end(
@@ -207,8 +205,13 @@ def test_reasoning_effort_reaches_a_template_that_reads_it(
     assert tokenizer.chat(chat, 99, effort="low") == tokenizer.chat(chat, 99)
 
 
-def test_prepared_tokenizer_has_loaded_what_a_chat_needs(chatml: Tokenizer) -> None:
-    """So that the first one does not wait."""
-    made = Tokenizer(chatml._folder)
+def test_prepared_tokenizer_has_loaded_what_a_chat_needs(tmp_path: Path) -> None:
+    """So that the first one does not wait: it reads no file."""
+    save_tokenizer(tmp_path, *MARKS, template=CHATML)
+    made = Tokenizer(tmp_path)
     made.prepare()
-    assert {"_slow", "longest", "variables"} <= vars(made).keys()
+    shutil.rmtree(tmp_path)
+    assert made.longest
+    assert "reasoning_effort" in made.variables
+    chat = [{"role": "user", "content": "hi"}]
+    assert "hi" in made.decode(made.chat(chat, 99))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from dataclasses import replace
@@ -58,6 +57,8 @@ from multiworld.serve.transport.control_messages import (
     UsageReport,
     UsageStored,
 )
+from tests.memory import objects_in
+from tests.unit.waiting import until
 
 
 def keyed(name: str, **more: Any) -> tuple[Tenant, str]:
@@ -216,18 +217,20 @@ def test_tokens_are_owed_and_paid_back_within_minutes() -> None:
 def test_limits_are_divided_between_gateways_and_forgotten() -> None:
     """Two gateways admit as much as one; idle tenants take no memory."""
     tenant, limiter = Tenant(name="a", rpm_limit=10), RateLimiter()
+    empty = objects_in(limiter)
     let_in = sum(limiter.admit(tenant, 2, 0.5) is None for _ in range(10))
     assert let_in == 5
     for _ in range(let_in):
         limiter.release(tenant)
     limiter.prune(30.0)
     assert limiter.admit(tenant, 2, 30.0) is not None
+    assert objects_in(limiter) > empty
     limiter.prune(200.0)
-    assert not limiter._used
+    assert objects_in(limiter) == empty
     free = Tenant(name="b")
     limiter.admit(free, 1, 0.0)
     limiter.release(free)
-    assert not limiter._used
+    assert objects_in(limiter) == empty
 
 
 # Quarantine.
@@ -460,8 +463,7 @@ async def test_tenant_changes_are_sent_and_stored(tmp_path: Path) -> None:
     assert (await tenanting.revoke("acme", None)).keys == ()
     row = UsageRow(60, "acme", "m", 1, 1, 0, 0, 1, 1, 1, 0.5)
     tenanting.used("gateway/1", UsageReport("x", 1, (row,)))
-    await asyncio.wait(tenanting._writing)
-    assert told[-1][1] == UsageStored(1)
+    await until(lambda: told[-1][1] == UsageStored(1))
     await tenanting.delete("acme")
     assert told[-1][1].removed == ("acme",)
     poison = PoisonFound("a", "m", "1", "d")

@@ -548,8 +548,14 @@ async def test_chat_that_cannot_be_met_names_the_field(
     assert played.streams.prompts == []
 
 
+def templated(folder: Path, template: str) -> Tokenizer:
+    """Return a tokenizer of bytes with a chat template."""
+    save_tokenizer(folder, template=template)
+    return Tokenizer(folder)
+
+
 async def test_tool_call_comes_back_in_the_next_turn(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """As the client's own object for it, with null for what it has not."""
     template = (
@@ -557,7 +563,7 @@ async def test_tool_call_comes_back_in_the_next_turn(
         "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}"
         "{% endfor %};{% endfor %}"
     )
-    monkeypatch.setattr(tokenizer._slow, "chat_template", template)
+    tokenizer = templated(tmp_path, template)
     played = Played(tokenizer)
     played.streams.text = [7]
     function = {"name": "f", "arguments": '{"a": 1}'}
@@ -570,12 +576,10 @@ async def test_tool_call_comes_back_in_the_next_turn(
     assert shown == 'user:hi;assistant:{"a": 1};tool:7;'
 
 
-async def test_variables_of_the_template_can_be_set(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_variables_of_the_template_can_be_set(tmp_path: Path) -> None:
     """Those that it has, and none that say how it is used."""
     template = "{{ messages[0].content }}{{ '!' if enable_thinking else '.' }}"
-    monkeypatch.setattr(tokenizer._slow, "chat_template", template)
+    tokenizer = templated(tmp_path, template)
     played = Played(tokenizer)
     played.streams.text = [7]
     for is_on, shown in ((True, "hi!"), (False, "hi.")):
@@ -594,10 +598,10 @@ async def test_variables_of_the_template_can_be_set(
 
 
 async def test_tools_that_cannot_fit_are_refused_before_they_are_read(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """The template has written them, which takes no time; tokens do."""
-    monkeypatch.setattr(tokenizer._slow, "chat_template", "{{ tools | tojson }}")
+    tokenizer = templated(tmp_path, "{{ tools | tojson }}")
     tool = {"type": "function", "function": {"name": "f", "description": "x" * 9000}}
     asked = {"messages": PROMPT, "tools": [tool], "tool_choice": "required"}
     status, answer = await Played(tokenizer).post(CHAT, asked)

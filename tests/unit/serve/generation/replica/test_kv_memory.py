@@ -23,6 +23,7 @@ from multiworld.serve.generation.replica.kv_memory import (
     KvMemory,
     Pair,
 )
+from tests.memory import objects_in
 
 BLOCK = 4
 LIKE = torch.zeros(2, 1, 3), torch.zeros(2, 1, 5)
@@ -95,13 +96,15 @@ def test_every_sequence_keeps_its_numbers(steps: list[tuple[str, int, int]]) -> 
 def test_memory_is_free_when_the_last_sequence_is() -> None:
     """Nothing is kept for later ones."""
     memory = KvMemory(BLOCK)
+    empty = objects_in(memory)
     for sequence in range(9):
         memory.make_room(sequence, 40)
         filled(memory, sequence, 40, 0)
+    assert objects_in(memory) > empty
     for sequence in range(9):
         memory.free(sequence)
     assert memory.nbytes == 0
-    assert not memory._size_classes
+    assert objects_in(memory) == empty
 
 
 def drawn(chance: torch.Generator, heads: int, rows: int) -> Tensor:
