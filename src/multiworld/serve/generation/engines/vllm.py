@@ -23,7 +23,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from multiworld.errors import InvalidRequestError, ModelFailedError
+from multiworld.errors import InvalidRequestError, ModelFailedError, ServeError
 from multiworld.serve.generation.engines import vllm_sampling
 from multiworld.serve.generation.engines.engine_process import (
     EngineProcess,
@@ -68,6 +68,9 @@ ANSWER_S = 5.0
 
 MAX_LINE = 2**20
 """Maximum bytes of a line of an answer; the largest have 20 log-probabilities."""
+
+STRUCTURE = "structured output failed"
+"""Beginning of reports about a structure that cannot be fulfilled."""
 
 MAX_ERROR = 500
 """Maximum reported characters of vLLM's errors."""
@@ -151,8 +154,12 @@ class VllmEngine:
             exited.cancel()
         self.phase = "warming up"
         warm_up = Run((0,), 1, Sampling(temperature=0.0, max_tokens=2, ignore_eos=True))
-        async for _ in self.generate(warm_up):
-            pass
+        try:
+            async for _ in self.generate(warm_up):
+                pass
+        except ServeError as error:
+            await self.close()
+            raise EngineLostError(f"vLLM cannot generate: {error}") from error
         self.phase = ""
 
     def _command(self, port: int) -> list[str]:
@@ -284,8 +291,11 @@ class VllmEngine:
                 while len(self._failures) > self._settings.max_num_seqs:
                     del self._failures[next(iter(self._failures))]
         failure = self._failures.pop(name, None)
-        if failure is not None:
-            raise ModelFailedError(failure)
+        if failure is None:
+            return
+        if failure.startswith(STRUCTURE):
+            raise InvalidRequestError(failure)
+        raise ModelFailedError(failure)
 
 
 def make(settings: EngineSettings) -> VllmEngine:

@@ -48,7 +48,6 @@ def make() -> Iterator[Make]:
     yield start
     for one in made:
         one.kill()
-        one.close()
 
 
 async def family(path: Path) -> list[int]:
@@ -124,11 +123,11 @@ async def test_close_ends_the_whole_group(
     process = make(program.format(tmp_path / "pids"))
     watched = Watched(await family(tmp_path / "pids"))
     try:
-        process.close()
+        await process.close()
         assert watched.are_gone(WAIT_S)
     finally:
         watched.end()
-    process.close()  # nothing is left to close
+    await process.close()  # nothing is left to close
     process.kill()
 
 
@@ -138,7 +137,7 @@ async def test_engine_may_exit_in_its_own_way(make: Make, tmp_path: Path) -> Non
     path = tmp_path / "here"
     process = make(program.format(path))
     await until(path.exists)
-    process.close()
+    await process.close()
     assert (tmp_path / "here.bye").exists()
     assert await process.wait() == 3
 
@@ -179,7 +178,7 @@ async def test_command_that_does_not_exist_ends_with_an_error() -> None:
     try:
         assert await process.wait() != 0
     finally:
-        process.close()
+        process.kill()
 
 
 async def test_seconds_are_counted_while_a_process_of_the_group_is_stopped(
