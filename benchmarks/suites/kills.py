@@ -243,7 +243,7 @@ async def _ours(load: Load, service: Service, kills: int, on_step: OnStep) -> No
     """
     draw = random.Random(1)
     if load.streams == ALONE:
-        await asyncio.to_thread(_wait_whole, service)
+        await asyncio.to_thread(wait_whole, service)
         for seed in range(FIRSTS):
             first_s = await asyncio.to_thread(_first_s, load, seed)
             on_step(("sample", (FIRST, ALONE, OURS, "ms", 1000 * first_s)))
@@ -251,10 +251,10 @@ async def _ours(load: Load, service: Service, kills: int, on_step: OnStep) -> No
         for number in range(kills):
             text = f"{OURS}, {load.streams} streams, kill {number + 1} of {kills}"
             on_step(("step", (number / kills, text)))
-            await asyncio.to_thread(_wait_whole, service)
+            await asyncio.to_thread(wait_whole, service)
             load.reset()
             await asyncio.sleep(draw.uniform(*BETWEEN_S))
-            victim, streams = await asyncio.to_thread(_victim, service, draw)
+            victim, streams = await asyncio.to_thread(victim_of, service, draw)
             token_s, calm_s = statistics.median(load.gaps_s), sorted(load.within_s)
             await _kill(load, victim, OURS, on_step)
             worst_s = sorted(load.within_s)
@@ -270,7 +270,7 @@ async def _ours(load: Load, service: Service, kills: int, on_step: OnStep) -> No
         raise RuntimeError(texts)
 
 
-def _victim(service: Service, draw: random.Random) -> tuple[int, int]:
+def victim_of(service: Service, draw: random.Random) -> tuple[int, int]:
     """Return the process of a replica that has streams, and how many it has."""
     limit = time.monotonic() + BACK_S
     while time.monotonic() < limit:
@@ -353,7 +353,7 @@ def _status(service: Service) -> StatusAnswer:
     return service.ask("GET", "/status", StatusAnswer)
 
 
-def _wait_whole(service: Service) -> None:
+def wait_whole(service: Service) -> None:
     """Wait until every stage has its replicas.
 
     Raises:
