@@ -120,6 +120,11 @@ class Bench:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def run_ended(self) -> None:
+        """Wait until the worker no longer runs."""
+        await asyncio.wait(self._tasks[:1], timeout=WAIT_S)
+        assert self._tasks[0].done()
+
     def send(self, message: Any) -> None:
         """Send the worker a message of the gateway."""
         self.worker.received(self.inbox, [(message, ())])

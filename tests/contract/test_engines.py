@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -34,7 +33,6 @@ from tests.contract.engines import (
     KINDS,
     NAME,
     PROMPT,
-    WAIT_S,
     Bench,
     EngineCheck,
 )
@@ -150,7 +148,5 @@ async def test_engine_that_is_lost_ends_the_replica(token: int, folder: Path) ->
     await worker.load(StageContext())
     async with Bench(worker) as bench:
         bench.begin(KINDS["greedy"], prompt=[token, *PROMPT])
-        async with asyncio.timeout(WAIT_S):
-            while not exits:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await bench.run_ended()
     assert exits[0] == (EXIT_HUNG if token == fake_vllm.HANG else EXIT_LOST)
