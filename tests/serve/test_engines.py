@@ -15,7 +15,7 @@ import yaml
 
 from multiworld.serve.resources.usage import family_of
 from tests import fake_vllm
-from tests.serve.harness import Served, served, wait_for_exit
+from tests.serve.harness import WAIT_S, Served, served, wait_for_exit
 from tests.serve.texts import PROMPT, client
 from tests.tiny_decoder import save_decoder
 
@@ -58,8 +58,11 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 class Text:
     """A stream of one kind; tokens by choice."""
 
-    def __init__(self, api: openai.AsyncOpenAI, kind: dict[str, Any]) -> None:
+    def __init__(
+        self, api: openai.AsyncOpenAI, kind: dict[str, Any], count: int = COUNT
+    ) -> None:
         self.tokens: dict[int, list[str]] = {}
+        self._count, self._grown = count, asyncio.Event()
         self._task = asyncio.ensure_future(self._read(api, dict(kind)))
 
     async def _read(self, api: openai.AsyncOpenAI, kind: dict[str, Any]) -> None:
@@ -69,7 +72,7 @@ class Text:
         stream: Any = await api.completions.create(
             model="m",
             prompt=PROMPT,
-            max_tokens=COUNT,
+            max_tokens=self._count,
             logprobs=0,
             stream=True,
             extra_body=extra,
@@ -80,6 +83,14 @@ class Text:
                 if choice.logprobs is not None:
                     found = self.tokens.setdefault(choice.index, [])
                     found += choice.logprobs.tokens
+            self._grown.set()
+
+    async def has(self, count: int) -> None:
+        """Wait until its first choice has so many tokens."""
+        async with asyncio.timeout(WAIT_S):
+            while len(self.tokens.get(0, ())) < count:
+                self._grown.clear()
+                await self._grown.wait()
 
     async def end(self) -> dict[int, list[str]]:
         """Wait for its end; return its tokens."""

@@ -1,0 +1,104 @@
+"""A service whose replicas are real servers of vLLM on CPUs, while these are killed.
+
+The test makes vLLM's environment, which takes many minutes and gigabytes once.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from benchmarks.rivals.environment import default_folder, install, python_of
+from benchmarks.serving.others import VLLM
+from multiworld.serve.models import smollm2
+from multiworld.serve.resources.usage import family_of
+from tests.serve.harness import Served, served
+from tests.serve.test_engines import Text, ready
+from tests.serve.texts import client
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(1800)]
+
+COUNT, KILLS = 60, 4
+READY_S = 300.0
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "years": {"type": "array", "items": {"type": "integer"}, "minItems": 8},
+    },
+    "required": ["name", "years"],
+    "additionalProperties": False,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "seed": 7},
+    "penalised": {"seed": 3, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    "choices": {"seed": 5, "n": 2},
+    "structured": {"seed": 9, "structured_outputs": {"json": SCHEMA}},
+}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Return a service with two replicas of vLLM."""
+    folder = default_folder()
+    install(VLLM, folder, print)
+    model = {
+        "path": str(smollm2.fetch(print)),
+        "engine": "vllm",
+        "engine_python": str(python_of(VLLM, folder)),
+        "generation": {"max_model_len": 1024, "max_num_seqs": 8, "dtype": "float32"},
+        "replicas": 2,
+        "deadline_s": 300.0,
+    }
+    spec = {"app": "vllm", "models": {"m": model}, "gateway": {"port": 0}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        with served(tmp_path_factory.mktemp("vllm"), spec) as made:
+            yield made
+
+
+async def all_kinds(
+    api: openai.AsyncOpenAI, service: Served, draw: random.Random, number: int = 0
+) -> dict[str, Any]:
+    """Return the tokens of a stream of each kind; an engine may be sent a signal.
+
+    Args:
+        api: The client.
+        service: The service.
+        draw: Draws the process, and the token after which it is sent.
+        number: The signal; 0: none.
+    """
+    texts = {name: Text(api, kind, COUNT) for name, kind in KINDS.items()}
+    if number:
+        await texts["greedy"].has(draw.randrange(1, COUNT - 1))
+        os.kill(engine(service, draw), number)
+    return {name: await text.end() for name, text in texts.items()}
+
+
+def engine(service: Served, draw: random.Random) -> int:
+    """Return one of the processes of vLLM of a ready replica."""
+    found = [p for p in service.status().processes if p.name.startswith("m/")]
+    replica = next(p.pid for p in found if p.phase == "ready")
+    assert replica
+    commands = {p: Path(f"/proc/{p}/cmdline").read_bytes() for p in family_of(replica)}
+    return draw.choice([p for p, text in commands.items() if b"vllm" in text.lower()])
+
+
+async def test_every_token_is_that_of_an_undisturbed_stream(service: Served) -> None:
+    """Processes of vLLM are killed, or stopped, at drawn tokens."""
+    draw = random.Random(1)
+    async with client(service) as api:
+        undisturbed = await all_kinds(api, service, draw)
+        assert await all_kinds(api, service, draw) == undisturbed
+        for kill in range(KILLS):
+            number = signal.SIGSTOP if kill == KILLS - 1 else signal.SIGKILL
+            assert await all_kinds(api, service, draw, number) == undisturbed
+            service.until(lambda: ready(service) == 2, "two replicas", READY_S)
