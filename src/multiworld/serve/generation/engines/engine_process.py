@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import math
 import os
 import select
 import signal
@@ -21,6 +22,9 @@ from pathlib import Path
 
 END_S = 5.0
 """Seconds that an engine has to exit before it is killed."""
+
+FAMILY_S = 1.0
+"""Seconds for which the list of an engine's processes is used."""
 
 
 class EngineProcess:
@@ -39,6 +43,8 @@ class EngineProcess:
     ) -> None:
         self._clock = clock
         self._stopped_at: float | None = None
+        self._family: list[int] = []
+        self._family_at = -math.inf
         reader, self._leash = os.pipe()
         wearing = [sys.executable, "-I", "-S", __file__, str(reader), *command]
         try:
@@ -78,7 +84,9 @@ class EngineProcess:
         from multiworld.serve.resources.usage import family_of
 
         now = self._clock()
-        if not any(_is_stopped(pid) for pid in family_of(self.pid)):
+        if now - self._family_at >= FAMILY_S:
+            self._family, self._family_at = family_of(self.pid), now
+        if not any(map(_is_stopped, self._family)):
             self._stopped_at = None
             return 0.0
         if self._stopped_at is None:

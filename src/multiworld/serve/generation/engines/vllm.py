@@ -23,7 +23,12 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from multiworld.errors import InvalidRequestError, ModelFailedError, ServeError
+from multiworld.errors import (
+    InvalidRequestError,
+    ModelFailedError,
+    ServeError,
+    SpecError,
+)
 from multiworld.serve.generation.engines import vllm_sampling
 from multiworld.serve.generation.engines.engine_process import (
     EngineProcess,
@@ -320,11 +325,11 @@ def write_modules(folder: Path, settings: EngineSettings) -> None:
 
 
 def refuse_reserved(args: Mapping[str, Any], reserved: Mapping[str, str]) -> None:
-    """Raise ValueError if ``engine_args`` sets what the service sets itself."""
+    """Raise SpecError if ``engine_args`` sets what the service sets itself."""
     for name in args:
         if (known := reserved.get(name.replace("-", "_"))) is not None:
             remedy = f"use `{known}` instead" if known else "remove it"
-            raise ValueError(f"engine_args: {name} is set by the service; {remedy}")
+            raise SpecError(f"engine_args: {name} is set by the service; {remedy}")
 
 
 def flags_of(args: Mapping[str, Any]) -> list[str]:

@@ -104,6 +104,9 @@ class EngineToken:
 class WholeEngine(Protocol):
     """An engine of others, in the process of its replica.
 
+    Making one starts nothing. It raises SpecError if ``EngineSettings.args`` cannot be
+    used.
+
     Attributes:
         usage: Used fraction of the engine's KV memory; 0.0 if it is not known.
         phase: What the engine does until it has started, for ``multiworld status``.

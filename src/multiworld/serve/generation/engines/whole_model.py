@@ -40,17 +40,29 @@ def model(
         dtype: Dtype to compute in; None: the engine's own choice.
         generation_config: ``auto``: sampling defaults come from the folder's
             ``generation_config.json``; ``none``: they are OpenAI's.
+
+    Raises:
+        SpecError: The engine is not known, or refuses its arguments.
     """
     folder = Path(path).expanduser()
     config = huggingface.read_json(folder / "config.json")
     folder_facts.check_tokenizer(folder)
+    vocabulary = huggingface.number_of(config, ("vocab_size",), folder)
+    maker_of(engine)(  # checks the arguments
+        EngineSettings(
+            replica="",
+            path=str(folder),
+            vocabulary=vocabulary,
+            args=engine_args or {},
+        )
+    )
     what = json.dumps([engine, engine_args or {}, dtype], sort_keys=True, default=str)
     return Model(
         stages=[Stage(load=_load, name=engine.rpartition(":")[0] or engine)],
         generation=Generation(
             tokenizer=functools.partial(folder_facts.tokenizer, folder),
             end_tokens=folder_facts.end_tokens(config, folder),
-            vocabulary=huggingface.number_of(config, ("vocab_size",), folder),
+            vocabulary=vocabulary,
             max_tokens=folder_facts.max_tokens(config),
             kv_bytes=[0],
             weights=functools.partial(_name_of, folder, what),

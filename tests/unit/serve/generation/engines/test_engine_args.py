@@ -1,0 +1,72 @@
+"""Arguments of an engine: they become flags, or are refused when the spec is read."""
+
+from __future__ import annotations
+
+import pytest
+
+from multiworld.errors import SpecError
+from multiworld.serve.generation.engines.vllm import flags_of
+from multiworld.serve.models.factory import build_model
+from multiworld.serve.spec.schema import ModelSpec
+from tests.tiny_decoder import VOCABULARY, save_decoder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the folder of a small decoder."""
+    return str(save_decoder(tmp_path_factory.mktemp("decoder")))
+
+
+def test_values_become_flags() -> None:
+    """As vLLM's command line takes them."""
+    args = {
+        "max_model_len": 5,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "dtype": None,
+        "lora_modules": ["a=/a", "b=/b"],
+        "override_generation_config": {"top_k": 3},
+    }
+    assert flags_of(args) == [
+        *("--max-model-len", "5"),
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+        *("--lora-modules", "a=/a", "b=/b"),
+        *("--override-generation-config", '{"top_k": 3}'),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("max-model-len", "generation: max_model_len"), ("port", "remove it")],
+)
+def test_arguments_that_the_service_sets_are_refused(
+    name: str, remedy: str, folder: str
+) -> None:
+    """By name, with what to write instead, before anything starts."""
+    spec = ModelSpec.model_validate(
+        {"path": folder, "engine": "vllm", "engine_args": {name: 5}}
+    )
+    with pytest.raises(SpecError, match=name) as caught:
+        build_model(spec)
+    assert remedy in str(caught.value)
+
+
+def test_engine_that_is_not_known_is_refused(folder: str) -> None:
+    """With the names of those that are."""
+    spec = ModelSpec.model_validate({"path": folder, "engine": "vlm"})
+    with pytest.raises(SpecError, match="vllm"):
+        build_model(spec)
+
+
+def test_model_has_the_facts_of_its_folder(folder: str) -> None:
+    """One stage, the tokenizer, and a name of the weights that the arguments change."""
+    data = {"path": folder, "engine": "vllm"}
+    facts = build_model(ModelSpec.model_validate(data)).generation
+    args = {**data, "engine_args": {"enforce_eager": True}}
+    other = build_model(ModelSpec.model_validate(args)).generation
+    assert facts is not None
+    assert other is not None
+    assert facts.vocabulary == VOCABULARY
+    assert facts.tokenizer().fast.get_vocab_size() <= VOCABULARY
+    assert facts.weights() == facts.weights() != other.weights()
