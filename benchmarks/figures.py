@@ -34,7 +34,6 @@ PAGES = (
     "docs/when-not.md",
     "docs/serve/performance.md",
     "docs/serve/scaling-report.md",
-    "docs/serve/engines.md",
     "docs/serve/generation.md",
     "docs/serve/generation-concepts.md",
 )
@@ -54,14 +53,6 @@ THREE, ONE, RAY, CHAIN = "three stages", "one stage", "ray serve", "chain"
 GAP, CUT = "longest time without a token at a kill", "streams cut at a kill"
 PAUSE = "longest pause of a stream at a kill"
 BESIDE = "pause of other streams"
-
-FRONTS = {
-    "plain": "vLLM",
-    "proxy": "vLLM, naive proxy",
-    "behind": "vLLM behind multiworld",
-    "stages": "multiworld, three stages",
-}
-"""Contenders of the suite "engine_kills", by the end of their figures' names."""
 
 KNOWN = "time to the first token by tokens of the beginning"
 TOKENS, FIRST = "rate by streams", "time to the first token by streams"
@@ -162,31 +153,6 @@ def _quality_ratio() -> float:
         for text in QUALITY_TEXTS
     ]
     return statistics.geometric_mean(ratios)
-
-
-def front_sum(front: str, kind: str) -> str:
-    """Return the sum of a measurement of "engine_kills" over all kinds of streams."""
-    found = [
-        each.samples
-        for each in report("engine_kills").series
-        if each.contender == FRONTS[front] and each.kind.startswith(f"{kind}: ")
-    ]
-    return f"{sum(map(sum, found)):,.0f}"
-
-
-def front_figures(front: str) -> dict[str, Callable[[], str]]:
-    """Return the figures of a front of "engine_kills", by name."""
-    name, pause = FRONTS[front], "longest pause of a stream at a kill"
-    return {
-        f"front_kills_{front}": lambda: count("engine_kills", pause, 5, name),
-        f"front_cut_{front}": lambda: front_sum(front, "streams cut by a kill"),
-        f"front_wrong_{front}": lambda: front_sum(front, "tokens wrong or missing"),
-        f"front_pause_{front}": lambda: median("engine_kills", pause, 5, name, 1000),
-        f"front_worst_{front}": lambda: worst("engine_kills", pause, 5, name, 1000),
-        f"front_token_{front}": lambda: median(
-            "engine_kills", "time for a token", 5, name
-        ),
-    }
 
 
 def _beside_choices(kind: str, size: int) -> str:
@@ -446,11 +412,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "soak_different": lambda: soak("soak_generate", "different"),
     "soak_pause_p99": lambda: number(results("soak_generate")["pause_p99_s"]),
     "soak_pause_worst": lambda: number(results("soak_generate")["pause_p100_s"]),
-    **{
-        name: figure
-        for front in FRONTS
-        for name, figure in front_figures(front).items()
-    },
 }
 """Each figure that a page may have within a sentence, by name."""
 

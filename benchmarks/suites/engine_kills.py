@@ -27,12 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpx
 
 from benchmarks.members import Options, Step
 from benchmarks.rivals.environment import python_of
 from benchmarks.serving import others, services
 from benchmarks.serving.others import VLLM
-from benchmarks.suites.kills import BACK_S, victim_of, wait_whole
+from benchmarks.suites.kills import BACK_S, SETTLED_S, victim_of, wait_whole, worker_of
 from multiworld.serve.control.client import Service
 from multiworld.serve.models import smollm2
 
@@ -213,15 +214,24 @@ class Servers:
         return self._stack.enter_context(running)
 
     async def kill(self) -> None:
-        """Kill one of them."""
-        os.kill(self._draw.choice(self._processes).pid, signal.SIGKILL)
+        """Kill the process of one of them that computes; its server then exits."""
+        os.kill(worker_of(self._draw.choice(self._processes)), signal.SIGKILL)
+        await asyncio.sleep(SETTLED_S)
 
     async def heal(self) -> None:
         """Start the killed one again."""
         for place, process in enumerate(self._processes):
-            if process.poll() is not None:
+            if not await asyncio.to_thread(_is_alive, self.urls[place]):
+                await asyncio.to_thread(process.wait, BACK_S)
                 url, again = await asyncio.to_thread(self._start)
                 self.urls[place], self._processes[place] = url, again
+
+
+def _is_alive(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5.0).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 async def _measure(

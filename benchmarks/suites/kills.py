@@ -315,7 +315,7 @@ async def _theirs(python: Path, folder: Path, scratch: Path, on_step: OnStep) ->
         async with _flowing(load):
             on_step(("step", (0.0, f"{VLLM}, one kill")))
             supervising = asyncio.create_task(supervise())
-            await _kill(load, _worker_of(process), VLLM, on_step)
+            await _kill(load, worker_of(process), VLLM, on_step)
             await supervising
 
 
@@ -342,7 +342,7 @@ async def _kill(load: Load, pid: int, who: str, on_step: OnStep) -> None:
     on_step(("sample", sample))
 
 
-def _worker_of(process: subprocess.Popen[bytes]) -> int:
+def worker_of(process: subprocess.Popen[bytes]) -> int:
     """Return the process of vLLM's server that computes."""
     children = psutil.Process(process.pid).children(recursive=True)
     biggest = max(children, key=lambda child: child.memory_info().rss)
