@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -592,11 +593,14 @@ def lines_of(call: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    gc.collect()
+    gc.disable()  # a finalizer of whatever ran before would be counted
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 
