@@ -21,7 +21,6 @@ import socket
 import sys
 import traceback
 
-from multiworld.serve.launchers.leash import open_leash, wear_leash
 from multiworld.serve.launchers.protocol import (
     FORK_ORDERS,
     Exited,
@@ -34,6 +33,7 @@ from multiworld.serve.launchers.protocol import (
     Pong,
     Warm,
 )
+from multiworld.serve.replica.leash import open_leash, wear_leash
 
 
 class ForkServer:

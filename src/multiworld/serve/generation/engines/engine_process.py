@@ -1,17 +1,15 @@
 """The process of an engine: its own process group, which ends with the replica.
 
 The engine runs in an environment of its own, which may have another torch. All of its
-processes form one process group on a leash (``launchers/leash.py``): if the replica is
-lost, for whatever reason, the kernel kills the group at once, stopped or not.
+processes form one process group on a leash: if the replica is lost, for whatever
+reason, the kernel kills the group at once, stopped or not.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import math
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -19,6 +17,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from multiworld.serve.replica import leash
+from multiworld.serve.resources.usage import family_of
 
 END_S = 5.0
 """Seconds that an engine has to exit before it is killed."""
@@ -46,7 +47,7 @@ class EngineProcess:
         self._family: list[int] = []
         self._family_at = -math.inf
         reader, self._leash = os.pipe()
-        wearing = [sys.executable, "-I", "-S", __file__, str(reader), *command]
+        wearing = [sys.executable, "-I", "-S", leash.__file__, str(reader), *command]
         try:
             self._process = subprocess.Popen(
                 wearing,
@@ -81,8 +82,6 @@ class EngineProcess:
 
     def stopped_s(self) -> float:
         """Return the seconds for which one of its processes has been stopped."""
-        from multiworld.serve.resources.usage import family_of
-
         now = self._clock()
         if now - self._family_at >= FAMILY_S:
             self._family, self._family_at = family_of(self.pid), now
@@ -138,20 +137,3 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def _wear_and_execute(reader: int, command: Sequence[str]) -> None:
-    """Put this process group on a leash, and become another program."""
-    fcntl.fcntl(reader, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)
-    flags = fcntl.fcntl(reader, fcntl.F_GETFL)
-    fcntl.fcntl(reader, fcntl.F_SETFL, flags | os.O_ASYNC)
-    poll = select.poll()
-    poll.register(reader, 0)  # a hang-up is always reported
-    if poll.poll(0):
-        os._exit(1)  # the replica is lost already
-    os.execvp(command[0], list(command))
-
-
-if __name__ == "__main__":
-    _wear_and_execute(int(sys.argv[1]), sys.argv[2:])

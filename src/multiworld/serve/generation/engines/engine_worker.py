@@ -56,7 +56,7 @@ LOOK_S = 0.1
 EXIT_LOST = 71
 """Exit code of a replica whose engine is lost."""
 
-NO_ROWS = SequenceTable(is_last=True)
+NO_SEQUENCES = SequenceTable(is_last=True)
 """The sequences of a replica that gets no rows from others: none."""
 
 MakeEngine = Callable[[EngineSettings], WholeEngine]
@@ -122,7 +122,7 @@ class EngineWorker:
         """
         try:
             why = await self._engine.wait_lost()
-            self._give_up(f"the engine is lost: {why}")
+            self._give_up(f"the engine is lost: {why}", EXIT_LOST)
         finally:
             tasks = list(self._tasks.values())
             for task in tasks:
@@ -148,14 +148,16 @@ class EngineWorker:
         since = max(self._heard_at, self._pauses.resumed_at)
         stopped_s = self._engine.stopped_s()
         if stopped_s > SILENT_S:
-            self._give_up(f"the engine's processes are stopped for {stopped_s:.1f} s")
+            text = f"the engine's processes are stopped for {stopped_s:.1f} s"
+            self._give_up(text, EXIT_LOST)
         elif now - since > self._hung_s:
-            self._give_up(f"the engine sent no token for {now - since:.0f} s: it hangs")
+            text = f"the engine sent no token for {now - since:.0f} s: it hangs"
+            self._give_up(text, EXIT_HUNG)
 
-    def _give_up(self, text: str) -> None:
+    def _give_up(self, text: str, code: int) -> None:
         logger.error("%s; this replica exits", text)
         self._engine.kill()
-        self._exit_process(EXIT_HUNG if "hangs" in text else EXIT_LOST)
+        self._exit_process(code)
 
     def table_changed(self, table: RoutingTable) -> None:
         """Use a new routing table; end the sequences of gateways that are gone."""
@@ -165,7 +167,7 @@ class EngineWorker:
     @property
     def has_gateway(self) -> bool:
         """True while a gateway is connected."""
-        return any(name in self._outboxes for name in self._outboxes.table.gateways)
+        return bool(self._outboxes.gateways())
 
     @property
     def is_idle(self) -> bool:
@@ -186,14 +188,13 @@ class EngineWorker:
 
     def report(self) -> WorkerReport:
         """Return the current state of the replica."""
-        known = {*self._outboxes.table.gateways} & {*self._outboxes}
         return WorkerReport(
             queued=self.sequences.waiting,
             computing=self.sequences.running,
             computing_s=self._clock() - self._heard_at if self._tasks else 0.0,
             computed_s=self._computed_s,
             counts=dict(self.counts),
-            gateways=tuple(sorted(known)),
+            gateways=self._outboxes.gateways(),
             kv_usage=self._engine.usage,
             phase=self._engine.phase,
         )
@@ -217,7 +218,7 @@ class EngineWorker:
         """
         peer = outbox.edge.peer
         for message, contents in frame:
-            check(message, contents, peer, self.name, 0, NO_ROWS)
+            check(message, contents, peer, self.name, 0, NO_SEQUENCES)
             self._handle(Received(peer, message))
 
     # Decisions.
@@ -241,7 +242,7 @@ class EngineWorker:
                 case Abort(number):
                     self._tasks[number].cancel()
                 case GiveUp(text):
-                    self._give_up(text)
+                    self._give_up(text, EXIT_LOST)
 
     async def _run(self, number: int, run: Run) -> None:
         """Pass on the tokens of a run; cancelling aborts it."""

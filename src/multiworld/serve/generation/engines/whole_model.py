@@ -58,7 +58,7 @@ def model(
     )
     what = json.dumps([engine, engine_args or {}, dtype], sort_keys=True, default=str)
     return Model(
-        stages=[Stage(load=_load, name=engine.rpartition(":")[0] or engine)],
+        stages=[Stage(load=_load, name=engine)],
         generation=Generation(
             tokenizer=functools.partial(folder_facts.tokenizer, folder),
             end_tokens=folder_facts.end_tokens(config, folder),

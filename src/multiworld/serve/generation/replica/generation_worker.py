@@ -184,7 +184,7 @@ class GenerationWorker:
     @property
     def has_gateway(self) -> bool:
         """True while a gateway is connected."""
-        return any(name in self._outboxes for name in self._outboxes.table.gateways)
+        return bool(self._outboxes.gateways())
 
     @property
     def is_idle(self) -> bool:
@@ -230,9 +230,7 @@ class GenerationWorker:
             computed_s=self._engine.computed_s,
             counts={**self.counts, "preemptions": self._scheduler.pool.preemptions},
             upstream=self._outboxes.of_stage(self._stage - 1),
-            gateways=tuple(
-                sorted({*self._outboxes.table.gateways} & {*self._outboxes})
-            ),
+            gateways=self._outboxes.gateways(),
             downstream=self._outboxes.of_stage(self._stage + 1),
             kv_usage=self._scheduler.pool.usage,
         )

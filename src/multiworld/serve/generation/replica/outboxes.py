@@ -50,6 +50,10 @@ class Outboxes:
         del self._edges[peer]
         return True
 
+    def gateways(self) -> tuple[str, ...]:
+        """Return the connected gateways."""
+        return tuple(sorted({*self.table.gateways} & self._edges.keys()))
+
     def of_stage(self, stage: int) -> tuple[str, ...]:
         """Return the connected replicas of a stage."""
         known = self.table.replicas

@@ -4,7 +4,7 @@ A ``NodeLauncher`` keeps a fork server on a machine and forks replicas from it, 
 they need not import torch and the model's code. Each rank of a replica also has a
 ``ReplicaHolder``, an actor in the placement group of the replica: Ray accounts for the
 replica by it, and whoever kills it kills the replica, because it holds the leash that
-the replica wears (``launchers.leash``).
+the replica wears (``replica.leash``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 
 from multiworld.serve.launchers.base import began_at
 from multiworld.serve.launchers.forks import Forks
-from multiworld.serve.launchers.leash import Leash, hold_leash
 from multiworld.serve.launchers.protocol import Launch
+from multiworld.serve.replica.leash import Leash, hold_leash
 
 LINGER_S = 5.0
 """Seconds that a holder stays after its replica has exited, to report the exit. Then

@@ -4,6 +4,8 @@ The leash is a pipe. The process that wears it has the read end, and its holders
 the write end. When the last holder exits, for whatever reason, the kernel sends the
 wearer the signal of its read end, SIGKILL (``F_SETSIG`` in fcntl(2)), which kills even
 a process that is stopped or hangs. This ties a process to one that is not its parent.
+A whole process group can wear one: ``python leash.py FD COMMAND …`` puts its group on
+the leash whose read end is FD, and becomes the command.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import fcntl
 import os
 import select
 import signal
+import sys
 
 
 class Leash:
@@ -44,13 +47,22 @@ def open_leash(path: str) -> int:
     return os.open(path, os.O_RDONLY)
 
 
-def wear_leash(reader: int) -> None:
-    """Make the kernel kill this process once nobody holds the leash."""
-    fcntl.fcntl(reader, fcntl.F_SETOWN, os.getpid())
+def wear_leash(reader: int, wearer: int | None = None) -> None:
+    """Make the kernel kill the wearer once nobody holds the leash.
+
+    ``wearer`` is this process by default, or a process group, as a negative number.
+    """
+    wearer = os.getpid() if wearer is None else wearer
+    fcntl.fcntl(reader, fcntl.F_SETOWN, wearer)
     fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)
     flags = fcntl.fcntl(reader, fcntl.F_GETFL)
     fcntl.fcntl(reader, fcntl.F_SETFL, flags | os.O_ASYNC)
     poll = select.poll()
     poll.register(reader, 0)  # a hang-up is always reported
     if poll.poll(0):  # nobody holds it any more
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(wearer, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    wear_leash(int(sys.argv[1]), -os.getpgrp())
+    os.execvp(sys.argv[2], sys.argv[2:])

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from multiworld.serve.launchers.leash import Leash, hold_leash, open_leash
+from multiworld.serve.replica.leash import Leash, hold_leash, open_leash
 
 WAIT_S = 30.0
 SOURCE = str(Path(__file__).parents[4] / "src")
 PROGRAM = """
 import signal, sys, time
-from multiworld.serve.launchers import leash
+from multiworld.serve.replica import leash
 if sys.argv[1] == "wear":
     leash.wear_leash(leash.open_leash(sys.argv[2]))
 else:
