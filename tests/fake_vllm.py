@@ -75,6 +75,11 @@ class Server:
         """Say that it serves."""
         return web.Response()
 
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Return how much of its memory is used."""
+        line = 'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25'
+        return web.Response(text=f"# HELP\n{line}\n")
+
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Stream tokens."""
         body = await request.json()
@@ -123,6 +128,7 @@ def main(arguments: list[str]) -> None:
     app.add_routes(
         [
             web.get("/health", server.health),
+            web.get("/metrics", server.metrics),
             web.post("/inference/v1/generate", server.generate),
         ]
     )

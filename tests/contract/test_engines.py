@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from multiworld.serve.generation.engines.engine_process import EngineProcess, free_port
 from multiworld.serve.generation.engines.engine_worker import (
     EXIT_LOST,
     EngineWorker,
+    MakeEngine,
 )
+from multiworld.serve.generation.engines.llama_cpp import LlamaCppEngine
+from multiworld.serve.generation.engines.openai_servers import OpenAiEngine
 from multiworld.serve.generation.engines.vllm import VllmEngine
-from multiworld.serve.generation.engines.whole_engine import EngineSettings
+from multiworld.serve.generation.engines.whole_engine import (
+    EngineLostError,
+    EngineSettings,
+)
 from multiworld.serve.generation.limits import limits_of
 from multiworld.serve.generation.models import decoder
 from multiworld.serve.generation.replica.engine_thread import EngineThread
@@ -26,19 +35,21 @@ from multiworld.serve.generation.replica.scheduler import Scheduler
 from multiworld.serve.replica.hang_guard import EXIT_HUNG
 from multiworld.serve.spec.schema import GenerationSpec
 from multiworld.serve.spec.stage import StageContext
-from tests import fake_vllm
+from tests import fake_token_server, fake_vllm
 from tests.contract.engines import (
     CHECKS,
     COUNT,
     KINDS,
     NAME,
     PROMPT,
+    WAIT_S,
     Bench,
     EngineCheck,
 )
 from tests.tiny_decoder import VOCABULARY, save_decoder
 
 MAX_SEQS = 8
+START_S = 40.0
 
 
 @pytest.fixture(scope="module")
@@ -62,35 +73,91 @@ def staged(folder: Path) -> GenerationWorker:
     return GenerationWorker(settings, engine, Scheduler(limits))
 
 
-def vllm(
-    folder: Path, hung_s: float = 30.0, exits: list[int] | None = None
+def whole(
+    make: MakeEngine,
+    folder: Path,
+    hung_s: float = 30.0,
+    exits: list[int] | None = None,
+    **more: Any,
 ) -> EngineWorker:
-    """Return a replica with the server that stands in for vLLM."""
+    """Return a replica with a whole engine."""
     settings = EngineSettings(
         replica=NAME,
         path=str(folder),
         vocabulary=VOCABULARY,
-        python=str(fake_vllm.interpreter(folder)),
         max_num_seqs=MAX_SEQS,
+        **more,
     )
     codes = [] if exits is None else exits
-    return EngineWorker(VllmEngine, settings, hung_s, exit_process=codes.append)
+    return EngineWorker(make, settings, hung_s, exit_process=codes.append)
+
+
+def vllm(folder: Path, **more: Any) -> EngineWorker:
+    """Return a replica with the server that stands in for vLLM."""
+    python = str(fake_vllm.interpreter(folder))
+    return whole(VllmEngine, folder, python=python, **more)
+
+
+def llama_cpp(folder: Path, **more: Any) -> EngineWorker:
+    """Return a replica with the server that stands in for llama.cpp."""
+    (folder / "weights.gguf").touch()
+    python = str(fake_token_server.interpreter(folder, "--llama"))
+    return whole(LlamaCppEngine, folder, python=python, **more)
+
+
+def openai_servers(folder: Path, **more: Any) -> EngineWorker:
+    """Return a replica that uses a server of somebody else."""
+    args = {"urls": [server_of_somebody_else(folder)]}
+    return whole(OpenAiEngine, folder, args=args, **more)
+
+
+OTHERS: list[EngineProcess] = []
+"""Servers of somebody else."""
+
+
+def server_of_somebody_else(folder: Path, *flags: str) -> str:
+    """Start a server; return its address."""
+    port = free_port()
+    program = str(fake_token_server.interpreter(folder, *flags))
+    OTHERS.append(EngineProcess([program, "", "", "--port", str(port)], {}))
+    return f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_server_stays() -> Iterator[None]:
+    yield
+    while OTHERS:
+        OTHERS.pop().kill()
 
 
 ENGINES: dict[str, Callable[[Path], GenerationWorker | EngineWorker]] = {
     "staged": staged,
     "vllm": vllm,
+    "llama.cpp": llama_cpp,
+    "openai": openai_servers,
 }
+WITHOUT = {"llama.cpp": ["structured"], "openai": ["structured"]}
+"""Kinds of requests that an engine refuses."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES)
 async def bench(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Bench]:
     """Return a replica of each kind."""
     worker = ENGINES[request.param](folder)
-    await worker.load(StageContext())
-    async with Bench(worker) as made:
+    await load(worker)
+    async with Bench(worker, WITHOUT.get(request.param, ())) as made:
         yield made
     worker.close()
+
+
+async def load(worker: GenerationWorker | EngineWorker) -> None:
+    """Start its engine, which may wait for a server of somebody else."""
+    async with asyncio.timeout(START_S):
+        while True:
+            try:
+                return await worker.load(StageContext())
+            except EngineLostError:
+                await asyncio.sleep(0.1)  # it does not answer yet
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -101,6 +168,10 @@ async def test_engine_keeps_the_contract(check: EngineCheck, bench: Bench) -> No
     await bench.is_at_rest()
 
 
+MISBEHAVING = {"vllm": vllm, "llama.cpp": llama_cpp, "openai": openai_servers}
+
+
+@pytest.mark.parametrize("bench", MISBEHAVING, indirect=True)
 @pytest.mark.parametrize(
     ("token", "kind"),
     [
@@ -109,44 +180,109 @@ async def test_engine_keeps_the_contract(check: EngineCheck, bench: Bench) -> No
         (fake_vllm.GARBAGE, None),
         (fake_vllm.FOREIGN, None),
         (fake_vllm.HUGE, None),
-        (fake_vllm.EARLY, None),
     ],
 )
 @pytest.mark.asyncio(loop_scope="module")
 async def test_engine_that_misbehaves_costs_one_sequence(
-    token: int, kind: str | None, folder: Path
+    token: int, kind: str | None, bench: Bench
 ) -> None:
     """It goes to the client, or back to its gateway; others are not affected."""
-    worker = vllm(folder)
-    await worker.load(StageContext())
-    async with Bench(worker) as bench:
-        other = bench.begin(KINDS["sampled"])
-        bad = bench.begin(KINDS["greedy"], prompt=[token, *PROMPT])
-        error = await bench.failed(bad)
-        assert (error and error.kind) == kind
-        assert len(await bench.whole(other)) == COUNT
-        await bench.is_at_rest()
+    other = bench.begin(KINDS["sampled"])
+    bad = bench.begin(KINDS["greedy"], prompt=[token, *PROMPT])
+    error = await bench.failed(bad)
+    assert (error and error.kind) == kind
+    assert len(await bench.whole(other)) == COUNT
+    await bench.is_at_rest()
 
 
+@pytest.mark.parametrize("bench", ["vllm", "llama.cpp"], indirect=True)
 @pytest.mark.asyncio(loop_scope="module")
-async def test_engine_that_floods_is_cut_off(folder: Path) -> None:
+async def test_sequence_that_ends_early_is_returned(bench: Bench) -> None:
+    """Its gateway tries again."""
+    early = bench.begin(KINDS["greedy"], prompt=[fake_vllm.EARLY, *PROMPT])
+    assert await bench.failed(early) is None
+    await bench.is_at_rest()
+
+
+@pytest.mark.parametrize("bench", ["openai"], indirect=True)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_sequence_that_ends_early_is_requested_again(bench: Bench) -> None:
+    """A server that stops in the midst is asked for the rest."""
+    early = bench.begin(KINDS["greedy"], prompt=[fake_vllm.EARLY, *PROMPT])
+    assert len(await bench.whole(early)) == COUNT
+    await bench.is_at_rest()
+
+
+@pytest.mark.parametrize("bench", ["vllm", "openai"], indirect=True)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_engine_that_floods_is_cut_off(bench: Bench) -> None:
     """No token comes after the last one that was asked for."""
-    worker = vllm(folder)
-    await worker.load(StageContext())
-    async with Bench(worker) as bench:
-        start = bench.begin(KINDS["greedy"], prompt=[fake_vllm.FLOOD, *PROMPT])
-        assert len(await bench.whole(start)) == COUNT
-        await bench.is_at_rest()
+    start = bench.begin(KINDS["greedy"], prompt=[fake_vllm.FLOOD, *PROMPT])
+    assert len(await bench.whole(start)) == COUNT
+    await bench.is_at_rest()
 
 
+@pytest.mark.parametrize("engine", MISBEHAVING)
 @pytest.mark.parametrize("token", [fake_vllm.DIE, fake_vllm.HANG])
 @pytest.mark.asyncio(loop_scope="module")
-async def test_engine_that_is_lost_ends_the_replica(token: int, folder: Path) -> None:
+async def test_engine_that_is_lost_ends_the_replica(
+    token: int, engine: str, folder: Path
+) -> None:
     """If it dies, or sends nothing while a sequence runs, its process exits."""
     exits: list[int] = []
-    worker = vllm(folder, hung_s=1.0, exits=exits)
-    await worker.load(StageContext())
+    worker = MISBEHAVING[engine](folder, hung_s=1.0, exits=exits)
+    await load(worker)
     async with Bench(worker) as bench:
         bench.begin(KINDS["greedy"], prompt=[token, *PROMPT])
-        await bench.run_ended()
+        async with asyncio.timeout(WAIT_S):
+            while not exits:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        if token == fake_vllm.DIE or engine != "openai":  # somebody else's hangs on
+            await bench.run_ended()
     assert exits[0] == (EXIT_HUNG if token == fake_vllm.HANG else EXIT_LOST)
+
+
+@pytest.mark.parametrize("bench", ["vllm"], indirect=True)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_used_memory_of_the_engine_is_reported(bench: Bench) -> None:
+    """It steers autoscaling, as that of our own engine does."""
+    async with asyncio.timeout(WAIT_S):
+        while bench.worker.report().kv_usage != 0.25:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("flags", [(), ("--llama",)])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_server_that_continues_differently_costs_no_stream(
+    flags: tuple[str, ...], folder: Path
+) -> None:
+    """A stream that cannot be continued exactly continues with tokens drawn anew."""
+    args = {"urls": [server_of_somebody_else(folder, *flags)]}
+    worker = whole(OpenAiEngine, folder, args=args)
+    await load(worker)
+    async with Bench(worker) as bench:
+        spoilt = [fake_token_server.SPOILT, *PROMPT]
+        tokens = await bench.whole(bench.begin(KINDS["sampled"], prompt=spoilt))
+        again = bench.begin(KINDS["sampled"], tokens[:5], prompt=spoilt)
+        assert len(await bench.whole(again)) == COUNT - 5
+        await bench.is_at_rest()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_server_of_text_must_be_named_inexact(folder: Path) -> None:
+    """Its streams continue with the same text; only then may it be used."""
+    url = server_of_somebody_else(
+        folder, "--text", "--tokenizer", str(folder / "tokenizer.json")
+    )
+    exact = whole(OpenAiEngine, folder, args={"urls": [url]})
+    worker = whole(OpenAiEngine, folder, args={"urls": [url]}, exact=False)
+    await load(worker)
+    with pytest.raises(EngineLostError, match="exact: false"):
+        await exact.load(StageContext())
+    async with Bench(worker) as bench:
+        tokens = await bench.whole(bench.begin(KINDS["greedy"]))
+        assert len(tokens) == COUNT
+        for cut in range(1, COUNT):
+            assert await bench.whole(bench.begin(KINDS["greedy"], tokens[:cut]))
+        assert len(await bench.whole(bench.begin(KINDS["sampled"]))) == COUNT
+        await bench.is_at_rest()

@@ -33,7 +33,7 @@ DECLARED = {
 DISTRIBUTIONS = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}
 """Distribution of each import whose name differs from it."""
 
-ELSEWHERE = {"vllm", "multiworld_sampler"}
+ELSEWHERE = {"vllm", "multiworld_sampler", "xllamacpp"}
 """Imports of files that run in the environment of an engine."""
 
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from multiworld.serve.resources.usage import family_of
-from tests import fake_vllm
+from tests import fake_token_server, fake_vllm
 from tests.serve.harness import WAIT_S, Served, served, wait_for_exit
 from tests.serve.texts import PROMPT, client
 from tests.tiny_decoder import save_decoder
@@ -31,10 +31,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """Requests of each kind."""
 
+WITHOUT = {"m": (), "l": ("structured",)}
+"""Kinds that the engine of a model refuses."""
+
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Return a service with two replicas of an engine."""
+    """Return a service with two replicas of each of two engines."""
     folder = save_decoder(tmp_path_factory.mktemp("decoder"))
     model = {
         "path": str(folder),
@@ -45,9 +48,12 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "replicas": 2,
         "deadline_s": 60.0,
     }
+    (folder / "weights.gguf").touch()
+    python = str(fake_token_server.interpreter(folder, "--llama"))
+    other = {**model, "engine": "llama.cpp", "engine_python": python, "engine_args": {}}
     spec = {
         "app": "engines",
-        "models": {"m": model},
+        "models": {"m": model, "l": other},
         "gateway": {"port": 0},
         "orphan_s": 2.0,
     }
@@ -59,9 +65,14 @@ class Text:
     """A stream of one kind; tokens by choice."""
 
     def __init__(
-        self, api: openai.AsyncOpenAI, kind: dict[str, Any], count: int = COUNT
+        self,
+        api: openai.AsyncOpenAI,
+        kind: dict[str, Any],
+        count: int = COUNT,
+        model: str = "m",
     ) -> None:
         self.tokens: dict[int, list[str]] = {}
+        self._model = model
         self._count, self._grown = count, asyncio.Event()
         self._task = asyncio.ensure_future(self._read(api, dict(kind)))
 
@@ -70,7 +81,7 @@ class Text:
         if "structured_outputs" in kind:
             extra = {"structured_outputs": kind.pop("structured_outputs")}
         stream: Any = await api.completions.create(
-            model="m",
+            model=self._model,
             prompt=PROMPT,
             max_tokens=self._count,
             logprobs=0,
@@ -98,60 +109,73 @@ class Text:
         return self.tokens
 
 
-async def all_kinds(api: openai.AsyncOpenAI, change: Any = None) -> dict[str, Any]:
+async def all_kinds(
+    api: openai.AsyncOpenAI, change: Any = None, model: str = "m"
+) -> dict[str, Any]:
     """Return the tokens of a stream of each kind; meanwhile something changes."""
-    streams = {name: Text(api, kind) for name, kind in KINDS.items()}
+    kinds = [name for name in KINDS if name not in WITHOUT[model]]
+    streams = {name: Text(api, KINDS[name], COUNT, model) for name in kinds}
     if change is not None:
         await asyncio.sleep(0.4)
         await asyncio.to_thread(change)
     found = {name: await stream.end() for name, stream in streams.items()}
     counts = {name: [*map(len, tokens.values())] for name, tokens in found.items()}
-    assert counts.pop("structured")[0] > 10
+    assert "structured" in WITHOUT[model] or counts.pop("structured")[0] > 10
     assert counts.pop("choices") == [COUNT, COUNT]
     assert all(count == [COUNT] for count in counts.values())
     return found
 
 
-def ready(service: Served) -> int:
+def ready(service: Served, model: str = "m") -> int:
     """Return the number of ready replicas; 0 while any other is there."""
-    found = [p for p in service.status().processes if p.name.startswith("m/")]
+    found = [p for p in service.status().processes if p.model == model]
     return len(found) if all(p.phase == "ready" for p in found) else 0
 
 
-def replica(service: Served) -> int:
+def replica(service: Served, model: str = "m") -> int:
     """Return the process of a ready replica."""
-    found = [p for p in service.status().processes if p.name.startswith("m/")]
+    found = [p for p in service.status().processes if p.model == model]
     pid = next(p.pid for p in found if p.phase == "ready")
     assert pid
     return pid
 
 
-def engine(service: Served) -> int:
+def engine(service: Served, model: str = "m") -> int:
     """Return the process of a ready replica's engine."""
-    (pid,) = (p for p in family_of(replica(service)) if is_engine(p))
+    (pid,) = (p for p in family_of(replica(service, model)) if is_engine(p))
     return pid
 
 
 def is_engine(pid: int) -> bool:
-    """Return whether a process is the server that stands in for vLLM."""
+    """Return whether a process is a server that stands in for an engine's."""
     command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b"fake_vllm.py" in command
+    return b"fake_vllm.py" in command or b"fake_token_server" in command
 
 
-async def changed(service: Served, change: Any) -> None:
+async def changed(service: Served, change: Any, model: str = "m") -> None:
     """Compare streams of all kinds with undisturbed ones."""
     async with client(service) as api:
-        undisturbed = await all_kinds(api)
-        assert await all_kinds(api, change) == undisturbed
-    service.until(lambda: ready(service) == 2, "two replicas are ready")
+        undisturbed = await all_kinds(api, None, model)
+        assert await all_kinds(api, change, model) == undisturbed
+    service.until(lambda: ready(service, model) == 2, "two replicas are ready")
 
 
+@pytest.mark.parametrize("model", ["m", "l"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_streams_survive_the_loss_of_an_engine(
-    service: Served, number: signal.Signals
+    service: Served, number: signal.Signals, model: str
 ) -> None:
     """It exits, or it is stopped; every token is that of an undisturbed stream."""
-    await changed(service, lambda: os.kill(engine(service), number))
+    await changed(service, lambda: os.kill(engine(service, model), number), model)
+
+
+async def test_parameters_that_an_engine_lacks_are_refused(service: Served) -> None:
+    """By name, with status 400; another engine has them."""
+    more = {"structured_outputs": {"regex": "[a-z]+"}}
+    async with client(service) as api:
+        with pytest.raises(openai.BadRequestError, match=r"llama\.cpp.*structured"):
+            await api.completions.create(model="l", prompt=PROMPT, extra_body=more)
+        await api.completions.create(model="m", prompt=PROMPT, extra_body=more)
 
 
 async def test_streams_survive_the_loss_of_a_replica(service: Served) -> None:
@@ -196,11 +220,11 @@ def test_nothing_is_left_when_the_service_ends(service: Served) -> None:
     engines = [
         pid
         for process in service.status().processes
-        if process.pid and process.name.startswith("m/")
+        if process.pid and process.model in WITHOUT
         for pid in family_of(process.pid)
         if is_engine(pid)
     ]
-    assert engines
+    assert len(engines) == 4
     service.end()
     service.wait_gone()
     for pid in engines:

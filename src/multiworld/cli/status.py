@@ -96,7 +96,7 @@ def _processes(found: StatusAnswer) -> Table:
         table.add_row(
             process.name,
             process.stage_name or "-",
-            f"[{color}]{process.phase}[/]",
+            f"[{color}]{_phase(process, found)}[/]",
             f"{process.since_s:.0f} s",
             str(process.pid or "-"),
             process.version or "-",
@@ -104,6 +104,14 @@ def _processes(found: StatusAnswer) -> Table:
             str(process.restarts),
         )
     return table
+
+
+def _phase(process: ProcessShown, found: StatusAnswer) -> str:
+    """Return the phase; while an engine starts, also what it does."""
+    worker = None if process.is_gateway else found.worker_report(process.name)
+    if worker is None or not worker.phase:
+        return process.phase
+    return f"{process.phase} ({worker.phase})"
 
 
 def _print(found: StatusAnswer) -> None:

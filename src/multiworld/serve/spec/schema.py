@@ -23,7 +23,7 @@ PATTERNS = {
     VERSION: "use letters, digits, '.', '_' and '-', at most 63",
     FACTORY: "write package.module:function",
     REVISION: "write a commit, a tag or a branch",
-    ENGINE: "write vllm, or package.module:function of an adapter",
+    ENGINE: "write vllm, llama.cpp, openai, or package.module:function of an adapter",
     LAUNCHER: "write local, ray, or package.module:function",
     DEVICE: "write cpu, cuda or cuda:N",
 }
@@ -276,6 +276,17 @@ OF_ENGINE_STAGE = (
 """Fields of a stage that stand at a model with an ``engine``."""
 
 
+OPENAI = "openai"
+"""Name of the engine that is servers which somebody else runs."""
+
+
+def _one_a_server(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the number of replicas by default: one for each address."""
+    args = data.get("engine_args")
+    urls = args.get("urls") if isinstance(args, dict) else None
+    return {"replicas": len(urls)} if isinstance(urls, list) and urls else {}
+
+
 def _is_one(stages: object) -> bool:
     return isinstance(stages, list) and len(stages) == 1
 
@@ -302,13 +313,19 @@ class ModelSpec(_Strict):
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the factory."""
     engine: str | None = Field(default=None, pattern=ENGINE)
-    """Engine of others that computes the whole model in each replica: `vllm`, or
+    """Engine of others that computes the whole model in each replica: `vllm`,
+    `llama.cpp`, `openai` (servers that somebody else runs), or
     `package.module:function` of an adapter. Such a model has no `stages`: `replicas`,
     `autoscaling_config`, `device`, `cpus`, `memory_mb`, `gpu_memory_mb`, `compute_s`
     and `nodes` stand at the model itself."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the engine, by its own names: `tensor_parallel_size: 2` becomes
-    `--tensor-parallel-size 2`. Not for what this spec has fields for."""
+    `--tensor-parallel-size 2`. Not for what this spec has fields for. With `openai`:
+    `urls`, `model`, `api_key_env` and `health`."""
+    exact: bool = True
+    """With `engine: openai`: a stream continues with the tokens of an undisturbed one,
+    so the servers must return token ids. `false` allows servers that return text, and
+    one request for a whole stream: what is sampled after a loss is drawn anew."""
     engine_python: str | None = None
     """Python interpreter of the environment that the engine is installed in; by
     default the one of the service."""
@@ -376,13 +393,15 @@ class ModelSpec(_Strict):
         if not isinstance(data, dict) or data.get("engine") is None:
             return data
         own = {n: data[n] for n in OF_ENGINE_STAGE if data.get(n) is not None}
-        stages = data.get("stages", [own])
+        scaled = own.keys() & {"replicas", "autoscaling_config"}
+        counted = {} if scaled or data["engine"] != OPENAI else _one_a_server(data)
+        stages = data.get("stages", [{**own, **counted}])
         if "stages" in data and (own or not _is_one(stages)):  # one: of a dumped spec
             raise ValueError(
                 "a model with an engine has no stages; write replicas and the "
                 "other fields of a stage at the model"
             )
-        rest = {name: data[name] for name in data if name not in own}
+        rest = {name: data[name] for name in data if name not in OF_ENGINE_STAGE}
         generation, start_s = rest.get("generation"), rest.get("start_s")
         return {
             **rest,
@@ -431,6 +450,10 @@ class ModelSpec(_Strict):
                         "or write it at a stage"
                     )
             return self
+        if self.engine == OPENAI and self.engine_python is not None:
+            raise ValueError("engine: openai starts no server; remove engine_python")
+        if not self.exact and self.engine != OPENAI:
+            raise ValueError("exact: false has an effect with engine: openai only")
         if self.path is None or self.options or self.cut or self.profile:
             raise ValueError(
                 "an engine needs a path, and has no factory, options, cut or profile"

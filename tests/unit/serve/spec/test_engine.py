@@ -45,6 +45,16 @@ def test_fields_of_a_stage_at_the_model_are_those_of_its_only_stage() -> None:
     assert model.engine_args == {"tensor_parallel_size": 2}
 
 
+@pytest.mark.parametrize(("given", "count"), [("", 2), ("    replicas: 3\n", 3)])
+def test_each_server_of_somebody_else_has_a_replica(given: str, count: int) -> None:
+    """Unless the spec says otherwise; a spec that was written out is read again."""
+    args = "    engine_args: {urls: ['http://a', 'http://b']}\n    exact: false\n"
+    model = model_of(PLAIN + "    engine: openai\n" + args + given)
+    assert model.stages[0].replicas == count
+    again = type(model).model_validate(model.model_dump(mode="json"))
+    assert again == model
+
+
 def test_engine_alone_is_enough() -> None:
     """It generates text, in one replica on the CPU, and has time to start."""
     model = model_of(PLAIN + "    engine: my.adapters:make\n")
@@ -72,7 +82,7 @@ def test_number_of_replicas_may_be_a_range(count: str, first: int) -> None:
     [
         ("engine: vllm", "engine: vllm\n    engine: vllm", 6, "engine is given twice"),
         ("replicas: 2", "replicas: 2\n    replicas: 2", 10, "replicas is given twice"),
-        ("engine: vllm", "engine: a b", 5, "write vllm, or package.module:function"),
+        ("engine: vllm", "engine: a b", 5, "write vllm, llama.cpp, openai"),
         ("replicas: 2", "stages: [{}]", 3, "an engine has no stages"),
         ("nodes:", "stages: [{}, {}]\n    nodes:", 3, "an engine has no stages"),
         ("nodes:", "stages: []\n    nodes:", 3, "an engine has no stages"),
@@ -84,6 +94,8 @@ def test_number_of_replicas_may_be_a_range(count: str, first: int) -> None:
         ("replicas: 2", "replicas: 0", 9, "models.m.replicas: input should be greater"),
         ("replicas: 2", "replicas: {max: 2}", 9, "did you mean max_replicas?"),
         ("replicas: 2", "threads: 2", 9, "models.m.threads is unknown"),
+        ("engine: vllm", "engine: openai", 3, "remove engine_python"),
+        ("nodes:", "exact: false\n    nodes:", 3, "exact: false has an effect"),
         ("path: /folder", "factory: a.b:c", 3, "an engine needs a path"),
         ("nodes:", "options: {a: 1}\n    nodes:", 3, "an engine needs a path"),
         ("nodes:", "cut: [1]\n    nodes:", 3, "no factory, options, cut or profile"),

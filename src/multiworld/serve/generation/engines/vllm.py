@@ -10,29 +10,28 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
+import re
 import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from multiworld.errors import (
     InvalidRequestError,
     ModelFailedError,
     ServeError,
-    SpecError,
 )
 from multiworld.serve.generation.engines import vllm_sampling
-from multiworld.serve.generation.engines.engine_process import (
-    EngineProcess,
-    free_port,
+from multiworld.serve.generation.engines.engine_args import flags_of, refuse_reserved
+from multiworld.serve.generation.engines.engine_server import (
+    MAX_ERROR,
+    EngineServer,
 )
 from multiworld.serve.generation.engines.whole_engine import (
     EngineLostError,
@@ -43,8 +42,6 @@ from multiworld.serve.generation.engines.whole_engine import (
 )
 from multiworld.serve.generation.replica import sampler
 from multiworld.serve.transport.generation_messages import Sampling
-
-logger = logging.getLogger("multiworld.serve")
 
 MODULE, SAMPLER = "multiworld_vllm_sampling", "multiworld_sampler"
 """Names of the modules that vLLM imports; see ``_write_modules``."""
@@ -65,20 +62,14 @@ RESERVED = {
 }
 """Arguments that the service sets itself, with the field of the spec to use."""
 
-HEALTH_S = 0.25
-"""Seconds between looks at a starting server."""
+USAGE_S = 1.0
+"""Seconds between measurements of the used KV memory."""
 
-ANSWER_S = 5.0
-"""Maximum seconds for vLLM to answer a look."""
-
-MAX_LINE = 2**20
-"""Maximum bytes of a line of an answer; the largest have 20 log-probabilities."""
+USAGE = re.compile(rb"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.e+-]+)", re.M)
+"""vLLM's metric of the used fraction."""
 
 STRUCTURE = "structured output failed"
 """Beginning of reports about a structure that cannot be fulfilled."""
-
-MAX_ERROR = 500
-"""Maximum reported characters of vLLM's errors."""
 
 
 class _Logprob(msgspec.Struct):
@@ -114,54 +105,36 @@ class VllmEngine:
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self.usage, self.phase = 0.0, "waiting"
-        self._process: EngineProcess | None = None
-        self._http: aiohttp.ClientSession | None = None
+        self._server: EngineServer | None = None
         self._folder: Path | None = None
         self._failures: dict[str, str] = {}
         self._socket: socket.socket | None = None
         self._number = 0
-        self._url = ""
         refuse_reserved(settings.args, RESERVED)
 
     # Its life.
 
     async def start(self) -> None:
         """Start vLLM, and wait until it answers."""
-        port = free_port()
-        self._url = f"http://127.0.0.1:{port}"
+        self._server = EngineServer("vLLM")
         self._folder = Path(tempfile.mkdtemp(prefix="multiworld-vllm-"))
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.bind(str(self._folder / "failures"))
         write_modules(self._folder, self._settings)
-        command = self._command(port)
-        logger.info("starting %s", " ".join(command))
         self.phase = "loading"
-        self._process = EngineProcess(command, self._environment())
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_S)
-        connector = aiohttp.TCPConnector(limit=0)
-        self._http = aiohttp.ClientSession(
-            self._url, timeout=timeout, connector=connector, read_bufsize=MAX_LINE
-        )
-        exited = asyncio.ensure_future(self._process.wait())
+        command = self._command(self._server.port)
         try:
-            while not exited.done() and not await self._answers():
-                await asyncio.wait([exited], timeout=HEALTH_S)
-            if exited.done():
-                raise EngineLostError(
-                    f"vLLM exited with code {exited.result()} before it served; its "
-                    "output is in the log of this replica"
-                )
-        except BaseException:
-            await self.close()
-            raise
-        finally:
-            exited.cancel()
-        self.phase = "warming up"
-        warm_up = Run((0,), 1, Sampling(temperature=0.0, max_tokens=2, ignore_eos=True))
-        try:
+            await self._server.start(command, self._environment())
+            self.phase = "warming up"
+            warm_up = Run(
+                (0,), 1, Sampling(temperature=0.0, max_tokens=2, ignore_eos=True)
+            )
             async for _ in self.generate(warm_up):
                 pass
+        except EngineLostError:
+            self._remove_files()
+            raise
         except ServeError as error:
             await self.close()
             raise EngineLostError(f"vLLM cannot generate: {error}") from error
@@ -191,33 +164,33 @@ class VllmEngine:
             env["CUDA_VISIBLE_DEVICES"] = index or "0"
         return env
 
-    async def _answers(self) -> bool:
-        assert self._http is not None
-        limit = aiohttp.ClientTimeout(total=ANSWER_S)
-        try:
-            async with self._http.get("/health", timeout=limit) as answer:
-                return answer.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            return False
-
     async def wait_lost(self) -> str:
-        """Wait until vLLM's server has exited; return why."""
-        assert self._process is not None
-        return f"vLLM exited with code {await self._process.wait()}"
+        """Wait until vLLM's server has exited; return why. Measures ``usage``."""
+        assert self._server is not None
+        measuring = asyncio.ensure_future(self._measure(self._server))
+        try:
+            return await self._server.wait_lost()
+        finally:
+            measuring.cancel()
+            await asyncio.gather(measuring, return_exceptions=True)
+
+    async def _measure(self, server: EngineServer) -> None:
+        while True:
+            await asyncio.sleep(USAGE_S)
+            found = USAGE.search(await server.get("/metrics"))
+            self.usage = float(found[1]) if found else 0.0
 
     def stopped_s(self) -> float:
-        return 0.0 if self._process is None else self._process.stopped_s()
+        return 0.0 if self._server is None else self._server.stopped_s()
 
     async def close(self) -> None:
-        if self._http is not None:
-            await self._http.close()
-        if self._process is not None:
-            await self._process.close()
+        if self._server is not None:
+            await self._server.close()
         self._remove_files()
 
     def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
+        if self._server is not None:
+            self._server.kill()
         self._remove_files()
 
     def _remove_files(self) -> None:
@@ -238,26 +211,16 @@ class VllmEngine:
 
     async def generate(self, run: Run) -> AsyncGenerator[Sequence[EngineToken]]:
         """Continue a sequence; see ``WholeEngine.generate``."""
-        assert self._http is not None
+        assert self._server is not None
         self._number += 1
         name = f"{self._settings.replica}-{self._number}"
-        body = self._body(run, name)
-        data = msgspec.json.encode(body)
-        headers = {"Content-Type": "application/json"}
-        try:
-            async with self._http.post(
-                "/inference/v1/generate", data=data, headers=headers
-            ) as answer:
-                if answer.status != 200:
-                    raise refusal_of(answer.status, await answer.content.read(MAX_LINE))
-                async for chunk in chunks_of(answer):
-                    tokens = tokens_of(chunk, run)
-                    self._raise_if_failed(name)
-                    if tokens:
-                        yield tokens
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            text = f"{type(error).__name__}: {error}"
-            raise RunFailedError(f"vLLM's answer broke off: {text}") from error
+        events = self._server.events("/inference/v1/generate", self._body(run, name))
+        async with aclosing(events):
+            async for data in events:
+                tokens = tokens_of(chunk_of(data), run)
+                self._raise_if_failed(name)
+                if tokens:
+                    yield tokens
 
     def _body(self, run: Run, name: str) -> dict[str, Any]:
         given = run.sampling
@@ -303,11 +266,6 @@ class VllmEngine:
         raise ModelFailedError(failure)
 
 
-def make(settings: EngineSettings) -> VllmEngine:
-    """Return the adapter; ``engine: vllm``."""
-    return VllmEngine(settings)
-
-
 def write_modules(folder: Path, settings: EngineSettings) -> None:
     """Write what vLLM's processes import: our sampler, and the logits processor.
 
@@ -324,62 +282,19 @@ def write_modules(folder: Path, settings: EngineSettings) -> None:
     (folder / "model.json").write_text(json.dumps(facts))
 
 
-def refuse_reserved(args: Mapping[str, Any], reserved: Mapping[str, str]) -> None:
-    """Raise SpecError if ``engine_args`` sets what the service sets itself."""
-    for name in args:
-        if (known := reserved.get(name.replace("-", "_"))) is not None:
-            remedy = f"use `{known}` instead" if known else "remove it"
-            raise SpecError(f"engine_args: {name} is set by the service; {remedy}")
-
-
-def flags_of(args: Mapping[str, Any]) -> list[str]:
-    """Return arguments as flags: ``{"max_model_len": 5}`` as ``--max-model-len 5``."""
-    found: list[str] = []
-    for name, value in args.items():
-        flag = name.replace("_", "-")
-        match value:
-            case None:
-                pass
-            case True:
-                found.append(f"--{flag}")
-            case False:
-                found.append(f"--no-{flag}")
-            case list():
-                found += [f"--{flag}", *map(str, value)]
-            case dict():
-                found += [f"--{flag}", json.dumps(value)]
-            case _:
-                found += [f"--{flag}", str(value)]
-    return found
-
-
-def refusal_of(status: int, body: bytes) -> Exception:
-    """Return the error for an HTTP status other than 200."""
-    text = body.decode(errors="replace")[:MAX_ERROR]
-    if 400 <= status < 500 and status not in (408, 429):
-        return InvalidRequestError(f"the engine refused the request: {text}")
-    return RunFailedError(f"the engine answered {status}: {text}")
-
-
-async def chunks_of(answer: aiohttp.ClientResponse) -> AsyncIterator[_Chunk]:
-    """Yield the events of a stream up to its end.
+def chunk_of(data: bytes) -> _Chunk:
+    """Return an event of a stream.
 
     Raises:
-        RunFailedError: It is no such stream, or reports an error.
+        RunFailedError: It is not valid, or reports an error.
     """
-    async for line in answer.content:
-        if not line.startswith(b"data:"):
-            continue
-        data = line[5:].strip()
-        if data == b"[DONE]":
-            return
-        try:
-            chunk = _CHUNK.decode(data)
-        except msgspec.DecodeError as error:
-            raise RunFailedError(f"the engine sent no valid event: {error}") from None
-        if chunk.error is not None:
-            raise RunFailedError(f"the engine failed: {str(chunk.error)[:MAX_ERROR]}")
-        yield chunk
+    try:
+        chunk = _CHUNK.decode(data)
+    except msgspec.DecodeError as error:
+        raise RunFailedError(f"the engine sent no valid event: {error}") from None
+    if chunk.error is not None:
+        raise RunFailedError(f"the engine failed: {str(chunk.error)[:MAX_ERROR]}")
+    return chunk
 
 
 def tokens_of(chunk: _Chunk, run: Run) -> list[EngineToken]:

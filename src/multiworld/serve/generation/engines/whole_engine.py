@@ -47,6 +47,7 @@ class EngineSettings:
         max_model_len: Maximum number of tokens of a sequence; None: the engine's own.
         max_num_seqs: Maximum number of sequences that run at once.
         dtype: Dtype to compute in; None: the engine's own choice.
+        exact: A stream must continue with the tokens of an undisturbed one.
     """
 
     replica: str
@@ -59,6 +60,7 @@ class EngineSettings:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     dtype: str | None = None
+    exact: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +114,10 @@ class WholeEngine(Protocol):
         phase: What the engine does until it has started, for ``multiworld status``.
     """
 
-    usage: float
-    phase: str
+    @property
+    def usage(self) -> float: ...
+    @property
+    def phase(self) -> str: ...
 
     async def start(self) -> None:
         """Start the engine, or connect to it, and wait until it serves.

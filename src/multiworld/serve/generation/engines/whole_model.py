@@ -19,7 +19,9 @@ from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
 HERE = "multiworld.serve.generation.engines"
 
 ENGINES = {
-    "vllm": f"{HERE}.vllm:make",
+    "vllm": f"{HERE}.vllm:VllmEngine",
+    "llama.cpp": f"{HERE}.llama_cpp:LlamaCppEngine",
+    "openai": f"{HERE}.openai_servers:OpenAiEngine",
 }
 """Functions that make the adapters of known engines, by the engine's name."""
 
@@ -116,4 +118,5 @@ def settings_of(
         max_model_len=generation.max_model_len,
         max_num_seqs=generation.max_num_seqs,
         dtype=generation.dtype,
+        exact=spec.exact,
     )

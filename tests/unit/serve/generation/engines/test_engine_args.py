@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from multiworld.errors import SpecError
-from multiworld.serve.generation.engines.vllm import flags_of
+from multiworld.serve.generation.engines.engine_args import flags_of
 from multiworld.serve.models.factory import build_model
 from multiworld.serve.spec.schema import ModelSpec
 from tests.tiny_decoder import VOCABULARY, save_decoder
@@ -70,3 +70,26 @@ def test_model_has_the_facts_of_its_folder(folder: str) -> None:
     assert facts.vocabulary == VOCABULARY
     assert facts.tokenizer().fast.get_vocab_size() <= VOCABULARY
     assert facts.weights() == facts.weights() != other.weights()
+
+
+@pytest.mark.parametrize(
+    ("engine", "args", "text"),
+    [
+        ("llama.cpp", {}, "GGUF file"),
+        ("llama.cpp", {"model": "/nowhere.gguf"}, "no file /nowhere.gguf"),
+        ("llama.cpp", {"ctx-size": 5}, "generation: max_model_len"),
+        ("openai", {}, "urls"),
+        ("openai", {"urls": []}, "at least one"),
+        ("openai", {"urls": ["localhost:80"]}, "no http or https address"),
+        ("openai", {"urls": ["http://a"], "temperature": 1}, "temperature"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused(
+    engine: str, args: dict[str, object], text: str, folder: str
+) -> None:
+    """When the spec is read, by name."""
+    spec = ModelSpec.model_validate(
+        {"path": folder, "engine": engine, "engine_args": args}
+    )
+    with pytest.raises(SpecError, match=text):
+        build_model(spec)

@@ -1,0 +1,38 @@
+"""Arguments of engines, as the spec has them. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from multiworld.errors import SpecError
+
+
+def refuse_reserved(args: Mapping[str, Any], reserved: Mapping[str, str]) -> None:
+    """Raise SpecError if ``engine_args`` sets what the service sets itself."""
+    for name in args:
+        if (known := reserved.get(name.replace("-", "_"))) is not None:
+            remedy = f"use `{known}` instead" if known else "remove it"
+            raise SpecError(f"engine_args: {name} is set by the service; {remedy}")
+
+
+def flags_of(args: Mapping[str, Any]) -> list[str]:
+    """Return arguments as flags: ``{"max_model_len": 5}`` as ``--max-model-len 5``."""
+    found: list[str] = []
+    for name, value in args.items():
+        flag = name.replace("_", "-")
+        match value:
+            case None:
+                pass
+            case True:
+                found.append(f"--{flag}")
+            case False:
+                found.append(f"--no-{flag}")
+            case list():
+                found += [f"--{flag}", *map(str, value)]
+            case dict():
+                found += [f"--{flag}", json.dumps(value)]
+            case _:
+                found += [f"--{flag}", str(value)]
+    return found

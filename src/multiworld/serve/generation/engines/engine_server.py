@@ -1,0 +1,232 @@
+"""The HTTP server of an engine: a process of this replica, or one of somebody else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from multiworld.errors import InvalidRequestError
+from multiworld.serve.generation.engines.engine_process import EngineProcess, free_port
+from multiworld.serve.generation.engines.whole_engine import (
+    EngineLostError,
+    RunFailedError,
+)
+
+logger = logging.getLogger("multiworld.serve")
+
+HEALTH_S = 0.25
+"""Seconds between looks at a server that starts, or that somebody else runs."""
+
+ANSWER_S = 5.0
+"""Maximum seconds for a server to answer a look."""
+
+MAX_LOOKS = 4
+"""Looks in a row without an answer after which somebody else's server is lost."""
+
+MAX_LINE = 2**20
+"""Maximum bytes of a line of a stream; the largest have 20 log-probabilities."""
+
+MAX_ANSWER = 2**24
+"""Maximum bytes of an answer that is no stream."""
+
+MAX_ERROR = 500
+"""Maximum reported characters of a server's error."""
+
+
+class EngineServer:
+    """A server, and the client of this replica.
+
+    Args:
+        title: Name of the engine, for messages.
+        url: Address of a server that somebody else runs; empty: ``start`` starts one.
+        api_key: Key to send with each request; empty: none.
+        health: Route that answers with 200 once the server serves.
+    """
+
+    def __init__(
+        self, title: str, url: str = "", api_key: str = "", health: str = "/health"
+    ) -> None:
+        self.title, self.url, self._health = title, url, health
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._process: EngineProcess | None = None
+        self._http: aiohttp.ClientSession | None = None
+        self.port = 0
+        if not url:
+            self.port = free_port()
+            self.url = f"http://127.0.0.1:{self.port}"
+
+    # Its life.
+
+    async def start(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start the server as a child, and wait until it answers.
+
+        Raises:
+            EngineLostError: It exited before.
+
+        Cancellation: Closes it.
+        """
+        logger.info("starting %s", " ".join(command))
+        self._process = EngineProcess(command, env)
+        exited = asyncio.ensure_future(self._process.wait())
+        try:
+            while not exited.done() and not await self.answers():
+                await asyncio.wait([exited], timeout=HEALTH_S)
+            if exited.done():
+                raise EngineLostError(
+                    f"{self.title} exited with code {exited.result()} before it "
+                    "served; its output is in the log of this replica"
+                )
+        except BaseException:
+            await self.close()
+            raise
+        finally:
+            exited.cancel()
+
+    async def answers(self) -> bool:
+        """Return whether the health route answers with 200.
+
+        Cancellation: Safe.
+        """
+        limit = aiohttp.ClientTimeout(total=ANSWER_S)
+        try:
+            async with self._client().get(
+                self.url + self._health, headers=self._headers, timeout=limit
+            ) as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    async def wait_lost(self) -> str:
+        """Wait until the server is lost; return why.
+
+        Cancellation: Safe.
+        """
+        if self._process is not None:
+            return f"{self.title} exited with code {await self._process.wait()}"
+        failures = 0
+        while failures < MAX_LOOKS:
+            await asyncio.sleep(HEALTH_S)
+            failures = 0 if await self.answers() else failures + 1
+        return f"{self.title} at {self.url} does not answer {self._health}"
+
+    def stopped_s(self) -> float:
+        """Return the seconds for which one of its processes has been stopped."""
+        return 0.0 if self._process is None else self._process.stopped_s()
+
+    async def close(self) -> None:
+        """Close the connections, and let a child exit.
+
+        Cancellation: Call ``kill`` afterwards.
+        """
+        if self._http is not None:
+            await self._http.close()
+        if self._process is not None:
+            await self._process.close()
+
+    def kill(self) -> None:
+        """Kill a child at once."""
+        if self._process is not None:
+            self._process.kill()
+
+    # Requests.
+
+    async def get(self, path: str) -> bytes:
+        """Return the answer of a route; nothing if it has none with status 200.
+
+        Cancellation: Safe.
+        """
+        limit = aiohttp.ClientTimeout(total=ANSWER_S)
+        try:
+            async with self._client().get(
+                self.url + path, headers=self._headers, timeout=limit
+            ) as answer:
+                return await _body(answer) if answer.status == 200 else b""
+        except (aiohttp.ClientError, TimeoutError, OSError, RunFailedError):
+            return b""
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> bytes:
+        """Return the answer to a request.
+
+        Raises:
+            InvalidRequestError: The server refuses the request.
+            RunFailedError: It failed, or is lost.
+
+        Cancellation: Closes the connection, which aborts the request.
+        """
+        try:
+            async with self._client().post(
+                self.url + path, data=msgspec.json.encode(body), headers=self._headers
+            ) as answer:
+                found = await _body(answer)
+                if answer.status != 200:
+                    raise refusal_of(answer.status, found)
+                return found
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._broken_off(error) from error
+
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes]:
+        """Yield the data of each server-sent event of an answer, up to its end.
+
+        Raises:
+            InvalidRequestError: The server refuses the request.
+            RunFailedError: It failed, or is lost.
+
+        Cancellation: Closes the connection, which aborts the request.
+        """
+        try:
+            async with self._client().post(
+                self.url + path, data=msgspec.json.encode(body), headers=self._headers
+            ) as answer:
+                if answer.status != 200:
+                    raise refusal_of(answer.status, await _body(answer))
+                async for line in answer.content:
+                    if not line.startswith(b"data:"):
+                        continue
+                    data = line[5:].strip()
+                    if data == b"[DONE]":
+                        return
+                    yield data
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise self._broken_off(error) from error
+
+    def _broken_off(self, error: Exception) -> RunFailedError:
+        text = f"{type(error).__name__}: {error}"
+        return RunFailedError(f"the answer of {self.title} broke off: {text}")
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            self._http = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_S),
+                connector=aiohttp.TCPConnector(limit=0),
+                read_bufsize=MAX_LINE,
+            )
+        return self._http
+
+
+async def _body(answer: aiohttp.ClientResponse) -> bytes:
+    """Return a body, up to its maximum size.
+
+    Raises:
+        RunFailedError: It is larger.
+    """
+    found = bytearray()
+    async for part in answer.content.iter_any():
+        found += part
+        if len(found) > MAX_ANSWER:
+            raise RunFailedError(f"the engine's answer exceeds {MAX_ANSWER} bytes")
+    return bytes(found)
+
+
+def refusal_of(status: int, body: bytes) -> Exception:
+    """Return the error for an HTTP status other than 200."""
+    text = body.decode(errors="replace")[:MAX_ERROR]
+    if 400 <= status < 500 and status not in (401, 403, 404, 408, 429):
+        return InvalidRequestError(f"the engine refused the request: {text}")
+    return RunFailedError(f"the engine answered {status}: {text}")

@@ -1,0 +1,97 @@
+"""llama.cpp as an engine: ``llama-server``, or xllamacpp's server in its environment.
+
+Its own sampler draws each token by a request of its own, whose seed follows from the
+seed of the sequence, the choice and the index. So a sequence continues exactly.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from multiworld.errors import SpecError
+from multiworld.serve.generation.engines import xllamacpp_server
+from multiworld.serve.generation.engines.engine_args import flags_of, refuse_reserved
+from multiworld.serve.generation.engines.engine_server import EngineServer
+from multiworld.serve.generation.engines.token_server_engine import TokenServerEngine
+from multiworld.serve.generation.engines.token_servers import LlamaCpp
+from multiworld.serve.generation.engines.whole_engine import EngineSettings
+
+RESERVED = {
+    "host": "",
+    "port": "",
+    "parallel": "generation: max_num_seqs",
+    "ctx_size": "generation: max_model_len",
+    "api_key": "",
+    "cache_prompt": "",
+    "spec_type": "",
+    "model_draft": "",
+    "embedding": "",
+}
+"""Arguments that the service sets itself, with the field of the spec to use."""
+
+CONTEXT = 4096
+"""Tokens of a sequence, if ``max_model_len`` is not given."""
+
+ALL_LAYERS = 999
+"""More layers than any model has: all of them are on the GPU."""
+
+
+class LlamaCppEngine(TokenServerEngine):
+    """One llama.cpp server of this replica."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        context = settings.max_model_len or CONTEXT
+        slots = settings.max_num_seqs + 1
+        super().__init__(settings.max_num_seqs, slots * context)
+        self._settings, self._slots_count, self._context = settings, slots, context
+        self._dialect = LlamaCpp()
+        refuse_reserved(settings.args, RESERVED)
+        self._model = weights_of(settings)
+
+    async def start(self) -> None:
+        """Start llama.cpp, and wait until it answers."""
+        self._server = EngineServer("llama.cpp")
+        self.phase = "loading"
+        kind, _, index = self._settings.device.partition(":")
+        env = {"CUDA_VISIBLE_DEVICES": index or "0"} if kind == "cuda" else {}
+        await self._server.start(self._command(self._server.port), env)
+        await self.warm_up()
+
+    def _command(self, port: int) -> list[str]:
+        settings = self._settings
+        own: dict[str, Any] = {
+            "model": self._model,
+            "host": "127.0.0.1",
+            "port": port,
+            "parallel": self._slots_count,
+            "ctx_size": self._slots_count * self._context,
+            # Prompts of one tenant must not be found by another.
+            "cache_ram": 0,
+            "n_gpu_layers": ALL_LAYERS if settings.device != "cpu" else 0,
+        }
+        flags = flags_of({**own, **settings.args})
+        if not settings.python:
+            return ["llama-server", *flags]
+        return [settings.python, "-P", xllamacpp_server.__file__, *flags]
+
+
+def weights_of(settings: EngineSettings) -> str:
+    """Return the GGUF file: ``engine_args: model``, or the only one in the folder.
+
+    Raises:
+        SpecError: There is none, or there are several.
+    """
+    given = settings.args.get("model")
+    if given is not None:
+        path = Path(str(given)).expanduser()
+        if not path.is_file():
+            raise SpecError(f"engine_args: model: there is no file {path}")
+        return str(path)
+    found = sorted(Path(settings.path).expanduser().glob("*.gguf"))
+    if len(found) != 1:
+        raise SpecError(
+            f"llama.cpp needs a GGUF file, and {settings.path} has {len(found)} of "
+            "them; give its path as engine_args: model"
+        )
+    return str(found[0])

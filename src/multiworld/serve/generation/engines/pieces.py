@@ -1,0 +1,108 @@
+"""How a sequence is divided among requests to a server that samples itself. Pure.
+
+Such a server has one random state for each request, so a request that was cut off
+cannot be continued exactly: the state is lost with the server. So the output is
+divided into pieces, each of them one request whose seed follows from the seed of the
+sequence, the choice and the index of its first token. To continue within a piece, the
+whole piece is requested again: its known tokens come again, and then the next ones.
+
+A server applies penalties to what it generated in the same request only. The tokens of
+earlier pieces are penalised by ``logit_bias``, which subtracts the same numbers; the
+presence penalty would count twice, and therefore needs pieces of one token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from multiworld.serve.transport.generation_messages import Sampling
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are 0, as in vLLM."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One request.
+
+    Attributes:
+        tokens: The prompt, and the output tokens before the piece.
+        known: Output tokens of the piece that are known already.
+        count: Maximum number of tokens to generate, ``known`` included.
+        seed: Seed of the request, 32 bits.
+        bias: Numbers to add to logits, by token.
+        min_tokens: Number of tokens of the piece before which no end may come.
+    """
+
+    tokens: tuple[int, ...]
+    known: tuple[int, ...]
+    count: int
+    seed: int
+    bias: dict[int, float]
+    min_tokens: int
+
+
+def next_piece(
+    tokens: Sequence[int],
+    prompt: int,
+    sampling: Sampling,
+    size: int | None,
+    *,
+    anew: bool = False,
+) -> Piece:
+    """Return the request that continues a sequence.
+
+    Args:
+        tokens: The prompt, which is ``prompt`` tokens long, and the output tokens.
+        sampling: Parameters of the sequence.
+        size: Maximum tokens of a piece; None: one request for all that is left, which
+            is not exact if a token is sampled.
+        anew: Begin a piece at the next token, whatever the known ones are.
+    """
+    index, size = len(tokens) - prompt, size_of(sampling, size)
+    start = index
+    if size is not None and not anew:
+        start -= index % size
+    left = sampling.max_tokens - start
+    before = tokens[: prompt + start]
+    return Piece(
+        tokens=tuple(before),
+        known=tuple(tokens[prompt + start :]),
+        count=left if size is None else min(left, size - start % size),
+        seed=seed_of(sampling, start),
+        bias=bias_of(sampling, before[prompt:]),
+        min_tokens=max(0, sampling.min_tokens - start),
+    )
+
+
+def is_greedy(sampling: Sampling) -> bool:
+    """Return whether the most likely token is chosen, without a random number."""
+    return sampling.temperature < GREEDY_BELOW
+
+
+def size_of(sampling: Sampling, size: int | None) -> int | None:
+    """Return the maximum number of tokens of a piece; None: there is none."""
+    if size is not None and sampling.presence_penalty:
+        return 1
+    return None if is_greedy(sampling) and size != 1 else size
+
+
+def seed_of(sampling: Sampling, start: int) -> int:
+    """Return the seed of a piece, from that of the sequence; 31 bits."""
+    data = struct.pack("<QQQ", sampling.seed % 2**64, sampling.choice, start)
+    digest = hashlib.blake2b(data, digest_size=4, person=b"piece").digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def bias_of(sampling: Sampling, made: Sequence[int]) -> dict[int, float]:
+    """Return ``logit_bias``, with the penalties for output tokens so far."""
+    found = dict(sampling.logit_bias)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        for token, times in Counter(made).items():
+            penalty = sampling.presence_penalty + sampling.frequency_penalty * times
+            found[token] = found.get(token, 0.0) - penalty
+    return found

@@ -1,0 +1,196 @@
+"""A server that samples itself as an engine: llama.cpp, or any with OpenAI's API."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from multiworld.errors import ServeError
+from multiworld.serve.generation.engines.engine_server import EngineServer
+from multiworld.serve.generation.engines.pieces import Piece, next_piece
+from multiworld.serve.generation.engines.token_servers import Dialect
+from multiworld.serve.generation.engines.whole_engine import (
+    EngineLostError,
+    EngineToken,
+    Run,
+    RunFailedError,
+)
+from multiworld.serve.transport.generation_messages import Sampling
+
+logger = logging.getLogger("multiworld.serve")
+
+WARM_UP = Sampling(temperature=0.0, max_tokens=1, ignore_eos=True)
+
+
+class Slots:
+    """Places of sequences in a server, each with the keys and values of the last one.
+
+    Args:
+        count: Number of sequences at once.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._kept: dict[int, tuple[str, Sequence[int]]] = dict.fromkeys(
+            range(count), ("", ())
+        )
+
+    def take(self, run: Run) -> tuple[int, bool]:
+        """Return the free slot with the longest common prefix.
+
+        Returns:
+            The slot, or -1 if none is free; and whether its keys and values may be
+            used: those of another tenant may not.
+        """
+        if not self._kept:
+            return -1, False
+
+        def common(slot: int) -> int:
+            tenant, tokens = self._kept[slot]
+            if tenant != run.tenant:
+                return -1
+            pairs = enumerate(zip(tokens, run.tokens, strict=False))
+            both = min(len(tokens), len(run.tokens))
+            return next((at for at, (a, b) in pairs if a != b), both)
+
+        slot = max(self._kept, key=common)
+        tenant, _ = self._kept.pop(slot)
+        return slot, tenant == run.tenant
+
+    def free(self, slot: int, tenant: str, tokens: Sequence[int]) -> None:
+        """Free a slot, which now has these tokens."""
+        if slot >= 0:
+            self._kept[slot] = tenant, tokens
+
+
+class TokenServerEngine:
+    """One server that continues sequences of tokens.
+
+    Subclasses start or find the server, and set ``_server`` and ``_dialect``.
+
+    Args:
+        max_num_seqs: Maximum number of sequences that run at once.
+        capacity: Number of tokens that the server has room for; 0: not known.
+    """
+
+    def __init__(self, max_num_seqs: int, capacity: int = 0) -> None:
+        self.phase = "waiting"
+        self._server: EngineServer | None = None
+        self._dialect: Dialect | None = None
+        self._capacity, self._tokens = capacity, 0
+        # One more for a probe, which waits for no place.
+        self._slots = Slots(max_num_seqs + 1)
+
+    @property
+    def usage(self) -> float:
+        """Used fraction of the server's room for tokens; 0.0 if it is not known."""
+        return min(1.0, self._tokens / self._capacity) if self._capacity else 0.0
+
+    async def warm_up(self) -> None:
+        """Generate a token.
+
+        Raises:
+            EngineLostError: The server cannot.
+        """
+        self.phase = "warming up"
+        try:
+            async with aclosing(self.generate(Run((0,), 1, WARM_UP))) as found:
+                async for _ in found:
+                    pass
+        except ServeError as error:
+            await self.close()
+            raise EngineLostError(f"{self.title} cannot generate: {error}") from error
+        self.phase = ""
+
+    @property
+    def title(self) -> str:
+        """Name of the server, for messages."""
+        return self._dialect.title if self._dialect else "the server"
+
+    async def wait_lost(self) -> str:
+        """Wait until the server is lost; return why."""
+        assert self._server is not None
+        return await self._server.wait_lost()
+
+    def stopped_s(self) -> float:
+        return 0.0 if self._server is None else self._server.stopped_s()
+
+    async def close(self) -> None:
+        if self._server is not None:
+            await self._server.close()
+
+    def kill(self) -> None:
+        if self._server is not None:
+            self._server.kill()
+
+    # Sequences.
+
+    def check(self, sampling: Sampling) -> None:
+        assert self._dialect is not None
+        self._dialect.check(sampling)
+
+    async def generate(self, run: Run) -> AsyncGenerator[Sequence[EngineToken]]:
+        """Continue a sequence; see ``WholeEngine.generate``."""
+        slot, keep = self._slots.take(run)
+        tokens, anew = list(run.tokens), False
+        self._tokens += len(tokens)
+        try:
+            while (left := run.sampling.max_tokens - (len(tokens) - run.prompt)) > 0:
+                assert self._dialect is not None
+                piece = next_piece(
+                    tokens, run.prompt, run.sampling, self._dialect.piece, anew=anew
+                )
+                before = len(tokens)
+                async with aclosing(self._new(run, piece, slot, keep)) as found:
+                    async for some in found:
+                        some = some[:left]
+                        tokens += (each.token for each in some)
+                        self._tokens += len(some)
+                        left -= len(some)
+                        yield some
+                        if any(each.token in run.ends for each in some) or not left:
+                            return
+                if len(tokens) == before and anew:
+                    raise RunFailedError(f"{self.title} ended a sequence early")
+                # Without a new token, the known ones came differently this time.
+                anew, keep = len(tokens) == before, True
+        finally:
+            self._tokens -= len(tokens)
+            self._slots.free(slot, run.tenant, tokens)
+
+    async def _new(
+        self, run: Run, piece: Piece, slot: int, keep: bool
+    ) -> AsyncGenerator[list[EngineToken]]:
+        """Yield the tokens of a piece after those that are known.
+
+        It ends at once if the known ones come differently.
+        """
+        known = 0
+        async with aclosing(self._answers(run, piece, slot, keep)) as found:
+            async for some in found:
+                expected = piece.known[known : known + len(some)]
+                if [each.token for each in some[: len(expected)]] != [*expected]:
+                    logger.warning(
+                        "%s repeats tokens differently; a sequence continues with "
+                        "tokens drawn anew",
+                        self.title,
+                    )
+                    return
+                known += len(expected)
+                if some := some[len(expected) :]:
+                    yield some
+
+    async def _answers(
+        self, run: Run, piece: Piece, slot: int, keep: bool
+    ) -> AsyncGenerator[list[EngineToken]]:
+        assert self._server is not None
+        assert self._dialect is not None
+        dialect = self._dialect
+        body = dialect.body(run, piece, slot, keep)
+        if not dialect.is_streamed:
+            yield dialect.tokens(await self._server.post(dialect.path, body), run)
+            return
+        async with aclosing(self._server.events(dialect.path, body)) as events:
+            async for data in events:
+                if tokens := dialect.tokens(data, run):
+                    yield tokens

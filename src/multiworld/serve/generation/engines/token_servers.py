@@ -1,0 +1,374 @@
+"""Dialects of servers that continue sequences of tokens and sample themselves.
+
+A dialect writes the body of a request for a piece, and reads the tokens of an answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from multiworld.errors import InvalidRequestError, SpecError
+from multiworld.serve.generation.engines.engine_server import MAX_ERROR
+from multiworld.serve.generation.engines.pieces import Piece, is_greedy, size_of
+from multiworld.serve.generation.engines.whole_engine import (
+    EngineToken,
+    Run,
+    RunFailedError,
+)
+from multiworld.serve.generation.tokenizer import Tokenizer
+from multiworld.serve.transport.generation_messages import Sampling
+
+PIECE = 32
+"""Tokens of a piece: this many requests fewer, and at most this many tokens that are
+computed again after a loss."""
+
+TOKEN = "token_id:"
+"""Prefix of tokens in vLLM's log-probabilities."""
+
+
+class Dialect(Protocol):
+    """The requests and answers of one kind of server.
+
+    Attributes:
+        title: Name of the server, for messages.
+        path: The route.
+        piece: Maximum number of tokens of a piece; None: as many as there are.
+        is_streamed: Answers are server-sent events, each with some tokens.
+    """
+
+    title: str
+    path: str
+    piece: int | None
+    is_streamed: bool
+
+    def check(self, sampling: Sampling) -> None:
+        """Check that the server covers the parameters.
+
+        Raises:
+            InvalidRequestError: It does not; the text names the parameter.
+        """
+
+    def body(self, run: Run, piece: Piece, slot: int, keep: bool) -> dict[str, Any]:
+        """Return the body of a request.
+
+        Args:
+            run: The sequence.
+            piece: The part of it to request.
+            slot: Number of the sequence among those that run.
+            keep: Cached keys and values of the slot may be used.
+        """
+
+    def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
+        """Return the tokens of an event, or of the answer.
+
+        Raises:
+            RunFailedError: It is not valid, or reports an error.
+        """
+
+
+def refuse(title: str, name: str, remedy: str) -> InvalidRequestError:
+    """Return the error for a parameter that a server does not cover."""
+    text = f"this model's engine, {title}, does not support {name}; {remedy}"
+    return InvalidRequestError(text, param=name)
+
+
+def check_common(title: str, sampling: Sampling) -> None:
+    """Check what no server that samples itself covers.
+
+    Raises:
+        InvalidRequestError: A parameter is not covered.
+    """
+    if sampling.grammar:
+        remedy = "a structure that was begun cannot be continued after a loss"
+        raise refuse(title, "structured output", remedy)
+    if sampling.prompt_logprobs is not None:
+        raise refuse(title, "echo with logprobs", "leave out one of the two")
+
+
+# llama.cpp's own route.
+
+
+class _Probability(msgspec.Struct):
+    id: int
+    logprob: float
+    top_logprobs: list[_Probability] = []
+
+
+class _Completion(msgspec.Struct):
+    tokens: list[int] = []
+    completion_probabilities: list[_Probability] = []
+    error: Any = None
+
+
+class LlamaCpp:
+    """``/completion`` of llama.cpp's server: token ids in, token ids out.
+
+    Its stream leaves out tokens that end within a character. So each token is one
+    request, which finds the keys and values of the others in its slot.
+    """
+
+    title, path, is_streamed = "llama.cpp", "/completion", False
+    piece: int | None = 1
+
+    def __init__(self) -> None:
+        self._decoder = msgspec.json.Decoder(_Completion)
+
+    def check(self, sampling: Sampling) -> None:
+        check_common(self.title, sampling)
+
+    def body(self, run: Run, piece: Piece, slot: int, keep: bool) -> dict[str, Any]:
+        """Return the body of a request; see ``Dialect.body``."""
+        given = run.sampling
+        bias: list[tuple[int, float | bool]] = [
+            (token, value if value > -math.inf else False)
+            for token, value in piece.bias.items()
+        ]
+        if piece.min_tokens:
+            bias += [(token, False) for token in run.ends]
+        # In vLLM's order; those without an effect cost time.
+        order = {"penalties": given.repetition_penalty != 1.0, "temperature": True}
+        order |= {"min_p": given.min_p > 0.0, "top_k": given.top_k > 0}
+        order |= {"top_p": given.top_p < 1.0}
+        return {
+            "prompt": piece.tokens,
+            "n_predict": 1,
+            "return_tokens": True,
+            "id_slot": slot,
+            "cache_prompt": keep,
+            "samplers": [name for name, is_used in order.items() if is_used],
+            "temperature": -1.0 if is_greedy(given) else given.temperature,
+            "top_k": given.top_k,
+            "top_p": given.top_p,
+            "min_p": given.min_p,
+            "repeat_penalty": given.repetition_penalty,
+            "repeat_last_n": len(piece.tokens),
+            "seed": piece.seed,
+            "logit_bias": bias,
+            "n_probs": 0 if given.logprobs is None else max(1, given.logprobs),
+        }
+
+    def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
+        """Return the tokens of the answer; see ``Dialect.tokens``."""
+        try:
+            found = self._decoder.decode(data)
+        except msgspec.DecodeError as error:
+            raise RunFailedError(f"llama.cpp sent no valid answer: {error}") from None
+        if found.error is not None:
+            raise RunFailedError(f"llama.cpp failed: {str(found.error)[:MAX_ERROR]}")
+        count, scores = run.sampling.logprobs, found.completion_probabilities
+        if count is None or len(scores) < len(found.tokens):
+            return [EngineToken(token) for token in found.tokens]
+        return [
+            EngineToken(token, score.logprob, pairs_of(score.top_logprobs, count))
+            for token, score in zip(found.tokens, scores, strict=False)
+        ]
+
+
+def pairs_of(
+    scores: Sequence[_Probability], count: int
+) -> tuple[tuple[int, float], ...]:
+    """Return the likeliest tokens with their log-probabilities."""
+    return tuple((one.id, one.logprob) for one in scores[:count])
+
+
+# vLLM's completions, and those of others with its fields.
+
+
+class _Scores(msgspec.Struct):
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: _Scores | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: Any = None
+
+
+@dataclass
+class Completions:
+    """``/v1/completions`` with token ids in and out, as vLLM has them.
+
+    Attributes:
+        model: Name of the model at the server.
+    """
+
+    model: str
+    title: str = "a server with OpenAI's API"
+    path: str = "/v1/completions"
+    piece: int | None = PIECE
+    is_streamed: bool = True
+
+    def check(self, sampling: Sampling) -> None:
+        check_common(self.title, sampling)
+
+    def body(self, run: Run, piece: Piece, slot: int, keep: bool) -> dict[str, Any]:
+        """Return the body of a request; see ``Dialect.body``."""
+        given = run.sampling
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": piece.tokens,
+            "max_tokens": piece.count,
+            "stream": True,
+            "temperature": given.temperature,
+            "seed": piece.seed,
+            "ignore_eos": True,
+            "stop_token_ids": run.ends,
+            "skip_special_tokens": False,
+            "return_token_ids": True,
+        }
+        more = {
+            "top_p": (given.top_p, 1.0),
+            "top_k": (given.top_k, 0),
+            "min_p": (given.min_p, 0.0),
+            "repetition_penalty": (given.repetition_penalty, 1.0),
+            "min_tokens": (piece.min_tokens, 0),
+        }
+        if size_of(given, self.piece) != 1:  # otherwise `bias` has all of them
+            more["frequency_penalty"] = given.frequency_penalty, 0.0
+            more["presence_penalty"] = given.presence_penalty, 0.0
+        body |= {name: value for name, (value, off) in more.items() if value != off}
+        if piece.bias:
+            # vLLM's limits
+            pairs = piece.bias.items()
+            body["logit_bias"] = {
+                str(token): max(-100.0, min(100.0, value)) for token, value in pairs
+            }
+        if given.logprobs is not None:
+            body |= {"logprobs": given.logprobs, "return_tokens_as_token_ids": True}
+        if run.tenant:
+            body["cache_salt"] = run.tenant
+        return body
+
+    def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
+        """Return the tokens of an event; see ``Dialect.tokens``."""
+        found: list[EngineToken] = []
+        for choice in chunk_of(data).choices[:1]:
+            scores = choice.logprobs or _Scores()
+            for place, token in enumerate(choice.token_ids or ()):
+                found.append(_scored(token, place, scores, run.sampling.logprobs))
+        return found
+
+
+def chunk_of(data: bytes) -> _Chunk:
+    """Return an event of a stream of completions.
+
+    Raises:
+        RunFailedError: It is not valid, or reports an error.
+    """
+    try:
+        chunk = _CHUNK.decode(data)
+    except msgspec.DecodeError as error:
+        raise RunFailedError(f"the server sent no valid event: {error}") from None
+    if chunk.error is not None:
+        raise RunFailedError(f"the server failed: {str(chunk.error)[:MAX_ERROR]}")
+    return chunk
+
+
+_CHUNK = msgspec.json.Decoder(_Chunk)
+
+
+def _scored(token: int, place: int, scores: _Scores, count: int | None) -> EngineToken:
+    logprobs, tops = scores.token_logprobs, scores.top_logprobs or []
+    if count is None or place >= len(logprobs) or logprobs[place] is None:
+        return EngineToken(token)
+    top = (tops[place] if place < len(tops) else None) or {}
+    pairs = [
+        (int(name.removeprefix(TOKEN)), value)
+        for name, value in top.items()
+        if name.removeprefix(TOKEN).isdigit()
+    ]
+    pairs.sort(key=lambda pair: -pair[1])
+    return EngineToken(token, logprobs[place], tuple(pairs[:count]))
+
+
+@dataclass
+class CompletionsOfText:
+    """``/v1/completions`` with text in and out: OpenAI's fields only, not exact.
+
+    Attributes:
+        model: Name of the model at the server.
+        tokenizer: Tokenizer of the model.
+    """
+
+    model: str
+    tokenizer: Tokenizer
+    title: str = "a server that returns text only"
+    path: str = "/v1/completions"
+    piece: int | None = None
+    is_streamed: bool = True
+
+    def check(self, sampling: Sampling) -> None:
+        check_common(self.title, sampling)
+        if sampling.logprobs is not None:
+            raise refuse(self.title, "logprobs", "leave it out")
+
+    def body(self, run: Run, piece: Piece, slot: int, keep: bool) -> dict[str, Any]:
+        """Return the body of a request; see ``Dialect.body``."""
+        given = run.sampling
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": self._text_of(piece.tokens),
+            "max_tokens": piece.count,
+            "stream": True,
+            "temperature": given.temperature,
+            "top_p": given.top_p,
+            "seed": piece.seed,
+        }
+        more: Mapping[str, tuple[float, float]] = {
+            "presence_penalty": (given.presence_penalty, 0.0),
+            "frequency_penalty": (given.frequency_penalty, 0.0),
+            "top_k": (given.top_k, 0),
+            "min_p": (given.min_p, 0.0),
+            "repetition_penalty": (given.repetition_penalty, 1.0),
+            "min_tokens": (piece.min_tokens, 0),
+        }
+        body |= {name: value for name, (value, off) in more.items() if value != off}
+        if given.logit_bias:
+            body["logit_bias"] = {str(t): v for t, v in given.logit_bias.items()}
+        return body
+
+    def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
+        """Return the tokens of an event; see ``Dialect.tokens``."""
+        found: list[EngineToken] = []
+        for choice in chunk_of(data).choices[:1]:
+            tokens = self.tokenizer.encode(choice.text, has_special=False)
+            found += map(EngineToken, tokens)
+            if choice.finish_reason == "stop" and run.ends:
+                found.append(EngineToken(run.ends[0]))
+        return found
+
+    def _text_of(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without what the server adds in front itself."""
+        first = self.tokenizer.encode("")[:1]
+        if first and list(tokens[:1]) == first:
+            tokens = tokens[1:]
+        return self.tokenizer.decode(tokens, skips_special=False)
+
+
+def check_text(tokenizer: Tokenizer) -> None:
+    """Check that texts can be encoded in parts.
+
+    Raises:
+        SpecError: The text of the parts is another.
+    """
+    text = "Begin, a middle; end."
+    parts = [text[:5], text[5:11], text[11:]]
+    tokens = [t for part in parts for t in tokenizer.encode(part, has_special=False)]
+    if tokenizer.decode(tokens) != text:
+        raise SpecError(
+            "the tokenizer of this model cannot encode a text in parts, which a server "
+            "that returns no token ids needs; use one that returns them"
+        )

@@ -1,0 +1,60 @@
+"""llama.cpp's server by the package xllamacpp, with the flags of ``llama-server``.
+
+It runs in the environment of ``engine_python``, and needs nothing of this package.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import sys
+from typing import Any
+
+NAMES = {
+    "ctx_size": "n_ctx",
+    "parallel": "n_parallel",
+    "cache_ram": "cache_ram_mib",
+    "batch_size": "n_batch",
+    "ubatch_size": "n_ubatch",
+}
+"""Parameters of xllamacpp that are called otherwise than the flags."""
+
+
+def parameters_of(made: Any, flags: list[str]) -> Any:
+    """Set parameters by flags; ``--n-ctx 5`` sets ``n_ctx``."""
+    for flag, text in itertools.pairwise([*flags, "--"]):
+        if not flag.startswith("--") or flag == "--":
+            continue
+        name = flag[2:].replace("-", "_")
+        name = NAMES.get(name, name)
+        if name == "model":
+            made.model.path = text
+        elif name == "host":
+            made.hostnames = [text]
+        elif name == "threads":
+            made.cpuparams.n_threads = made.cpuparams_batch.n_threads = int(text)
+        elif not hasattr(made, name):
+            sys.exit(f"xllamacpp has no parameter {name}")
+        else:
+            setattr(made, name, value_of(getattr(made, name), text))
+    return made
+
+
+def value_of(default: Any, text: str) -> Any:
+    """Return a flag's value as the type that the parameter has."""
+    if isinstance(default, bool):
+        return text.startswith("--") or text == "true"
+    return type(default)(text)
+
+
+def main(flags: list[str]) -> None:
+    """Serve until the process is ended."""
+    import xllamacpp
+
+    server = xllamacpp.Server(parameters_of(xllamacpp.CommonParams(), flags))
+    assert server is not None  # it serves for as long as it exists
+    signal.sigwait({signal.SIGTERM, signal.SIGINT})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,235 @@
+"""A small server that continues tokens and samples itself, for tests of adapters.
+
+It has vLLM's completions, with token ids or as text only, and llama.cpp's own route.
+Its logits follow from all tokens; each request has a random state of its own. For some
+first tokens of a prompt it misbehaves, as ``fake_vllm`` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from aiohttp import web
+from tokenizers import Tokenizer
+
+from tests.fake_vllm import (
+    BROKEN,
+    DIE,
+    EARLY,
+    FLOOD,
+    FOREIGN,
+    GARBAGE,
+    HANG,
+    HUGE,
+    REFUSE,
+    STEP_S,
+    logits_of,
+)
+
+SPOILT = 249
+"""First token of prompts that are continued differently each time."""
+
+
+def interpreter(folder: Path, *flags: str) -> Path:
+    """Write a program that runs this server, whatever file it is told to run."""
+    path = folder / f"fake-llama{'-'.join(('', *flags)).replace('/', '')}"
+    line = f"-m tests.fake_token_server {' '.join(flags)}"
+    root = Path(__file__).resolve().parents[1]
+    path.write_text(
+        f'#!/bin/sh\nshift 2\ncd {root}\nexec {sys.executable} {line} "$@"\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+class Sampler:
+    """The sampler of one request."""
+
+    def __init__(self, body: dict[str, Any], prompt: list[int]) -> None:
+        self._body, self._draw = body, random.Random(body.get("seed"))
+        self.tokens = list(prompt)
+        self.made: list[int] = []
+        if prompt[0] == SPOILT:
+            self._draw = random.Random()
+
+    def next(self) -> tuple[int, list[tuple[int, float]]]:
+        """Return the next token, and the log-probabilities of all."""
+        body = self._body
+        logits = logits_of(self.tokens)
+        scores = torch.log_softmax(logits, -1).tolist()
+        ranked = sorted(enumerate(scores), key=lambda pair: -pair[1])
+        bias = body.get("logit_bias") or []
+        pairs = bias.items() if isinstance(bias, dict) else bias
+        for token, value in pairs:
+            logits[int(token)] += -torch.inf if value is False else value
+        repeat = body.get("repetition_penalty", body.get("repeat_penalty", 1.0))
+        for token in set(self.tokens) if repeat != 1.0 else ():
+            value = float(logits[token])
+            logits[token] = value / repeat if value > 0 else value * repeat
+        for token, times in Counter(self.made).items():
+            logits[token] -= body.get("frequency_penalty", 0.0) * times
+            logits[token] -= body.get("presence_penalty", 0.0)
+        if len(self.made) < body.get("min_tokens", 0):
+            logits[list(body.get("stop_token_ids", ()))] = -torch.inf
+        token = self._chosen(logits)
+        self.tokens.append(token)
+        self.made.append(token)
+        return token, ranked
+
+    def _chosen(self, logits: torch.Tensor) -> int:
+        body = self._body
+        temperature = body.get("temperature", 1.0)
+        if temperature <= 0.0:
+            return int(logits.argmax())
+        found = torch.softmax(logits / temperature, -1)
+        found[found < body.get("min_p", 0.0) * found.max()] = 0.0
+        if body.get("top_k", 0) > 0:
+            found[found < found.topk(body["top_k"]).values[-1]] = 0.0
+        weights = (found / found.sum()).tolist()
+        order = sorted(range(len(weights)), key=lambda t: -weights[t])
+        kept, total = [], 0.0
+        for token in order:
+            kept.append(token)
+            total += weights[token]
+            if total >= body.get("top_p", 1.0):
+                break
+        (token,) = self._draw.choices(kept, [weights[t] for t in kept])
+        return token
+
+
+class Server:
+    """The routes."""
+
+    def __init__(self, tokenizer: Tokenizer | None, has_ids: bool) -> None:
+        self._tokenizer, self._has_ids = tokenizer, has_ids
+
+    async def health(self, request: web.Request) -> web.Response:
+        """Say that it serves."""
+        return web.Response()
+
+    async def models(self, request: web.Request) -> web.Response:
+        """Name the model."""
+        return web.json_response({"data": [{"id": "fake"}]})
+
+    async def _misbehaves(self, kind: int) -> web.Response | None:
+        if kind == HANG:
+            await asyncio.sleep(600.0)
+        if kind in (REFUSE, BROKEN):
+            status = 400 if kind == REFUSE else 500
+            return web.json_response({"error": {"message": "no"}}, status=status)
+        return None
+
+    async def completion(self, request: web.Request) -> web.Response:
+        """Return one token, as llama.cpp does."""
+        body = await request.json()
+        prompt: list[int] = body["prompt"]
+        if (refusal := await self._misbehaves(prompt[0])) is not None:
+            return refusal
+        await asyncio.sleep(STEP_S)
+        if prompt[0] == DIE:
+            os._exit(9)
+        token, ranked = Sampler(body, prompt).next()
+        if prompt[0] == FOREIGN:
+            token = 10**6
+        top = [{"id": t, "logprob": p} for t, p in ranked[: body.get("n_probs", 0)]]
+        scores = [{"id": token, "logprob": dict(ranked).get(token, -1.0)}]
+        answer = {
+            "tokens": [] if prompt[0] == EARLY else [token],
+            "completion_probabilities": [{**scores[0], "top_logprobs": top}],
+        }
+        text = json.dumps(answer)
+        if prompt[0] == GARBAGE:
+            text = text[:20]
+        if prompt[0] == HUGE:
+            text += " " * 20_000_000
+        return web.Response(text=text, content_type="application/json")
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """Stream tokens, or return them, as vLLM does."""
+        body = await request.json()
+        prompt = body["prompt"]
+        if isinstance(prompt, str):
+            assert self._tokenizer is not None
+            prompt = self._tokenizer.encode(prompt, add_special_tokens=False).ids
+        elif not self._has_ids:
+            return web.json_response({"error": {"message": "no ids"}}, status=400)
+        kind = prompt[0]
+        if (refusal := await self._misbehaves(kind)) is not None:
+            return refusal
+        sampler = Sampler(body, prompt)
+        if not body.get("stream"):
+            token, _ = sampler.next()
+            choice = {"index": 0, "token_ids": [token]}
+            return web.json_response({"choices": [choice]})
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        while len(sampler.made) < body["max_tokens"] or kind == FLOOD:
+            await asyncio.sleep(STEP_S)
+            if kind == DIE and len(sampler.made) == 3:
+                os._exit(9)
+            if kind == EARLY and len(sampler.made) == 3:
+                break
+            token, ranked = sampler.next()
+            data = json.dumps({"choices": [self._choice(token, ranked, body, kind)]})
+            if kind == GARBAGE:
+                data = data[:20]
+            if kind == HUGE:
+                data = data + " " * 10_000_000
+            await answer.write(f"data: {data}\n\n".encode())
+            if token in body.get("stop_token_ids", ()) and kind != FLOOD:
+                break
+        await answer.write(b"data: [DONE]\n\n")
+        return answer
+
+    def _choice(
+        self,
+        token: int,
+        ranked: list[tuple[int, float]],
+        body: dict[str, Any],
+        kind: int,
+    ) -> dict[str, Any]:
+        if not self._has_ids:
+            assert self._tokenizer is not None
+            return {"index": 0, "text": self._tokenizer.decode([token])}
+        choice: dict[str, Any] = {
+            "index": 0,
+            "token_ids": [10**6 if kind == FOREIGN else token],
+        }
+        if body.get("logprobs") is not None:
+            top = {f"token_id:{t}": p for t, p in ranked[: body["logprobs"]]}
+            choice["logprobs"] = {
+                "tokens": [f"token_id:{token}"],
+                "token_logprobs": [dict(ranked)[token]],
+                "top_logprobs": [top],
+            }
+        return choice
+
+
+def main(arguments: list[str]) -> None:
+    """Serve until it is ended."""
+    given = dict(itertools.pairwise(arguments))
+    path = given.get("--tokenizer")
+    tokenizer = Tokenizer.from_file(path) if path else None
+    server = Server(tokenizer, "--text" not in arguments)
+    app = web.Application()
+    routes = [web.get("/health", server.health), web.get("/v1/models", server.models)]
+    if "--llama" in arguments:
+        routes.append(web.post("/completion", server.completion))
+    else:
+        routes.append(web.post("/v1/completions", server.completions))
+    app.add_routes(routes)
+    host = given.get("--host", "127.0.0.1")
+    web.run_app(app, host=host, port=int(given["--port"]), print=None)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

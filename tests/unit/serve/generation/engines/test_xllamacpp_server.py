@@ -1,0 +1,55 @@
+"""Flags of llama.cpp's server as parameters of the package xllamacpp."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from multiworld.serve.generation.engines.engine_args import flags_of
+from multiworld.serve.generation.engines.xllamacpp_server import parameters_of
+
+
+def made(**args: Any) -> Any:
+    """Return the parameters that arguments make."""
+    parameters = SimpleNamespace(
+        model=SimpleNamespace(path=""),
+        hostnames=["0.0.0.0"],
+        port=0,
+        n_ctx=0,
+        n_ubatch=512,
+        cpuparams=SimpleNamespace(n_threads=0),
+        cpuparams_batch=SimpleNamespace(n_threads=0),
+        swa_full=False,
+        yarn_orig_ctx=0,
+        rope_freq_base=0.0,
+        chat_template="",
+    )
+    return parameters_of(parameters, flags_of(args))
+
+
+def test_flags_set_parameters() -> None:
+    """By llama.cpp's names or the package's, each in its type."""
+    found = made(
+        model="/a b.gguf",
+        host="127.0.0.1",
+        port=5,
+        ctx_size=4096,
+        n_ubatch=1,
+        threads=3,
+        swa_full=True,
+        rope_freq_base=1.5,
+        chat_template="x",
+    )
+    assert (found.model.path, found.hostnames) == ("/a b.gguf", ["127.0.0.1"])
+    assert (found.port, found.n_ctx, found.n_ubatch) == (5, 4096, 1)
+    assert found.cpuparams.n_threads == found.cpuparams_batch.n_threads == 3
+    assert found.swa_full is True
+    assert (found.rope_freq_base, found.chat_template) == (1.5, "x")
+
+
+def test_flag_that_is_not_known_ends_the_server() -> None:
+    """With its name, which is the last line of the replica's log."""
+    with pytest.raises(SystemExit, match="no parameter lora_scaled"):
+        made(lora_scaled="a")
