@@ -50,7 +50,13 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     }
     (folder / "weights.gguf").touch()
     python = str(fake_token_server.interpreter(folder, "--llama"))
-    other = {**model, "engine": "llama.cpp", "engine_python": python, "engine_args": {}}
+    other = {
+        **model,
+        "engine": "llama.cpp",
+        "engine_python": python,
+        "engine_args": {},
+        "generation": {"max_num_seqs": 32, "max_model_len": 256},
+    }
     spec = {
         "app": "engines",
         "models": {"m": model, "l": other},
@@ -80,6 +86,8 @@ class Text:
         extra: dict[str, Any] = {"ignore_eos": True, "skip_special_tokens": False}
         if "structured_outputs" in kind:
             extra = {"structured_outputs": kind.pop("structured_outputs")}
+        if "top_k" in kind:
+            extra["top_k"] = kind.pop("top_k")
         stream: Any = await api.completions.create(
             model=self._model,
             prompt=PROMPT,

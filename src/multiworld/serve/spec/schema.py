@@ -276,8 +276,8 @@ OF_ENGINE_STAGE = (
 """Fields of a stage that stand at a model with an ``engine``."""
 
 
-OPENAI = "openai"
-"""Name of the engine that is servers which somebody else runs."""
+OPENAI, LLAMA_CPP = "openai", "llama.cpp"
+"""Names of engines with rules of their own; openai: servers of somebody else."""
 
 
 def _one_a_server(data: dict[str, Any]) -> dict[str, Any]:
@@ -459,6 +459,11 @@ class ModelSpec(_Strict):
                 "an engine needs a path, and has no factory, options, cut or profile"
             )
         given, default = self.generation or GenerationSpec(), GenerationSpec()
+        if self.engine == LLAMA_CPP and given.max_model_len is None:
+            raise ValueError(
+                "llama.cpp needs generation: max_model_len; each of the max_num_seqs "
+                "sequences gets memory for this many tokens"
+            )
         for name in type(default).model_fields:
             is_set = getattr(given, name) != getattr(default, name)
             if is_set and name not in WITH_ENGINE:

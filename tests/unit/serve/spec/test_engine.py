@@ -95,6 +95,7 @@ def test_number_of_replicas_may_be_a_range(count: str, first: int) -> None:
         ("replicas: 2", "replicas: {max: 2}", 9, "did you mean max_replicas?"),
         ("replicas: 2", "threads: 2", 9, "models.m.threads is unknown"),
         ("engine: vllm", "engine: openai", 3, "remove engine_python"),
+        ("engine: vllm", "engine: llama.cpp", 3, "llama.cpp needs generation"),
         ("nodes:", "exact: false\n    nodes:", 3, "exact: false has an effect"),
         ("path: /folder", "factory: a.b:c", 3, "an engine needs a path"),
         ("nodes:", "options: {a: 1}\n    nodes:", 3, "an engine needs a path"),

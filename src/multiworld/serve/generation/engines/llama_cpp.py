@@ -30,9 +30,6 @@ RESERVED = {
 }
 """Arguments that the service sets itself, with the field of the spec to use."""
 
-CONTEXT = 4096
-"""Tokens of a sequence, if ``max_model_len`` is not given."""
-
 ALL_LAYERS = 999
 """More layers than any model has: all of them are on the GPU."""
 
@@ -41,10 +38,10 @@ class LlamaCppEngine(TokenServerEngine):
     """One llama.cpp server of this replica."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        context = settings.max_model_len or CONTEXT
-        slots = settings.max_num_seqs + 1
-        super().__init__(settings.max_num_seqs, slots * context)
-        self._settings, self._slots_count, self._context = settings, slots, context
+        self._parallel = settings.max_num_seqs + 1  # one for a probe
+        self._context = self._parallel * (settings.max_model_len or 0)
+        super().__init__(settings.max_num_seqs, self._context)
+        self._settings = settings
         self._dialect = LlamaCpp()
         refuse_reserved(settings.args, RESERVED)
         self._model = weights_of(settings)
@@ -61,16 +58,15 @@ class LlamaCppEngine(TokenServerEngine):
     def _command(self, port: int) -> list[str]:
         settings = self._settings
         own: dict[str, Any] = {
-            "model": self._model,
             "host": "127.0.0.1",
             "port": port,
-            "parallel": self._slots_count,
-            "ctx_size": self._slots_count * self._context,
+            "parallel": self._parallel,
+            "ctx_size": self._context,
             # Prompts of one tenant must not be found by another.
             "cache_ram": 0,
             "n_gpu_layers": ALL_LAYERS if settings.device != "cpu" else 0,
         }
-        flags = flags_of({**own, **settings.args})
+        flags = flags_of({**own, **settings.args, "model": self._model})
         if not settings.python:
             return ["llama-server", *flags]
         return [settings.python, "-P", xllamacpp_server.__file__, *flags]

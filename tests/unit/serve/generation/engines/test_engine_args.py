@@ -88,8 +88,7 @@ def test_arguments_that_cannot_be_used_are_refused(
     engine: str, args: dict[str, object], text: str, folder: str
 ) -> None:
     """When the spec is read, by name."""
-    spec = ModelSpec.model_validate(
-        {"path": folder, "engine": engine, "engine_args": args}
-    )
+    data = {"path": folder, "engine": engine, "engine_args": args}
+    spec = ModelSpec.model_validate({**data, "generation": {"max_model_len": 64}})
     with pytest.raises(SpecError, match=text):
         build_model(spec)
