@@ -5,7 +5,8 @@ a proxy that sends the prompt and the tokens so far to the other server, as Dyna
 two of vLLM as replicas of ours (``engine: vllm``); and three stages of ours. Greedy,
 sampled, penalised and structured streams and one of two choices run at once. In each
 round a process that computes is killed, at a drawn time, and the tokens are compared
-with those of undisturbed streams of the same front. The proxy is part of the client, so
+with those of undisturbed streams of the same front. As many rounds without a kill show
+what an engine does differently by itself. The proxy is part of the client, so
 it costs no time of its own.
 """
 
@@ -65,6 +66,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 CUT, WRONG = "streams cut by a kill", "tokens wrong or missing"
+CONTROL = "tokens different though nothing was killed"
 PAUSE, TOKEN = "longest pause of a stream at a kill", "time for a token"
 """Measurements; the last one is without kills."""
 
@@ -244,6 +246,11 @@ async def _measure(
             wanted = await _round(http, front)
             token_s = statistics.median(s for t in wanted.values() for s in t.gaps_s)
             on_step(("sample", (TOKEN, len(KINDS), front.name, "ms", 1000 * token_s)))
+            for _ in range(rounds):
+                for kind, one in (await _round(http, front)).items():
+                    different = float(one.wrong(wanted[kind]))
+                    name = f"{CONTROL}: {kind}"
+                    on_step(("sample", (name, 1, front.name, "", different)))
             for number in range(rounds):
                 text = f"{front.name}, kill {number + 1} of {rounds}"
                 on_step(("step", (number / rounds, text)))
