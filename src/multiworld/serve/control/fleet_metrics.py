@@ -39,6 +39,11 @@ class Totals:
         self._latest: dict[str, dict[Label, float]] = {}
         self._folded: Counter[Label] = Counter()
 
+    @property
+    def apart_count(self) -> int:
+        """Number of processes whose counts are kept apart."""
+        return len(self._latest)
+
     def heard(self, name: str, counted: Iterable[Counted]) -> None:
         self._latest[name] = {(kind, labels): value for kind, labels, value in counted}
 
@@ -106,6 +111,11 @@ class FleetMetrics:
             gateways,
             (*self._totals.sums(without=name), *events),
         )
+
+    @property
+    def apart_count(self) -> int:
+        """Number of processes whose counts are kept apart."""
+        return len(self._latest)
 
     def heard(self, name: str, report: Report) -> None:
         """Store the counts of a process; the last ones may arrive after its exit."""
