@@ -13,15 +13,18 @@ P = ParamSpec("P")
 
 
 @contextlib.contextmanager
-def recorded(module: ModuleType, kind: Callable[P, T]) -> Iterator[list[T]]:
+def recorded(
+    module: ModuleType, kind: Callable[P, T], name: str = ""
+) -> Iterator[list[T]]:
     """Yield the objects of a class that a module makes, in the order of their making.
 
-    The objects are genuine. A test reaches a part by this, and not by the attributes
-    of the object that owns it.
+    A test reaches a part by this, and not by the attributes of the object that owns
+    it.
 
     Args:
-        module: The module that calls the class by its name.
+        module: The module that calls the class.
         kind: The class.
+        name: The name by which the module calls it, if ``kind`` is a fake.
     """
     made: list[T] = []
 
@@ -29,5 +32,5 @@ def recorded(module: ModuleType, kind: Callable[P, T]) -> Iterator[list[T]]:
         made.append(kind(*args, **kwargs))
         return made[-1]
 
-    with mock.patch.object(module, kind.__name__, make):
+    with mock.patch.object(module, name or kind.__name__, make):
         yield made
