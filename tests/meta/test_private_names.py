@@ -47,15 +47,23 @@ def imported_from_others(file: ast.Module) -> Iterator[str]:
                 yield from (alias.asname or alias.name for alias in node.names)
 
 
-def private_uses(file: ast.Module) -> Iterator[ast.Attribute]:
+def private_uses(file: ast.Module) -> Iterator[ast.expr]:
     """Yield the places where a file uses a private attribute of another object."""
     allowed = OWNERS | set(imported_from_others(file))
     for node in ast.walk(file):
-        if not isinstance(node, ast.Attribute) or node.attr in NAMED_TUPLE:
-            continue
-        if not node.attr.startswith("_") or node.attr.startswith("__"):
-            continue
-        if not (isinstance(node.value, ast.Name) and node.value.id in allowed):
+        match node:
+            case ast.Attribute(value=owner, attr=name):
+                pass
+            case ast.Call(
+                func=ast.Attribute(attr="setattr" | "object") | ast.Name(id="getattr"),
+                args=[owner, ast.Constant(value=str(name)), *_],
+            ):
+                pass
+            case _:
+                continue
+        is_private = name.startswith("_") and not name.startswith("__")
+        is_allowed = isinstance(owner, ast.Name) and owner.id in allowed
+        if is_private and name not in NAMED_TUPLE and not is_allowed:
             yield node
 
 
@@ -65,8 +73,12 @@ def private_uses(file: ast.Module) -> Iterator[ast.Attribute]:
         ("world._life.rank", True),
         ("self.world._life", True),
         ("worlds[0]._life = None", True),
+        ("monkeypatch.setattr(world, '_life', None)", True),
+        ("mock.patch.object(world, '_life')", True),
+        ("getattr(world, '_life')", True),
         ("self._life", False),
         ("import os\nos._exit(1)", False),
+        ("import os\nmonkeypatch.setattr(os, '_exit', None)", False),
         ("import os\nos.path._x", True),
         ("Phases._fields", False),
         ("world.__class__", False),

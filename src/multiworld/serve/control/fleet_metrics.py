@@ -112,11 +112,6 @@ class FleetMetrics:
             (*self._totals.sums(without=name), *events),
         )
 
-    @property
-    def apart_count(self) -> int:
-        """Number of processes whose counts are kept apart."""
-        return len(self._latest)
-
     def heard(self, name: str, report: Report) -> None:
         """Store the counts of a process; the last ones may arrive after its exit."""
         if report.gateway is not None:

@@ -135,8 +135,9 @@ async def pair(**options: int) -> AsyncIterator[list[World]]:
             recorded(lane_module, LaneMemory) as memories,
         ):
             worlds = await arena.world(2)
-        for lane, *made in zip(lanes, sockets, outbounds, memories, strict=True):
-            _parts[worlds[1 - lane.rank]] = Parts(*made)
+        parts = map(Parts, sockets, outbounds, memories)
+        for lane, its_parts in zip(lanes, parts, strict=True):
+            _parts[worlds[1 - lane.rank]] = its_parts
         try:
             yield worlds
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -418,10 +419,14 @@ async def test_stream_that_fails_of_a_bug_says_so_in_the_stream(
     played = Played(tokenizer)
     played.streams.text = [7, 8]
 
-    def broken(*_: Any) -> bytes:
-        raise TypeError("of a bug")
+    event_of, calls = completion_answers.event_of, itertools.count()
 
-    monkeypatch.setattr(completion_answers, "_piece_event", broken)
+    def broken(chunk: Any) -> bytes:
+        if next(calls):
+            raise TypeError("of a bug")
+        return event_of(chunk)
+
+    monkeypatch.setattr(completion_answers, "event_of", broken)
     _, events = await played.post(CHAT, {"messages": PROMPT, "stream": True})
     assert "internal error" in events[-2]
     assert "of a bug" not in events[-2]
