@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from multiworld.errors import RequestPoisonedError, ServeError
+from multiworld.serve.gateway.http_responses import event_of
 from multiworld.serve.generation.api import completion_answers
 from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.generation.tokenizer import Tokenizer
@@ -419,7 +420,7 @@ async def test_stream_that_fails_of_a_bug_says_so_in_the_stream(
     played = Played(tokenizer)
     played.streams.text = [7, 8]
 
-    event_of, calls = completion_answers.event_of, itertools.count()
+    calls = itertools.count()
 
     def broken(chunk: Any) -> bytes:
         if next(calls):
