@@ -25,6 +25,8 @@ from multiworld import (
     WorldConfig,
     WorldManager,
 )
+from multiworld.liveness.control_link import Link
+from multiworld.liveness.heartbeat_links import HeartbeatLinks
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import Child, ProcessFleet, no_leaks
 from tests import bodies
@@ -285,16 +287,26 @@ async def test_stuck_helper_accuses_nobody_and_is_replaced(stage: Stage) -> None
 
 @pytest.mark.heavy
 async def test_lost_heartbeat_connection_is_no_loss_and_is_replaced(
-    stage: Stage,
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The end of the heartbeat connection alone is no loss; a new one is opened."""
     config = WorldConfig(join_s=20, silence_s=2.0)
+    lines: list[socket.socket] = []
+    begin = HeartbeatLinks.begin
+
+    def noted(
+        links: HeartbeatLinks, link: Link, sock: socket.socket, *args: Any, **more: Any
+    ) -> None:
+        lines.append(sock)
+        begin(links, link, sock, *args, **more)
+
+    monkeypatch.setattr(HeartbeatLinks, "begin", noted)
     world, child = await stage.affected("direct", config)
     for _ in range(2):
-        for line in list(
-            stage.manager.watchdog._links.heartbeats._connections.values()
-        ):
-            line.sock.shutdown(socket.SHUT_RDWR)
+        open_lines = [line for line in lines if line.fileno() >= 0]
+        assert open_lines
+        for line in open_lines:
+            line.shutdown(socket.SHUT_RDWR)
         over = asyncio.ensure_future(world.wait_over())
         done, _ = await asyncio.wait((over,), timeout=4.0)
         assert not done

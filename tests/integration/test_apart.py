@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ from benchmarks.members import free_ports
 from benchmarks.rivals import contender, environment
 from benchmarks.rivals.contender import Apart
 from benchmarks.rivals.environment import Rival
+from tests.recorded import recorded
 
 END = f"""
 import sys
@@ -61,7 +63,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_ends_obey_and_are_timed(folder: Path) -> None:
     """Both ends carry out orders, and one that is stopped in between continues."""
     (port,) = free_ports(1)
-    ends = [Apart("plain", folder, rank, port) for rank in (0, 1)]
+    with recorded(subprocess, subprocess.Popen) as processes:
+        ends = [Apart("plain", folder, rank, port) for rank in (0, 1)]
     took: dict[int, float] = {}
 
     def use(rank: int) -> None:
@@ -77,7 +80,7 @@ def test_ends_obey_and_are_timed(folder: Path) -> None:
     for thread in threads:
         thread.join(40)
     assert sorted(took) == [0, 1]
-    assert all(end._process.returncode == 0 for end in ends)
+    assert [process.returncode for process in processes] == [0, 0]
 
 
 def test_end_that_dies_is_named(folder: Path) -> None:

@@ -28,8 +28,11 @@ from multiworld.incarnation.lifecycle import Failed
 from multiworld.liveness.manager_messages import Left, WorldMessage
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import Arena, ProcessFleet, no_leaks
+from multiworld.world import admission
+from multiworld.world.local_member import LocalMember
 from tests import bodies
 from tests.ports import free_port
+from tests.recorded import recorded
 
 
 async def test_events_tell_the_story_of_a_world(fork_server: None) -> None:
@@ -219,23 +222,27 @@ async def test_helper_that_is_killed_is_replaced() -> None:
         assert arena.manager(0).watchdog.helper_pid not in (None, helper)
 
 
-async def test_world_that_breaks_between_two_lanes_of_a_collective() -> None:
+async def test_world_that_breaks_between_two_lanes_of_a_collective(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A world that breaks ends the wait for a lane that was not requested yet."""
     async with Arena("direct") as arena:
-        world, *_ = await arena.world(3)
-        life = world._life
-        backend: Any = life.backend
-        asked = []
+        with recorded(admission, LocalMember) as members:
+            world, *_ = await arena.world(3)
+        (member,) = (m for m in members if m.rank == world.rank)
+        watchdog, loop = arena.manager(world.rank).watchdog, asyncio.get_running_loop()
+        lane, asked = watchdog.lane, []
 
-        async def open_lane(rank: int, name: str, channel: object) -> object:
-            asked.append(rank)
+        async def open_lane(*where: Any) -> object:
+            asked.append(where)
             if len(asked) == 1:
+                opened = await lane(*where)
                 # After this lane is there, and before its waiter runs.
-                life._loop.call_soon(life.report, Failed("for the test"))
-                return backend._p2p.lanes[rank]
-            return await life._loop.create_future()
+                loop.call_soon(member.report, Failed("for the test"))
+                return opened
+            return await loop.create_future()
 
-        backend._open_lane = open_lane
+        monkeypatch.setattr(watchdog, "lane", open_lane)
         async with asyncio.timeout(5):
             with pytest.raises(WorldBrokenError, match="for the test"):
                 await world.all_reduce(torch.ones(8))
@@ -249,7 +256,8 @@ async def test_who_has_left_is_known_when_the_first_operation_fails_for_it(
     async with Arena("direct") as arena:
         stays, leaves = await arena.world(2)
         said: list[WorldMessage] = []
-        monkeypatch.setattr(leaves._life, "_tell_all", said.append)
+        watchdog = arena.manager(leaves.rank).watchdog
+        monkeypatch.setattr(watchdog, "notify", lambda _, message: said.append(message))
         closing = asyncio.create_task(leaves.close())
         with pytest.raises(MemberLeftError):
             await stays.recv(torch.zeros(1), src=1)
@@ -257,4 +265,6 @@ async def test_who_has_left_is_known_when_the_first_operation_fails_for_it(
         assert stays.is_ready, "no verdict follows from it"
         assert arena.manager(0).communicator.is_broken(stays.name)
         await closing
-        assert said == [Left(leaves._life.incarnation.nonce, is_broken=False)]
+        (message,) = said
+        assert isinstance(message, Left)
+        assert not message.is_broken

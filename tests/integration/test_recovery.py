@@ -27,6 +27,9 @@ from multiworld.incarnation.lifecycle import WasLost
 from multiworld.rendezvous.joiner import _local_services
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.testing import no_leaks
+from multiworld.world import admission
+from multiworld.world.local_member import LocalMember
+from tests.recorded import recorded
 from tests.traffic import Traffic
 from tests.until import until
 
@@ -44,9 +47,24 @@ class Street:
         store: str,
         backend: str,
         waiting: Callable[[], int],
+        members: list[LocalMember],
     ) -> None:
         self.managers, self.store, self.backend = managers, store, backend
-        self._waiting = waiting
+        self._waiting, self._members = waiting, members
+
+    def member(self, world: World) -> LocalMember:
+        """Return the member whose operations are those of a world."""
+        wanted = (world.name, world.epoch, world.rank)
+        (found,) = (
+            m
+            for m in self._members
+            if (m.incarnation.world, m.incarnation.epoch, m.rank) == wanted
+        )
+        return found
+
+    def lose(self, world: World, rank: int) -> None:
+        """Make a member believe that another is lost."""
+        self.member(world).report(WasLost(rank, "the test says so"))
 
     async def has_waiting(self, count: int) -> None:
         """Wait until this many claims wait at the store for other members."""
@@ -93,7 +111,8 @@ async def street(request: pytest.FixtureRequest) -> AsyncIterator[Street]:
             await stack.enter_async_context(WorldManager(config=CONFIG))
             for _ in range(4)
         ]
-        yield Street(managers, store, request.param, waiting)
+        members = stack.enter_context(recorded(admission, LocalMember))
+        yield Street(managers, store, request.param, waiting, members)
 
 
 async def check(worlds: Sequence[World]) -> None:
@@ -107,11 +126,6 @@ async def check(worlds: Sequence[World]) -> None:
     if len(worlds) > 1:
         await worlds[0].send(torch.arange(4), dst=len(worlds) - 1)
         assert (await worlds[-1].recv(src=0)).tolist() == [0, 1, 2, 3]
-
-
-def lose(world: World, rank: int) -> None:
-    """Make a member believe that another is lost."""
-    world._life.report(WasLost(rank, "the test says so"))
 
 
 async def test_survivors_reform_in_one_call_with_compacted_ranks(
@@ -175,7 +189,7 @@ async def test_lone_survivor_continues_alone(street: Street) -> None:
 async def test_accused_is_fenced_and_comes_back_by_joining(street: Street) -> None:
     """An accused member cannot reform with the others, and comes back by joining."""
     w0, w1, w2 = await street.world(0, 1, 2)
-    lose(w0, 1)
+    street.lose(w0, 1)
     for world in (w1, w2):
         await asyncio.wait_for(world.wait_over(), HANG_S)
     with pytest.raises(MemberLostError) as lost:
@@ -197,8 +211,8 @@ async def test_accused_is_fenced_and_comes_back_by_joining(street: Street) -> No
 async def test_two_that_accuse_each_other_do_not_both_continue(street: Street) -> None:
     """One of two members that accuse each other reforms; the other is stale."""
     w0, w1 = await street.world(0, 1)
-    lose(w0, 1)
-    lose(w1, 0)
+    street.lose(w0, 1)
+    street.lose(w1, 0)
     results = await asyncio.gather(w0.reform(), w1.reform(), return_exceptions=True)
     kinds = {type(result) for result in results}
     assert kinds == {World, StaleEpochError}, results
@@ -235,7 +249,7 @@ async def test_survivor_that_closes_is_not_waited_for(street: Street) -> None:
 async def test_one_change_of_a_name_at_a_time(street: Street) -> None:
     """A second change of the same name is refused at once, and the first continues."""
     w0, w1 = await street.world(0, 1)
-    lose(w0, 1)
+    street.lose(w0, 1)
     await asyncio.wait_for(w1.wait_over(), HANG_S)
     first = asyncio.create_task(w0.reform())
     await asyncio.sleep(0)
@@ -268,11 +282,15 @@ async def test_newcomer_that_dies_after_its_admission_leaves_a_world_to_reform(
     """A newcomer that dies after its admission is named, and the others can reform."""
     w0, w1 = await street.world(0, 1)
 
-    async def dies(*_: object) -> None:
+    real = LocalMember.open
+
+    async def dies(member: LocalMember) -> None:
+        if member.rank < 2:
+            return await real(member)
         street.managers[2].cleanup()
         raise asyncio.CancelledError
 
-    monkeypatch.setattr(street.managers[2]._admission, "_open", dies)
+    monkeypatch.setattr(LocalMember, "open", dies)
     newcomer = asyncio.create_task(street.join(2, 2, 3))
     results = await asyncio.wait_for(
         asyncio.gather(w0.grow(to=3), w1.grow(to=3), return_exceptions=True), 8
@@ -333,7 +351,8 @@ async def test_growing_in_vain_leaves_the_world_as_it_was(street: Street) -> Non
     worlds = await street.world(0, 1)
     short = CONFIG.replace(join_s=0.5)
     for world in worlds:
-        world._life.request = dataclasses.replace(world._life.request, config=short)
+        member = street.member(world)
+        member.request = dataclasses.replace(member.request, config=short)
     results = await asyncio.gather(
         *(world.grow(to=3) for world in worlds), return_exceptions=True
     )
@@ -356,7 +375,7 @@ async def test_loss_while_growing_is_raised_at_once(street: Street) -> None:
     w0, w1, _ = await street.world(0, 1, 2)
     growing = [asyncio.create_task(world.grow(to=4)) for world in (w0, w1)]
     await street.has_waiting(2)
-    lose(w0, 2)
+    street.lose(w0, 2)
     for task in growing:
         with pytest.raises(MemberLostError):
             await asyncio.wait_for(task, 5)

@@ -30,14 +30,17 @@ from multiworld import (
     WorldManager,
     WrongSecretError,
 )
+from multiworld.liveness import link_table
 from multiworld.liveness.control_link import SocketLink
 from multiworld.net import frames
 from multiworld.net.handshake_messages import Proof
 from multiworld.rendezvous.membership import Address
-from multiworld.rendezvous.store_messages import Claim, SealedMember, SurvivorClaim
+from multiworld.rendezvous.store_messages import Claim, SealedMember, StoreRequest
 from multiworld.rendezvous.store_server import StoreServer
+from multiworld.rendezvous.store_service import StoreService
 from multiworld.testing import no_leaks
 from tests.conftest import certificates
+from tests.recorded import recorded
 from tests.traffic import Traffic
 from tests.wire import frame_of
 
@@ -61,9 +64,10 @@ class Fort:
         doors: list[tuple[int, object]] = [
             (socket.AF_INET, ("127.0.0.1", self.server.port))
         ]
-        for member in self.worlds[0]._life.incarnation.members:
-            doors.append((socket.AF_INET, ("127.0.0.1", member.address.port)))
-            doors.append((socket.AF_UNIX, "\0" + member.address.unix))
+        for manager in self.managers:
+            address = manager.watchdog.listen("127.0.0.1")
+            doors.append((socket.AF_INET, ("127.0.0.1", address.port)))
+            doors.append((socket.AF_UNIX, "\0" + address.unix))
         return doors
 
     def refused(self) -> int:
@@ -195,13 +199,15 @@ async def test_member_that_violates_the_protocol_is_lost_and_no_other(
     """Its link ends, and the worlds that it is in break; the others carry on."""
     async with fort(Security()) as here, traffic(here) as going:
         async with WorldManager(config=CONFIG) as bad:
-            world, _ = await asyncio.gather(
-                here.managers[0].join("x", rank=0, size=2, store=here.store),
-                bad.join("x", rank=1, size=2, store=here.store),
-            )
-            (peer,) = bad._watchdog._links._peers.values()
-            assert isinstance(peer.link, SocketLink)
-            peer.link._framed._stream.send(frame_of(body))
+            with recorded(link_table, SocketLink) as links:
+                world, _ = await asyncio.gather(
+                    here.managers[0].join("x", rank=0, size=2, store=here.store),
+                    bad.join("x", rank=1, size=2, store=here.store),
+                )
+            own = {fd for link in links for fd in link.filenos()}
+            (fd,) = own & set(bad.watchdog.filenos())
+            with socket.socket(fileno=os.dup(fd)) as sock:
+                sock.send(frame_of(body))
             with pytest.raises(MemberLostError, match="violated the protocol"):
                 await world.recv(src=1)
             await going.advances(5)
@@ -305,21 +311,24 @@ async def record_handshake(here: Fort) -> bytes:
     return recorded
 
 
-async def test_member_record_that_the_store_forged_is_refused() -> None:
+async def test_member_record_that_the_store_forged_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A store cannot forge a member's address."""
     security = Security(secret=SECRET)
     async with fort(security) as here:
-        service = here.server._service
-        genuine = service._claim
+        genuine = StoreService.receive
 
-        def forged(session: int, claim: Claim | SurvivorClaim) -> object:
-            member = claim.member.member
-            address = dataclasses.replace(member.address, port=1)
-            member = dataclasses.replace(member, address=address)
-            record = SealedMember(member, claim.member.proof)
-            return genuine(session, msgspec.structs.replace(claim, member=record))
+        def forged(service: StoreService, session: int, message: StoreRequest) -> None:
+            if isinstance(message, Claim):
+                member = message.member.member
+                address = dataclasses.replace(member.address, port=1)
+                member = dataclasses.replace(member, address=address)
+                record = SealedMember(member, message.member.proof)
+                message = msgspec.structs.replace(message, member=record)
+            genuine(service, session, message)
 
-        service._claim = forged  # type: ignore[method-assign, assignment]
+        monkeypatch.setattr(StoreService, "receive", forged)
         with pytest.raises(WrongSecretError, match="record of rank 0"):
             await here.managers[0].join("x", rank=0, size=1, store=here.store)
 

@@ -100,6 +100,11 @@ class _Parked:
     count = 0
 
 
+def parked_count() -> int:
+    """Return the number of this process's receives that are parked now."""
+    return _Parked.count
+
+
 class Channel:
     """Mailbox and lanes for one purpose: messages or collectives of one world.
     ``budget_bytes`` is the maximum of unexpected messages to hold for each source."""

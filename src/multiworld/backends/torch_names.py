@@ -82,14 +82,15 @@ def is_tested(version: str) -> bool:
     return OLDEST <= minor <= NEWEST
 
 
-def missing(use: Use) -> list[str]:
+@functools.cache
+def missing(use: Use) -> tuple[str, ...]:
     """Return the names needed for ``use`` that this torch lacks."""
-    return [name for name in NAMES[use] if not _has(name)]
+    return tuple(name for name in NAMES[use] if not _has(name))
 
 
 def check(use: Use) -> None:
     """Check that this torch has every name needed for ``use``."""
-    if names := _missing_once(use):
+    if names := missing(use):
         raise TorchVersionError(
             f"torch {torch.__version__} lacks {', '.join(names)}, which multiworld "
             f"needs for {use}; install a torch that has it: pip install 'torch{WORKS}'",
@@ -97,11 +98,6 @@ def check(use: Use) -> None:
             installed=str(torch.__version__),
             works=WORKS,
         )
-
-
-@functools.cache
-def _missing_once(use: Use) -> tuple[str, ...]:
-    return tuple(missing(use))
 
 
 def _has(name: str) -> bool:

@@ -164,7 +164,7 @@ class Heartbeat:
         for number in unsent & self._sockets.keys():
             self._send_sockets(number)
         self._reported.clear()
-        self._give_sign()
+        give_sign(self._sign)
         try:
             async with asyncio.timeout(2 * self._heartbeat_s):
                 await self._reported.wait()
@@ -175,10 +175,6 @@ class Heartbeat:
                 return False
         self._missed = 0
         return True
-
-    def _give_sign(self) -> None:
-        # In one assignment: ``pack_into`` could let the helper read a zero.
-        self._sign[:] = heartbeat_helper.SIGN.pack(time.monotonic())
 
     def _forget_sign(self) -> None:
         if isinstance(self._sign, mmap.mmap):
@@ -233,7 +229,7 @@ class Heartbeat:
 
     def _begin(self, ours: socket.socket, theirs: socket.socket, mode: Mode) -> None:
         if mode == "thread":
-            self._give_sign()
+            give_sign(self._sign)
             helper = heartbeat_helper.HeartbeatHelper(
                 theirs, self._sign, owner=None, heartbeat_s=self._heartbeat_s
             )
@@ -249,7 +245,7 @@ class Heartbeat:
         memory = _shared_memory(heartbeat_helper.SIGN.size)
         try:
             self._sign = mmap.mmap(memory, heartbeat_helper.SIGN.size)
-            self._give_sign()
+            give_sign(self._sign)
             with theirs:
                 self._process = subprocess.Popen(
                     [
@@ -310,6 +306,12 @@ class Heartbeat:
         except OSError:
             return False
         return True
+
+
+def give_sign(sign: mmap.mmap | bytearray) -> None:
+    """Write the present time into the memory of a sign of life."""
+    # In one assignment: ``pack_into`` could let the helper read a zero.
+    sign[:] = heartbeat_helper.SIGN.pack(time.monotonic())
 
 
 def _shared_memory(size: int) -> int:

@@ -167,6 +167,10 @@ class Registry:
             case Ticked():
                 return self._tick(now)
 
+    def world_count(self) -> int:
+        """Return the number of names that somebody claims or holds."""
+        return len(self._worlds)
+
     def waiting_count(self) -> int:
         return len(self._deadlines)
 

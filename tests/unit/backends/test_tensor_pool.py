@@ -56,7 +56,12 @@ def test_little_is_kept() -> None:
     assert recycler.idle_bytes == 3 * MIB
     recycler.empty(MIB // 2, torch.uint8)
     assert recycler.idle_bytes <= 3 * MIB
-    assert len(recycler._take(MIB // 2 + 1) or b"") in (MIB, MIB // 2 + STEP_BYTES)
+    before = recycler.idle_bytes
+    large = recycler.empty(MIB // 2 + 1, torch.uint8)
+    assert recycler.idle_bytes == before - MIB
+    small = recycler.empty(MIB // 4, torch.uint8)
+    assert recycler.idle_bytes == before - MIB
+    del large, small
 
 
 @pytest.mark.parametrize(

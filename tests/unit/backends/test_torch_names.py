@@ -46,9 +46,9 @@ def fake() -> Iterator[ModuleType]:
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
     """Look every name up anew."""
-    torch_names._missing_once.cache_clear()
+    torch_names.missing.cache_clear()
     yield
-    torch_names._missing_once.cache_clear()
+    torch_names.missing.cache_clear()
 
 
 def names_of(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -65,7 +65,7 @@ def test_names_that_are_there_are_found(monkeypatch: pytest.MonkeyPatch) -> None
         "fake_torch.inner.Group._abort",
         "fake_torch.inner.Group.registry",
     )
-    assert torch_names.missing("c10d") == []
+    assert torch_names.missing("c10d") == ()
     torch_names.check("c10d")
 
 
@@ -102,7 +102,7 @@ def test_this_torch_has_every_name(use: Use) -> None:
     """The installed torch is one that works."""
     if use == "nccl" and not dist.is_nccl_available():
         pytest.skip("this torch was built without NCCL")
-    assert torch_names.missing(use) == []
+    assert torch_names.missing(use) == ()
 
 
 def test_versions_are_those_of_the_package() -> None:
@@ -151,11 +151,18 @@ def _parts(node: ast.AST) -> list[str]:
     return []
 
 
+def names_found() -> doctor.Finding:
+    """Return the doctor's finding about the names of torch."""
+    (found,) = (f for f in doctor.examine() if f.subject == "torch's names")
+    return found
+
+
 def test_doctor_fails_on_a_missing_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor names what is missing, and the versions that work."""
-    assert doctor._torch_names().status == "ok"
+    assert names_found().status == "ok"
+    torch_names.missing.cache_clear()
     names_of(monkeypatch, "torch._no_such_name")
-    finding = doctor._torch_names()
+    finding = names_found()
     assert finding.status == "fail"
     assert "torch._no_such_name" in finding.found
     assert WORKS in finding.remedy

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 
@@ -18,7 +19,7 @@ import pytest
 
 from multiworld.liveness import heartbeat as heartbeat_module
 from multiworld.liveness import heartbeat_helper
-from multiworld.liveness.heartbeat import Heartbeat, HeartbeatReport, Mode
+from multiworld.liveness.heartbeat import Heartbeat, HeartbeatReport, Mode, give_sign
 from multiworld.testing import no_leaks
 
 ONE, TWO = b"1" * 32, b"2" * 32
@@ -290,53 +291,62 @@ for _ in range(300_000):
     if SIGN.unpack_from(sign)[0] < 1.0:
         sys.exit("torn")
 """
-    beat = Heartbeat(lambda *_: None)
     memory = os.memfd_create("sign")
     try:
         os.ftruncate(memory, heartbeat_helper.SIGN.size)
         with mmap.mmap(memory, heartbeat_helper.SIGN.size) as sign:
-            beat._sign = sign
-            beat._give_sign()
+            give_sign(sign)
             with subprocess.Popen(
                 [sys.executable, "-c", script, str(memory)], pass_fds=[memory]
             ) as reader:
                 while reader.poll() is None:
-                    beat._give_sign()
+                    give_sign(sign)
             assert reader.returncode == 0
     finally:
         os.close(memory)
 
 
+def frame_from(sock: socket.socket) -> heartbeat_helper.HeartbeatFrame:
+    """Return the next heartbeat that a helper sends."""
+    frame = sock.recv(heartbeat_helper.FRAME_BYTES, socket.MSG_WAITALL)
+    return heartbeat_helper.decode_heartbeat(frame, ONE)
+
+
 def test_end_that_could_not_be_reported_is_reported_later() -> None:
     """The owner was stuck, and its socket full."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    near, far = socket.socketpair()
-    with ours, far:
-        ours.setblocking(False)
-        sign = bytearray(heartbeat_helper.SIGN.size)
-        helper = heartbeat_helper.HeartbeatHelper(theirs, sign, None, 0.1)
-        order = heartbeat_helper.encode_order(heartbeat_helper.ADD, 1, ONE, TWO)
+    sign = bytearray(heartbeat_helper.SIGN.size)
+    helper = heartbeat_helper.HeartbeatHelper(theirs, sign, None, 0.01)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            theirs.send(b"")
+    peers = []
+    for number in (1, 2):
+        near, far = socket.socketpair()
+        far.settimeout(HANG_S)
+        order = heartbeat_helper.encode_order(heartbeat_helper.ADD, number, ONE, TWO)
         socket.send_fds(ours, [order], [near.fileno()])
         near.close()
-        helper._handle_order()
-        far.send(
-            heartbeat_helper.encode_heartbeat(
-                heartbeat_helper.HeartbeatFrame(0, 0, 1, 0, 0), TWO
-            )
-        )
+        peers.append(far)
+    thread = threading.Thread(target=helper.run)
+    thread.start()
+    with ours, peers[0] as ends, peers[1] as stays:
+        ours.settimeout(HANG_S)
+        heard = heartbeat_helper.HeartbeatFrame(0, 0, 1, 0, 0)
+        ends.send(heartbeat_helper.encode_heartbeat(heard, TWO))
+        while frame_from(ends).heard_ms == heartbeat_helper.NEVER_MS:
+            pass
+        ends.shutdown(socket.SHUT_RDWR)
+        stays.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while True:
-                theirs.send(b"")
-        helper._read()
-        far.close()
-        helper._read()
-        helper._report()
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                ours.recv(1)
-        helper._report()
-        entries = heartbeat_helper.REPORT.iter_unpack(ours.recv(4096))
-        assert next(entries)[1] == heartbeat_helper.ENDED
-        helper._drop(1)
-        helper._selector.close()
-        theirs.close()
+                stays.recv(heartbeat_helper.READ_BYTES)
+        stays.settimeout(HANG_S)
+        for _ in range(2):  # the second turn has read the end, and could not report it
+            frame_from(stays)
+        while not (message := ours.recv(heartbeat_helper.READ_BYTES)):
+            pass
+        entries = heartbeat_helper.REPORT.iter_unpack(message)
+        assert next(entries)[:2] == (1, heartbeat_helper.ENDED)
+    thread.join(HANG_S)
+    assert not thread.is_alive()

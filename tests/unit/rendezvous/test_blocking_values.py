@@ -49,6 +49,7 @@ from tests.unit.waiting import until
 
 SECRET = Security(secret=b"a secret long enough to be one")
 NONE = Security()
+HANG_S = 20.0
 
 R = TypeVar("R")
 
@@ -203,14 +204,20 @@ async def test_store_that_dies_wakes_the_thread_that_waits(server: StoreServer) 
     assert values.fileno() == -1
 
 
-async def test_close_wakes_the_thread_that_waits(server: StoreServer) -> None:
+async def test_close_wakes_the_thread_that_waits() -> None:
     """A world that breaks releases the threads of its group."""
-    values = await values_at(server.port)
-    waiting = asyncio.create_task(get(values, "k", 60))
-    await until(lambda: values._lock.locked())
-    values.close()
-    with pytest.raises(StoreUnreachableError):
-        await waiting
+    async with Impostor(says(WELCOME)) as store:
+        values = await values_at(store.port)
+        waiting = asyncio.create_task(get(values, "k", 60))
+        (sock,) = store.accepted
+        sock.setblocking(False)
+        heard = b""
+        async with asyncio.timeout(HANG_S):
+            while b"GetValues" not in heard:
+                heard += await asyncio.get_running_loop().sock_recv(sock, 1 << 16)
+            values.close()
+            with pytest.raises(StoreUnreachableError):
+                await waiting
 
 
 async def test_silent_store_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -580,7 +580,7 @@ def test_withdrawn_claims_leave_nothing_behind() -> None:
     for _ in range(100):
         bench.claim(1, 0)
         bench.handle(Withdrawn(1, bench.requests))
-    assert bench.registry._worlds == {}
+    assert bench.registry.world_count() == 0
 
 
 def lines_of(call: Callable[[], object]) -> int:

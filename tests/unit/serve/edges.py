@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from threading import Thread
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -48,16 +49,15 @@ async def break_world(world: World) -> None:
     assert world.is_broken
 
 
-async def close_executor(executor: Executor) -> None:
-    """End an executor, and wait for its thread.
+async def close_executor(executor: Executor, thread: Thread | None) -> None:
+    """End an executor, and wait for its thread, in which it has loaded its stage.
 
     Python 3.11 cannot parse a traceback's source in two threads at once, and pytest
     does so after a failure.
     """
     executor.close()
-    thread = executor._thread
     if thread is not None:
-        await asyncio.to_thread(thread._thread.join, HANG_S)
+        await asyncio.to_thread(thread.join, HANG_S)
 
 
 class QuietOutbox(Outbox):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -26,25 +26,29 @@ from multiworld.rendezvous.store_address import parse_store
 from multiworld.rendezvous.store_messages import MemberGaveUp, NewcomerWaits
 from multiworld.testing import Arena, no_leaks
 from multiworld.world import admission as admission_module
+from multiworld.world import manager as manager_module
 from multiworld.world.admission import Admission
+from tests.recorded import recorded
 from tests.unit.waiting import turns, until
 
 
 @pytest.fixture
-async def arena() -> AsyncIterator[Arena]:
+def admissions() -> Iterator[list[Admission]]:
+    """Return the admissions of the managers, in the order in which they were made."""
+    with recorded(manager_module, Admission) as made:
+        yield made
+
+
+@pytest.fixture
+async def arena(admissions: list[Admission]) -> AsyncIterator[Arena]:
     """Return an arena in this process; afterwards nothing is open."""
     async with no_leaks(), Arena("memory", WorldConfig(join_s=0.3)) as arena:
         yield arena
 
 
-def admission(arena: Arena, rank: int = 0) -> Admission:
-    """Return the admission of a rank's manager."""
-    return arena.manager(rank)._admission
-
-
 async def lose(arena: Arena, rank: int, worlds: list[World]) -> None:
     """End a rank's manager as a killed process ends; wait until the others know."""
-    arena.managers[rank]._watchdog.close_nowait(politely=False)
+    arena.managers[rank].watchdog.close_nowait(politely=False)
     await asyncio.gather(*(w.wait_over() for w in worlds if w.rank != rank))
 
 
@@ -80,7 +84,7 @@ async def test_members_that_ask_for_different_sizes_are_all_notified(
     )
     assert JoinMismatchError in map(type, found)
     assert all(isinstance(error, Exception) for error in found)
-    assert admission(arena).worlds == {}
+    assert arena.manager(0).worlds == {}
 
 
 async def test_member_lost_between_admission_and_opening_is_named(
@@ -93,11 +97,8 @@ async def test_member_lost_between_admission_and_opening_is_named(
         joins = [asyncio.create_task(arena.join(name, rank, 2)) for rank in (0, 1)]
         await turns(count)
         joins[1].cancel()
-        arena.managers[1]._watchdog.close_nowait(politely=False)
+        arena.managers[1].watchdog.close_nowait(politely=False)
         found = (await asyncio.gather(*joins, return_exceptions=True))[0]
-        ticker = arena.managers[1]._watchdog._ticker
-        if ticker is not None:  # see test_cleanup_while_joining_leaves_nothing
-            ticker.cancel()
         arena.managers[1].cleanup()
         arena.managers[1] = WorldManager(config=arena.config)
         kinds.add(type(found))
@@ -161,7 +162,7 @@ async def test_member_lost_while_growing_ends_the_wait(arena: Arena) -> None:
     worlds = await arena.world(2, "w")
     growing = asyncio.create_task(worlds[0].grow(to=3))
     await turns(5)
-    arena.managers[1]._watchdog.close_nowait(politely=False)
+    arena.managers[1].watchdog.close_nowait(politely=False)
     with pytest.raises(MemberLostError):
         await growing
     assert (await worlds[0].reform()).size == 1
@@ -194,7 +195,7 @@ async def test_second_loss_is_gone_on_without_too(arena: Arena) -> None:
     await lose(arena, 1, worlds)
     reforming = asyncio.create_task(worlds[0].reform())
     await turns(5)
-    arena.managers[2]._watchdog.close_nowait(politely=False)
+    arena.managers[2].watchdog.close_nowait(politely=False)
     found = await reforming
     assert (found.rank, found.size) == (0, 1)
 
@@ -239,11 +240,14 @@ async def test_cancelled_reform_can_be_repeated(arena: Arena) -> None:
 
 @pytest.mark.parametrize("is_growing", [False, True])
 async def test_change_that_is_cancelled_as_it_is_admitted_ends_there(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch, is_growing: bool
+    arena: Arena,
+    admissions: list[Admission],
+    monkeypatch: pytest.MonkeyPatch,
+    is_growing: bool,
 ) -> None:
     """Members that wait for this one are told at once; it can reform, or join again."""
     worlds = await arena.world(2, "w")
-    me, real = admission(arena), joiner.meet
+    me, real = admissions[0], joiner.meet
     changes: list[asyncio.Task[World]] = []
 
     async def meet(*args: Any, **kwargs: Any) -> Any:
@@ -277,11 +281,13 @@ async def test_change_that_is_cancelled_as_it_is_admitted_ends_there(
 # Questions and notices of a store.
 
 
-async def test_store_learns_what_is_held_and_nothing_else(arena: Arena) -> None:
+async def test_store_learns_what_is_held_and_nothing_else(
+    arena: Arena, admissions: list[Admission]
+) -> None:
     """Broken and closed incarnations are not."""
     where = parse_store(arena.store)
     worlds = await asyncio.gather(arena.world(2, "a"), arena.world(2, "b"))
-    held = admission(arena)
+    held = admissions[0]
     assert held.holds("a", 1, 0)
     assert not held.holds("a", 2, 0)
     assert not held.holds("a", 1, 1)
@@ -297,10 +303,12 @@ async def test_store_learns_what_is_held_and_nothing_else(arena: Arena) -> None:
     assert not held.holds("b", 1, 0)
 
 
-async def test_note_about_another_incarnation_is_ignored(arena: Arena) -> None:
+async def test_note_about_another_incarnation_is_ignored(
+    arena: Arena, admissions: list[Admission]
+) -> None:
     """It may be older than what this process knows."""
     (world,) = await arena.world(1, "w")
-    held = admission(arena)
+    held = admissions[0]
     for name, epoch in (("w", 2), ("x", 1)):
         held.member_gave_up(MemberGaveUp(name, epoch, 0))
         held.member_waits(NewcomerWaits(name, epoch, 0, 2, is_gone=False))
@@ -309,11 +317,11 @@ async def test_note_about_another_incarnation_is_ignored(arena: Arena) -> None:
 
 
 async def test_member_that_gave_up_while_it_was_admitted_breaks_the_world(
-    arena: Arena,
+    arena: Arena, admissions: list[Admission]
 ) -> None:
     """Nobody waits for a member that will never connect."""
     worlds = await arena.world(2, "w")
-    admission(arena).member_gave_up(MemberGaveUp("w", 1, 1))
+    admissions[0].member_gave_up(MemberGaveUp("w", 1, 1))
     with pytest.raises(MemberLostError, match="gave up") as lost:
         await worlds[0].barrier()
     assert lost.value.rank == 1

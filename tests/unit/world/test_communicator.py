@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 
 import pytest
@@ -132,7 +133,7 @@ async def test_lost_member_is_pymultiworlds_exception() -> None:
         comm = arena.manager(0).communicator
         receiving = asyncio.create_task(comm.recv(torch.zeros(1), 1, "a"))
         await asyncio.sleep(0)
-        arena.manager(1)._watchdog.close_nowait(politely=False)
+        arena.manager(1).watchdog.close_nowait(politely=False)
         with pytest.raises(BrokenWorldException):
             await receiving
         assert comm.is_broken("a")
@@ -141,5 +142,4 @@ async def test_lost_member_is_pymultiworlds_exception() -> None:
 def test_communicator_is_not_fooled_by_a_missing_manager() -> None:
     """Copying and pickling look for private names before there are any attributes."""
     bare = object.__new__(WorldCommunicator)
-    with pytest.raises(AttributeError):
-        _ = bare._manager
+    assert isinstance(copy.copy(bare), WorldCommunicator)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import torch
@@ -25,19 +26,20 @@ from multiworld.events import (
 from multiworld.liveness.failure_detector import Resumed, Stalled, Verdict
 from multiworld.liveness.manager_messages import Broken, EndCollectives, OpenLane
 from multiworld.testing import Arena, no_leaks
-from multiworld.world import local_member
-from multiworld.world.local_member import LocalMember
+from multiworld.world import admission, local_member, manager
+from multiworld.world.local_member import LocalMember, ManagerServices
+from tests.recorded import recorded
 from tests.unit.waiting import turns
 
 
 class Bench:
     """A world of three in this process, seen by its rank 0."""
 
-    def __init__(self, worlds: list[World]) -> None:
+    def __init__(self, worlds: list[World], members: list[LocalMember]) -> None:
         self.worlds = worlds
-        self.local: LocalMember = worlds[0]._life
+        self.members = sorted(members, key=lambda member: member.rank)
+        self.local = self.members[0]
         self.events: list[Event] = []
-        self.local._services.publish = self.events.append
 
     def kinds(self) -> list[type]:
         return [type(event) for event in self.events]
@@ -47,7 +49,13 @@ class Bench:
 async def bench() -> AsyncIterator[Bench]:
     """Return a ready world; afterwards nothing is open."""
     async with no_leaks(), Arena("memory") as arena:
-        yield Bench(await arena.world(3))
+        with (
+            recorded(admission, LocalMember) as members,
+            recorded(manager, ManagerServices) as services,
+        ):
+            made = Bench(await arena.world(3), members)
+        services[0].publish = made.events.append
+        yield made
 
 
 def broken(rank: int | None, reason: str = "it died") -> Broken:
@@ -166,19 +174,29 @@ async def test_link_explains_a_failed_connection(
 ) -> None:
     """A member that died or left is the reason; the connection is not."""
     monkeypatch.setattr(local_member, "LINK_GRACE_S", 0.01)
+    loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+    call_later = loop.call_later
+
+    def call(*args: Any, **more: Any) -> asyncio.TimerHandle:
+        timers.append(call_later(*args, **more))
+        return timers[-1]
+
+    monkeypatch.setattr(loop, "call_later", call)
     bench.local.trouble(1, "reset by peer")
     bench.local.trouble(None, "some connection")
     await bench.worlds[1].close()
     await asyncio.sleep(0.03)
     bench.local.check()
     assert bench.local.left == {1}
+    timers.clear()
     bench.local.trouble(1, "reset by peer")
     bench.local.trouble(None, "some connection")
-    assert bench.local._grace == {}
+    assert timers == []
     bench.local.trouble(2, "reset by peer")
+    (timer,) = timers
     bench.local.on_finding(2, lost_by("it died", ""))
     assert bench.local.lost == {2}
-    assert bench.local._grace == {}
+    assert timer.cancelled()
 
 
 async def test_step_ends_with_the_world(bench: Bench) -> None:
@@ -222,7 +240,7 @@ async def test_closing_is_safe_to_repeat_and_tells_the_others_once(
         bench.local.check()
     await bench.worlds[1].wait_incomplete()
     assert bench.worlds[1].left == {0}
-    other = bench.worlds[1]._life
+    other = bench.members[1]
     other.on_message(2, broken(2))
     await other.close()
     await other.close()

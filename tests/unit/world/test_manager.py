@@ -36,7 +36,12 @@ async def arena() -> AsyncIterator[Arena]:
 
 def die(arena: Arena, rank: int) -> None:
     """End a rank's manager as if its process had been killed."""
-    arena.managers[rank]._watchdog.close_nowait(politely=False)
+    arena.managers[rank].watchdog.close_nowait(politely=False)
+
+
+def tasks_named(text: str) -> list[asyncio.Task[object]]:
+    """Return the running tasks whose names start so."""
+    return [t for t in asyncio.all_tasks() if t.get_name().startswith(text)]
 
 
 async def works(arena: Arena, name: str) -> None:
@@ -170,13 +175,13 @@ async def test_cleanup_while_joining_leaves_nothing() -> None:
             arena.managers[0].cleanup()
             joins[1].cancel()
             await asyncio.gather(*joins, return_exceptions=True)
+            for manager in arena.managers:
+                manager.cleanup()
             await turns()
-            watchdog = arena.managers[0]._watchdog
-            ticker, watchdog._ticker = watchdog._ticker, None
-            is_over = ticker is None or ticker.done()
-            if ticker is not None:
-                ticker.cancel()
-        assert is_over, f"after {count} turns"
+            watching = tasks_named("multiworld watchdog")
+            for task in watching:
+                task.cancel()
+        assert not watching, f"after {count} turns"
 
 
 async def test_world_that_was_left_is_unknown_and_can_be_joined(arena: Arena) -> None:
@@ -272,7 +277,7 @@ async def test_removed_world_is_gone_at_once(arena: Arena) -> None:
     assert worlds[0].is_closed
     await worlds[1].wait_incomplete()
     assert (await worlds[1].recv(src=0)).item() == 1.0
-    await until(lambda: not arena.managers[0]._closing)
+    await until(lambda: not tasks_named("multiworld leave"))
 
 
 async def test_world_that_is_removed_while_it_grows_is_gone() -> None:
@@ -288,5 +293,5 @@ async def test_world_that_is_removed_while_it_grows_is_gone() -> None:
                 manager.remove_world("w")
             joining.cancel()
             await asyncio.gather(growing, joining, return_exceptions=True)
-            await until(lambda: not manager._closing)  # noqa: B023
+            await until(lambda: not tasks_named("multiworld leave"))
             assert manager.worlds == {}, f"after {count} turns"

@@ -64,6 +64,11 @@ _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _FAILED = ctypes.c_void_p(-1).value
 
 
+def lent_bytes() -> int:
+    """Return the number of bytes in the blocks of all lanes of this process."""
+    return _lent_bytes
+
+
 class Mapping:
     """Memory of a ``memfd``, unmapped when nothing refers to this object. Python's
     ``mmap`` would keep a descriptor for each. ``memory`` is a view of all of it, valid
@@ -166,6 +171,11 @@ class Lender:
     def __init__(self, announce: Callable[[Block], bool]) -> None:
         self._announce = announce
         self._blocks: dict[int, Block] = {}
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks that this lane lends."""
+        return tuple(self._blocks.values())
 
     def provide(self, size: int) -> None:
         """Make a block for a message, if none is free and there is room for one."""

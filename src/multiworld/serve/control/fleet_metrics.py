@@ -39,6 +39,11 @@ class Totals:
         self._latest: dict[str, dict[Label, float]] = {}
         self._folded: Counter[Label] = Counter()
 
+    @property
+    def apart_count(self) -> int:
+        """Number of processes whose counts are kept apart."""
+        return len(self._latest)
+
     def heard(self, name: str, counted: Iterable[Counted]) -> None:
         self._latest[name] = {(kind, labels): value for kind, labels, value in counted}
 

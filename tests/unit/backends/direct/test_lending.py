@@ -35,8 +35,8 @@ from multiworld.backends.mailbox import Mailbox
 from tests.unit.backends.direct.test_shared_memory import (
     Owner,
     is_usable,
-    lane_of,
     pair,
+    parts_of,
     some,
 )
 
@@ -148,7 +148,7 @@ def test_few_blocks_are_used_again_and_again() -> None:
     kept = [one.send(LARGE) for _ in range(2 * MAX_BLOCKS)]
     assert sum(tensor is not None for tensor in kept) == MAX_BLOCKS - 1
     one.lender.close()
-    assert lending._lent_bytes == 0
+    assert lending.lent_bytes() == 0
 
 
 def test_free_blocks_make_room_for_messages_of_another_size() -> None:
@@ -166,7 +166,7 @@ def test_free_blocks_make_room_for_messages_of_another_size() -> None:
     assert one.send(limit + 1) is None
     assert one.send(MIN_LENT_BYTES - 1) is None
     one.lender.close()
-    assert lending._lent_bytes == 0
+    assert lending.lent_bytes() == 0
 
 
 def test_blocks_of_all_lanes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_blocks_of_all_lanes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert lanes[4].send(STEP_BYTES) is not None
     for lane in lanes:
         lane.lender.close()
-    assert lending._lent_bytes == 0
+    assert lending.lent_bytes() == 0
 
 
 def test_block_that_could_not_be_announced_is_not_used(
@@ -197,7 +197,7 @@ def test_block_that_could_not_be_announced_is_not_used(
     monkeypatch.setattr(os, "memfd_create", fails)
     assert one.send(LARGE) is None
     assert len(os.listdir("/proc/self/fd")) == before
-    assert lending._lent_bytes == 0
+    assert lending.lent_bytes() == 0
 
 
 @settings(deadline=None, max_examples=50)
@@ -224,9 +224,9 @@ def test_no_two_living_tensors_share_memory(steps: list[tuple[int, int]]) -> Non
 
 def blocks_of(world: World) -> int:
     """Return how many blocks the world's lane lends."""
-    lender = lane_of(world)._outbound.lender
+    lender = parts_of(world).outbound.lender
     assert lender is not None
-    return len(lender._blocks)
+    return len(lender.blocks)
 
 
 async def test_message_without_a_place_is_received_in_lent_memory() -> None:
@@ -299,10 +299,10 @@ async def test_cancelled_send_or_receive_releases_its_block() -> None:
             await asyncio.wait((receiving,))
             assert torch.equal(got, some(LARGE, number))
             del got
-        lender = lane_of(one)._outbound.lender
+        lender = parts_of(one).outbound.lender
         assert lender is not None
         gc.collect()
-        assert all(block.is_free for block in lender._blocks.values())
+        assert all(block.is_free for block in lender.blocks)
 
 
 async def test_collectives_reduce_right_in_lent_memory() -> None:

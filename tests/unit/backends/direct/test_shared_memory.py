@@ -9,21 +9,29 @@ import socket
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
 from multiworld import World, WorldConfig
-from multiworld.backends.arrivals import Description
+from multiworld.backends.arrivals import Arrival, Description
 from multiworld.backends.channel import Channel
+from multiworld.backends.direct import backend as backend_module
 from multiworld.backends.direct import header as wire
-from multiworld.backends.direct import lending, shared_memory
+from multiworld.backends.direct import lane as lane_module
+from multiworld.backends.direct import lane_memory, lending, shared_memory
 from multiworld.backends.direct.header import Header, HeaderError
 from multiworld.backends.direct.lane import Lane
+from multiworld.backends.direct.lane_memory import LaneMemory
+from multiworld.backends.direct.lane_socket import LaneSocket
+from multiworld.backends.direct.outbound import Outbound
 from multiworld.backends.direct.shared_memory import SLOT_BYTES, Ring, Window
 from multiworld.backends.mailbox import Mailbox
 from multiworld.backends.offload import OFFLOAD_BYTES
 from multiworld.testing import Arena, no_leaks
+from tests.recorded import recorded
 from tests.unit.waiting import turns
 from tests.until import until
 
@@ -103,32 +111,52 @@ def test_memory_that_could_shrink_is_refused() -> None:
         Window(reading, 4)
 
 
+@dataclass(frozen=True)
+class Parts:
+    """The parts of one member's lane to the other."""
+
+    socket: LaneSocket
+    outbound: Outbound
+    memory: LaneMemory
+
+
+_parts: dict[World, Parts] = {}
+
+
 @asynccontextmanager
 async def pair(**options: int) -> AsyncIterator[list[World]]:
+    """Yield the two members of a world, whose lanes' parts ``parts_of`` returns."""
     config = WorldConfig(join_s=20, **options)  # type: ignore[arg-type]
     async with no_leaks(allow=("asyncio_",)), Arena("direct", config) as arena:
-        yield list(await arena.world(2))
+        with (
+            recorded(backend_module, Lane) as lanes,
+            recorded(lane_module, LaneSocket) as sockets,
+            recorded(lane_module, Outbound) as outbounds,
+            recorded(lane_module, LaneMemory) as memories,
+        ):
+            worlds = await arena.world(2)
+        parts = map(Parts, sockets, outbounds, memories)
+        for lane, its_parts in zip(lanes, parts, strict=True):
+            _parts[worlds[1 - lane.rank]] = its_parts
+        try:
+            yield worlds
+        finally:
+            _parts.clear()
 
 
-def lane_of(world: World) -> Lane:
-    (lane,) = world._life.backend._p2p.lanes.values()  # type: ignore[attr-defined]
-    assert isinstance(lane, Lane)
-    return lane
-
-
-def has_lane(world: World) -> bool:
-    return bool(world._life.backend._p2p.lanes)  # type: ignore[attr-defined]
+def parts_of(world: World) -> Parts:
+    return _parts[world]
 
 
 def is_full(world: World) -> bool:
     """Tell whether every slot of the world's own ring holds a payload."""
-    ring = lane_of(world)._outbound.ring if has_lane(world) else None
+    ring = parts_of(world).outbound.ring
     return ring is not None and not ring.has_room
 
 
 def is_starving(world: World) -> bool:
     """Tell whether a message of the world waits for a slot of its own ring."""
-    return has_lane(world) and lane_of(world)._outbound.is_starving
+    return parts_of(world).outbound.is_starving
 
 
 def some(size: int, seed: int = 0) -> torch.Tensor:
@@ -151,7 +179,7 @@ async def test_large_messages_arrive_whole_and_in_order(ring_bytes: int) -> None
             out = torch.zeros(size, dtype=torch.uint8) if number % 2 else None
             assert torch.equal(await two.recv(out, src=0), some(size, number))
         await sending
-        assert lane_of(one)._outbound.ring is not None
+        assert parts_of(one).outbound.ring is not None
 
 
 async def test_two_that_only_send_at_first_do_not_wait_for_each_other() -> None:
@@ -175,7 +203,7 @@ async def test_sender_continues_when_its_own_reading_pauses() -> None:
     async with pair(unexpected_bytes=300_000) as (one, two):
         for _ in range(3):  # fills the mailbox of "one", which stops reading
             sending = asyncio.ensure_future(two.send(some(200_000), dst=0, tag=7))
-        await until(lambda: has_lane(one) and not lane_of(one)._socket.is_reading)
+        await until(lambda: not parts_of(one).socket.is_reading)
         large = asyncio.ensure_future(one.send(some(40 * SLOT_BYTES), dst=1))
         async with asyncio.timeout(30):
             assert torch.equal(await two.recv(src=0), some(40 * SLOT_BYTES))
@@ -219,19 +247,25 @@ async def test_cancelled_before_its_first_slot_nothing_is_withdrawn() -> None:
         assert two.is_ready
 
 
-async def test_starving_sender_has_one_timer() -> None:
+async def test_starving_sender_has_one_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+    call_later = loop.call_later
+
+    def call(delay_s: float, *args: Any, **more: Any) -> asyncio.TimerHandle:
+        timer = call_later(delay_s, *args, **more)
+        timers.extend([timer] if delay_s == lane_memory.LOOK_S else [])
+        return timer
+
+    monkeypatch.setattr(loop, "call_later", call)
     async with pair(shared_memory_bytes=2 * SLOT_BYTES, unexpected_bytes=0) as worlds:
         one, two = worlds
         sending = asyncio.ensure_future(one.send(some(40 * SLOT_BYTES), dst=1))
         await until(lambda: is_starving(one))
-        lane = lane_of(one)
         for _ in range(20):
-            lane._memory.on_bell()
+            parts_of(one).memory.on_bell()
         await asyncio.sleep(0)
-        loop = asyncio.get_running_loop()
-        live = [t for t in loop._scheduled if not t.cancelled()]  # type: ignore[attr-defined]
-        looking = [t for t in live if "LaneMemory._look" in repr(t)]
-        assert len(looking) <= 1
+        assert timers
+        assert sum(not timer.cancelled() for timer in timers) <= 1
         assert torch.equal(await two.recv(src=0), some(40 * SLOT_BYTES))
         await sending
 
@@ -260,7 +294,7 @@ async def test_without_a_memfd_sockets_carry_all(
         sending = asyncio.ensure_future(one.send(some(LARGE), dst=1))
         assert torch.equal(await two.recv(src=0), some(LARGE))
         await sending
-        assert lane_of(one)._outbound.ring is None
+        assert parts_of(one).outbound.ring is None
 
 
 class Owner:
@@ -324,17 +358,27 @@ async def test_peer_that_lies_about_memory_is_found_out(what: str) -> None:
     assert len(os.listdir("/proc/self/fd")) == before - 2
 
 
-async def test_receive_that_is_cancelled_twice_returns_its_message() -> None:
+async def test_receive_that_is_cancelled_twice_returns_its_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The second cancellation comes while the caller's tensor is being copied."""
+    arrivals: list[Arrival] = []
+    begin = Mailbox.begin
+
+    def noted(*args: Any, **more: Any) -> Arrival | None:
+        arrival = begin(*args, **more)
+        arrivals.extend([] if arrival is None else [arrival])
+        return arrival
+
+    monkeypatch.setattr(Mailbox, "begin", noted)
     size = 16 * OFFLOAD_BYTES
     async with pair(eager_bytes=0) as (one, two):
         data = torch.arange(size // 8)
         receiving = asyncio.ensure_future(two.recv(torch.empty_like(data), src=0))
         await asyncio.sleep(0)
         sending = asyncio.ensure_future(one.send(data, dst=1))
-        taken = two._life.backend._p2p.mailbox._taken  # type: ignore[attr-defined]
         for _ in range(100_000):
-            if any(r.arrival and r.arrival.received > OFFLOAD_BYTES for r in taken):
+            if any(arrival.received > OFFLOAD_BYTES for arrival in arrivals):
                 break
             await asyncio.sleep(0)
         receiving.cancel()

@@ -173,7 +173,7 @@ def test_sums_never_fall_and_few_processes_are_remembered(
         now = summed(totals).get(("rows",), 0.0)
         assert now == expected >= before
         before = now
-        assert len(totals._latest) <= len(alive) + REMEMBERED
+        assert totals.apart_count <= len(alive) + REMEMBERED
 
 
 def test_tenants_that_do_not_exist_any_more_are_forgotten() -> None:

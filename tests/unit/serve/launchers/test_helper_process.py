@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -116,14 +117,21 @@ async def test_helper_reports_that_it_is_ready_and_receives_orders(
 
 @pytest.mark.parametrize(("word", "limit_s"), [("ends", HANG_S), ("hangs", 0.5)])
 async def test_helper_that_does_not_become_ready_is_an_error(
-    helper: Helper, word: str, limit_s: float
+    helper: Helper, word: str, limit_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The log is named; nothing of it stays."""
+    started: list[asyncio.subprocess.Process] = []
+    create = asyncio.create_subprocess_exec
+
+    async def noted(*args: Any, **more: Any) -> asyncio.subprocess.Process:
+        started.append(await create(*args, **more))
+        return started[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
     with pytest.raises(LaunchError, match=r"did not start; see .*log"):
         await helper.start(word, limit_s)
     assert not helper.process.is_running
-    process = helper.process._process
-    assert process is not None
+    (process,) = started
     assert process.returncode is not None
     if word == "ends":
         assert helper.log.read_text() == "why it ended\n"

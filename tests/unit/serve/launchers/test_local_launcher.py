@@ -9,12 +9,15 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from multiworld.errors import LaunchError
 from multiworld.serve.launchers.base import RunningProcess, began_at
+from multiworld.serve.launchers.helper_process import HelperProcess
 from multiworld.serve.launchers.local import LocalLauncher
+from multiworld.serve.launchers.protocol import Line
 from multiworld.serve.resources.amounts import Location, Need, Node
 from multiworld.serve.transport.process_args import ProcessArgs
 from tests.unit.serve.edges import until
@@ -46,13 +49,13 @@ class Launched:
         told: Set at each.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *more: str) -> None:
         self.folder = folder
         self.exits: list[tuple[str, int | None]] = []
         self.told = asyncio.Event()
         env = {"PYTHONPATH": python_path(), "GREETING": "hello"}
         self.launcher = LocalLauncher(
-            [FAKE_ENTRY, "no.such.module"],
+            [FAKE_ENTRY, "no.such.module", *more],
             env,
             folder / "launcher.log",
             self._exited,
@@ -96,6 +99,11 @@ class Launched:
                         return code
                 self.told.clear()
                 await self.told.wait()
+
+
+def parent_of(pid: int) -> int:
+    """Return the process that has forked a process."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @pytest.fixture
@@ -153,12 +161,19 @@ async def test_server_that_dies_fails_what_waits_and_is_started_again(
 ) -> None:
     """Processes that it has forked continue, and their end is still seen."""
     running = await launched.launch("a", "waits")
-    server = launched.launcher._forks._server._process
-    assert server is not None
-    os.kill(server.pid, signal.SIGSTOP)
+    server = parent_of(running.pid)
+    os.kill(server, signal.SIGSTOP)
+    orders: list[Line] = []
+    send = HelperProcess.send
+
+    def noted(helper: HelperProcess[Any], order: Line) -> None:
+        send(helper, order)
+        orders.append(order)
+
+    monkeypatch.setattr(HelperProcess, "send", noted)
     waiting = asyncio.ensure_future(launched.launch("b", "says"))
-    await until(lambda: "b" in launched.launcher._forks._starting)
-    os.kill(server.pid, signal.SIGKILL)
+    await until(lambda: orders)
+    os.kill(server, signal.SIGKILL)
     with pytest.raises(LaunchError, match="b: the fork server has exited"):
         await asyncio.wait_for(waiting, WAIT_S)
     assert began_at(running.pid) == running.began
@@ -171,8 +186,7 @@ async def test_module_that_starts_a_thread_is_named_at_the_launch(
     tmp_path: Path,
 ) -> None:
     """A fork would copy it without its locks."""
-    made = Launched(tmp_path)
-    made.launcher._forks._preload = [f"{FAKE_ENTRY}_threads"]
+    made = Launched(tmp_path, f"{FAKE_ENTRY}_threads")
     try:
         with pytest.raises(LaunchError, match="a: the fork server has 2 threads"):
             await made.launch("a", "says")

@@ -12,7 +12,10 @@ import pytest
 
 from multiworld.errors import LaunchError
 from multiworld.serve.launchers.base import began_at
+from multiworld.serve.launchers.forks import Forks
+from multiworld.serve.launchers.ray import actor
 from multiworld.serve.launchers.ray.actor import NodeLauncher, ReplicaHolder, wait_exit
+from tests.recorded import recorded
 from tests.unit.serve.launchers.test_local_launcher import (
     FAKE_ENTRY,
     WAIT_S,
@@ -33,9 +36,10 @@ def path(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 async def launcher(tmp_path: Path) -> AsyncIterator[NodeLauncher]:
     """Return the launcher of this machine."""
-    made = NodeLauncher([FAKE_ENTRY], str(tmp_path), str(tmp_path), "one")
+    with recorded(actor, Forks) as forks:
+        made = NodeLauncher([FAKE_ENTRY], str(tmp_path), str(tmp_path), "one")
     yield made
-    await made._forks.close()
+    await forks[0].close()
 
 
 async def start(launcher: NodeLauncher, what: str, log: Path) -> tuple[int, int, str]:
@@ -87,7 +91,9 @@ async def test_rank_that_cannot_start_leaves_nothing(
     tmp_path: Path,
 ) -> None:
     """The error says why, and the next rank may have its name."""
-    made = NodeLauncher([f"{FAKE_ENTRY}_threads"], str(tmp_path), "/no/logs", "one")
+    preload = [f"{FAKE_ENTRY}_threads"]
+    with recorded(actor, Forks) as forks:
+        made = NodeLauncher(preload, str(tmp_path), "/no/logs", "one")
     try:
         before = len(os.listdir("/proc/self/fd"))
         await made.warm()
@@ -98,7 +104,7 @@ async def test_rank_that_cannot_start_leaves_nothing(
         assert len(os.listdir("/proc/self/fd")) == held >= before
         assert await made.exit_code("app/rank") is None
     finally:
-        await made._forks.close()
+        await forks[0].close()
 
 
 def test_holder_names_the_gpus_that_ray_has_chosen(

@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import pytest
 
 from multiworld.errors import LaunchError
+from multiworld.serve.launchers.local import LocalLauncher
 from multiworld.serve.launchers.protocol import (
     ActorOrder,
     AdoptActor,
@@ -21,12 +23,16 @@ from multiworld.serve.launchers.protocol import (
     KillActor,
     LaunchActor,
     Launched,
+    LineCodec,
     Sweep,
 )
+from multiworld.serve.launchers.ray import launcher as module
 from multiworld.serve.launchers.ray.launcher import RayLauncher, bundle_of
 from multiworld.serve.resources.amounts import Gpu, Location, Need, Node
 from multiworld.serve.spec.schema import RaySpec
 from multiworld.serve.transport.process_args import ProcessArgs
+from tests.recorded import recorded
+from tests.until import until
 
 Kind = TypeVar("Kind")
 
@@ -37,9 +43,25 @@ ARGS = ProcessArgs(
 
 
 class Bridge:
-    """Takes orders, and carries none out."""
+    """Takes orders, and carries none out.
 
-    def __init__(self) -> None:
+    Attributes:
+        hear: Passes news to the launcher.
+        end, hang: Let the launcher know that the bridge has ended, or hangs.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        log: Path,
+        codec: LineCodec[BridgeNews],
+        on_news: Callable[[BridgeNews], None],
+        on_end: Callable[[], None],
+        on_hang: Callable[[], None],
+        *,
+        is_replaceable: bool,
+    ) -> None:
+        self.hear, self.end, self.hang = on_news, on_end, on_hang
         self.orders: list[ActorOrder] = []
         self.is_running = True
 
@@ -65,21 +87,20 @@ class Bench:
 
     def __init__(self) -> None:
         self.exits: list[tuple[str, int | None]] = []
-        local: Any = None
-        self.launcher = RayLauncher(
-            "app",
-            local,
-            RaySpec(address="auto"),
-            [],
-            {},
-            Path("/nowhere"),
-            lambda name, code: self.exits.append((name, code)),
-            lambda: None,
-        )
-        self.bridge = Bridge()
-        made: Any = self.launcher
-        made._bridge = self.bridge
-        self.hear: Callable[[BridgeNews], None] = made._on_news
+        local = mock.AsyncMock(LocalLauncher)
+        with recorded(module, Bridge, "HelperProcess") as bridges:
+            self.launcher = RayLauncher(
+                "app",
+                local,
+                RaySpec(address="auto"),
+                [],
+                {},
+                Path("/nowhere"),
+                lambda name, code: self.exits.append((name, code)),
+                lambda: None,
+            )
+        (self.bridge,) = bridges
+        self.hear = self.bridge.hear
         self.hear(ClusterNodes((NODE,), False))
 
     def launch(self, name: str) -> asyncio.Future[Any]:
@@ -110,15 +131,14 @@ async def test_replica_is_started_where_it_was_placed_and_exits_once() -> None:
 
 
 async def test_launch_that_was_given_up_is_ended_when_it_is_there() -> None:
-    """The head was silent meanwhile: the replica would run beside its successor."""
+    """The bridge hung meanwhile: the replica would run beside its successor."""
     bench = Bench()
     starting = bench.launch("m/0/1")
     await asyncio.sleep(0)
-    made: Any = bench.launcher
-    made._set_trouble("the head is silent")
-    with pytest.raises(LaunchError, match="the head is silent"):
+    bench.bridge.hang()
+    with pytest.raises(LaunchError, match="m/0/1: the Ray bridge hangs"):
         await starting
-    with pytest.raises(LaunchError, match="the head is silent"):
+    with pytest.raises(LaunchError, match="m/0/2: the Ray bridge hangs"):
         await bench.launched("m/0/2")
     bench.hear(ClusterNodes((NODE,), True))
     assert bench.launcher.trouble() == ""
@@ -128,23 +148,26 @@ async def test_launch_that_was_given_up_is_ended_when_it_is_there() -> None:
     assert bench.exits == [("m/0/1", None)]
 
 
-async def test_new_bridge_keeps_what_runs_and_forgets_what_was_to_end() -> None:
+async def test_new_bridge_keeps_what_runs_and_forgets_what_was_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An order to end one may have been lost with the old bridge."""
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
     bench = Bench()
+    await bench.launcher.start(is_new=True)
     stays, goes = await bench.launched("m/0/1"), await bench.launched("m/0/2")
     assert stays.name == "m/0/1"
     bench.launcher.kill(goes)
     bench.bridge.is_running = False
-    made: Any = bench.launcher
-    made._bridge_ended()
+    bench.bridge.end()
     assert "lost" in bench.launcher.trouble()
-    await made._connect_again()
-    assert bench.launcher.trouble() == ""
+    await until(lambda: not bench.launcher.trouble())
     (sweep,) = bench.bridge.of(Sweep)
     assert sweep.known == ("m/0/1",)
     (adopt,) = bench.bridge.of(AdoptActor)
     assert (adopt.name, adopt.must_be_known) == ("m/0/1", False)
     assert bench.exits == [("m/0/2", None)]
+    await bench.launcher.close()
 
 
 async def test_machine_that_is_gone_is_no_place() -> None:

@@ -13,7 +13,6 @@ from torch import nn
 from multiworld.errors import ModelFailedError
 from multiworld.serve.models.integer_linear import (
     IntegerLinear,
-    Weights,
     quantize_linears,
 )
 from multiworld.serve.models.meter import parameter_bytes
@@ -139,13 +138,14 @@ def test_siblings_are_computed_together_with_the_bits_of_each_alone(
     quantize_linears(attention)
     together = attention.q_proj, attention.k_proj, attention.v_proj
     calls: list[int] = []
-    sums = Weights._sums
+    kernel = torch.ops.onednn.qlinear_pointwise
 
-    def counted(self: Weights, given: torch.Tensor) -> torch.Tensor:
+    def counted(given: torch.Tensor, *rest: object) -> torch.Tensor:
         calls.append(len(given))
-        return sums(self, given)
+        found: torch.Tensor = kernel(given, *rest)
+        return found
 
-    monkeypatch.setattr(Weights, "_sums", counted)
+    monkeypatch.setattr(torch.ops.onednn, "qlinear_pointwise", counted)
     given, other = waves(9, 64), waves(5, 64)
     with torch.inference_mode():
         wanted = [linear(given) for linear in alone]
@@ -175,7 +175,9 @@ def test_integers_are_refused_where_sums_are_not_exact(
 ) -> None:
     """The error says what to do; each shape is tried once."""
     monkeypatch.setattr(
-        Weights, "_sums", lambda self, given: torch.zeros(len(given), 17)
+        torch.ops.onednn,
+        "qlinear_pointwise",
+        lambda given, *_: torch.zeros(len(given), 17),
     )
     with pytest.raises(ModelFailedError, match="remove quantization"):
         integer_linear(waves(17, 67))

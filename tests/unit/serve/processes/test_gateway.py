@@ -18,6 +18,9 @@ import torch
 
 from multiworld.config import WorldConfig
 from multiworld.errors import ServeError, SpecError
+from multiworld.serve.gateway.embedded_server import EmbeddedServer
+from multiworld.serve.gateway.gateway import Gateway
+from multiworld.serve.inference.gateway.dispatcher import Dispatcher
 from multiworld.serve.processes import gateway as module
 from multiworld.serve.processes.gateway import (
     GatewayProcess,
@@ -30,7 +33,7 @@ from multiworld.serve.tenants import usage_meter
 from multiworld.serve.tenants.authenticator import digest_of
 from multiworld.serve.tenants.directory import Key, Tenant
 from multiworld.serve.tenants.keys import make_key
-from multiworld.serve.transport.control_agent import control_world
+from multiworld.serve.transport.control_agent import ControlAgent, control_world
 from multiworld.serve.transport.control_messages import (
     NEWS,
     ORDERS,
@@ -66,6 +69,7 @@ from multiworld.serve.transport.routing_table import (
 )
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
+from tests.recorded import recorded
 from tests.unit.serve.edges import HANG_S, Controller, Peer, break_world, settle, until
 from tests.unit.serve.gateway.fakes import body
 from tests.unit.serve.transport.test_edges import MemoryManager
@@ -136,7 +140,15 @@ class Running:
         self._manager = MemoryManager(config=args.config())
         self._manager.failures = []
         self._others: list[WorldManager] = []
-        self.process = GatewayProcess(args, self._manager)
+        with (
+            recorded(module, Dispatcher) as dispatchers,
+            recorded(module, Gateway) as gateways,
+            recorded(module, ControlAgent) as agents,
+            recorded(module, EmbeddedServer) as servers,
+        ):
+            self.process = GatewayProcess(args, self._manager)
+        (self.dispatcher,), (self.gateway,) = dispatchers, gateways
+        (self.agent,), (self.server,) = agents, servers
         self.running = asyncio.ensure_future(self.process.run())
         self.heard: list[News] = []
 
@@ -175,7 +187,7 @@ class Running:
     @property
     def url(self) -> str:
         """The address at which it listens."""
-        port = self.process._server.servers[0].sockets[0].getsockname()[1]
+        port = self.server.servers[0].sockets[0].getsockname()[1]
         return f"http://127.0.0.1:{port}"
 
     def client(self, **headers: str) -> httpx.AsyncClient:
@@ -238,7 +250,7 @@ async def test_gateway_listens_once_it_has_a_table_and_exits_on_request() -> Non
         await g.order(models(m=double))
         assert await g.received(Hello) == Hello(os.getpid())
         await settle()
-        assert not g.process._server.started
+        assert not g.server.started
         await g.order(table(5))
         await g.received(StageLoaded)
         assert g.heard == [Hello(os.getpid()), TableApplied(5), StageLoaded()]
@@ -372,7 +384,7 @@ async def test_probe_that_cannot_be_sent_is_reported_with_its_reason(
         await g.order(models(m=double), ProbeReplica(REPLICA))
         assert "NoReplicaError" in str((await g.received(ProbeResult)).error)
         await g.join(f"edge:{ME}>{REPLICA}", 1)
-        await until(lambda: g.process._dispatcher.report().connected)
+        await until(lambda: g.dispatcher.report().connected)
         await g.order(ProbeReplica(REPLICA))
         assert "DeadlineExceededError" in str((await g.received(ProbeResult)).error)
 
@@ -384,9 +396,9 @@ async def test_end_waits_for_requests_in_flight() -> None:
         replica = Peer(await g.join(f"edge:{ME}>{REPLICA}", 1), 0)
         async with g.client() as client:
             asking = asyncio.ensure_future(client.post(INFER, json=body(4.0)))
-            await until(lambda: g.process._dispatcher.in_flight)
+            await until(lambda: g.dispatcher.in_flight)
             await g.order(Finish())
-            await until(lambda: g.process._server.should_exit)
+            await until(lambda: g.server.should_exit)
             await answering(replica, 1)
             assert (await asking).status_code == 200
         await ended(g)
@@ -425,7 +437,7 @@ async def test_factory_that_raises_anything_leaves_the_others_alone() -> None:
     async with gateway() as g:
         await g.controlled()
         await g.order(models(bad=odd, m=double), table())
-        await until(lambda: g.process._server.started or g.running.done())
+        await until(lambda: g.server.started or g.running.done())
         if g.running.done():
             g.running.result()
 
@@ -517,8 +529,8 @@ async def test_poison_request_of_another_gateway_is_refused_here() -> None:
             answer = await client.post(INFER, json=body(6.0))
         assert "is a poison request" in answer.json()["error"]
         await break_world(g.controller.world)
-        await until(lambda: g.process._agent.lost_at is not None)
-        g.process._gateway.on_poison("acme", ("m", "1"), "abc")
+        await until(lambda: g.agent.lost_at is not None)
+        g.gateway.on_poison("acme", ("m", "1"), "abc")
         await g.controlled()
         assert await g.received(PoisonFound) == PoisonFound("acme", "m", "1", "abc")
 
@@ -568,7 +580,7 @@ async def test_metrics_without_an_answer_are_those_of_the_last_one(
         await g.received(Report)
         if not has_controller:
             await break_world(g.controller.world)
-            await until(lambda: g.process._agent.lost_at is not None)
+            await until(lambda: g.agent.lost_at is not None)
         for _ in range(2):
             assert 'multiworld_attained_total{model="m"} 5.0' in await scraped(g)
 

@@ -70,10 +70,10 @@ class Situation:
         self.replicas = tuple(max(1, limits.min_replicas) for _ in item_s)
         self.now, self.arrived, self.memory = 0.0, 0.0, None
         self.ongoing = [0.0] * len(item_s)
-        self.samples: list[Sample] = [self._sample()]
+        self.samples: list[Sample] = [self.sample()]
         self.changes: list[tuple[float, tuple[int, ...]]] = []
 
-    def _sample(self) -> Sample:
+    def sample(self) -> Sample:
         stages = tuple(
             StageSeen(
                 ongoing=self.ongoing[k],
@@ -107,7 +107,7 @@ class Situation:
         for second in range(seconds):
             self.now += 1.0
             self.arrived += rate * (noise[second % len(noise)] if noise else 1.0)
-            self.samples.append(self._sample())
+            self.samples.append(self.sample())
             decision = self.policy(self.snapshot())
             self.memory = decision.memory
             if tuple(decision.replicas) != self.replicas:
@@ -350,7 +350,7 @@ def test_what_starts_is_not_let_go_by_those_who_wait_for_it() -> None:
     assert at.replicas[1] > 1
     for _ in range(30):
         at.now += 1.0
-        sample = at._sample()
+        sample = at.sample()
         seen = [replace(s, ready=0, ongoing=5.0) for s in sample.stages]
         at.samples.append(replace(sample, stages=tuple(seen)))
         decision = default_policy.decide(at.snapshot())

@@ -28,7 +28,6 @@ from multiworld.serve.transport.routing_table import (
     RoutingTable,
 )
 from tests.memory import objects_in
-from tests.unit.serve.inference.gateway.test_router import validate
 
 FLOOD, SELDOM = Share("flood"), Share("seldom")
 
@@ -167,7 +166,7 @@ def test_flood_waits_behind_a_request_of_another_tenant() -> None:
     actions = found.handle(Withdrawn(1), 0.0)
     sent_too = [a for a in actions if isinstance(a, Dispatch)]
     assert 50 in (sent.attempt[0], sent_too[0].attempt[0])
-    validate(found)
+    found.validate()
 
 
 def test_full_queue_has_room_for_others_up_to_their_share() -> None:
@@ -187,7 +186,7 @@ def test_full_queue_has_room_for_others_up_to_their_share() -> None:
         for again in range(3):
             submit(found, 3 * number + again, Share(f"t{number}"))
     assert found.waiting("m") <= 2 * 10 + 100
-    validate(found)
+    found.validate()
 
 
 # In a replica.

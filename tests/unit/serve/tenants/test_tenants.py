@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -527,7 +529,9 @@ def test_one_bad_row_of_the_tenants_is_skipped_and_named(
     for name in ("acme", "bad", "beta"):
         database.save(Tenant(name=name))
     for data in ("{", "[]", '{"name": "bad", "weight": "heavy"}', '{"name": 3}'):
-        database._db.execute("UPDATE tenants SET data = ? WHERE name = 'bad'", (data,))
+        with contextlib.closing(sqlite3.connect(tmp_path / "registry.db")) as other:
+            other.execute("UPDATE tenants SET data = ? WHERE name = 'bad'", (data,))
+            other.commit()
         caplog.clear()
         assert [*database.tenants()] == ["acme", "beta"]
         assert "tenant 'bad' cannot be read" in caplog.text

@@ -45,13 +45,13 @@ class Control:
 
     def __init__(self, store: str) -> None:
         self._store = store
-        self._manager = MemoryManager(config=CONFIG)
-        self._manager.failures = []
+        self.manager = MemoryManager(config=CONFIG)
+        self.manager.failures = []
         self._controllers: list[WorldManager] = []
         self.clock = FakeClock()
         self.obeyed: list[Order] = []
         self.agent = ControlAgent(
-            self._manager,
+            self.manager,
             "app",
             "m/0/1",
             store,
@@ -84,7 +84,7 @@ class Control:
         """End everything."""
         self.running.cancel()
         await asyncio.gather(self.running, return_exceptions=True)
-        for manager in (self._manager, *self._controllers):
+        for manager in (self.manager, *self._controllers):
             await manager.close()
 
 
@@ -144,20 +144,22 @@ async def test_facts_are_sent_to_every_controller_and_once_to_each(
     assert await news(peer, 3) == [HELLO, StageLoaded(), TableApplied(4)]
 
 
-async def test_last_messages_are_sent_before_a_process_ends(control: Control) -> None:
+async def test_last_messages_are_sent_before_a_process_ends(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody waits for long if nobody takes them, or if there is no controller."""
     await control.agent.flush(HANG_S)
     peer = await control.controller()
     control.agent.send(ModelNeeded("m"))
     await control.agent.flush(HANG_S)
     assert await news(peer, 2) == [HELLO, ModelNeeded("m")]
-    assert control.agent._world is not None
     held = asyncio.Event()
 
     async def never(*args: Any, **more: Any) -> None:
         await held.wait()
 
-    control.agent._world.send_object = never  # type: ignore[method-assign]
+    world = control.manager.world(control_world("app", "m/0/1"))
+    monkeypatch.setattr(world, "send_object", never)
     control.agent.send(ModelNeeded("n"))
     await control.agent.flush(0.02)
 

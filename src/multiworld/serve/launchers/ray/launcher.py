@@ -57,6 +57,9 @@ SILENT_S = 5.0
 RETRY_S = 5.0
 """Seconds between attempts to reconnect."""
 
+LOOK_S = 1.0
+"""Seconds between looks at the head's silence and at the bridge."""
+
 REACH_S = 5.0
 """Maximum seconds to connect to the head's address."""
 
@@ -140,7 +143,7 @@ class RayLauncher:
     async def _monitor(self) -> None:
         """Report a silent head, and start another bridge after one has exited."""
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(LOOK_S)
             silent_s = self._clock() - self._heard_at
             if silent_s > SILENT_S and not self._trouble:
                 self._set_trouble(

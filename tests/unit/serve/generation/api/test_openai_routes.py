@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from multiworld.errors import RequestPoisonedError, ServeError
+from multiworld.serve.gateway.http_responses import event_of
 from multiworld.serve.generation.api import completion_answers
 from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.generation.tokenizer import Tokenizer
@@ -418,10 +420,14 @@ async def test_stream_that_fails_of_a_bug_says_so_in_the_stream(
     played = Played(tokenizer)
     played.streams.text = [7, 8]
 
-    def broken(*_: Any) -> bytes:
-        raise TypeError("of a bug")
+    calls = itertools.count()
 
-    monkeypatch.setattr(completion_answers, "_piece_event", broken)
+    def broken(chunk: Any) -> bytes:
+        if next(calls):
+            raise TypeError("of a bug")
+        return event_of(chunk)
+
+    monkeypatch.setattr(completion_answers, "event_of", broken)
     _, events = await played.post(CHAT, {"messages": PROMPT, "stream": True})
     assert "internal error" in events[-2]
     assert "of a bug" not in events[-2]

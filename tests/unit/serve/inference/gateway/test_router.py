@@ -76,19 +76,6 @@ def table(
     return RoutingTable(1, ("g",), {"m": route}, replicas)
 
 
-def validate(router: Router) -> None:
-    """Check the invariants of a router."""
-    for number, request in router._requests.items():
-        assert request.is_waiting or request.attempts, f"{number} is nowhere"
-        for nth, state in request.attempts.items():
-            assert (number, nth) in router._held[state.replica]
-    for replica, held in router._held.items():
-        for number, nth in held:
-            assert router._requests[number].attempts[nth].replica == replica
-    for queue in router._queues.values():
-        assert queue.unsent == queue.unsent_by_tenant.total() >= 0
-
-
 class Run:
     """A router under test, with its clock."""
 
@@ -102,7 +89,7 @@ class Run:
     def handle(self, event: Event) -> list[Action]:
         """Handle an event, and check the invariants."""
         actions = self.router.handle(event, self.now)
-        validate(self.router)
+        self.router.validate()
         return actions
 
     def submit(

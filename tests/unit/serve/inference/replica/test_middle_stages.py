@@ -44,13 +44,13 @@ async def test_time_that_work_takes_goes_with_it() -> None:
     """Its wait for the batch and for the next stage, and the batch itself."""
     async with bench(0, 2, "1-a", max_ongoing_requests=1, is_started=False) as b:
         g, a = await b.connect("g"), await b.connect("1-a")
-        real = b.model._compute
+        real = b.model.compute
 
         def compute(tensors: Tensors) -> Tensors:
             b.clock.advance(4.0)
             return real(tensors)
 
-        b.executor._function = compute
+        b.model.compute = compute
         await send(g, [item(1), item(2, spent=Spent(10.0, 20.0))], 1.0, 2.0)
         await until(lambda: b.worker.report().queued == 2)
         b.clock.advance(3.0)

@@ -54,7 +54,7 @@ def test_stage_is_quick_once_enough_batches_took_little_time() -> None:
 def quicken(b: Bench) -> None:
     """Make the worker take its stage for a quick one."""
     for _ in range(WARM):
-        b.executor._quickness.add(0.0)
+        b.quickness.add(0.0)
 
 
 async def test_quick_batch_is_computed_on_the_loop_and_not_announced() -> None:
@@ -62,13 +62,13 @@ async def test_quick_batch_is_computed_on_the_loop_and_not_announced() -> None:
     threads: list[str] = []
     async with bench() as b:
         g = await b.connect("g")
-        real = b.model._compute
+        real = b.model.compute
 
         def compute(tensors: Any) -> Any:
             threads.append(threading.current_thread().name)
             return real(tensors)
 
-        b.executor._function = compute
+        b.model.compute = compute
         quicken(b)
         await send(g, [item(1), item(2)], 3.0, 4.0)
         assert await answers(g) == {1: 6.0, 2: 8.0}
@@ -82,13 +82,13 @@ async def test_calm_quick_stage_computes_work_as_it_arrives() -> None:
     tasks: list[asyncio.Task[Any] | None] = []
     async with bench() as b:
         g = await b.connect("g")
-        real = b.model._compute
+        real = b.model.compute
 
         def compute(tensors: Any) -> Any:
             tasks.append(asyncio.current_task())
             return real(tensors)
 
-        b.executor._function = compute
+        b.model.compute = compute
         quicken(b)
         await settle()
         for number, calm_s in enumerate((1.0, 0.0, 1.0)):
@@ -96,7 +96,7 @@ async def test_calm_quick_stage_computes_work_as_it_arrives() -> None:
             await send(g, [item(number)], 3.0)
             assert await answers(g) == {number: 6.0}
             await settle()
-        (run, _) = b._own
+        (run, _) = b.own
         # The memory backend passes a message on in the task that sends it.
         assert [task is run for task in tasks] == [False, True, False]
         assert tasks[0] is asyncio.current_task()
@@ -157,14 +157,14 @@ async def test_stage_that_works_in_its_own_thread_only_is_left_there() -> None:
     """It opened a database, or starts a loop of its own; nobody notices but the log."""
     async with bench() as b:
         g = await b.connect("g")
-        real = b.model._compute
+        real = b.model.compute
 
         def compute(tensors: Any) -> Any:
             if threading.current_thread() is threading.main_thread():
                 raise RuntimeError("not in this thread")
             return real(tensors)
 
-        b.executor._function = compute
+        b.model.compute = compute
         quicken(b)
         await send(g, [item(1)], 3.0)
         assert await begun(g) == ((1, 1),)
@@ -248,7 +248,7 @@ async def test_quick_stage_that_hangs_ends_its_process(
             assert hangs.wait(10.0)
             return tensors
 
-        b.executor._function = hang
+        b.model.compute = hang
         quicken(b)
         await send(g, [item(1)], 3.0)
         await until(lambda: codes[:1] == [EXIT_HUNG])

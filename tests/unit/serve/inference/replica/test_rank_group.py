@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,7 +23,7 @@ from multiworld.serve.inference.replica.rank_group import LEADER, RankGroup, fol
 from multiworld.serve.spec.stage import Group, Stage, StageContext, Tensors
 from multiworld.testing import Arena
 from multiworld.world.world import World
-from tests.unit.serve.edges import HANG_S, break_world, close_executor, settle, until
+from tests.unit.serve.edges import HANG_S, break_world, settle, until
 
 Compute = Callable[[Group, Tensors], Tensors]
 
@@ -34,10 +35,12 @@ class Ranks:
         self.worlds, self._compute = worlds, compute
         self.executors = [Executor(Stage(load=self._load), "s", 1) for _ in self.worlds]
         self.followers: list[asyncio.Task[None]] = []
+        self.threads: list[threading.Thread] = []
 
     def _load(self, context: StageContext) -> Any:
         group = context.group
         assert group is not None
+        self.threads.append(threading.current_thread())
         return lambda tensors: self._compute(group, tensors)
 
     async def start(self) -> None:
@@ -65,7 +68,9 @@ class Ranks:
             task.cancel()
         await asyncio.gather(*self.followers, return_exceptions=True)
         for executor in self.executors:
-            await close_executor(executor)
+            executor.close()
+        for thread in self.threads:
+            await asyncio.to_thread(thread.join, HANG_S)
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ import asyncio
 import faulthandler
 import os
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from multiworld.errors import InvalidRequestError
+from multiworld.liveness.pause_detector import PauseDetector
+from multiworld.serve.inference.replica import executor as executor_module
 from multiworld.serve.inference.replica import worker as module
-from multiworld.serve.inference.replica.batch_queue import Work
-from multiworld.serve.inference.replica.executor import Executor
+from multiworld.serve.inference.replica.executor import Executor, Quickness
 from multiworld.serve.inference.replica.worker import Worker, WorkerLimits
 from multiworld.serve.replica.hang_guard import EXIT_HUNG
 from multiworld.serve.spec.stage import Stage, StageContext, Tensors
@@ -33,6 +34,7 @@ from multiworld.serve.transport.routing_table import (
     edges_of,
 )
 from multiworld.testing import Arena, FakeClock
+from tests.recorded import recorded
 from tests.unit.serve.edges import (
     HANG_S,
     Peer,
@@ -65,18 +67,24 @@ class FakeModel:
         batches: Values that it has computed, by batch.
         gate: It computes while this is set.
         is_computing: Set while it computes.
+        compute: The function of the stage, which a test may replace.
+        thread: The thread in which the stage was loaded.
     """
 
     def __init__(self) -> None:
+        self.compute: Callable[[Tensors], Tensors] = self.double
+        self.thread: threading.Thread | None = None
         self.batches: list[list[float]] = []
         self.gate, self.is_computing = threading.Event(), threading.Event()
         self.gate.set()
 
     def load(self, context: StageContext) -> Any:
         """Return the function of the stage."""
-        return self._compute
+        self.thread = threading.current_thread()
+        return lambda tensors: self.compute(tensors)
 
-    def _compute(self, tensors: Tensors) -> Tensors:
+    def double(self, tensors: Tensors) -> Tensors:
+        """Compute a batch."""
         self.is_computing.set()
         assert self.gate.wait(HANG_S)
         self.is_computing.clear()
@@ -98,13 +106,17 @@ class Bench:
         self._arena = arena
         self.model, self.clock = FakeModel(), FakeClock()
         is_last = stage == stages - 1
-        self.executor = Executor(Stage(load=self.model.load), "s", 1)
-        self.worker = Worker(
-            ME, stage, is_last, self.executor, limits, lambda: self.clock.now
-        )
+        with recorded(executor_module, Quickness) as measures:
+            self.executor = Executor(Stage(load=self.model.load), "s", 1)
+        (self.quickness,) = measures
+        with recorded(module, PauseDetector) as detectors:
+            self.worker = Worker(
+                ME, stage, is_last, self.executor, limits, lambda: self.clock.now
+            )
+        (self.pauses,) = detectors
         self.outboxes: dict[str, QuietOutbox] = {}
         self.tasks: dict[str, list[asyncio.Task[None]]] = {}
-        self._own: list[asyncio.Task[None]] = []
+        self.own: list[asyncio.Task[None]] = []
 
     async def use(self, given: RoutingTable) -> None:
         """Apply a table."""
@@ -132,16 +144,16 @@ class Bench:
     def start(self) -> None:
         """Compute, and look at deadlines and silence."""
         for body in (self.worker.run, self.worker.look):
-            self._own.append(asyncio.ensure_future(body()))
+            self.own.append(asyncio.ensure_future(body()))
 
     async def close(self) -> None:
         """End everything."""
         self.model.gate.set()
-        tasks = [*self._own, *(t for many in self.tasks.values() for t in many)]
+        tasks = [*self.own, *(t for many in self.tasks.values() for t in many)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await close_executor(self.executor)
+        await close_executor(self.executor, self.model.thread)
 
 
 @asynccontextmanager
@@ -458,18 +470,19 @@ async def test_model_that_never_ends_ends_its_process(
         b.model.gate.clear()
         await send(g, [item(1, remaining_s=50.0)], 1.0)
         await until(b.model.is_computing.is_set)
-        looks, is_paused = 0, False
-        real = b.worker._is_hung
+        looks, is_paused, is_late = 0, False, False
+        real = b.pauses.look
 
-        def counted(running: list[Work], now: float, resumed_at: float) -> bool:
-            nonlocal looks, is_paused
+        def counted(now: float) -> bool:
+            nonlocal looks, is_paused, is_late
             looks += 1
-            if is_paused:  # the look that finds the pause; the next one is late, too
-                is_paused = False
+            if is_late:
                 b.clock.advance(advance_s)
-            return real(running, now, resumed_at)
+            # The look after the one that finds the pause is late, too.
+            is_paused, is_late = False, is_paused
+            return real(b.clock.now)
 
-        monkeypatch.setattr(b.worker, "_is_hung", counted)
+        monkeypatch.setattr(b.pauses, "look", counted)
         await until(lambda: looks > 0)
         # The next look is less than twice as late, so it is no pause of its own.
         b.clock.advance(0.6 * advance_s if is_hung else 1.0)
