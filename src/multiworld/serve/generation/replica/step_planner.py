@@ -269,10 +269,10 @@ class StepPlanner:
         """Add at most ``rows`` of a sequence; return False if it must go on waiting."""
         if sequence.number in self._pool.running:
             ready[sequence.share].pop()
-        elif not self._chunk(sequence, rows, is_alone=not parts):
-            return False
-        elif not self._pool.admit(sequence):
-            return False
+        else:
+            fits = self._chunk(sequence, rows, is_alone=not parts) > 0
+            if not fits or not self._pool.admit(sequence):
+                return False
         count = self._chunk(sequence, rows, is_alone=not parts)
         is_left = sequence.number in self._pool.running  # it was not preempted
         if is_left and count and self._pool.has_room(sequence, count):
