@@ -215,21 +215,21 @@ class StepPlanner:
         contenders = self._contenders(ready, is_open=is_open)
         while contenders and not budget.is_spent:
             rank, share = heapq.heappop(contenders)
-            sequence = self._next_of(share, ready, is_open=is_open)
+            head = self._next_of(share, ready, is_open=is_open)
             left = budget.left(share)
-            if sequence is None or (not left and share in had):
+            if head is None or (not left and share in had):
                 continue  # each tenant gets at least one row
             preemptions = self._pool.preemptions
-            if self._rank(sequence) == rank:
+            if self._rank(head) == rank:
                 rows = max(left, int(share not in had))
                 had.add(share)
-                if not self._take_next(parts, budget, sequence, rows, ready):
+                if not self._take_next(parts, budget, head, rows, ready):
                     is_open = False  # later ones would overtake it repeatedly
-                sequence = self._next_of(share, ready, is_open=is_open)
+                head = self._next_of(share, ready, is_open=is_open)
             if self._pool.preemptions != preemptions:
                 contenders = self._contenders(ready, is_open=is_open)
-            elif sequence is not None:
-                heapq.heappush(contenders, (self._rank(sequence), share))
+            elif head is not None:
+                heapq.heappush(contenders, (self._rank(head), share))
 
     def _contenders(
         self, ready: dict[Share, list[ScheduledSequence]], *, is_open: bool

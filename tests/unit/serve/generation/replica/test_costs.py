@@ -156,7 +156,7 @@ class Unread(OrderedDict[bytes, Block]):
     def __iter__(self):  # type: ignore[no-untyped-def]
         raise AssertionError("all blocks are read")
 
-    items = __iter__  # type: ignore[assignment]
+    items = __iter__
 
 
 def test_cached_blocks_are_not_read_while_there_is_room() -> None:
