@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
-import sys
-from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -45,6 +41,7 @@ from multiworld.rendezvous.store_messages import (
     TermsDiffer,
     VersionDiffers,
 )
+from tests.lines import lines_of
 from tests.unit.rendezvous.sessions import sealed_of
 
 
@@ -581,27 +578,6 @@ def test_withdrawn_claims_leave_nothing_behind() -> None:
         bench.claim(1, 0)
         bench.handle(Withdrawn(1, bench.requests))
     assert bench.registry.world_count() == 0
-
-
-def lines_of(call: Callable[[], object]) -> int:
-    """Return how many lines of code a call runs."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    gc.collect()
-    gc.disable()  # a finalizer of whatever ran before would be counted
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-        gc.enable()
-    return count
 
 
 def claim_of(session: int, request: int, world: str, rank: int) -> Claimed:

@@ -232,8 +232,14 @@ class GrowingText:
         self._stream = DecodeStream(skip_special_tokens=skips_special)
         self._stop = tuple(filter(None, stop))
         self._held = ""
-        self.text = ""
+        self._given: list[str] = []
+        self.length = 0
         self.is_stopped = False
+
+    @property
+    def text(self) -> str:
+        """All text that was emitted; ``length`` is its number of characters."""
+        return "".join(self._given)
 
     def add(self, token: int) -> str:
         """Add a token; return the text that can be emitted now."""
@@ -266,7 +272,8 @@ class GrowingText:
             keep = 0 if is_end else _held_back(self._held, stop)
             cut = len(self._held) - keep
             given, self._held = self._held[:cut], self._held[cut:]
-        self.text += given
+        self._given.append(given)
+        self.length += len(given)
         return given
 
 

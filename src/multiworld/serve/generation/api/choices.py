@@ -128,7 +128,7 @@ def _piece(choice: Choice, item: TokenItem) -> Piece:
         choice.finish = "length"
         return Piece(choice, "", item, choice.finish, 0)
     choice.items.append(item)
-    offset = len(choice.text.text)
+    offset = choice.text.length
     # A token that ends the text is not part of it.
     text = "" if item.finish == "stop" else choice.text.add(item.token)
     finish = "stop" if choice.text.is_stopped else item.finish

@@ -70,9 +70,10 @@ class Ready:
 
 async def whole(ready: Ready, pieces: AsyncGenerator[Piece]) -> Response:
     """Return the whole answer, once all choices have ended."""
-    texts = list(ready.echoes)
+    given = [[echo] for echo in ready.echoes]
     async for piece in pieces:
-        texts[piece.choice.index] += piece.text
+        given[piece.choice.index].append(piece.text)
+    texts = ["".join(each) for each in given]
     if ready.wanted.sampling.logprobs is not None:  # rendering takes long
         return await asyncio.to_thread(_rendered, ready, texts)
     return _rendered(ready, texts)

@@ -146,7 +146,10 @@ class CallParser:
     def __init__(self, calling: Calling, family: Family | None) -> None:
         self._calling, self._family = calling, family
         self._held = ""
-        self._is_free = False
+        # More of a call that is not complete; joined once it is, or may be.
+        self._later: list[str] = []
+        self._tail = ""
+        self._is_open = self._is_free = False
         self._listed = ListedCalls()
         self.calls = 0
 
@@ -156,7 +159,12 @@ class CallParser:
 
     def feed(self, text: str) -> Iterator[str | Call]:
         """Parse more output; yield text to send, or calls."""
-        self._held += text
+        self._later.append(text)
+        if self._is_open:
+            self._tail = self._tail[1 - len(END) :] + text
+            if self._family != "hermes" or END not in self._tail:
+                return  # the call is not complete yet
+        self._join()
         if self._calling.named:
             yield from self._named()
         elif self._calling.is_required:
@@ -165,11 +173,19 @@ class CallParser:
             yield from self._marked()
         elif self._may_not_be_json():
             yield from self._rest()
+        else:
+            self._is_open = bool(self._held.strip())
+
+    def _join(self) -> None:
+        self._held = "".join([self._held, *self._later])
+        self._later.clear()
+        self._is_open = False
 
     def end(self) -> Iterator[str | Call]:
         """Yield the rest, after the last output."""
         if not self._calling.is_free:
             return  # the rest is a truncated call
+        self._join()
         found = self._parsed(self._held.removeprefix(BEGIN).removesuffix(END))
         if found is None:
             yield from self._rest()
@@ -204,6 +220,7 @@ class CallParser:
             self._held = mark + rest
             inside, closed, after = rest.partition(END)
             if not closed:
+                self._is_open, self._tail = True, rest
                 return  # the call is not complete yet
             found = self._parsed(inside)
             self._held = after
@@ -253,7 +270,7 @@ class ListedCalls:
     """Finds the objects of a JSON list in a text, as it grows."""
 
     def __init__(self) -> None:
-        self._object = ""
+        self._object: list[str] = []
         self._depth = 0
         self._is_quoted = self._is_escaped = False
 
@@ -261,7 +278,7 @@ class ListedCalls:
         """Yield the objects that more of the text completes."""
         for letter in text:
             if self._depth or letter == "{":
-                self._object += letter
+                self._object.append(letter)
             if self._is_quoted:
                 self._is_quoted = letter != '"' or self._is_escaped
                 self._is_escaped = letter == "\\" and not self._is_escaped
@@ -269,8 +286,8 @@ class ListedCalls:
             self._is_quoted = letter == '"' and self._depth > 0
             self._depth += (letter == "{") - (letter == "}" and self._depth > 0)
             if not self._depth and self._object:
-                yield self._object
-                self._object = ""
+                yield "".join(self._object)
+                self._object.clear()
 
 
 def _overlap(text: str, mark: str) -> int:

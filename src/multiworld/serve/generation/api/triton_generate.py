@@ -134,10 +134,8 @@ def _form(name: str) -> Form:
         }
 
     async def whole(ready: Ready, pieces: AsyncGenerator[Piece]) -> Response:
-        text = ready.echoes[0]
-        async for piece in pieces:
-            text += piece.text
-        return json_response(shown(ready, text))
+        text = "".join([piece.text async for piece in pieces])
+        return json_response(shown(ready, ready.echoes[0] + text))
 
     async def events(
         ready: Ready, pieces: AsyncGenerator[Piece]

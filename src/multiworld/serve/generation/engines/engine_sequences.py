@@ -8,7 +8,7 @@ alone until it has a token, and then lets the others run.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -148,8 +148,8 @@ class EngineSequences:
         self._known: dict[StreamId, EngineSequence] = {}
         self._runs: dict[int, EngineSequence] = {}
         self._queue: FairQueue[StreamId] = FairQueue()
-        self._urgent: deque[StreamId] = deque()
-        self._suspects: deque[StreamId] = deque()
+        self._urgent: dict[StreamId, EngineSequence] = {}
+        self._suspects: dict[StreamId, EngineSequence] = {}
         self._alone: EngineSequence | None = None
         self._after: EngineSequence | None = None
         self._failures = 0
@@ -237,9 +237,9 @@ class EngineSequences:
         """Queue a sequence."""
         start, stream = sequence.start, sequence.key[:2]
         if start.is_probe or sequence.is_prepared:
-            self._urgent.append(stream)
+            self._urgent[stream] = sequence
         elif start.is_suspect and len(sequence.tokens) == len(start.tokens):
-            self._suspects.append(stream)
+            self._suspects[stream] = sequence
         else:
             cost = float(len(sequence.tokens))
             self._queue.put(stream, start.share, cost, sequence.arrived)
@@ -257,9 +257,8 @@ class EngineSequences:
         stream = sequence.key[:2]
         self._take_back(sequence)
         self._queue.drop(stream)
-        for waiting in (self._urgent, self._suspects):
-            if stream in waiting:
-                waiting.remove(stream)
+        self._urgent.pop(stream, None)
+        self._suspects.pop(stream, None)
         del self._known[stream]
 
     def _fail(self, key: Key, error: InvalidRequestError | ModelFailedError) -> None:
@@ -273,10 +272,10 @@ class EngineSequences:
         if self._alone is not None:
             return
         if self._suspects and not self._owes_turn():
-            self._run_alone(self._known[self._suspects.popleft()])
+            self._run_alone(self._suspects.pop(next(iter(self._suspects))))
             return
         while self._urgent:  # probes and preparations
-            self._run(self._known[self._urgent.popleft()])
+            self._run(self._urgent.pop(next(iter(self._urgent))))
         while len(self._runs) < self.max_num_seqs:
             stream = self._queue.next()
             if stream is None:

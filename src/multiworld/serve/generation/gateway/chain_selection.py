@@ -86,22 +86,32 @@ class ChainSelection:
         view: The replicas.
         sources: The stage-0 replicas whose steps each replica computes.
         load: Streams at each replica, and those that are being moved to it.
+        draining: The draining replicas.
     """
 
     def __init__(self, view: ReplicaView, chance: Callable[[], float]) -> None:
         self.view, self._chance = view, chance
         self._prefix_routes = PrefixRoutes()
         self._ready_since: dict[str, float] = {}
+        self._new: dict[str, float] = {}
+        self.draining: tuple[str, ...] = ()
         self.sources = StepSources()
         self.load: Counter[str] = Counter()
 
     def table_changed(self, now: float) -> None:
-        """Record when each replica became ready."""
+        """Record when each replica became ready, and which ones drain."""
+        replicas = self.view.table.replicas
         self._ready_since = {
             name: self._ready_since.get(name, now)
-            for name, replica in self.view.table.replicas.items()
+            for name, replica in replicas.items()
             if replica.state is ReplicaState.READY
         }
+        self._new = dict(self._ready_since)
+        states = ((name, replica.state) for name, replica in replicas.items())
+        self.draining = tuple(n for n, s in states if s is ReplicaState.DRAINING)
+        for name in self.load.keys() - replicas.keys():
+            if not self.load[name]:
+                del self.load[name]  # names are never used again
 
     def enter(self, stream: Stream) -> None:
         """Record that a stream's chain now computes it."""
@@ -177,15 +187,19 @@ class ChainSelection:
 
     def uneven(self, now: float) -> Iterator[Uneven]:
         """Yield the new replicas that are less loaded than others of their stage."""
-        for name, since in self._ready_since.items():
-            if now - since > NEW_S or not self.view.is_usable(name):
-                continue
-            new = self.view.table.replicas[name]
-            others = self.view.table.stage(new.model, new.version, new.stage)
-            busiest = max(others, key=lambda r: self.load[r.name]).name
-            surplus = surplus_of(self.load[busiest], self.load[name])
-            if surplus:
-                yield Uneven(busiest, name, surplus)
+        busiest: dict[tuple[str, str, int], str] = {}
+        for name, since in list(self._new.items()):
+            if now - since > NEW_S:
+                del self._new[name]
+            elif self.view.is_usable(name):
+                new = self.view.table.replicas[name]
+                stage = new.model, new.version, new.stage
+                if stage not in busiest:
+                    others = self.view.table.stage(*stage)
+                    busiest[stage] = max(others, key=lambda r: self.load[r.name]).name
+                surplus = surplus_of(self.load[busiest[stage]], self.load[name])
+                if surplus:
+                    yield Uneven(busiest[stage], name, surplus)
 
     def is_there(self, chain: Chain) -> bool:
         """Return whether all replicas of a chain are known and connected."""

@@ -9,10 +9,16 @@ missing, the stream continues there as another attempt with the prepared KV.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 from multiworld.serve.generation.gateway.chain_selection import ChainSelection
-from multiworld.serve.generation.gateway.stream import Chain, Move, Phase, Stream
+from multiworld.serve.generation.gateway.stream import (
+    Chain,
+    Move,
+    Phase,
+    Stream,
+    StreamIndex,
+)
 from multiworld.serve.transport.generation_messages import (
     PrepareSequence,
     SequenceStart,
@@ -42,6 +48,7 @@ class Moves:
     Args:
         name: Name of the gateway.
         chains: Chooses replicas.
+        index: The streams by replica.
         send: Sends a message to a replica.
         end_at: Ends an attempt at some replicas.
         log: Writes a line to the log.
@@ -52,6 +59,7 @@ class Moves:
         self,
         name: str,
         chains: ChainSelection,
+        index: StreamIndex,
         send: Callable[[str, PrepareSequence], None],
         end_at: Callable[[Iterable[str], Key], None],
         log: Callable[[str], None],
@@ -59,39 +67,51 @@ class Moves:
     ) -> None:
         self._name, self._chains, self._counts = name, chains, counts
         self._send, self._end_at, self._log = send, end_at, log
+        self._index, self._moving = index, dict[int, Stream]()
 
-    def tick(
-        self, streams: Collection[Stream], silent: frozenset[str], now: float
-    ) -> None:
+    def tick(self, silent: frozenset[str], now: float) -> None:
         """Begin moves, and abandon those that take too long."""
-        moving = 0
-        for stream in streams:
-            if stream.move is None:
-                continue
+        for _, stream in sorted(self._moving.items()):
+            assert stream.move is not None
             is_late = now - stream.move.notified_at > PREPARE_S
             if is_late or not silent.isdisjoint(incoming(stream)):
                 self.give_up(stream, now)
-            else:
-                moving += 1
-        free = [stream for stream in streams if is_free(stream, now)]
-        for stream in free:
-            if moving >= AT_ONCE:
-                return
-            chain = self._chains.without_draining(stream)
-            if chain is not None:
-                self._begin(stream, chain, now)
-                moving += 1
-        for uneven in self._chains.uneven(now) if not moving else ():
-            worth = [s for s in free if uneven.busiest in s.chain and _left(s) >= WORTH]
-            worth = [s for s in worth if s.first_at is not None]
+        self._leave_draining(now)
+        for uneven in self._chains.uneven(now) if not self._moving else ():
+            there = (s for s in self._index.at(uneven.busiest) if is_free(s, now))
+            worth = [s for s in there if _left(s) >= WORTH and s.first_at is not None]
             if worth:
-                stream = min(worth, key=lambda s: len(s.tokens))
+                stream = min(worth, key=lambda s: (len(s.tokens), s.number))
                 swap = {uneven.busiest: uneven.new}
                 names = tuple(swap.get(name, name) for name in stream.chain)
                 self._begin(stream, Chain(stream.version, names), now)
                 return
 
-    def to_restart(self, streams: Collection[Stream], now: float) -> list[Stream]:
+    def _leave_draining(self, now: float) -> None:
+        """Begin moves from draining replicas, of the oldest streams first."""
+        if len(self._moving) >= AT_ONCE:
+            return
+        draining = self._chains.draining
+        there = {s.number: s for name in draining for s in self._index.at(name)}
+        stuck: set[tuple[str, ...]] = set()
+        for _, stream in sorted(there.items()):
+            if stream.chain in stuck or not is_free(stream, now):
+                continue
+            chain = self._chains.without_draining(stream)
+            if chain is None:
+                stuck.add(stream.chain)  # a stage has no other replica
+                continue
+            self._begin(stream, chain, now)
+            if len(self._moving) >= AT_ONCE:
+                return
+
+    def lost(self, replica: str, now: float) -> None:
+        """Give up the moves to chains that include a lost replica."""
+        for _, stream in sorted(self._moving.items()):
+            if stream.move is not None and replica in stream.move.chain.replicas:
+                self.give_up(stream, now)
+
+    def to_restart(self, now: float) -> list[Stream]:
         """Return streams that should start over instead of waiting for a busy replica.
 
         They are the latest ones without a token, so hardly anything was computed for
@@ -101,10 +121,10 @@ class Moves:
         for uneven in self._chains.uneven(now):
             there = [
                 s
-                for s in streams
-                if s.first_at is None and uneven.busiest in s.chain and is_free(s, now)
+                for s in self._index.at(uneven.busiest)
+                if s.first_at is None and is_free(s, now)
             ]
-            there.sort(key=lambda s: -s.began_at)
+            there.sort(key=lambda s: (-s.began_at, s.number))
             for stream in there[: uneven.surplus]:
                 stream.stays_until = now + RETRY_S
                 found.append(stream)
@@ -112,6 +132,7 @@ class Moves:
 
     def _begin(self, stream: Stream, chain: Chain, now: float) -> None:
         stream.move = Move(chain)
+        self._moving[stream.number] = stream
         stream.become(Phase.MOVING)
         self._chains.reserve(incoming(stream))
         self._prepare(stream, stream.move, now)
@@ -156,6 +177,7 @@ class Moves:
         """End the preparation of a stream that now continues on the new replicas."""
         assert stream.move is not None
         self._chains.release(incoming(stream))  # it enters its whole chain
+        del self._moving[stream.number]
         move, stream.move = stream.move, None
         stream.become(Phase.COMPUTING)
         return move
@@ -166,6 +188,7 @@ class Moves:
             fresh = incoming(stream)
             self._chains.release(fresh)
             self._end_at(fresh, (self._name, stream.number, stream.move.attempt))
+            del self._moving[stream.number]
             stream.move = None
             stream.become(Phase.COMPUTING)
 

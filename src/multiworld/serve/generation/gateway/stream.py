@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -199,14 +202,23 @@ class Stream:
         if now > self.deadline_at:
             limit = self.sampling.max_tokens
             return f"deadline passed after {self.made} of at most {limit} tokens"
-        since = self.began_at if self.first_at is None else self.last_at
-        since = max(since, resumed_at)
-        first_s, between_s = self.limits.first_token_s, self.limits.between_tokens_s
-        limit_s = first_s if self.first_at is None else between_s
+        since, limit_s = self._wait(resumed_at)
         if limit_s is None or now - since <= limit_s:
             return ""
         what = "first token" if self.first_at is None else f"token after {self.made}"
         return f"no {what} within {limit_s:g} s"
+
+    def late_at(self, resumed_at: float = -math.inf) -> float:
+        """Return the time until which it is not late, as long as no token comes."""
+        since, limit_s = self._wait(resumed_at)
+        wait_ends = math.inf if limit_s is None else since + limit_s
+        return min(self.deadline_at, wait_ends)
+
+    def _wait(self, resumed_at: float) -> tuple[float, float | None]:
+        """Return when its wait for a token began, and the limit of that wait."""
+        if self.first_at is None:
+            return max(self.began_at, resumed_at), self.limits.first_token_s
+        return max(self.last_at, resumed_at), self.limits.between_tokens_s
 
 
 class StreamIndex:
@@ -232,3 +244,67 @@ class StreamIndex:
     def at(self, replica: str) -> list[Stream]:
         """Return the streams whose chains include a replica."""
         return list(self._at.get(replica, {}).values())
+
+
+class StreamTimers:
+    """Streams by the time until which they are not late.
+
+    A time that has become wrong is corrected when it comes, not before.
+    """
+
+    def __init__(self) -> None:
+        self._times: list[tuple[float, int]] = []
+
+    def watch(self, stream: Stream, resumed_at: float = -math.inf) -> None:
+        """Let ``due`` return a stream once it may be late."""
+        heapq.heappush(self._times, (stream.late_at(resumed_at), stream.number))
+
+    def due(self, now: float, streams: dict[int, Stream]) -> list[Stream]:
+        """Remove and return those of ``streams`` that may be late, by number."""
+        if len(self._times) > 4 * len(streams) + 64:
+            self._times = [time for time in self._times if time[1] in streams]
+            heapq.heapify(self._times)
+        found: set[int] = set()
+        while self._times and self._times[0][0] <= now:
+            found.add(heapq.heappop(self._times)[1])
+        return [streams[number] for number in sorted(found) if number in streams]
+
+
+Kind = tuple[str, str, tuple[str, ...], int]
+"""Model, version and kept replicas of a waiting stream, and a probe's number."""
+
+
+class WaitingStreams:
+    """Streams that have no chain, in the order in which they began to wait.
+
+    Attributes:
+        kinds: Number of streams of each kind; all or none of a kind can get a chain.
+    """
+
+    def __init__(self) -> None:
+        self._all: dict[int, tuple[Stream, Kind]] = {}
+        self.kinds: Counter[Kind] = Counter()
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._all
+
+    def __iter__(self) -> Iterator[tuple[Stream, Kind]]:
+        return iter(list(self._all.values()))
+
+    def count(self, model: str) -> int:
+        """Return the number of a model's streams."""
+        return sum(count for kind, count in self.kinds.items() if kind[0] == model)
+
+    def add(self, stream: Stream) -> None:
+        """Record that a stream waits; what it keeps must not change meanwhile."""
+        probe = stream.number if stream.via else -1
+        kind = stream.model, stream.version, stream.kept, probe
+        self._all[stream.number] = stream, kind
+        self.kinds[kind] += 1
+
+    def remove(self, stream: Stream) -> None:
+        """Record that a stream no longer waits."""
+        _, kind = self._all.pop(stream.number)
+        self.kinds[kind] -= 1
+        if not self.kinds[kind]:
+            del self.kinds[kind]

@@ -50,9 +50,12 @@ from multiworld.serve.generation.gateway.events import (
 from multiworld.serve.generation.gateway.moves import Moves
 from multiworld.serve.generation.gateway.stream import (
     Chain,
+    Kind,
     Phase,
     Stream,
     StreamIndex,
+    StreamTimers,
+    WaitingStreams,
 )
 from multiworld.serve.generation.gateway.stream_counts import StreamCounts
 from multiworld.serve.transport import generation_messages, protocol
@@ -93,13 +96,19 @@ class StreamRouter:
         self.timed, self.attainment = StreamCounts(), Attainment()
         self._index = StreamIndex()
         self.streams = self._index.all
-        self._waiting: dict[int, Stream] = {}
+        self._waiting, self._timers = WaitingStreams(), StreamTimers()
         self._retried: list[Stream] = []
         self._without_token: Counter[str] = Counter()
         self._owed: dict[str, deque[Key]] = {}
         self._chains = ChainSelection(self.view, chance)
         self._moves = Moves(
-            name, self._chains, self._send, self._end_at, self._log, self.counts
+            name,
+            self._chains,
+            self._index,
+            self._send,
+            self._end_at,
+            self._log,
+            self.counts,
         )
         self._actions: list[Action] = []
         self._now = 0.0
@@ -135,7 +144,7 @@ class StreamRouter:
 
     def waiting(self, model: str) -> int:
         """Return the number of a model's streams that have no chain."""
-        return sum(s.model == model for s in self._waiting.values())
+        return self._waiting.count(model)
 
     def without_token(self, model: str) -> int:
         """Return the number of a model's streams that have no token yet."""
@@ -173,7 +182,9 @@ class StreamRouter:
     # Clients.
 
     def _open(self, stream: Stream) -> None:
-        self.streams[stream.number] = self._waiting[stream.number] = stream
+        self.streams[stream.number] = stream
+        self._waiting.add(stream)
+        self._timers.watch(stream)
         self._without_token[stream.model] += 1
         self.attainment.arrived[stream.model] += not stream.via
         self._place(stream)
@@ -193,7 +204,7 @@ class StreamRouter:
         if stream.has_ended:
             return
         self._leave_chain(stream)
-        self._waiting.pop(stream.number, None)
+        self._waiting.remove(stream)
         self._without_token[stream.model] -= stream.first_at is None
         stream.become(Phase.ENDED)
         if error is not None:
@@ -216,7 +227,7 @@ class StreamRouter:
     def _quarantine(self, tenant: str, model: str) -> None:
         """End a tenant's streams without a token that have no chain."""
         names = {model, f"{model}@{tenant}"}
-        for stream in list(self._waiting.values()):
+        for stream, _ in self._waiting:
             is_its = stream.share.tenant == tenant and stream.model in names
             if is_its and stream.first_at is None:
                 self._end(stream, refusals.quarantined(model))
@@ -239,9 +250,7 @@ class StreamRouter:
 
     def _disconnected(self, replica: str, *, is_polite: bool) -> None:
         self.view.disconnect(replica)
-        for stream in self.streams.values():
-            if stream.move is not None and replica in stream.move.chain.replicas:
-                self._moves.give_up(stream, self._now)
+        self._moves.lost(replica, self._now)
         there = self._index.at(replica)
         if not is_polite:
             there += self._count_loss(replica)
@@ -331,6 +340,8 @@ class StreamRouter:
         if stream.first_at is None:
             stream.first_at = self._now
             self._without_token[stream.model] -= 1
+            if stream.limits.between_tokens_s is not None:
+                self._timers.watch(stream)
             if not stream.via:
                 self.timed.first(stream.model, stream.first_at - stream.began_at)
         self.counts["tokens"] += 1
@@ -414,6 +425,8 @@ class StreamRouter:
             is_kept: Whether replicas keep its KV for the next attempt; stage 0 pauses.
         """
         self._moves.drop(stream)
+        if stream.number in self._waiting:
+            self._waiting.remove(stream)
         key = self._key(stream, stream.attempt)
         if not stream.chain:  # those that keep it have an earlier attempt
             self._end_at(stream.kept, self._key(stream, stream.kept_attempt))
@@ -430,7 +443,7 @@ class StreamRouter:
             stream.attempt = stream.next_attempt()
         stream.is_alone = False
         stream.become(Phase.PAUSED if stream.kept else Phase.WAITING)
-        self._waiting[stream.number] = stream
+        self._waiting.add(stream)
 
     def _key(self, stream: Stream, attempt: int) -> Key:
         return self.name, stream.number, attempt
@@ -447,13 +460,13 @@ class StreamRouter:
             self._actions.append(Send(replica, message))
 
     def _place_waiting(self) -> None:
-        hopeless: set[tuple[str, str]] = set()
-        for stream in list(self._waiting.values()):
-            kind = stream.model, stream.version
+        hopeless: set[Kind] = set()
+        for stream, kind in self._waiting:
+            if len(hopeless) == len(self._waiting.kinds):
+                return
             if stream.not_before > self._now or kind in hopeless:
                 continue
-            is_placed = self._place(stream)
-            if not is_placed and not stream.kept and not stream.via:
+            if not self._place(stream):
                 hopeless.add(kind)  # a stage has no replica, for all of them
 
     def _place(self, stream: Stream) -> bool:
@@ -467,8 +480,8 @@ class StreamRouter:
         gone = [name for name in stream.kept if name not in chain.replicas]
         is_kept = len(gone) < len(stream.kept)
         self._end_at(gone, self._key(stream, stream.kept_attempt))
+        self._waiting.remove(stream)
         stream.kept = ()
-        del self._waiting[stream.number]
         self._begin(stream, chain, stream.kept_attempt if is_kept else -1)
         return True
 
@@ -523,22 +536,25 @@ class StreamRouter:
     # Time.
 
     def _ticked(self, silent: frozenset[str], resumed_at: float) -> None:
-        for stream in list(self.streams.values()):
-            late = "" if stream.has_ended else stream.late(self._now, resumed_at)
+        for stream in self._timers.due(self._now, self.streams):
+            if stream.has_ended:
+                continue
+            late = stream.late(self._now, resumed_at)
             if late:
                 self._end(stream, DeadlineExceededError(late))
+            else:
+                self._timers.watch(stream, resumed_at)
         self.view.set_silent(silent)  # all, before any stream is placed again
         for name in silent:
             if self.view.has_another(name):
                 for stream in self._index.at(name):
                     if not stream.via:
                         self._retry(stream, f"{name} is silent")
-        streams = self.streams.values()
-        for stream in self._moves.to_restart(streams, self._now):
+        for stream in self._moves.to_restart(self._now):
             self.counts["moved"] += 1
             self._leave_chain(stream)
             self._place(stream)
-        self._moves.tick(streams, silent, self._now)
+        self._moves.tick(silent, self._now)
         self._place_waiting()
 
     def _log(self, text: str) -> None:

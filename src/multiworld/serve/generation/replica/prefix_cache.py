@@ -70,10 +70,13 @@ class PrefixCache:
         """Drop the least recently used blocks; return whether that suffices."""
         if nbytes > self._limit:
             return False
-        unused = (name for name in list(self._blocks) if name not in self._uses)
-        while self.nbytes + nbytes > self._limit:
-            name = next(unused, None)
-            if name is None:
-                return False
+        excess, dropped = self.nbytes + nbytes - self._limit, list[Digest]()
+        for name, block in self._blocks.items() if excess > 0 else ():
+            if name not in self._uses:
+                dropped.append(name)
+                excess -= block.nbytes
+                if excess <= 0:
+                    break
+        for name in dropped:
             self.nbytes -= self._blocks.pop(name).nbytes
-        return True
+        return excess <= 0

@@ -41,6 +41,7 @@ class SequencePool:
         planned: Those in the step that is being planned.
         full: Replicas of later stages that lack KV blocks.
         shares: Tokens computed for each tenant.
+        preempted: Sequences preempted since the last step was planned.
         preemptions: Number of times that blocks were taken from a running sequence.
         granule: Tokens in multiples of which a sequence's memory is allocated.
         withheld: Blocks that are left to other schedulers; but a lone sequence may use
@@ -61,7 +62,7 @@ class SequencePool:
         self._use = TenantUse(limits.max_num_seqs, limits.blocks)
         self._free = limits.blocks
         self._reserved: dict[Key, int] = {}
-        self._preempted: list[Key] = []
+        self.preempted: list[Key] = []
         self._arrivals = 0
 
     def knows(self, key: Key) -> bool:
@@ -117,7 +118,7 @@ class SequencePool:
         old = sequence.key
         self.known[key] = self.known.pop(old)
         sequence.key = key
-        self._preempted = [key if each == old else each for each in self._preempted]
+        self.preempted = [key if each == old else each for each in self.preempted]
 
     def remove(self, key: Key) -> None:
         """Forget a sequence; the steps in flight no longer wait for it."""
@@ -177,6 +178,8 @@ class SequencePool:
             return None
         needed = self.blocks_of(len(newcomer.tokens) + 1)
         found: list[ScheduledSequence] = []
+        if self._fits(newcomer):
+            return found
         use, idle = self._use.copy(), self._idle()
         while not self._fits(newcomer, found):
             if newcomer.is_probe:
@@ -265,7 +268,7 @@ class SequencePool:
 
     def _preempt(self, sequence: ScheduledSequence) -> None:
         self.free(sequence)
-        self._preempted.append(sequence.key)
+        self.preempted.append(sequence.key)
 
     def free(self, sequence: ScheduledSequence) -> None:
         """Free the blocks of a sequence, which is computed anew from its tokens."""
@@ -278,7 +281,7 @@ class SequencePool:
 
     def take_preempted(self) -> tuple[Key, ...]:
         """Return the sequences preempted since the last call."""
-        preempted, self._preempted = tuple(self._preempted), []
+        preempted, self.preempted = tuple(self.preempted), []
         return preempted
 
     # State.

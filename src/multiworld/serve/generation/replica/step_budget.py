@@ -66,6 +66,8 @@ class StepBudget:
             for share, demand in demands.items()
             if share.priority == first and is_limited
         }
+        # The tightest limit, whose own tenant is bound by the second one.
+        self._tightest = sorted(self._limits, key=self._limits.__getitem__)[:2]
         self._cost, self._max_rows = in_flight + STEP_ROWS, max_rows
         self.rows, self.used = 0, 0.0
 
@@ -80,6 +82,6 @@ class StepBudget:
 
     def left(self, share: Share) -> int:
         """Return the number of rows that a tenant may still have, 0 or more."""
-        limits = (limit for other, limit in self._limits.items() if other != share)
-        limit = min(limits, default=math.inf) - self._cost
+        limits = (self._limits[other] for other in self._tightest if other != share)
+        limit = next(limits, math.inf) - self._cost
         return max(0, math.floor(min(self._max_rows - self.rows, limit - self.used)))

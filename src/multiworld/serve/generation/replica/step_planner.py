@@ -14,6 +14,7 @@ is in the next step.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -127,10 +128,14 @@ class StepPlanner:
         return found
 
     def _has_others(self, demands: Iterable[Share], now: float) -> bool:
-        self._seen.update((share.tenant, now) for share in demands)
-        if len(self._seen) > 1:
-            since = now - SHARED_S
-            self._seen = {name: at for name, at in self._seen.items() if at >= since}
+        for share in demands:
+            self._seen.pop(share.tenant, None)
+            self._seen[share.tenant] = now  # the last one is the latest
+        while len(self._seen) > 1:
+            first = next(iter(self._seen))
+            if self._seen[first] >= now - SHARED_S:
+                break
+            del self._seen[first]
         return len(self._seen) > 1
 
     def _heads(self) -> Iterator[ScheduledSequence]:
@@ -153,7 +158,10 @@ class StepPlanner:
 
     def _admit_higher_priorities(self) -> None:
         lowest = min((s.share.priority for s in self._pool.running.values()), default=0)
-        for sequence in sorted(self._pool.queue.above(lowest), key=self._rank):
+        waiting, before = self._pool.queue.above(lowest), len(self._pool.preempted)
+        for sequence in heapq.merge(*waiting, key=self._rank):
+            if sequence.key in self._pool.preempted[before:]:
+                continue  # for one of these
             if not self._pool.admit(sequence):
                 return
 
@@ -204,35 +212,73 @@ class StepPlanner:
             ready[share] = [s for s in those if not s.is_in_flight]
         is_open = True
         had = {self._pool.known[part.key].share for part in parts}
-        while not budget.is_spent:
-            for those in ready.values():
-                while those and those[-1].number not in self._pool.running:
-                    those.pop()  # it was preempted
-            found = [those[-1] for those in ready.values() if those]
-            heads = self._heads() if is_open else ()
-            behind = {s.share for s in found if s.lacking <= 1}
-            found += [s for s in heads if s.share not in behind]
-            # Each tenant gets at least one row.
-            found = [s for s in found if budget.left(s.share) or s.share not in had]
-            head = min(found, key=self._rank, default=None)
-            if head is None:
-                return
-            sequence = head
-            rows = max(budget.left(sequence.share), int(sequence.share not in had))
-            had.add(sequence.share)
-            if sequence.number in self._pool.running:
-                ready[sequence.share].pop()
-            elif not self._chunk(sequence, rows, is_alone=not parts):
-                is_open = False
-                continue
-            elif not self._pool.admit(sequence):
-                is_open = False  # later ones would overtake it repeatedly
-                continue
-            count = self._chunk(sequence, rows, is_alone=not parts)
-            is_left = sequence.number in self._pool.running  # it was not preempted
-            if is_left and count and self._pool.has_room(sequence, count):
-                parts.append(part := self._take(sequence, count))
-                budget.take(count, self._rows(part))
+        contenders = self._contenders(ready, is_open=is_open)
+        while contenders and not budget.is_spent:
+            rank, share = heapq.heappop(contenders)
+            head = self._next_of(share, ready, is_open=is_open)
+            left = budget.left(share)
+            if head is None or (not left and share in had):
+                continue  # each tenant gets at least one row
+            preemptions = self._pool.preemptions
+            if self._rank(head) == rank:
+                rows = max(left, int(share not in had))
+                had.add(share)
+                if not self._take_next(parts, budget, head, rows, ready):
+                    is_open = False  # later ones would overtake it repeatedly
+                head = self._next_of(share, ready, is_open=is_open)
+            if self._pool.preemptions != preemptions:
+                contenders = self._contenders(ready, is_open=is_open)
+            elif head is not None:
+                heapq.heappush(contenders, (self._rank(head), share))
+
+    def _contenders(
+        self, ready: dict[Share, list[ScheduledSequence]], *, is_open: bool
+    ) -> list[tuple[tuple[int, float, int], Share]]:
+        """Return a heap of the tenants by their next sequences."""
+        shares = {*ready, *(self._pool.queue.shares() if is_open else ())}
+        nexts = ((s, self._next_of(s, ready, is_open=is_open)) for s in shares)
+        found = [(self._rank(one), share) for share, one in nexts if one is not None]
+        heapq.heapify(found)
+        return found
+
+    def _next_of(
+        self,
+        share: Share,
+        ready: dict[Share, list[ScheduledSequence]],
+        *,
+        is_open: bool,
+    ) -> ScheduledSequence | None:
+        """Return what a tenant computes next: what is ready, or its first in queue."""
+        those = ready.get(share, [])
+        while those and those[-1].number not in self._pool.running:
+            those.pop()  # it was preempted
+        if not is_open or (those and those[-1].lacking <= 1):
+            return those[-1] if those else None
+        head = self._pool.queue.head(share, self._pool.full.names)
+        found = (*those[-1:], *(() if head is None else (head,)))
+        return min(found, key=self._rank, default=None)
+
+    def _take_next(
+        self,
+        parts: list[StepPart],
+        budget: StepBudget,
+        sequence: ScheduledSequence,
+        rows: int,
+        ready: dict[Share, list[ScheduledSequence]],
+    ) -> bool:
+        """Add at most ``rows`` of a sequence; return False if it must go on waiting."""
+        if sequence.number in self._pool.running:
+            ready[sequence.share].pop()
+        else:
+            fits = self._chunk(sequence, rows, is_alone=not parts) > 0
+            if not fits or not self._pool.admit(sequence):
+                return False
+        count = self._chunk(sequence, rows, is_alone=not parts)
+        is_left = sequence.number in self._pool.running  # it was not preempted
+        if is_left and count and self._pool.has_room(sequence, count):
+            parts.append(part := self._take(sequence, count))
+            budget.take(count, self._rows(part))
+        return True
 
     # A step of one tenant.
 
@@ -304,14 +350,15 @@ class StepPlanner:
     def _prefill(self, parts: list[StepPart], budget: int) -> None:
         """Fill the step with prefill chunks, in order of arrival."""
         running = [s for s in self._ready() if s.lacking > 1]
+        running.sort(key=self._rank, reverse=True)  # all are of one tenant
         is_open = True
         while budget > 0:
             heads = self._heads() if is_open else ()
-            sequence = min((*running, *heads), key=self._rank, default=None)
+            sequence = min((*running[-1:], *heads), key=self._rank, default=None)
             if sequence is None:
                 return
-            if sequence in running:
-                running.remove(sequence)  # it may have been preempted meanwhile
+            if running and sequence is running[-1]:
+                running.pop()  # it may have been preempted meanwhile
             else:
                 fits = self._chunk(sequence, budget, is_alone=not parts) > 0
                 if not fits or not self._pool.admit(sequence):

@@ -9,6 +9,7 @@ Models", 2024), less the tokens of the steps in flight that it may have to wait 
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 
 from multiworld.serve.tenants.fair_queue import Share
@@ -21,6 +22,8 @@ class TokenShares:
     def __init__(self) -> None:
         self._served: dict[str, float] = {}
         self._present: Counter[str] = Counter()
+        # Counters of those present, and of some others; a counter may have grown since.
+        self._order: list[tuple[float, str]] = []
         self._level = 0.0
 
     def enter(self, share: Share, waits_for: float = 0.0) -> None:
@@ -29,6 +32,7 @@ class TokenShares:
             known = self._served.get(share.tenant, 0.0)
             level = self._lowest() - waits_for / share.weight
             self._served[share.tenant] = max(known, level)
+            heapq.heappush(self._order, (self._served[share.tenant], share.tenant))
         self._present[share.tenant] += 1
 
     def leave(self, share: Share) -> None:
@@ -54,6 +58,15 @@ class TokenShares:
 
     def _lowest(self) -> float:
         """Return the lowest counter of the tenants present."""
-        if not self._present:
-            return self._level
-        return min(self._served[tenant] for tenant in self._present)
+        if len(self._order) > PRUNE_AT + 2 * len(self._present):
+            self._order = [(self._served[tenant], tenant) for tenant in self._present]
+            heapq.heapify(self._order)
+        while self._order:
+            served, tenant = self._order[0]
+            if tenant not in self._present:
+                heapq.heappop(self._order)
+            elif served < self._served[tenant]:
+                heapq.heapreplace(self._order, (self._served[tenant], tenant))
+            else:
+                return self._served[tenant]
+        return self._level

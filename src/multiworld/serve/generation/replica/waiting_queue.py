@@ -29,28 +29,42 @@ class WaitingQueue:
             if not queue:
                 del self._queues[_queue_key(sequence)]
 
+    def shares(self) -> list[Share]:
+        """Return the tenants that have waiting sequences."""
+        return [share for share in self._queues if share is not None]
+
+    def head(
+        self, share: Share, full: Collection[str] = ()
+    ) -> ScheduledSequence | None:
+        """Return a tenant's first sequence that waits for none of ``full``."""
+        queue = self._queues.get(share, ())
+        return next((s for s in queue if not full or not s.waits_for(full)), None)
+
     def heads(self, full: Collection[str] = ()) -> Iterator[ScheduledSequence]:
         """Yield each tenant's first sequence that waits for none of ``full``."""
-        for share, queue in self._queues.items():
-            if share is None:
-                continue
-            usable = (
-                queue if not full else filter(lambda s: not s.waits_for(full), queue)
-            )
-            yield from next(zip(usable, strict=False), ())
+        for share in self.shares():
+            head = self.head(share, full)
+            if head is not None:
+                yield head
 
     def probes(self) -> list[ScheduledSequence]:
         """Return the waiting probes, in order of arrival."""
         return list(self._queues.get(None, ()))
 
-    def above(self, priority: int) -> list[ScheduledSequence]:
-        """Return the waiting sequences of higher priorities, except probes."""
-        return [
-            sequence
-            for share, queue in self._queues.items()
-            if share is not None and share.priority > priority
-            for sequence in queue
-        ]
+    def above(self, priority: int) -> list[Iterator[ScheduledSequence]]:
+        """Return the waiting sequences of each tenant of a higher priority."""
+        return [self._of(s) for s in self.shares() if s.priority > priority]
+
+    def _of(self, share: Share) -> Iterator[ScheduledSequence]:
+        """Yield a tenant's sequences in order; the queue may change meanwhile."""
+        number = -1
+        while True:
+            queue = self._queues.get(share, [])
+            at = bisect.bisect_right(queue, number, key=_number)
+            if at == len(queue):
+                return
+            number = queue[at].number
+            yield queue[at]
 
     def tokens(self, max_tokens: int) -> dict[Share, int]:
         """Return each tenant's number of waiting tokens, up to about ``max_tokens``."""

@@ -121,6 +121,25 @@ def test_text_without_calls_is_not_held_back() -> None:
     assert list(parser.feed("Hello {")) == ["Hello {"]
 
 
+@pytest.mark.parametrize(
+    ("family", "begin", "end"),
+    [("hermes", "<tool_call>", "</tool_call>"), ("llama3_json", "", "")],
+)
+def test_call_so_far_is_not_copied_for_each_token(
+    family: Family, begin: str, end: str
+) -> None:
+    """It is joined once it may be complete."""
+    parser = CallParser(FREE, family)
+    assert not list(parser.feed(begin + '{"name": "weather", "arguments": {"place": "'))
+    held = parser._held
+    for _ in range(100):
+        assert not list(parser.feed("Köln </tool"))
+        assert parser._held is held
+    found = [*parser.feed('"}}' + end[:5]), *parser.feed(end[5:]), *parser.end()]
+    arguments = json.dumps({"place": 100 * "Köln </tool"})
+    assert found == [Call(0, "weather", arguments)]
+
+
 def test_schemas_are_those_of_the_tools() -> None:
     """All of them, or the named one."""
     required = calling_of(TOOLS, "required")
