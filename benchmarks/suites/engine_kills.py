@@ -133,7 +133,7 @@ def run(options: Options, on_step: OnStep) -> None:
         scratch = Path(name) / "stages"
         scratch.mkdir()
         with _ours(STAGES, _stages(folder), scratch, draw) as front:
-            asyncio.run(_measure([front], options.rounds, draw, on_step))
+            _measured([front], options.rounds, draw, on_step)
         if VLLM not in options.apart:
             return
         python = python_of(VLLM, Path(options.environments))
@@ -141,14 +141,26 @@ def run(options: Options, on_step: OnStep) -> None:
         scratch.mkdir()
         on_step(("step", (0.2, f"starting {BEHIND} (may take minutes)")))
         with _ours(BEHIND, _engine(folder, python), scratch, draw) as front:
-            asyncio.run(_measure([front], options.rounds, draw, on_step))
+            _measured([front], options.rounds, draw, on_step)
         on_step(("step", (0.6, f"starting {PLAIN} (may take minutes)")))
         servers = Servers(python, folder, Path(name), stack, draw)
         fronts = [
             Front(who, servers.urls, str(folder), servers.kill, servers.heal, proxied)
             for who, proxied in ((PLAIN, False), (PROXY, True))
         ]
-        asyncio.run(_measure(fronts, options.rounds, draw, on_step))
+        _measured(fronts, options.rounds, draw, on_step)
+
+
+def _measured(
+    fronts: list[Front], rounds: int, draw: random.Random, on_step: OnStep
+) -> None:
+    """Measure fronts; keep the results so far if a server cannot be had back."""
+    try:
+        asyncio.run(_measure(fronts, rounds, draw, on_step))
+    except (RuntimeError, OSError, TimeoutError, aiohttp.ClientError) as error:
+        names = " and ".join(front.name for front in fronts)
+        text = f"{names}: ended early, {type(error).__name__}: {error}"
+        on_step(("note", text[:300]))
 
 
 def _stages(folder: Path) -> dict[str, Any]:
