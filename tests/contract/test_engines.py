@@ -251,6 +251,22 @@ async def test_used_memory_of_the_engine_is_reported(bench: Bench) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.parametrize("bench", MISBEHAVING, indirect=True)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_steps_of_an_engine_are_counted(bench: Bench) -> None:
+    """Autoscaling learns from them how long a step takes: one token of each run."""
+    before = bench.worker.report()
+    starts = [bench.begin(KINDS["greedy"]) for _ in range(4)]
+    for start in starts:
+        await bench.whole(start)
+    now = bench.worker.report()
+    steps = now.counts["steps"] - before.counts.get("steps", 0)
+    rows = now.counts["rows"] - before.counts.get("rows", 0)
+    assert COUNT <= steps + 1 < 4 * COUNT
+    assert rows == 4 * (len(PROMPT) + COUNT)
+    assert now.computed_s > before.computed_s
+
+
 @pytest.mark.parametrize("flags", [(), ("--llama",)])
 @pytest.mark.asyncio(loop_scope="module")
 async def test_server_that_continues_differently_costs_no_stream(

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,21 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "engine_args": {},
         "generation": {"max_num_seqs": 32, "max_model_len": 256},
     }
+    limits = {
+        "upscale_delay_s": 0.2,
+        "downscale_delay_s": 1.0,
+        "look_back_period_s": 2.0,
+        "metrics_interval_s": 0.2,
+    }
+    scaled = {
+        **other,
+        "generation": {"max_num_seqs": 2, "max_model_len": 256},
+        "autoscaling_config": {"min_replicas": 0, "max_replicas": 2, **limits},
+    }
+    del scaled["replicas"]
     spec = {
         "app": "engines",
-        "models": {"m": model, "l": other},
+        "models": {"m": model, "l": other, "z": scaled},
         "gateway": {"port": 0},
         "orphan_s": 2.0,
     }
@@ -177,6 +190,18 @@ async def test_streams_survive_the_loss_of_an_engine(
     await changed(service, lambda: os.kill(engine(service, model), number), model)
 
 
+async def test_engine_is_scaled_from_zero_and_to_zero_again(service: Served) -> None:
+    """Requests wait for a replica, more of them for more; then none is left."""
+    assert ready(service, "z") == 0
+    async with client(service) as api:
+        texts = [Text(api, {"seed": seed}, COUNT, "z") for seed in range(24)]
+        grown = partial(ready, service, "z")
+        await asyncio.to_thread(service.until, lambda: grown() == 2, "two replicas")
+        for text in texts:
+            assert len((await text.end())[0]) == COUNT
+    service.until(lambda: ready(service, "z") == 0, "no replica is left")
+
+
 async def test_parameters_that_an_engine_lacks_are_refused(service: Served) -> None:
     """By name, with status 400; another engine has them."""
     more = {"structured_outputs": {"regex": "[a-z]+"}}
@@ -228,7 +253,7 @@ def test_nothing_is_left_when_the_service_ends(service: Served) -> None:
     engines = [
         pid
         for process in service.status().processes
-        if process.pid and process.model in WITHOUT
+        if process.pid and process.model
         for pid in family_of(process.pid)
         if is_engine(pid)
     ]

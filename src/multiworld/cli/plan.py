@@ -226,6 +226,10 @@ def _plan(
     )
 
 
+UNTRIED = "text generation has not been run on a GPU yet; see the documentation"
+"""Note on models with another device than ``cpu``."""
+
+
 def _show(app: AppSpec, plan: PlanShown, found: Outlook | None) -> None:
     print_table(_table(plan))
     console = Console()
@@ -236,6 +240,10 @@ def _show(app: AppSpec, plan: PlanShown, found: Outlook | None) -> None:
     for name, notes in plan.notes.items():
         for note in notes:
             console.print(f"model {name}: {note}", soft_wrap=True, markup=False)
+    for name, spec in app.models.items():
+        devices = {stage.device for stage in spec.stages}
+        if spec.generation is not None and devices != {"cpu"}:
+            console.print(f"model {name}: {UNTRIED}", soft_wrap=True, markup=False)
     for name, why in plan.dtypes.items():
         console.print(
             f"model {name} is computed in {why}", soft_wrap=True, markup=False

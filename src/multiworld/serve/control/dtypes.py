@@ -71,9 +71,11 @@ def resolved_here(name: str, spec: ModelSpec, node: Node) -> ModelSpec:
 def slowest(spec: ModelSpec, nodes: Sequence[Node]) -> Node | None:
     """Return the machine that is slowest in bfloat16, or None if all are fast enough.
 
-    Only machines on which the model may run count; unmeasured ones count as fast.
+    Only machines on which a stage may run on a CPU count; unmeasured ones count as
+    fast.
     """
-    needs = needs_of(spec)
+    pairs = zip(needs_of(spec), spec.stages, strict=True)
+    needs = [need for need, stage in pairs if stage.device == "cpu"]
     usable = [n for n in nodes if any(need.allows(n.name) for need in needs)]
     found = max(usable, key=lambda n: n.bfloat16 or 0.0, default=None)
     return None if found is None or (found.bfloat16 or 0.0) <= SLOW else found

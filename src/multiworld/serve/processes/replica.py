@@ -151,6 +151,7 @@ def _generation_of(
         prefix_bytes=prefix_bytes_of(generation),
         overdue_s=2 * (limits.compute_s or HUNG_S),
     )
+    engine_limits = limits_of(generation, facts, len(model.stages))
     engine = EngineThread(
         model.stages[args.stage],
         is_last,
@@ -159,8 +160,9 @@ def _generation_of(
         limits.compute_s,
         generation.deterministic,
         clock,
+        engine_limits.blocks,
     )
-    scheduler = Scheduler(limits_of(generation, facts, len(model.stages)))
+    scheduler = Scheduler(engine_limits)
     worker = GenerationWorker(settings, engine, scheduler, clock)
 
     def loaded(device: str) -> StageLoaded:

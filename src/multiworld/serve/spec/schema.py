@@ -435,9 +435,17 @@ class ModelSpec(_Strict):
                 rule = "a model that generates text has one rank in each stage"
                 raise ValueError(rule)
             if stage.device != "cpu" and self.engine is None:
-                rule = "text is generated on CPUs only so far; remove `device`"
-                raise ValueError(rule)
+                self._check_on_gpu()
         return self
+
+    def _check_on_gpu(self) -> None:
+        """Refuse what our own engine has on CPUs only."""
+        assert self.generation is not None
+        for name in ("deterministic", "quantization"):
+            if getattr(self.generation, name):
+                raise ValueError(
+                    f"generation: {name} is for CPUs only; remove it, or `device`"
+                )
 
     @model_validator(mode="after")
     def _one_engine(self) -> ModelSpec:

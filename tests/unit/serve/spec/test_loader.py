@@ -95,9 +95,15 @@ def test_good_spec_is_read() -> None:
         ),
         (
             "    stages:\n      - name: one",
-            "    generation: {}\n    stages:\n      - device: cuda",
+            "    generation: {deterministic: true}\n    stages:\n      - device: cuda",
             3,
-            "generated on CPUs only",
+            "deterministic is for CPUs only",
+        ),
+        (
+            "    stages:\n      - name: one",
+            "    generation: {quantization: int8}\n    stages:\n      - device: cuda",
+            3,
+            "quantization is for CPUs only",
         ),
         (
             "    stages:\n      - name: one",

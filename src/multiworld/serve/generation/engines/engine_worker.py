@@ -97,7 +97,7 @@ class EngineWorker:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._pauses = PauseDetector(LOOK_S)
         self._heard_at = self._clock()
-        self._computed_s = 0.0
+        self._computed_s = self._steps = 0.0
 
     # Life cycle of the process.
 
@@ -236,6 +236,7 @@ class EngineWorker:
                 case Begin(number, run):
                     if not self._tasks:
                         self._heard_at = self._clock()
+                    self.counts["rows"] += len(run.tokens)
                     task = asyncio.ensure_future(self._run(number, run))
                     self._tasks[number] = task
                     task.add_done_callback(partial(self._done, number))
@@ -250,7 +251,7 @@ class EngineWorker:
         try:
             async with aclosing(self._engine.generate(run)) as found:
                 async for tokens in found:
-                    self._hear()
+                    self._hear(len(tokens))
                     self._handle(Generated(number, tokens))
         except EngineLostError as lost:
             error = lost
@@ -259,10 +260,14 @@ class EngineWorker:
             error = failed
         self._handle(RunEnded(number, error))
 
-    def _hear(self) -> None:
+    def _hear(self, tokens: int) -> None:
+        """Count tokens, and the engine's steps: each has one token of every run."""
         now = self._clock()
         self._computed_s += now - self._heard_at
         self._heard_at = now
+        self._steps += tokens / len(self._tasks)
+        self.counts["rows"] += tokens
+        self.counts["steps"] = int(self._steps)
 
     def _done(self, number: int, task: asyncio.Task[None]) -> None:
         self._tasks.pop(number, None)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from multiworld.serve.generation.grammar import Matcher, Matchers
+from multiworld.serve.generation.replica.kv_store import Layers
 from multiworld.serve.generation.replica.prefix_cache import Block
 from multiworld.serve.generation.replica.sequence_state import StreamId
 from multiworld.serve.generation.replica.stage_engine import (
@@ -18,9 +19,6 @@ from multiworld.serve.generation.replica.stage_engine import (
 )
 from multiworld.serve.spec.stage import Generation, StageContext
 from multiworld.serve.transport.generation_messages import SequenceStart, StepPart
-
-Layers = dict[int, tuple[Tensor, Tensor]]
-"""Keys and values by layer."""
 
 
 class Engine:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from multiworld.serve.generation.replica.engine import Engine
 from multiworld.serve.generation.replica.stage_engine import Computed, engine_of
+from multiworld.serve.generation.replica.transfers import Transfers
 from multiworld.serve.replica.compute_thread import ComputeThread
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
 from multiworld.serve.spec.stage import Generation, Stage, StageContext
@@ -26,7 +27,11 @@ HUNG_S = 30.0
 
 
 class EngineThread(Engine):
-    """Computes in its thread; exits the process if a step counts as hung."""
+    """Computes in its thread; exits the process if a step counts as hung.
+
+    Args:
+        pages: Pages of KV memory to allocate at first, on a GPU.
+    """
 
     def __init__(
         self,
@@ -37,11 +42,12 @@ class EngineThread(Engine):
         compute_s: float | None,
         is_deterministic: bool,
         clock: Callable[[], float],
+        pages: int = 0,
     ) -> None:
         super().__init__(model, is_last)
         self._stage, self._threads, self._model = stage, threads, model
         self._compute_s, self._clock = compute_s or HUNG_S, clock
-        self._is_deterministic = is_deterministic
+        self._is_deterministic, self._pages = is_deterministic, pages
         self._guard = HangGuard(self._exit_if_hung)
         self._thread: ComputeThread | None = None
 
@@ -58,6 +64,8 @@ class EngineThread(Engine):
             is_last=self._is_last,
             model=self._model,
             is_deterministic=self._is_deterministic,
+            transfers=Transfers(torch.device(context.device)),
+            pages=self._pages,
         )
         self._guard.start()
 

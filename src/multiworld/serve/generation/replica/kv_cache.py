@@ -3,8 +3,7 @@
 On CPUs the tokens of a sequence are contiguous, and their memory grows by blocks: a
 block table would require a gather in every step, which costs as much as the attention
 itself. Several sequences of about the same length are adjacent, too, so that one call
-attends for one row of each. A kernel that reads scattered blocks (on a GPU) is another
-``Attention``.
+attends for one row of each. On a GPU, ``paged_kv_cache`` has scattered pages.
 """
 
 from __future__ import annotations
@@ -254,7 +253,7 @@ class StepAttention:
             keys, values = self._cache.append_batch(batch, layer, key, value)
             seen, mask = self._seen(batch, window, query.dtype)
             query_rows = query.index_select(1, batch.rows)
-            out = _of_single_rows(
+            out = of_single_rows(
                 query_rows, keys[:, :, seen], values[:, :, seen], mask, scale
             )
             found.index_copy_(0, batch.rows, out)
@@ -265,11 +264,11 @@ class StepAttention:
             mask = self._mask(rows, first, window)
             memory = keys[:, first:], values[:, first:]
             if softcap is not None:
-                out = _capped(query[:, here], *memory, mask, scale, softcap)
+                out = capped(query[:, here], *memory, mask, scale, softcap)
                 found[here] = out.transpose(0, 1)
             elif rows.count == 1:
                 one = memory[0][None], memory[1][None]
-                found[here] = _of_single_rows(query[:, here], *one, None, scale)
+                found[here] = of_single_rows(query[:, here], *one, None, scale)
             else:
                 found[here] = functional.scaled_dot_product_attention(
                     query[None, :, here],
@@ -316,7 +315,7 @@ class StepAttention:
         return mask
 
 
-def _of_single_rows(
+def of_single_rows(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
     """Return the attention of one row of each sequence, [sequences, heads, size].
@@ -335,7 +334,7 @@ def _of_single_rows(
     return out[:, :, :group].reshape(sequences, len(query), -1)
 
 
-def _capped(
+def capped(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -30,7 +30,9 @@ from multiworld.serve.generation.replica.kv_cache import (
     MissingTokensError,
     Rows,
 )
+from multiworld.serve.generation.replica.kv_store import KvStore
 from multiworld.serve.generation.replica.layer_trial import check_layers
+from multiworld.serve.generation.replica.paged_kv_cache import PagedKvCache
 from multiworld.serve.generation.replica.prefix_cache import Block
 from multiworld.serve.generation.replica.sampler import (
     Choice,
@@ -39,6 +41,7 @@ from multiworld.serve.generation.replica.sampler import (
     sample,
 )
 from multiworld.serve.generation.replica.sequence_state import StreamId
+from multiworld.serve.generation.replica.transfers import HOST, Transfers
 from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.transport.generation_messages import (
@@ -137,12 +140,26 @@ class Chores:
 
 
 def engine_of(
-    function: StageFunction, *, is_last: bool, model: Generation, is_deterministic: bool
+    function: StageFunction,
+    *,
+    is_last: bool,
+    model: Generation,
+    is_deterministic: bool,
+    transfers: Transfers = HOST,
+    pages: int = 0,
 ) -> StageEngine:
-    """Return the engine of a loaded stage, whose weights are packed.
+    """Return the engine of a loaded stage; on a CPU its weights are packed.
 
-    Raises ModelFailedError if ``is_deterministic`` cannot be fulfilled.
+    Args:
+        transfers: Copies to and from the device that the stage was loaded on.
+        pages: Pages of KV memory to allocate at first, on a GPU.
+
+    Raises:
+        ModelFailedError: ``is_deterministic`` cannot be fulfilled.
     """
+    if not transfers.is_host and model.attention is None:
+        paged = PagedKvCache(pages=pages, transfers=transfers)
+        return StageEngine(function, is_last, model, paged, transfers)
     is_module = isinstance(function, nn.Module)
     with torch.inference_mode():
         if isinstance(function, nn.Module):
@@ -152,7 +169,7 @@ def engine_of(
                 make_elements_invariant(function)
     if not is_deterministic:
         cache = KvCache(attention=model.attention)
-        return StageEngine(function, is_last, model, cache)
+        return StageEngine(function, is_last, model, cache, transfers)
     # Until the first step, use the granule of the largest piece.
     make = functools.partial(KvCache, attention=InvariantAttention, granule=PIECE)
     if is_module and hasattr(function, "example"):
@@ -165,7 +182,8 @@ class StageEngine:
     function: StageFunction
     is_last: bool
     model: Generation
-    cache: KvCache = field(default_factory=KvCache)
+    cache: KvStore = field(default_factory=KvCache)
+    transfers: Transfers = HOST
     _tails: dict[StreamId, Tail] = field(default_factory=dict)
 
     def tidy(self, chores: Chores) -> None:
@@ -220,8 +238,10 @@ class StageEngine:
         attention = self.cache.step([Rows(p.key[:2], p.begin, p.count) for p in parts])
         rows_of = self._wanted(parts) if self.is_last else []
         flat = [row for each in rows_of for row in each]
-        wanted = torch.tensor(flat, dtype=torch.int64)
-        found = self.function(rows, positions, attention, wanted)
+        upload = self.transfers.upload
+        wanted = upload(torch.tensor(flat, dtype=torch.int64))
+        found = self.function(upload(rows), upload(positions), attention, wanted)
+        found = self.transfers.download(found)
         if not self.is_last:
             return Computed(tuple(parts), hidden=found)
         if found.shape != (len(flat), self.model.vocabulary):

@@ -14,6 +14,7 @@ from multiworld.serve.generation.replica.stage_engine import (
     StageEngine,
     engine_of,
 )
+from multiworld.serve.generation.replica.transfers import Transfers
 from multiworld.serve.models.meter import Measured, parameter_bytes, timed
 from multiworld.serve.spec.stage import Generation, Model, StageContext
 from multiworld.serve.transport.generation_messages import (
@@ -64,6 +65,7 @@ class TextMeter:
             is_last=number == len(self._model.stages) - 1,
             model=self._facts,
             is_deterministic=self._is_deterministic,
+            transfers=Transfers(torch.device(self._device)),
         )
 
     def measure(self) -> Measured:

@@ -8,7 +8,9 @@ from functools import partial
 import pytest
 
 from multiworld.errors import DeadlineExceededError
+from multiworld.serve.generation.gateway import stream_router
 from multiworld.serve.generation.gateway.actions import Action, Deliver
+from multiworld.serve.generation.gateway.chain_selection import ChainSelection
 from multiworld.serve.generation.gateway.events import (
     Closed,
     Connected,
@@ -33,6 +35,7 @@ from multiworld.serve.transport.routing_table import (
     RoutingTable,
 )
 from tests.lines import lines_of
+from tests.recorded import recorded
 
 TICK = Ticked(frozenset(), 0.0)
 
@@ -122,10 +125,10 @@ def test_work_for_a_tick_does_not_grow_with_the_streams_that_wait() -> None:
 
 def choices_while_draining(streams: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return how many chains a tick looks for when there is no other replica."""
-    bench = Bench(1, 1, streams=streams)
+    with recorded(stream_router, ChainSelection) as made:
+        bench = Bench(1, 1, streams=streams)
     bench.handle(TableChanged(table_of(1, 1, draining="1.0")))
-    count = 0
-    selection = bench.router._chains
+    count, (selection,) = 0, made
     chosen = selection.without_draining
 
     def counted(stream: Stream) -> object:
@@ -147,11 +150,12 @@ def test_one_chain_is_looked_for_while_a_replica_cannot_be_left(
 
 def test_loads_of_replicas_that_are_gone_are_forgotten() -> None:
     """Names are not used again."""
-    bench = Bench(3, 3, streams=9)
+    with recorded(stream_router, ChainSelection) as made:
+        bench = Bench(3, 3, streams=9)
     for number in range(9):
         bench.handle(Closed(number, None))
     bench.handle(TableChanged(table_of(1, 1)))
-    assert set(bench.router._chains.load) <= {"0.0", "1.0"}
+    assert set(made[0].load) <= {"0.0", "1.0"}
 
 
 @pytest.mark.parametrize("seed", range(20))

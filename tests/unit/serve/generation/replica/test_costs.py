@@ -9,9 +9,9 @@ import pytest
 
 from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.engines.engine_sequences import EngineSequences
+from multiworld.serve.generation.replica import prefix_cache
 from multiworld.serve.generation.replica.events import Received
 from multiworld.serve.generation.replica.prefix_cache import Block, PrefixCache
-from multiworld.serve.generation.replica.scheduled_sequence import ScheduledSequence
 from multiworld.serve.generation.replica.scheduler import Scheduler
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.generation_messages import (
@@ -89,28 +89,21 @@ def test_work_for_an_arrival_does_not_grow_with_the_sequences_that_run() -> None
     assert arrival_beside(200) == arrival_beside(10)
 
 
-def test_higher_priorities_are_admitted_without_a_look_at_all_of_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Only as many as are admitted, and one more."""
+def lines_of_preemption(waiting: int) -> int:
+    """Return the lines of code for a step that admits sequences of a priority."""
     scheduler = scheduler_of(2, 2)
     step(scheduler)
-    for number in range(500):
+    for number in range(waiting):
         share = Share("high", 1.0, 1)
         scheduler.add(("g", 9 + number, 0), [1] * 20, share=share)
-    looked_at: list[object] = []
-    planner = scheduler._planner
-    rank = planner._rank
-
-    def noted(sequence: ScheduledSequence) -> tuple[int, float, int]:
-        looked_at.append(sequence)
-        return rank(sequence)
-
-    monkeypatch.setattr(planner, "_rank", noted)
-    scheduler.pool.planned.clear()
-    planner._admit_higher_priorities()
+    lines = lines_of(partial(step, scheduler))
     assert {s.share.tenant for s in scheduler.pool.running.values()} == {"high"}
-    assert len(looked_at) <= 4
+    return lines
+
+
+def test_higher_priorities_are_admitted_without_a_look_at_all_of_them() -> None:
+    """Only as many as are admitted, and one more."""
+    assert lines_of_preemption(1000) < lines_of_preemption(20) + 100
 
 
 class CountedName(str):
@@ -159,9 +152,11 @@ class Unread(OrderedDict[bytes, Block]):
     items = __iter__
 
 
-def test_cached_blocks_are_not_read_while_there_is_room() -> None:
+def test_cached_blocks_are_not_read_while_there_is_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A block is put, and found again."""
+    monkeypatch.setattr(prefix_cache, "OrderedDict", Unread)
     cache = PrefixCache(100)
-    cache._blocks = Unread()
     cache.put(b"a", Block({}))
     assert cache.has(b"a")

@@ -1,0 +1,403 @@
+"""KV cache in pages, and attention over them, for GPUs.
+
+The pages of a layer are one tensor, [pages, page size, key heads, size]. A sequence has
+a list of pages; a step uploads its lists as a table. torch's ``varlen_attn`` reads the
+pages where they lie. Where it does not run (on a CPU, in float32, in a torch that takes
+no table), the pages are gathered and attended to as in ``kv_cache``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Hashable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from multiworld.serve.generation.replica.kv_cache import (
+    Attention,
+    MissingTokensError,
+    Rows,
+    capped,
+    of_single_rows,
+)
+from multiworld.serve.generation.replica.kv_store import Layers
+from multiworld.serve.generation.replica.transfers import HOST, Transfers
+
+logger = logging.getLogger("multiworld.serve")
+
+FEWEST = 64
+"""Pages to allocate at least."""
+
+Pool = tuple[Tensor, Tensor]
+"""Keys and values of all pages of a layer."""
+
+try:
+    from torch.nn.attention.varlen import varlen_attn as _varlen
+except ImportError:  # torch before 2.13
+    _varlen = None  # type: ignore[assignment]
+
+VARLEN: Any = _varlen
+"""torch's attention over pages; None if this torch has none."""
+if VARLEN is not None and "block_table" not in inspect.signature(VARLEN).parameters:
+    VARLEN = None
+
+
+class PagedKvCache:
+    """KV cache of one stage; what is not written yet is zero.
+
+    Args:
+        page_size: Tokens of a page.
+        pages: Pages to allocate at first; there are more when they do not suffice.
+        transfers: Copies to and from the device.
+    """
+
+    granule = 1
+
+    def __init__(
+        self, page_size: int = 16, pages: int = FEWEST, transfers: Transfers = HOST
+    ) -> None:
+        self.page_size, self.transfers = page_size, transfers
+        self._count = max(FEWEST, pages)
+        # Page 0 stays zero: tables are padded with it.
+        self._free = list(range(1, self._count))
+        self._pages: dict[Hashable, list[int]] = {}
+        self._lengths: dict[Hashable, int] = {}
+        self._pools: dict[int, Pool] = {}
+        self._has_kernel: dict[tuple[int, ...], bool] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages of all sequences."""
+        used = self._count - 1 - len(self._free)
+        return sum(
+            tensor[0].nbytes * used for pool in self._pools.values() for tensor in pool
+        )
+
+    @property
+    def lengths(self) -> dict[Hashable, int]:
+        return dict(self._lengths)
+
+    def free(self, sequence: Hashable) -> None:
+        self._free += self._pages.pop(sequence, ())
+        self._lengths.pop(sequence, None)
+
+    def step(self, rows: Sequence[Rows]) -> Attention:
+        for each in rows:
+            if each.begin == 0:
+                self.free(each.sequence)
+            elif self._lengths.get(each.sequence, 0) < each.begin:
+                raise MissingTokensError(f"tokens before {each.begin} are missing")
+        added: list[int] = []
+        for each in rows:
+            added += self._make_room(each.sequence, each.begin + each.count)
+            self._lengths[each.sequence] = each.begin + each.count
+        self._clear(added)
+        return PagedAttention(self, rows)
+
+    def _make_room(self, sequence: Hashable, tokens: int) -> list[int]:
+        """Give a sequence pages for ``tokens`` tokens; return those that it lacked."""
+        pages = self._pages.setdefault(sequence, [])
+        missing = -(-tokens // self.page_size) - len(pages)
+        while missing > len(self._free):
+            self._grow()
+        added = [self._free.pop() for _ in range(missing)]
+        pages += added
+        return added
+
+    def _clear(self, pages: Sequence[int]) -> None:
+        """Remove the numbers of other sequences, which may be NaN."""
+        if pages and self._pools:
+            places = self.transfers.upload(torch.tensor(pages))
+            for pool in self._pools.values():
+                for each in pool:
+                    each.index_fill_(0, places, 0.0)
+
+    def _grow(self) -> None:
+        """Double the number of pages."""
+        for layer, pool in self._pools.items():
+            keys, values = (torch.cat([each, torch.zeros_like(each)]) for each in pool)
+            self._pools[layer] = keys, values
+        self._free += range(self._count, 2 * self._count)
+        self._count *= 2
+
+    def pages(self, sequence: Hashable) -> list[int]:
+        """Return the pages of a sequence, in order."""
+        return self._pages[sequence]
+
+    def slots(self, sequence: Hashable, begin: int, end: int) -> list[int]:
+        """Return the places of tokens among those of all pages."""
+        size, pages = self.page_size, self._pages[sequence]
+        return [pages[at // size] * size + at % size for at in range(begin, end)]
+
+    def pool(self, layer: int, like: tuple[Tensor, Tensor]) -> Pool:
+        """Return the pages of a layer; ``like`` has keys, [key heads, rows, size]."""
+        found = self._pools.get(layer)
+        if found is None:
+            keys, values = (
+                torch.zeros(
+                    (self._count, self.page_size, each.shape[0], each.shape[2]),
+                    dtype=each.dtype,
+                    device=each.device,
+                )
+                for each in like
+            )
+            found = self._pools[layer] = keys, values
+        return found
+
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> Pool:
+        """Write keys and values, [key heads, rows, size], to their places."""
+        pool = self.pool(layer, (key, value))
+        for pages, new in zip(pool, (key, value), strict=True):
+            pages.flatten(0, 1).index_copy_(0, slots, new.transpose(0, 1))
+        return pool
+
+    def has_kernel(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
+        """Return whether torch's kernel takes such tensors; it is tried once.
+
+        It needs a recent GPU and, for pages, a recent FlashAttention.
+        """
+        if not may_have_kernel(query):
+            return False
+        shape = query.shape[0], *keys.shape[2:], values.shape[3]
+        found = self._has_kernel.get(shape)
+        if found is None:
+            found = self._has_kernel[shape] = self._tried(query, keys, values)
+        return found
+
+    def _tried(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
+        counts = (torch.tensor(n, dtype=torch.int32) for n in ([0, 1], [1], [[0]]))
+        begins, used, table = map(self.transfers.upload, counts)
+        one = query.new_zeros(1, query.shape[0], query.shape[2])
+        try:
+            over_pages(one, keys, values, begins, used, table, 1, 1, None, None)
+        except (RuntimeError, ValueError) as error:
+            logger.warning(
+                "torch's attention over pages does not run here (%s); pages are "
+                "gathered, which is slower",
+                error,
+            )
+            return False
+        return True
+
+    @torch.inference_mode()
+    def copied(self, sequence: Hashable, begin: int, end: int) -> Layers:
+        """Return keys and values at [begin, end) by layer, on the host."""
+        if sequence not in self._pages:
+            return {}
+        transfers = self.transfers
+        places = transfers.upload(torch.tensor(self.slots(sequence, begin, end)))
+        found: Layers = {}
+        for layer, pool in self._pools.items():
+            keys, values = (
+                transfers.download(
+                    pages.flatten(0, 1).index_select(0, places).transpose(0, 1)
+                ).contiguous()
+                for pages in pool
+            )
+            found[layer] = keys, values
+        return found
+
+    @torch.inference_mode()
+    def restore(
+        self, sequence: Hashable, pieces: Sequence[Layers], tokens: int
+    ) -> None:
+        """Start a sequence with ``pieces`` that were computed before."""
+        self.free(sequence)
+        self._clear(self._make_room(sequence, tokens))
+        self._lengths[sequence] = tokens
+        transfers = self.transfers
+        slots = transfers.upload(torch.tensor(self.slots(sequence, 0, tokens)))
+        for layer in pieces[0]:
+            key, value = (
+                transfers.upload(
+                    torch.cat([piece[layer][number] for piece in pieces], 1)[:, :tokens]
+                )
+                for number in range(2)
+            )
+            self.write(layer, slots, key, value)
+
+
+class PagedAttention:
+    """Attention of one step over pages; its tables are uploaded once."""
+
+    def __init__(self, cache: PagedKvCache, rows: Sequence[Rows]) -> None:
+        self._cache, self._rows = cache, rows
+        upload = cache.transfers.upload
+        ends = [each.begin + each.count for each in rows]
+        slots = [
+            slot
+            for each, end in zip(rows, ends, strict=True)
+            for slot in cache.slots(each.sequence, each.begin, end)
+        ]
+        self._slots = upload(torch.tensor(slots))
+        lists = [cache.pages(each.sequence) for each in rows]
+        width = max(map(len, lists))
+        table = [pages + [0] * (width - len(pages)) for pages in lists]
+        self._table = upload(torch.tensor(table, dtype=torch.int32))
+        self._ends = upload(torch.tensor(ends, dtype=torch.int32))
+        begins = [0, *accumulate(each.count for each in rows)]
+        self._begins = upload(torch.tensor(begins, dtype=torch.int32))
+        self._max_rows = max(each.count for each in rows)
+        self._max_keys = max(ends)
+        self._offsets = begins[:-1]
+        singles = [n for n, each in enumerate(rows) if each.count == 1]
+        self._singles = upload(torch.tensor(singles, dtype=torch.int64))
+        self._single_rows = upload(
+            torch.tensor([begins[n] for n in singles], dtype=torch.int64)
+        )
+        self._others = [n for n, each in enumerate(rows) if each.count > 1]
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        keys, values = self._cache.write(layer, self._slots, key, value)
+        if softcap is None and self._cache.has_kernel(query, keys, values):
+            return over_pages(
+                query.transpose(0, 1).contiguous(),
+                keys,
+                values,
+                self._begins,
+                self._ends,
+                self._table,
+                self._max_rows,
+                self._max_keys,
+                scale,
+                window,
+            )
+        found = query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
+        if len(self._singles) and softcap is None:
+            self._attend_singles(found, query, keys, values, scale, window)
+        others = self._others if softcap is None else range(len(self._rows))
+        for n in others:
+            self._attend_one(n, found, query, (keys, values), scale, window, softcap)
+        return found
+
+    def _attend_singles(
+        self,
+        found: Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float | None,
+        window: int | None,
+    ) -> None:
+        """Attend for the sequences with one row, in one call."""
+        tables = self._table.index_select(0, self._singles)
+        ends = self._ends.index_select(0, self._singles)[:, None]
+        at = torch.arange(tables.shape[1] * self._cache.page_size, device=ends.device)
+        hidden = at >= ends
+        if window is not None:
+            hidden = hidden | (at < ends - window)
+        mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
+        mask = mask.masked_fill(hidden, float("-inf"))[:, None, None]
+        rows = query.index_select(1, self._single_rows)
+        out = of_single_rows(
+            rows, gather(keys, tables), gather(values, tables), mask, scale
+        )
+        found.index_copy_(0, self._single_rows, out)
+
+    def _attend_one(
+        self,
+        n: int,
+        found: Tensor,
+        query: Tensor,
+        pools: Pool,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
+        """Attend for the rows of one sequence."""
+        rows = self._rows[n]
+        end, offset = rows.begin + rows.count, self._offsets[n]
+        here = slice(offset, offset + rows.count)
+        table = self._table[n : n + 1]
+        keys, values = (gather(pages, table)[0, :, :end] for pages in pools)
+        mask = self._mask(n, window)
+        if softcap is not None:
+            out = capped(query[:, here], keys, values, mask, scale, softcap)
+        else:
+            out = functional.scaled_dot_product_attention(
+                query[None, :, here],
+                keys[None],
+                values[None],
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=query.shape[0] != keys.shape[0],
+            )[0]
+        found[here] = out.transpose(0, 1)
+
+    def _mask(self, n: int, window: int | None) -> Tensor:
+        """Return which keys each row of a sequence attends to, [rows, keys]."""
+        mask = self._masks.get((n, window))
+        if mask is None:
+            rows = self._rows[n]
+            end = rows.begin + rows.count
+            at, of = torch.arange(rows.begin, end)[:, None], torch.arange(end)[None]
+            mask = of <= at
+            if window is not None:
+                mask &= of > at - window
+            mask = self._masks[n, window] = self._cache.transfers.upload(mask)
+        return mask
+
+
+def gather(pages: Tensor, tables: Tensor) -> Tensor:
+    """Return the tokens of sequences, [sequences, key heads, tokens, size].
+
+    Args:
+        pages: Shape [pages, page size, key heads, size].
+        tables: The pages of each sequence, [sequences, pages].
+    """
+    found = pages.index_select(0, tables.flatten())
+    return found.view(*tables.shape, *pages.shape[1:]).flatten(1, 2).transpose(1, 2)
+
+
+def may_have_kernel(query: Tensor) -> bool:
+    """Return whether torch has a kernel for such queries at all."""
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    return VARLEN is not None and query.device.type == "cuda" and is_half
+
+
+def over_pages(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    begins: Tensor,
+    ends: Tensor,
+    table: Tensor,
+    max_rows: int,
+    max_keys: int,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """Return the attention of rows, [rows, heads, size], by torch's kernel."""
+    # One split: a row's bits do not depend on the lengths of others.
+    found: Tensor = VARLEN(
+        query,
+        keys,
+        values,
+        begins,
+        None,
+        max_rows,
+        max_keys,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != keys.shape[2],
+        seqused_k=ends,
+        block_table=table,
+        num_splits=1,
+    )
+    return found

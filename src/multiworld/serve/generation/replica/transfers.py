@@ -1,0 +1,36 @@
+"""Copies between the host and the device that a stage computes on.
+
+Everything that crosses goes through here: token ids, positions, indices and masks up,
+hidden states, logits and cached keys and values down. All else stays where it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """Copies to and from one device; on the CPU they copy nothing."""
+
+    device: torch.device
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the device is the host itself."""
+        return self.device.type == "cpu"
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the host on the device."""
+        return tensor if self.is_host else tensor.to(self.device, non_blocking=True)
+
+    def download(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the device on the host; waits until it is computed."""
+        return tensor if self.is_host else tensor.to("cpu")
+
+
+HOST = Transfers(torch.device("cpu"))
+"""For stages on the CPU."""
