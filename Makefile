@@ -70,9 +70,10 @@ soak: $(STAMP)
 soak-serve: $(STAMP)
 	$(BIN)/python -m tests.serve.soak --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
-# Random faults under streams of generated text; every token is checked.
+# Random faults under streams of generated text; every token is checked. With an engine
+# of others: ENGINE=vllm, llama.cpp or stand-in.
 soak-generate: $(STAMP)
-	$(BIN)/python -m tests.serve.soak_generate --minutes $(MINUTES) --seed $(SEED) $(ARGS)
+	$(BIN)/python -m tests.serve.soak_generate --minutes $(MINUTES) --seed $(SEED) --engine "$(ENGINE)" $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --group bench

@@ -4,7 +4,7 @@ Everything comes from ``benchmarks/results``. Two kinds of marks stand in the pa
 
 * ``<!-- SUITE: KIND -->``, a table, ``<!-- end -->``: medians by contender and size,
   as ``benchmarks.tables`` makes them. ``<!-- SUITE! KIND -->`` has the ratios alone,
-  with their 95 % interval.
+  with their 95 % interval, and ``<!-- SUITE# KIND -->`` sums by what follows the kind.
 * ``<!--fig:NAME-->``, a figure, ``<!--/fig-->``: one of ``FIGURES``, within a sentence.
 
 A ratio is always the median of the rounds' own ratios, never a ratio of medians. A test
@@ -36,10 +36,11 @@ PAGES = (
     "docs/serve/scaling-report.md",
     "docs/serve/generation.md",
     "docs/serve/generation-concepts.md",
+    "docs/serve/engines.md",
 )
 """The pages with marks."""
 
-TABLE = re.compile(r"<!-- (\w+)([:!]) ([^>]*) -->\n.*?<!-- end -->", re.DOTALL)
+TABLE = re.compile(r"<!-- (\w+)([:!#]) ([^>]*) -->\n.*?<!-- end -->", re.DOTALL)
 FIGURE = re.compile(r"<!--fig:(\w+)-->(.*?)<!--/fig-->", re.DOTALL)
 
 OURS, PLAIN = "world, direct", "plain gloo"
@@ -435,7 +436,7 @@ def _deterministic() -> float:
 
 def _table(match: re.Match[str]) -> str:
     suite, mark, kind = match.groups()
-    make = tables.medians if mark == ":" else tables.ratios
+    make = {":": tables.medians, "!": tables.ratios, "#": tables.sums}[mark]
     table = tables.markdown(make(report(suite), kind))
     return f"<!-- {suite}{mark} {kind} -->\n{table}\n<!-- end -->"
 

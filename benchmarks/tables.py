@@ -102,6 +102,25 @@ def ratios(report: BenchReport, kind: str) -> list[list[str]]:
     return rows
 
 
+def sums(report: BenchReport, what: str) -> list[list[str]]:
+    """Return a row for each contender, and a column for each ``what: COLUMN``.
+
+    Cells are sums over the rounds, whose number the first cell says.
+    """
+    prefix = f"{what}: "
+    found = [series for series in report.series if series.kind.startswith(prefix)]
+    if not found:
+        raise ValueError(f"results/{report.suite}.json has no series {prefix!r}")
+    columns = list(dict.fromkeys(series.kind for series in found))
+    count = max(len(series.samples) for series in found)
+    rows = [[f"sum of {count} rounds", *(kind[len(prefix) :] for kind in columns)]]
+    for name in dict.fromkeys(series.contender for series in found):
+        cells = [report.find(kind, 1, name) for kind in columns]
+        shown = ("" if one is None else f"{sum(one.samples):.0f}" for one in cells)
+        rows.append([LABELS.get(name, name), *shown])
+    return rows
+
+
 def markdown(rows: list[list[str]]) -> str:
     """Return rows as a Markdown table; the first one is its head."""
     head, *rest = rows

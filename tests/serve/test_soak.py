@@ -34,3 +34,12 @@ def test_no_stream_is_cut_under_random_faults(
     assert outcome.is_good, outcome
     assert sum(outcome.faults.values()) >= 5 * minutes
     assert outcome.streams > 50 * minutes
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(400)
+def test_no_stream_of_an_engine_is_cut_under_random_faults(tmp_path: Path) -> None:
+    """The processes of the engine are killed and stopped, too."""
+    outcome = soak_generate(tmp_path, 3, 2.0, 1, "stand-in")
+    assert outcome.is_good, outcome
+    assert outcome.streams > 100

@@ -265,7 +265,7 @@ class EngineWorker:
         now = self._clock()
         self._computed_s += now - self._heard_at
         self._heard_at = now
-        self._steps += tokens / len(self._tasks)
+        self._steps += tokens / max(1, len(self._tasks))
         self.counts["rows"] += tokens
         self.counts["steps"] = int(self._steps)
 
