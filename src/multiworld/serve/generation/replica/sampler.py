@@ -1,8 +1,16 @@
 """Sampling of the next token of each sequence of a step.
 
 A token is a function of logits, parameters and the tokens so far, whatever the other
-sequences of the step are. Its one random number is a hash of the seed, the choice and
+sequences of the step are. All of its randomness is one hash of the seed, the choice and
 the index of the token, so a recomputed sequence samples the same tokens.
+
+Words race: each has a clock, an exponential variate that the hash and the word give,
+and the one whose clock divided by its probability is least is drawn, with exactly that
+probability (the Gumbel-max trick in other words). First the blocks of the vocabulary
+race by their sums, and then the words of the first block. Logits that differ by
+rounding draw another word only if two are equally fast up to that rounding. With the
+cumulative distribution, the boundaries of all words would move, and in a flat
+distribution one of them easily passes the random number.
 
 The vocabulary is divided into blocks of 128 words. One pass finds the largest logit of
 each block, which suffices for temperature 0, and for ``top_k`` up to 63: the likeliest
@@ -38,6 +46,9 @@ FEW = 64
 
 CHUNK_BYTES = 4 * 2**20
 """Size of the logits whose probabilities are computed at a time, in the cache."""
+
+WORDS = 2**32
+"""Number of the first word's clock; those of blocks begin at 0."""
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are 0, as in vLLM."""
@@ -359,9 +370,7 @@ def _drawn_of_few(
     kept[:, 0] = True
     min_probability = found.gather(1, kept.sum(-1, keepdim=True) - 1)
     likely *= found >= min_probability
-    words, order = words.sort(-1)
-    drawn = _inverse(likely.gather(1, order), _uniforms([histories[i] for i in rows]))
-    chosen = words.gather(1, drawn[:, None])[:, 0].tolist()
+    chosen = _drawn_by_word(likely, words, _hashes([histories[i] for i in rows]))
     has_more = (found[:, -1:] == last)[:, 0].tolist()
     triples = zip(rows, chosen, has_more, strict=True)
     return {i: token for i, token, more in triples if not more}
@@ -377,13 +386,13 @@ def _drawn_of_all(
     likely = (_some(blocks, rows).flatten(1) / temperature).softmax(-1)
     parts = likely.view(len(rows), -1, BLOCK)
     sums = parts.sum(-1).double()
-    at = _uniforms([histories[i] for i in rows])
+    hashes = _hashes([histories[i] for i in rows])
     cut = [n for n, p in enumerate(parameters) if _is_cut(p, blocks)]
     tokens: dict[int, int] = {}
     if cut:
         whole = sums[cut].cumsum(-1)[:, -1:]
         given = [parameters[n] for n in cut]
-        drawn = _drawn_of_likeliest(_some(parts, cut), whole, given, at[cut])
+        drawn = _drawn_of_likeliest(_some(parts, cut), whole, given, hashes[cut])
         pairs = zip(cut, drawn, strict=True)
         tokens = {rows[n]: token for n, token in pairs if token is not None}
     for n in cut:
@@ -393,7 +402,7 @@ def _drawn_of_all(
             sums[n] = parts[n].sum(-1).double()
     left = [n for n, row in enumerate(rows) if row not in tokens]
     if left:
-        words = _drawn_by_block(_some(parts, left), sums[left], at[left])
+        words = _drawn_by_block(_some(parts, left), sums[left], hashes[left])
         tokens.update(zip((rows[n] for n in left), words, strict=True))
     return tokens
 
@@ -405,14 +414,14 @@ def _is_cut(parameters: Parameters, blocks: Tensor) -> bool:
 
 
 def _drawn_of_likeliest(
-    parts: Tensor, whole: Tensor, parameters: Sequence[Parameters], at: Tensor
+    parts: Tensor, whole: Tensor, parameters: Sequence[Parameters], hashes: Tensor
 ) -> list[int | None]:
     """Draw words of rows in which no more than FEW words remain.
 
     Args:
         parts: Probabilities, [rows, blocks, BLOCK].
         whole: Their sums, [rows, 1].
-        at: The random numbers, [rows].
+        hashes: See ``_hashes``.
 
     Returns:
         For each row a word; None: more words remain, or ``top_k`` is not small.
@@ -433,44 +442,36 @@ def _drawn_of_likeliest(
         & (likely[:, -1:] < bound)  # so that no other word is as likely
         & (_column([p.top_k for p in parameters], torch.int64) == 0)
     )
-    words, order = words.sort(-1)
-    drawn = _inverse((likely * (likely >= bound)).gather(1, order), at)
-    chosen: list[int] = words.gather(1, drawn[:, None])[:, 0].tolist()
+    chosen = _drawn_by_word(likely * (likely >= bound), words, hashes)
     pairs = zip(chosen, is_known[:, 0].tolist(), strict=True)
     return [word if is_sure else None for word, is_sure in pairs]
 
 
-def _drawn_by_block(parts: Tensor, sums: Tensor, at: Tensor) -> list[int]:
+def _drawn_by_block(parts: Tensor, sums: Tensor, hashes: Tensor) -> list[int]:
     """Draw words by their probabilities; ``sums`` are those of the blocks."""
-    block = _inverse(sums, at)
-    every = torch.arange(len(parts))
-    before = sums.cumsum(-1)[every, block] - sums[every, block]
-    inside = parts[every, block].double()
-    left = (at * sums.cumsum(-1)[:, -1] - before).clamp(min=0.0)
-    word = _place(inside.cumsum(-1), left)
+    block = (sums / clocks(hashes, torch.arange(sums.shape[1])[None])).argmax(-1)
+    words = block[:, None] * BLOCK + torch.arange(BLOCK)
+    inside = parts[torch.arange(len(parts)), block].double()
+    word = (inside / clocks(hashes, words + WORDS)).argmax(-1)
     found: list[int] = (block * BLOCK + word).tolist()
     return found
 
 
-def _inverse(weights: Tensor, at: Tensor) -> Tensor:
-    """Return where the cumulative weights exceed a share of their sum.
+def _drawn_by_word(likely: Tensor, words: Tensor, hashes: Tensor) -> list[int]:
+    """Draw one of a few words of each row, as ``_drawn_by_block`` would.
 
     Args:
-        weights: Shape [rows, words], float64.
-        at: The shares, in [0, 1), [rows].
+        likely: Probabilities, float64, [rows, words].
+        words: Their places in the vocabulary.
     """
-    sums = weights.cumsum(-1)
-    return _place(sums, at * sums[:, -1])
-
-
-def _place(sums: Tensor, at: Tensor) -> Tensor:
-    """Return where cumulative weights exceed ``at``; never a word of weight 0.
-
-    If they are not finite, it is the last word.
-    """
-    found = torch.searchsorted(sums, at[:, None], right=True)
-    last = torch.searchsorted(sums, sums[:, -1:].contiguous())
-    return torch.minimum(found, last)[:, 0].clamp(max=sums.shape[-1] - 1)
+    blocks = words // BLOCK
+    is_same = blocks[:, :, None] == blocks[:, None]
+    sums = (is_same * likely[:, None]).sum(-1)
+    first = (sums / clocks(hashes, blocks)).argmax(-1, keepdim=True)
+    inside = likely * (blocks == blocks.gather(1, first))
+    drawn = (inside / clocks(hashes, words + WORDS)).argmax(-1, keepdim=True)
+    found: list[int] = words.gather(1, drawn)[:, 0].tolist()
+    return found
 
 
 def _threshold(likely: Tensor, parameters: Parameters) -> float:
@@ -578,22 +579,56 @@ def _some(tensor: Tensor, rows: Sequence[int]) -> Tensor:
     return tensor[begin:end] if rows[-1] == end - 1 else tensor[rows]
 
 
-def _uniforms(histories: Sequence[TokenHistory]) -> Tensor:
-    """Return the random number of the next token of each sequence, [sequences]."""
+def _hashes(histories: Sequence[TokenHistory]) -> Tensor:
+    """Return the hash of the next token of each sequence, int64, [sequences, 1]."""
     found = [
-        uniform(h.parameters.seed, h.parameters.choice, h.index) for h in histories
+        hash_of(h.parameters.seed, h.parameters.choice, h.index) for h in histories
     ]
-    return torch.tensor(found, dtype=torch.float64)
+    return torch.tensor(found)[:, None]
 
 
-def uniform(seed: int, choice: int, index: int) -> float:
-    """Return the random number in [0, 1) for the token at ``index`` of a choice.
+def hash_of(seed: int, choice: int, index: int) -> int:
+    """Return the hash of the token at ``index`` of a choice, a signed 64-bit number.
 
-    It has 53 bits of BLAKE2b (RFC 7693) of the three numbers.
+    It is BLAKE2b (RFC 7693) of the three numbers.
     """
     data = struct.pack("<QQQ", seed % 2**64, choice, index)
     digest = hashlib.blake2b(data, digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) / 2**53
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def clocks(hashes: Tensor, numbers: Tensor) -> Tensor:
+    """Return exponential variates with mean 1, float64, [rows, numbers].
+
+    Each follows from the hash of its row and a number, by the output function of
+    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+
+    Args:
+        hashes: Shape [rows, 1], int64.
+        numbers: Shape [rows or 1, numbers], int64, 0 or more.
+    """
+    mixed = hashes + (numbers + 1) * _GAMMA
+    mixed = (mixed ^ _shifted(mixed, 30)) * _MIX_1
+    mixed = (mixed ^ _shifted(mixed, 27)) * _MIX_2
+    mixed = mixed ^ _shifted(mixed, 31)
+    # In (0, 1): 53 bits, and half of the last one.
+    uniform = (_shifted(mixed, 11).double() + 0.5) * 2.0**-53
+    return uniform.log().neg()
+
+
+def _shifted(values: Tensor, bits: int) -> Tensor:
+    """Return int64 values shifted to the right, as if they had no sign."""
+    return (values >> bits) & (2 ** (64 - bits) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+"""Constants of SplitMix64."""
 
 
 def finish_of(
