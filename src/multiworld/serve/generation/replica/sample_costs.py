@@ -13,7 +13,7 @@ SMALL = 64
 """``top_k`` below which few words are considered; ``sampler.FEW``."""
 
 DRAWN = 0.015
-"""A softmax, a random number, and the inverse of the distribution."""
+"""A softmax, and the race of the words."""
 
 LIMITED = 0.15
 """``top_p``, ``min_p`` or a large ``top_k`` in the worst case: all words are about
