@@ -612,13 +612,14 @@ def clocks(hashes: Tensor, numbers: Tensor) -> Tensor:
     mixed = (mixed ^ _shifted(mixed, 27)) * _MIX_2
     mixed = mixed ^ _shifted(mixed, 31)
     # In (0, 1): 53 bits, and half of the last one.
-    uniform: Tensor = (_shifted(mixed, 11).double() + 0.5) * 2.0**-53
+    uniform = (_shifted(mixed, 11).double() + 0.5) * 2.0**-53
     return uniform.log().neg()
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
     """Return int64 values shifted to the right, as if they had no sign."""
-    return (values >> bits) & (2 ** (64 - bits) - 1)
+    found: Tensor = (values >> bits) & (2 ** (64 - bits) - 1)
+    return found
 
 
 def _signed(value: int) -> int:
