@@ -399,6 +399,11 @@ FIGURES: dict[str, Callable[[], str]] = {
         "texts", "preempted of 256 by MB for keys and values", 96, "preempted"
     ),
     "deterministic_worst": lambda: times(_deterministic()),
+    # Engines of others.
+    "engine_pause": lambda: median(
+        "engine_kills", PAUSE, 5, "vLLM behind multiworld", 1000
+    ),
+    "engine_n": lambda: count("engine_kills", PAUSE, 5, "vLLM behind multiworld"),
     # Soaks.
     "soak_minutes": lambda: f"{results('soak_generate')['minutes']:g}",
     "soak_faults": lambda: faults("soak_generate"),
