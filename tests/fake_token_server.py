@@ -120,6 +120,10 @@ class Server:
         """Name the model."""
         return web.json_response({"data": [{"id": "fake"}]})
 
+    async def props(self, request: web.Request) -> web.Response:
+        """Return the number of slots, as llama.cpp does."""
+        return web.json_response({"total_slots": 9})
+
     async def _misbehaves(self, kind: int) -> web.Response | None:
         if kind == HANG:
             await asyncio.sleep(600.0)
@@ -162,6 +166,8 @@ class Server:
             prompt = self._tokenizer.encode(prompt, add_special_tokens=False).ids
         elif not self._has_ids:
             return web.json_response({"error": {"message": "no ids"}}, status=400)
+        if body.get("min_tokens", 0) > body["max_tokens"]:  # as vLLM
+            return web.json_response({"error": {"message": "min_tokens"}}, status=400)
         kind = prompt[0]
         if (refusal := await self._misbehaves(kind)) is not None:
             return refusal
@@ -224,6 +230,7 @@ def main(arguments: list[str]) -> None:
     routes = [web.get("/health", server.health), web.get("/v1/models", server.models)]
     if "--llama" in arguments:
         routes.append(web.post("/completion", server.completion))
+        routes.append(web.get("/props", server.props))
     else:
         routes.append(web.post("/v1/completions", server.completions))
     app.add_routes(routes)

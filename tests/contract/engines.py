@@ -55,6 +55,22 @@ KINDS = {
         max_tokens=COUNT,
         ignore_eos=True,
     ),
+    "repeated": Sampling(
+        temperature=0.0,
+        frequency_penalty=0.6,
+        repetition_penalty=1.3,
+        logit_bias={69: 2.0},
+        max_tokens=COUNT,
+        ignore_eos=True,
+    ),
+    "long": Sampling(
+        seed=8,
+        presence_penalty=0.4,
+        min_tokens=COUNT,
+        stop_token_ids=(66, 67, 68),
+        max_tokens=COUNT,
+        ignore_eos=True,
+    ),
     "another choice": Sampling(seed=7, choice=1, max_tokens=COUNT, ignore_eos=True),
     "structured": Sampling(
         seed=9,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from multiworld.serve.generation.engines import openai_servers as openai_adapter
 from multiworld.serve.generation.engines.engine_process import EngineProcess, free_port
 from multiworld.serve.generation.engines.engine_worker import (
     EXIT_LOST,
@@ -302,3 +303,34 @@ async def test_server_of_text_must_be_named_inexact(folder: Path) -> None:
             assert await bench.whole(bench.begin(KINDS["greedy"], tokens[:cut]))
         assert len(await bench.whole(bench.begin(KINDS["sampled"]))) == COUNT
         await bench.is_at_rest()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_replica_leaves_for_a_server_that_serves_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that each server has one, after an outage of some of them."""
+    monkeypatch.setattr(openai_adapter, "LOOK_S", 0.1)
+    late = free_port()
+    urls = [server_of_somebody_else(folder), f"http://127.0.0.1:{late}"]
+    first, second = (whole(OpenAiEngine, folder, args={"urls": urls}) for _ in range(2))
+    await load(first)
+    await load(second)
+    async with Bench(first) as staying, Bench(second) as leaving:
+        program = str(fake_token_server.interpreter(folder))
+        OTHERS.append(EngineProcess([program, "", "", "--port", str(late)], {}))
+        await leaving.run_ended()
+        assert len(await staying.whole(staying.begin(KINDS["greedy"]))) == COUNT
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_llama_cpp_needs_a_slot_for_each_sequence(folder: Path) -> None:
+    """Its server says how many it has; another replica may not use them."""
+    args = {"urls": [server_of_somebody_else(folder, "--llama")]}
+    first = whole(OpenAiEngine, folder, args=args)
+    await load(first)
+    second = whole(OpenAiEngine, folder, args=args)
+    with pytest.raises(EngineLostError, match="another replica"):
+        await second.load(StageContext())
+    async with Bench(first) as bench:
+        assert len(await bench.whole(bench.begin(KINDS["greedy"]))) == COUNT

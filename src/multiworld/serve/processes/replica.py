@@ -127,8 +127,7 @@ def _engine_of(
     clock: Callable[[], float],
 ) -> _Parts:
     settings = settings_of(args.name, spec, facts, args.device)
-    hung_s = spec.stages[0].compute_s or HUNG_S
-    worker = EngineWorker(maker_of(engine), settings, hung_s, clock)
+    worker = EngineWorker(maker_of(engine), settings, settings.hung_s, clock)
     return _Parts(worker, worker, lambda _: StageLoaded("", facts.weights()))
 
 

@@ -457,6 +457,8 @@ class ModelSpec(_Strict):
                         f"{name} stands at a model with an engine only; add an engine, "
                         "or write it at a stage"
                     )
+            if not self.exact:
+                raise ValueError("exact stands at a model with an engine only")
             return self
         if self.engine == OPENAI and self.engine_python is not None:
             raise ValueError("engine: openai starts no server; remove engine_python")

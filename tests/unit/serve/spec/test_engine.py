@@ -123,6 +123,7 @@ def test_mistake_is_reported_where_it_is_written(
     [
         "engine_args: {a: 1}",
         "engine_python: /bin/python",
+        "exact: false",
         "replicas: 2",
         "autoscaling_config: {max_replicas: 2}",
         "device: cpu",

@@ -28,8 +28,8 @@ ANSWER_S = 5.0
 MAX_LOOKS = 4
 """Looks in a row without an answer after which somebody else's server is lost."""
 
-MAX_LINE = 2**20
-"""Maximum bytes of a line of a stream; the largest have 20 log-probabilities."""
+MAX_LINE = 2**22
+"""Maximum bytes of a line of a stream; vLLM's first one repeats the prompt."""
 
 MAX_ANSWER = 2**24
 """Maximum bytes of an answer that is no stream."""
@@ -46,12 +46,20 @@ class EngineServer:
         url: Address of a server that somebody else runs; empty: ``start`` starts one.
         api_key: Key to send with each request; empty: none.
         health: Route that answers with 200 once the server serves.
+        silence_s: Seconds without any byte after which a request is given up, to be
+            continued elsewhere; None: no limit.
     """
 
     def __init__(
-        self, title: str, url: str = "", api_key: str = "", health: str = "/health"
+        self,
+        title: str,
+        url: str = "",
+        api_key: str = "",
+        health: str = "/health",
+        silence_s: float | None = None,
     ) -> None:
         self.title, self.url, self._health = title, url, health
+        self._silence_s = silence_s
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -203,9 +211,11 @@ class EngineServer:
     def _client(self) -> aiohttp.ClientSession:
         if self._http is None:
             self._http = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_S),
+                timeout=aiohttp.ClientTimeout(
+                    total=None, sock_connect=ANSWER_S, sock_read=self._silence_s
+                ),
                 connector=aiohttp.TCPConnector(limit=0),
-                read_bufsize=MAX_LINE,
+                read_bufsize=MAX_LINE // 2,  # a line may have twice this
             )
         return self._http
 

@@ -24,6 +24,10 @@ RESERVED = {
     "ctx_size": "generation: max_model_len",
     "api_key": "",
     "cache_prompt": "",
+    "cache_ram": "",
+    "cache_reuse": "",
+    "kv_unified": "",
+    "slot_prompt_similarity": "",
     "spec_type": "",
     "model_draft": "",
     "embedding": "",
@@ -48,7 +52,8 @@ class LlamaCppEngine(TokenServerEngine):
 
     async def start(self) -> None:
         """Start llama.cpp, and wait until it answers."""
-        self._server = EngineServer("llama.cpp")
+        silence_s = 2 * self._settings.hung_s
+        self._server = EngineServer("llama.cpp", silence_s=silence_s)
         self.phase = "loading"
         kind, _, index = self._settings.device.partition(":")
         env = {"CUDA_VISIBLE_DEVICES": index or "0"} if kind == "cuda" else {}

@@ -7,6 +7,8 @@ llama.cpp's own route do, or text only.
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import logging
 import os
 import socket
@@ -34,6 +36,12 @@ from multiworld.serve.generation.engines.whole_engine import (
 from multiworld.serve.generation.tokenizer import Tokenizer
 
 logger = logging.getLogger("multiworld.serve")
+
+PROBE_S = 60.0
+"""Maximum seconds for a server to generate its first token for us."""
+
+LOOK_S = 5.0
+"""Seconds between looks for a server without a replica."""
 
 MAX_CLAIMS = 64
 """Maximum number of replicas on this host that use one server."""
@@ -71,7 +79,12 @@ class _Models(msgspec.Struct):
     data: list[_Model] = []
 
 
+class _Props(msgspec.Struct):
+    total_slots: int = 0
+
+
 _ANSWER = msgspec.json.Decoder(_Answer)
+_PROPS = msgspec.json.Decoder(_Props)
 _MODELS = msgspec.json.Decoder(_Models)
 
 
@@ -82,6 +95,7 @@ class OpenAiEngine(TokenServerEngine):
         super().__init__(settings.max_num_seqs)
         self._settings = settings
         self._claim: socket.socket | None = None
+        self._number = 0
         self._args = _arguments(settings.args)
 
     async def start(self) -> None:
@@ -102,7 +116,13 @@ class OpenAiEngine(TokenServerEngine):
         """Return the server that answers and has the fewest replicas on this host."""
         key = os.environ.get(self._args.api_key_env, "")
         servers = [
-            EngineServer("the server", url.rstrip("/"), key, self._args.health)
+            EngineServer(
+                "the server",
+                url.rstrip("/"),
+                key,
+                self._args.health,
+                silence_s=2 * self._settings.hung_s,
+            )
             for url in self._args.urls
         ]
         working = [server for server in servers if await server.answers()]
@@ -129,12 +149,40 @@ class OpenAiEngine(TokenServerEngine):
         """
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            claim.bind(f"\0multiworld {url[:80]} {number}")
+            claim.bind(_claim_of(url, number))
         except OSError:
             claim.close()
             return False
-        self._claim = claim
+        self._claim, self._number = claim, number
         return True
+
+    async def wait_lost(self) -> str:
+        """Wait until the server is lost, or another one has no replica; say which."""
+        lost = asyncio.ensure_future(super().wait_lost())
+        try:
+            while not (await asyncio.wait([lost], timeout=LOOK_S))[0]:
+                if self._number and (url := await self._deserted()):
+                    return f"{url} serves again and has no replica"
+            return lost.result()
+        finally:
+            lost.cancel()
+            await asyncio.gather(lost, return_exceptions=True)
+
+    async def _deserted(self) -> str:
+        """Return a server that answers and that no replica uses; empty: none."""
+        for url in self._args.urls:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim:
+                try:
+                    claim.bind(_claim_of(url.rstrip("/"), 0))
+                except OSError:
+                    continue
+            server = EngineServer("the server", url.rstrip("/"), "", self._args.health)
+            try:
+                if await server.answers():
+                    return url
+            finally:
+                await server.close()
+        return ""
 
     async def _only_model(self, server: EngineServer) -> str:
         try:
@@ -159,6 +207,7 @@ class OpenAiEngine(TokenServerEngine):
             is_exact = self._settings.exact
             return Completions(model) if is_exact else Completions(model, piece=None)
         if await self._is_llama_cpp(server):
+            await self._check_slots(server)
             return LlamaCpp()
         if self._settings.exact:
             raise EngineLostError(
@@ -168,7 +217,27 @@ class OpenAiEngine(TokenServerEngine):
             )
         tokenizer = Tokenizer(Path(self._settings.path))
         check_text(tokenizer)
-        return CompletionsOfText(model, tokenizer)
+        ends = self._settings.end_tokens
+        return CompletionsOfText(model, tokenizer, ends[0] if ends else 0)
+
+    async def _check_slots(self, server: EngineServer) -> None:
+        """Check that each sequence has a slot of its own, with its keys and values.
+
+        Raises:
+            EngineLostError: There are too few, or another replica uses them.
+        """
+        try:
+            count = _PROPS.decode(await server.get("/props")).total_slots
+        except msgspec.DecodeError:
+            count = 0
+        if count <= self._settings.max_num_seqs:
+            raise EngineLostError(
+                f"{server.url} has {count} slots; set generation: max_num_seqs to "
+                f"{max(1, count - 1)} or less, or start it with --parallel "
+                f"{self._settings.max_num_seqs + 1}"
+            )
+        if self._number:
+            raise EngineLostError(f"another replica uses the slots of {server.url}")
 
     async def _has_token_ids(self, server: EngineServer, model: str) -> bool:
         body: dict[str, Any] = {
@@ -180,17 +249,19 @@ class OpenAiEngine(TokenServerEngine):
             "return_token_ids": True,
         }
         try:
-            data = await server.post("/v1/completions", body)
+            async with asyncio.timeout(PROBE_S):
+                data = await server.post("/v1/completions", body)
             choices: Sequence[_Choice] = _ANSWER.decode(data).choices
-        except (ServeError, msgspec.DecodeError):
+        except (ServeError, msgspec.DecodeError, TimeoutError):
             return False
         return len(choices) == 1 and len(choices[0].token_ids or ()) == 1
 
     async def _is_llama_cpp(self, server: EngineServer) -> bool:
         body = {"prompt": [0], "n_predict": 1, "return_tokens": True}
         try:
-            answer = msgspec.json.decode(await server.post("/completion", body))
-        except (ServeError, msgspec.DecodeError):
+            async with asyncio.timeout(PROBE_S):
+                answer = msgspec.json.decode(await server.post("/completion", body))
+        except (ServeError, msgspec.DecodeError, TimeoutError):
             return False
         return isinstance(answer, dict) and len(answer.get("tokens") or ()) == 1
 
@@ -206,6 +277,12 @@ class OpenAiEngine(TokenServerEngine):
         if self._claim is not None:
             self._claim.close()
             self._claim = None
+
+
+def _claim_of(url: str, number: int) -> str:
+    """Return the name that the ``number``-th replica of a server binds."""
+    digest = hashlib.blake2b(url.encode(), digest_size=16).hexdigest()
+    return f"\0multiworld engine {digest} {number}"
 
 
 def _arguments(given: object) -> _Arguments:

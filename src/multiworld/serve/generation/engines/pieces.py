@@ -68,14 +68,15 @@ def next_piece(
     if size is not None and not anew:
         start -= index % size
     left = sampling.max_tokens - start
+    count = left if size is None else min(left, size - start % size)
     before = tokens[: prompt + start]
     return Piece(
         tokens=tuple(before),
         known=tuple(tokens[prompt + start :]),
-        count=left if size is None else min(left, size - start % size),
+        count=count,
         seed=seed_of(sampling, start),
         bias=bias_of(sampling, before[prompt:]),
-        min_tokens=max(0, sampling.min_tokens - start),
+        min_tokens=min(count, max(0, sampling.min_tokens - start)),
     )
 
 
@@ -88,7 +89,9 @@ def size_of(sampling: Sampling, size: int | None) -> int | None:
     """Return the maximum number of tokens of a piece; None: there is none."""
     if size is not None and sampling.presence_penalty:
         return 1
-    return None if is_greedy(sampling) and size != 1 else size
+    # A server applies its penalties after the biases, so these two do not commute.
+    are_both = sampling.frequency_penalty and sampling.repetition_penalty != 1.0
+    return None if is_greedy(sampling) and size != 1 and not are_both else size
 
 
 def seed_of(sampling: Sampling, start: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -31,19 +32,20 @@ class Slots:
     """
 
     def __init__(self, count: int) -> None:
-        self._kept: dict[int, tuple[str, Sequence[int]]] = dict.fromkeys(
-            range(count), ("", ())
-        )
+        self._kept: dict[int, tuple[str | None, Sequence[int]]]
+        self._kept = dict.fromkeys(range(count), (None, ()))
+        self._places = asyncio.Semaphore(count)
 
-    def take(self, run: Run) -> tuple[int, bool]:
-        """Return the free slot with the longest common prefix.
+    async def take(self, run: Run) -> tuple[int, bool]:
+        """Wait for a free slot; return the one with the longest common prefix.
 
         Returns:
-            The slot, or -1 if none is free; and whether its keys and values may be
-            used: those of another tenant may not.
+            The slot, and whether its keys and values may be used: those of another
+            tenant may not.
+
+        Cancellation: Takes no slot.
         """
-        if not self._kept:
-            return -1, False
+        await self._places.acquire()
 
         def common(slot: int) -> int:
             tenant, tokens = self._kept[slot]
@@ -57,10 +59,10 @@ class Slots:
         tenant, _ = self._kept.pop(slot)
         return slot, tenant == run.tenant
 
-    def free(self, slot: int, tenant: str, tokens: Sequence[int]) -> None:
-        """Free a slot, which now has these tokens."""
-        if slot >= 0:
-            self._kept[slot] = tenant, tokens
+    def free(self, slot: int, tenant: str | None, tokens: Sequence[int]) -> None:
+        """Free a slot, which now has these tokens; of no tenant if that is not sure."""
+        self._kept[slot] = tenant, tokens
+        self._places.release()
 
 
 class TokenServerEngine:
@@ -78,7 +80,7 @@ class TokenServerEngine:
         self._server: EngineServer | None = None
         self._dialect: Dialect | None = None
         self._capacity, self._tokens = capacity, 0
-        # One more for a probe, which waits for no place.
+        # One more for a probe or a preparation, which have no place of their own.
         self._slots = Slots(max_num_seqs + 1)
 
     @property
@@ -131,8 +133,8 @@ class TokenServerEngine:
 
     async def generate(self, run: Run) -> AsyncGenerator[Sequence[EngineToken]]:
         """Continue a sequence; see ``WholeEngine.generate``."""
-        slot, keep = self._slots.take(run)
-        tokens, anew = list(run.tokens), False
+        slot, keep = await self._slots.take(run)
+        tokens, anew, has_answered = list(run.tokens), False, False
         self._tokens += len(tokens)
         try:
             while (left := run.sampling.max_tokens - (len(tokens) - run.prompt)) > 0:
@@ -143,7 +145,7 @@ class TokenServerEngine:
                 before = len(tokens)
                 async with aclosing(self._new(run, piece, slot, keep)) as found:
                     async for some in found:
-                        some = some[:left]
+                        has_answered, some = True, some[:left]
                         tokens += (each.token for each in some)
                         self._tokens += len(some)
                         left -= len(some)
@@ -156,7 +158,8 @@ class TokenServerEngine:
                 anew, keep = len(tokens) == before, True
         finally:
             self._tokens -= len(tokens)
-            self._slots.free(slot, run.tenant, tokens)
+            # Without an answer, the slot may still have another tenant's tokens.
+            self._slots.free(slot, run.tenant if has_answered else None, tokens)
 
     async def _new(
         self, run: Run, piece: Piece, slot: int, keep: bool

@@ -150,6 +150,7 @@ class LlamaCpp:
             "seed": piece.seed,
             "logit_bias": bias,
             "n_probs": 0 if given.logprobs is None else max(1, given.logprobs),
+            "response_fields": ["tokens", "completion_probabilities"],
         }
 
     def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
@@ -301,10 +302,12 @@ class CompletionsOfText:
     Attributes:
         model: Name of the model at the server.
         tokenizer: Tokenizer of the model.
+        end: Token that stands for the server's end of a text.
     """
 
     model: str
     tokenizer: Tokenizer
+    end: int
     title: str = "a server that returns text only"
     path: str = "/v1/completions"
     piece: int | None = None
@@ -346,16 +349,29 @@ class CompletionsOfText:
         for choice in chunk_of(data).choices[:1]:
             tokens = self.tokenizer.encode(choice.text, has_special=False)
             found += map(EngineToken, tokens)
-            if choice.finish_reason == "stop" and run.ends:
-                found.append(EngineToken(run.ends[0]))
+            if choice.finish_reason == "stop":  # without an end, it continues after it
+                found.append(EngineToken(run.ends[0] if run.ends else self.end))
         return found
 
     def _text_of(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without what the server adds in front itself."""
+        """Return the text of tokens, without what the server adds in front itself.
+
+        Raises:
+            InvalidRequestError: The server would read control tokens in it that are
+                not there, such as one that a user has written.
+        """
         first = self.tokenizer.encode("")[:1]
         if first and list(tokens[:1]) == first:
             tokens = tokens[1:]
-        return self.tokenizer.decode(tokens, skips_special=False)
+        text = self.tokenizer.decode(tokens, skips_special=False)
+        known = self.tokenizer.fast.get_added_tokens_decoder()
+        read = self.tokenizer.encode(text, has_special=False)
+        if [t for t in read if t in known] != [t for t in tokens if t in known]:
+            raise InvalidRequestError(
+                "the request has the text of a control token, which this model's "
+                "engine would take for one; remove it"
+            )
+        return text or " "
 
 
 def check_text(tokenizer: Tokenizer) -> None:

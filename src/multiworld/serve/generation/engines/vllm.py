@@ -116,7 +116,8 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Start vLLM, and wait until it answers."""
-        self._server = EngineServer("vLLM")
+        silence_s = 2 * self._settings.hung_s
+        self._server = EngineServer("vLLM", silence_s=silence_s)
         self._folder = Path(tempfile.mkdtemp(prefix="multiworld-vllm-"))
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)

@@ -48,6 +48,8 @@ class EngineSettings:
         max_num_seqs: Maximum number of sequences that run at once.
         dtype: Dtype to compute in; None: the engine's own choice.
         exact: A stream must continue with the tokens of an undisturbed one.
+        hung_s: Seconds without any token, while sequences run, after which the engine
+            counts as hung.
     """
 
     replica: str
@@ -61,6 +63,7 @@ class EngineSettings:
     max_num_seqs: int = 64
     dtype: str | None = None
     exact: bool = True
+    hung_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)

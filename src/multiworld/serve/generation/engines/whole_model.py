@@ -16,6 +16,9 @@ from multiworld.serve.models.factory import folder_of, import_factory
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec
 from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
 
+HUNG_S = 30.0
+"""Seconds without any token after which an engine counts as hung, by default."""
+
 HERE = "multiworld.serve.generation.engines"
 
 ENGINES = {
@@ -119,4 +122,5 @@ def settings_of(
         max_num_seqs=generation.max_num_seqs,
         dtype=generation.dtype,
         exact=spec.exact,
+        hung_s=spec.stages[0].compute_s or HUNG_S,
     )

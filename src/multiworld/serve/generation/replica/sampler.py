@@ -611,8 +611,8 @@ def clocks(hashes: Tensor, numbers: Tensor) -> Tensor:
     mixed = (mixed ^ _shifted(mixed, 30)) * _MIX_1
     mixed = (mixed ^ _shifted(mixed, 27)) * _MIX_2
     mixed = mixed ^ _shifted(mixed, 31)
-    # In (0, 1): 53 bits, and half of the last one.
-    uniform = (_shifted(mixed, 11).double() + 0.5) * 2.0**-53
+    # In (0, 1): 52 bits, and half of the last one.
+    uniform = (_shifted(mixed, 12).double() + 0.5) * 2.0**-52
     return uniform.log().neg()
 
 

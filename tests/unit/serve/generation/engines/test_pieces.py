@@ -97,3 +97,14 @@ def test_no_end_comes_before_the_minimum() -> None:
     sampling = Sampling(max_tokens=100, min_tokens=40)
     tokens = [*PROMPT, *range(32)]
     assert next_piece(tokens, len(PROMPT), sampling, 32).min_tokens == 8
+    # A server refuses a minimum that is above the maximum of its request.
+    assert next_piece(PROMPT, len(PROMPT), sampling, 32).min_tokens == 32
+
+
+def test_greedy_sequence_with_two_penalties_has_pieces() -> None:
+    """A bias before the repetition penalty is not the frequency penalty after it."""
+    sampling = Sampling(
+        temperature=0.0, max_tokens=99, frequency_penalty=0.5, repetition_penalty=1.2
+    )
+    piece = next_piece([*PROMPT, *range(40)], len(PROMPT), sampling, 32)
+    assert (len(piece.known), piece.count) == (8, 32)

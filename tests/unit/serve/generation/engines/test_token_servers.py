@@ -1,0 +1,84 @@
+"""Dialects of servers that sample themselves, and the slots of one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from multiworld.errors import InvalidRequestError
+from multiworld.serve.generation.engines.pieces import next_piece
+from multiworld.serve.generation.engines.token_server_engine import Slots
+from multiworld.serve.generation.engines.token_servers import CompletionsOfText
+from multiworld.serve.generation.engines.whole_engine import EngineToken, Run
+from multiworld.serve.generation.tokenizer import Tokenizer
+from multiworld.serve.transport.generation_messages import Sampling
+from tests.tiny_decoder import save_tokenizer
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> CompletionsOfText:
+    """Return the dialect of a server of text; its tokens are bytes."""
+    save_tokenizer(tmp_path)
+    return CompletionsOfText("m", Tokenizer(tmp_path), end=0)
+
+
+def run_of(tokens: list[int], tenant: str = "") -> Run:
+    """Return a sequence without output so far."""
+    return Run(tokens, len(tokens), Sampling(max_tokens=5), (), tenant)
+
+
+def test_text_of_a_control_token_is_no_control_token(texts: CompletionsOfText) -> None:
+    """A server would read one where a user has written its name."""
+    for text, is_refused in (("a < b", False), ("see <end> here", True)):
+        letters = [
+            token
+            for letter in text
+            for token in texts.tokenizer.encode(letter, has_special=False)
+        ]
+        run = run_of(letters)
+        piece = next_piece(run.tokens, run.prompt, run.sampling, None)
+        if is_refused:
+            with pytest.raises(InvalidRequestError, match="control token"):
+                texts.body(run, piece, 0, True)
+        else:
+            assert texts.body(run, piece, 0, True)["prompt"] == text
+
+
+def test_end_of_a_server_is_a_token(texts: CompletionsOfText) -> None:
+    """Without ends, as with ``ignore_eos``, the sequence continues after it."""
+    event = {"choices": [{"text": "", "finish_reason": "stop"}]}
+    data = json.dumps(event).encode()
+    assert texts.tokens(data, run_of([5])) == [EngineToken(0)]
+    ending = Run([5], 1, Sampling(), (7, 0))
+    assert texts.tokens(data, ending) == [EngineToken(7)]
+
+
+async def test_slot_without_an_answer_is_nobodys() -> None:
+    """It may still have the tokens of the tenant before."""
+    slots, tokens = Slots(1), [1, 2, 3]
+    assert await slots.take(run_of(tokens, "a")) == (0, False)
+    slots.free(0, "a", tokens)
+    assert await slots.take(run_of(tokens, "a")) == (0, True)
+    slots.free(0, "a", tokens)
+    assert await slots.take(run_of(tokens, "b")) == (0, False)
+    slots.free(0, None, tokens)
+    assert await slots.take(run_of(tokens, "b")) == (0, False)
+
+
+async def test_sequences_wait_for_a_slot() -> None:
+    """The one with the longest common prefix is taken; who gives up takes none."""
+    slots = Slots(2)
+    first, _ = await slots.take(run_of([1, 2, 3]))
+    second, _ = await slots.take(run_of([7, 8, 9]))
+    waiting = asyncio.ensure_future(slots.take(run_of([7, 8, 5])))
+    gone = asyncio.ensure_future(slots.take(run_of([4])))
+    await asyncio.sleep(0)
+    gone.cancel()
+    slots.free(first, "", [1, 2, 3])
+    assert (await waiting)[0] == first
+    slots.free(second, "", [7, 8, 9])
+    slots.free(first, "", [7, 8, 5])
+    assert (await slots.take(run_of([7, 8, 9, 1])))[0] == second
