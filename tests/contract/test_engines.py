@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -34,6 +36,7 @@ from multiworld.serve.generation.replica.generation_worker import (
 )
 from multiworld.serve.generation.replica.scheduler import Scheduler
 from multiworld.serve.replica.hang_guard import EXIT_HUNG
+from multiworld.serve.resources.usage import family_of
 from multiworld.serve.spec.schema import GenerationSpec
 from multiworld.serve.spec.stage import StageContext
 from tests import fake_token_server, fake_vllm
@@ -303,6 +306,23 @@ async def test_server_of_text_must_be_named_inexact(folder: Path) -> None:
             assert await bench.whole(bench.begin(KINDS["greedy"], tokens[:cut]))
         assert len(await bench.whole(bench.begin(KINDS["sampled"]))) == COUNT
         await bench.is_at_rest()
+
+
+@pytest.mark.parametrize("make", [vllm, llama_cpp])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_engine_that_is_stopped_while_it_starts_is_lost(
+    make: Callable[..., EngineWorker], folder: Path
+) -> None:
+    """Its replica does not wait for it."""
+    worker, before = make(folder), set(family_of(os.getpid()))
+    loading = asyncio.ensure_future(worker.load(StageContext()))
+    while not (started := set(family_of(os.getpid())) - before):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    for pid in started:
+        os.kill(pid, signal.SIGSTOP)
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(EngineLostError, match="was stopped"):
+            await loading
 
 
 @pytest.mark.asyncio(loop_scope="module")

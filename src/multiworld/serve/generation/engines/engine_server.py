@@ -16,6 +16,7 @@ from multiworld.serve.generation.engines.whole_engine import (
     EngineLostError,
     RunFailedError,
 )
+from multiworld.serve.transport.edges import SILENT_S
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -76,7 +77,7 @@ class EngineServer:
         """Start the server as a child, and wait until it answers.
 
         Raises:
-            EngineLostError: It exited before.
+            EngineLostError: It exited before, or is stopped.
 
         Cancellation: Closes it.
         """
@@ -86,6 +87,9 @@ class EngineServer:
         try:
             while not exited.done() and not await self.answers():
                 await asyncio.wait([exited], timeout=HEALTH_S)
+                if self._process.stopped_s() > SILENT_S:
+                    self._process.kill()  # it could not exit by itself
+                    raise EngineLostError(f"{self.title} was stopped while it started")
             if exited.done():
                 raise EngineLostError(
                     f"{self.title} exited with code {exited.result()} before it "
