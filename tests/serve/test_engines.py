@@ -194,7 +194,7 @@ async def test_engine_is_scaled_from_zero_and_to_zero_again(service: Served) -> 
     """Requests wait for a replica, more of them for more; then none is left."""
     assert ready(service, "z") == 0
     async with client(service) as api:
-        texts = [Text(api, {"seed": seed}, COUNT, "z") for seed in range(24)]
+        texts = [Text(api, {"seed": seed}, COUNT, "z") for seed in range(60)]
         grown = partial(ready, service, "z")
         await asyncio.to_thread(service.until, lambda: grown() == 2, "two replicas")
         for text in texts:
