@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -236,6 +236,30 @@ async def _body(answer: aiohttp.ClientResponse) -> bytes:
         if len(found) > MAX_ANSWER:
             raise RunFailedError(f"the engine's answer exceeds {MAX_ANSWER} bytes")
     return bytes(found)
+
+
+class Answer(msgspec.Struct):
+    """An answer of a server, or an event of a stream; ``error``: why it failed."""
+
+    error: Any = None
+
+
+A = TypeVar("A", bound=Answer)
+
+
+def answer_of(decoder: msgspec.json.Decoder[A], data: bytes) -> A:
+    """Return a decoded answer.
+
+    Raises:
+        RunFailedError: It is not valid, or reports an error.
+    """
+    try:
+        found = decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise RunFailedError(f"the engine sent no valid answer: {error}") from None
+    if found.error is not None:
+        raise RunFailedError(f"the engine failed: {str(found.error)[:MAX_ERROR]}")
+    return found
 
 
 def refusal_of(status: int, body: bytes) -> Exception:

@@ -13,12 +13,11 @@ from typing import Any, Protocol
 import msgspec
 
 from multiworld.errors import InvalidRequestError, SpecError
-from multiworld.serve.generation.engines.engine_server import MAX_ERROR
+from multiworld.serve.generation.engines.engine_server import Answer, answer_of
 from multiworld.serve.generation.engines.pieces import Piece, is_greedy, size_of
 from multiworld.serve.generation.engines.whole_engine import (
     EngineToken,
     Run,
-    RunFailedError,
 )
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.transport.generation_messages import Sampling
@@ -99,10 +98,9 @@ class _Probability(msgspec.Struct):
     top_logprobs: list[_Probability] = []
 
 
-class _Completion(msgspec.Struct):
-    tokens: list[int] = []
-    completion_probabilities: list[_Probability] = []
-    error: Any = None
+class _Completion(Answer):
+    tokens: list[int] = msgspec.field(default_factory=list)
+    completion_probabilities: list[_Probability] = msgspec.field(default_factory=list)
 
 
 class LlamaCpp:
@@ -155,12 +153,7 @@ class LlamaCpp:
 
     def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
         """Return the tokens of the answer; see ``Dialect.tokens``."""
-        try:
-            found = self._decoder.decode(data)
-        except msgspec.DecodeError as error:
-            raise RunFailedError(f"llama.cpp sent no valid answer: {error}") from None
-        if found.error is not None:
-            raise RunFailedError(f"llama.cpp failed: {str(found.error)[:MAX_ERROR]}")
+        found = answer_of(self._decoder, data)
         count, scores = run.sampling.logprobs, found.completion_probabilities
         if count is None or len(scores) < len(found.tokens):
             return [EngineToken(token) for token in found.tokens]
@@ -193,9 +186,8 @@ class _Choice(msgspec.Struct):
     logprobs: _Scores | None = None
 
 
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    error: Any = None
+class _Chunk(Answer):
+    choices: list[_Choice] = msgspec.field(default_factory=list)
 
 
 @dataclass
@@ -256,26 +248,11 @@ class Completions:
     def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
         """Return the tokens of an event; see ``Dialect.tokens``."""
         found: list[EngineToken] = []
-        for choice in chunk_of(data).choices[:1]:
+        for choice in answer_of(_CHUNK, data).choices[:1]:
             scores = choice.logprobs or _Scores()
             for place, token in enumerate(choice.token_ids or ()):
                 found.append(_scored(token, place, scores, run.sampling.logprobs))
         return found
-
-
-def chunk_of(data: bytes) -> _Chunk:
-    """Return an event of a stream of completions.
-
-    Raises:
-        RunFailedError: It is not valid, or reports an error.
-    """
-    try:
-        chunk = _CHUNK.decode(data)
-    except msgspec.DecodeError as error:
-        raise RunFailedError(f"the server sent no valid event: {error}") from None
-    if chunk.error is not None:
-        raise RunFailedError(f"the server failed: {str(chunk.error)[:MAX_ERROR]}")
-    return chunk
 
 
 _CHUNK = msgspec.json.Decoder(_Chunk)
@@ -346,7 +323,7 @@ class CompletionsOfText:
     def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
         """Return the tokens of an event; see ``Dialect.tokens``."""
         found: list[EngineToken] = []
-        for choice in chunk_of(data).choices[:1]:
+        for choice in answer_of(_CHUNK, data).choices[:1]:
             tokens = self.tokenizer.encode(choice.text, has_special=False)
             found += map(EngineToken, tokens)
             if choice.finish_reason == "stop":  # without an end, it continues after it

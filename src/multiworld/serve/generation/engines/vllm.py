@@ -30,15 +30,15 @@ from multiworld.errors import (
 from multiworld.serve.generation.engines import vllm_sampling
 from multiworld.serve.generation.engines.engine_args import flags_of, refuse_reserved
 from multiworld.serve.generation.engines.engine_server import (
-    MAX_ERROR,
+    Answer,
     EngineServer,
+    answer_of,
 )
 from multiworld.serve.generation.engines.whole_engine import (
     EngineLostError,
     EngineSettings,
     EngineToken,
     Run,
-    RunFailedError,
 )
 from multiworld.serve.generation.replica import sampler
 from multiworld.serve.transport.generation_messages import Sampling
@@ -91,9 +91,8 @@ class _Choice(msgspec.Struct):
     logprobs: _Content | None = None
 
 
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    error: Any = None
+class _Chunk(Answer):
+    choices: list[_Choice] = msgspec.field(default_factory=list)
 
 
 _CHUNK = msgspec.json.Decoder(_Chunk)
@@ -218,7 +217,7 @@ class VllmEngine:
         events = self._server.events("/inference/v1/generate", self._body(run, name))
         async with aclosing(events):
             async for data in events:
-                tokens = tokens_of(chunk_of(data), run)
+                tokens = tokens_of(answer_of(_CHUNK, data), run)
                 self._raise_if_failed(name)
                 if tokens:
                     yield tokens
@@ -281,21 +280,6 @@ def write_modules(folder: Path, settings: EngineSettings) -> None:
     (folder / "tokenizer.json").write_text(Tokenizer(Path(settings.path)).fast.to_str())
     facts = {"vocabulary": settings.vocabulary, "end_tokens": settings.end_tokens}
     (folder / "model.json").write_text(json.dumps(facts))
-
-
-def chunk_of(data: bytes) -> _Chunk:
-    """Return an event of a stream.
-
-    Raises:
-        RunFailedError: It is not valid, or reports an error.
-    """
-    try:
-        chunk = _CHUNK.decode(data)
-    except msgspec.DecodeError as error:
-        raise RunFailedError(f"the engine sent no valid event: {error}") from None
-    if chunk.error is not None:
-        raise RunFailedError(f"the engine failed: {str(chunk.error)[:MAX_ERROR]}")
-    return chunk
 
 
 def tokens_of(chunk: _Chunk, run: Run) -> list[EngineToken]:
