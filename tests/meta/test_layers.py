@@ -6,6 +6,8 @@ import ast
 import subprocess
 import sys
 
+import pytest
+
 from tests.meta.imports import cycles, imported, is_pure, modules, outside, own, tree
 
 LAYERS = (
@@ -188,6 +190,22 @@ assert not [name for name in sys.modules if name.startswith(("rich", "click"))]
         [sys.executable, "-c", code], check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["multiworld.serve.processes.replica", "multiworld.serve.control.service"],
+)
+def test_processes_of_a_service_load_no_more_than_they_need(
+    module: str,
+) -> None:
+    """torch's compiler takes a second and 100 MB of every process, scipy half."""
+    absent = ["torch._dynamo", "sympy", "scipy"]
+    code = f"import sys, {module}\nprint([m for m in {absent} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
+    assert done.stdout == "[]\n"
 
 
 def test_serving_gets_its_clocks_injected() -> None:

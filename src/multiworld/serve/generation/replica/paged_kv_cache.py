@@ -8,11 +8,12 @@ no table), the pages are gathered and attended to as in ``kv_cache``.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -36,15 +37,20 @@ FEWEST = 64
 Pool = tuple[Tensor, Tensor]
 """Keys and values of all pages of a layer."""
 
-try:
-    from torch.nn.attention.varlen import varlen_attn as _varlen
-except ImportError:  # torch before 2.13
-    _varlen = None  # type: ignore[assignment]
 
-VARLEN: Any = _varlen
-"""torch's attention over pages; None if this torch has none."""
-if VARLEN is not None and "block_table" not in inspect.signature(VARLEN).parameters:
-    VARLEN = None
+@functools.cache
+def torch_kernel() -> Callable[..., Tensor] | None:
+    """Return torch's attention over pages; None if this torch has none.
+
+    Its import brings torch's compiler along (a second, 100 MB), so it waits for use.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # torch before 2.13
+        return None
+    kernel = cast("Callable[..., Tensor]", varlen_attn)
+    takes_pages = "block_table" in inspect.signature(kernel).parameters
+    return kernel if takes_pages else None
 
 
 class PagedKvCache:
@@ -368,7 +374,7 @@ def gather(pages: Tensor, tables: Tensor) -> Tensor:
 def may_have_kernel(query: Tensor) -> bool:
     """Return whether torch has a kernel for such queries at all."""
     is_half = query.dtype in (torch.bfloat16, torch.float16)
-    return VARLEN is not None and query.device.type == "cuda" and is_half
+    return is_half and query.device.type == "cuda" and torch_kernel() is not None
 
 
 def over_pages(
@@ -385,7 +391,9 @@ def over_pages(
 ) -> Tensor:
     """Return the attention of rows, [rows, heads, size], by torch's kernel."""
     # One split: a row's bits do not depend on the lengths of others.
-    found: Tensor = VARLEN(
+    kernel = torch_kernel()
+    assert kernel is not None
+    return kernel(
         query,
         keys,
         values,
@@ -400,4 +408,3 @@ def over_pages(
         block_table=table,
         num_splits=1,
     )
-    return found

@@ -11,10 +11,9 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 from multiworld.serve.placement.solver.model import (
     REPLICA_COST,
@@ -27,6 +26,9 @@ from multiworld.serve.placement.solver.model import (
     worth_of,
 )
 from multiworld.serve.placement.solver.problem import Problem, StageNeed
+
+if TYPE_CHECKING:
+    from scipy.optimize import LinearConstraint
 
 CLOSE = 1e-6
 """Relative gap at which a solution counts as optimal."""
@@ -50,6 +52,10 @@ class Rows:
         self.high.append(high)
 
     def constraint(self, count: int) -> LinearConstraint:
+        # Half a second of imports, which a service without a contest never needs.
+        from scipy.optimize import LinearConstraint
+        from scipy.sparse import csr_array
+
         entries = [
             (row, column, factor)
             for row, terms in enumerate(self.terms)
@@ -259,6 +265,8 @@ class Formulation:
             high[number] = np.inf
         if self.peak is not None:
             high[self.peak] = np.inf
+        from scipy.optimize import Bounds, milp
+
         integrality = np.zeros(self.count)
         integrality[: self.integers] = 1
         if chosen is not None:

@@ -78,7 +78,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """Take the path of gathered pages, or of the kernel, with a stand-in for it."""
     if request.param == "kernel":
         monkeypatch.setattr(paged_kv_cache, "may_have_kernel", lambda query: True)
-        monkeypatch.setattr(paged_kv_cache, "VARLEN", kernel)
+        monkeypatch.setattr(paged_kv_cache, "torch_kernel", lambda: kernel)
     found: str = request.param
     return found
 
@@ -196,7 +196,7 @@ def test_kernel_that_does_not_run_is_replaced(
         raise RuntimeError("needs FlashAttention 3")
 
     monkeypatch.setattr(paged_kv_cache, "may_have_kernel", lambda query: True)
-    monkeypatch.setattr(paged_kv_cache, "VARLEN", refuse)
+    monkeypatch.setattr(paged_kv_cache, "torch_kernel", lambda: refuse)
     paged, plain, rows = PagedKvCache(4), KvCache(), [Rows("a", 0, 5), Rows("b", 0, 1)]
     found, expected = attended(paged, rows, 1), attended(plain, rows, 1)
     for one, other in zip(found, expected, strict=True):
