@@ -149,7 +149,7 @@ class ProcessShown(msgspec.Struct, frozen=True):
     node: str
     booked_cpus: float
     booked_memory_bytes: int
-    gpu: int | None
+    gpus: tuple[int, ...]
     crashes: int
     log: str
     restarts: int = 0

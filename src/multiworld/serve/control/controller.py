@@ -405,7 +405,7 @@ class Controller:
             except PlacementError as error:
                 self._handle(events.Unplaced(name, str(error)))
                 return
-            update = {"model": model, "stage": stage, "spec": spec, "gpu": spot.gpu}
+            update = {"model": model, "stage": stage, "spec": spec, "gpus": spot.gpus}
             args = args.model_copy(update=update)
         args = args.model_copy(update={"alive": str(self._folder.alive)})
         self._links.open(name)

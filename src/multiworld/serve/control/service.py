@@ -103,7 +103,11 @@ async def _run(
     check_launcher(app.launcher)
     preload = _preload(app)
     startup.end("to build the models")
-    env = {"MULTIWORLD_SECRET": folder.secret(), "HF_HUB_OFFLINE": "1"}
+    env = {
+        "MULTIWORLD_SECRET": folder.secret(),
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order in which GPUs are booked
+    }
     reserved, port = _reserve(app, old)
     store = await start_store(folder, env, old.store if old else None, app.host)
     try:

@@ -123,7 +123,7 @@ def _shown(process: Process, sources: StatusSources) -> ProcessShown:
         node=sources.bookings.node_of(name),
         booked_cpus=need.cpus,
         booked_memory_bytes=need.memory_bytes,
-        gpu=None if booking is None else booking.spot.gpu,
+        gpus=() if booking is None else booking.spot.gpus,
         crashes=sources.fleet.backoff.failures(post),
         log=str(sources.log_of(name)),
         restarts=sources.fleet.losses[post],
@@ -222,7 +222,7 @@ def records_of(
                 pid=running[p.name].pid,
                 began=running[p.name].began,
                 node="" if booking is None else booking.spot.node,
-                gpu=None if booking is None else booking.spot.gpu,
+                gpus=() if booking is None else booking.spot.gpus,
             )
         )
     return found

@@ -40,7 +40,7 @@ class ProcessRecord(BaseModel):
     pid: int
     began: int
     node: str = ""
-    gpu: int | None = None
+    gpus: tuple[int, ...] = ()
 
 
 class StoreRecord(BaseModel):

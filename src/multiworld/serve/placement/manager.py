@@ -82,7 +82,7 @@ class PlacementManager:
         """Book a replica of an earlier controller."""
         spec = self._owner.specs[record.model][record.version]
         post = record.model, record.version, record.stage
-        spot = Location(record.node, record.gpu)
+        spot = Location(record.node, record.gpus)
         need = needs_of(spec)[record.stage]
         self.bookings.ledger.restore(record.name, post, spot, need)
 

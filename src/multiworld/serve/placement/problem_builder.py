@@ -57,7 +57,7 @@ class PlacedReplica:
     model: str
     stage: int
     node: str
-    gpu: int | None
+    gpus: tuple[int, ...] = ()
 
 
 def device_name(node: str, gpu: int | None) -> str:
@@ -88,18 +88,33 @@ def problem_of(
     asks: Iterable[ReplicaRequest],
     running: Iterable[PlacedReplica] = (),
 ) -> Problem:
-    """Return the problem of placing models; those scaled to zero are left out."""
+    """Return the problem of placing models.
+
+    Models that are scaled to zero are left out, and so are those whose replicas take
+    several GPUs: they go where there is room.
+    """
     nodes = list(nodes)
     names = [node.name for node in nodes]
     hosts = tuple(Host(node.name, _devices(node), node.bandwidth) for node in nodes)
     kinds = {d.kind for host in hosts for d in host.devices} - {CPU}
-    asked = [ask for ask in asks if all(maximum > 0 for _, maximum in ask.counts)]
+    asked = [ask for ask in asks if _is_planned(ask)]
+    planned = {ask.name for ask in asked}
+    whole = min((gpu.memory_bytes for node in nodes for gpu in node.gpus), default=0)
     return Problem(
         hosts,
-        tuple(_model(ask, kinds, names) for ask in asked),
-        [(r.model, r.stage, device_name(r.node, r.gpu)) for r in running],
+        tuple(_model(ask, kinds, names, whole) for ask in asked),
+        [
+            (r.model, r.stage, device_name(r.node, r.gpus[0] if r.gpus else None))
+            for r in running
+            if r.model in planned
+        ],
         balance=BALANCE,
     )
+
+
+def _is_planned(ask: ReplicaRequest) -> bool:
+    is_wanted = all(maximum > 0 for _, maximum in ask.counts)
+    return is_wanted and all(need.gpus <= 1 for need in needs_of(ask.spec))
 
 
 def _devices(node: Node) -> tuple[Device, ...]:
@@ -120,13 +135,16 @@ def _devices(node: Node) -> tuple[Device, ...]:
     )
 
 
-def _model(ask: ReplicaRequest, kinds: set[str], names: Sequence[str]) -> ModelNeed:
+def _model(
+    ask: ReplicaRequest, kinds: set[str], names: Sequence[str], whole: int
+) -> ModelNeed:
     spec = ask.spec
     stages = zip(spec.stages, needs_of(spec), ask.counts, strict=True)
     return ModelNeed(
         ask.name,
         tuple(
-            _stage(stage, need, counts, kinds, names) for stage, need, counts in stages
+            _stage(stage, need, counts, kinds, names, whole)
+            for stage, need, counts in stages
         ),
         spec.demand or NOMINAL,
         spec.weight,
@@ -140,19 +158,21 @@ def _stage(
     counts: tuple[int, int],
     kinds: set[str],
     names: Sequence[str],
+    whole: int,
 ) -> StageNeed:
     seconds = (stage.item_ms or 0.0) / 1000
+    of_gpu = whole if need.whole_gpus else need.gpu_memory_bytes
     allowed = frozenset(name for name in names if need.allows(name))
     return StageNeed(
-        memory_bytes=need.gpu_memory_bytes if need.on_gpu else need.memory_bytes,
-        seconds=dict.fromkeys(kinds, seconds) if need.on_gpu else {CPU: seconds},
+        memory_bytes=of_gpu if need.gpus else need.memory_bytes,
+        seconds=dict.fromkeys(kinds, seconds) if need.gpus else {CPU: seconds},
         out_bytes=round((stage.out_kb or 0.0) * 1024),
         min_replicas=counts[0],
         max_replicas=counts[1],
         # If none of its machines exists, the error text shows the spec's names.
         nodes=(allowed or need.nodes) if need.nodes else frozenset(),
-        width=1.0 if need.on_gpu else float(stage.threads * stage.ranks),
-        cores=0.0 if need.on_gpu else need.cpus,
+        width=1.0 if need.gpus else float(stage.threads * stage.ranks),
+        cores=0.0 if need.gpus else need.cpus,
         per_device=min(MANY, counts[1]),
     )
 

@@ -80,7 +80,7 @@ class ReplicaBookings:
             model, version, stage = cast("tuple[str, str, int]", booking.post)
             if versions.get(model) == version:
                 spot = booking.spot
-                found.append(PlacedReplica(model, stage, spot.node, spot.gpu))
+                found.append(PlacedReplica(model, stage, spot.node, spot.gpus))
         return found
 
     def moves(self, names: Iterable[str]) -> list[str]:
@@ -114,10 +114,10 @@ def asks_of(wanted: DesiredState, specs: Specs) -> list[PlaceRequest]:
     return asks
 
 
-def _size(need: Need) -> tuple[bool, bool, int, int, float]:
+def _size(need: Need) -> tuple[bool, int, int, int, float]:
     return (
         bool(need.nodes),
-        need.on_gpu,
+        need.gpus,
         need.gpu_memory_bytes,
         need.memory_bytes,
         need.cpus,

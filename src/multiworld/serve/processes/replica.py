@@ -126,7 +126,7 @@ def _engine_of(
     facts: Generation,
     clock: Callable[[], float],
 ) -> _Parts:
-    settings = settings_of(args.name, spec, facts, args.device)
+    settings = settings_of(args.name, spec, facts, args.device, args.gpus)
     worker = EngineWorker(maker_of(engine), settings, settings.hung_s, clock)
     return _Parts(worker, worker, lambda _: StageLoaded("", facts.weights()))
 

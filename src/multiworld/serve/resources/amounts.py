@@ -51,16 +51,20 @@ class Need:
     A resource that is not declared is zero: it is neither booked nor limited.
 
     Attributes:
-        gpu: Number of the GPU it must have; None for any.
+        gpus: Number of GPUs that it takes; 0: it runs on the CPU.
+        gpu: Index of the GPU it must have; None for any.
+        gpu_memory_bytes: Memory that it takes on each of its GPUs.
+        whole_gpus: It shares its GPUs with no other replica.
         nodes: Names or patterns of the machines it may run on; empty for any.
         ranks: Number of its processes.
     """
 
     cpus: float = 0.0
     memory_bytes: int = 0
-    on_gpu: bool = False
+    gpus: int = 0
     gpu: int | None = None
     gpu_memory_bytes: int = 0
+    whole_gpus: bool = False
     nodes: frozenset[str] = frozenset()
     ranks: int = 1
 
@@ -71,10 +75,10 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Location of a replica: a machine, and the number of a GPU (None on the CPU)."""
+    """Location of a replica: a machine, and the indexes of its GPUs there."""
 
     node: str
-    gpu: int | None = None
+    gpus: tuple[int, ...] = ()
 
 
 def needs_of(model: ModelSpec) -> list[Need]:
@@ -94,9 +98,11 @@ def needs_of(model: ModelSpec) -> list[Need]:
             Need(
                 cpus=(stage.cpus or 0.0) * stage.ranks,
                 memory_bytes=round(memory_mb * MIB) * stage.ranks,
-                on_gpu=on_gpu,
+                gpus=model.engine_gpus if on_gpu else 0,
                 gpu=int(index) if index else None,
                 gpu_memory_bytes=round(gpu_memory_mb * MIB) * stage.ranks,
+                # An engine takes nearly all memory that it is not told to leave.
+                whole_gpus=on_gpu and model.engine is not None and not gpu_memory_mb,
                 nodes=frozenset(stage.nodes),
                 ranks=stage.ranks,
             )
@@ -120,13 +126,19 @@ def in_words(need: Need) -> str:
         parts.append(f"{need.cpus:g} cpus")
     if need.memory_bytes:
         parts.append(f"{mib(need.memory_bytes)} of memory")
-    if need.on_gpu:
-        size = f" with {mib(need.gpu_memory_bytes)}" if need.gpu_memory_bytes else ""
-        number = "" if need.gpu is None else f" {need.gpu}"
-        parts.append(f"GPU{number}{size}" if number else f"a GPU{size}")
+    if need.gpus:
+        parts.append(_gpus_in_words(need))
     if need.nodes:
         parts.append(f"one of {listed(sorted(need.nodes))}")
     return " and ".join(parts) or "nothing that is booked"
+
+
+def _gpus_in_words(need: Need) -> str:
+    size = f" with {mib(need.gpu_memory_bytes)}" if need.gpu_memory_bytes else ""
+    alone = " for itself" if need.whole_gpus else ""
+    if need.gpus > 1:
+        return f"{need.gpus} GPUs{size}{' each' if size else ''}{alone}"
+    return f"{'a GPU' if need.gpu is None else f'GPU {need.gpu}'}{size}{alone}"
 
 
 def mib(size: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from multiworld.errors import PlacementError
 from multiworld.serve.resources.amounts import Location, Need, in_words
-from multiworld.serve.resources.bookings import Bookings, Free
+from multiworld.serve.resources.bookings import Bookings, able_gpus
 
 Plan = Mapping[tuple[Any, str], int]
 """Planned number of replicas, for each post and machine."""
@@ -55,7 +55,9 @@ def assign(ledger: Bookings, post: object, need: Need, plan: Plan) -> Location:
 
     # max() returns the first of equals, so the order of the machines breaks ties.
     best = max(able, key=merit)
-    return Location(best, _gpu(ledger.free(best), need))
+    return Location(
+        best, tuple(sorted(able_gpus(ledger.free(best), need)[: need.gpus]))
+    )
 
 
 def _share_left(ledger: Bookings, name: str) -> float:
@@ -64,12 +66,3 @@ def _share_left(ledger: Bookings, name: str) -> float:
     shares = [free.memory_bytes / max(1, has.memory_bytes)]
     shares.append(free.cpus / max(1e-9, has.cpus))
     return round(min(shares), 6)
-
-
-def _gpu(free: Free, need: Need) -> int | None:
-    if not need.on_gpu:
-        return None
-    if need.gpu is not None:
-        return need.gpu
-    left = free.gpu_memory_bytes
-    return max(left, key=lambda index: (left[index], -index))

@@ -35,11 +35,19 @@ class Booking:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Free resources of a machine; GPU memory by the number of the GPU."""
+    """Free resources of a machine.
+
+    Attributes:
+        gpu_memory_bytes: Free memory of each GPU, by its index.
+        used_gpus: GPUs that a replica runs on.
+        whole_gpus: Those of them that are a replica's alone.
+    """
 
     cpus: float
     memory_bytes: int
     gpu_memory_bytes: dict[int, int] = field(default_factory=dict)
+    used_gpus: frozenset[int] = frozenset()
+    whole_gpus: frozenset[int] = frozenset()
 
 
 class Bookings:
@@ -60,7 +68,7 @@ class Bookings:
 
     def book(self, name: str, post: object, spot: Location, need: Need) -> None:
         """Book the resources of a replica, or raise ``PlacementError``."""
-        short = self.shortage(spot.node, need, spot.gpu)
+        short = self.shortage(spot.node, need, spot.gpus)
         if short:
             raise PlacementError(
                 f"{name} needs {in_words(need)}; {spot.node}: {short}",
@@ -88,13 +96,23 @@ class Bookings:
             has.memory_bytes - sum(b.need.memory_bytes for b in taken),
             {
                 gpu.index: gpu.memory_bytes
-                - sum(b.need.gpu_memory_bytes for b in taken if b.spot.gpu == gpu.index)
+                - sum(
+                    b.need.gpu_memory_bytes for b in taken if gpu.index in b.spot.gpus
+                )
                 for gpu in has.gpus
             },
+            frozenset(gpu for b in taken for gpu in b.spot.gpus),
+            frozenset(gpu for b in taken if b.need.whole_gpus for gpu in b.spot.gpus),
         )
 
-    def shortage(self, node: str, need: Need, gpu: int | None = None) -> str:
-        """Return what a machine lacks for a replica; empty if it fits."""
+    def shortage(self, node: str, need: Need, gpus: tuple[int, ...] = ()) -> str:
+        """Return what a machine lacks for a replica; empty if it fits.
+
+        Args:
+            node: Name of the machine.
+            need: Resources that the replica takes.
+            gpus: Indexes of the GPUs it must have; empty: any.
+        """
         if node not in self.nodes:
             return "the machine is gone"
         if not need.allows(node):
@@ -107,18 +125,34 @@ class Bookings:
             short.append(f"{need.cpus - free.cpus:g} cpus short")
         if need.memory_bytes > free.memory_bytes and need.memory_bytes:
             short.append(f"{mib(need.memory_bytes - free.memory_bytes)} short")
-        if need.on_gpu:
-            wanted = need.gpu if gpu is None else gpu
-            short += _of_gpus(free.gpu_memory_bytes, need, wanted)
+        if need.gpus:
+            short += _of_gpus(free, need, gpus)
         return ", ".join(short)
 
 
-def _of_gpus(free: dict[int, int], need: Need, wanted: int | None) -> list[str]:
-    if not free:
+def able_gpus(free: Free, need: Need) -> list[int]:
+    """Return the GPUs that have room for a replica, those with most memory first."""
+    left = free.gpu_memory_bytes
+    found = [gpu for gpu in left if need.gpu in (None, gpu)]
+    taken = free.used_gpus if need.whole_gpus else free.whole_gpus
+    found = [gpu for gpu in found if gpu not in taken]
+    if need.gpu_memory_bytes:
+        found = [gpu for gpu in found if left[gpu] >= need.gpu_memory_bytes]
+    return sorted(found, key=lambda gpu: (-left[gpu], gpu))
+
+
+def _of_gpus(free: Free, need: Need, gpus: tuple[int, ...]) -> list[str]:
+    left = free.gpu_memory_bytes
+    if not left:
         return ["it has no GPU"]
-    if wanted is not None and wanted not in free:
-        return [f"it has no GPU {wanted}, only {listed([str(n) for n in free])}"]
-    available = max(free.values()) if wanted is None else free[wanted]
-    if need.gpu_memory_bytes and need.gpu_memory_bytes > available:
+    wanted = gpus or (() if need.gpu is None else (need.gpu,))
+    for gpu in wanted:
+        if gpu not in left:
+            return [f"it has no GPU {gpu}, only {listed([str(n) for n in left])}"]
+    able = [gpu for gpu in able_gpus(free, need) if not wanted or gpu in wanted]
+    if len(able) >= need.gpus:
+        return []
+    available = max(left[gpu] for gpu in wanted or left)
+    if need.gpus == 1 and need.gpu_memory_bytes > available:
         return [f"{mib(need.gpu_memory_bytes - available)} of GPU memory short"]
-    return []
+    return [f"{len(able)} of {need.gpus} GPUs have room"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,27 @@ def this_node(
         name or socket.gethostname(),
         min(has_cpus, cpus or has_cpus),
         min(has_bytes, memory_bytes or has_bytes),
-        gpus(),
+        gpus(visible_gpus()),
         key=name or socket.gethostname(),
     )
 
 
-def gpus() -> tuple[Gpu, ...]:
-    """Return the NVIDIA GPUs that the management library (NVML) reports."""
+def visible_gpus() -> list[str] | None:
+    """Return the GPUs that CUDA uses in this process, as the environment names them.
+
+    A GPU's index, in torch and in ``Gpu``, is its position in this list. None: all GPUs
+    of the machine, in the order of their buses.
+    """
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if names is None else [n.strip() for n in names.split(",") if n.strip()]
+
+
+def gpus(visible: Sequence[str] | None = None) -> tuple[Gpu, ...]:
+    """Return the NVIDIA GPUs that the management library (NVML) reports.
+
+    Args:
+        visible: Their indexes on the machine, or their UUIDs; None: all.
+    """
     try:
         import pynvml
 
@@ -46,22 +61,27 @@ def gpus() -> tuple[Gpu, ...]:
     except Exception:  # no library, no driver, or no permission
         return ()
     try:
-        found = (_gpu(pynvml, n) for n in range(pynvml.nvmlDeviceGetCount()))
+        if visible is None:
+            visible = [str(n) for n in range(pynvml.nvmlDeviceGetCount())]
+        found = [_gpu(pynvml, index, name) for index, name in enumerate(visible)]
         return tuple(gpu for gpu in found if gpu is not None)
     finally:
         pynvml.nvmlShutdown()
 
 
-def _gpu(pynvml: Any, index: int) -> Gpu | None:
+def _gpu(pynvml: Any, index: int, name: str) -> Gpu | None:
     """Return a GPU, or None if the driver reports an error for it."""
     try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        name = pynvml.nvmlDeviceGetName(handle)
+        if name.isdigit():
+            handle = pynvml.nvmlDeviceGetHandleByIndex(int(name))
+        else:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(name)
+        model = pynvml.nvmlDeviceGetName(handle)
         memory_bytes = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
     except Exception as error:  # for example, it has fallen off the bus
-        logger.warning("GPU %d is not usable: %s", index, error)
+        logger.warning("GPU %s is not usable: %s", name, error)
         return None
-    kind = name.decode() if isinstance(name, bytes) else str(name)
+    kind = model.decode() if isinstance(model, bytes) else str(model)
     return Gpu(index, kind, memory_bytes)
 
 

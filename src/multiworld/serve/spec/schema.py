@@ -6,6 +6,7 @@ Schema, and ``docs/serve/spec.md`` is generated from them.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal
 
@@ -276,6 +277,9 @@ OF_ENGINE_STAGE = (
 """Fields of a stage that stand at a model with an ``engine``."""
 
 
+PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
+"""Arguments of an engine whose product is the number of GPUs of a replica."""
+
 OPENAI, LLAMA_CPP = "openai", "llama.cpp"
 """Names of engines with rules of their own; openai: servers of somebody else."""
 
@@ -334,15 +338,17 @@ class ModelSpec(_Strict):
     autoscaling_config: AutoscalingConfig | None = None
     """With an `engine`: autoscaling, in place of `replicas`."""
     device: str | None = Field(default=None, pattern=DEVICE)
-    """With an `engine`: `cpu`, `cuda` (a GPU is chosen) or `cuda:N`. The engine sees
-    this GPU only."""
+    """With an `engine`: `cpu`, `cuda` (GPUs are chosen) or `cuda:N`. A replica takes as
+    many GPUs as `tensor_parallel_size` times `pipeline_parallel_size` in `engine_args`,
+    and the engine sees only these."""
     cpus: Annotated[float, Field(gt=0, le=4096)] | None = None
     """With an `engine`: cores to book for a replica."""
     memory_mb: Annotated[float, Field(gt=0, le=1e8)] | None = None
     """With an `engine`: main memory to book for a replica, all processes of the engine
     together, in MiB. A replica that uses more is killed."""
     gpu_memory_mb: Annotated[float, Field(gt=0, le=1e8)] | None = None
-    """With an `engine`: GPU memory to book for a replica, in MiB."""
+    """With an `engine`: GPU memory to book on each GPU of a replica, in MiB; vLLM uses
+    no more. By default a replica has its GPUs for itself."""
     compute_s: Seconds | None = None
     """With an `engine`: seconds without any token, while sequences run, after which the
     engine counts as hung and the replica is replaced; 30 by default."""
@@ -385,6 +391,11 @@ class ModelSpec(_Strict):
     latency_ms: Annotated[float, Field(gt=0)] | None = None
     """Maximum milliseconds for a row through all stages, without queueing: a constraint
     on the placement."""
+
+    @property
+    def engine_gpus(self) -> int:
+        """Number of GPUs that a replica takes on machines with GPUs."""
+        return math.prod(self.engine_args.get(name, 1) for name in PARALLEL_SIZES)
 
     @model_validator(mode="before")
     @classmethod
@@ -447,6 +458,29 @@ class ModelSpec(_Strict):
                     f"generation: {name} is for CPUs only; remove it, or `device`"
                 )
 
+    def _check_engine_gpus(self) -> None:
+        """Refuse what would make the number or the memory of its GPUs unclear."""
+        for name in PARALLEL_SIZES:
+            if name.replace("_", "-") in self.engine_args:
+                raise ValueError(f"engine_args: write {name} with underscores")
+            size = self.engine_args.get(name, 1)
+            if type(size) is not int or not 1 <= size <= 1024:
+                raise ValueError(
+                    f"engine_args: {name} is a number from 1, not {size!r}"
+                )
+        names = {name.replace("-", "_") for name in self.engine_args}
+        if "gpu_memory_utilization" in names and self.stages[0].gpu_memory_mb:
+            raise ValueError(
+                "gpu_memory_mb and engine_args: gpu_memory_utilization are given, but "
+                "one follows from the other; remove one"
+            )
+        device = self.stages[0].device
+        if self.engine_gpus > 1 and ":" in device:
+            raise ValueError(
+                f"a replica takes {self.engine_gpus} GPUs (engine_args), and device: "
+                f"{device} names one; write device: cuda"
+            )
+
     @model_validator(mode="after")
     def _one_engine(self) -> ModelSpec:
         if self.engine is None:
@@ -460,6 +494,7 @@ class ModelSpec(_Strict):
             if not self.exact:
                 raise ValueError("exact stands at a model with an engine only")
             return self
+        self._check_engine_gpus()
         if self.engine == OPENAI and self.engine_python is not None:
             raise ValueError("engine: openai starts no server; remove engine_python")
         if not self.exact and self.engine != OPENAI:

@@ -19,7 +19,7 @@ class ProcessArgs(BaseModel):
         silence_s: Seconds of silence after which a peer is declared lost.
         orphan_s: Seconds without controller and work after which it exits; for gateways
             see ``processes.gateway.ORPHAN_FACTOR``.
-        gpu: Index of the GPU; None: the device of the spec.
+        gpus: Indexes of its GPUs; empty: the device of the spec.
         rank: Rank in its replica if each rank is started separately; else None.
         alive: File whose lock every process of the service holds; empty: none.
     """
@@ -34,7 +34,7 @@ class ProcessArgs(BaseModel):
     orphan_s: float
     model: str = ""
     stage: int = 0
-    gpu: int | None = None
+    gpus: tuple[int, ...] = ()
     rank: int | None = None
     spec: ModelSpec | None = None
     gateway: GatewaySpec | None = None
@@ -45,7 +45,7 @@ class ProcessArgs(BaseModel):
     def device(self) -> str:
         assert self.spec is not None
         wanted = self.spec.stages[self.stage].device
-        return wanted if self.gpu is None else f"cuda:{self.gpu}"
+        return f"cuda:{self.gpus[0]}" if self.gpus else wanted
 
     def config(self) -> WorldConfig:
         return world_config(self.silence_s)

@@ -77,7 +77,7 @@ def process(**changes: Any) -> dict[str, Any]:
         "node": "here",
         "booked_cpus": 0.5,
         "booked_memory_bytes": 2000,
-        "gpu": None,
+        "gpus": [],
         "crashes": 0,
         "log": "/logs/m-0-1.log",
         "restarts": 0,

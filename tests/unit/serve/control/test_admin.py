@@ -92,8 +92,8 @@ class FakeController:
         self.fleet.backoff.record_failure(("m", "1", 1), None, 3.0, "exit code 3")
         gpu = Gpu(0, "H200", 100)
         self.bookings = ReplicaBookings([Node("here", 4.0, 4000, (gpu,), "10.0.0.1")])
-        need = Need(cpus=0.5, memory_bytes=2000, on_gpu=True, gpu_memory_bytes=40)
-        spot = Location("here", 0)
+        need = Need(cpus=0.5, memory_bytes=2000, gpus=1, gpu_memory_bytes=40)
+        spot = Location("here", (0,))
         self.bookings.ledger.restore("m/0/1", ("m", "1", 0), spot, need)
         self.tenanting = TenantManager(
             TenantDatabase(folder / "r.db"),
@@ -169,7 +169,7 @@ async def test_status_is_as_the_examples_show(client: Client) -> None:
     assert list(found["wanted"]["models"]["m"]) == list(model)
     assert found["failing"][0]["cause"] == "exit code 3"
     worker, gateway = found["processes"]
-    assert (worker["gpu"], worker["pid"], worker["since_s"]) == (0, 123, 4.0)
+    assert (worker["gpus"], worker["pid"], worker["since_s"]) == ([0], 123, 4.0)
     assert (gateway["phase"], gateway["pid"]) == ("launching", None)
     params = {"reports": True}
     status = await client.ask("GET", "/status", answers.StatusAnswer, params=params)

@@ -69,7 +69,7 @@ class Launched:
     async def launch(self, name: str, what: str) -> RunningProcess:
         """Start a process."""
         log = self.folder / f"{name}.log"
-        spot = Location("here", None)
+        spot = Location("here")
         return await self.launcher.launch(name, args(what), log, spot, NEED)
 
     async def exit_of(self, name: str) -> int | None:

@@ -185,6 +185,8 @@ def test_bundle_is_what_the_ledger_books_and_never_more() -> None:
     assert bundle_of(Need(), node) == {}
     need = Need(cpus=3, memory_bytes=300, ranks=3)
     assert bundle_of(need, node) == {"CPU": 1.0, "memory": 100.0}
-    third = bundle_of(Need(on_gpu=True, gpu_memory_bytes=1000), node)["GPU"]
+    third = bundle_of(Need(gpus=1, gpu_memory_bytes=1000), node)["GPU"]
     assert third == 0.3333
-    assert bundle_of(Need(on_gpu=True), node)["GPU"] == 0.0001
+    assert bundle_of(Need(gpus=1), node)["GPU"] == 0.0001
+    assert bundle_of(Need(gpus=1, whole_gpus=True), node)["GPU"] == 1.0
+    assert bundle_of(Need(gpus=2, gpu_memory_bytes=1000), node)["GPU"] == 2.0

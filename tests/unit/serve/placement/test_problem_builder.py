@@ -135,15 +135,15 @@ def test_running_replicas_stay_where_they_are() -> None:
     spec = model()
     ask = ReplicaRequest("m", spec, [(2, 2), (2, 2), (1, 1)])
     runs = [
-        PlacedReplica("m", 0, "a", None),
-        PlacedReplica("m", 1, "g", 0),
-        PlacedReplica("m", 1, "g", 1),
-        PlacedReplica("m", 2, "g", None),
+        PlacedReplica("m", 0, "a"),
+        PlacedReplica("m", 1, "g", (0,)),
+        PlacedReplica("m", 1, "g", (1,)),
+        PlacedReplica("m", 2, "g"),
     ]
     found = place(problem_of([NODES[0], NODES[2]], [ask], runs), 5.0)
     there = Counter((r.model, r.stage, r.device) for r in found.replicas)
     for run in runs[:3]:
-        device = f"{run.node}/{'cpu' if run.gpu is None else f'gpu{run.gpu}'}"
+        device = f"{run.node}/{f'gpu{run.gpus[0]}' if run.gpus else 'cpu'}"
         assert there["m", run.stage, device] >= 1
     assert there["m", 2, "g/cpu"] == 1
 

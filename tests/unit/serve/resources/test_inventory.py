@@ -119,3 +119,27 @@ def test_lost_gpu_does_not_hide_the_machine(monkeypatch: pytest.MonkeyPatch) -> 
     broken = driver(nvmlDeviceGetHandleByIndex=handle)
     monkeypatch.setitem(sys.modules, "pynvml", broken)
     assert [gpu.index for gpu in this_node().gpus] == [1]
+
+
+@pytest.mark.parametrize(
+    ("variable", "kinds"),
+    [
+        (None, ["A100", "H200"]),
+        ("1", ["H200"]),
+        ("1, 0", ["H200", "A100"]),
+        ("GPU-1", ["H200"]),
+        ("", []),
+    ],
+)
+def test_only_visible_gpus_are_there(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, kinds: list[str]
+) -> None:
+    """Their indexes are torch's: positions in CUDA_VISIBLE_DEVICES."""
+    by_uuid = driver(nvmlDeviceGetHandleByUUID=lambda uuid: int(uuid[-1]))
+    monkeypatch.setitem(sys.modules, "pynvml", by_uuid)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    found = this_node().gpus
+    assert [gpu.kind for gpu in found] == kinds
+    assert [gpu.index for gpu in found] == list(range(len(kinds)))

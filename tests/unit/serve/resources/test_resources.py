@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.errors import PlacementError
+from multiworld.errors import PlacementError, SpecError
 from multiworld.serve.fleet.state import DesiredModel, DesiredState
 from multiworld.serve.placement.replica_bookings import ReplicaBookings, asks_of
 from multiworld.serve.resources.amounts import (
@@ -76,22 +76,22 @@ def test_plan_comes_before_spreading_and_never_before_room() -> None:
 def test_gpu_with_most_left_is_taken_unless_the_spec_names_one() -> None:
     """GPU memory is booked separately from the machine's."""
     ledger = Bookings([Node("g", 4, 100 * MIB, GPUS), Node("c", 4, 100 * MIB)])
-    need = Need(on_gpu=True, gpu_memory_bytes=50 * MIB)
+    need = Need(gpus=1, gpu_memory_bytes=50 * MIB)
     spots = []
     for number in range(2):
         spots.append(assign(ledger, "m/0", need, {}))
         ledger.book(f"{number}", "m/0", spots[-1], need)
-    assert spots == [Location("g", 0), Location("g", 1)]
+    assert spots == [Location("g", (0,)), Location("g", (1,))]
     with pytest.raises(PlacementError) as error:
         assign(ledger, "m/0", need, {})
     assert error.value.short == {
         "g": "20 MiB of GPU memory short",
         "c": "it has no GPU",
     }
-    named = Need(on_gpu=True, gpu=1, gpu_memory_bytes=30 * MIB)
-    assert assign(ledger, "m/1", named, {}) == Location("g", 1)
+    named = Need(gpus=1, gpu=1, gpu_memory_bytes=30 * MIB)
+    assert assign(ledger, "m/1", named, {}) == Location("g", (1,))
     with pytest.raises(PlacementError, match="it has no GPU 7, only 0, 1"):
-        assign(ledger, "m/1", Need(on_gpu=True, gpu=7), {})
+        assign(ledger, "m/1", Need(gpus=1, gpu=7), {})
 
 
 def test_pinned_replica_goes_nowhere_else() -> None:
@@ -157,6 +157,80 @@ def test_machine_that_is_gone_keeps_its_bookings_until_they_are_released() -> No
     assert places.node_of("b") == ""
 
 
+def test_replica_of_several_gpus_takes_them_whole() -> None:
+    """It shares them with no other replica, and they become free together."""
+    four = tuple(Gpu(n, "H200", 100 * MIB) for n in range(4))
+    ledger = Bookings([Node("g", 4, 100 * MIB, four)])
+    small = Need(gpus=1, gpu_memory_bytes=10 * MIB)
+    pair = Need(gpus=2, whole_gpus=True)
+    ledger.book("s", "small", assign(ledger, "small", small, {}), small)
+    spot = assign(ledger, "pair", pair, {})
+    assert spot == Location("g", (1, 2)), "GPU 0 is used"
+    ledger.book("p", "pair", spot, pair)
+    with pytest.raises(PlacementError, match="1 of 2 GPUs have room"):
+        assign(ledger, "pair", pair, {})
+    with pytest.raises(PlacementError, match="0 of 1 GPUs have room"):
+        ledger.book("t", "small", Location("g", (1,)), small)
+    spots = [assign(ledger, "small", small, {})]
+    ledger.book("t", "small", spots[0], small)
+    spots.append(assign(ledger, "small", small, {}))
+    assert spots == [Location("g", (3,)), Location("g", (0,))]
+    ledger.release("p")
+    assert assign(ledger, "pair", pair, {}) == Location("g", (1, 2))
+
+
+def test_several_gpus_need_the_declared_memory_on_each() -> None:
+    """A GPU with too little memory left is not one of them."""
+    ledger = Bookings([Node("g", 4, 100 * MIB, GPUS)])
+    ledger.book("a", "a", Location("g", (0,)), Need(gpus=1, gpu_memory_bytes=70 * MIB))
+    pair = Need(gpus=2, gpu_memory_bytes=20 * MIB)
+    with pytest.raises(PlacementError, match=r"2 GPUs with 20 MiB each.*1 of 2 GPUs"):
+        assign(ledger, "pair", pair, {})
+    less = Need(gpus=2, gpu_memory_bytes=5 * MIB)
+    assert assign(ledger, "pair", less, {}) == Location("g", (0, 1))
+
+
+ENGINE = """
+models:
+  chat:
+    path: /models/chat
+    engine: vllm
+    engine_args: {tensor_parallel_size: 2, pipeline_parallel_size: 2}
+    device: cuda
+"""
+
+
+def test_engine_takes_as_many_gpus_as_its_arguments_say() -> None:
+    """Without `gpu_memory_mb` they are its own."""
+    need = needs_of(parse_spec(ENGINE).models["chat"])[0]
+    assert need == Need(gpus=4, whole_gpus=True)
+    some = parse_spec(ENGINE + "    gpu_memory_mb: 100\n").models["chat"]
+    assert needs_of(some)[0] == Need(gpus=4, gpu_memory_bytes=100 * MIB)
+    on_cpu = parse_spec(ENGINE.replace("cuda", "cpu")).models["chat"]
+    assert needs_of(on_cpu)[0] == Need()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("device: cuda", "device: cuda:1", "takes 4 GPUs .* names one"),
+        ("size: 2,", "size: two,", "tensor_parallel_size is a number from 1"),
+        ("size: 2,", "size: 0,", "tensor_parallel_size is a number from 1"),
+        ("size: 2}", "size: true}", "pipeline_parallel_size is a number from 1"),
+        ("tensor_parallel_", "tensor-parallel-", "with underscores"),
+        (
+            "size: 2}",
+            "size: 2, gpu-memory-utilization: 0.5}\n    gpu_memory_mb: 5",
+            "gpu_memory_utilization are given",
+        ),
+    ],
+)
+def test_impossible_number_of_gpus_is_refused(old: str, new: str, why: str) -> None:
+    """The error names the argument."""
+    with pytest.raises(SpecError, match=why):
+        parse_spec(ENGINE.replace(old, new))
+
+
 SPEC = """
 models:
   m:
@@ -175,7 +249,7 @@ def test_needs_are_as_the_spec_declares_them() -> None:
     assert first == Need(cpus=1.0, memory_bytes=10 * MIB)
     assert second.memory_bytes == 20 * MIB
     assert second.nodes == {"n0"}
-    assert (third.on_gpu, third.gpu, third.gpu_memory_bytes) == (True, 1, 5 * MIB)
+    assert (third.gpus, third.gpu, third.gpu_memory_bytes) == (1, 1, 5 * MIB)
     wanted = DesiredState({"m": DesiredModel("1", (2, 1, 1))})
     asks = asks_of(wanted, {"m": {"1": app.models["m"]}})
     assert [ask[:3] for ask in asks] == [

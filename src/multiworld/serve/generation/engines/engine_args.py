@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from multiworld.errors import SpecError
+from multiworld.serve.generation.engines.whole_engine import EngineSettings
 
 
 def refuse_reserved(args: Mapping[str, Any], reserved: Mapping[str, str]) -> None:
@@ -15,6 +16,22 @@ def refuse_reserved(args: Mapping[str, Any], reserved: Mapping[str, str]) -> Non
         if (known := reserved.get(name.replace("-", "_"))) is not None:
             remedy = f"use `{known}` instead" if known else "remove it"
             raise SpecError(f"engine_args: {name} is set by the service; {remedy}")
+
+
+def gpu_environment(
+    settings: EngineSettings, visible: Sequence[str] | None
+) -> dict[str, str]:
+    """Return the variables that let an engine see the GPUs of its replica only.
+
+    Args:
+        settings: The environment of the engine.
+        visible: The GPUs that this process sees (``inventory.visible_gpus``).
+    """
+    names = [str(g) if visible is None else visible[g] for g in settings.gpus]
+    return {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": ",".join(names),
+    }
 
 
 def flags_of(args: Mapping[str, Any]) -> list[str]:

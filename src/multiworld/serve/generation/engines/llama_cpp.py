@@ -11,11 +11,16 @@ from typing import Any
 
 from multiworld.errors import SpecError
 from multiworld.serve.generation.engines import xllamacpp_server
-from multiworld.serve.generation.engines.engine_args import flags_of, refuse_reserved
+from multiworld.serve.generation.engines.engine_args import (
+    flags_of,
+    gpu_environment,
+    refuse_reserved,
+)
 from multiworld.serve.generation.engines.engine_server import EngineServer
 from multiworld.serve.generation.engines.token_server_engine import TokenServerEngine
 from multiworld.serve.generation.engines.token_servers import LlamaCpp
 from multiworld.serve.generation.engines.whole_engine import EngineSettings
+from multiworld.serve.resources.inventory import visible_gpus
 
 RESERVED = {
     "host": "",
@@ -55,8 +60,7 @@ class LlamaCppEngine(TokenServerEngine):
         silence_s = 2 * self._settings.hung_s
         self._server = EngineServer("llama.cpp", silence_s=silence_s)
         self.phase = "loading"
-        kind, _, index = self._settings.device.partition(":")
-        env = {"CUDA_VISIBLE_DEVICES": index or "0"} if kind == "cuda" else {}
+        env = gpu_environment(self._settings, visible_gpus())
         await self._server.start(self._command(self._server.port), env)
         await self.warm_up()
 

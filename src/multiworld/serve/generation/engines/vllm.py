@@ -28,7 +28,11 @@ from multiworld.errors import (
     ServeError,
 )
 from multiworld.serve.generation.engines import vllm_sampling
-from multiworld.serve.generation.engines.engine_args import flags_of, refuse_reserved
+from multiworld.serve.generation.engines.engine_args import (
+    flags_of,
+    gpu_environment,
+    refuse_reserved,
+)
 from multiworld.serve.generation.engines.engine_server import (
     Answer,
     EngineServer,
@@ -41,6 +45,7 @@ from multiworld.serve.generation.engines.whole_engine import (
     Run,
 )
 from multiworld.serve.generation.replica import sampler
+from multiworld.serve.resources.inventory import visible_gpus
 from multiworld.serve.transport.generation_messages import Sampling
 
 MODULE, SAMPLER = "multiworld_vllm_sampling", "multiworld_sampler"
@@ -59,6 +64,7 @@ RESERVED = {
     "speculative_config": "",
     "uds": "",
     "tokens_only": "",
+    "data_parallel_size": "replicas",
 }
 """Arguments that the service sets itself, with the field of the spec to use."""
 
@@ -152,17 +158,18 @@ class VllmEngine:
             "max_num_seqs": settings.max_num_seqs,
             "max_model_len": settings.max_model_len,
             "dtype": settings.dtype,
+            "gpu_memory_utilization": settings.gpu_memory_share,
         }
         flags = flags_of({**own, **settings.args})
         return [python, "-m", "vllm.entrypoints.openai.api_server", *flags]
 
     def _environment(self) -> dict[str, str]:
         assert self._folder is not None
-        kind, _, index = self._settings.device.partition(":")
-        env = {"PYTHONPATH": str(self._folder), "HF_HUB_OFFLINE": "1"}
-        if kind == "cuda":
-            env["CUDA_VISIBLE_DEVICES"] = index or "0"
-        return env
+        return {
+            "PYTHONPATH": str(self._folder),
+            "HF_HUB_OFFLINE": "1",
+            **gpu_environment(self._settings, visible_gpus()),
+        }
 
     async def wait_lost(self) -> str:
         """Wait until vLLM's server has exited; return why. Measures ``usage``."""

@@ -44,6 +44,10 @@ class EngineSettings:
         args: ``engine_args`` of the spec.
         python: Interpreter of the engine's environment; empty: the service's own.
         device: Torch device of the replica, such as ``cpu`` or ``cuda:0``.
+        gpus: Indexes of the replica's GPUs, as torch counts them in this process; an
+            engine must use no others.
+        gpu_memory_share: Share of each GPU's memory that the replica has booked; None:
+            its GPUs are its alone.
         max_model_len: Maximum number of tokens of a sequence; None: the engine's own.
         max_num_seqs: Maximum number of sequences that run at once.
         dtype: Dtype to compute in; None: the engine's own choice.
@@ -59,6 +63,8 @@ class EngineSettings:
     args: Mapping[str, Any] = field(default_factory=dict)
     python: str = ""
     device: str = "cpu"
+    gpus: tuple[int, ...] = ()
+    gpu_memory_share: float | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
     dtype: str | None = None

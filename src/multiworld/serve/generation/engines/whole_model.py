@@ -13,6 +13,8 @@ from multiworld.serve.generation.engines.whole_engine import EngineSettings, Who
 from multiworld.serve.generation.models import folder_facts
 from multiworld.serve.models import huggingface, weights
 from multiworld.serve.models.factory import folder_of, import_factory
+from multiworld.serve.resources import inventory
+from multiworld.serve.resources.amounts import MIB
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec
 from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
 
@@ -105,7 +107,11 @@ def maker_of(engine: str) -> Callable[[EngineSettings], WholeEngine]:
 
 
 def settings_of(
-    replica: str, spec: ModelSpec, facts: Generation, device: str
+    replica: str,
+    spec: ModelSpec,
+    facts: Generation,
+    device: str,
+    gpus: tuple[int, ...],
 ) -> EngineSettings:
     """Return the environment of a replica's engine."""
     generation, path = spec.generation or GenerationSpec(), folder_of(spec)
@@ -118,9 +124,21 @@ def settings_of(
         args=spec.engine_args,
         python=spec.engine_python or "",
         device=device,
+        gpus=gpus,
+        gpu_memory_share=_share_of_gpus(spec, gpus),
         max_model_len=generation.max_model_len,
         max_num_seqs=generation.max_num_seqs,
         dtype=generation.dtype,
         exact=spec.exact,
         hung_s=spec.stages[0].compute_s or HUNG_S,
     )
+
+
+def _share_of_gpus(spec: ModelSpec, gpus: tuple[int, ...]) -> float | None:
+    """Return the share of its GPUs' memory that a replica has booked."""
+    booked_mb = spec.stages[0].gpu_memory_mb
+    if booked_mb is None:
+        return None
+    found = [gpu.memory_bytes for gpu in inventory.gpus(inventory.visible_gpus())]
+    sizes = [found[gpu] for gpu in gpus if gpu < len(found)]
+    return min(1.0, booked_mb * MIB / min(sizes)) if sizes else None

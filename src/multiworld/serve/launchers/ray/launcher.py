@@ -254,7 +254,7 @@ class RayLauncher:
         spot: Location | None,
         need: Need,
     ) -> RunningProcess:
-        """Start a replica in a placement group of its own; Ray chooses the GPU."""
+        """Start a replica in a placement group of its own; Ray chooses its GPUs."""
         if spot is None:
             return await self._local.launch(name, args, log, spot, need)
         if self._trouble:
@@ -264,10 +264,12 @@ class RayLauncher:
             raise LaunchError(f"{name}: machine {spot.node} is not in the cluster")
         future: asyncio.Future[RunningProcess] = self._loop.create_future()
         self._starting[name], self._ranks[name] = future, need.ranks
-        # Ray chooses one of a machine's GPUs, and the process sees only that one.
-        gpu = 0 if need.on_gpu else None
+        # Ray chooses among a machine's GPUs, and the process sees only those.
+        gpus = tuple(range(need.gpus))
         of_ranks = [
-            args.model_copy(update={"gpu": gpu, "rank": k if need.ranks > 1 else None})
+            args.model_copy(
+                update={"gpus": gpus, "rank": k if need.ranks > 1 else None}
+            )
             for k in range(need.ranks)
         ]
         self._bridge.send(
@@ -348,7 +350,9 @@ def bundle_of(need: Need, node: Node) -> dict[str, float]:
         bundle["CPU"] = need.cpus / need.ranks
     if need.memory_bytes:
         bundle["memory"] = float(need.memory_bytes // need.ranks)
-    if need.on_gpu:
+    if need.whole_gpus or need.gpus > 1:
+        bundle["GPU"] = float(need.gpus)
+    elif need.gpus:
         size = max((gpu.memory_bytes for gpu in node.gpus), default=0)
         share = need.gpu_memory_bytes / need.ranks / size if size else 0.0
         # Round down to Ray's unit, so that a replica that fits in our bookings also

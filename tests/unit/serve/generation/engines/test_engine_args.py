@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import sys
+from pathlib import Path
+
 import pytest
 
 from multiworld.errors import SpecError
-from multiworld.serve.generation.engines.engine_args import flags_of
+from multiworld.serve.generation.engines.engine_args import flags_of, gpu_environment
+from multiworld.serve.generation.engines.vllm import VllmEngine
+from multiworld.serve.generation.engines.whole_engine import (
+    EngineLostError,
+    EngineSettings,
+)
 from multiworld.serve.models.factory import build_model
 from multiworld.serve.spec.schema import ModelSpec
 from tests.tiny_decoder import VOCABULARY, save_decoder
@@ -92,3 +102,57 @@ def test_arguments_that_cannot_be_used_are_refused(
     spec = ModelSpec.model_validate({**data, "generation": {"max_model_len": 64}})
     with pytest.raises(SpecError, match=text):
         build_model(spec)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "names"),
+    [
+        ((), None, ""),
+        ((1,), None, "1"),
+        ((0, 2), None, "0,2"),
+        ((0, 2), ["5", "6", "7"], "5,7"),
+        ((1,), ["GPU-a", "GPU-b"], "GPU-b"),
+    ],
+)
+def test_engine_sees_the_gpus_of_its_replica_only(
+    gpus: tuple[int, ...], visible: list[str] | None, names: str
+) -> None:
+    """Their indexes count those that the replica sees; without a GPU it sees none."""
+    settings = EngineSettings(replica="r", path="", vocabulary=1, gpus=gpus)
+    found = gpu_environment(settings, visible)
+    assert found["CUDA_VISIBLE_DEVICES"] == names
+    assert found["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+async def test_vllm_gets_the_booked_gpus_and_their_memory(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interpreter that writes down its arguments, and exits, shows it."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    seen = tmp_path / "seen.json"
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!{sys.executable}\nimport json, os, sys\n"
+        "variable = os.environ['CUDA_VISIBLE_DEVICES']\n"
+        f"open({str(seen)!r}, 'w').write(json.dumps([variable, *sys.argv]))\n"
+    )
+    python.chmod(0o700)
+    engine = VllmEngine(
+        EngineSettings(
+            replica="m/0/1",
+            path=folder,
+            vocabulary=VOCABULARY,
+            python=str(python),
+            args={"tensor_parallel_size": 2},
+            device="cuda:1",
+            gpus=(1, 2),
+            gpu_memory_share=0.25,
+        )
+    )
+    with pytest.raises(EngineLostError):
+        await engine.start()
+    variable, *argv = json.loads(seen.read_text())
+    assert variable == "5,6"
+    flags = dict(itertools.pairwise(argv))
+    assert flags["--gpu-memory-utilization"] == "0.25"
+    assert flags["--tensor-parallel-size"] == "2"
