@@ -15,15 +15,12 @@ KIB = 1024
 MIB = 1024 * KIB
 
 
-HEARTBEAT_S = 0.1
-"""Default of ``WorldConfig.heartbeat_s``, in seconds."""
+HEARTBEAT_S = 0.1  # default of ``WorldConfig.heartbeat_s``
 
+# Maximum seconds between heartbeats of a service's processes; ``silence_s / 5`` if
+# less. They cost an idle process and its helper 0.4 % of a core.
 SERVICE_HEARTBEAT_S = 0.2
-"""Maximum seconds between heartbeats of a service's processes; ``silence_s / 5`` if
-that is less. Sending them costs an idle process and its helper 0.4 % of a core."""
-
-MAX_WAIT_S = 30 * 86_400.0
-"""Maximum number of seconds for any wait: 30 days."""
+MAX_WAIT_S = 30 * 86_400.0  # maximum seconds of any wait: 30 days
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,43 +14,33 @@ from multiworld.backends.base import Handler
 from multiworld.backends.dtypes import DTYPES, memory_of
 from multiworld.backends.tensor_pool import RECYCLED_BYTES, recycler
 
-MESSAGE_BYTES = 512
-"""Approximate bytes that a message costs beside its payload."""
+MESSAGE_BYTES = 512  # approximate bytes that a message costs beside its payload
 
 
 class Description(NamedTuple):
-    """Description of a message, from its first header.
+    """A message, as its first header describes it."""
 
-    ``kind`` is one of ``direct.header``, ``dtype`` a wire code, ``size`` in bytes, and
-    ``label`` the bytes of a bundle's manifest. A collective has its number and elements
-    in ``shape``, and ``Operation.label`` in ``label``.
-    """
-
-    kind: int
-    dtype: int
-    shape: tuple[int, ...]
-    size: int
+    kind: int  # one of ``direct.header``
+    dtype: int  # wire code
+    shape: tuple[int, ...]  # of a collective: its number and elements
+    size: int  # in bytes
     tag: int
-    label: int
+    label: int  # of a bundle: bytes of its manifest; or ``Operation.label``
 
 
+# The error of a receive that refuses this source and message, or None.
 Check = Callable[[int, Description], Exception | None]
-"""Returns the error of a receive that refuses this source and message, or None."""
-
+# The tensor to receive into, or None for new memory.
 Place = Callable[[Description], Tensor | None]
-"""Returns the tensor to receive into, or None for new memory."""
-
+# The tensor of a message in memory that its sender lends.
 Lent = Callable[[Description], Tensor]
-"""Returns the tensor of a message in memory that its sender lends."""
-
+# Merges a part of a payload, from this byte on, into a tensor.
 Merge = Callable[[int, memoryview], None]
-"""Merges a part of a payload, from this byte on, into a tensor."""
 
 
 class Arrival:
-    """A message that has begun to arrive, and its memory. ``number`` is its position
-    among all messages and receives of the mailbox. The memory is ``place`` (the
-    caller's tensor), ``lent`` (the sender's), or its own."""
+    """A message that has begun to arrive. Its memory is ``place`` (the caller's
+    tensor), ``lent`` (the sender's), or its own."""
 
     __slots__ = (
         "description",
@@ -77,6 +67,7 @@ class Arrival:
         place: Tensor | None,
         lent: Tensor | None = None,
     ) -> None:
+        # ``number``: position among all messages and receives of the mailbox.
         self.number, self.source, self.description = number, source, description
         self.is_borrowed, self.is_lent = place is not None, lent is not None
         if place is None:
@@ -104,7 +95,6 @@ class Arrival:
 
 
 def allocate(description: Description) -> Tensor:
-    """Return an uninitialised tensor for a message; see ``form_of``."""
     dtype, shape, count = form_of(description)
     if description.size < RECYCLED_BYTES:
         return torch.empty(shape, dtype=dtype)
@@ -112,20 +102,16 @@ def allocate(description: Description) -> Tensor:
 
 
 def form_of(description: Description) -> tuple[torch.dtype, tuple[int, ...], int]:
-    """Return dtype, shape and number of elements of a message's tensor. They are the
-    message's own if they match its size, as a tensor's do. Otherwise, for a bundle or
-    an object, the tensor is flat, of uint8."""
+    """Return dtype, shape and number of elements of a message's tensor."""
     dtype, shape = DTYPES[description.dtype], description.shape
     count = math.prod(shape)
-    if description.size != count * dtype.itemsize:
+    if description.size != count * dtype.itemsize:  # a bundle or an object
         return torch.uint8, (description.size,), description.size
     return dtype, shape, count
 
 
 class Receive:
-    """A posted receive. If ``merge`` is set, it is called with each part of a payload
-    in shared memory, which is then not copied (``Arrival.is_merged``). Such a receive
-    cannot be cancelled once its message has begun."""
+    """A posted receive."""
 
     __slots__ = (
         "arrival",
@@ -151,6 +137,8 @@ class Receive:
     ) -> None:
         self.source, self.tag = source, tag
         self.check, self.place, self.future = check, place, future
+        # Called with each part of a payload in shared memory, which is then not copied.
+        # Such a receive cannot be cancelled once its message has begun.
         self.merge = merge
         self.number = 0
         self.arrival: Arrival | None = None
@@ -158,8 +146,7 @@ class Receive:
         self.settled: Future[None] | None = None
 
     def fail(self, error: Exception) -> None:
-        """End the wait with ``error``, and mark the error as retrieved."""
         self.error = error
         if not self.future.done():
             self.future.set_exception(error)
-            self.future.exception()
+            self.future.exception()  # mark it as retrieved

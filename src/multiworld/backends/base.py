@@ -22,12 +22,12 @@ from multiworld.rendezvous.store_address import StoreAddress
 ErrorMaker = Callable[[], Exception]
 Meta = Mapping[str, Any]
 
+# Receives the tensors of one source and tag as they arrive; never raises.
 Handler = Callable[[Tensor], None]
-"""Receives the tensors of one source and tag as they arrive; never raises."""
 
+# Receives the bytes of a uint8 tensor; never raises. They are valid during the call, as
+# long as it receives nothing in the same world.
 Peek = Callable[[memoryview], None]
-"""Receives the bytes of a uint8 tensor; never raises. They are valid during the call,
-as long as it receives nothing in the same world."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,4 @@
-"""Bytes of objects and bundles.
-
-A bundle is several named tensors and metadata in one message: a manifest in JSON, then
-the tensors, each at an aligned offset.
-"""
+"""Bytes of objects, and of bundles: a manifest in JSON, then the tensors, aligned."""
 
 from __future__ import annotations
 
@@ -26,12 +22,8 @@ from multiworld.backends.dtypes import (
 from multiworld.backends.offload import size_of
 from multiworld.errors import ConfigError, TensorMismatchError
 
-ALIGNMENT = 64
-"""Alignment, in bytes, of each tensor of a bundle: one cache line, and enough for any
-vector load."""
-
-COPIED_BYTES = 64 * 1024
-"""Maximum bytes of a tensor that is copied without torch, which costs less."""
+ALIGNMENT = 64  # bytes: one cache line, and enough for any vector load
+COPIED_BYTES = 64 * 1024  # largest tensor that is copied without torch: costs less
 
 
 def encode_object(obj: Any, what: str) -> bytes:
@@ -52,11 +44,10 @@ def decode_object(body: bytes) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The memory layout of a bundle; ``pieces`` are contiguous tensors with offsets in
-    bytes."""
+    """Where the parts of a bundle lie in its message."""
 
     manifest: bytes
-    pieces: list[tuple[int, Tensor]]
+    pieces: list[tuple[int, Tensor]]  # contiguous tensors, with offsets in bytes
     size: int
 
     def pack(self) -> Tensor:
@@ -90,13 +81,11 @@ def lay_out(tensors: Mapping[str, Tensor], meta: Meta) -> Layout:
 
 
 def aligned(size: int) -> int:
-    """Return ``size`` rounded up to a multiple of ``ALIGNMENT``."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def unpack_bundle(packed: Tensor, length: int, source: int) -> Bundle:
-    """Return the bundle whose manifest is the first ``length`` bytes of ``packed``. The
-    bundle's tensors share the storage of ``packed``, a uint8 tensor."""
+    """Return the bundle in ``packed`` (uint8), whose memory its tensors share."""
     start = aligned(length)
     content = decode_object(bytes(memory_of(packed)[:length]))
     try:
@@ -114,10 +103,8 @@ def unpack_bundle(packed: Tensor, length: int, source: int) -> Bundle:
 
 
 def tensor_at(packed: Tensor, begin: int, code: int, shape: Sequence[int]) -> Tensor:
-    """Return a tensor that lies in ``packed`` (flat, uint8) and shares its memory.
-    Raises ``KeyError`` for an unknown dtype ``code``, ``ValueError`` if the tensor does
-    not lie within ``packed``, and ``RuntimeError`` if torch refuses its shape or
-    offset."""
+    """Return a tensor that lies in ``packed`` (flat, uint8) and shares its memory."""
+    # KeyError: unknown dtype. ValueError: not within. RuntimeError: torch refuses.
     size = _size_within(packed.numel(), begin, code, shape)
     return packed[begin : begin + size].view(DTYPES[code]).view(shape)
 

@@ -1,8 +1,5 @@
-"""A channel: one mailbox, and a lane to each other member.
-
-Point-to-point messages and collectives each have a channel of their own, so that a
-message nobody receives cannot block a collective.
-"""
+"""A channel: one mailbox, and a lane to each other member. Messages and collectives
+have one each: a message that nobody receives cannot block a collective."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ from multiworld.backends.mailbox import Mailbox
 from multiworld.backends.offload import OFFLOAD_BYTES
 from multiworld.backends.spin import Spin
 
-TURN_MESSAGES = 64
-"""Messages that receives may take before the loop's other tasks run."""
+TURN_MESSAGES = 64  # messages that receives may take before the loop's other tasks run
 
 
 class Lane(Protocol):
@@ -101,15 +97,14 @@ class _Parked:
 
 
 def parked_count() -> int:
-    """Return the number of this process's receives that are parked now."""
     return _Parked.count
 
 
 class Channel:
-    """Mailbox and lanes for one purpose: messages or collectives of one world.
-    ``budget_bytes`` is the maximum of unexpected messages to hold for each source."""
+    """Mailbox and lanes for one purpose: messages or collectives of one world."""
 
     def __init__(self, sources: Iterable[int], budget_bytes: int) -> None:
+        # ``budget_bytes``: maximum of unexpected messages to hold for each source.
         self.mailbox = Mailbox(frozenset(sources), budget_bytes)
         self.lanes: dict[int, Lane] = {}
         self._spin = Spin()
@@ -131,13 +126,7 @@ class Channel:
         return receive
 
     async def wait(self, receive: Receive, *, settles: bool = True) -> Arrival:
-        """Wait for the message of a posted receive and return it.
-
-        With ``settles=False`` the caller calls ``mailbox.settle`` or ``mailbox.cancel``
-        once it has used the message; later receives wait for that. Cancelling loses no
-        message. The part of a large one that has arrived is first copied out of the
-        caller's tensor, in a thread.
-        """
+        """Wait for the message of a posted receive; cancelling loses no message."""
         future = receive.future
         try:
             if not future.done():
@@ -161,6 +150,8 @@ class Channel:
         if arrival is None:  # an earlier message came back that does not fit
             assert receive.error is not None
             raise receive.error
+        # Else the caller calls ``mailbox.settle`` or ``mailbox.cancel`` once it has
+        # used the message; later receives wait for that.
         if settles:
             self.mailbox.settle(receive)
         return arrival
@@ -172,8 +163,7 @@ class Channel:
         await asyncio.shield(receive.settled)
 
     async def _own_large(self, arrival: Arrival | None) -> None:
-        """Move a large message out of the caller's tensor without blocking the loop.
-        ``Mailbox.cancel`` moves short ones, on the loop."""
+        """Move a large message out of the caller's tensor without blocking the loop."""
         if (
             arrival is None
             or arrival.is_complete  # others wait for it, so it moves at once
@@ -185,9 +175,8 @@ class Channel:
             await self.lanes[arrival.source].paused(arrival.own)
 
     async def next_from(self, source: int, tag: int) -> Description | None:
-        """Describe the message that a receive would get, if it has arrived completely.
-        The caller copies it with ``lanes[source].take``, without an ``await``
-        between."""
+        """Describe the message that a receive would get, if all of it has arrived."""
+        # The caller then calls ``lanes[source].take``, without an ``await`` between.
         if self._received >= TURN_MESSAGES:
             await self._yield_to_loop()
         lane = self.lanes.get(source)
@@ -265,8 +254,7 @@ class Channel:
             lane.fail_sends(make_error)
 
     def abort(self, make_error: ErrorMaker) -> None:
-        """Fail every operation, now and later, and close every lane. What has arrived
-        can still be received."""
+        """Fail every operation, close every lane; what has arrived can be received."""
         for lane in self.lanes.values():
             lane.take_in()
         self.mailbox.abort(make_error)

@@ -1,7 +1,4 @@
-"""The parts of a collective: its declaration, a call, the terms that members agree on.
-
-The collectives themselves are declared in ``backends.collectives``.
-"""
+"""A collective: its declaration, a call, the terms that its members agree on."""
 
 from __future__ import annotations
 
@@ -16,18 +13,14 @@ from multiworld.backends.reduction import OP_NAMES
 
 
 class Operation(NamedTuple):
-    """One collective in progress; equal on all members, or the world breaks.
+    """One collective in progress; equal on all members, or the world breaks."""
 
-    ``number`` counts the collectives of a world from 1. ``elements`` are those of one
-    member's tensor. ``root`` and ``op`` are 0 in a collective without them.
-    """
-
-    number: int
+    number: int  # counts the collectives of a world, from 1
     code: int
     dtype: int
-    elements: int
-    root: int
-    op: int
+    elements: int  # of one member's tensor
+    root: int  # 0 without one
+    op: int  # 0 without one
 
     def label(self) -> int:
         """Return code, op and root in 32 bits."""
@@ -42,33 +35,29 @@ class Operation(NamedTuple):
         return f"{name} #{self.number} of {self.elements} {dtype}{root}{op}"
 
 
+# Carries out one operation over lanes, when it is its turn.
 Steps = Callable[[Operation], Awaitable[None]]
-"""Carries out one operation over lanes, when it is its turn."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collective:
-    """The declaration of a collective: its name as a method of ``World``, and its
-    number on the wire (1 byte, never reused). ``start`` takes ``LaneCollectives`` and a
-    call; it checks the call at once, before it gets its number, and returns its
-    steps."""
+    """The declaration of a collective."""
 
-    name: str
-    code: int
+    name: str  # as a method of ``World``
+    code: int  # on the wire; 1 byte, never reused
     has_root: bool
+    # Takes ``LaneCollectives`` and a call, and checks it before it gets its number.
     start: Callable[..., Steps]
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a collective by this member. All members' tensors have one dtype and
-    size. ``tensors`` and ``more`` are lists by rank, if the collective takes or fills
-    some here."""
+    """This member's call of a collective; all tensors have one dtype and size."""
 
     collective: Collective
     tensor: Tensor
-    tensors: Sequence[Tensor] | None = None
-    more: Sequence[Tensor] | None = None
+    tensors: Sequence[Tensor] | None = None  # by rank; None if not used here
+    more: Sequence[Tensor] | None = None  # by rank; None if not used here
     root: int = 0
     op: Any = None
 

@@ -26,8 +26,7 @@ from multiworld.backends.lane_collectives import (
 from multiworld.backends.offload import offload, size_of
 from multiworld.backends.reduction import combiner, finish_average
 
-LONG_BYTES = 128 * 1024
-"""Bytes from which an all-reduce is bound by bandwidth, not by the number of steps."""
+LONG_BYTES = 128 * 1024  # from this size on, bandwidth bounds an all-reduce
 
 
 class CollectiveMethods:

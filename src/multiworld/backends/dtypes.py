@@ -11,6 +11,7 @@ from torch import Tensor
 
 from multiworld.errors import TensorMismatchError
 
+# In the order of their wire codes. Only append: any other change needs a new version.
 _NAMES = (
     "uint8",
     "int8",
@@ -34,8 +35,6 @@ _NAMES = (
     "float8_e5m2fnuz",
     "float8_e8m0fnu",
 )
-"""Names of the dtypes in the order of their wire codes. Only append; any other change
-needs a new protocol version."""
 
 CODES: dict[torch.dtype, int] = {
     getattr(torch, name): code
@@ -54,12 +53,11 @@ _EMPTY = memoryview(bytearray())
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return a writable view of the bytes of a contiguous host tensor. The caller must
-    keep the tensor alive as long as the view. (numpy is not used: it may be missing,
-    and does not support bfloat16.)"""
+    """Return a writable view of a contiguous host tensor, which must outlive it."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return _EMPTY
+    # Not through numpy: it may be missing, and does not support bfloat16.
     view: memoryview = _from_memory(tensor.data_ptr(), size, _WRITABLE)
     return view
 
@@ -75,8 +73,7 @@ def code_of(tensor: Tensor) -> int:
 
 
 def require_host(tensor: object, what: str) -> Tensor:
-    """Return ``tensor``, detached, if it is a dense tensor in host memory. ``what``
-    names it in the error, such as "the tensor to send"."""
+    """Return ``tensor``, detached, if dense and on the host; errors name ``what``."""
     if not isinstance(tensor, Tensor):
         raise TensorMismatchError(
             f"{what} must be a torch.Tensor, not {type(tensor).__name__}; "
@@ -102,11 +99,9 @@ def require_matching(
     what: str,
     check: Callable[[Tensor], Tensor],
     *,
-    is_written: bool = False,
+    is_written: bool = False,  # then each needs memory of its own
 ) -> list[Tensor]:
-    """Return ``check(tensor)`` of every tensor, if there is one for each rank. All need
-    the dtype and number of elements of ``like``, and memory of their own if
-    ``is_written``. ``what`` names the list in the error."""
+    """Return ``check(tensor)`` of each, if there is one like ``like`` for each rank."""
     count = 0 if tensors is None else len(tensors)
     if tensors is None or count != size:
         raise TensorMismatchError(
@@ -126,10 +121,9 @@ def require_matching(
 
 
 def require_receivable(tensor: Tensor, what: str) -> None:
-    """Check that every element of a tensor has memory of its own. A dimension must step
-    over all that smaller steps reach. This holds for slices, transposes and
-    diagonals."""
+    """Check that every element of a tensor has memory of its own."""
     reach = 0
+    # A dimension steps over all that smaller steps reach, as in slices.
     for step, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if count > 1:
             if step <= reach:

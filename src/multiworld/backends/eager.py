@@ -1,8 +1,5 @@
-"""Eager coroutines, which start at once in the caller's turn of the loop. Pure.
-
-A coroutine that never waits then needs neither a task nor another turn. Python 3.12 has
-the same for tasks (``asyncio.eager_task_factory``).
-"""
+"""Eager coroutines, which start at once in the caller's turn of the loop. Pure. One
+that never waits needs no task. (Python 3.12: ``asyncio.eager_task_factory``.)"""
 
 from __future__ import annotations
 
@@ -34,8 +31,8 @@ class Rest:
 
 
 def begin(coroutine: Coroutine[Any, Any, None]) -> Rest | None:
-    """Run a coroutine until it first waits, or to its end; return the rest, if any. The
-    coroutine must not ask for the current task before it first waits."""
+    """Run a coroutine until it first waits, or ends; return the rest, if any."""
+    # It must not ask for the current task before it first waits.
     try:
         awaited = coroutine.send(None)
     except StopIteration:

@@ -1,17 +1,8 @@
-"""Algorithms of collectives over lanes, and their order.
+"""Algorithms of collectives over lanes, and their order: that of the calls.
 
-Sources: binomial trees for broadcast and reduce, recursive doubling for short
-all-reduces, pairwise exchange for reduce-scatter, all-gather and all-to-all, and, for
-long all-reduces, the first two of these in turn: R. Thakur, R. Rabenseifner, W. Gropp,
-"Optimization of Collective Communication Operations in MPICH", IJHPCA 19(1), 2005;
-dissemination barrier: D. Hensgen, R. Finkel, U. Manber, IJPP 17(1), 1988.
-
-Collectives of one world run one after the other, in call order. Every message names its
-operation. The first message of another operation breaks the world with an error that
-names both operations, because the other members may already have used data of the wrong
-one. Cancelling an algorithm or a step leaves messages half exchanged, so ``run`` breaks
-the world. Tensors named ``flat``, ``total`` or ``chunks`` are one-dimensional and
-contiguous.
+Sources: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication
+Operations in MPICH", IJHPCA 19(1), 2005; dissemination barrier: D. Hensgen, R. Finkel,
+U. Manber, IJPP 17(1), 1988.
 """
 
 from __future__ import annotations
@@ -49,10 +40,9 @@ from multiworld.errors import MemberLeftError, TensorMismatchError
 from multiworld.incarnation.lifecycle import Failed
 from multiworld.liveness.manager_messages import EndCollectives
 
+# Maximum that a member reduces before it passes the result on: operand and result fit
+# into a lane's shared memory (``WorldConfig.shared_memory_bytes``) and the cache.
 CHUNK_BYTES = 2 * 1024 * 1024
-"""Maximum bytes that a member reduces before it passes the result on. Operand and
-result fit into a lane's shared memory (``WorldConfig.shared_memory_bytes``) and into
-the cache."""
 
 
 def operation_of(found: Description) -> Operation:
@@ -63,14 +53,14 @@ def operation_of(found: Description) -> Operation:
 
 
 class LaneCollectives:
-    """The collectives of one world over its lanes. ``open_lane`` opens the lane to a
-    rank, at its first use."""
+    """The collectives of one world over its lanes. Tensors named ``flat``, ``total`` or
+    ``chunks`` are one-dimensional and contiguous."""
 
     def __init__(
         self,
         view: WorldView,
         channel: Channel,
-        open_lane: Callable[[int], Awaitable[None]],
+        open_lane: Callable[[int], Awaitable[None]],  # to a rank, at its first use
     ) -> None:
         self._view, self._channel, self._open_lane = view, channel, open_lane
         self.rank, self.size = view.rank, view.incarnation.size
@@ -101,8 +91,7 @@ class LaneCollectives:
     async def binomial_up(
         self, operation: Operation, total: Tensor, root: int, combine: Combine
     ) -> None:
-        """Reduce all members' tensors into the root's along a binomial tree. The other
-        members' ``total`` ends up with partial results."""
+        """Reduce all tensors into the root's; other ``total`` get partial results."""
         relative = (self.rank - root) % self.size
         arrived = torch.empty_like(total)
         mask = 1
@@ -120,9 +109,8 @@ class LaneCollectives:
     async def recursive_doubling(
         self, operation: Operation, flat: Tensor, combine: Combine
     ) -> None:
-        """Reduce all members' tensors into every member's, by recursive doubling. The
-        largest power of two of members exchange their tensors. Each remaining member
-        first sends its tensor to one of them, and receives the result from it."""
+        """Reduce all members' tensors into every member's, by recursive doubling."""
+        # The largest power of two exchange; each other member goes through one of them.
         power = 1 << (self.size.bit_length() - 1)
         extra = self.size - power
         arrived = torch.empty_like(flat)
@@ -173,9 +161,8 @@ class LaneCollectives:
     # Steps.
 
     async def run(self, call: Call) -> None:
-        """Number a call, wait for its turn, and carry it out. All arguments are checked
-        before the call gets its number, and copied only when its turn comes. So
-        concurrent calls run in the order in which they were made."""
+        """Number a call, wait for its turn, and carry it out."""
+        # Arguments are checked now, and copied when its turn comes.
         steps = call.collective.start(self, call)
         self._number += 1
         operation = Operation(
@@ -194,6 +181,7 @@ class LaneCollectives:
                     await self._open_lane(rank)
                 await steps(operation)
         except asyncio.CancelledError:
+            # Its messages are half exchanged.
             self._view.report(
                 Failed(f"rank {self.rank} cancelled {operation} before it was complete")
             )
@@ -222,13 +210,12 @@ class LaneCollectives:
         self._view.report(Failed(f"the members do not agree: {error}"))
 
     def others(self) -> list[int]:
-        """Return the other ranks, from this one's successor on. So the members do not
-        all start with rank 0."""
+        """Return the other ranks, from this one's successor on."""
+        # So the members do not all start with rank 0.
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def pairs(self) -> list[tuple[int, int]]:
-        """Return the destination and the source of each step of a pairwise exchange. In
-        every step each member sends to one member and receives from one."""
+        """Return the destination and the source of each step of a pairwise exchange."""
         size, rank = self.size, self.rank
         return [((rank + i) % size, (rank - i) % size) for i in range(1, size)]
 
@@ -309,9 +296,8 @@ class LaneCollectives:
         gives: Mapping[int, Tensor],
         takes: Mapping[int, Target],
     ) -> None:
-        """Send to many members at once, and receive from them one after the other. No
-        deadlock can occur, however little the transport buffers: all sends are in
-        progress while a receive is awaited."""
+        """Send to many members at once, and receive from them one after the other."""
+        # No deadlock: all sends are in progress while a receive is awaited.
         sending: list[asyncio.Future[None]] = []
         try:
             for dst, give in gives.items():
@@ -345,27 +331,23 @@ class LaneCollectives:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A target that received data is combined with, directly from shared memory.
-    ``total`` must not be in a pending send meanwhile. ``scratch`` is a buffer like it
-    for data that arrives over a socket."""
+    """A target that received data is combined with, directly from shared memory."""
 
     combine: Combine
-    total: Tensor
-    scratch: Tensor
+    total: Tensor  # not in a pending send meanwhile
+    scratch: Tensor  # like ``total``, for data that arrives over a socket
 
     def merge(self, begin: int, payload: memoryview) -> None:
         """Combine with a fragment of whole elements, from byte ``begin`` on."""
         self.add(begin, torch.frombuffer(payload, dtype=torch.uint8))
 
     def add(self, begin: int, part: Tensor) -> None:
-        """Combine with ``part``, a uint8 tensor that starts at byte ``begin``."""
         first = begin // self.total.element_size()
         other = part.view(self.total.dtype)
         self.combine(self.total[first : first + other.numel()], other)
 
 
-Target = Tensor | Sum
-"""Destination of received data; a plain tensor is overwritten."""
+Target = Tensor | Sum  # a plain tensor is overwritten
 
 
 def checked(tensor: Tensor) -> Tensor:
@@ -376,7 +358,6 @@ def checked(tensor: Tensor) -> Tensor:
 
 
 def flat_copy(tensor: Tensor) -> Tensor:
-    """Return a one-dimensional, contiguous copy."""
     return plain(tensor).view(-1).clone()
 
 

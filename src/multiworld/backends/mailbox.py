@@ -1,14 +1,5 @@
-"""The mailbox, which matches messages with receives.
-
-This module does no I/O and never waits. Messages of one source and tag are matched in
-the order they were sent, receives in the order they were posted. A message without a
-posted receive is held, up to a budget for each source. Beyond the budget ``begin``
-returns None, and the source's lane stops reading until its ``on_room`` is called.
-
-Cancelling a receive loses nothing: a message on its way into the caller's tensor moves
-to memory of the mailbox and goes to the next receive. Receives that already have later
-messages, and have not returned them, pass theirs on in the same way.
-"""
+"""The mailbox, which matches messages with receives; it does no I/O and never waits.
+Per source and tag, messages match in the order sent, receives in the order posted."""
 
 from __future__ import annotations
 
@@ -29,13 +20,11 @@ from multiworld.backends.base import Handler, Peek
 from multiworld.backends.direct.header import TENSOR
 from multiworld.backends.dtypes import UINT8
 
-SourceErrorMaker = Callable[[int], Exception]
-"""Returns the error for receives from a source."""
+SourceErrorMaker = Callable[[int], Exception]  # the error for receives from a source
 
 
 class Mailbox:
-    """Matches the messages of all sources of one channel with receives. Invariant: no
-    held message matches a posted receive."""
+    """Messages and receives of a channel; no held message matches a posted receive."""
 
     def __init__(self, sources: frozenset[int], budget_bytes: int) -> None:
         self._sources = sources
@@ -74,9 +63,8 @@ class Mailbox:
     def handle(
         self, source: int, tag: int, handler: Handler, peek: Peek | None = None
     ) -> None:
-        """Pass the tensors of a source and tag to ``handler`` from now on. Held tensors
-        come first. Other kinds of messages wait for receives. The budget does not count
-        handled tensors. ``peek`` may receive a uint8 tensor's bytes instead."""
+        """Pass the tensors of a source and tag, held ones first, to ``handler``."""
+        # Other kinds of messages wait for receives. Handled ones need no budget.
         key = source, tag
         self._handlers[key] = handler
         self._peeks.pop(key, None)
@@ -109,6 +97,7 @@ class Mailbox:
         self._taken.discard(receive)
         arrival = receive.arrival
         self.settle(receive)
+        # Receives that have later messages, not returned yet, pass theirs on, too.
         if arrival is not None and (self._broken is None or arrival.is_complete):
             self._put_back(arrival)
 
@@ -268,8 +257,7 @@ class Mailbox:
     # The lanes' side.
 
     def is_clear(self, source: int, tag: int) -> bool:
-        """Return whether the source's next message would be the first of its tag. False
-        if a message is held, or any receive with this tag is posted."""
+        """Return whether the source's next message would be the first of its tag."""
         return (
             tag not in self._posted
             and (source, tag) not in self._queues
@@ -291,10 +279,7 @@ class Mailbox:
     def begin(
         self, source: int, description: Description, lent: Lent | None = None
     ) -> Arrival | None:
-        """Start a message whose first header has arrived; None if the budget is spent.
-        Receives that refuse the message fail; the message waits for the next one.
-        ``lent`` supplies the tensor if the receive has none. If allocating memory
-        raises, a matching receive stays posted."""
+        """Start a message whose header has arrived; None if the budget is spent."""
         handler = self._handler_of(source, description)
         if handler is not None:
             arrival = self._own(source, description, lent)
@@ -320,6 +305,7 @@ class Mailbox:
                 return arrival
             self._unpost(receive)
             receive.fail(error)
+        # The lane stops reading until its ``on_room`` is called: see ``stall``.
         if self._held[source] + _weight(description) > self._budget:
             return None
         arrival = self._own(source, description, lent)
@@ -372,8 +358,7 @@ class Mailbox:
         waiting.insert(earlier, receive)
 
     def deliver(self, source: int, description: Description, tensor: Tensor) -> Arrival:
-        """Take a complete message at once, regardless of the budget. ``tensor`` belongs
-        to the mailbox from now on."""
+        """Take a complete message and its ``tensor``, whatever the budget."""
         arrival = Arrival(next(self._numbers), source, description, tensor)
         arrival.is_borrowed = False
         arrival.received = description.size
@@ -396,9 +381,7 @@ class Mailbox:
             on_room()
 
     def end(self, source: int, make_error: SourceErrorMaker) -> None:
-        """Mark that ``source`` sends no more messages. Complete messages can still be
-        received. Receives that only ``source`` could serve fail with
-        ``make_error(source)``, now and later."""
+        """Mark that ``source`` sends no more; complete messages stay receivable."""
         if source in self._ended:
             return
         self._ended[source] = make_error

@@ -1,10 +1,6 @@
-"""The ``memory`` backend: several ranks inside one process, for tests.
-
-A send puts its message into the receiver's mailbox, on the same event loop. With
-``WorldConfig(eager_bytes=0)`` every send waits until its message is received (the
-rendezvous mode). A program that passes its tests in that mode does not depend on
-buffering.
-"""
+"""The ``memory`` backend: several ranks inside one process, for tests. With
+``WorldConfig(eager_bytes=0)`` every send waits until it is received (rendezvous), which
+finds programs that depend on buffering."""
 
 from __future__ import annotations
 
@@ -28,8 +24,7 @@ _backends: weakref.WeakValueDictionary[_Key, MemoryBackend] = (
     weakref.WeakValueDictionary()
 )
 
-TURN_MESSAGES = 64
-"""Messages that a lane may send before the loop's other tasks run."""
+TURN_MESSAGES = 64  # messages that a lane may send before the loop's other tasks run
 
 
 class MemoryLane:
@@ -49,12 +44,11 @@ class MemoryLane:
     async def send(
         self, description: Description, memory: memoryview, owner: object
     ) -> None:
-        """Deliver a copy of a message; above ``eager_bytes``, wait for its receive. If
-        the peer is gone, wait until ``fail_sends`` reports the reason."""
+        """Deliver a copy of a message; above ``eager_bytes``, wait for its receive."""
         if self._refusal is not None:
             raise self._refusal()
         other = self._owner.peer(self.rank)
-        if other is None:
+        if other is None:  # wait until ``fail_sends`` gives the reason
             await self._wait(asyncio.get_running_loop().create_future())
             return
         copy = torch.empty(description.size, dtype=torch.uint8)
@@ -119,7 +113,6 @@ class MemoryLane:
                 future.set_exception(make_error())
 
     def begin_close(self, make_error: ErrorMaker) -> None:
-        """Refuse later sends with ``make_error()``; the backend sends the fin."""
         self._refusal = self._refusal or make_error
 
     async def wait_drained(self) -> None:
@@ -147,8 +140,6 @@ def _complete(future: asyncio.Future[None]) -> None:
 
 
 class MemoryBackend(MessageBackend):
-    """Backend that moves tensors between ranks of one process."""
-
     @property
     def rank(self) -> int:
         return self._view.rank

@@ -72,7 +72,6 @@ class MessageBackend:
         self._is_over = False
 
     async def _open_lane(self, rank: int, name: str, channel: Channel) -> Lane:
-        """Open a lane of ``channel`` to ``rank``; ``name`` is the channel's name."""
         raise NotImplementedError
 
     async def open(self) -> None:
@@ -248,9 +247,6 @@ class MessageBackend:
     # Closing.
 
     def lane_ended(self, rank: int, evidence: str) -> None:
-        """Handle a connection that ended without a final frame. If the member has left,
-        fail operations that need it. Otherwise report trouble: the control link
-        decides."""
         if self._is_over:
             return
         if self._view.has_left(rank):  # it left before all its data was sent
@@ -258,15 +254,13 @@ class MessageBackend:
             if rank in self._collective.lanes:
                 self._collective.member_left(rank, lambda: self._view.left_error(rank))
         else:
-            self._view.trouble(rank, evidence)
+            self._view.trouble(rank, evidence)  # the control link decides
 
     def lane_corrupt(self, rank: int, evidence: str) -> None:
-        """Break the world: a corrupt frame arrived, so no data can be trusted."""
         reason = f"a corrupt frame arrived from rank {rank}"
         self._view.report(Failed(reason, evidence))
 
     def lane_finished(self, rank: int) -> None:
-        """Handle the final frame of a member."""
         self._view.report(Finished(rank))
         for channel in (self._p2p, self._collective):
             lane = channel.lanes.get(rank)
@@ -275,7 +269,6 @@ class MessageBackend:
                 lane.fail_sends(lambda: self._view.left_error(rank))
 
     def member_left(self, rank: int) -> None:
-        """Fail sends to a member that left; its messages can still be received."""
         self._p2p.member_left(rank, lambda: self._view.left_error(rank))
         if rank in self._collective.lanes or not self._has_lane(rank):
             self._collective.member_left(rank, lambda: self._view.left_error(rank))
@@ -334,8 +327,7 @@ class MessageBackend:
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
-    """Retrieve a background task's error, so that asyncio does not log it. The task's
-    awaiters get it, too."""
+    """Keep asyncio from logging a task's error, which its awaiters get."""
     if not task.cancelled():
         task.exception()
 

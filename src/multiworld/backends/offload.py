@@ -10,9 +10,8 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+# Work on more would block the loop for a millisecond; a thread costs a tenth of it.
 OFFLOAD_BYTES = 4 * 1024 * 1024
-"""Maximum bytes that are processed on the event loop. Work on more would block the loop
-for a millisecond or longer; a thread costs a tenth of that."""
 
 
 def size_of(*tensors: Tensor) -> int:
@@ -27,10 +26,10 @@ async def offload(size_bytes: int, call: Callable[..., T], *args: Any) -> T:
 
 
 async def in_thread(call: Callable[..., T], *args: Any) -> T:
-    """Return ``call(*args)``, run in a thread. If cancelled, even repeatedly, first
-    wait for the thread: otherwise it would continue to write to the caller's memory."""
+    """Return ``call(*args)``, run in a thread; a cancellation waits for the thread."""
     task = asyncio.ensure_future(asyncio.to_thread(call, *args))
     cancelled = None
+    # Otherwise the thread would continue to write to the caller's memory.
     while not task.done():
         try:
             await asyncio.wait((task,))

@@ -11,8 +11,7 @@ from torch.distributed import ReduceOp
 
 from multiworld.errors import UnsupportedOperationError
 
-Combine = Callable[[Tensor, Tensor], object]
-"""Reduces its second tensor into its first."""
+Combine = Callable[[Tensor, Tensor], object]  # reduces its second tensor into its first
 
 _COMBINERS: dict[str, Combine] = {
     "SUM": lambda total, other: total.add_(other),
@@ -39,9 +38,8 @@ def op_name(op: ReduceOp) -> str:
 
 
 def combiner(op: ReduceOp, like: Tensor) -> Combine:
-    """Return ``combine(total, other)``, which reduces ``other`` into ``total``. AVG
-    adds; ``finish_average`` divides at the end. If ``op`` does not exist for the dtype,
-    every member gets the error before anything is sent."""
+    """Return ``combine(total, other)``, which reduces into ``total``; AVG adds."""
+    # Raises for an ``op`` that the dtype lacks, on every member, before it sends.
     return _checked(op_name(op), like.dtype)
 
 

@@ -1,9 +1,6 @@
-"""A pool of memory for large received tensors.
-
-New memory costs a page fault for every 4 KiB, which can take ten times as long as the
-copy into it. The pool therefore reuses the memory of a large received tensor for the
-next one, once the last tensor, view or array that shares it is gone.
-"""
+"""A pool of the memory of large received tensors. A block is reused once the last
+tensor, view or array on it is gone: new memory costs a page fault for every 4 KiB, up
+to ten times the copy into it."""
 
 from __future__ import annotations
 
@@ -15,15 +12,10 @@ from collections import deque
 import torch
 from torch import Tensor
 
+# Smallest message that uses the pool; the allocator reuses the memory of others.
 RECYCLED_BYTES = 1024 * 1024
-"""Minimum bytes of a message that uses the pool. The allocator itself reuses the memory
-of smaller ones."""
-
-KEPT_BYTES = 128 * 1024 * 1024
-"""Maximum bytes that a process keeps unused; the rest returns to the system."""
-
-STEP_BYTES = 256 * 1024
-"""Unit, in bytes, that block sizes are rounded up to, so that similar sizes match."""
+KEPT_BYTES = 128 * 1024 * 1024  # maximum kept unused; the rest returns to the system
+STEP_BYTES = 256 * 1024  # unit of block sizes, so that similar sizes match
 
 
 class TensorPool:
@@ -38,8 +30,7 @@ class TensorPool:
         return sum(map(len, list(self._idle)))
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised flat tensor of ``count`` elements in host memory. Its
-        storage has exactly this length and cannot be resized."""
+        """Return a flat tensor, uninitialised, whose storage cannot be resized."""
         size = count * dtype.itemsize
         block = self._take(size) or _new(-(-size // STEP_BYTES) * STEP_BYTES)
         # A ctypes array allows weak references, and keeps the block's buffer alive.
@@ -75,5 +66,4 @@ def _new(size: int) -> mmap.mmap:
         raise MemoryError(f"{size} bytes: {error}") from error
 
 
-recycler = TensorPool()
-"""The process's pool."""
+recycler = TensorPool()  # the process's pool

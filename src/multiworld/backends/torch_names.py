@@ -1,9 +1,5 @@
-"""Private names of torch that multiworld uses; no other module uses any.
-
-torch may rename them in any release. ``check`` therefore looks all of them up before
-they are used: the first world on c10d and the first traced model call it, and so does
-``multiworld doctor``. The functions below wrap them.
-"""
+"""Private names of torch that multiworld uses; no other module uses any. torch may
+rename them in any release, so ``check`` looks them up before they are used."""
 
 from __future__ import annotations
 
@@ -22,19 +18,18 @@ from multiworld.errors import TorchVersionError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+# First and last minor release of torch with all names.
 OLDEST, NEWEST = (2, 11), (2, 15)
-"""First and last minor release of torch that has all names."""
-
+# The same, as the version specifier of ``pyproject.toml``.
 WORKS = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
-"""The same, as the version specifier of ``pyproject.toml``."""
-
+# Features that need names; ``c10d`` is every world on a backend of torch.
 Use = Literal["c10d", "gloo", "nccl", "tracing"]
-"""Feature that needs names; ``c10d`` is every world on a backend of torch."""
 
 _C10D = "torch._C._distributed_c10d"
 _PYTHON = "torch.distributed.distributed_c10d"
 _GROUP = "torch.distributed.ProcessGroup"
 
+# A name of a class may also be one that the class only annotates.
 NAMES: dict[Use, tuple[str, ...]] = {
     "c10d": (
         f"{_C10D}.AllgatherOptions",
@@ -72,11 +67,9 @@ NAMES: dict[Use, tuple[str, ...]] = {
         "torch._subclasses.fake_tensor.FakeTensorMode",
     ),
 }
-"""Names by use. A name of a class may also be one that the class only annotates."""
 
 
 def is_tested(version: str) -> bool:
-    """Return whether ``version`` is of a release from ``OLDEST`` to ``NEWEST``."""
     parts = version.split(".")[:2]
     minor = tuple(int(part) for part in parts if part.isdigit())
     return OLDEST <= minor <= NEWEST
@@ -151,11 +144,10 @@ def register_group(
     store: Store,
     *,
     name: str,
-    config: str,
-    rank_mapping: Mapping[int, int],
+    config: str,  # backend by device, such as ``cpu:gloo``
+    rank_mapping: Mapping[int, int],  # ranks in the group by global id
 ) -> None:
-    """Register a group with ``torch.distributed``. ``config`` is its backend by device,
-    such as ``cpu:gloo``; ``rank_mapping`` maps global ids to ranks in the group."""
+    """Register a group with ``torch.distributed``."""
     from torch.distributed import distributed_c10d
 
     # As torch's _register_pg_in_world does, which 2.11 lacks.
@@ -212,8 +204,7 @@ def all_gather_options() -> Any:
 def new_gloo(
     store: Store, rank: int, size: int, *, host: str, connect_s: float, timeout_s: float
 ) -> Any:
-    """Return a Gloo group with a device of its own; blocks until it is connected.
-    ``host`` is the address of the interface to bind to."""
+    """Return a Gloo group bound to ``host``, on a device of its own; blocks."""
     gloo = _resolve(f"{_C10D}.ProcessGroupGloo")
     options = gloo._Options()
     try:

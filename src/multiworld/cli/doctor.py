@@ -20,14 +20,11 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 LOOPBACK_S = 15.0
 
-NEXT_PYTHON = (3, 14)
-"""First Python release with which the tests have not run."""
+NEXT_PYTHON = (3, 14)  # first Python release with which the tests have not run
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check."""
-
     subject: str
     status: Status
     found: str
@@ -49,7 +46,6 @@ def examine() -> list[Finding]:
 
 
 def report(findings: list[Finding]) -> None:
-    """Print a table, and the remedies below it."""
     table = Table(show_lines=False)
     for column in ("", "what", "found"):
         table.add_column(column, overflow="fold")

@@ -5,24 +5,20 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-"""Signals sent by ``kill``, ``timeout`` and a closed terminal."""
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # from ``kill``, ``timeout``, a terminal
 
 
 def end_as_ctrl_c() -> None:
-    """Make SIGTERM and SIGHUP end this process as Ctrl-C does.
-
-    By default they end it at once, and services that it has started live on. Both are
-    ignored from the first one on, since ``timeout`` and shells send them twice; Ctrl-C
-    still ends a process that does not finish. Signals that are already ignored, as with
-    ``nohup``, stay ignored.
-    """
+    """Make SIGTERM and SIGHUP end this process as Ctrl-C does."""
+    # By default they end it at once, and services that it has started live on. Signals
+    # that are ignored, as with ``nohup``, stay ignored.
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    # ``timeout`` and shells send them twice. Ctrl-C still ends what does not finish.
     for each in SIGNALS:
         signal.signal(each, _ignore)
     handler = signal.getsignal(signal.SIGINT)

@@ -22,12 +22,11 @@ from multiworld.serve.control.client import Service
 from multiworld.serve.fleet.entries import Assessment, HistoryEntry
 from multiworld.serve.transport.control_messages import GatewayReport, WorkerReport
 
+# Explanation of a process that sent no report.
 SILENT = "does not answer: it is stopped, busy in a long call, or cut off"
-"""Explanation of a process that sent no report."""
 
 
-LONG_S = 0.1
-"""Duration in seconds from which a step is worth mentioning."""
+LONG_S = 0.1  # seconds from which a step is worth mentioning
 
 
 def run(service: Service, last: int, *, snapshots: bool, as_json: bool) -> int:

@@ -41,12 +41,9 @@ def target_of(
     texts: Path | None,
     body: Path | None,
     text: str,
-    max_tokens: int | None = None,
+    max_tokens: int | None = None,  # None: embeddings
 ) -> Target:
-    """Return what to send: the file `body`, else chats or embeddings of texts.
-
-    The texts are the lines of `texts`, or `text`. `max_tokens` None means embeddings.
-    """
+    """Return what to send: the file ``body``, or chats or embeddings of texts."""
     if body is not None:
         return inference(url, model, [body.read_bytes()])
     lines = [text]
@@ -85,7 +82,6 @@ def trusting(target: Target, ca: Path | None) -> Target:
 
 
 def with_key(target: Target, key: str | None) -> Target:
-    """Return a target that authenticates with a tenant's API key."""
     if key is None:
         return target
     headers = {**target.headers, "Authorization": f"Bearer {key}"}
@@ -98,12 +94,9 @@ def run(
     seconds: float,
     *,
     as_json: bool,
-    metrics: str | None = None,
+    metrics: str | None = None,  # URL of the service's metrics, for the breakdown
 ) -> int:
-    """Send requests, and print a summary; return 1 if a request failed.
-
-    `metrics` is the URL of the service's metrics, for the breakdown.
-    """
+    """Send requests, and print a summary; return 1 if a request failed."""
     if metrics is not None:
         target = replace(target, headers={**target.headers, "X-Timing": "1"})
     samples, cpu = asyncio.run(

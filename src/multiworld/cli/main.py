@@ -1,8 +1,5 @@
-"""The ``multiworld`` command, which finds the module of a command by its name.
-
-The command ``multiworld NAME`` is the function ``NAME`` in ``cli/NAME.py``. It is
-imported when it is called, so ``--help`` needs no optional package.
-"""
+"""The ``multiworld`` command. ``multiworld NAME`` is the function ``NAME`` in
+``cli/NAME.py``, imported when it is called: ``--help`` needs no optional package."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ import click
 from multiworld import __version__
 from multiworld.errors import MultiWorldError
 
+# One line of help for each command, by group, in the order of ``--help``.
 GROUPS = {
     "Run": {
         "demo": "Stream chats from a model in three stages, and inject faults.",
@@ -50,7 +48,6 @@ GROUPS = {
         "load": "Send requests at a steady rate, and summarise the answers.",
     },
 }
-"""One line of help for each command, by group, in the order of ``--help``."""
 
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 
@@ -62,8 +59,7 @@ Examples:
   multiworld chaos kill m back         kill a replica of a stage
   multiworld scale m back 3            three replicas of a stage"""
 
-EXTRAS = {"demo": "demo"}
-"""Extra to install for a command; ``serve`` for the others."""
+EXTRAS = {"demo": "demo"}  # extras of commands; ``serve`` for the others
 
 
 class Commands(click.Group):
@@ -79,7 +75,6 @@ class Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command; return None if there is none with that name."""
         if cmd_name not in COMMANDS:
             return None
         # Factories are importable from the current folder, as with `python -m`.
@@ -111,7 +106,6 @@ class Commands(click.Group):
     def format_commands(
         self, ctx: click.Context, formatter: click.HelpFormatter
     ) -> None:
-        """Write the list of commands, without importing any."""
         width = max(map(len, COMMANDS))
         for title, group in GROUPS.items():
             with formatter.section(title):

@@ -20,8 +20,7 @@ from multiworld.serve.control.client import Service
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-WORD_WIDTH = 14
-"""Width of the longest word that a table does not fold, except in columns of names."""
+WORD_WIDTH = 14  # of the longest word that is not folded, except in columns of names
 
 SPEC = click.argument("spec", type=click.Path(dir_okay=False, path_type=Path))
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -51,7 +50,6 @@ def service_of(app: str | None, state: Path | None) -> Service:
 
 
 def print_json(answer: Answer) -> None:
-    """Print a response of the controller as JSON."""
     click.echo(json.dumps(plain(answer), indent=2))
 
 

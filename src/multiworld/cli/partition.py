@@ -28,16 +28,13 @@ from multiworld.serve.spec.stage import Model
 def run(
     path: Path,
     name: str | None,
-    rows: int,
+    rows: int,  # size of the batch: rows, or sequences of ``context`` tokens
     context: int,
     repeats: int,
     *,
     as_json: bool,
 ) -> int:
-    """Measure a model (by default the first) of a spec, and print the result.
-
-    `rows` is the size of the batch: rows, or sequences with `context` tokens each.
-    """
+    """Measure a model (by default the first) of a spec, and print the result."""
     app = load_spec(path)
     chosen, spec = chosen_model(app, name, path)
     spec = resolved_here(chosen, spec, measured_machine_of(app))
@@ -51,7 +48,6 @@ def run(
 
 
 def chosen_model(app: AppSpec, name: str | None, path: Path) -> tuple[str, ModelSpec]:
-    """Return the model of that name, or the first."""
     chosen = name or next(iter(app.models))
     if chosen not in app.models:
         known = ", ".join(app.models)

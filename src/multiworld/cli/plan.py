@@ -33,15 +33,11 @@ from multiworld.serve.simulation.model_builder import costs_of, pipeline_of
 from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
-SHOWN = 6
-"""Maximum number of scaling plans shown for a model; --json prints all."""
-
-SOLVER = "pip install 'multiworld-elastic[placement]'"
-"""Command that installs the solvers."""
+SHOWN = 6  # maximum number of scaling plans of a model; --json prints all
+SOLVER = "pip install 'multiworld-elastic[placement]'"  # installs the solvers
 
 
-PROVEN_GAP = 1e-6
-"""Relative gap at which a placement counts as optimal."""
+PROVEN_GAP = 1e-6  # relative; up to it a placement counts as optimal
 
 
 class PlannedStage(msgspec.Struct, frozen=True):
@@ -124,10 +120,8 @@ def run(path: Path, nodes: Path | None, limit_s: float, *, as_json: bool) -> int
 
 
 def read_nodes(path: Path) -> list[Node]:
-    """Return the machines in a file that ``multiworld nodes --json`` has printed.
-
-    Their free resources are ignored, because a plan is for empty machines.
-    """
+    """Return the machines in a file that ``multiworld nodes --json`` has printed."""
+    # Free resources are ignored, because a plan is for empty machines.
     try:
         return TypeAdapter(list[Node]).validate_python(json.loads(path.read_text()))
     except OSError as error:
@@ -226,8 +220,8 @@ def _plan(
     )
 
 
+# Note on models with another device than ``cpu``.
 UNTRIED = "text generation has not been run on a GPU yet; see the documentation"
-"""Note on models with another device than ``cpu``."""
 
 
 def _show(app: AppSpec, plan: PlanShown, found: Outlook | None) -> None:

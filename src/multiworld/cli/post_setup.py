@@ -1,7 +1,4 @@
-"""``m8d-post-setup``, which needs to do nothing here.
-
-pymultiworld patched the installed PyTorch with its command of this name.
-"""
+"""``m8d-post-setup``, which patched PyTorch in pymultiworld and does nothing here."""
 
 from __future__ import annotations
 

@@ -26,17 +26,14 @@ from multiworld.serve.spec.profiles import ModelProfile
 def run(
     path: Path,
     name: str | None,
-    batches: list[int],
+    batches: list[int],  # rows, or sequences of ``context`` tokens
     context: int,
     repeats: int,
     out: Path | None,
     *,
     as_json: bool,
 ) -> int:
-    """Measure a model (by default the first), print the result, and save it.
-
-    `batches` are sizes: rows, or sequences with `context` tokens each.
-    """
+    """Measure a model (by default the first), print the result, and save it."""
     app = load_spec(path)
     name, spec = chosen_model(app, name, path)
     spec = resolved_here(name, spec, measured_machine_of(app))

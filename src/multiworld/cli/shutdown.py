@@ -17,8 +17,7 @@ from multiworld.serve.control.client import Service
 from multiworld.serve.fleet.record import Record, StateFolder
 from multiworld.serve.launchers.base import began_at
 
-END_S = 60.0
-"""Seconds to wait for the end, in addition to the spec's shutdown_s."""
+END_S = 60.0  # seconds to wait for the end, in addition to the spec's shutdown_s
 
 
 def run(service: Service, *, as_json: bool) -> int:

@@ -42,17 +42,10 @@ from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.profiles import ModelProfile, load_profile
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
-OWN = "spec"
-"""Name of the policy that the spec itself chooses."""
-
-ORACLE = "oracle"
-"""Name of the policy that knows the future."""
-
-COMPARED = (OWN, *reference_policies.BUILT_IN, ORACLE)
-"""Policies that are compared by default."""
-
-NO_TEXTS = (ORACLE, "fixed")
-"""Policies that do not support models that generate text."""
+OWN = "spec"  # the policy that the spec itself chooses
+ORACLE = "oracle"  # the policy that knows the future
+COMPARED = (OWN, *reference_policies.BUILT_IN, ORACLE)  # those compared by default
+NO_TEXTS = (ORACLE, "fixed")  # not for models that generate text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,11 +17,8 @@ from multiworld.cli.options import JSON, of_service, print_json, service_of
 from multiworld.serve.control.answers import ProcessShown, StatusAnswer
 from multiworld.serve.control.client import Service
 
-WATCH_S = 0.5
-"""Seconds between updates with --watch."""
-
-OPERATIONS_SHOWN = 5
-"""Maximum number of operations listed below the table."""
+WATCH_S = 0.5  # seconds between updates with --watch
+OPERATIONS_SHOWN = 5  # maximum number of operations below the table
 
 
 def run(service: Service, *, as_json: bool, watch: bool) -> int:
@@ -50,8 +47,8 @@ def _watch(service: Service, found: StatusAnswer) -> None:
             pass
 
 
+# Colours of phases; red for the others.
 PHASES = {"ready": "green", "draining": "yellow", "finishing": "yellow"}
-"""Colours of phases; red for the others."""
 
 
 def _shown(found: StatusAnswer) -> Group:

@@ -19,16 +19,12 @@ from multiworld.rendezvous.epoch_file import EpochFile
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.rendezvous.store_service import StoreService
 
+# Seconds without admissions after a restart: twice the longest pause between
+# reconnects, so that earlier members announce their ranks first.
 SETTLE_S = 1.0
-"""Seconds without admissions after a restart: twice the longest pause between
-reconnects, so that earlier members announce their ranks first."""
-
-LOOK_S = 1.0
-"""Seconds between checks of the lock."""
-
+LOOK_S = 1.0  # seconds between checks of the lock
+# Checks without a lock until the store of a service exits: it may still be starting.
 ALONE = 5
-"""Consecutive checks without a lock before the store of a service exits: its processes
-may still be starting."""
 
 
 async def _wait_alone(path: Path) -> None:
@@ -51,17 +47,13 @@ def _is_held(path: Path) -> bool:
 async def serve(
     host: str,
     port: int,
-    state: Path | None,
+    state: Path | None,  # file of epochs; None: only in memory
     security: Security,
     while_locked: Path | None = None,
     *,
     as_json: bool,
 ) -> int:
-    """Serve until SIGINT or SIGTERM, or until no process holds `while_locked`.
-
-    Epochs are kept in `state`, or only in memory. After cancellation the listener stays
-    open until the event loop ends.
-    """
+    """Serve until SIGINT or SIGTERM, or until no process holds ``while_locked``."""
     try:
         memory = None if state is None else EpochFile(state)
     except OSError as error:
@@ -95,6 +87,7 @@ async def serve(
     ends: list[asyncio.Task[Any]] = [loop.create_task(stopped.wait())]
     if while_locked is not None:
         ends.append(loop.create_task(_wait_alone(while_locked)))
+    # If cancelled, the listener stays open until the event loop ends.
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     for end in ends:
         end.cancel()

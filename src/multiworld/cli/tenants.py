@@ -40,10 +40,10 @@ from multiworld.serve.tenants.records import UsageSum
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-Settings = dict[str, object]
-"""The given settings of a tenant."""
+Settings = dict[str, object]  # the given settings of a tenant
 
 NAME = click.argument("name")
+# Settings for which 0 means no limit.
 LIMITS = (
     "rpm_limit",
     "max_parallel_requests",
@@ -52,7 +52,6 @@ LIMITS = (
     "tokens_per_day",
     "tokens_per_month",
 )
-"""Settings for which 0 means no limit."""
 
 
 VALID = click.option(
@@ -63,7 +62,6 @@ VALID = click.option(
 
 
 def _part(name: str) -> str:
-    """Return a name quoted for the path of a URL."""
     return quote(name, safe="")
 
 

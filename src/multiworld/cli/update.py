@@ -14,11 +14,8 @@ from multiworld.serve.control.answers import StatusAnswer, Updated, plain
 from multiworld.serve.control.client import Service
 from multiworld.serve.fleet.entries import HistoryEntry
 
-LOOK_S = 0.3
-"""Seconds between checks of the progress."""
-
-EXTRA_S = 10.0
-"""Seconds to wait beyond the spec's ready_s."""
+LOOK_S = 0.3  # seconds between checks of the progress
+EXTRA_S = 10.0  # seconds to wait beyond the spec's ready_s
 
 
 @click.command()

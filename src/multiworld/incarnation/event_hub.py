@@ -1,8 +1,5 @@
-"""The hub that distributes events to subscribers.
-
-It keeps a bounded queue for each subscriber: a slow subscriber loses the oldest events
-(and receives their number), and never slows a world down.
-"""
+"""The hub that distributes events to subscribers. A slow one loses its oldest events,
+and never slows a world down."""
 
 from __future__ import annotations
 
@@ -12,13 +9,10 @@ from collections.abc import AsyncIterator
 
 from multiworld.incarnation.events import Event, EventsDropped
 
-QUEUE_LIMIT = 1024
-"""Maximum number of events in one subscriber's queue."""
+QUEUE_LIMIT = 1024  # maximum number of events in one subscriber's queue
 
 
 class Subscription:
-    """One subscriber's queue of events."""
-
     def __init__(self, hub: EventHub) -> None:
         self._hub = hub
         self._queue: deque[Event] = deque()
@@ -62,8 +56,6 @@ class Subscription:
 
 
 class EventHub:
-    """Distributes every published event to every subscriber."""
-
     def __init__(self) -> None:
         self._subscriptions: set[Subscription] = set()
         self.is_closed = False
@@ -75,7 +67,6 @@ class EventHub:
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        """Remove a subscription; safe to repeat."""
         self._subscriptions.discard(subscription)
 
     def publish(self, event: Event) -> None:

@@ -1,11 +1,8 @@
 """State machine of one incarnation of a world. Pure.
 
-``handle(life, happening)`` takes the current state and one happening. It returns the
-next state and the actions to carry out.
-
-Invariants: A broken or closed world never becomes ready again. The first breakage gives
-the reason; later ones only add to the set of lost members. Once a member has left
-gracefully, nothing that happens to it breaks the world.
+A broken or closed world never becomes ready again. The first breakage gives the reason;
+later ones only add lost members. Once a member has left gracefully, nothing that
+happens to it breaks the world.
 """
 
 from __future__ import annotations
@@ -36,23 +33,16 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakage:
-    """Cause of a broken world.
-
-    Attributes:
-        evidence: The observation that led to the verdict.
-        rank: The member that was lost first; None if no member is known to be lost.
-        silent_s: Seconds since that member's last sign of life.
-        is_stale: True if the other members declared this process lost.
-    """
+    """Cause of a broken world."""
 
     world: str
     epoch: int
     reason: str
-    evidence: str = ""
-    rank: int | None = None
-    silent_s: float = 0.0
+    evidence: str = ""  # the observation that led to the verdict
+    rank: int | None = None  # lost first; None if no member is known to be lost
+    silent_s: float = 0.0  # since that member's last sign of life
     lost: frozenset[int] = frozenset()
-    is_stale: bool = False
+    is_stale: bool = False  # the others declared this process lost
 
     def error(self) -> WorldBrokenError:
         """Return a new error each time: a shared one would mix up tracebacks."""
@@ -86,20 +76,18 @@ class Breakage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """State of an incarnation, as one member sees it. ``left`` includes the ranks that
-    closed the world after it broke for them."""
+    """State of an incarnation, as one member sees it."""
 
     world: str
     epoch: int
     rank: int
     size: int
     phase: Phase = Phase.JOINING
-    left: frozenset[int] = frozenset()
+    left: frozenset[int] = frozenset()  # also those that closed the broken world
+    # Ranks whose data connection ended gracefully; ``left`` may still be on its way.
     finished: frozenset[int] = frozenset()
-    """Ranks whose data connection ended gracefully; their ``left`` message may still be
-    on its way."""
+    # Ranks that closed the world as broken before this member knew of the breakage.
     closed_as_broken: frozenset[int] = frozenset()
-    """Ranks that closed the world as broken before this member knew of the breakage."""
     breakage: Breakage | None = None
 
     @property
@@ -132,30 +120,27 @@ class SaidLeft:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A member's data connection delivered its last message: it is about to leave. From
-    now on operations fail because of it, so ``Life.gone`` must name it. Everything else
-    waits for its ``left`` message. That message travels on the control link behind the
-    member's earlier messages there, which must be handled first."""
+    """A member's data connection delivered its last message: it is about to leave."""
 
+    # Operations fail because of it from now on, so ``Life.gone`` must name it. The rest
+    # waits for its ``left``, which comes behind its earlier control messages.
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class WasLost:
-    """A member was declared lost, by member ``reported_by`` or (None) by this process's
-    watchdog."""
+    """A member was declared lost."""
 
     rank: int
     reason: str
     evidence: str = ""
     silent_s: float = 0.0
-    reported_by: int | None = None
+    reported_by: int | None = None  # None: this process's watchdog
 
 
 @dataclass(frozen=True, slots=True)
 class WasAccused:
-    """Member ``by`` declared this process lost. This process is alive, but must stop
-    using the world: the others continue without it."""
+    """Member ``by`` declared this living process lost; the others go on without it."""
 
     by: int
     reason: str
@@ -173,19 +158,16 @@ class Stalls:
 
 @dataclass(frozen=True, slots=True)
 class Resumes:
-    """The event loop of a stalled member runs again."""
-
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The world failed, but no member is known to be lost. ``reported_by`` is the rank
-    that reported it; None if this process noticed."""
+    """The world failed, but no member is known to be lost."""
 
     reason: str
     evidence: str = ""
-    reported_by: int | None = None
+    reported_by: int | None = None  # None: this process noticed
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,10 +214,9 @@ class TellBroken:
 
 @dataclass(frozen=True, slots=True)
 class TellLeft:
-    """Notify the other members that this one leaves. ``is_broken`` is True if the world
-    is broken to this member."""
+    """Notify the other members that this one leaves."""
 
-    is_broken: bool = False
+    is_broken: bool = False  # the world, to this member
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,9 +264,8 @@ def _opened(life: Life) -> tuple[Life, tuple[Action, ...]]:
 
 
 def _closed_as_broken(life: Life, rank: int) -> tuple[Life, tuple[Action, ...]]:
-    """Record that a member closed a broken world, so that ``reform`` need not wait.
-    This is neither a graceful leave nor a verdict: the member that broke the world
-    sends the reason."""
+    """Record that a member closed a broken world: ``reform`` need not wait."""
+    # Neither a graceful leave nor a verdict: whoever broke the world sends a reason.
     if life.phase is Phase.CLOSED or not _is_other(life, rank):
         return life, ()
     if life.phase is Phase.BROKEN:

@@ -1,9 +1,5 @@
-"""Control links: messages between two managers.
-
-``SocketLink`` connects two managers over a socket; ``LocalLink`` connects two managers
-of one process, for the ``memory`` backend. Both report the end of the link exactly
-once. After ``say_bye``, the peer treats that end as intended, not as a lost process.
-"""
+"""Control links: messages between two managers, over a socket or (``memory``) inside
+one process. After ``say_bye``, the peer treats the end as intended, not as a loss."""
 
 from __future__ import annotations
 
@@ -56,8 +52,6 @@ class Link(Protocol):
 
 
 class SocketLink:
-    """A link over a connected, non-blocking socket."""
-
     def __init__(self, key: LinkKey, stream: Stream, owner: LinkOwner) -> None:
         self.key = key
         self._owner = owner
@@ -97,8 +91,6 @@ class SocketLink:
 
 
 class LocalLink:
-    """One end of a link inside a process."""
-
     def __init__(self, key: LinkKey, owner: LinkOwner) -> None:
         self.key = key
         self._owner = owner
@@ -116,7 +108,6 @@ class LocalLink:
         return one, other
 
     def send(self, message: ControlMessage) -> None:
-        """Deliver ``message`` in the next iteration of the event loop."""
         if self._other is not None:
             self._call_soon(self._other._receive, message)
 

@@ -1,10 +1,5 @@
-"""A manager's listener, and the dialing of other managers.
-
-Control links, heartbeats and data lanes all arrive at one listener: a TCP port on the
-interface in use, and an abstract Unix socket for the same host. Each connection begins
-with a handshake that states its purpose; see ``net.handshake``. Peers that send garbage
-or nothing are disconnected and counted.
-"""
+"""A manager's listener, and the dialing of other managers. Control links, heartbeats
+and lanes all arrive at one TCP port or, on one host, at one abstract Unix socket."""
 
 from __future__ import annotations
 
@@ -27,26 +22,21 @@ from multiworld.rendezvous.this_host import this_host
 
 logger = logging.getLogger("multiworld.watchdog")
 
-BACKLOG = 1024
-"""Maximum number of connections in a listening socket's queue."""
-
-CROWDED_S = (0.05, 0.2, 0.5)
-"""Seconds to wait before each new attempt to reach an overloaded listener."""
+BACKLOG = 1024  # maximum number of connections in a listening socket's queue
+CROWDED_S = (0.05, 0.2, 0.5)  # seconds before attempts to reach an overloaded listener
 
 
+# Connections in their handshake; a forked child must close them too.
 _dialing: set[socket.socket] = set()
-"""Connections whose handshake is in progress; a forked child must close them too."""
 
 
 async def dial(address: Address, hello: ManagerHello, security: Security) -> Stream:
-    """Connect to a manager, perform the handshake and return the connection.
-
-    Heartbeats never use TLS, which their helper lacks; their frames carry an HMAC.
-    """
+    """Connect to a manager, perform the handshake and return the connection."""
     sock = await _connect(address)
     stream: Stream = sock
     _dialing.add(sock)
     try:
+        # Heartbeats: their helper lacks TLS; their frames carry an HMAC.
         if security.tls is not None and not isinstance(hello, HeartbeatHello):
             context = security.tls.context(is_server=False)
             stream = await start_tls(sock, context, is_server=False)
@@ -97,8 +87,6 @@ async def _connect(address: Address) -> socket.socket:
 
 
 class Endpoint:
-    """A manager's listener on one interface."""
-
     def __init__(self, address: Address, listener: Listener) -> None:
         self.address, self._listener = address, listener
 
@@ -134,7 +122,6 @@ class Endpoint:
 
     @property
     def refused(self) -> Counter[str]:
-        """Number of refused connections, by kind."""
         return self._listener.refused
 
     def filenos(self) -> list[int]:
@@ -149,6 +136,5 @@ class Endpoint:
 
 
 def dialing_filenos() -> list[int]:
-    """Return the descriptors of dialed connections whose handshake is in progress."""
     plain = [sock.fileno() for sock in _dialing if sock.fileno() >= 0]
     return plain + handshaking_filenos()

@@ -1,24 +1,13 @@
 """Failure detector: verdicts from heartbeats, silence and closed connections. Pure.
 
-One ``FailureDetector`` judges all peer processes of this process. Its cost grows with
-the number of peers, not of the worlds shared with them: it examines a peer's worlds
-only after the shortest of their limits.
+An observer that was late itself does not count its own delay as silence, and judges
+nobody before it has read what arrived meanwhile. A process that its helper reports as
+stopped counts as silent. One whose event loop gives no sign is *stalled*, which is a
+loss only beyond ``stalled_limit_s``.
 
-Three rules prevent false verdicts:
-
-- An observer that was late itself (stuck loop, suspended machine) does not count its
-  own delay as silence. It judges nobody before it has read what arrived meanwhile.
-- A process that its helper reports as stopped counts as silent, although heartbeats
-  keep arriving.
-- A process whose event loop gives no sign is *stalled*. That is reported, but it is not
-  a loss unless a world sets ``stalled_limit_s``.
-
-The limit of silence is the length of a network outage that a world tolerates. The last
-heartbeat before an outage may be one interval old, and the first one after it may take
-another, so two intervals are added to every limit.
-
-Both sides detect a one-way network partition: a heartbeat says how long ago its sender
-heard this process, so the side that still hears knows that it is not heard.
+Two intervals are added to every limit: the last heartbeat before an outage may be one
+old, and the first after it may take another. A heartbeat says how long ago its sender
+heard this process, so both sides detect a one-way network partition.
 """
 
 from __future__ import annotations
@@ -47,27 +36,18 @@ class PeerJoined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerHeard:
-    """A heartbeat arrived.
-
-    Attributes:
-        at: Time of arrival, in seconds on a monotonic clock; None: now.
-        lag_s: Seconds since the peer's event loop gave a sign.
-        is_computing: True if the thread of that loop runs, False if it waits.
-        heard_us_s: Seconds since the peer heard this process; None: never.
-    """
+    """A heartbeat arrived."""
 
     peer: PeerKey
-    at: float | None = None
+    at: float | None = None  # time of arrival, monotonic; None: now
     state: ProcessState = ProcessState.RUNNING
-    lag_s: float = 0.0
-    is_computing: bool = False
-    heard_us_s: float | None = None
+    lag_s: float = 0.0  # since the peer's event loop gave a sign
+    is_computing: bool = False  # the thread of that loop runs; else it waits
+    heard_us_s: float | None = None  # since the peer heard this process; None: never
 
 
 @dataclass(frozen=True, slots=True)
 class PeerClosed:
-    """The control connection to a peer ended."""
-
     peer: PeerKey
     reason: str
     evidence: str
@@ -75,15 +55,11 @@ class PeerClosed:
 
 @dataclass(frozen=True, slots=True)
 class DetectionLimits:
-    """Limits of a world for a member, in seconds of silence.
-
-    ``stall_s`` and ``stalled_limit_s`` are for its event loop: until a report, and
-    until it is lost.
-    """
+    """Limits of a world for a member, in seconds of silence."""
 
     silence_s: float
-    stall_s: float = math.inf
-    stalled_limit_s: float = math.inf
+    stall_s: float = math.inf  # of its event loop, until a report
+    stalled_limit_s: float = math.inf  # of its event loop, until it is lost
 
     def shortest_s(self) -> float:
         return min(self.silence_s, self.stall_s, self.stalled_limit_s)
@@ -100,8 +76,6 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class Unwatched:
-    """A world no longer needs the peer."""
-
     peer: PeerKey
     world: WorldKey
 
@@ -144,8 +118,6 @@ class Stalled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """The event loop of a stalled peer runs again."""
-
     peer: PeerKey
     world: WorldKey
 
@@ -175,7 +147,7 @@ class _Peer:
 
 
 class FailureDetector:
-    """Judge of every peer; ticks and heartbeats come every ``tick_s`` seconds."""
+    """Judge of every peer; its cost grows with the peers, not with their worlds."""
 
     def __init__(self, tick_s: float) -> None:
         self._tick_s, self._margin_s = tick_s, 2 * tick_s
@@ -185,7 +157,6 @@ class FailureDetector:
         self._fresh_from = -math.inf  # ``heard_us_s`` of earlier heartbeats is ignored
 
     def handle(self, observation: Observation, now: float) -> list[Finding]:
-        """Apply one observation and return the findings that follow from it."""
         if self._ticked_at is None:
             self._ticked_at = now  # from now on ticks are due: the first may be late
         match observation:
@@ -208,13 +179,11 @@ class FailureDetector:
         return []
 
     def silent_s(self, key: PeerKey, now: float) -> float:
-        """Return the seconds since a peer was heard; 0 for an unknown peer.
-
-        Time after an overdue tick does not count: messages from it are still unread.
-        """
+        """Return the seconds since a peer was heard; 0 for an unknown peer."""
         peer = self._peers.get(key)
         if peer is None:
             return 0.0
+        # Time after an overdue tick does not count: its messages are still unread.
         awake_until = math.inf if self._ticked_at is None else self._ticked_at
         return max(0.0, min(now, awake_until + self._margin_s) - peer.heard_at)
 

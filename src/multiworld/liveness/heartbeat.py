@@ -23,12 +23,10 @@ from multiworld.liveness import heartbeat_helper
 
 logger = logging.getLogger("multiworld.watchdog")
 
+# Seconds without a report until the helper is replaced: well within the default
+# ``silence_s``, because the peers may hear nothing meanwhile.
 MISSED_S = 0.8
-"""Seconds without a report after which the helper is replaced. That is well within the
-default ``silence_s``, because the peers may hear nothing meanwhile."""
-
-START_S = 5.0
-"""The same limit for a helper that has not reported yet: it may be slow to start."""
+START_S = 5.0  # the same for one that has not reported yet: it may be slow to start
 
 Mode = Literal["process", "thread"]
 
@@ -38,16 +36,12 @@ OnReport = Callable[[int, "HeartbeatReport"], None]
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReport:
-    """A peer's latest heartbeat, and its time of arrival on the monotonic clock.
+    """A peer's latest heartbeat, and its time of arrival on the monotonic clock."""
 
-    ``state`` may also be ``ENDED``, for the connection; ``heard_us_s`` None means
-    never.
-    """
-
-    state: int
+    state: int  # or ``ENDED``, for the connection
     doing: int
     lag_s: float
-    heard_us_s: float | None
+    heard_us_s: float | None  # None: never
     at: float
 
 
@@ -80,14 +74,11 @@ class Heartbeat:
     def add(
         self, sock: socket.socket, out_key: bytes, in_key: bytes, mode: Mode
     ) -> int:
-        """Exchange heartbeats on a socket, and return the connection's number.
-
-        The caller closes its own copy of the socket after ``remove``, and reads nothing
-        from it. The keys are for the HMAC in sent and received frames.
-        """
+        """Exchange heartbeats on a socket; return the connection's number."""
         if self._control is None:
             self._start(mode)
         number = next(self._numbers)
+        # The caller closes its copy after ``remove``, and reads nothing from it.
         self._sockets[number] = sock, out_key, in_key
         self._send_sockets(number)
         return number
@@ -102,7 +93,6 @@ class Heartbeat:
             sock.close()
 
     def remove(self, number: int) -> None:
-        """End the heartbeats on a connection; safe to repeat."""
         datagrams = self._datagrams.pop(number, None)
         if datagrams is not None:
             datagrams.close()
@@ -150,11 +140,7 @@ class Heartbeat:
                 self._on_report(number, report)
 
     async def tick(self) -> bool:
-        """Signal that the event loop runs, and wait for the helper's next report.
-
-        Return False if none arrives within two heartbeat intervals. Replace a helper
-        that died or missed several reports.
-        """
+        """Signal that the event loop runs, and wait for the helper's next report."""
         if self._control is None and not self._sockets:
             await asyncio.sleep(self._heartbeat_s)
             return True
@@ -198,7 +184,6 @@ class Heartbeat:
         return found if self._control is None else [*found, self._control.fileno()]
 
     def close(self) -> None:
-        """Stop the helper and wait for its exit."""
         self._sockets.clear()
         for sock in self._datagrams.values():
             sock.close()
@@ -309,7 +294,6 @@ class Heartbeat:
 
 
 def give_sign(sign: mmap.mmap | bytearray) -> None:
-    """Write the present time into the memory of a sign of life."""
     # In one assignment: ``pack_into`` could let the helper read a zero.
     sign[:] = heartbeat_helper.SIGN.pack(time.monotonic())
 

@@ -1,18 +1,10 @@
 """The heartbeat helper: sends and reads heartbeats outside the owner's GIL.
 
 It runs as a script in a helper process (``python -I -S -E heartbeat_helper.py FD SIGN
-PID TID HEARTBEAT_S``) or in a thread, and uses the standard library only.
-
-The owner passes sockets over a control socket. Every ``heartbeat_s`` the helper reads
-the peers' heartbeats, reports what is new to its owner, and sends one frame to each
-peer: the owner's state, how long ago its event loop gave a sign, what that loop's
-thread is doing, and how long ago this peer was heard. The owner wakes up once per
-report, however many peers it has, and gives its sign in shared memory, without waking
-the helper. An owner that was stuck learns from the reports what arrived meanwhile.
-
-Between hosts, heartbeats travel over TCP and UDP, and the first copy counts. After an
-outage, TCP retries with doubling pauses, so TCP alone would look silent long after the
-network is back. UDP alone may be filtered.
+PID TID HEARTBEAT_S``) or in a thread, and uses the standard library only. Every
+``heartbeat_s`` it reads the peers' heartbeats, reports what is new over the control
+socket, and sends one frame to each peer. The owner gives its sign in shared memory,
+without waking the helper.
 
 The helper exits with its owner: at the end of the control socket, or when its parent
 changes (a forked child of the owner may hold the control socket open).
@@ -30,20 +22,13 @@ import struct
 import sys
 import time
 
+# States of a process, or ``ENDED`` for a heartbeat connection.
 RUNNING, STOPPED, GONE, ENDED = 0, 1, 2, 3
-"""State of a process, or ``ENDED`` for a heartbeat connection that has ended."""
-
-WAITING, COMPUTING = 0, 1
-"""Activity of an event loop's thread: it sleeps in a system call, or runs."""
-
-NEVER_MS = 0xFFFFFFFF
-"""Value of ``HeartbeatFrame.heard_ms`` if the sender never heard the receiver."""
-
-SIGN = struct.Struct("<d")
-"""Format of an owner's sign: its time in seconds on the monotonic clock."""
-
+WAITING, COMPUTING = 0, 1  # an event loop's thread sleeps in a system call, or runs
+NEVER_MS = 0xFFFFFFFF  # ``HeartbeatFrame.heard_ms`` if the receiver was never heard
+SIGN = struct.Struct("<d")  # an owner's time in seconds on the monotonic clock
+# Orders from the owner; the first two come with a socket.
 ADD, ADD_DATAGRAMS, REMOVE = b"A", b"D", b"R"
-"""Orders from the owner; the first two come with a socket."""
 
 KEY_BYTES = 32
 
@@ -54,34 +39,23 @@ _SEAL_BYTES = 12
 _FRAME = struct.Struct("<4sBB2xQII")
 FRAME_BYTES = _FRAME.size + _SEAL_BYTES
 
+# Number, state, doing, lag and heard (ms), time of arrival (monotonic, in seconds).
 REPORT = struct.Struct("<QBBIId")
-"""Format of a report's entry: number, state, doing, lag and heard (milliseconds), and
-time of arrival (seconds on the monotonic clock)."""
-REPORTS_A_MESSAGE = 64
-"""Maximum number of entries in one message to the owner."""
-
-END_OF_REPORT = 0
-"""Number of a report's last entry; no connection has it."""
-
-READ_BYTES = 64 * 1024
-"""Maximum number of bytes per read."""
-
-DATAGRAMS_A_TURN = 64
-"""Maximum number of datagrams read from one peer per turn."""
+REPORTS_A_MESSAGE = 64  # maximum number of entries
+END_OF_REPORT = 0  # number of a report's last entry; no connection has it
+READ_BYTES = 64 * 1024  # maximum bytes of one read
+DATAGRAMS_A_TURN = 64  # maximum number read from one peer
 
 
 class HeartbeatFrame:
-    """Content of one heartbeat frame.
-
-    ``doing`` is meaningful only while the loop gives no sign; ``heard_ms`` may be
-    ``NEVER_MS``.
-    """
+    """Content of one heartbeat frame."""
 
     __slots__ = ("doing", "heard_ms", "lag_ms", "sequence", "state")
 
     def __init__(
         self, state: int, doing: int, sequence: int, lag_ms: int, heard_ms: int
     ) -> None:
+        # ``doing`` is meaningful only while the loop gives no sign.
         self.state, self.doing, self.sequence = state, doing, sequence
         self.lag_ms, self.heard_ms = lag_ms, heard_ms
 
@@ -151,14 +125,13 @@ def thread_doing(pid: int, tid: int) -> int:
 
 
 class HeartbeatTarget:
-    """One peer: its connections and its latest heartbeat.
-
-    A peer that reads too slowly gets fewer heartbeats, but never a torn one.
-    """
+    """One peer; if it reads slowly, it gets fewer heartbeats, but never a torn one."""
 
     def __init__(self, sock: socket.socket, out_key: bytes, in_key: bytes) -> None:
         sock.setblocking(False)
         self.sock = sock
+        # Between hosts frames travel over UDP too, and the first copy counts: after an
+        # outage TCP retries ever later, and UDP alone may be filtered.
         self.datagrams: socket.socket | None = None
         # The connection has ended; the owner knows it.
         self.is_ended = self.is_reported = False
@@ -258,14 +231,12 @@ class HeartbeatHelper:
         self._is_over = False
 
     def run(self) -> None:
-        """Send and read heartbeats, in one turn per interval, until the owner exits.
-
-        Waking up for each heartbeat that arrives costs several times more.
-        """
+        """Send and read heartbeats, in one turn per interval, until the owner exits."""
         due = time.monotonic()  # at once: the owner waits for the first report
         while not self._is_over:
             if self._selector.select(max(0.0, due - time.monotonic())):
                 self._handle_order()
+            # Waking up for each heartbeat that arrives costs several times more.
             if time.monotonic() >= due:
                 self._read()
                 self._report()

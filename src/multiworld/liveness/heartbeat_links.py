@@ -1,8 +1,4 @@
-"""Heartbeat connections to the peers: creating, replacing and closing them.
-
-Besides its control link, each peer has one connection for heartbeats and, between
-hosts, a UDP socket. The helper of ``Heartbeat`` uses both.
-"""
+"""Heartbeat connections to the peers, each with a UDP socket between hosts."""
 
 from __future__ import annotations
 
@@ -25,8 +21,7 @@ class _Connection:
     handle: int
     sock: socket.socket
     number: int
-    datagrams: socket.socket | None = None
-    """UDP socket that waits for the peer's port; None once the helper owns it."""
+    datagrams: socket.socket | None = None  # waits for the peer's port
 
 
 class HeartbeatLinks:
@@ -88,7 +83,6 @@ class HeartbeatLinks:
             self._join_datagrams(key)
 
     def end(self, key: LinkKey) -> None:
-        """End the heartbeats to and from a peer; safe to repeat."""
         self._end_connection(key)
         self._ports.pop(key, None)
 

@@ -1,8 +1,6 @@
-"""Control links of a manager to its peers: listening, dialing, accepting.
-
-Two processes have one link and one heartbeat connection, however many worlds they
-share. The manager with the smaller uid dials, so that connections never cross.
-"""
+"""Control links of a manager to its peers: listening, dialing, accepting. Two processes
+have one link, however many worlds they share. The smaller uid dials, so that
+connections never cross."""
 
 from __future__ import annotations
 
@@ -39,12 +37,10 @@ from multiworld.rendezvous.this_host import this_host
 
 logger = logging.getLogger("multiworld.watchdog")
 
+# Seconds between probes of a peer that is to dial, as its death costs ``join_s``.
 PROBE_S = 1.0
-"""Seconds between probes of a peer that is to dial this manager; without them, a peer
-that dies before dialing would cost all of ``join_s``."""
-
+# Seconds between attempts to open another heartbeat connection.
 AGAIN_S = (0.0, 0.2, 0.5, 1.0, 2.0)
-"""Seconds between attempts to open another heartbeat connection."""
 
 
 class LinkTableOwner(Protocol):
@@ -79,13 +75,11 @@ class Peer:
     heartbeats: int = 1
 
 
+# The tables of this process by uid, for links inside it.
 _tables: weakref.WeakValueDictionary[str, LinkTable] = weakref.WeakValueDictionary()
-"""The tables of this process by uid, for links inside it."""
 
 
 class LinkTable:
-    """The links of one manager."""
-
     hellos = ManagerHello
 
     def __init__(
@@ -299,7 +293,6 @@ class LinkTable:
         return found
 
     def close_nowait(self, *, politely: bool) -> None:
-        """End all links at once; with ``politely``, announce that it is intended."""
         self._is_closed = True
         _tables.pop(self.uid, None)
         for key in list(self._peers):
@@ -316,7 +309,6 @@ class LinkTable:
         self.heartbeats.close()
 
     async def wait_closed(self) -> None:
-        """Wait until the listeners have ended, after ``close_nowait``."""
         for endpoint in self._endpoints.values():
             await endpoint.close()
 

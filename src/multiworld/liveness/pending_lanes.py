@@ -10,14 +10,9 @@ from dataclasses import dataclass, field
 
 from multiworld.net.streams import Stream
 
-LIMIT = 1024
-"""Maximum number of pending lanes before unknown incarnations are refused."""
-
-KEPT_S = 60.0
-"""Seconds that a connection waits for an unknown incarnation."""
-
-LaneKey = tuple[int, int, str]
-"""Nonce of the incarnation, rank of the member, channel."""
+LIMIT = 1024  # maximum of pending lanes before unknown incarnations are refused
+KEPT_S = 60.0  # seconds that a connection waits for an unknown incarnation
+LaneKey = tuple[int, int, str]  # nonce of the incarnation, rank of the member, channel
 
 
 @dataclass(slots=True)
@@ -27,14 +22,11 @@ class _Slot:
 
 
 class PendingLanes:
-    """Meeting point of data connections and the worlds that wait for them."""
-
     def __init__(self) -> None:
         self._slots: dict[LaneKey, _Slot] = {}
 
     @property
     def is_full(self) -> bool:
-        """True while connections for unknown incarnations must be refused."""
         return len(self._slots) >= LIMIT
 
     def put(self, key: LaneKey, stream: Stream) -> None:

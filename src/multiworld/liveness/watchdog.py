@@ -1,8 +1,5 @@
-"""The watchdog of a manager: detects lost peers and notifies their worlds.
-
-It joins three parts: ``LinkTable`` (connections to peer managers), ``WorldTable`` (the
-world that a message or connection is for) and ``FailureDetector`` (lost peers).
-"""
+"""The watchdog of a manager: detects lost peers (``FailureDetector``), and notifies
+their worlds (``WorldTable``) over connections to peer managers (``LinkTable``)."""
 
 from __future__ import annotations
 
@@ -45,8 +42,7 @@ __all__ = ["WatchDog"]
 
 logger = logging.getLogger("multiworld.watchdog")
 
-SILENT_S = 60.0
-"""Seconds of silence after which a link that no world uses is closed."""
+SILENT_S = 60.0  # seconds of silence after which a link that no world uses is closed
 
 
 class WatchDog:

@@ -1,8 +1,5 @@
-"""Incarnations that a manager takes part in, and the routing of their messages.
-
-Messages and connections that arrive before their incarnation is known wait for a
-limited time; those that arrive after its end are refused.
-"""
+"""Incarnations that a manager takes part in, and the routing of their messages. What
+arrives before an incarnation is known waits; what arrives after its end is refused."""
 
 from __future__ import annotations
 
@@ -18,18 +15,13 @@ from multiworld.liveness.manager_messages import WorldMessage
 from multiworld.liveness.pending_lanes import PendingLanes
 from multiworld.net.streams import Stream
 
-RETIRED_LIMIT = 4096
-"""Number of ended incarnations that are remembered, so that their data is refused."""
+RETIRED_LIMIT = 4096  # ended incarnations that are remembered, to refuse their data
 
+# Maximum of early messages per link, approximately: a misbehaving peer takes no space
+# from the others.
 LIMIT_BYTES = 1024 * 1024
-"""Approximate maximum of bytes of early messages kept per link. It bounds the cost of a
-misbehaving peer without taking space from the others."""
-
-MESSAGE_BYTES = 256
-"""Approximate bytes of a message without its strings."""
-
-KEPT_S = 60.0
-"""Seconds that early messages are kept."""
+MESSAGE_BYTES = 256  # approximate bytes of a message without its strings
+KEPT_S = 60.0  # seconds that early messages are kept
 
 
 class WorldPort(Protocol):
@@ -57,10 +49,8 @@ class _Box:
 
 
 class EarlyMessages:
-    """Messages about incarnations that this process does not know yet.
-
-    Members learn of a new incarnation one after another, so messages may arrive early.
-    """
+    """Messages about incarnations that this process does not know yet, because members
+    learn of a new one in turn."""
 
     def __init__(self) -> None:
         self._boxes: dict[int, _Box] = {}
@@ -105,8 +95,6 @@ class EarlyMessages:
 
 
 class WorldTable:
-    """The incarnations of one manager, by nonce."""
-
     def __init__(self) -> None:
         self._attached: dict[int, Attached] = {}
         self._ranks: dict[LinkKey, dict[int, int]] = {}
@@ -115,7 +103,6 @@ class WorldTable:
         self.lanes = PendingLanes()
 
     def open(self, nonce: int, port: WorldPort) -> None:
-        """Add an incarnation, with no member connected yet."""
         self._attached[nonce] = Attached(port)
 
     def add(self, nonce: int, rank: int, key: LinkKey) -> None:
@@ -125,7 +112,6 @@ class WorldTable:
             self._ranks.setdefault(key, {})[nonce] = rank
 
     def remove(self, nonce: int) -> list[LinkKey]:
-        """Remove an incarnation; return the links that it used."""
         attached = self._attached.pop(nonce, None)
         self.retire(nonce)
         keys = [] if attached is None else list(attached.links.values())
@@ -193,6 +179,5 @@ class WorldTable:
         self.lanes.put((nonce, rank, channel), sock)
 
     def purge(self, now: float) -> None:
-        """Drop messages and connections that have waited too long."""
         self._early.purge(now)
         self.lanes.purge(self._attached, now)

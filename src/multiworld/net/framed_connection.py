@@ -11,23 +11,14 @@ import msgspec
 from multiworld.net import frames
 from multiworld.net.streams import Stream
 
-READ_BYTES = 64 * 1024
-"""Maximum number of bytes in one read."""
-
-ENDED = "connection closed by peer"
-"""Evidence of an orderly end."""
+READ_BYTES = 64 * 1024  # maximum bytes of one read
+ENDED = "connection closed by peer"  # evidence of an orderly end
 
 M = TypeVar("M")
 
 
 class FramedConnection(Generic[M]):
-    """Sends frames, and reports every frame that arrives and the connection's end.
-
-    It owns ``stream``. A message that ``decoder`` rejects, or for which ``on_message``
-    raises ``ValueError``, violates the protocol and ends the connection. ``on_end`` is
-    called once, never from ``close``, with the evidence and whether the peer violated
-    the protocol.
-    """
+    """Sends frames, reports those that arrive and the end, and owns ``stream``."""
 
     def __init__(
         self,
@@ -37,6 +28,9 @@ class FramedConnection(Generic[M]):
         on_end: Callable[[str, bool], None],
     ) -> None:
         self._stream, self._decoder = stream, decoder
+        # A message that ``decoder`` or ``on_message`` (``ValueError``) rejects ends the
+        # connection. ``on_end`` is called once, never from ``close``, with the evidence
+        # and whether the peer violated the protocol.
         self._on_message, self._on_end = on_message, on_end
         self._loop = asyncio.get_running_loop()
         self._inbox, self._outbox = bytearray(), bytearray()
@@ -61,7 +55,6 @@ class FramedConnection(Generic[M]):
             self._flush()
 
     def close(self) -> None:
-        """Close the connection without calling ``on_end``; safe to repeat."""
         if self._is_over:
             return
         self._is_over = True

@@ -1,7 +1,5 @@
-"""Frames: four bytes of length, then that many bytes of a JSON message. Pure.
-
-Every hello carries ``PROTOCOL_VERSION``, and each side refuses any other version.
-"""
+"""Frames: four bytes of length, then that many bytes of a JSON message. Pure. Every
+hello carries ``PROTOCOL_VERSION``, and each side refuses any other version."""
 
 from __future__ import annotations
 
@@ -10,11 +8,8 @@ from typing import TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 3
-"""Version of the handshake and of all messages."""
-
-MAX_FRAME_BYTES = 16 * 1024 * 1024
-"""Maximum number of bytes in the body of a frame."""
+PROTOCOL_VERSION = 3  # of the handshake and of all messages
+MAX_FRAME_BYTES = 16 * 1024 * 1024  # maximum of the body
 
 _LENGTH = struct.Struct(">I")
 
@@ -28,8 +23,7 @@ class FrameError(Exception):
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Return ``message`` as one frame. Raises ``FrameError`` if it exceeds
-    ``MAX_FRAME_BYTES`` or has a lone surrogate."""
+    """Return a frame; ``FrameError`` if it is too large or has a lone surrogate."""
     try:
         body = _encoder.encode(message)
     except UnicodeEncodeError as error:

@@ -8,12 +8,10 @@
     proof over hello and challenge ->
                                          <- ok, and the acceptor's own proof
 
-Each side is a generator: it yields the message to send and receives the reply. It does
-no I/O itself (it draws random numbers), so streams, plain sockets and threads share it.
-
-The proofs are HMACs (SHA-256) over the hello and the challenge. Both contain fresh
-random values, so a recorded proof is worthless later. The acceptor proves itself last:
-an untrusted peer receives nothing against which it could test guesses of the secret.
+Each side is a generator without I/O: it yields messages and receives replies. The
+proofs are HMACs (SHA-256) over the hello and the challenge, which contain fresh random
+values. The acceptor proves itself last: an untrusted peer receives nothing against
+which it could test guesses of the secret.
 """
 
 from __future__ import annotations
@@ -29,15 +27,10 @@ from multiworld.net.frames import FrameError
 from multiworld.net.handshake_messages import Answer, Hello, Proof
 from multiworld.net.security import Security
 
-HELLO_BYTES = 16 * 1024
-"""Maximum number of bytes in a handshake frame: the peer is not authenticated yet."""
-
-HELLO_S = 5.0
-"""Maximum number of seconds for a handshake."""
-
+HELLO_BYTES = 16 * 1024  # maximum of a frame: the peer is not authenticated yet
+HELLO_S = 5.0  # maximum seconds for a handshake
+# Handshakes in progress. One more closes the oldest, never one that answers at once.
 MAX_GREETING = 256
-"""Maximum number of handshakes in progress. One more closes the oldest, which is never
-a connection that answers without delay."""
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -52,25 +45,19 @@ _versions = msgspec.json.Decoder(_Version)
 
 
 class HandshakeError(ConnectionRefusedError):
-    """The handshake failed: wrong protocol, wrong secret, or refused.
-
-    Attributes:
-        kind: "version", "secret", "tls", "refused" or "malformed".
-        theirs: Protocol version of the peer; 0 if it sent none.
-        answer: Message to send to the peer, if any.
-    """
+    """The handshake failed: wrong protocol, wrong secret, or refused."""
 
     def __init__(
         self, kind: str, why: str, *, theirs: int = 0, answer: Answer | None = None
     ) -> None:
+        # ``kind``: "version", "secret", "tls", "refused" or "malformed". ``theirs``:
+        # the peer's version, or 0. ``answer``: a message for the peer, if any.
         self.kind, self.theirs, self.answer = kind, theirs, answer
         super().__init__(why)
 
 
 def dialing(hello: Hello, security: Security) -> Generator[bytes, bytes, None]:
-    """Yield the dialer's frames; receive the bodies of the acceptor's. Raises
-    ``HandshakeError`` if the acceptor speaks another version, does not prove that it
-    holds the secret, or refuses; ``FrameError`` if it speaks another protocol."""
+    """Yield the dialer's frames; receive the bodies of the acceptor's."""
     ours = frames.PROTOCOL_VERSION
     is_sealed = bool(security.secret)
     greeting = msgspec.structs.replace(
@@ -112,9 +99,7 @@ def dialing(hello: Hello, security: Security) -> Generator[bytes, bytes, None]:
 
 
 def accepting(greeting: Hello, security: Security) -> Generator[bytes, bytes, Answer]:
-    """Yield the acceptor's frames; return its last message, which says "ok". The caller
-    sends that message once it has decided to keep the connection. Errors are as for
-    ``dialing``."""
+    """Yield the acceptor's frames; return its "ok", for the caller to send."""
     ours = frames.PROTOCOL_VERSION
     if greeting.multiworld != ours:
         raise _other_version(greeting.multiworld)

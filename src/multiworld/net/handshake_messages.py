@@ -1,7 +1,4 @@
-"""Base of all control messages, and the messages of the handshake. Pure.
-
-``frames`` encodes every message.
-"""
+"""Base of all control messages, and the messages of the handshake. Pure."""
 
 from __future__ import annotations
 
@@ -13,31 +10,22 @@ class Message(msgspec.Struct, frozen=True, tag_field="op", tag=True):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """The dialer's first message; subclasses add the purpose of the connection.
-    ``fresh`` is a random value; ``sealed`` is True if the dialer has a secret."""
+    """The dialer's first message; subclasses add the purpose of the connection."""
 
     multiworld: int = 0
-    fresh: str = ""
-    sealed: bool = False
+    fresh: str = ""  # random value
+    sealed: bool = False  # the dialer has a secret
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A message of the acceptor.
+    """A message of the acceptor."""
 
-    Attributes:
-        multiworld: Version of the protocol; 0 if the peer sent none.
-        ok: True in the last message to an accepted dialer.
-        challenge: Random value that the dialer's proof must cover; or empty.
-        proof: The acceptor's own proof; empty without a secret.
-        kind: Kind of the refusal, as in ``HandshakeError``; or empty.
-    """
-
-    multiworld: int = 0
-    ok: bool = False
-    challenge: str = ""
-    proof: str = ""
+    multiworld: int = 0  # version of the protocol; 0 if the peer sent none
+    ok: bool = False  # in the last message to an accepted dialer
+    challenge: str = ""  # random value that the dialer's proof must cover
+    proof: str = ""  # the acceptor's own; empty without a secret
     error: str = "the peer gave no reason"
-    kind: str = ""
+    kind: str = ""  # of the refusal, as in ``HandshakeError``
 
 
 class Proof(msgspec.Struct, frozen=True):

@@ -1,10 +1,6 @@
-"""The listener: accepts connections, authenticates and refuses them.
-
-A ``Listener`` accepts on its sockets and passes on only connections that completed the
-handshake. It closes and counts all others, and logs a sample of them. It closes a
-connection that takes longer than ``HELLO_S``; if too many handshakes are in progress,
-it closes the oldest.
-"""
+"""The listener: accepts connections, authenticates and refuses them. It passes on those
+that completed the handshake within ``HELLO_S``. It closes and counts the others, and
+logs a sample of them."""
 
 from __future__ import annotations
 
@@ -42,25 +38,18 @@ from multiworld.net.streams import (
 )
 from multiworld.net.tcp import tune
 
-ACCEPTS_A_TURN = 16
-"""Connections accepted before the event loop's other tasks may run."""
-
-LOG_EVERY_S = 10.0
-"""Minimum number of seconds between two log lines about refusals of one kind: a port
-scanner must not fill the log."""
+ACCEPTS_A_TURN = 16  # connections accepted before the event loop's other tasks run
+LOG_EVERY_S = 10.0  # seconds between lines of one kind: a scanner must not fill the log
 
 
 class Acceptor(Protocol):
-    """The owner of accepted connections. ``hellos`` is the type of the expected hellos:
-    a subclass of ``Hello``, or several."""
+    """The owner of accepted connections."""
 
-    hellos: Any
+    hellos: Any  # a subclass of ``Hello``, or several
 
     def security_for(self, hello: Hello) -> Security | None:
-        """Return the security for a connection with this hello, or None. None stands
-        for the listener's own, with TLS if that is on. A connection with any other
-        security does not need TLS. ``HandshakeError`` refuses the connection regardless
-        of what it can prove."""
+        """Return the security for a connection; None: the listener's own. Any other
+        does not need TLS. ``HandshakeError`` refuses it, whatever it can prove."""
 
     def refusal(self, hello: Hello) -> str | None:
         """Return why to refuse a connection with this hello, or None."""
@@ -73,19 +62,13 @@ class Acceptor(Protocol):
 
 
 async def read_frame(stream: Stream, limit: int = HELLO_BYTES) -> bytes:
-    """Read one frame of at most ``limit`` bytes, and return its body. Cancelling loses
-    the part of the frame that was read, so close the stream."""
+    """Return a frame's body; cancelling loses a part of it, so close the stream."""
     length = frames.decode_length(await read_exactly(stream, 4), limit)
     return await read_exactly(stream, length)
 
 
 class Listener:
-    """Listens on one or more sockets, which it owns, until it is closed.
-
-    Attributes:
-        refused: Number of refused connections by kind: "version", "secret", "tls",
-            "malformed", "slow", "crowded", "refused".
-    """
+    """Listens on one or more sockets, which it owns, until it is closed."""
 
     def __init__(
         self,
@@ -98,6 +81,7 @@ class Listener:
         self._sockets, self._acceptor, self._security = sockets, acceptor, security
         self._logger, self._what = logger, what
         self._hellos = msgspec.json.Decoder(acceptor.hellos)
+        # By "version", "secret", "tls", "malformed", "slow", "crowded", "refused".
         self.refused: Counter[str] = Counter()
         self._logged: dict[str, tuple[float, int]] = {}
         self._greeting: dict[asyncio.Task[None], socket.socket] = {}
@@ -109,9 +93,7 @@ class Listener:
         ]
 
     def count(self, kind: str, where: object, why: object) -> None:
-        """Count a refusal, or a connection that misbehaved after its handshake. Log it
-        unless its kind was logged recently. ``where`` is the remote address, empty for
-        this host."""
+        """Count a refusal or misbehaviour, and log it unless that was done recently."""
         self.refused[kind] += 1
         now, count = time.monotonic(), self.refused[kind]
         at, logged = self._logged.get(kind, (now - LOG_EVERY_S, 0))
@@ -135,7 +117,6 @@ class Listener:
         return plain + handshaking_filenos()
 
     def close_nowait(self) -> None:
-        """Stop listening and close every connection whose handshake is in progress."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -148,8 +129,7 @@ class Listener:
             sock.close()
 
     async def close(self) -> None:
-        """Stop listening and wait until every handshake in progress has ended.
-        Cancelling stops the wait; the listener is closed all the same."""
+        """Stop listening and wait for handshakes; cancelling stops only the wait."""
         greeting = list(self._greeting)
         self.close_nowait()
         await asyncio.gather(*self._listening, *greeting, return_exceptions=True)

@@ -6,16 +6,12 @@ import logging
 import time
 from collections.abc import Callable
 
-AGAIN_S = 60.0
-"""Seconds after which the same cause is logged again."""
-
-MAX_CAUSES = 1000
-"""Maximum number of remembered causes; the oldest is forgotten first."""
+AGAIN_S = 60.0  # seconds until the same cause is logged again
+MAX_CAUSES = 1000  # maximum number of remembered causes; the oldest is forgotten first
 
 
 class RareLog:
-    """Logs each cause once in ``AGAIN_S``, with the number of suppressed
-    repetitions."""
+    """Logs each cause once in ``AGAIN_S``, and how often it was suppressed."""
 
     def __init__(
         self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic
@@ -25,7 +21,6 @@ class RareLog:
         self._hidden: dict[str, int] = {}
 
     def error(self, what: str, error: Exception) -> None:
-        """Log an error unless ``what`` failed with the same one within ``AGAIN_S``."""
         cause = f"{what}: {error}"
         now = self._clock()
         if now - self._logged_at.get(cause, -AGAIN_S) < AGAIN_S:

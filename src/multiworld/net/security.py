@@ -22,10 +22,9 @@ from multiworld.errors import ConfigError
 
 __all__ = ["Security", "Tls"]
 
+# Minimum length of a secret: guesses can be tested offline against a recorded challenge
+# and its answer. ``openssl rand -hex 32`` makes a good one.
 MINIMUM_BYTES = 16
-"""Minimum number of bytes in a secret. An attacker who recorded a challenge and its
-answer can test guesses offline, so the secret must be too long to guess. ``openssl rand
--hex 32`` makes a good one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,4 @@
-"""Non-blocking streams: connected sockets, plain or under TLS.
-
-A ``TlsStream`` has the methods of a non-blocking socket that lanes and links use. Like
-a socket, it raises ``BlockingIOError`` where it would have to wait.
-"""
+"""Non-blocking streams: connected sockets, plain or under TLS."""
 
 from __future__ import annotations
 
@@ -12,8 +8,7 @@ import ssl
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-RECORD_BYTES = 16 * 1024
-"""Maximum payload of one TLS record, in bytes (RFC 8446)."""
+RECORD_BYTES = 16 * 1024  # maximum payload of one TLS record (RFC 8446)
 
 
 class Stream(Protocol):
@@ -47,11 +42,10 @@ class Stream(Protocol):
 
 
 class TlsStream:
-    """A connection under TLS, after its TLS handshake. OpenSSL demands that bytes it
-    did not take are offered again first. Lanes and links comply, because they write in
-    order."""
+    """A connection under TLS, after its TLS handshake."""
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
+        # OpenSSL wants bytes that it did not take offered again first: write in order.
         self._sock = sock
 
     @property
@@ -148,8 +142,7 @@ async def wait_writable(sock: socket.socket | Stream) -> None:
 
 
 async def read_exactly(stream: Stream, count: int) -> bytes:
-    """Read exactly ``count`` bytes; ``ConnectionResetError`` if the stream ends before.
-    Cancelling loses the bytes read so far, so close the stream."""
+    """Read exactly ``count`` bytes; cancelling loses some, so close the stream."""
     data = b""
     while len(data) < count:
         try:
@@ -164,8 +157,7 @@ async def read_exactly(stream: Stream, count: int) -> bytes:
 
 
 async def write_all(stream: Stream, data: bytes) -> None:
-    """Write all of ``data``. Cancelling leaves an unknown part written, so close the
-    stream."""
+    """Write all of ``data``; cancelling leaves a part, so close the stream."""
     while data:
         try:
             data = data[stream.send(data) :]
@@ -173,15 +165,14 @@ async def write_all(stream: Stream, data: bytes) -> None:
             await wait_writable(stream)
 
 
+# Connections in their TLS handshake; a forked child must close them too.
 _handshaking: set[ssl.SSLSocket] = set()
-"""Connections in their TLS handshake; a forked child must close them too."""
 
 
 async def start_tls(
     sock: socket.socket, context: ssl.SSLContext, *, is_server: bool
 ) -> TlsStream:
-    """Do the TLS handshake and return the encrypted stream, which owns ``sock``. An
-    error or cancellation closes ``sock``."""
+    """Do the TLS handshake; return the stream that owns ``sock``, or close it."""
     wrapped = context.wrap_socket(
         sock, server_side=is_server, do_handshake_on_connect=False
     )
@@ -204,5 +195,4 @@ async def start_tls(
 
 
 def handshaking_filenos() -> list[int]:
-    """Return the descriptors of connections in their TLS handshake."""
     return [sock.fileno() for sock in _handshaking if sock.fileno() >= 0]

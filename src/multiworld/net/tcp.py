@@ -9,18 +9,15 @@ import socket
 from typing import Any
 
 TCP_THIN_LINEAR_TIMEOUTS = 16
-TCP_RTO_MAX_MS = 44
-"""Linux socket options that Python 3.11 has no names for."""
+TCP_RTO_MAX_MS = 44  # Python 3.11 has no names for these two
 
+# The smallest value that Linux allows (from 6.15 on). By default retransmissions pause
+# up to two minutes: after an outage a connection stays silent for as long again.
 RETRANSMIT_MS = 1000
-"""Maximum milliseconds between TCP retransmissions: the smallest value that Linux
-allows (from 6.15 on). By default the pauses double up to two minutes, so after an
-outage a connection would stay silent for as long again as the outage lasted."""
 
+# About the kernel's default. It counts retries and, with short pauses, would give up
+# much earlier. But the failure detector decides which peers are lost, not TCP.
 UNACKNOWLEDGED_MS = 15 * 60 * 1000
-"""Maximum milliseconds that data may stay unacknowledged: about the kernel's default.
-The kernel counts retries and, with short pauses, would give up much earlier. But the
-failure detector decides which peers are lost, not TCP."""
 
 
 def persist(sock: socket.socket) -> None:
@@ -35,9 +32,8 @@ def persist(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
+# Linux's default of 208 KiB is so small that a stream keeps stopping.
 UNIX_BUFFER_BYTES = 1 << 20
-"""Bytes in each buffer of a Unix socket. Linux's default of 208 KiB is so small that a
-stream keeps stopping."""
 
 
 def tune(sock: socket.socket) -> None:
@@ -52,8 +48,7 @@ def tune(sock: socket.socket) -> None:
 
 
 async def resolve(host: str, port: int) -> tuple[int, Any]:
-    """Return the address family and socket address of ``host``. A numeric address needs
-    no look-up. A cancelled look-up ends in its thread."""
+    """Return the family and address of ``host``; cancelling leaves the look-up."""
     try:
         version = ipaddress.ip_address(host).version
     except ValueError:

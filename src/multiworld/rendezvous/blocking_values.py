@@ -1,7 +1,5 @@
-"""Blocking connection to a store's values, for threads without an event loop.
-
-c10d waits in its C++ threads; a lock lets one thread at a time use the connection.
-"""
+"""Blocking connection to a store's values, for threads without an event loop: c10d
+waits in its C++ threads. One thread at a time uses the connection."""
 
 from __future__ import annotations
 
@@ -22,8 +20,7 @@ from multiworld.rendezvous.store_session import refused_by
 
 R = TypeVar("R")
 
-SLACK_S = 5.0
-"""Seconds to wait for a reply beyond the store's own deadline."""
+SLACK_S = 5.0  # seconds to wait for a reply beyond the store's own deadline
 
 
 class BlockingValues:

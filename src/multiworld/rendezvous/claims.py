@@ -16,29 +16,20 @@ RequestKey = int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimed:
-    """A session claims a rank and waits for the other members.
-
-    Attributes:
-        terms: Options that all members must agree on, in words.
-        uid: Globally unique name of the claiming manager.
-        seen: The highest epoch of this name that it has seen.
-        deadline: End of its wait, in seconds on the store's monotonic clock.
-        fresh_nonce: Nonce of the incarnation if this claim completes it.
-        place: Number of its store and count of stores; see ``registry``.
-    """
+    """A session claims a rank and waits for the other members."""
 
     session: SessionKey
     request: RequestKey
     world: str
     rank: int
     size: int
-    terms: str
-    uid: str
-    seen: int
-    deadline: float
+    terms: str  # options that all members must agree on, in words
+    uid: str  # globally unique name of the claiming manager
+    seen: int  # the highest epoch of this name that it has seen
+    deadline: float  # end of its wait, in seconds on the store's monotonic clock
     member: SealedMember
-    fresh_nonce: int
-    place: tuple[int, int] = (0, 1)
+    fresh_nonce: int  # of the incarnation, if this claim completes it
+    place: tuple[int, int] = (0, 1)  # number of its store, count of stores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +105,6 @@ Happening = (
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The outcome of a claim."""
-
     session: SessionKey
     request: RequestKey
     outcome: ClaimOutcome

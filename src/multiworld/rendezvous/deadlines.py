@@ -1,8 +1,5 @@
-"""Deadlines by key, with fast access to the earliest one. Pure.
-
-A heap orders the deadlines. If a deadline is dropped or moved, its old entry stays in
-the heap until it reaches the top, or until most entries are outdated.
-"""
+"""Deadlines by key, with fast access to the earliest one. Pure. An old entry stays in
+the heap until it is at the top, or until most entries are outdated."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ from typing import Generic, TypeVar
 
 Key = TypeVar("Key")
 
-SPARE = 64
-"""Outdated entries beyond the number of keys before the heap is rebuilt."""
+SPARE = 64  # outdated entries beyond the number of keys before the heap is rebuilt
 
 
 class Deadlines(Generic[Key]):

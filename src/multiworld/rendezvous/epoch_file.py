@@ -1,8 +1,6 @@
-"""A file with the highest epoch of every name, for the next start of the store.
-
-Every change appends a line, ``{"world": name, "epoch": number}``. A start rewrites the
-file without outdated lines, and ignores a torn last line (the machine lost power).
-"""
+"""A file with the highest epoch of every name, for the next start of the store. A
+change appends ``{"world": name, "epoch": number}``. A start drops outdated lines, and
+ignores a torn last one."""
 
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ from multiworld.errors import ConfigError
 from multiworld.rendezvous.registry import RESERVE
 from multiworld.rendezvous.store_messages import MAX_EPOCH
 
-FORMAT = 1
-"""Format of the file; the first releases wrote none."""
+FORMAT = 1  # the first releases wrote none
 
 
 class EpochFile:

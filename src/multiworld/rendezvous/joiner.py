@@ -1,8 +1,4 @@
-"""A manager's way from a claim to an admitted incarnation.
-
-``Joiner`` counts the users of the manager's sessions and embedded stores: each closes
-with the last world of this process that needs it.
-"""
+"""A manager's way from a claim to an admitted incarnation."""
 
 from __future__ import annotations
 
@@ -51,19 +47,14 @@ from multiworld.rendezvous.store_session import (
 
 logger = logging.getLogger("multiworld.store")
 
-RETURN_S = 2.0
-"""Maximum seconds for one attempt to reconnect to a lost store."""
-
+RETURN_S = 2.0  # maximum seconds for one attempt to reconnect to a lost store
+# Seconds between attempts: a restarted store waits only one for earlier members.
 MAX_RETRY_S = 0.5
-"""Maximum seconds between two such attempts. A restarted store waits only one second
-for earlier members to return."""
-
+# Stores inside this process, by name; each closes with its last session.
 _local_services: dict[str, StoreService] = {}
-"""The stores inside this process, by name. A store closes with its last session."""
 
 
-SLACK_S = 1.0
-"""Seconds after the deadline in which the store's list of absentees may arrive."""
+SLACK_S = 1.0  # seconds after the deadline for the store's list of absentees to arrive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +69,7 @@ class Newcomer:
 
 
 class Joiner:
-    """Sessions and embedded stores of one manager."""
+    """Sessions and embedded stores of one manager; each closes with its last user."""
 
     def __init__(self, owner: SessionOwner, security: Security) -> None:
         self._owner, self.security = owner, security
@@ -91,10 +82,7 @@ class Joiner:
     async def enter(
         self, address: StoreAddresses, *, may_host: bool, world: str, deadline: float
     ) -> StoreSession:
-        """Return an open session with a store; every call needs one ``leave``.
-
-        With ``may_host``, embed the store if nobody serves its address on this host.
-        """
+        """Return an open session with a store; every call needs one ``leave``."""
         self._users[address] = self._users.get(address, 0) + 1
         try:
             return await self.reopen(
@@ -271,11 +259,7 @@ async def meet(
     *,
     may_host: bool,
 ) -> tuple[StoreSession, Incarnation]:
-    """Claim a rank and wait for the other members; reopen the session if it is lost.
-
-    Return the session that is open at the end, and the incarnation that the store
-    admitted. Cancelling withdraws the claim.
-    """
+    """Claim a rank and wait for admission, also if the session is lost meanwhile."""
     loop = asyncio.get_running_loop()
     while True:
         sealed = _sealed(member, wanted.world, joiner.security)

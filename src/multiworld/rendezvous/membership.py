@@ -56,8 +56,6 @@ class Incarnation:
 
 
 class MemberUnreachableError(ConnectionError):
-    """An admitted member could not be reached."""
-
     def __init__(self, rank: int, why: str) -> None:
         self.rank = rank
         super().__init__(f"rank {rank} could not be reached: {why}")

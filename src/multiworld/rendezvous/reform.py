@@ -1,12 +1,8 @@
 """The choice of the members that continue after a loss, settled once. Pure.
 
-Each survivor of an incarnation claims its place at the store, and names the ranks that
-it believes lost. The choice is settled once every rank has either claimed or been
-accused by a survivor that has.
-
-The first claim wins. A survivor that an earlier claim accuses is refused: it is alive,
-but the others continue without it. An accusation against a survivor that claimed
-earlier is ignored. So if two halves of a world accuse each other, exactly one half
+Each survivor claims its place at the store, and names the ranks that it believes lost.
+The first claim wins: a survivor that it accuses is refused, and accusations against one
+that claimed earlier are ignored. So of two halves that accuse each other exactly one
 continues.
 """
 
@@ -19,16 +15,12 @@ from multiworld.rendezvous.store_messages import SealedMember
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReformClaim:
-    """A survivor's claim on a rank in the next incarnation; see also ``Claimed``.
-
-    ``epoch``, ``rank`` and ``size`` are those of the incarnation that broke.
-    ``fresh_nonce`` is used if this is the highest rank that survives.
-    """
+    """A survivor's claim on a rank in the next incarnation; see also ``Claimed``."""
 
     session: int
     request: int
     world: str
-    epoch: int
+    epoch: int  # of the incarnation that broke, as rank and size
     rank: int
     size: int
     lost: frozenset[int]
@@ -36,7 +28,7 @@ class ReformClaim:
     uid: str
     deadline: float
     member: SealedMember
-    fresh_nonce: int
+    fresh_nonce: int  # used if this is the highest rank that survives
     place: tuple[int, int] = (0, 1)
 
 

@@ -1,22 +1,13 @@
 """Registry of worlds: claims on ranks, admission, epochs. Pure.
 
 A name has at most one *current* incarnation (admitted) and one *forming* (waiting for
-members). The registry settles the epoch of an incarnation when its last member arrives:
-one more than the highest that the registry or any of the joiners has seen. So epochs
-never go back, even if the registry was lost and started empty.
+members). Its epoch is settled with the last member: one more than the highest that the
+registry or a member has seen. So epochs never go back, even in an empty registry.
 
-A claim on a held rank makes the registry ask the holder. If the holder confirms, the
-claim is refused. If the holder is silent or its session has ended, the claim may open
-the next epoch.
-
-Members of a living incarnation may claim their own ranks in a larger one (``grow``).
-They keep their current ranks until the larger one is complete, and are notified of
-every newcomer that waits. Survivors of a broken incarnation may continue without the
-lost members; see ``reform``.
-
-Several registries can serve the same names if each has a *place*: its number, and the
-count of registries. Each assigns epochs of its own residue class modulo the count, so
-that no two ever assign the same epoch.
+If a claimed rank is held, the holder is asked. The claim may open the next epoch if the
+holder is silent or its session has ended. Members of a living incarnation keep their
+ranks until a larger one (``grow``) is complete. Survivors of a broken one: see
+``reform``.
 """
 
 from __future__ import annotations
@@ -90,26 +81,24 @@ __all__ = [
     "next_epoch",
 ]
 
+# Seconds that a holder has to answer before it counts as silent. Its session is open,
+# so an answer takes one round trip and one iteration of its event loop.
 ASK_S = 1.0
-"""Seconds that a holder has to answer before it counts as silent. Its session is open,
-so an answer takes one round trip and one iteration of its event loop."""
 
 
+# Epochs below ``MAX_EPOCH`` that nobody can claim to have seen: after a false
+# announcement, this many remain for joins.
 RESERVE = 1 << 40
-"""Epochs below ``MAX_EPOCH`` that nobody can claim to have seen: after a false
-announcement, this many remain for joins."""
-
-MAX_CLAIMS = 4096
-"""Maximum number of waiting claims of one session."""
+MAX_CLAIMS = 4096  # maximum number of waiting claims of one session
 
 
 def key_prefix(world: str, epoch: int, nonce: int) -> str:
-    """Return the prefix of the store keys that belong to one incarnation."""
     return f"{world}/{epoch}-{nonce:016x}/"
 
 
 def next_epoch(highest: int, place: tuple[int, int]) -> int:
     """Return the lowest epoch above ``highest`` in the residue class of ``place``."""
+    # Each store has a class of its own, so that no two assign the same epoch.
     number, count = place
     return highest + 1 + (number - highest) % count
 
@@ -168,7 +157,6 @@ class Registry:
                 return self._tick(now)
 
     def world_count(self) -> int:
-        """Return the number of names that somebody claims or holds."""
         return len(self._worlds)
 
     def waiting_count(self) -> int:
@@ -482,11 +470,7 @@ class Registry:
     def _abandon(
         self, name: str, session: SessionKey, request: RequestKey
     ) -> list[Action]:
-        """Notify the holders that a member withdrew its claim during its admission.
-
-        If all withdraw, nobody was in that incarnation; the one before may reform
-        again.
-        """
+        """Notify the holders that a member withdrew its claim during its admission."""
         current = self._worlds[name].current
         holders = {} if current is None else current.holders
         for rank, holder in list(holders.items()):
@@ -496,6 +480,7 @@ class Registry:
             ):
                 self._drop_holder(current, rank)
                 current.members -= 1
+                # Nobody was in that incarnation: the one before may reform again.
                 if not current.members and current.reforms is not None:
                     self._void[name] = current.reforms
                 return [

@@ -18,8 +18,6 @@ class _Session:
 
 
 class SessionIndex:
-    """Claims and ranks of the sessions of a registry."""
-
     def __init__(self) -> None:
         self._sessions: dict[SessionKey, _Session] = {}
 
@@ -48,7 +46,6 @@ class SessionIndex:
         return found.admitted.pop(request, None) if world is None else world
 
     def add_rank(self, session: SessionKey, world: str, rank: int) -> None:
-        """Record that a session claims or holds a rank of a world."""
         found = self._sessions.setdefault(session, _Session())
         found.ranks.setdefault(world, set()).add(rank)
 

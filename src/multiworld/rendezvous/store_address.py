@@ -7,14 +7,13 @@ from urllib.parse import urlsplit
 
 from multiworld.errors import ConfigError
 
+# Forms of an address, for error texts.
 RULE = (
     "use 'tcp://HOST:PORT', several of them separated by commas (members use the first "
     "that answers), or 'memory://NAME' within one process"
 )
-"""Forms of an address, for error texts."""
 
-MAX_STORES = 8
-"""Maximum number of addresses in one list."""
+MAX_STORES = 8  # maximum number of addresses in one list
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,6 @@ class StoreAddress:
 
     @property
     def is_local(self) -> bool:
-        """True for a store inside this process."""
         return self.scheme == "memory"
 
 

@@ -1,8 +1,5 @@
-"""Messages between members and a store. Pure.
-
-A session begins with a ``StoreHello``. Then the member sends requests, and the store
-sends replies and notices.
-"""
+"""Messages between members and a store: a ``StoreHello``, then requests of the member,
+and replies and notices of the store. Pure."""
 
 from __future__ import annotations
 
@@ -15,11 +12,8 @@ from multiworld.config import MAX_WAIT_S
 from multiworld.net.handshake_messages import Hello, Message
 from multiworld.rendezvous.membership import Member
 
-MAX_SIZE = 65_536
-"""Maximum world size of a claim."""
-
-MAX_EPOCH = 1 << 53
-"""Upper bound of epochs: the integers below it survive any JSON reader."""
+MAX_SIZE = 65_536  # maximum world size of a claim
+MAX_EPOCH = 1 << 53  # integers below it survive any JSON reader
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SIZE)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_SIZE)]
@@ -79,8 +73,6 @@ class SurvivorClaim(Message, frozen=True, kw_only=True, tag="SurvivorClaim"):
 
 
 class Withdraw(Message, frozen=True, tag="Withdraw"):
-    """Withdraws the claim with this request number."""
-
     request: int
 
 
@@ -173,8 +165,6 @@ class Admitted(Message, frozen=True, tag="Admitted"):
 
 
 class JoinTimedOut(Message, frozen=True, tag="JoinTimedOut"):
-    """The deadline of a claim passed while some ranks were missing."""
-
     present: tuple[int, ...]
     missing: tuple[int, ...]
 
@@ -190,8 +180,6 @@ class RankTaken(Message, frozen=True, tag="RankTaken"):
 
 
 class TermsDiffer(Message, frozen=True, tag="TermsDiffer"):
-    """The members asked for different worlds."""
-
     detail: str
 
 
@@ -209,8 +197,6 @@ class Crowded(Message, frozen=True, tag="Crowded"):
 
 
 class Result(Message, frozen=True, tag="Result"):
-    """Result of a request about keys."""
-
     value: bool | int | str | list[str] | None
 
 
@@ -233,8 +219,6 @@ class ClaimReceived(Message, frozen=True, tag="ClaimReceived"):
 
 
 class Reply(Message, frozen=True, tag="Reply"):
-    """The outcome of a request."""
-
     request: int
     outcome: ClaimOutcome | Result | NoValue
 

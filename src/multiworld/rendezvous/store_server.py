@@ -24,16 +24,11 @@ from multiworld.rendezvous.store_service import StoreService
 
 logger = logging.getLogger("multiworld.store")
 
-MAX_BACKLOG_BYTES = 64 * 1024 * 1024
-"""Maximum bytes queued for one session; a session that exceeds it is closed."""
-
-BACKLOG = 1024
-"""Maximum number of connections in the listening socket's queue."""
+MAX_BACKLOG_BYTES = 64 * 1024 * 1024  # queued for one session, which closes beyond it
+BACKLOG = 1024  # maximum number of connections in the listening socket's queue
 
 
 class StoreServer:
-    """A store that listens on one address until it is closed."""
-
     hellos = StoreHello
 
     def __init__(
@@ -73,7 +68,6 @@ class StoreServer:
 
     @property
     def refused(self) -> dict[str, int]:
-        """Number of refused connections, by kind."""
         return dict(self._listener.refused)
 
     def filenos(self) -> list[int]:
@@ -88,7 +82,6 @@ class StoreServer:
         self._sessions.clear()
 
     async def close(self) -> None:
-        """Stop listening, close every session, and wait for handshakes to end."""
         self.close_nowait()
         await self._listener.close()
 
@@ -127,10 +120,8 @@ class StoreServer:
         self._sessions[key] = framed
 
     def turned_away(self, hello: Hello, error: HandshakeError, where: object) -> None:
-        """Fail the joins that wait for a member of another protocol version.
-
-        With a secret or TLS, do nothing: an untrusted peer must not disturb a world.
-        """
+        """Fail the joins that wait for a member of another protocol version."""
+        # With a secret or TLS, an untrusted peer must not disturb a world.
         if error.kind != "version" or self._security.secret or self._security.tls:
             return
         place = where[0] if isinstance(where, tuple) else "this host"

@@ -1,8 +1,5 @@
-"""The store: the registry and the values, behind sessions.
-
-A session is anything that can receive messages: a TCP connection (``StoreServer``) or a
-member of this process (``LocalConnection``). One service serves any number of worlds.
-"""
+"""The store: the registry and the values, behind sessions. A session is a TCP
+connection (``StoreServer``), or a member of this process (``LocalConnection``)."""
 
 from __future__ import annotations
 
@@ -40,11 +37,7 @@ class EpochMemory(Protocol):
 
 
 class StoreService:
-    """Carries out the decisions of the registry. Runs on one event loop.
-
-    Claims are deferred for ``settle_s`` after the start, so that members of older
-    worlds can first report the ranks that they hold.
-    """
+    """Carries out the decisions of the registry, on one event loop."""
 
     def __init__(
         self, *, memory: EpochMemory | None = None, settle_s: float = 0.0
@@ -52,6 +45,7 @@ class StoreService:
         self._loop = asyncio.get_running_loop()
         self._memory = memory
         self._registry = Registry(None if memory is None else memory.epochs())
+        # Claims wait until then: members of older worlds first report their ranks.
         self._settled_at = self._loop.time() + settle_s
         self._deferred: dict[tuple[int, int], asyncio.TimerHandle] = {}
         self._values = Values()
@@ -84,7 +78,6 @@ class StoreService:
             self._handle(registry.SessionEnded(session))
 
     def refuse(self, world: str, outcome: ClaimOutcome) -> None:
-        """Refuse every claim that waits for ``world``."""
         self._handle(registry.Refused(world, outcome))
 
     def close(self) -> None:
@@ -95,7 +88,6 @@ class StoreService:
             deferred.cancel()
 
     def receive(self, session: int, message: StoreRequest) -> None:
-        """Handle one message from a session; ignore it if the session has ended."""
         if session not in self._sessions:
             return
         match message:

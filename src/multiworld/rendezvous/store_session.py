@@ -1,8 +1,6 @@
-"""A manager's session with a store, for every world that the manager has there.
-
-While it is open, it answers the store's questions whether this process still holds a
-rank. Losing it harms no ready world: members need the store only to meet.
-"""
+"""A manager's session with a store, for all its worlds there. It answers whether this
+process still holds a rank. Losing it harms no ready world: members need it only to
+meet."""
 
 from __future__ import annotations
 
@@ -52,16 +50,13 @@ from multiworld.rendezvous.store_service import StoreService
 
 logger = logging.getLogger("multiworld.store")
 
-RETRY_S = 0.05
-"""Seconds between attempts to reach a store that does not answer yet."""
+RETRY_S = 0.05  # seconds between attempts to reach a store that does not answer yet
 
 
+# Seconds to acknowledge a claim. Otherwise the store's process is stopped or its host
+# is down, and the session counts as lost.
 TAKEN_S = 2.0
-"""Seconds that a store has to acknowledge a claim. Otherwise its process is stopped or
-its host is down, and the session counts as lost."""
-
-CONNECT_S = 2.0
-"""Seconds that one of several stores has to answer before the next one is tried."""
+CONNECT_S = 2.0  # seconds for one of several stores to answer before the next is tried
 
 
 class SessionOwner(Protocol):
@@ -213,8 +208,6 @@ class StoreSession:
 
 
 class LocalConnection:
-    """Connection to a store inside this process."""
-
     def __init__(self, service: StoreService, session: StoreSession) -> None:
         loop = asyncio.get_running_loop()
         self._loop, self._service = loop, service
@@ -232,8 +225,6 @@ class LocalConnection:
 
 
 class TcpConnection:
-    """Connection to a store over TCP, plain or under TLS."""
-
     def __init__(self, stream: Stream, session: StoreSession) -> None:
         self._session = session
         self._framed = FramedConnection(stream, replies, session.receive, self._ended)

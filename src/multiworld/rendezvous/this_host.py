@@ -11,6 +11,5 @@ from multiworld.rendezvous.membership import HostIdentity
 
 @functools.cache
 def this_host() -> HostIdentity:
-    """Return the identity of this process's host, from ``/proc``."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return HostIdentity(boot=boot, netns=str(os.stat("/proc/self/ns/net").st_ino))

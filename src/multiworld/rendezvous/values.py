@@ -1,15 +1,11 @@
-"""Keys and values of the store, as c10d needs them. Pure.
-
-Values are short strings. The bytes of c10d travel as Latin-1, and a counter is its
-decimal text, as c10d expects. A ``get`` of a missing key waits until its deadline.
-"""
+"""Keys and values of the store, as c10d needs them. Pure. The bytes of c10d travel as
+Latin-1, and a counter is its decimal text. A ``get`` of a missing key waits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-Waiter = tuple[int, int]
-"""Session number and request number."""
+Waiter = tuple[int, int]  # session number and request number
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +23,6 @@ class _Waiting:
 
 
 class Values:
-    """Keys, their values, and the requests that wait for keys."""
-
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
         self._waiting: dict[Waiter, _Waiting] = {}
@@ -63,17 +57,13 @@ class Values:
     def compare_set(
         self, key: str, expected: str, desired: str
     ) -> tuple[str, list[Answer]]:
-        """Set ``key`` if it is ``expected``; "" also matches a missing key.
-
-        Return its value now (``expected`` if missing), and the answers this completes.
-        """
+        """Set ``key`` if it is ``expected``; return its value now, and new answers."""
         held = self._values.get(key)
         if held == expected or (held is None and expected == ""):
             return desired, self.set(key, desired)
         return held if held is not None else expected, []
 
     def delete(self, key: str) -> bool:
-        """Delete ``key``; return whether it existed."""
         return self._values.pop(key, None) is not None
 
     def delete_prefix(self, prefix: str) -> None:

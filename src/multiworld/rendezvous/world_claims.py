@@ -19,8 +19,7 @@ from multiworld.rendezvous.store_messages import (
     TermsDiffer,
 )
 
-WaitKey = tuple[str, bool, int]
-"""Key of a waiting claim: world, whether it is a survivor's, and rank."""
+WaitKey = tuple[str, bool, int]  # world, whether it is a survivor's, and rank
 
 
 @dataclass(slots=True)
@@ -44,8 +43,6 @@ class Current:
 
 @dataclass(slots=True)
 class WorldClaims:
-    """Claims on the ranks of one name, and the holders of these ranks."""
-
     current: Current | None = None
     forming: dict[int, Claimed] = field(default_factory=dict)
     reforming: Reform | None = None

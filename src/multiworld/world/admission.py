@@ -1,10 +1,6 @@
-"""Admission to worlds: joining them and changing their size.
-
-``Admission`` keeps the incarnations of one manager, meets the other members at the
-store, and opens each incarnation that it was admitted to. The store alone decides about
-admission. From then on the name belongs to the new incarnation, even if it cannot be
-opened, so that members never disagree about which incarnation is current.
-"""
+"""Admission to worlds: joining them and changing their size. The store alone decides.
+From then on the name belongs to the new incarnation, even if it cannot be opened, so
+that members never disagree about which one is current."""
 
 from __future__ import annotations
 
@@ -323,11 +319,7 @@ class Admission:
         return new
 
     def _give_up(self, local: LocalMember) -> None:
-        """Settle an incarnation that could not be opened.
-
-        Close it if it is joining, release it if it is closed, else keep it for
-        ``reform``.
-        """
+        """Close or release an unopened incarnation, or keep it for ``reform``."""
         for rank in local.unlinked if local.phase is Phase.JOINING else ():
             local.report(WasLost(rank, "it was admitted and did not connect in time"))
         if local.phase is Phase.JOINING:

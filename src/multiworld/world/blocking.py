@@ -79,10 +79,7 @@ class _Loop:
             raise
 
     def _cancel(self, future: Future[Any]) -> bool:
-        """Cancel the operation, and wait until the cancellation has reached it.
-
-        Returns whether it was cancelled; otherwise it has ended meanwhile.
-        """
+        """Cancel the operation and wait for that; return False if it had ended."""
         is_cancelled = future.cancel()
         settled = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
         settled.result()

@@ -13,8 +13,7 @@ from multiworld.errors import ConfigError
 from multiworld.rendezvous.store_address import StoreAddresses, parse_store
 from multiworld.rendezvous.store_messages import MAX_SIZE
 
-MAX_NAME = 1024
-"""Maximum number of characters in a world's name."""
+MAX_NAME = 1024  # maximum number of characters in a world's name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +60,7 @@ def request_of(
 
 
 def default_store(environment: Mapping[str, str]) -> str:
-    """Return the address of the store that the environment names.
-
-    ``MULTIWORLD_STORE`` precedes ``MASTER_ADDR`` and ``MASTER_PORT``, which launchers
-    set. torchrun runs its own store at that port, so the next port is used under it.
-    """
+    """Return the address of the store that the environment names."""
     if store := environment.get("MULTIWORLD_STORE"):
         return store
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT", "")
@@ -76,6 +71,7 @@ def default_store(environment: Mapping[str, str]) -> str:
             "give store=, or set MULTIWORLD_STORE (or MASTER_ADDR and MASTER_PORT) in "
             "the environment",
         )
+    # torchrun's own store is at that port, so the next port is used under it.
     is_taken = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     shown = f"[{host}]" if ":" in host else host
     return f"tcp://{shown}:{int(port) + is_taken}"

@@ -1,9 +1,5 @@
-"""This process's member of one incarnation: joining, health, the end.
-
-``LocalMember`` carries out the decisions of ``lifecycle``. The watchdog delivers
-control messages and verdicts to it (``WorldPort``), the backend sees it as its world
-(``WorldView``), and ``World`` adds the operations.
-"""
+"""This process's member of one incarnation: joining, health, the end. It carries out
+what ``lifecycle`` decides, as a ``WorldPort`` and a ``WorldView``."""
 
 from __future__ import annotations
 
@@ -53,9 +49,9 @@ from multiworld.world.join_request import JoinRequest
 
 T = TypeVar("T")
 
+# Seconds for the control link to report why a data connection failed. Both end together
+# when a process dies, so it has only to be read.
 LINK_GRACE_S = 1.0
-"""Seconds that a failed data connection waits for the control link to report the
-reason. Both end together when a process dies, so it has only to be read."""
 
 
 def _nothing(_: LocalMember) -> None:
@@ -64,18 +60,14 @@ def _nothing(_: LocalMember) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class ManagerServices:
-    """Services that a manager gives each of its worlds.
-
-    Attributes:
-        linger: Takes a connection that must stay open after its world is closed.
-        closing: Tasks that close incarnations in the background.
-        over: Called when an incarnation can carry no more traffic.
-    """
+    """Services that a manager gives each of its worlds."""
 
     watchdog: WatchDog
     publish: Callable[[Event], None]
+    # Takes a connection that must stay open after its world is closed.
     linger: Callable[[Lingering], None]
-    closing: set[asyncio.Task[None]]
+    closing: set[asyncio.Task[None]]  # they close incarnations in the background
+    # Called when an incarnation can carry no more traffic.
     over: Callable[[LocalMember], None] = _nothing
 
 
@@ -182,7 +174,6 @@ class LocalMember:
         await asyncio.shield(self._over)
 
     def has_message(self, src: int | None, tag: int) -> bool:
-        """Return whether a message from ``src`` (None: any) has arrived completely."""
         return not self._is_forked and self.backend.has_message(src, tag)
 
     def check(self) -> None:
@@ -272,15 +263,13 @@ class LocalMember:
         return self.backend.filenos()
 
     def _end_data(self) -> None:
-        """Close the data connections; safe to repeat.
-
-        The control links stay, so that a broken world learns of more lost members.
-        """
+        """Close the data connections; safe to repeat."""
         if self._over.done():
             return
         self._over.set_result(None)
         for rank in list(self._grace):
             self._cancel_grace(rank)
+        # The control links stay, so that a broken world learns of more lost members.
         self.backend.close_nowait()
         self._services.over(self)
 

@@ -1,9 +1,6 @@
-"""Manager of a process's worlds: joins, finds and closes them.
-
-A ``WorldManager`` belongs to one event loop. It owns the process's listener, links and
-heartbeats (``WatchDog``), its sessions with the stores (``Joiner``) and its worlds.
-Joining, leaving or losing one world affects no other.
-"""
+"""Manager of a process's worlds: joins, finds and closes them. It belongs to one event
+loop and owns the listener, links and heartbeats (``WatchDog``) and the sessions with
+stores (``Joiner``)."""
 
 from __future__ import annotations
 
@@ -40,8 +37,7 @@ from multiworld.world.world import World
 
 __all__ = ["BrokenWorldException", "WorldManager"]
 
-DEFAULT_PORT = 29500
-"""Port that ``port=-1`` stands for: torch's default for a store."""
+DEFAULT_PORT = 29500  # for ``port=-1``: torch's default for a store
 
 _managers: weakref.WeakSet[WorldManager] = weakref.WeakSet()
 _fork_hook_installed = False
@@ -496,12 +492,8 @@ class WorldManager:
     # Forks.
 
     def _close_after_fork(self) -> None:
-        """Close every inherited descriptor in a forked child.
-
-        Else the child would hide the parent's death. The loop's selector stays as it
-        is.
-        """
-        self._is_forked = True
+        """Close all inherited descriptors: the child would hide the parent's death."""
+        self._is_forked = True  # the loop's selector stays as it is
         found = self._watchdog.filenos() + self._admission.joiner.filenos()
         for local in self._admission.local_members():
             found += local.filenos()

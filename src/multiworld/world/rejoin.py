@@ -19,29 +19,22 @@ from multiworld.world.world import World
 logger = logging.getLogger("multiworld.manager")
 
 FIRST_S = 0.1
-LAST_S = 5.0
-"""Shortest and longest pause, in seconds. Pauses double from one to the other: a
-replaced member returns within tenths of a second, and a store that is down for long is
-not flooded with attempts."""
+LAST_S = 5.0  # pauses double up to this: a store that is down is not flooded
 
+# Another attempt may succeed: members and stores come back, and a dead process's rank
+# becomes free. Other errors (a wrong secret, another version) are raised.
 RETRIED = (
     JoinTimeoutError,
     RankTakenError,
     StoreUnreachableError,
     WorldBrokenError,
 )
-"""Errors after which another attempt may succeed: members and stores come back, and the
-rank of a dead process becomes free. Other errors (an invalid value, another version, a
-wrong secret) are raised."""
 
 
 def pause_s(failures: int, chance: float) -> float:
-    """Return the seconds to wait after failed attempts: exponential backoff.
-
-    The random ``chance``, from 0 to 1, scales the pause from half to full, so that
-    members that failed together do not retry together ("equal jitter").
-    """
+    """Return the seconds to wait after failed attempts: exponential backoff."""
     longest = min(LAST_S, FIRST_S * 2.0 ** min(failures - 1, 16))
+    # "Equal jitter": those that failed together do not retry together.
     return longest * (0.5 + 0.5 * chance)
 
 
@@ -50,11 +43,7 @@ async def keep(
     join: Callable[[], Awaitable[World]],
     newest: Callable[[], World | None],
 ) -> AsyncIterator[World]:
-    """Yield a ready world, and its next incarnation whenever the last one has ended.
-
-    An incarnation ends when it breaks or a member leaves. The iteration ends when this
-    process closes the world or its manager.
-    """
+    """Yield a ready world, and its next incarnation whenever the last one has ended."""
     failures = 0
     while True:
         try:

@@ -1,8 +1,5 @@
-"""A world: the operations of one member on one incarnation.
-
-The methods check their arguments and call the backend. A broken world stays broken; a
-new join of the same name opens the next epoch, with another ``World`` object.
-"""
+"""A world: the operations of one member on one incarnation. A broken world stays
+broken; a new join of the name opens the next epoch, with another ``World`` object."""
 
 from __future__ import annotations
 
@@ -32,8 +29,7 @@ __all__ = ["Bundle", "World", "WorldStatistics"]
 MAX_TAG = 2**63 - 1
 
 
-VERDICT_S = 1.0
-"""Seconds beyond ``silence_s`` that an error of a native group waits for its cause."""
+VERDICT_S = 1.0  # seconds beyond ``silence_s`` for the cause of a native group's error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

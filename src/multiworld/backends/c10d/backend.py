@@ -1,9 +1,6 @@
-"""The ``c10d`` backend: Gloo, NCCL, or any backend registered with torch.
-
-Host tensors, bundles and objects go point to point over the ``direct`` data path (see
-``WorldConfig.host_p2p``). Other tensors go over the native group; the direct path first
-announces their dtype and shape, so that the receiver can post a matching receive.
-"""
+"""The ``c10d`` backend: Gloo, NCCL, or any backend registered with torch. Host tensors,
+bundles and objects take the ``direct`` data path (``WorldConfig.host_p2p``). It also
+announces the dtype and shape of what the native group carries."""
 
 from __future__ import annotations
 
@@ -40,18 +37,13 @@ from multiworld.rendezvous.registry import key_prefix
 
 __all__ = ["C10dBackend", "check_backend"]
 
-HEADER_TAG_BASE = 1 << 62
-"""First tag of the direct data path that announces messages of the native group."""
-
-MAX_BACKEND_TAG = 2**31 - 1
-"""Largest tag that a native group carries: a C int."""
+HEADER_TAG_BASE = 1 << 62  # first tag of announcements on the direct data path
+MAX_BACKEND_TAG = 2**31 - 1  # largest tag that a native group carries: a C int
 
 
 class C10dBackend:
-    """Backend of one world on a c10d group. The native group carries tags up to
-    ``MAX_BACKEND_TAG`` (NCCL: only 0), and cannot receive from any member. A send or
-    receive that it has started cannot be withdrawn, so cancelling one breaks the
-    world."""
+    """Backend of one world on a c10d group. Sends and receives of a native group cannot
+    be withdrawn, so that cancelling one breaks the world."""
 
     def __init__(self, view: WorldView, name: str) -> None:
         self._view, self._name = view, name
@@ -66,9 +58,6 @@ class C10dBackend:
         self._headers: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
 
     async def open(self) -> None:
-        """Open the lanes of the direct data path, then make the native group. Raises
-        ``ConnectionError`` if the members cannot connect. Cancelling aborts making the
-        group; call ``close_nowait`` afterwards."""
         await self._direct.open()
         incarnation = self._view.incarnation
         prefix = key_prefix(incarnation.world, incarnation.epoch, incarnation.nonce)
@@ -105,9 +94,8 @@ class C10dBackend:
     # Point to point.
 
     def _is_ours(self, tensor: Tensor | None) -> bool:
-        """Return whether the direct data path carries ``tensor``. A receive without a
-        tensor expects host tensors on a host world, and device tensors on a device
-        world."""
+        """Return whether the direct data path carries ``tensor``."""
+        # A receive without a tensor expects one of the world's device.
         is_host_world = self._view.device.type == "cpu"
         if isinstance(tensor, Tensor) and tensor.device.type != "cpu":
             return is_host_world  # the direct path refuses it with a clear error
@@ -248,7 +236,6 @@ class C10dBackend:
         self._free()
 
     def has_message(self, src: int | None, tag: int) -> bool:
-        """Return whether a complete message of the direct data path waits."""
         return self._direct.has_message(src, tag)
 
     def drop_messages(self) -> None:

@@ -11,14 +11,14 @@ from torch.distributed import ReduceOp
 from multiworld.backends.reduction import combiner, op_name
 from multiworld.errors import UnsupportedOperationError
 
+# For dtypes that Gloo cannot reduce; the results are equal modulo 2^bits.
 _WIDER = {
     torch.int16: torch.int32,
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
 }
-"""Wider dtypes for those that Gloo cannot reduce. Their results are equal modulo
-2^bits."""
 
+# Operations on uint8 that reduce booleans, by the name of the one on bool.
 _ON_BOOL = {
     "SUM": ReduceOp.MAX,
     "MAX": ReduceOp.MAX,
@@ -28,10 +28,10 @@ _ON_BOOL = {
     "BAND": ReduceOp.MIN,
     "BXOR": ReduceOp.BXOR,
 }
-"""Operations on uint8 that reduce booleans, by the name of the operation on bool."""
 
 _COMPLEX = (torch.complex64, torch.complex128)
 
+# Dtypes that Gloo reduces itself.
 _NATIVE = (
     torch.float16,
     torch.bfloat16,
@@ -42,13 +42,10 @@ _NATIVE = (
     torch.int32,
     torch.int64,
 )
-"""dtypes that Gloo reduces itself."""
 
 
 class Reduction:
-    """Plan for reducing tensors of the dtype of ``like`` with Gloo. If Gloo cannot do
-    it, not even through another dtype, every member gets
-    ``UnsupportedOperationError``."""
+    """Plan for reducing tensors of the dtype of ``like`` with Gloo."""
 
     def __init__(self, like: Tensor, op: ReduceOp, size: int) -> None:
         combiner(op, like)

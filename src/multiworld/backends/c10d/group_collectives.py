@@ -1,8 +1,5 @@
-"""Collectives on a native group.
-
-Before each collective the members compare their calls over the direct data path. Gloo
-kills the process if two members' sizes differ, and hangs if their operations differ.
-"""
+"""Collectives on a native group. Members first compare their calls: Gloo kills the
+process if two sizes differ, and hangs if the operations differ."""
 
 from __future__ import annotations
 
@@ -39,18 +36,15 @@ from multiworld.incarnation.lifecycle import Failed
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """The steps that carry out one call: make the tensors that the group works on,
-    start its work on them, and write the results to the caller's tensors."""
+    """The steps that carry out one call."""
 
-    prepare: Callable[[], list[Tensor]]
-    start: Callable[[Any, list[Tensor]], Any]
-    finish: Callable[[list[Tensor]], None]
+    prepare: Callable[[], list[Tensor]]  # make the tensors that the group works on
+    start: Callable[[Any, list[Tensor]], Any]  # start its work on them
+    finish: Callable[[list[Tensor]], None]  # write the caller's tensors
 
 
 class GroupCollectives:
-    """Collectives of one world on its native group, run one after the other. Cancelling
-    one breaks the world, even before its turn: the other members cannot know how far
-    this member took part."""
+    """Collectives of one world on its native group, run one after the other."""
 
     def __init__(
         self, view: WorldView, direct: DirectBackend, runner: WorkRunner
@@ -64,8 +58,7 @@ class GroupCollectives:
     # finished in its turn; large copies run in a thread.
 
     async def run(self, call: Call) -> None:
-        """Carry out a call; over lanes, if the group does not have the collective. If
-        the members' calls differ, no data was moved, and the world stays usable."""
+        """Carry out a call; over lanes, if the group does not have the collective."""
         prepare_native = getattr(self, f"_{call.collective.name}", None)
         steps = (
             self._direct.collectives.run(call)
@@ -75,7 +68,7 @@ class GroupCollectives:
         try:
             async with self._turn:
                 await steps
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # others cannot know how far it took part
             name = call.collective.name
             reason = f"rank {self._rank} cancelled {name} before it was complete"
             self._view.report(Failed(reason))

@@ -1,9 +1,5 @@
-"""Native c10d process groups: making, aborting and freeing them.
-
-A ``Group`` wraps one native group: a ``ProcessGroupGloo``, a ``ProcessGroupNCCL``, or
-the group that a registered creator returns. Making one blocks and may fail half way, so
-it runs in a thread; ``give_up`` ends it early.
-"""
+"""Native c10d process groups: making, aborting and freeing them. Making one blocks and
+may fail half way: it runs in a thread, and ``give_up`` ends it."""
 
 from __future__ import annotations
 
@@ -22,9 +18,9 @@ from multiworld.backends.c10d import nccl, sockets
 from multiworld.backends.c10d.store import C10dStore
 from multiworld.errors import ConfigError
 
+# Gloo's own limit while members connect; it waits five times as long for a member that
+# was admitted and then died.
 CONNECT_S = 2.0
-"""Seconds for Gloo's own limit while members connect to each other. Gloo waits five
-times as long for a member that was admitted and then died."""
 
 
 class GroupMaker(Protocol):
@@ -33,9 +29,7 @@ class GroupMaker(Protocol):
     def __call__(
         self, store: Store, rank: int, size: int, host: str, timeout_s: float
     ) -> Any:
-        """Return the new group; block until the members are connected. ``host`` is the
-        address of the interface to bind to; ``timeout_s`` limits the group's
-        operations."""
+        """Return a group bound to the address ``host``; block until it is connected."""
 
 
 def _nccl_maker(device: torch.device) -> GroupMaker:
@@ -46,9 +40,8 @@ def _nccl_maker(device: torch.device) -> GroupMaker:
 
 
 def make_gloo(store: Store, rank: int, size: int, host: str, timeout_s: float) -> Any:
-    """Return a Gloo group that binds to ``host`` and connects eagerly; blocks. Each
-    group has its own device, and so its own listener. This is how ``sockets``
-    distinguishes its connections from those of other worlds."""
+    """Return a Gloo group that binds to ``host`` and connects eagerly; blocks."""
+    # Its own device has its own listener, by which ``sockets`` finds it.
     return torch_names.new_gloo(
         store, rank, size, host=host, connect_s=CONNECT_S, timeout_s=timeout_s
     )
@@ -75,9 +68,7 @@ def maker_of(name: str, device: torch.device) -> GroupMaker:
 
 
 def check_backend(name: str, device: torch.device) -> None:
-    """Check, before any I/O, that this process can use a backend. Raises
-    ``ConfigError`` if torch lacks the backend or it does not work on ``device``, and
-    ``TorchVersionError`` if torch lacks names that multiworld needs."""
+    """Check, before any I/O, that this process can use a backend."""
     torch_names.check("c10d")
     known = ["direct", "memory", *dist.Backend.backend_list]
     plugins = [plugin.lower() for plugin in torch_names.plugins()]
@@ -162,11 +153,10 @@ class Group:
         )
 
     def drop(self, done: Callable[[], None] | None = None) -> None:
-        """Free the native group in a thread, because its destructor joins threads. The
-        interpreter waits for the thread at exit: a group that outlives the interpreter
-        aborts the process. ``done`` is called in the thread at the end."""
+        """Free the native group in a thread, because its destructor joins threads."""
         holder = [self.native]
         self.native = None
+        # Destroying an aborted communicator hangs on newer releases of NCCL.
         ends_politely = self.name == "nccl" and not self._is_aborted
 
         def free() -> None:
@@ -178,4 +168,5 @@ class Group:
             if done is not None:
                 done()
 
+        # No daemon: a group that outlives the interpreter aborts the process.
         threading.Thread(target=free, name="multiworld-drop-group").start()

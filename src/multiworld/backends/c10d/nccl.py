@@ -1,23 +1,7 @@
 """NCCL groups whose failure does not end the process.
 
-NCCL's constraints, and the answers to them:
-
-- torch's own NCCL watchdog ends the process when a collective fails or stalls. It is
-  off in every group made here. It is switched off only while that group is constructed,
-  so groups that the program makes itself keep it.
-- NCCL does not notice a dead peer: its kernels spin. multiworld's failure detector
-  notices, and the group is aborted.
-- An abort waits until the device frees memory, and so may wait for kernels of *other*
-  communicators on the device. If those spin for the same dead peer, both wait forever.
-  The loss of one process breaks all its worlds in one turn of the loop. Their groups
-  are therefore aborted together, each in its own thread: every abort flag is set before
-  any abort waits.
-- Communicators of healthy worlds on the same device are not aborted. Their kernels run
-  on their own streams and finish, perhaps delayed by the abort.
-- An aborted communicator is never destroyed, only dropped: destroying it hangs on newer
-  releases of NCCL.
-
-The tests use a fake: this module has not been run on a GPU.
+NCCL does not notice a dead peer: its kernels spin. multiworld's failure detector does,
+and the group is aborted. The tests use a fake: this module has not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -33,22 +17,21 @@ from torch.distributed import Store
 
 from multiworld.backends import torch_names
 
+# Read when torch constructs a group: no handler that aborts the process, no monitor
+# that kills it if that handler hangs, no dumps.
 QUIET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
-"""Environment variables that torch reads when it constructs an NCCL group. They switch
-off the handler that aborts the process, the monitor that kills the process if that
-handler hangs, and the dumps written before such an end."""
 
 _environment_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def quiet_environment() -> Iterator[None]:
-    """Set ``QUIET`` in the environment inside the block, then restore it."""
+    """Set ``QUIET`` inside the block only: groups of the program keep the watchdog."""
     with _environment_lock:
         before = {name: os.environ.get(name) for name in QUIET}
         os.environ.update(QUIET)
@@ -65,9 +48,9 @@ def quiet_environment() -> Iterator[None]:
 def make_nccl(
     store: Store, rank: int, size: int, device: torch.device, timeout_s: float
 ) -> Any:
-    """Return an NCCL group that is connected, and can be aborted at any time. The
-    communicator is non-blocking: a call into NCCL returns even if a peer is dead. It
-    connects eagerly: an unreachable peer fails the join, not the first operation."""
+    """Return an NCCL group that is connected, and can be aborted at any time."""
+    # Non-blocking: a call returns even if a peer is dead. Connected eagerly: an
+    # unreachable peer fails the join, not the first operation.
     options = torch_names.nccl_options(timeout_s)
     with quiet_environment(), torch.cuda.device(device):
         group = torch_names.nccl_class()(store, rank, size, options)
@@ -85,9 +68,13 @@ def wait_for(work: Any, device: torch.device) -> None:
 
 
 class Aborter:
-    """Aborts groups together, for the reason given in the module's docstring."""
+    """Aborts groups together: every abort flag is set before any abort waits."""
 
     def __init__(self) -> None:
+        # An abort waits until the device frees memory, perhaps for kernels of other
+        # communicators. If those spin for the same dead peer (its loss breaks all its
+        # worlds in one turn of the loop), both wait forever. Healthy worlds on the
+        # device are not aborted: their kernels finish.
         self._lock = threading.Lock()
         self._due: list[Any] = []
 
@@ -114,5 +101,4 @@ def _abort(native: Any) -> None:
         native.abort()
 
 
-aborter = Aborter()
-"""The process's aborter: worlds of several managers can share a device."""
+aborter = Aborter()  # of the process: several managers can share a device

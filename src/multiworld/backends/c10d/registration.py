@@ -1,15 +1,5 @@
-"""Registration of a world's group with ``torch.distributed``.
-
-After ``register``, functions with ``group=``, functional collectives, DeviceMesh and
-DTensor accept the group; ``unregister`` undoes it. There are two pitfalls:
-
-- DeviceMesh compares meshes by their global ids alone. If two worlds had equal ids, one
-  world's traffic would go out on the other. Ids are therefore never used twice in a
-  process. Only this process's own id is its rank in the default group, because a mesh
-  finds its own position by it.
-- Meshes keep groups alive. Those made by ``mesh_of`` are emptied when their group is
-  unregistered.
-"""
+"""Registration of a world's group with ``torch.distributed``: for ``group=``,
+functional collectives, DeviceMesh and DTensor."""
 
 from __future__ import annotations
 
@@ -25,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from multiworld.backends import torch_names
 
+# Above every rank of a default group, within 32 bits. No id is used twice: DeviceMesh
+# compares meshes by ids alone, and would send on another world's group. Only this
+# process's own id is its rank in the default group: a mesh finds its position by it.
 FIRST_ID = 1 << 20
-"""First global id: above every rank of a default group, and within 32 bits."""
 
 _ids = itertools.count(FIRST_ID)
 _names = itertools.count(1)
@@ -91,7 +83,7 @@ def unregister(group: ProcessGroup) -> None:
 
 
 def mesh_of(group: ProcessGroup, device: torch.device, dim_name: str) -> DeviceMesh:
-    """Return a one-dimensional mesh over a group; ``unregister`` empties it."""
+    """Return a mesh over a group, which it keeps alive until ``unregister``."""
     mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(dim_name,))
     with _lock:
         _meshes[group.group_name].append(weakref.ref(mesh))

@@ -1,9 +1,8 @@
 """Sockets of one Gloo world: finding them and shutting them down.
 
-``ProcessGroupGloo.abort()`` releases no waiter. Shutting down duplicates of the world's
-connected sockets does, on both sides and within milliseconds. They are found by
-address: Gloo publishes each member's listener through the store, and each world has its
-own listener. The listener itself is never touched, because that aborts the process.
+``ProcessGroupGloo.abort()`` releases no waiter; shutting down duplicates of its sockets
+does, on both sides. They are found by the members' listeners, which Gloo publishes in
+the store. The listener is never touched, because that aborts the process.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ _MINIMUM = 28  # bytes of a sockaddr_in6
 
 
 def parse_published(blob: bytes) -> SocketAddress:
-    """Parse the listener's address and port from a value that Gloo published. Layout
-    (torch 2.13): length and bytes of the host's name, length and bytes of a
-    ``sockaddr_storage``, then fields that are not needed here."""
+    """Return the listener's address and port in a value that Gloo published."""
+    # Layout (torch 2.13): length and bytes of the host's name, length and bytes of a
+    # ``sockaddr_storage``, then fields that are not needed here.
     try:
         (name,) = struct.unpack_from("=Q", blob, 0)
         (length,) = struct.unpack_from("=Q", blob, 8 + name)
@@ -42,13 +41,12 @@ def parse_published(blob: bytes) -> SocketAddress:
 
 
 class Connections:
-    """Connected sockets of one world, found once, when all members are connected. Gloo
-    connects eagerly and never again, so the descriptors stay the same. Each is checked
-    again before every use: it may have been closed and reused. ``own`` and ``peers``
-    are the members' listeners."""
+    """Connected sockets of one world, found once, when all members are connected."""
 
     def __init__(self, own: SocketAddress, peers: set[SocketAddress]) -> None:
-        self._own, self._peers = own, peers
+        self._own, self._peers = own, peers  # the members' listeners
+        # Gloo connects eagerly and never again, so these stay the same. Each is checked
+        # before every use: it may have been closed and reused.
         self._fds = [int(name) for name in os.listdir("/proc/self/fd")]
         self._fds = self.filenos()
         for fd in self._fds:

@@ -1,9 +1,5 @@
-"""The multiworld store as a ``Store`` of c10d.
-
-c10d calls it while a group is made, from the thread that makes the group or from one of
-c10d's own, and waits inside the call. Closing the connection ends such a wait with an
-error, which the group's constructor raises.
-"""
+"""The multiworld store as a ``Store`` of c10d, which waits inside its calls. Closing
+the connection ends a wait with an error, which the group's constructor raises."""
 
 from __future__ import annotations
 
@@ -25,13 +21,12 @@ from multiworld.rendezvous.store_messages import (
     SetValue,
 )
 
+# Called with each key and value that passes, in either direction.
 Recorder = Callable[[str, bytes], None]
-"""Called with each key and value that passes, in either direction."""
 
 
 class C10dStore(Store):
-    """Keys of one incarnation, kept in the store under a prefix. It owns the connection
-    ``values``. ``get`` waits up to ``timeout_s`` for a key."""
+    """Keys of one incarnation, under a prefix of the store; it owns ``values``."""
 
     def __init__(
         self, values: BlockingValues, prefix: str, timeout_s: float, record: Recorder
@@ -86,7 +81,6 @@ class C10dStore(Store):
     def compare_set(
         self, key: str, expected: str | bytes, desired: str | bytes
     ) -> bytes:
-        """Set a value if the current one is ``expected``; return the resulting one."""
         request = CompareSet(0, self._key(key), _text(expected), _text(desired))
         return self._values.request(request, str).encode("latin-1")
 
@@ -95,7 +89,6 @@ class C10dStore(Store):
         return self._values.request(CheckKeys(0, wanted), bool)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; return whether it was set."""
         return self._values.request(DeleteKey(0, self._key(key)), bool)
 
     def num_keys(self) -> int:

@@ -9,9 +9,7 @@ from typing import Any
 
 
 def in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
-    """Start ``call`` in a thread of its own; return an awaitable of its result. Not in
-    a pool: all threads of a pool could be waiting. Cancelling stops the wait; the
-    thread continues, and its result is dropped."""
+    """Start ``call`` in a thread of its own; cancelling stops the wait only."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -31,5 +29,6 @@ def in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
         except RuntimeError:
             pass  # the loop has ended
 
+    # Not in a pool: all threads of a pool could be waiting.
     threading.Thread(target=run, name="multiworld-c10d", daemon=True).start()
     return future

@@ -1,9 +1,6 @@
-"""Works of a native group, awaited without blocking the event loop.
-
-A collective completes a future. A send or receive offers only a blocking wait, so each
-pending one has a thread. Every waiter here is released when the world ends, even if the
-native group never reports.
-"""
+"""Works of a native group, awaited without blocking the event loop. A collective
+completes a future; each send or receive blocks a thread. All waiters are released when
+the world ends."""
 
 from __future__ import annotations
 
@@ -19,13 +16,11 @@ from multiworld.backends.c10d.threads import in_thread
 from multiworld.errors import UnsupportedOperationError
 from multiworld.incarnation.lifecycle import Failed
 
-LEFT_GRACE_S = 1.0
-"""Seconds that a collective has to complete after one of its members has left."""
+LEFT_GRACE_S = 1.0  # seconds for a collective to complete after a member has left
 
 
 class WorkRunner:
-    """Runs the works of one world's native group. ``group`` is None before it is made
-    and after it is freed."""
+    """Runs the works of one world's native group."""
 
     def __init__(self, view: WorldView, name: str) -> None:
         self._view, self._name = view, name
@@ -33,7 +28,7 @@ class WorkRunner:
         self._waiting: set[asyncio.Future[Any]] = set()
         self._collectives: set[asyncio.Future[Any]] = set()  # part of _waiting
         self._limit = timedelta(seconds=view.config.operation_s)
-        self.group: Group | None = None
+        self.group: Group | None = None  # None before it is made and after it is freed
 
     @property
     def is_busy(self) -> bool:
@@ -47,10 +42,9 @@ class WorkRunner:
                 _fail(future, self._view.broken_error())
 
     def member_left(self, rank: int) -> None:
-        """Fail the collectives that wait now, ``LEFT_GRACE_S`` seconds later. A
-        collective that the member completed still completes on the others, within the
-        grace period. Any other never does, and only the member's neighbours in the
-        algorithm notice by themselves."""
+        """Fail the collectives that wait now, ``LEFT_GRACE_S`` seconds later."""
+        # One that the member completed completes on the others meanwhile. Any other
+        # never does, and only neighbours in the algorithm notice.
         waiting = list(self._collectives)
 
         def fail() -> None:
@@ -62,9 +56,7 @@ class WorkRunner:
             self._loop.call_later(LEFT_GRACE_S, fail)
 
     async def carry_out(self, start: Callable[[Any], Any]) -> None:
-        """Start a collective with ``start(native group)`` and wait for its completion.
-        Raises ``UnsupportedOperationError`` or the world's error. Cancelling stops the
-        wait but not the native work, so the caller must break the world."""
+        """Start a collective with ``start(native group)`` and wait for its end."""
         native = self.native()
         try:
             work = start(native)
@@ -88,6 +80,7 @@ class WorkRunner:
         except (NotImplementedError, RuntimeError):
             await self._in_thread(work.wait)  # works of this backend have no futures
             return
+        # If cancelled, the native work goes on: the caller must break the world.
         self._collectives.add(future)
         try:
             await self._until(future)
@@ -122,8 +115,7 @@ class WorkRunner:
             self._waiting.discard(future)
 
     async def _translate(self, error: RuntimeError) -> None:
-        """Raise torch's error as one of multiworld's. For a lost connection, first wait
-        for the failure detector's verdict."""
+        """Raise torch's error as one of multiworld's."""
         text = str(error)
         if "scalar type" in text or "not supported" in text.lower():
             raise UnsupportedOperationError(
@@ -131,16 +123,14 @@ class WorkRunner:
                 "host tensors, or convert the tensor"
             ) from error
         self._view.trouble(None, text.partition(". This is typically")[0])
-        await self._view.wait_incomplete()
+        await self._view.wait_incomplete()  # the verdict on a lost connection
         if self._view.left and not self._view.is_broken:
             # The member left during the collective.
             raise self._view.left_error(min(self._view.left)) from error
         raise self._view.broken_error() from error
 
     async def wait_in_thread(self, start: Callable[[Any], Any]) -> None:
-        """Start a send or receive and wait for its completion in a thread. Errors are
-        as for ``carry_out``. Cancelling breaks the world, because the operation cannot
-        be withdrawn."""
+        """Start a send or receive and wait for its completion in a thread."""
         native = self.native()
         try:
             work = start(native)

@@ -9,8 +9,6 @@ from multiworld.backends.message_backend import MessageBackend
 
 
 class DirectBackend(MessageBackend):
-    """Backend that moves host tensors between processes."""
-
     async def _open_lane(self, rank: int, name: str, channel: Channel) -> AnyLane:
         view = self._view
         sock = await view.lane(rank, name)

@@ -49,28 +49,24 @@ SUMMED = 2
 SHARED = 4
 LENT = 8
 
+# Maximum payload of one frame. A cancelled send still finishes its frame, and a lane
+# moves about this much before it lets other tasks run.
 FRAGMENT_BYTES = 256 * 1024
-"""Maximum payload of one frame, in bytes. A cancelled send still finishes its current
-frame, and a lane moves about this much before it lets other tasks run."""
-
-MAX_NDIM = 64
-"""Torch's own limit on the number of dimensions."""
+MAX_NDIM = 64  # torch's own limit
 
 _LEAD = struct.Struct("<4sI")
 _FIELDS = "<BBBBBBxxQQqIIQII"
+# The layouts of what the header sum covers, by number of dimensions.
 _BODIES = [struct.Struct(f"{_FIELDS}{n}Q") for n in range(MAX_NDIM + 1)]
-"""Layouts of the bytes that the header sum covers, by number of dimensions."""
 
 _DIMENSIONS = [struct.Struct(f"<{n}Q") for n in range(MAX_NDIM + 1)]
-SIZE = _LEAD.size + _BODIES[0].size
-"""Bytes of a header without its dimensions."""
+SIZE = _LEAD.size + _BODIES[0].size  # bytes of a header without its dimensions
 
 assert SIZE == 64
 
 
 class HeaderError(Exception):
-    """The bytes that arrived are not a valid frame of this lane. Its message becomes
-    the evidence when the world breaks."""
+    """Bytes that are not a valid frame of this lane; the evidence of a broken world."""
 
 
 class Header(NamedTuple):
@@ -92,7 +88,6 @@ class Header(NamedTuple):
 
 
 def encode(header: Header, shape: tuple[int, ...] = ()) -> bytes:
-    """Return the bytes of ``header`` and of the dimensions ``shape``."""
     body = _BODIES[len(shape)].pack(VERSION, *header, *shape)
     return _LEAD.pack(MAGIC, zlib.crc32(body)) + body
 

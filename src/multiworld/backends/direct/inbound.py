@@ -1,11 +1,7 @@
-"""The receiving half of a lane: parses bytes into messages.
+"""The receiving half of a lane, which parses bytes into messages; it does no I/O.
 
-This module does no I/O. The lane reads into ``buffers`` and reports the number of bytes
-with ``advance``. A large payload is read straight into the message's tensor; everything
-else passes through a small staging buffer. While ``is_stalled`` is true the lane must
-not read. A message with no posted receive is first held at its header (``is_held``): a
-program that has just received one message usually asks for the next within a turn or
-two of the loop, and the message is then copied only once, and needs no queue.
+The lane reads into ``buffers``, a large payload straight into its tensor, and calls
+``advance``. While ``is_stalled`` is true it must not read.
 """
 
 from __future__ import annotations
@@ -25,25 +21,18 @@ from multiworld.backends.mailbox import Mailbox
 
 STAGE_BYTES = 128 * 1024
 
+# Bytes to read beyond a large payload: the next header, but too little of the next
+# payload for much of it to be copied twice.
 AHEAD_BYTES = wire.SIZE + 8 * 8
-"""Bytes to read beyond a large payload that goes straight into its tensor. They hold
-the next header, but too little of the next payload for much of it to be copied
-twice."""
-
-MAX_ELEMENTS = 2**63 - 1
-"""Maximum elements of a tensor, empty dimensions left out: torch counts in 64 bits."""
-
-LARGE_BYTES = 32 * 1024
-"""Payload size, in bytes, from which a copy costs more than an extra system call."""
+MAX_ELEMENTS = 2**63 - 1  # torch counts in 64 bits; empty dimensions are left out
+LARGE_BYTES = 32 * 1024  # payload size from which a copy costs more than a system call
 
 
 _NOTHING = memoryview(b"")
+# Staging buffers that no lane uses now: a lane has one only while it holds unparsed
+# bytes, so that a thousand idle worlds need none.
 _IDLE: list[memoryview] = []
-"""Staging buffers that no lane uses now. A lane has one only while it holds unparsed
-bytes, so a thousand idle worlds need none."""
-
-MAX_IDLE = 16
-"""Maximum number of idle staging buffers that a process keeps."""
+MAX_IDLE = 16  # maximum number of idle staging buffers in a process
 
 
 def _idle_stage() -> memoryview:
@@ -71,9 +60,7 @@ class SharedEnd(Protocol):
 
 
 class Inbound:
-    """Parser of one lane's incoming bytes. It refuses frames with another nonce than
-    the incarnation's, and shared memory if ``shared`` is None. A ``HeaderError`` from
-    any method ends the lane."""
+    """Parser of one lane's incoming bytes; a ``HeaderError`` ends the lane."""
 
     def __init__(
         self,
@@ -100,6 +87,8 @@ class Inbound:
         self._sum = 0
         self._pending: tuple[Header, Description] | None = None
         self.is_finished = False
+        # A message without a posted receive is held at its header: programs usually ask
+        # for it within a turn or two, and it is then copied only once, without a queue.
         self.is_held = False
 
     @property
@@ -109,7 +98,6 @@ class Inbound:
 
     @property
     def missing_bytes(self) -> int:
-        """Payload bytes of the current frame that have not arrived yet."""
         return self._missing
 
     @property
@@ -118,7 +106,6 @@ class Inbound:
         return self._start == self._end and self._arrival is None
 
     def close(self) -> None:
-        """Unmap the shared memory and drop unparsed bytes."""
         window, self._window = self._window, None
         if window is not None:
             window.close()
@@ -172,7 +159,6 @@ class Inbound:
             self._start = self._end = 0
 
     def held(self, tag: int) -> Description | None:
-        """Return the held message's description if it has this tag and is complete."""
         if not self.is_held or self._pending is None:
             return None
         header, description = self._pending
@@ -186,7 +172,6 @@ class Inbound:
         return description
 
     def take(self, memory: memoryview) -> None:
-        """Copy the message that ``held`` described into ``memory``, then parse on."""
         begin, count = self._start, len(memory)
         memory[:] = self._stage[begin : begin + count]
         self._start += count
@@ -448,7 +433,6 @@ class Inbound:
         self._count(count)
 
     def _free_block(self, header: Header, arrival: Arrival) -> None:
-        """Free the block of a message that was copied or withdrawn. A tensor in a block
-        frees it when the tensor is gone."""
-        if header.flags & wire.LENT and not arrival.is_lent:
+        """Free the block of a message that was copied or withdrawn."""
+        if header.flags & wire.LENT and not arrival.is_lent:  # else its tensor frees it
             self._block(header, 0).free()

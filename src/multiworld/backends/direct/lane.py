@@ -1,9 +1,7 @@
 """A lane: one connection that carries the messages of two members.
 
-The reader stays registered with the loop, so a message, a fin or the end of the
-connection is noticed even if nobody waits for it. It pauses only while the mailbox has
-no room. A failed lane makes no verdict: it reports to its owner, and pending operations
-wait until the control link has reported to the world which member was lost.
+Its reader stays registered, so that an end is noticed even if nobody waits. A failed
+lane makes no verdict: operations wait until the control link has named the lost member.
 """
 
 from __future__ import annotations
@@ -23,25 +21,16 @@ from multiworld.backends.offload import in_thread
 from multiworld.config import WorldConfig
 from multiworld.net.streams import Stream
 
-TURN_MESSAGES = 64
-"""Messages that a lane may send before it yields to the loop's other tasks."""
+TURN_MESSAGES = 64  # messages that a lane may send before the loop's other tasks run
+TURN_BYTES = FRAGMENT_BYTES  # bytes that a lane may move before that
 
-TURN_BYTES = FRAGMENT_BYTES
-"""Bytes that a lane may move before it yields to the loop's other tasks."""
-
+# Bytes copied to shared memory that count as one written to the socket, so that a lane
+# yields after filling the whole ring: well under a millisecond.
 SHARED_IS_FASTER = 16
-"""Bytes copied to shared memory that count as one byte written to the socket. So a lane
-yields after it has filled the whole ring, which takes well under a millisecond."""
-
+# Bytes of a large payload to wait for before TCP wakes the reader.
 LOW_WATER_BYTES = 256 * 1024
-"""Maximum bytes of a large payload to wait for before TCP wakes the reader."""
-
-HOLD_TURNS = 4
-"""Turns of the loop for which a message without a posted receive stays in the read
-buffer."""
-
-TAKE_IN_BYTES = 16 * 1024 * 1024
-"""Maximum bytes to read from the kernel when a world breaks."""
+HOLD_TURNS = 4  # turns of the loop for which a message is held for a receive
+TAKE_IN_BYTES = 16 * 1024 * 1024  # maximum to read from the kernel when a world breaks
 
 ErrorMaker = Callable[[], Exception]
 
@@ -112,16 +101,12 @@ class Lane:
     async def send(
         self, description: Description, memory: memoryview, owner: object
     ) -> None:
-        """Send a message; return when the kernel or the ring has all of it. The message
-        then arrives even if this process computes for a long time, or is killed.
-        ``memory`` must not change until this returns. Cancelling finishes the frame in
-        progress and withdraws the rest."""
         if self._refusal is not None:
             raise self._refusal()
         self._messages += 1
         self._bytes += description.size
         message = self._start(description, memory, owner)
-        if message is None:
+        if message is None:  # the kernel or the ring has all of it
             # Only after the message has its place in the queue, so that concurrent
             # sends stay in call order.
             if self._messages >= TURN_MESSAGES or self._bytes >= TURN_BYTES:
@@ -262,8 +247,7 @@ class Lane:
         self._socket.poll_again()
 
     def take_in(self) -> None:
-        """Read what the kernel holds, which its sender considers sent. For the last
-        moment before ``abort``; at most ``TAKE_IN_BYTES``."""
+        """Read what the kernel holds, which its sender considers sent."""
         moved = 0
         try:
             self._let_go()
@@ -370,7 +354,6 @@ class Lane:
         return self._is_dead or not self._socket.is_open
 
     def fail_sends(self, make_error: ErrorMaker) -> None:
-        """Fail pending and future sends; receives continue up to the fin."""
         self._refusal = make_error
         self._outbound.fail(make_error)
         self._socket.write_off()
@@ -398,14 +381,12 @@ class Lane:
             await self._drained
 
     def finish_close(self, linger_s: float) -> bool:
-        """Close; return True if the connection stays open for a while. A TCP socket
-        closed with unread bytes sends a reset, which discards what the member has not
-        read yet. So the connection stays until the member closes it, at most
-        ``linger_s`` seconds. A Unix socket closes at once."""
         is_needed = not self._socket.is_local and self._outbound.is_idle
         if self.is_dead or self._inbound.is_finished or not is_needed:
             self.close_nowait()
             return False
+        # Closing TCP with unread bytes sends a reset, which discards what the member
+        # has not read yet. So let the member close it, if it does so in time.
         self._socket.finish_writing()
         self._loop.call_later(linger_s, self.close_nowait)
         return True
@@ -427,7 +408,6 @@ class Lane:
                 self._socket.read_on()
 
     def close_nowait(self) -> None:
-        """Close the connection at once; safe to repeat."""
         if not self._socket.is_open:
             return
         self._socket.close()

@@ -1,8 +1,5 @@
-"""The shared memory of a lane: a ring to send through, and the peer's window.
-
-The descriptor of a ring travels over the lane's Unix socket once. From then on the
-socket carries headers, and bells that signal a free slot.
-"""
+"""The shared memory of a lane: a ring to send through, and the peer's window. The
+socket carries a ring's descriptor once, then headers, and bells for free slots."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from multiworld.backends.direct.lane_socket import LaneSocket
 from multiworld.backends.direct.lending import Block, Borrowed, Lender
 from multiworld.backends.direct.outbound import Outbound
 
-LOOK_S = 0.002
-"""Seconds between looks for a free slot while the bell cannot be heard."""
+LOOK_S = 0.002  # seconds between looks for a free slot while the bell cannot be heard
 
 RIGHTS_BYTES = socket.CMSG_SPACE(4)
 
@@ -47,8 +43,7 @@ class LaneMemory:
     # Sending.
 
     def share(self) -> None:
-        """Make a ring and pass it on, unless that was done or cannot be. Without a
-        ring, the socket carries everything."""
+        """Make a ring and pass it on; without one, the socket carries everything."""
         if not self._slots:
             return
         slots, self._slots = self._slots, 0
@@ -103,8 +98,7 @@ class LaneMemory:
     # Receiving.
 
     def receive(self, buffers: list[memoryview]) -> int:
-        """Read into buffers, and keep a descriptor that comes along. Return the number
-        of bytes; 0 at the end of the stream."""
+        """Read, and keep a descriptor that comes along; return 0 at the end."""
         sock = self._connection.sock
         if not self.is_usable:
             return int(sock.recvmsg_into(buffers)[0])
@@ -145,7 +139,6 @@ class LaneMemory:
         self._loop.call_soon(self._look)
 
     def close(self) -> None:
-        """Free the ring, the blocks and unmapped descriptors; safe to repeat."""
         if self._outbound.ring is not None:
             self._outbound.ring.close()
             self._outbound.ring = None

@@ -11,9 +11,7 @@ from multiworld.net.streams import Stream
 
 
 class LaneSocket:
-    """A non-blocking connection, read and written when the loop calls back. ``poll`` is
-    called soon when bytes wait that the loop does not see. ``is_mute`` is True once
-    nothing more can be written."""
+    """A non-blocking connection, read and written when the loop calls back."""
 
     def __init__(
         self,
@@ -35,6 +33,7 @@ class LaneSocket:
         self._low_water = 0
         self._loop = asyncio.get_running_loop()
         self.is_open = True
+        # ``is_mute``: nothing more can be written.
         self.is_reading = self.is_writing = self.is_mute = False
 
     def fileno(self) -> int:
@@ -78,10 +77,10 @@ class LaneSocket:
             self._loop.call_soon(self._poll)
 
     def wake_at(self, wanted: int) -> None:
-        """Call ``on_readable`` over TCP for a good part of a payload, not each packet.
-        The rest of a frame always comes, or the connection ends."""
+        """Call ``on_readable`` for a good part of a payload, not for each packet."""
         if not self._is_tcp or wanted == self._low_water or not self.is_open:
             return
+        # The rest of a frame always comes, or the connection ends.
         self._low_water = wanted
         with contextlib.suppress(OSError):
             self.sock.setsockopt(  # type: ignore[attr-defined]
@@ -103,7 +102,6 @@ class LaneSocket:
         return self.sock.family == socket.AF_UNIX
 
     def finish_writing(self) -> None:
-        """Shut down the sending direction."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_WR)
 

@@ -1,13 +1,8 @@
 """Memory that a sender lends: the receiver's tensor lies in it, without a copy.
 
-A block is a ``memfd`` that both processes have mapped. The sender copies a message into
-a free block, and the receiver's tensor *is* that memory. When the last tensor, view or
-array that shares it is gone, a mark in the block becomes 0, and the sender uses the
-block again. The kernel frees the memory with the last process that has it, so a tensor
-outlives its sender.
-
-Blocks are few, so that they stay in the cache and memory is bounded. A message that
-finds none goes through the ring of ``shared_memory``, with a second copy.
+A block is a ``memfd`` that both processes map. The receiver marks it as free once
+nothing shares the tensor's memory. The kernel frees it with the last process, so that a
+tensor outlives its sender. Without a free block, the ring of ``shared_memory`` is used.
 """
 
 from __future__ import annotations
@@ -26,25 +21,14 @@ from multiworld.backends.arrivals import Description, form_of
 from multiworld.backends.direct.header import HeaderError
 from multiworld.backends.direct.shared_memory import check_sealed, make_sealed
 
+# A larger message does not stay in the cache as a whole, as it does piece by piece in
+# the ring. To read it from memory again costs what the second copy would.
 MIN_LENT_BYTES, MAX_LENT_BYTES = 256 * 1024, 8 * 1024 * 1024
-"""Minimum and maximum bytes of a message for which blocks are used. A larger one does
-not stay in the cache as a whole, as it does piece by piece in the ring. To read it from
-memory again costs what the second copy would."""
-
-STEP_BYTES = 256 * 1024
-"""Unit of the sizes of blocks, in bytes, so that similar messages fit."""
-
-MARK_BYTES = mmap.PAGESIZE
-"""Bytes behind the message, for the mark: 1 while the receiver has the block."""
-
-MAX_BLOCKS = 8
-"""Maximum number of blocks that a lane lends."""
-
-LANE_BYTES = 32 * 1024 * 1024
-"""Maximum bytes in the blocks of a lane."""
-
-PROCESS_BYTES = 256 * 1024 * 1024
-"""Maximum bytes in the blocks of all lanes of a process."""
+STEP_BYTES = 256 * 1024  # unit of the sizes of blocks, so that similar messages fit
+MARK_BYTES = mmap.PAGESIZE  # mark behind the message, 1 while the receiver has it
+MAX_BLOCKS = 8  # maximum number of a lane's blocks: few stay in the cache
+LANE_BYTES = 32 * 1024 * 1024  # maximum in the blocks of a lane
+PROCESS_BYTES = 256 * 1024 * 1024  # maximum in the blocks of all lanes
 
 _lent_bytes = 0
 _lock = threading.Lock()
@@ -70,22 +54,21 @@ def lent_bytes() -> int:
 
 
 class Mapping:
-    """Memory of a ``memfd``, unmapped when nothing refers to this object. Python's
-    ``mmap`` would keep a descriptor for each. ``memory`` is a view of all of it, valid
-    as long as this object."""
+    """Memory of a ``memfd``, unmapped when nothing refers to this object."""
 
     def __init__(self, fd: int, size: int) -> None:
         self._size = size
         # Populated at once: a fault for each page would cost more than the copy.
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         access = mmap.PROT_READ | mmap.PROT_WRITE
+        # Python's ``mmap`` would keep a descriptor for each.
         self.address = _mmap(None, size, access, flags, fd, 0)
         if self.address in (None, _FAILED):
             self.address = None
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
         array = (ctypes.c_ubyte * size).from_address(self.address)
-        self.memory = memoryview(array).cast("B")
+        self.memory = memoryview(array).cast("B")  # valid as long as this object
 
     def __del__(self) -> None:
         if self.address is not None:
@@ -129,9 +112,7 @@ class Block(_Mapped):
 
 
 class Borrowed(_Mapped):
-    """The receiver's end; closes ``fd`` in every case. It stays mapped as long as a
-    tensor lies in it. Raises ``HeaderError`` if the memory has another size, can be
-    resized or cannot be mapped."""
+    """The receiver's end, mapped while a tensor lies in it; closes ``fd`` always."""
 
     def __init__(self, fd: int, size: int) -> None:
         try:
@@ -165,16 +146,15 @@ def _free(mapping: Mapping, size: int) -> None:
 
 
 class Lender:
-    """The blocks of one lane. ``announce`` passes a new block to the receiver, and
-    returns False if it cannot."""
+    """The blocks of one lane."""
 
     def __init__(self, announce: Callable[[Block], bool]) -> None:
+        # Passes a new block to the receiver; False if it cannot.
         self._announce = announce
         self._blocks: dict[int, Block] = {}
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """The blocks that this lane lends."""
         return tuple(self._blocks.values())
 
     def provide(self, size: int) -> None:
@@ -200,8 +180,8 @@ class Lender:
         return block
 
     def _fitting(self, size: int) -> Block | None:
-        """Return the first free block that is not much too large. Always the first: the
-        blocks in use are then few, and stay in the cache."""
+        """Return the first free block that is not much too large."""
+        # Always the first: the blocks in use are few then, and stay in the cache.
         for block in self._blocks.values():
             if size <= block.size < 2 * max(size, STEP_BYTES) and block.is_free:
                 return block

@@ -1,10 +1,7 @@
-"""The sending half of a lane: turns messages into bytes.
+"""The sending half of a lane, which turns messages into bytes; it does no I/O.
 
-This module does no I/O. Messages go out one after the other, each in frames of at most
-``FRAGMENT_BYTES`` (``SLOT_BYTES`` in shared memory). The lane writes the pieces that
-``chunks`` returns and reports the number of bytes with ``advance``. A message can be
-withdrawn at any byte: its current frame is finished from a copy, and the rest is
-cancelled with a withdrawal frame.
+The lane writes the pieces that ``chunks`` returns, and calls ``advance``. A message can
+be withdrawn at any byte: its frame is finished from a copy, and a withdrawal follows.
 """
 
 from __future__ import annotations
@@ -20,15 +17,13 @@ from multiworld.backends.direct.header import FRAGMENT_BYTES, Header
 from multiworld.backends.direct.lending import Block, Lender
 from multiworld.backends.direct.shared_memory import SLOT_BYTES, Ring
 
+# Smallest message for shared memory: from here on, two copies in user space and a
+# wake-up cost less than the kernel's two copies.
 SHARED_BYTES = 128 * 1024
-"""Message size, in bytes, from which payloads use shared memory if there is any. From
-this size on, two copies in user space and a wake-up cost less than the kernel's two
-copies."""
 
 
 class Outgoing:
-    """A message in the send queue. ``owner`` keeps ``memory`` alive. ``future``
-    completes when ``memory`` is reusable."""
+    """A message in the send queue."""
 
     __slots__ = (
         "block",
@@ -48,8 +43,8 @@ class Outgoing:
         future: Future[None] | None,
     ) -> None:
         self.description, self.memory = description, memory
-        self.owner = owner
-        self.future = future
+        self.owner = owner  # keeps ``memory`` alive
+        self.future = future  # completes when ``memory`` is reusable
         self.offset = 0
         self.fragment = 0
         self.block: Block | None = None
@@ -73,7 +68,6 @@ class Outbound:
 
     @property
     def is_idle(self) -> bool:
-        """True when everything has been written."""
         return not (self._frame or self._current or self._queue or self._control_frames)
 
     @property
@@ -91,8 +85,7 @@ class Outbound:
             self._control_frames.append(wire.BELL)
 
     def announcement(self, slots: int) -> bytes:
-        """Return the frame to send together with a ring's descriptor. Call
-        ``announced`` once part of it has been written."""
+        """Return the frame to send with a ring's descriptor; see ``announced``."""
         return self._header(wire.MEMORY, slots)
 
     def loan(self, number: int, size: int) -> bytes:
@@ -111,8 +104,7 @@ class Outbound:
         self.put(Outgoing(fin, memoryview(b""), None, None))
 
     def chunks(self) -> list[memoryview]:
-        """Return the unwritten pieces of one frame, to be written next. The list is
-        empty if the queue is idle, and while ``is_starving``."""
+        """Return the unwritten pieces of one frame; none if idle or ``is_starving``."""
         if not self._frame:
             self._next_frame()
         return self._frame
@@ -216,15 +208,13 @@ class Outbound:
     def frame_header(
         self,
         description: Description,
-        begin: int,
+        begin: int,  # offset of the payload in the message, in bytes
         fragment: int,
         payload: memoryview,
-        slot: int | None = None,
+        slot: int | None = None,  # or block with the payload; None: on the socket
         where: int = wire.SHARED,
     ) -> bytes:
-        """Return the header of a message's next frame, and count the frame. ``begin``
-        is the payload's offset in the message, in bytes. ``slot`` is the slot or block
-        that holds the payload; None if it follows the header on the socket."""
+        """Return the header of a message's next frame, and count the frame."""
         kind, dtype, shape, size, tag, label = description
         if fragment:
             shape = ()

@@ -1,16 +1,8 @@
 """Shared memory for large payloads between two processes of one host.
 
-Each direction of a lane has a ring of slots in a ``memfd``. Its descriptor is passed
-over the lane's Unix socket with the first large message. The sender copies a fragment
-into a slot and sends its header; the receiver copies it out and frees the slot. The
-headers on the socket keep the frames in order and wake the receiver. The memory has no
-name in a file system: the kernel frees it with the last process that has it.
-
-A slot's mark is one byte. The sender sets it to 1 before it sends the header; the
-receiver sets it to 0 after its copy. A system call orders the sender's copy before the
-receiver's. Only the processor orders the receiver's copy before its mark: it must not
-move loads behind later stores. x86-64 guarantees that, so shared memory is used there
-and nowhere else.
+Each direction of a lane has a ring of slots in a ``memfd``. The sender fills a slot,
+sets its mark, and sends the header over the socket; the receiver copies the payload out
+and clears the mark. The kernel frees the memory with the last process.
 """
 
 from __future__ import annotations
@@ -25,27 +17,23 @@ from typing import Any
 
 from multiworld.backends.direct.header import HeaderError
 
+# Twice a frame on the socket: copies are as fast and need half as many frames. A
+# multiple of every dtype's size, so that a slot holds whole elements.
 SLOT_BYTES = 512 * 1024
-"""Bytes of one slot. Twice a frame on the socket: copies are as fast and need half as
-many frames. A multiple of every dtype's size, so a slot holds whole elements."""
-
-MAX_SLOTS = 64
-"""Maximum number of slots in a ring."""
-
-_WAITING = MAX_SLOTS
-"""Offset of the byte, after the slots' marks, that is 1 while the sender waits."""
-
-CONTROL_BYTES = 4096
-"""Bytes before the first slot, for the marks: one page."""
+MAX_SLOTS = 64  # maximum number of slots in a ring
+_WAITING = MAX_SLOTS  # offset of a byte behind the marks; 1 while the sender waits
+CONTROL_BYTES = 4096  # bytes before the first slot, for the marks: one page
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def is_usable(sock: Any) -> bool:
     """Return whether payloads on this connection can go through shared memory."""
+    # A system call orders the sender's copy before the receiver's. Only the processor
+    # orders the receiver's copy before its mark: no load may pass a later store.
     return (
         sys.platform == "linux"
-        and platform.machine() == "x86_64"
+        and platform.machine() == "x86_64"  # guarantees that order
         and isinstance(sock, socket.socket)
         and sock.family == socket.AF_UNIX
     )
@@ -69,8 +57,7 @@ def make_sealed(name: str, size: int) -> int:
 
 
 def check_sealed(fd: int, size: int, what: str) -> None:
-    """Check memory from a peer's ``make_sealed``; ``what`` is its size in words. Access
-    to memory that the peer shrinks would kill this process (SIGBUS)."""
+    """Check a peer's memory: if it could shrink, access would kill us (SIGBUS)."""
     if os.fstat(fd).st_size != size:
         raise HeaderError(f"the shared memory does not have {what}")
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
@@ -88,7 +75,6 @@ class _Mapped:
         return self._memory[begin : begin + size]
 
     def close(self) -> None:
-        """Unmap it; safe to repeat."""
         self._memory.release()
         self._map.close()
 
@@ -117,8 +103,8 @@ class Ring(_Mapped):
 
     @property
     def _free(self) -> int:
-        """Number of the first free slot, or -1. Always the first: the slots in use are
-        then few, and stay in the cache."""
+        """Number of the first free slot, or -1."""
+        # Always the first: the slots in use are few then, and stay in the cache.
         return bytes(self._memory[: self.slots]).find(0)
 
     def fill(self, payload: memoryview) -> int:
@@ -139,8 +125,7 @@ class Ring(_Mapped):
 
 
 class Window(_Mapped):
-    """The receiver's end; closes ``fd`` in every case. Raises ``HeaderError`` if the
-    memory has another size, can be resized or cannot be mapped."""
+    """The receiver's end; closes ``fd`` in every case."""
 
     def __init__(self, fd: int, slots: int) -> None:
         try:
@@ -164,11 +149,10 @@ class Window(_Mapped):
         self._memory[: self.slots] = bytes(self.slots)
 
     def free(self, slot: int) -> bool:
-        """Mark a slot free; return True if the caller must ring the bell. The bell
-        waits until half of the ring is free. A bell for every slot would wake the
-        sender for every slot."""
+        """Mark a slot free; return True if the caller must ring the bell."""
         memory = self._memory
         memory[slot] = 0
+        # A bell for every slot would wake the sender for every slot.
         if (
             not memory[_WAITING]
             or 2 * bytes(memory[: self.slots]).count(0) < self.slots

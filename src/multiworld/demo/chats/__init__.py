@@ -1,4 +1,2 @@
 """Chat demo: eight chats stream at once while workers are killed, stopped and scaled.
-
-Every token is compared with what the undisturbed model would choose.
-"""
+Every token is compared with what the undisturbed model would choose."""

@@ -22,12 +22,8 @@ class BackgroundLoad(Protocol):
 async def under_load(
     load: BackgroundLoad, *beside: Coroutine[Any, Any, None]
 ) -> AsyncIterator[None]:
-    """Run a load during the block, and wait for its last answer afterwards.
-
-    Args:
-        load: The load.
-        beside: Coroutines that run until the load has ended, such as a screen.
-    """
+    """Run a load during the block, and wait for its last answer afterwards."""
+    # ``beside`` runs until the load has ended, such as a screen.
     running = asyncio.ensure_future(load.run())
     tasks = [asyncio.ensure_future(each) for each in beside]
     try:

@@ -25,36 +25,20 @@ PROMPTS = (
     "Pourquoi les feuilles tombent-elles en automne ?",
     "How does a bicycle stay upright?",
 )
-"""Questions of the chats, in turn."""
-
-LIMIT_S = 120.0
-"""Seconds that one chat may take."""
+LIMIT_S = 120.0  # seconds that one chat may take
 
 
 @dataclass(slots=True)
 class Chat:
-    """One chat.
-
-    Attributes:
-        number: Its number, from 0.
-        question: What was asked.
-        prompt: Tokens of the prompt.
-        tokens: Tokens of the answer.
-        times: Seconds since the start at which each came; the first is when it was
-            asked.
-        text: The answer so far.
-        finish: Why it ended; empty while it streams.
-        error: What went wrong; empty if nothing did.
-    """
-
     number: int
     question: str
     prompt: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # of the answer
+    # When each token came, since the start; the first is that of the question.
     times: list[float] = field(default_factory=list)
-    text: str = ""
-    finish: str = ""
-    error: str = ""
+    text: str = ""  # of the answer so far
+    finish: str = ""  # why it ended; empty while it streams
+    error: str = ""  # empty if nothing went wrong
 
     def pause_after(self, begin_s: float, end_s: float) -> float:
         """Return the longest pause between tokens that overlaps a span of time."""
@@ -67,18 +51,7 @@ class Chat:
 
 
 class Chats:
-    """Several chats at once; each that ends is followed by the next.
-
-    Args:
-        url: URL of the service.
-        model: Name of the model.
-        at_once: Number of chats at once.
-        tokens: Maximum number of tokens of an answer.
-
-    Attributes:
-        all: Every chat so far.
-        began_at: Time of the event loop at which the chats began.
-    """
+    """Several chats at once; each that ends is followed by the next."""
 
     def __init__(self, url: str, model: str, at_once: int, tokens: int) -> None:
         self._url, self._model, self._tokens = url, model, tokens
@@ -87,18 +60,13 @@ class Chats:
         self._is_ending = False
         self.all: list[Chat] = []
         self.slots: list[Chat | None] = [None] * at_once
-        self.began_at = asyncio.get_running_loop().time()
+        self.began_at = asyncio.get_running_loop().time()  # 0 of ``Chat.times``
 
     def end(self) -> None:
-        """Start no further chats; let the current ones finish."""
         self._is_ending = True
 
     async def run(self) -> None:
-        """Chat until ``end``.
-
-        Cancellation:
-            The chats are given up.
-        """
+        """Chat until ``end``; cancelling gives the chats up."""
         timeout = aiohttp.ClientTimeout(total=LIMIT_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             slots = (self._slot(session, slot) for slot in range(self._at_once))
@@ -149,7 +117,6 @@ class Chats:
 
 
 async def _chunks(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """Yield the chunks of a streamed answer."""
     async for line in answer.content:
         text = line.strip()
         if text.startswith(b"data: ") and text != b"data: [DONE]":

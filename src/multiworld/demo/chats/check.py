@@ -1,8 +1,6 @@
-"""Comparison of the chats with the undisturbed model in this process.
-
-Once with transformers' own forward pass, which rounds otherwise, and once with one
-undisturbed stage of the same kernels: ``deterministic: true`` promises its very tokens.
-"""
+"""Comparison of the chats with the undisturbed model: in transformers' own forward
+pass, which rounds otherwise, and in one stage of the same kernels, whose very tokens
+``deterministic: true`` promises."""
 
 from __future__ import annotations
 
@@ -20,34 +18,22 @@ from multiworld.serve.generation.replica.stage_engine import engine_of
 from multiworld.serve.models.span import Span
 from multiworld.serve.spec.stage import Generation
 
+# Difference between the logit of a token and the largest: kernels for one row and for
+# many round differently.
 TOLERANCE = 0.01
-"""Largest difference between the logit of a token and that of the most likely one:
-kernels for one row and for many round differently."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outcome of the comparison.
+    """The outcome of the comparison."""
 
-    Attributes:
-        wrong: Tokens that the undisturbed model would not choose.
-        equal: Chats whose every token is that of an undisturbed run.
-        broken: Chats that were cut, and why.
-    """
-
-    wrong: int
-    equal: int
-    broken: tuple[str, ...]
+    wrong: int  # tokens that the undisturbed model would not choose
+    equal: int  # chats whose every token is that of an undisturbed run
+    broken: tuple[str, ...]  # chats that were cut, and why
 
 
 def check(folder: Path, chats: Sequence[Chat], tell: Callable[[int], None]) -> Verdict:
-    """Compare every token with what the model chooses after those before it.
-
-    Args:
-        folder: Folder of the model.
-        chats: The finished chats.
-        tell: Called with the number of chats that were compared so far.
-    """
+    """Compare every token with what the model chooses after those before it."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -66,12 +52,7 @@ def check(folder: Path, chats: Sequence[Chat], tell: Callable[[int], None]) -> V
 
 
 class Undisturbed:
-    """The whole model as one stage with deterministic kernels.
-
-    Args:
-        folder: Folder of the model.
-        layers: Number of its layers.
-    """
+    """The whole model as one stage with deterministic kernels."""
 
     def __init__(self, folder: Path, layers: int) -> None:
         stage = decoder_stage.load(folder, Span(0, layers, layers), "float32", "cpu")

@@ -9,35 +9,20 @@ from typing import Any
 from multiworld.demo.chats.chats import Chat
 from multiworld.demo.chats.story import ReplicaCounts, Scene
 
+# Colors of chats, tenants and stages, in order.
 COLORS = ("#4363d8", "#911eb4", "#3cb44b", "#f58231", "#469990")
-"""Colors of chats, tenants and stages, in order."""
-
-SHADE = "#f58231"
-"""Color behind the time that an event took."""
-
-CUT = "#e6194b"
-"""Color of a chat that was cut."""
+SHADE = "#f58231"  # color behind the time that an event took
+CUT = "#e6194b"  # color of a chat that was cut
 
 
 def draw(
-    path: Path,
+    path: Path,  # its suffix decides the format
     chats: list[Chat],
     scenes: list[Scene],
     replica_counts: list[ReplicaCounts],
-    labels: list[str],
+    labels: list[str],  # of ``replica_counts``
 ) -> None:
-    """Draw the tokens of each chat over time, and the ready replicas.
-
-    Args:
-        path: File to write; its suffix decides the format.
-        chats: The chats.
-        scenes: Events to mark.
-        replica_counts: Ready replicas over time.
-        labels: Labels of the counts in ``replica_counts``, in the same order.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
+    """Draw the tokens of each chat over time, and the ready replicas."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -63,13 +48,6 @@ def draw(
 def draw_replicas(
     axes: Any, replica_counts: list[ReplicaCounts], labels: list[str]
 ) -> None:
-    """Draw the ready replicas over time.
-
-    Args:
-        axes: Axes of the picture, the lowest ones.
-        replica_counts: Ready replicas over time.
-        labels: Labels of the counts in ``replica_counts``, in the same order.
-    """
     for number, label in enumerate(labels):
         axes.step(
             [s.at_s for s in replica_counts],
@@ -84,14 +62,7 @@ def draw_replicas(
 
 
 def mark(scenes: list[Scene], named: Any, every: Sequence[Any], side: str) -> None:
-    """Shade the time of each scene, and write its title.
-
-    Args:
-        scenes: Events to mark.
-        named: Axes that get the titles.
-        every: Axes that get the shading.
-        side: Edge that the titles start at: "top" or "bottom".
-    """
+    """Shade the time of each scene, and write its title."""
     for scene in scenes:
         for axes in every:
             axes.axvspan(scene.begin_s, scene.end_s, color=SHADE, alpha=0.25, lw=0)

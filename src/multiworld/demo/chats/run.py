@@ -26,28 +26,12 @@ from multiworld.errors import ServeError
 from multiworld.serve.models import smollm2
 
 SPEC = Path(__file__).parent / "app.yaml"
-MODEL = "smollm2"
-"""Name of the model in the spec."""
-
-AT_ONCE = 8
-"""Chats that stream at once."""
+MODEL = "smollm2"  # its name in the spec
+AT_ONCE = 8  # chats that stream at once
 
 
 def run(tokens: int, pause_s: float, picture: Path, *, as_json: bool) -> int:
-    """Run the demo.
-
-    Args:
-        tokens: Maximum number of tokens of an answer.
-        pause_s: Seconds between events.
-        picture: File for the picture.
-        as_json: Print the outcome as JSON, and everything else to standard error.
-
-    Returns:
-        The exit code: 1 if a stream was cut, or differs from an undisturbed run.
-
-    Raises:
-        ServeError: The service did not do what the demo shows; its logs are kept.
-    """
+    """Run the demo; return 1 if a stream was cut or differs from an undisturbed run."""
     console = Console(stderr=as_json)
     folder = smollm2.fetch(console.print)
     root = Path(tempfile.mkdtemp(prefix="multiworld-demo-"))

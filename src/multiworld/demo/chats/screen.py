@@ -15,28 +15,16 @@ from rich.text import Text
 from multiworld.demo.chats.chats import Chat, Chats
 from multiworld.demo.chats.story import Scene, Story
 
-REFRESH_S = 0.2
-"""Seconds between refreshes of the live view."""
-
-PLAIN_S = 5.0
-"""Seconds between lines of progress where there is no terminal."""
-
-LINES = 5
-"""Lines about events that the live view shows."""
-
-SHOWN = 110
-"""Characters of an answer that are shown, the last ones."""
-
+REFRESH_S = 0.2  # seconds between refreshes of the live view
+PLAIN_S = 5.0  # seconds between lines of progress where there is no terminal
+LINES = 5  # lines about events in the live view
+SHOWN = 110  # characters of an answer, the last ones
+# Colors of a replica's phases; all others are red.
 PHASES = {"ready": "green", "draining": "yellow", "finishing": "yellow"}
-"""Colors of a replica's phases; all others are red."""
 
 
 class ChatScreen:
-    """Shows growing texts on a terminal, and plain lines elsewhere.
-
-    Args:
-        console: Where to print.
-    """
+    """Shows growing texts on a terminal, and plain lines elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -45,22 +33,13 @@ class ChatScreen:
         self._now: Callable[[], float] = lambda: 0.0
 
     def tell(self, text: str) -> None:
-        """Show one line."""
         line = text if self._chats is None else f"[dim]{self._now():6.2f} s[/]  {text}"
         self._lines.append(line)
         if self._chats is None or not self._console.is_terminal:
             self._console.print(line, highlight=False, soft_wrap=True)
 
     async def show(self, story: Story, chats: Chats) -> None:
-        """Refresh the view until cancelled.
-
-        Args:
-            story: Story whose processes are shown.
-            chats: Chats to show.
-
-        Cancellation:
-            Ends the view; this is the only way to end it.
-        """
+        """Refresh the view until cancelled."""
         loop = asyncio.get_running_loop()
         self._chats, self._now = chats, lambda: loop.time() - chats.began_at
         if not self._console.is_terminal:
@@ -107,13 +86,7 @@ def _totals(chats: Chats) -> str:
 
 
 def pause_table(scenes: list[Scene], chats: list[Chat], usual_s: float) -> Table:
-    """Return the table of events and the pauses that they caused.
-
-    Args:
-        scenes: The events.
-        chats: The chats.
-        usual_s: Median time between two tokens of a chat, in seconds.
-    """
+    """Return the table of events and the pauses that they caused."""
     title = f"longest pause of each stream (usual: {usual_s * 1000:.0f} ms a token)"
     table = Table(title=title, box=SIMPLE)
     table.add_column("event")

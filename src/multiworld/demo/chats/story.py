@@ -28,17 +28,10 @@ from multiworld.serve.fleet.entries import HistoryEntry
 
 T = TypeVar("T")
 
-END_S = 30.0
-"""Seconds that the service may take to shut down."""
-
-POLL_S = 0.05
-"""Seconds between requests to the controller."""
-
-STILL_S = 60.0
-"""Seconds without any change after which a wait fails."""
-
-TELL_S = 10.0
-"""Seconds between two lines about what is being waited for."""
+END_S = 30.0  # seconds for the service to shut down
+POLL_S = 0.05  # seconds between requests to the controller
+STILL_S = 60.0  # seconds without any change after which a wait fails
+TELL_S = 10.0  # seconds between two lines about what is waited for
 
 
 class Clock(Protocol):
@@ -53,56 +46,33 @@ class DemoFailedError(ServeError):
 
 @dataclass(slots=True)
 class Scene:
-    """One event of the story.
-
-    Attributes:
-        title: Name of the event, for people.
-        begin_s: Start of the event, in seconds since the load started.
-        wall_s: Start of the event, in seconds since 1970.
-        end_s: Time of the recovery, in seconds since the load started.
-        detect_s: Seconds until the loss was detected; None if nothing was lost.
-    """
+    """One event of the story; times count from the start of the load."""
 
     title: str
     begin_s: float
-    wall_s: float = 0.0
-    end_s: float = 0.0
-    detect_s: float | None = None
+    wall_s: float = 0.0  # its start, in seconds since 1970
+    end_s: float = 0.0  # of the recovery
+    detect_s: float | None = None  # until the loss was detected; None: nothing was lost
 
     @property
     def recovery_s(self) -> float:
-        """Seconds from the event to the recovery."""
         return self.end_s - self.begin_s
 
 
 @dataclass(slots=True)
 class ReplicaCounts:
-    """Number of ready replicas at one moment.
+    """Numbers of ready replicas at one moment."""
 
-    Attributes:
-        at_s: Seconds since the load started.
-        ready: Ready replicas under each label of ``Story.labels``.
-    """
-
-    at_s: float
-    ready: tuple[int, ...]
+    at_s: float  # since the start of the load
+    ready: tuple[int, ...]  # by ``Story.labels``
 
 
 async def until(
     probe: Callable[[], Awaitable[T | None]],
     progress: Callable[[], Hashable],
-    tell: Callable[[], None],
+    tell: Callable[[], None],  # every ``TELL_S``
 ) -> T:
-    """Call ``probe`` until it returns something, as long as there is progress.
-
-    Args:
-        probe: Returns what is waited for, or None.
-        progress: Returns a value that differs after each change.
-        tell: Called every ``TELL_S`` seconds, to say what is waited for.
-
-    Raises:
-        TimeoutError: ``progress`` has returned the same for ``STILL_S`` seconds.
-    """
+    """Call ``probe`` until it returns something, as long as there is progress."""
     seen = progress()
     changed_at = told_at = time.monotonic()
     while (found := await probe()) is None:
@@ -119,19 +89,7 @@ async def until(
 
 
 class Story:
-    """Runs the service as a user would, by its commands, and injects faults.
-
-    Args:
-        spec: Spec of the service.
-        root: Folder for the state and the log of the service.
-        tell: Shows one line.
-        model: Model that faults are injected into.
-
-    Attributes:
-        labels: Labels that replicas are counted under: the stages of the spec.
-        scenes: Events so far.
-        replica_counts: Ready replicas over time.
-    """
+    """Runs the service as a user would, by its commands, and injects faults."""
 
     def __init__(
         self, spec: Path, root: Path, tell: Callable[[str], None], model: str
@@ -141,6 +99,7 @@ class Story:
             name: [stage["name"] for stage in described["stages"]]
             for name, described in yaml.safe_load(spec.read_text())["models"].items()
         }
+        # Replicas are counted under these: the stages of the spec.
         self.labels = [stage for stages in self._stages.values() for stage in stages]
         self._process: asyncio.subprocess.Process | None = None
         self._service: Service | None = None
@@ -161,11 +120,7 @@ class Story:
         return stages[process.stage] if stages else ""
 
     async def start(self) -> str:
-        """Start the service; return its URL when it is ready.
-
-        Raises:
-            DemoFailedError: The service ended, or nothing changed for ``STILL_S``.
-        """
+        """Start the service; return its URL when it is ready."""
         state = self._root / "state"
         command = [sys.executable, "-m", "multiworld.cli.main", "serve"]
         command += [str(self._spec), "--state", str(state), "--json", "-v"]
@@ -241,12 +196,8 @@ class Story:
     # Watching.
 
     async def watch(self, load: Clock) -> None:
-        """Record the number of ready replicas until cancelled.
-
-        Args:
-            load: Load whose start is time 0 of the story.
-        """
-        self._load = load
+        """Record the number of ready replicas until cancelled."""
+        self._load = load  # its start is time 0
         while True:
             try:
                 self._status = await self.ask("GET", "/status", StatusAnswer)
@@ -264,22 +215,13 @@ class Story:
             await asyncio.sleep(POLL_S)
 
     def now(self) -> float:
-        """Return the seconds since the load started."""
         assert self._load is not None
         return asyncio.get_running_loop().time() - self._load.began_at
 
     # Events.
 
     async def break_replica(self, action: str, stage: str) -> None:
-        """Break a replica, and wait until its replacement is ready.
-
-        Args:
-            action: Fault of ``multiworld chaos``: "kill" or "stop".
-            stage: Name of the stage.
-
-        Raises:
-            DemoFailedError: The loss was not detected, or nothing replaced the replica.
-        """
+        """Break a replica, and wait until its replacement is ready."""
         scene = self.begin(f"{action} {stage}")
         since = await self.last_event()
         asked = {"action": action, "model": self._model, "stage": stage}
@@ -296,14 +238,7 @@ class Story:
         )
 
     async def break_every_stage(self, pause_s: float) -> None:
-        """Kill a replica of each stage, stop one, and scale the bottleneck to 3 and 1.
-
-        Args:
-            pause_s: Seconds before each event, and after the last.
-
-        Raises:
-            DemoFailedError: The service did not recover.
-        """
+        """Kill a replica of each stage, stop one, scale the bottleneck to 3 and 1."""
         stages = self._stages[self._model]
         await asyncio.sleep(pause_s)
         for stage in stages:
@@ -359,16 +294,11 @@ class Story:
         return scene
 
     def finish(self, scene: Scene) -> None:
-        """Record that the service has recovered from an event."""
         scene.end_s = self.now()
         self.tell(f"recovered after {scene.recovery_s:.2f} s")
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds in a status that arrives after this call.
-
-        Raises:
-            DemoFailedError: Nothing has changed for ``STILL_S``.
-        """
+        """Wait until a condition holds in a status that arrives after this call."""
         old = self.status
 
         async def probe() -> bool | None:
@@ -384,18 +314,7 @@ class Story:
     async def event(
         self, since: int, kind: str, name: str | None = None, after: float = 0.0
     ) -> HistoryEntry:
-        """Wait for an event of the controller, and return it.
-
-        Args:
-            since: Number of the last event to ignore.
-            kind: Kind of the event: "lost", "ready" …
-            name: Process that the event is about; None: any.
-            after: Earliest time of the event, in seconds since 1970.
-
-        Raises:
-            DemoFailedError: No such event came, and nothing has changed for
-                ``STILL_S``.
-        """
+        """Wait for an event after number ``since``; ``name`` None: of any process."""
         last = 0
 
         async def probe() -> HistoryEntry | None:

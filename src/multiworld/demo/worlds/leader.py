@@ -16,29 +16,17 @@ import torch
 
 from multiworld import MemberLostError, World, WorldManager
 
-WORKERS = {"A": ("red",), "B": ("blue", "green")}
-"""Worlds of each worker, which is rank 1 in them."""
+WORKERS = {"A": ("red",), "B": ("blue", "green")}  # their worlds; they are rank 1
 
 SURVIVOR, VICTIM = "A", "B"
 WORLDS = WORKERS[SURVIVOR] + WORKERS[VICTIM]
 
-STEP_S = 0.001
-"""Seconds between two round trips in a world."""
-
-REPORT_S = 2.0
-"""Seconds between two lines of progress."""
-
-MIN_PAUSE_S = 0.25
-"""Pause of the surviving world that is always accepted, in seconds."""
-
-PAUSE_FACTOR = 5
-"""Longest accepted pause, as a multiple of the longest one before the kill."""
-
-LIMIT_S = 25.0
-"""Seconds for starting workers, and for noticing and replacing the lost one."""
-
-END_S = 5.0
-"""Seconds that workers may take to exit."""
+STEP_S = 0.001  # seconds between two round trips in a world
+REPORT_S = 2.0  # seconds between two lines of progress
+MIN_PAUSE_S = 0.25  # pause of the surviving world that is always accepted
+PAUSE_FACTOR = 5  # longest accepted pause, in those before the kill
+LIMIT_S = 25.0  # seconds to start workers, and to notice and replace the lost one
+END_S = 5.0  # seconds for workers to exit
 
 
 @dataclass(slots=True)
