@@ -1,4 +1,4 @@
-"""The contract suite, run on every backend."""
+"""The contract of the backends, run on every one of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import uvloop
 
 from multiworld import Security, Tls, WorldConfig
 from multiworld.rendezvous.membership import Address
-from multiworld.testing import CHECKS, Arena, Check, no_leaks
+from multiworld.testing import Arena, no_leaks
+from tests.contract.backends import CHECKS, Check
 
 SECRET = b"a secret long enough to be one"
 

@@ -2,7 +2,6 @@
 
 - ``arena`` makes all members of a world inside one process.
 - ``clock`` is a fake clock.
-- ``contract`` is the suite of checks that every backend passes.
 - ``fleet`` starts real processes quickly, to be killed or stopped.
 - ``hosts`` emulates several hosts and their network on one machine.
 - ``leaks`` checks that nothing stays open.
@@ -13,14 +12,11 @@ from __future__ import annotations
 
 from multiworld.testing.arena import Arena
 from multiworld.testing.clock import FakeClock
-from multiworld.testing.contract import CHECKS, Check
 from multiworld.testing.fleet import Child, ProcessFleet, Role
 from multiworld.testing.leaks import Leak, LeakError, no_leaks
 
 __all__ = [
-    "CHECKS",
     "Arena",
-    "Check",
     "Child",
     "FakeClock",
     "Leak",

@@ -16,7 +16,8 @@ from multiworld.errors import (
     WorldBrokenError,
 )
 from multiworld.testing.arena import Arena
-from multiworld.testing.contract.harness import (
+from multiworld.world.world import World
+from tests.contract.backends.harness import (
     DTYPES,
     check,
     every,
@@ -25,18 +26,13 @@ from multiworld.testing.contract.harness import (
     same,
     some,
 )
-from multiworld.world.world import World
 
 SIZES = (1, 2, 3, 5)
 
 
 @check
 async def broadcasts(arena: Arena) -> None:
-    """Check that every member gets the root's tensor, for every root and size.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that every member gets the root's tensor, for every root and size."""
     for size in SIZES:
         worlds = await arena.world(size)
         for root in range(size):
@@ -51,11 +47,7 @@ async def broadcasts(arena: Arena) -> None:
 
 @check
 async def broadcasts_every_dtype_and_shape(arena: Arena) -> None:
-    """Check broadcasts of every dtype, and of scalar, empty and strided tensors.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check broadcasts of every dtype, and of scalar, empty and strided tensors."""
     worlds = await arena.world(2)
     for dtype in DTYPES:
         for shape in ((), (0,), (2, 3)):
@@ -70,11 +62,7 @@ async def broadcasts_every_dtype_and_shape(arena: Arena) -> None:
 
 @check
 async def all_reduces(arena: Arena) -> None:
-    """Check every reduce operation on every member, for short and long tensors.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check every reduce operation on every member, for short and long tensors."""
     for size in SIZES:
         worlds = await arena.world(size)
         for count in (0, 1, 5, 100_003):
@@ -109,11 +97,7 @@ def _expected(inputs: list[Tensor]) -> dict[str, Tensor]:
 
 @check
 async def all_reduces_other_dtypes(arena: Arena) -> None:
-    """Check averages, small integers, booleans, complex numbers and strided tensors.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check averages, small integers, booleans, complex numbers and strided tensors."""
     worlds = await arena.world(3)
 
     async def reduced(tensors: list[Tensor], op: Any) -> Tensor:
@@ -137,11 +121,7 @@ async def all_reduces_other_dtypes(arena: Arena) -> None:
 
 @check
 async def reduces_large_tensors(arena: Arena) -> None:
-    """Check reductions of several segments and fragments, for several element sizes.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check reductions of several segments and fragments, for several element sizes."""
     for size in (2, 3):
         worlds = await arena.world(size)
         for dtype, count in (
@@ -182,11 +162,7 @@ async def reduces_large_tensors(arena: Arena) -> None:
 
 @check
 async def refuses_reductions_that_do_not_exist(arena: Arena) -> None:
-    """Check that every member gets the same error, and the world stays usable.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that every member gets the same error, and the world stays usable."""
     worlds = await arena.world(2)
     for tensor, op in (
         (torch.ones(2), ReduceOp.BAND),
@@ -202,11 +178,7 @@ async def refuses_reductions_that_do_not_exist(arena: Arena) -> None:
 
 @check
 async def reduces(arena: Arena) -> None:
-    """Check that ``reduce`` changes the root's tensor only.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that ``reduce`` changes the root's tensor only."""
     for size in SIZES:
         worlds = await arena.world(size)
         for root in range(size):
@@ -219,11 +191,7 @@ async def reduces(arena: Arena) -> None:
 
 @check
 async def gathers(arena: Arena) -> None:
-    """Check that ``all_gather`` and ``gather`` return the members' tensors by rank.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that ``all_gather`` and ``gather`` return the members' tensors by rank."""
     for size in SIZES:
         worlds = await arena.world(size)
         results = await every(
@@ -242,11 +210,7 @@ async def gathers(arena: Arena) -> None:
 
 @check
 async def scatters(arena: Arena) -> None:
-    """Check that each member gets its own element of the root's list.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that each member gets its own element of the root's list."""
     for size in SIZES:
         worlds = await arena.world(size)
         root = size // 2
@@ -265,11 +229,7 @@ async def scatters(arena: Arena) -> None:
 
 @check
 async def reduce_scatters(arena: Arena) -> None:
-    """Check that rank i gets the reduction of all i-th tensors; inputs stay unchanged.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that rank i gets the reduction of all i-th tensors; inputs stay unchanged."""
     for size in SIZES:
         worlds = await arena.world(size)
         inputs = [
@@ -288,11 +248,7 @@ async def reduce_scatters(arena: Arena) -> None:
 
 @check
 async def exchanges_all_to_all(arena: Arena) -> None:
-    """Check that rank j receives from rank i the tensor that i sent to j.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that rank j receives from rank i the tensor that i sent to j."""
     for size in SIZES:
         worlds = await arena.world(size)
         ins = [[torch.tensor([rank, i]) for i in range(size)] for rank in range(size)]
@@ -307,11 +263,7 @@ async def exchanges_all_to_all(arena: Arena) -> None:
 
 @check
 async def waits_at_a_barrier(arena: Arena) -> None:
-    """Check that no member passes a barrier before the last one has reached it.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that no member passes a barrier before the last one has reached it."""
     worlds = await arena.world(3)
     early = [asyncio.ensure_future(world.barrier()) for world in worlds[:2]]
     one = torch.ones(1)
@@ -323,11 +275,7 @@ async def waits_at_a_barrier(arena: Arena) -> None:
 
 @check
 async def runs_many_operations_at_once(arena: Arena) -> None:
-    """Check collectives and messages of several worlds that are pending together.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check collectives and messages of several worlds that are pending together."""
     one, two = await arena.world(3), await arena.world(3)
     steps: list[Awaitable[Any]] = []
     for worlds in (one, two):
@@ -342,11 +290,7 @@ async def runs_many_operations_at_once(arena: Arena) -> None:
 
 @check
 async def names_both_sides_of_a_mismatch(arena: Arena) -> None:
-    """Check that the error of a mismatch names both members' calls; nobody hangs.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that the error of a mismatch names both members' calls; nobody hangs."""
     mistakes: list[Callable[[World], Awaitable[Any]]] = [
         lambda w: w.all_reduce(torch.ones(3)),
         lambda w: w.broadcast(torch.ones(2, dtype=torch.int32), src=0),
@@ -370,11 +314,7 @@ async def names_both_sides_of_a_mismatch(arena: Arena) -> None:
 
 @check
 async def checks_lists_of_tensors(arena: Arena) -> None:
-    """Check that a list of wrong length or content fails before anything is sent.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that a list of wrong length or content fails before anything is sent."""
     worlds = await arena.world(2)
     one = torch.ones(2)
     steps: list[Awaitable[Any]] = [

@@ -43,11 +43,7 @@ DTYPES = [
 
 
 def check(function: Check) -> Check:
-    """Return a check with a time limit of ``HANG_S``, and add it to ``CHECKS``.
-
-    Args:
-        function: The check; a decorated function.
-    """
+    """Return a check with a time limit of ``HANG_S``, and add it to ``CHECKS``."""
 
     async def bounded(arena: Arena) -> None:
         async with asyncio.timeout(HANG_S):
@@ -59,11 +55,7 @@ def check(function: Check) -> Check:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors have equal bytes, shape and dtype, even with NaN.
-
-    Args:
-        one, other: Host tensors of any dtype.
-    """
+    """Return True if two tensors have equal bytes, shape and dtype, even with NaN."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     flat = one.contiguous().view(-1).view(torch.uint8)
@@ -71,11 +63,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def some(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor of the elements 0 to 99, repeated as needed.
-
-    Args:
-        shape, dtype: Its shape, and the dtype to which the elements are converted.
-    """
+    """Return a tensor of the elements 0 to 99, repeated as needed."""
     count = 1
     for extent in shape:
         count *= extent
@@ -83,21 +71,12 @@ def some(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 async def every(worlds: list[World], call: Callable[..., Awaitable[Any]]) -> Any:
-    """Return the results, by rank, of a call on every member at once.
-
-    Args:
-        worlds: Each member's view of the world, by rank.
-        call: Coroutine function of a world. Cancellation: Cancels it on every member.
-    """
+    """Return the results, by rank, of a call on every member at once."""
     return await asyncio.gather(*(call(world) for world in worlds))
 
 
 async def raised_by(step: Awaitable[Any]) -> BaseException | None:
-    """Return the error that awaiting a step raises, or None.
-
-    Args:
-        step: An awaitable. Cancellation: Cancels it and raises ``CancelledError``.
-    """
+    """Return the error that awaiting a step raises, or None."""
     try:
         await step
     except Exception as error:
@@ -106,10 +85,6 @@ async def raised_by(step: Awaitable[Any]) -> BaseException | None:
 
 
 async def expect(world: World, tensor: Tensor, src: int = 0, tag: int = 0) -> None:
-    """Receive a tensor and assert that it equals ``tensor``.
-
-    Args:
-        world, tensor, src, tag: As for ``World.recv``. Cancellation: As there.
-    """
+    """Receive a tensor and assert that it equals ``tensor``."""
     got = await world.recv(src=src, tag=tag)
     assert same(got, tensor), f"sent {tensor}, got {got}"

@@ -13,23 +13,19 @@ from multiworld.errors import (
     WorldClosedError,
 )
 from multiworld.testing.arena import Arena
-from multiworld.testing.contract.harness import (
+from multiworld.world.world import World
+from tests.contract.backends.harness import (
     check,
     every,
     expect,
     raised_by,
     same,
 )
-from multiworld.world.world import World
 
 
 @check
 async def leaves_politely(arena: Arena) -> None:
-    """Check that ``close`` delivers sent messages first, then ``MemberLeftError``.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that ``close`` delivers sent messages first, then ``MemberLeftError``."""
     left, right = await arena.world(2)
     sizes = (1, 100, 50_000) if arena.config.host_p2p == "direct" else ()
     sent = [torch.randn(size) for size in sizes]
@@ -59,11 +55,7 @@ async def _receive_all(world: World, count: int) -> list[Tensor]:
 
 @check
 async def a_collective_is_complete_though_its_root_has_left(arena: Arena) -> None:
-    """Check that a collective completes, even a world's first, after its root left.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that a collective completes, even a world's first, after its root left."""
     if arena.config.eager_bytes == 0:
         return  # in the rendezvous mode the root waits for the others
     for _ in range(4):  # several worlds, because either side may dial
@@ -88,11 +80,7 @@ async def a_collective_is_complete_though_its_root_has_left(arena: Arena) -> Non
 
 @check
 async def closing_fails_our_own_sends(arena: Arena) -> None:
-    """Check that ``cleanup`` ends pending sends, and the receiver does not hang.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that ``cleanup`` ends pending sends, and the receiver does not hang."""
     if arena.config.host_p2p == "backend":
         return  # a pending receive is torch's own and cannot be withdrawn
     left, right = await arena.world(2)
@@ -113,11 +101,7 @@ async def closing_fails_our_own_sends(arena: Arena) -> None:
 
 @check
 async def the_rest_goes_on_after_a_leave(arena: Arena) -> None:
-    """Check that remaining members can still send, while collectives raise errors.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that remaining members can still send, while collectives raise errors."""
     worlds = await arena.world(3)
     await every(worlds, lambda w: w.barrier())
     await worlds[2].close()
@@ -129,11 +113,7 @@ async def the_rest_goes_on_after_a_leave(arena: Arena) -> None:
 
 @check
 async def cancelling_a_collective_breaks_the_world_only(arena: Arena) -> None:
-    """Check that a cancelled collective breaks its world only, which may be rejoined.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that a cancelled collective breaks its world only, which may be rejoined."""
     other = await arena.world(2, "other")
     worlds = await arena.world(2, "again")
     pending = asyncio.ensure_future(worlds[0].all_reduce(torch.ones(2)))
@@ -151,11 +131,7 @@ async def cancelling_a_collective_breaks_the_world_only(arena: Arena) -> None:
 
 @check
 async def closes_while_operations_wait(arena: Arena) -> None:
-    """Check that ``close`` ends this member's pending operations.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that ``close`` ends this member's pending operations."""
     left, _ = await arena.world(2)
     pending = [
         asyncio.ensure_future(raised_by(left.recv(src=1))),

@@ -17,7 +17,8 @@ from multiworld.errors import (
     UnsupportedOperationError,
 )
 from multiworld.testing.arena import Arena
-from multiworld.testing.contract.harness import (
+from multiworld.world.world import World
+from tests.contract.backends.harness import (
     DTYPES,
     check,
     expect,
@@ -25,16 +26,11 @@ from multiworld.testing.contract.harness import (
     same,
     some,
 )
-from multiworld.world.world import World
 
 
 @check
 async def sends_every_dtype(arena: Arena) -> None:
-    """Check that a tensor of every dtype arrives unchanged, with dtype and shape.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that a tensor of every dtype arrives unchanged, with dtype and shape."""
     left, right = await arena.world(2)
     for dtype in DTYPES:
         tensor = some((3, 5), dtype)
@@ -43,11 +39,7 @@ async def sends_every_dtype(arena: Arena) -> None:
 
 @check
 async def sends_every_shape(arena: Arena) -> None:
-    """Check that scalar, empty and strided tensors arrive unchanged.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that scalar, empty and strided tensors arrive unchanged."""
     left, right = await arena.world(2)
     base = some((6, 8), torch.float32)
     shapes = [torch.tensor(7.0), torch.empty(0), torch.empty(3, 0, 2), base.t()]
@@ -58,11 +50,7 @@ async def sends_every_shape(arena: Arena) -> None:
 
 @check
 async def receives_into_given_tensors(arena: Arena) -> None:
-    """Check receives into a given tensor of another shape, or with strides.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check receives into a given tensor of another shape, or with strides."""
     left, right = await arena.world(2)
     tensor = some((4, 6), torch.int32)
     outs = [torch.zeros(4, 6, dtype=torch.int32), torch.zeros(24, dtype=torch.int32)]
@@ -77,11 +65,7 @@ async def receives_into_given_tensors(arena: Arena) -> None:
 
 @check
 async def sends_large_tensors(arena: Arena) -> None:
-    """Check that tensors of many fragments arrive whole, in both directions at once.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that tensors of many fragments arrive whole, in both directions at once."""
     left, right = await arena.world(2)
     one, other = torch.randn(1_500_003), torch.randn(1_200_001)
     await asyncio.gather(
@@ -94,11 +78,7 @@ async def sends_large_tensors(arena: Arena) -> None:
 
 @check
 async def keeps_order_of_each_tag(arena: Arena) -> None:
-    """Check that messages of one tag arrive in order, independent of other tags.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that messages of one tag arrive in order, independent of other tags."""
     left, right = await arena.world(2)
 
     async def send() -> None:
@@ -119,11 +99,7 @@ async def keeps_order_of_each_tag(arena: Arena) -> None:
 
 @check
 async def keeps_order_of_concurrent_sends(arena: Arena) -> None:
-    """Check that sends started together arrive in the order of the calls.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that sends started together arrive in the order of the calls."""
     left, right = await arena.world(2)
     count = 200 if arena.config.host_p2p == "direct" else 20
     tensors = [torch.tensor([i]) for i in range(count)]
@@ -136,11 +112,7 @@ async def keeps_order_of_concurrent_sends(arena: Arena) -> None:
 
 @check
 async def serves_receives_in_call_order(arena: Arena) -> None:
-    """Check that pending receives get messages in the order of their calls.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that pending receives get messages in the order of their calls."""
     left, right = await arena.world(2)
     pending = [asyncio.ensure_future(right.recv(src=0)) for _ in range(5)]
     await asyncio.sleep(0)
@@ -151,11 +123,7 @@ async def serves_receives_in_call_order(arena: Arena) -> None:
 
 @check
 async def receives_from_whoever_is_first(arena: Arena) -> None:
-    """Check that ``recv_any`` returns the first message, and its sender's rank.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that ``recv_any`` returns the first message, and its sender's rank."""
     if arena.config.host_p2p == "backend":
         return  # refused, because torch's own call never notices a lost member
     worlds = await arena.world(3)
@@ -172,11 +140,7 @@ async def receives_from_whoever_is_first(arena: Arena) -> None:
 
 @check
 async def sends_bundles_and_objects(arena: Arena) -> None:
-    """Check that a bundle with metadata, and plain data, arrive as one message each.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that a bundle with metadata, and plain data, arrive as one message each."""
     left, right = await arena.world(2)
     tensors = {
         "a": some((2, 3), torch.bfloat16),
@@ -197,11 +161,7 @@ async def sends_bundles_and_objects(arena: Arena) -> None:
 
 @check
 async def passes_tensors_to_a_handler(arena: Arena) -> None:
-    """Check that a handler gets its tag's tensors in order, pending ones first.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that a handler gets its tag's tensors in order, pending ones first."""
     left, right = await arena.world(2)
     got: list[Tensor] = []
 
@@ -233,11 +193,7 @@ async def passes_tensors_to_a_handler(arena: Arena) -> None:
 
 @check
 async def lets_a_handler_peek(arena: Arena) -> None:
-    """Check that a handler may see bytes in place, in order with other tensors.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that a handler may see bytes in place, in order with other tensors."""
     if arena.config.host_p2p == "backend":
         return  # such a world has no handlers
     left, right = await arena.world(2)
@@ -260,11 +216,7 @@ async def lets_a_handler_peek(arena: Arena) -> None:
 
 @check
 async def refuses_objects_that_are_not_plain(arena: Arena) -> None:
-    """Check that data that JSON cannot represent is refused by the sender.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that data that JSON cannot represent is refused by the sender."""
     left, _ = await arena.world(2)
     for thing in (object(), {1, 2}, torch.ones(1), b"bytes"):
         error = await raised_by(left.send_object(thing, dst=1))
@@ -273,11 +225,7 @@ async def refuses_objects_that_are_not_plain(arena: Arena) -> None:
 
 @check
 async def keeps_a_message_that_does_not_fit(arena: Arena) -> None:
-    """Check that a receive of the wrong dtype, size or kind loses no message.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that a receive of the wrong dtype, size or kind loses no message."""
     left, right = await arena.world(2)
     tensor = some((4,), torch.float32)
     sending = asyncio.ensure_future(left.send(tensor, dst=1))
@@ -297,11 +245,7 @@ async def keeps_a_message_that_does_not_fit(arena: Arena) -> None:
 
 @check
 async def refuses_ranks_and_tags_that_cannot_be(arena: Arena) -> None:
-    """Check that invalid arguments raise errors, and the world stays usable.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that invalid arguments raise errors, and the world stays usable."""
     left, right = await arena.world(2)
     one = torch.ones(1)
     steps: list[Awaitable[Any]] = [
@@ -326,11 +270,7 @@ async def refuses_ranks_and_tags_that_cannot_be(arena: Arena) -> None:
 
 @check
 async def cancelling_a_receive_loses_nothing(arena: Arena) -> None:
-    """Check that the next receive gets the message of a cancelled one.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that the next receive gets the message of a cancelled one."""
     if arena.config.host_p2p == "backend":
         return  # documented: torch's own cannot be withdrawn
     left, right = await arena.world(2)
@@ -345,11 +285,7 @@ async def cancelling_a_receive_loses_nothing(arena: Arena) -> None:
 
 @check
 async def cancelling_several_receives_keeps_the_order(arena: Arena) -> None:
-    """Check that messages stay in order when several receives are cancelled.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that messages stay in order when several receives are cancelled."""
     if arena.config.host_p2p == "backend":
         return  # documented: torch's own cannot be withdrawn
     left, right = await arena.world(2)
@@ -369,11 +305,7 @@ async def cancelling_several_receives_keeps_the_order(arena: Arena) -> None:
 
 @check
 async def cancelling_one_receive_keeps_the_order_of_the_others(arena: Arena) -> None:
-    """Check that cancelling one receive, at any moment, keeps the others' order.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that cancelling one receive, at any moment, keeps the others' order."""
     if arena.config.host_p2p == "backend":
         return  # documented: torch's own cannot be withdrawn
     sender, receiver = await arena.world(2)
@@ -403,11 +335,7 @@ async def _send_numbered(sender: World, count: int, size: int) -> None:
 
 @check
 async def cancelling_a_send_sends_all_or_nothing(arena: Arena) -> None:
-    """Check that the message after a cancelled send arrives whole.
-
-    Args:
-        arena: Source of the worlds under test. Cancellation: Safe; it closes them.
-    """
+    """Check that the message after a cancelled send arrives whole."""
     if arena.config.host_p2p == "backend":
         return  # documented: torch's own cannot be withdrawn
     left, right = await arena.world(2)
