@@ -15,6 +15,8 @@ withdrawn work costs nothing.
 from __future__ import annotations
 
 import bisect
+import copy
+import heapq
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Generic, NamedTuple, TypeVar
@@ -28,6 +30,9 @@ PRUNE_AT = 1024
 
 MIN_COST = 1.0
 """Minimum cost of a piece of work; otherwise work without rows would be free."""
+
+SPARE = 64
+"""Outdated entries that the heaps may have besides as many as there are tenants."""
 
 
 class Share(NamedTuple):
@@ -52,15 +57,109 @@ class _Piece:
     number: int
 
 
+class _Head(NamedTuple):
+    """First waiting piece of a tenant; the least one of several is served first.
+
+    Attributes:
+        rank: Its priority, negated.
+        finish: Finish tag of the tenant.
+        number: Number of the piece.
+        since: Number of tenants that began to wait before.
+    """
+
+    rank: int
+    finish: float
+    number: int
+    since: int
+    tenant: str
+
+
+class _Schedule:
+    """The virtual time, the finish tags, and which of the waiting tenants is next.
+
+    Tenants whose finish tag has passed all have the current virtual time as their start
+    tag, so they are ordered by their pieces' numbers alone. The entries of a heap that
+    are no longer the head of their tenant are dropped when they come first.
+    """
+
+    def __init__(self) -> None:
+        self.virtual_time = 0.0
+        self._finish_tags: dict[str, float] = {}
+        self._prune_at = PRUNE_AT
+        self._heads: dict[str, _Head] = {}
+        self._later: list[_Head] = []
+        self._due: list[tuple[int, int, int, _Head]] = []
+        self._arrived = 0
+
+    def copy(self) -> _Schedule:
+        """Return a schedule in the same state, which changes by itself."""
+        made = copy.copy(self)
+        made._finish_tags, made._heads = self._finish_tags.copy(), self._heads.copy()
+        made._later, made._due = self._later.copy(), self._due.copy()
+        return made
+
+    def put(self, tenant: str, priority: int, number: int) -> None:
+        """Set the first waiting piece of a tenant."""
+        known = self._heads.get(tenant)
+        if known is None:
+            self._arrived += 1
+        since = self._arrived if known is None else known.since
+        finish = self._finish_tags.get(tenant, 0.0)
+        head = _Head(-priority, finish, number, since, tenant)
+        if head == known:
+            return
+        self._heads[tenant] = head
+        if len(self._later) + len(self._due) > 2 * len(self._heads) + SPARE:
+            self._later, self._due = list(self._heads.values()), []
+            heapq.heapify(self._later)
+        else:
+            heapq.heappush(self._later, head)
+
+    def remove(self, tenant: str) -> None:
+        """Record that nothing of a tenant waits."""
+        del self._heads[tenant]
+
+    def charge(self, tenant: str, amount: float) -> None:
+        """Advance the finish tag of a tenant whose work is served now.
+
+        Its head must be put or removed afterwards.
+        """
+        finish = self._finish_tags.get(tenant, 0.0)
+        self.virtual_time = max(self.virtual_time, finish)
+        self._finish_tags[tenant] = self.virtual_time + amount
+        if len(self._finish_tags) > self._prune_at:
+            self._finish_tags = {
+                n: end
+                for n, end in self._finish_tags.items()
+                if end > self.virtual_time
+            }
+            self._prune_at = max(PRUNE_AT, 2 * len(self._finish_tags))
+
+    def first(self) -> str | None:
+        """Return the tenant that is served next; None if none waits."""
+        heads, later, due = self._heads, self._later, self._due
+        while later:
+            head = later[0]
+            is_current = heads.get(head.tenant) == head
+            if is_current and head.finish > self.virtual_time:
+                break
+            heapq.heappop(later)
+            if is_current:
+                heapq.heappush(due, (head.rank, head.number, head.since, head))
+        while due and heads.get(due[0][3].tenant) != due[0][3]:
+            heapq.heappop(due)
+        if due and (not later or due[0][0] <= later[0].rank):
+            return due[0][3].tenant
+        return later[0].tenant if later else None
+
+
 class FairQueue(Generic[K]):
     """Queue of work of all tenants, in fair order."""
 
     def __init__(self) -> None:
-        self._virtual_time = 0.0
-        self._finish_tags: dict[str, float] = {}
+        self._schedule = _Schedule()
         self._pieces: dict[K, _Piece] = {}
         self._queues: dict[str, list[tuple[int, K]]] = {}
-        self._prune_at = PRUNE_AT
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -77,45 +176,39 @@ class FairQueue(Generic[K]):
         """
         self.drop(key)
         self._pieces[key] = _Piece(share, max(cost, MIN_COST), number)
-        bisect.insort(self._queues.setdefault(share.tenant, []), (number, key))
+        queue = self._queues.setdefault(share.tenant, [])
+        bisect.insort(queue, (number, key))
+        if queue[0][0] == number:
+            self._put_head(self._schedule, share.tenant, queue[0][1])
 
     def drop(self, key: K) -> None:
         """Remove a piece of work without charge; do nothing if it does not wait."""
         piece = self._pieces.pop(key, None)
         if piece is None:
             return
-        queue = self._queues[piece.share.tenant]
+        tenant = piece.share.tenant
+        queue = self._queues[tenant]
         del queue[bisect.bisect_left(queue, (piece.number,))]
-        if not queue:
-            del self._queues[piece.share.tenant]
+        if queue:
+            self._put_head(self._schedule, tenant, queue[0][1])
+        else:
+            del self._queues[tenant]
+            self._schedule.remove(tenant)
+
+    def _put_head(self, schedule: _Schedule, tenant: str, key: K) -> None:
+        piece = self._pieces[key]
+        schedule.put(tenant, piece.share.priority, piece.number)
 
     def next(self) -> K | None:
         """Return the key of the next piece of work, without removing it."""
-        best: tuple[int, float, int] | None = None
-        found: K | None = None
-        for tenant, queue in self._queues.items():
-            number, key = queue[0]
-            start = max(self._virtual_time, self._finish_tags.get(tenant, 0.0))
-            rank = -self._pieces[key].share.priority, start, number
-            if best is None or rank < best:
-                best, found = rank, key
-        return found
+        tenant = self._schedule.first()
+        return None if tenant is None else self._queues[tenant][0][1]
 
     def take(self, key: K) -> None:
         """Remove a piece of work that is served, and charge its tenant."""
         piece = self._pieces[key]
-        tenant = piece.share.tenant
-        start = max(self._virtual_time, self._finish_tags.get(tenant, 0.0))
-        self._virtual_time = start
-        self._finish_tags[tenant] = start + piece.cost / piece.share.weight
+        self._schedule.charge(piece.share.tenant, piece.cost / piece.share.weight)
         self.drop(key)
-        if len(self._finish_tags) > self._prune_at:
-            self._finish_tags = {
-                n: end
-                for n, end in self._finish_tags.items()
-                if end > self._virtual_time
-            }
-            self._prune_at = max(PRUNE_AT, 2 * len(self._finish_tags))
 
     def order(self) -> Iterator[K]:
         """Yield all keys in service order; the queue must not change meanwhile."""
@@ -123,22 +216,16 @@ class FairQueue(Generic[K]):
             for queue in self._queues.values():
                 yield from (key for _, key in queue)
             return
-        now, ends = self._virtual_time, dict(self._finish_tags)
-        positions = dict.fromkeys(self._queues, 0)
-        while positions:
-            best: tuple[int, float, int] | None = None
-            chosen = ""
-            for tenant, position in positions.items():
-                number, key = self._queues[tenant][position]
-                start = max(now, ends.get(tenant, 0.0))
-                rank = -self._pieces[key].share.priority, start, number
-                if best is None or rank < best:
-                    best, chosen = rank, tenant
-            _, key = self._queues[chosen][positions[chosen]]
+        self._schedule.first()  # what is due is noted once, not in each copy
+        schedule, positions = self._schedule.copy(), dict.fromkeys(self._queues, 0)
+        while (tenant := schedule.first()) is not None:
+            queue, position = self._queues[tenant], positions[tenant]
+            _, key = queue[position]
             piece = self._pieces[key]
-            now = max(now, ends.get(chosen, 0.0))
-            ends[chosen] = now + piece.cost / piece.share.weight
-            positions[chosen] += 1
-            if positions[chosen] == len(self._queues[chosen]):
-                del positions[chosen]
+            schedule.charge(tenant, piece.cost / piece.share.weight)
+            positions[tenant] = position + 1
+            if position + 1 < len(queue):
+                self._put_head(schedule, tenant, queue[position + 1][1])
+            else:
+                schedule.remove(tenant)
             yield key

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld.errors import OverloadedError
@@ -119,6 +120,90 @@ def test_work_of_no_rows_is_not_free() -> None:
         queue.put(number, FLOOD, 0, number)
         queue.put(100 + number, SELDOM, 1, 100 + number)
     assert 8 <= sum(number >= 100 for number in drained(queue)[:20]) <= 12
+
+
+class Scanned:
+    """The order of service by its definition: a look at all tenants for each piece."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, tuple[Share, float, int]] = {}
+        self.tenants: dict[str, None] = {}
+        self._now, self._ends = 0.0, dict[str, float]()
+
+    def put(self, key: int, share: Share, cost: float, number: int) -> None:
+        self.drop(key)
+        self.waiting[key] = share, max(cost, 1.0), number
+        self.tenants.setdefault(share.tenant)
+
+    def drop(self, key: int) -> None:
+        share, *_ = self.waiting.pop(key, (None,))
+        if share and not any(s.tenant == share.tenant for s, *_ in self._pieces()):
+            del self.tenants[share.tenant]
+
+    def _pieces(self) -> list[tuple[Share, float, int]]:
+        return list(self.waiting.values())
+
+    def next(self) -> int | None:
+        """Return the next piece; of equal ones, that of who began to wait first."""
+        firsts = []
+        for tenant in self.tenants:
+            its = {k: p for k, p in self.waiting.items() if p[0].tenant == tenant}
+            key = min(its, key=lambda k: its[k][2])
+            start = max(self._now, self._ends.get(tenant, 0.0))
+            firsts.append((-its[key][0].priority, start, its[key][2], key))
+        return min(firsts, key=lambda first: first[:3])[3] if firsts else None
+
+    def take(self, key: int) -> None:
+        share, cost, _ = self.waiting[key]
+        self._now = max(self._now, self._ends.get(share.tenant, 0.0))
+        self._ends[share.tenant] = self._now + cost / share.weight
+        self.drop(key)
+
+
+SHARES = st.builds(
+    Share, st.sampled_from("abcde"), st.sampled_from((0.5, 1.0, 3.0)), st.integers(0, 2)
+)
+"""Tenants whose work has several priorities and weights."""
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("put"), SHARES, st.integers(0, 4), st.integers(0, 9)),
+            st.tuples(st.just("drop"), st.integers(0, 60)),
+            st.tuples(st.just("take"), st.integers(0, 60)),
+            st.just(("next",)),
+        ),
+        max_size=60,
+    )
+)
+def test_order_is_that_of_a_look_at_all_tenants(steps: list[tuple[Any, ...]]) -> None:
+    """Pieces of several tenants may have the same number; any piece may be served."""
+    queue, scanned = FairQueue[int](), Scanned()
+    for key, step in enumerate(steps):
+        match step:
+            case "put", share, cost, number:
+                number += 10 * key if share.tenant in scanned.tenants else 0
+                for each in (queue, scanned):
+                    each.put(key, share, cost, number)
+            case "drop", gone:
+                queue.drop(gone)
+                scanned.drop(gone)
+            case "take", served if served in scanned.waiting:
+                queue.take(served)
+                scanned.take(served)
+            case _:
+                assert queue.next() == scanned.next()
+                if (found := queue.next()) is not None:
+                    queue.take(found)
+                    scanned.take(found)
+        assert queue.next() == scanned.next()
+    rest = list(queue.order())
+    assert drained(queue) == rest
+    for key in rest:
+        assert scanned.next() == key
+        scanned.take(key)
 
 
 def test_finish_tags_of_idle_tenants_are_dropped() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,15 +118,15 @@ class BatchQueue:
 
     def _fitting(self) -> list[Work]:
         """Return the next batch: the first work, and others that fit, in order."""
-        everything: Iterable[Work] = self._waiting.values()
+        waiting: Iterator[Work] = iter(self._waiting.values())
         if self._fair.is_shared:
-            everything = [self._waiting[key] for key in self._fair.order()]
-        oldest = next(iter(everything))
+            waiting = (self._waiting[key] for key in self._fair.order())
+        oldest = next(waiting)
         if oldest.is_isolated:
             return [oldest]
         batch: list[Work] = []
         rows = 0
-        for work in everything:
+        for work in itertools.chain([oldest], waiting):
             if work.is_isolated or work.group != oldest.group:
                 continue
             if batch and rows + work.rows > self._max_rows:
