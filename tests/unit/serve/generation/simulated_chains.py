@@ -111,11 +111,11 @@ class InlineEngine(Engine):
         super().open(start)
         return self.compiled.get(start.key[1])
 
-    async def compute(self, parts: Any, rows: Any) -> Any:
+    async def compute(self, parts: Any, rows: Any, spans: Any = ()) -> Any:
         """Compute a step; messages may arrive while it is computed."""
         self.rows += len(rows)
         self.steps += 1
-        found = self._run(self._chores(), parts, rows)
+        found = self._run(self._chores(), parts, rows, spans)
         lengths = self._stage_engine.cache.lengths.values()
         blocks = sum(self._limits.blocks_of(length) for length in lengths)
         self.most_blocks = max(blocks, self.most_blocks)

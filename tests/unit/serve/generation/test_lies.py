@@ -171,7 +171,7 @@ async def test_step_that_fails_unexpectedly_costs_only_a_replay(place: int) -> N
     engine: Any = net.engine(net.alive()[place])
     compute, left = engine.compute, [2]
 
-    async def fail(parts: Any, rows: Any) -> Any:
+    async def fail(parts: Any, rows: Any, spans: Any) -> Any:
         if left[0]:
             left[0] -= 1
             raise RuntimeError("unexpected")

@@ -2,10 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from multiworld.serve.generation.engine_limits import GROWTH
 from multiworld.serve.generation.replica.sequence_state import StreamId
+
+
+class _Rows:
+    """Rows of one sequence, [rows, hidden]: shared pieces, then a tail that grows."""
+
+    def __init__(self, begin: int) -> None:
+        self.begin = begin
+        self.nbytes = 0
+        self._shared: list[Tensor] = []
+        self._tail_begin = begin
+        self._tail: Tensor | None = None
+
+    def share(self, piece: Tensor) -> None:
+        """Keep a piece without copying it; only while there is no tail."""
+        self._shared.append(piece)
+        self._tail_begin += len(piece)
+        self.nbytes += piece.nbytes
+
+    def write(self, begin: int, rows: Tensor) -> None:
+        """Copy rows to the tail, in place of those at ``begin`` and after it."""
+        while begin < self._tail_begin:
+            self._drop_tail()
+            piece = self._shared.pop()
+            self._tail_begin -= len(piece)
+            self.nbytes -= piece.nbytes
+            if begin > self._tail_begin:
+                self.share(piece[: begin - self._tail_begin])
+        first, end = begin - self._tail_begin, begin - self._tail_begin + len(rows)
+        size = 0 if self._tail is None else len(self._tail)
+        if self._tail is None or size < end:
+            grown = rows.new_empty((max(end, int(GROWTH * size)), rows.shape[1]))
+            if self._tail is not None:
+                grown[:first] = self._tail[:first]
+            self._drop_tail()
+            self._tail = grown
+            self.nbytes += grown.nbytes
+        self._tail[first:end] = rows
+
+    def _drop_tail(self) -> None:
+        if self._tail is not None:
+            self.nbytes -= self._tail.nbytes
+            self._tail = None
+
+    def copied(self, begin: int, end: int) -> Tensor:
+        """Return a copy of the rows at [begin, end)."""
+        found, at = [], self.begin
+        tail = () if self._tail is None else (self._tail,)
+        for piece in (*self._shared, *tail):
+            first, last = max(begin - at, 0), min(end - at, len(piece))
+            if first < last:
+                found.append(piece[first:last])
+            at += len(piece)
+        return torch.cat(found)
 
 
 class ActivationLog:
@@ -16,8 +72,7 @@ class ActivationLog:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._rows: dict[StreamId, Tensor] = {}
-        self._begins: dict[StreamId, int] = {}
+        self._kept: dict[StreamId, _Rows] = {}
         self.nbytes = 0
 
     def append(self, sequence: StreamId, begin: int, rows: Tensor) -> list[StreamId]:
@@ -32,45 +87,46 @@ class ActivationLog:
         Returns:
             Sequences whose rows were dropped to make room.
         """
-        first = self._begins.setdefault(sequence, begin)
-        if begin < first:  # they were recomputed from an earlier position
-            self._forget(sequence)
-            first = self._begins[sequence] = begin
-        kept, end = self._rows.get(sequence), begin - first + len(rows)
-        if kept is None or len(kept) < end:
-            size = max(end, int(GROWTH * (0 if kept is None else len(kept))))
-            grown = rows.new_empty((size, rows.shape[1]))
-            if kept is not None:
-                grown[: begin - first] = kept[: begin - first]
-                self.nbytes -= kept.nbytes
-            self._rows[sequence] = kept = grown
-            self.nbytes += grown.nbytes
-        kept[begin - first : end] = rows
-        dropped: list[StreamId] = []
-        while self.nbytes > self._limit:
-            oldest = next(iter(self._rows))
-            self._forget(oldest)
-            dropped.append(oldest)
-        return dropped
+        kept = self._kept.get(sequence)
+        if kept is None or begin < kept.begin:  # recomputed from an earlier position
+            self.drop(sequence)
+            kept = self._kept[sequence] = _Rows(begin)
+        self.nbytes -= kept.nbytes
+        kept.write(begin, rows)
+        self.nbytes += kept.nbytes
+        return self._make_room()
 
-    def rows(self, sequence: StreamId, begin: int, end: int) -> Tensor:
-        """Return a copy of kept rows, [rows, hidden].
+    def share(self, sequence: StreamId, pieces: Sequence[Tensor]) -> list[StreamId]:
+        """Keep the first rows of a sequence without copying them.
 
         Args:
-            sequence: The sequence.
-            begin: Position of the first row.
-            end: Position after the last row.
+            sequence: The sequence; its other rows are dropped.
+            pieces: Rows from position 0 on, [rows, hidden] each; they never change.
+
+        Returns:
+            Sequences whose rows were dropped to make room.
         """
-        first = self._begins[sequence]
-        return self._rows[sequence][begin - first : end - first].clone()
+        self.drop(sequence)
+        kept = self._kept[sequence] = _Rows(0)
+        for piece in pieces:
+            kept.share(piece)
+        self.nbytes += kept.nbytes
+        return self._make_room()
+
+    def rows(self, sequence: StreamId, begin: int, end: int) -> Tensor:
+        """Return a copy of kept rows at [begin, end), [rows, hidden]."""
+        return self._kept[sequence].copied(begin, end)
 
     def drop(self, sequence: StreamId) -> None:
         """Forget the rows of a sequence, if there are any."""
-        self._begins.pop(sequence, None)
-        self._forget(sequence)
-
-    def _forget(self, sequence: StreamId) -> None:
-        kept = self._rows.pop(sequence, None)
-        self._begins.pop(sequence, None)
+        kept = self._kept.pop(sequence, None)
         if kept is not None:
             self.nbytes -= kept.nbytes
+
+    def _make_room(self) -> list[StreamId]:
+        dropped: list[StreamId] = []
+        while self.nbytes > self._limit:
+            oldest = next(iter(self._kept))
+            self.drop(oldest)
+            dropped.append(oldest)
+        return dropped

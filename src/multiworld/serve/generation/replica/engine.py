@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from multiworld.serve.generation.grammar import Matcher, Matchers
-from multiworld.serve.generation.replica.kv_store import Layers
-from multiworld.serve.generation.replica.prefix_cache import Block
+from multiworld.serve.generation.replica.prefix_cache import Block, BlockSpan
 from multiworld.serve.generation.replica.sequence_state import StreamId
 from multiworld.serve.generation.replica.stage_engine import (
     Chores,
@@ -48,8 +47,13 @@ class Engine:
     def close(self) -> None:
         """Stop, without waiting for a running computation."""
 
-    async def compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:
-        """Compute a step; when cancelled, it may still finish."""
+    async def compute(
+        self, parts: Sequence[StepPart], rows: Tensor, spans: Sequence[BlockSpan] = ()
+    ) -> Computed:
+        """Compute a step, and copy the blocks that it completes at ``spans``.
+
+        When cancelled, it may still finish.
+        """
         raise NotImplementedError
 
     async def tidy(self) -> None:
@@ -79,12 +83,6 @@ class Engine:
         """Tokens in multiples of which KV memory is allocated."""
         return 1 if self._stage_engine is None else self._stage_engine.cache.granule
 
-    def copied(self, stream: StreamId, begin: int, end: int) -> Layers:
-        """Copy the keys and values at [begin, end); no step may be running."""
-        assert self._stage_engine is not None
-        assert self.began_at is None
-        return self._stage_engine.cache.copied(stream, begin, end)
-
     def free(self, stream: StreamId) -> None:
         """Forget a sequence before the next step."""
         self._open.pop(stream, None)
@@ -97,11 +95,18 @@ class Engine:
         self._restore.pop(stream, None)
         self._drop.append(stream)
 
-    def _run(self, chores: Chores, parts: Sequence[StepPart], rows: Tensor) -> Computed:
-        """Do the chores, then compute a step."""
+    def _run(
+        self,
+        chores: Chores,
+        parts: Sequence[StepPart],
+        rows: Tensor,
+        spans: Sequence[BlockSpan],
+    ) -> Computed:
+        """Do the chores, then compute a step and copy blocks that it completes."""
         assert self._stage_engine is not None
         self._stage_engine.tidy(chores)
-        return self._stage_engine.compute(parts, rows)
+        found = self._stage_engine.compute(parts, rows)
+        return self._stage_engine.with_blocks(found, spans) if spans else found
 
     def _chores(self) -> Chores:
         """Return the chores since the last call."""

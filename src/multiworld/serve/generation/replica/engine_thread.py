@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from multiworld.serve.generation.replica.engine import Engine
+from multiworld.serve.generation.replica.prefix_cache import BlockSpan
 from multiworld.serve.generation.replica.stage_engine import Computed, engine_of
 from multiworld.serve.generation.replica.transfers import Transfers
 from multiworld.serve.replica.compute_thread import ComputeThread
@@ -86,11 +87,15 @@ class EngineThread(Engine):
         if self._thread is not None:
             self._thread.close()
 
-    async def compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:
+    async def compute(
+        self, parts: Sequence[StepPart], rows: Tensor, spans: Sequence[BlockSpan] = ()
+    ) -> Computed:
         assert self._thread is not None
         began_at = self.began_at = self._clock()
         try:
-            return await self._thread.call(self._run, self._chores(), parts, rows)
+            return await self._thread.call(
+                self._run, self._chores(), parts, rows, spans
+            )
         finally:
             self.began_at = None
             self.computed_s += self._clock() - began_at

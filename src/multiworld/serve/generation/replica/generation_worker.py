@@ -458,7 +458,8 @@ class GenerationWorker:
         self._restore(self._table.get(part.key) for part in parts)
         self.recovery.begun(parts)
         self._act(self.recovery.take())
-        found = await self._engine.compute(parts, rows)
+        spans = self._prefixes.spans(parts)
+        found = await self._engine.compute(parts, rows, spans)
         self._scheduler.pool.granule = self._engine.granule
         self.counts["steps"] += 1
         self.counts["rows"] += len(rows)
@@ -478,8 +479,10 @@ class GenerationWorker:
             state.held = part.begin + part.count
             if part.key in outputs:
                 self._log_rows(state, part.begin, outputs[part.key])
-            log = None if self._is_last else self._log
-            self._prefixes.keep(state, part, self._engine, log)
+        for span, block in found.blocks:
+            state = self._table.get(span.key)
+            if state is not None:
+                self._prefixes.keep(state, span, block, self._log)
         self._act(self.recovery.take())
         return found
 
@@ -487,10 +490,10 @@ class GenerationWorker:
         """Restore cached prefixes of sequences that were not computed yet."""
         for state in states:
             if state is not None and state.is_cached:
-                rows = self._prefixes.restore(state, self._engine)
-                if rows is not None:
+                blocks = self._prefixes.restore(state, self._engine)
+                if blocks:
                     state.logged = 0
-                    self._log_rows(state, 0, rows)
+                    self.recovery.unlogged(self._log.share(state.stream, blocks))
 
     def _log_rows(self, state: SequenceState, begin: int, rows: Tensor) -> None:
         """Log the output of a sequence, [rows, hidden], from a position on."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from multiworld.serve.generation.prefixes import Digest
+from multiworld.serve.transport.protocol import Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,23 @@ class Block:
     def nbytes(self) -> int:
         kept = sum(key.nbytes + value.nbytes for key, value in self.layers.values())
         return kept + (0 if self.rows is None else self.rows.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpan:
+    """A block of a prompt that a step completes, and that is to be cached.
+
+    Attributes:
+        key: The sequence.
+        name: Name of the prefix that the block ends.
+        begin: Position of its first token.
+        end: Position after its last token.
+    """
+
+    key: Key
+    name: Digest
+    begin: int
+    end: int
 
 
 class PrefixCache:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -10,7 +11,11 @@ from torch import Tensor
 from multiworld.serve.generation.prefixes import Digest, digests
 from multiworld.serve.generation.replica.activation_log import ActivationLog
 from multiworld.serve.generation.replica.engine import Engine
-from multiworld.serve.generation.replica.prefix_cache import Block, PrefixCache
+from multiworld.serve.generation.replica.prefix_cache import (
+    Block,
+    BlockSpan,
+    PrefixCache,
+)
 from multiworld.serve.generation.replica.sequence_state import SequenceState, StreamId
 from multiworld.serve.transport.generation_messages import StepPart
 
@@ -59,23 +64,25 @@ class PromptPrefixes:
             self._found[state.stream], state.is_cached = found, True
             state.held = state.logged = len(found) * self._block
 
-    def restore(self, state: SequenceState, engine: Engine) -> Tensor | None:
+    def restore(self, state: SequenceState, engine: Engine) -> list[Tensor]:
         """Restore the cached prefix of a sequence, in the next step.
 
         Returns:
-            The output of the stage for those tokens, [tokens, hidden]; None if there
-            are none, or in the last stage.
+            The output of the stage for those tokens, by blocks, [tokens, hidden] each;
+            empty if there are none, or in the last stage.
         """
         held = state.held
         found = self._found.get(state.stream, [])[: -(-held // self._block)]
         self.release(state.stream)
         state.is_cached = False
         if not found:
-            return None
+            return []
         self.counts["prefix_cache_hits"] += held
         engine.restore(state.stream, found, held)
         rows = [block.rows for block in found if block.rows is not None]
-        return torch.cat(rows)[:held] if rows else None
+        if rows:
+            rows[-1] = rows[-1][: held - (len(rows) - 1) * self._block]
+        return rows
 
     def release(self, stream: StreamId) -> None:
         """Release the cached blocks of a sequence."""
@@ -83,29 +90,33 @@ class PromptPrefixes:
         if self._cache is not None:
             self._cache.release(self._names.get(stream, [])[: len(found)])
 
-    def keep(
-        self,
-        state: SequenceState,
-        part: StepPart,
-        engine: Engine,
-        log: ActivationLog | None,
-    ) -> None:
-        """Cache the blocks of a prompt that a part of a step has completed.
+    def spans(self, parts: Iterable[StepPart]) -> list[BlockSpan]:
+        """Return the blocks of prompts that a step completes and that are not cached."""
+        found: dict[Digest, BlockSpan] = {}
+        for part in parts if self._cache is not None else ():
+            names = self._names.get(part.key[:2], ())
+            end = min(len(names), (part.begin + part.count) // self._block)
+            for number in range(part.begin // self._block, end):
+                name, begin = names[number], number * self._block
+                if not self._cache.has(name):
+                    span = BlockSpan(part.key, name, begin, begin + self._block)
+                    found.setdefault(name, span)
+        return list(found.values())
 
-        The engine computes nothing now. In the last stage there is no log.
-        """
-        names = self._names.get(state.stream, ())
-        end = min(len(names), (part.begin + part.count) // self._block)
-        for number in range(part.begin // self._block, end):
-            if self._cache is None or self._cache.has(names[number]):
-                continue
-            begin, rows = number * self._block, None
-            if log is not None:
-                if begin < state.logged:
-                    continue  # its output is no longer logged
-                rows = log.rows(state.stream, begin, begin + self._block)
-            layers = engine.copied(state.stream, begin, begin + self._block)
-            self._cache.put(names[number], Block(layers, rows))
+    def keep(
+        self, state: SequenceState, span: BlockSpan, block: Block, log: ActivationLog
+    ) -> None:
+        """Cache a copy of a block; rows of earlier steps are still in the log."""
+        if self._cache is None:
+            return
+        if block.rows is not None:
+            missing = self._block - len(block.rows)
+            if missing and span.begin < state.logged:
+                return  # they are no longer logged
+            if missing:
+                before = log.rows(state.stream, span.begin, span.begin + missing)
+                block = Block(block.layers, torch.cat([before, block.rows]))
+        self._cache.put(span.name, block)
 
     def forget(self, stream: StreamId) -> None:
         """Forget a sequence."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from multiworld.serve.generation.replica.kv_cache import (
 from multiworld.serve.generation.replica.kv_store import KvStore
 from multiworld.serve.generation.replica.layer_trial import check_layers
 from multiworld.serve.generation.replica.paged_kv_cache import PagedKvCache
-from multiworld.serve.generation.replica.prefix_cache import Block
+from multiworld.serve.generation.replica.prefix_cache import Block, BlockSpan
 from multiworld.serve.generation.replica.sampler import (
     Choice,
     TokenHistory,
@@ -106,12 +106,15 @@ class Computed:
     Attributes:
         hidden: Hidden states of all rows, [rows, hidden]; None in the last stage.
         failed: Parts that the model raised an error for.
+        blocks: Copies of the blocks that were to be cached. Their output rows are those
+            of this step: rows that earlier steps computed are missing.
     """
 
     parts: tuple[StepPart, ...]
     hidden: Tensor | None = None
     tokens: tuple[TokenItem, ...] = ()
     failed: tuple[tuple[Key, Exception], ...] = ()
+    blocks: tuple[tuple[BlockSpan, Block], ...] = ()
 
     def rows(self) -> dict[Key, Tensor]:
         """Return the hidden states of each part, [rows, hidden]."""
@@ -232,6 +235,24 @@ class StageEngine:
             tuple(token for one in done for token in one.tokens),
             tuple(failure for one in done for failure in one.failed),
         )
+
+    def with_blocks(self, found: Computed, spans: Sequence[BlockSpan]) -> Computed:
+        """Return a step's results with copies of blocks that the step completed.
+
+        Call it before the next chores, which may free the memory of the blocks.
+        """
+        parts, outputs = {part.key: part for part in found.parts}, found.rows()
+        blocks: list[tuple[BlockSpan, Block]] = []
+        for span in spans:
+            part, rows = parts.get(span.key), outputs.get(span.key)
+            if part is None:
+                continue  # it failed
+            if rows is not None:
+                first = max(0, span.begin - part.begin)
+                rows = rows[first : span.end - part.begin].clone()
+            layers = self.cache.copied(span.key[:2], span.begin, span.end)
+            blocks.append((span, Block(layers, rows)))
+        return replace(found, blocks=tuple(blocks))
 
     def _compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:
         positions = torch.cat([torch.arange(p.begin, p.begin + p.count) for p in parts])

@@ -46,3 +46,37 @@ def test_rows_come_back_unless_they_were_dropped(
     for number in range(3):
         log.drop(("g", number))
     assert log.nbytes == 0
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1),
+    st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6)), max_size=4),
+)
+def test_shared_rows_come_back_and_never_change(
+    sizes: list[int], writes: list[tuple[int, int]]
+) -> None:
+    """Rows that follow, or replace some of them, leave the shared pieces as they are."""
+    log, stream, end = ActivationLog(10_000), ("g", 0), sum(sizes)
+    pieces = list(rows(0, end).split(sizes))
+    assert not log.share(stream, pieces)
+    assert log.nbytes == rows(0, end).nbytes
+    expected = rows(0, end)
+    for back, count in writes:
+        begin = max(0, end - back)
+        log.append(stream, begin, rows(begin, count, 7))
+        expected = torch.cat([expected[:begin], rows(begin, count, 7)])
+        end = begin + count
+        assert torch.equal(log.rows(stream, 0, end), expected)
+        assert torch.equal(log.rows(stream, end // 2, end), expected[end // 2 :])
+    assert torch.equal(torch.cat(pieces), rows(0, sum(sizes)))
+    log.drop(stream)
+    assert log.nbytes == 0
+
+
+def test_shared_rows_beyond_the_limit_are_dropped() -> None:
+    """Sharing counts as keeping: the oldest sequence makes room, or the new one."""
+    log = ActivationLog(rows(0, 10).nbytes)
+    log.append(("g", 0), 0, rows(0, 6))
+    assert log.share(("g", 1), [rows(0, 8)]) == [("g", 0)]
+    assert log.share(("g", 2), [rows(0, 11)]) == [("g", 1), ("g", 2)]
+    assert log.nbytes == 0
