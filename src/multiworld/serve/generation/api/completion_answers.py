@@ -166,7 +166,7 @@ def _message(ready: Ready, text: str) -> dict[str, Any]:
 
 async def events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[bytes]:
     """Yield a streamed answer as server-sent events."""
-    begun: set[int] = set()
+    begun = False
     parsers = [ready.parser() for _ in ready.choices]
     held: list[list[Piece]] = [[] for _ in ready.choices]
     async with aclosing(kept_alive(pieces)) as found:
@@ -174,11 +174,13 @@ async def events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[
             if piece is None:
                 yield b": still generating\n\n"
             else:
-                if piece.choice.index not in begun:
-                    begun.add(piece.choice.index)
-                    first = _first_event(ready, piece.choice)
-                    if first:
-                        yield first
+                if not begun:
+                    # All choices, in order: the openai package takes the first choice
+                    # that it sees for number 0.
+                    for choice in ready.choices:
+                        if first := _first_event(ready, choice):
+                            yield first
+                    begun = True
                 number = piece.choice.index
                 parser = parsers[number]
                 if parser is None:
@@ -220,7 +222,7 @@ async def kept_alive(pieces: AsyncGenerator[Piece]) -> AsyncGenerator[Piece | No
 def _first_event(ready: Ready, choice: Choice) -> bytes:
     """Return the event before the first token of a choice; empty if there is none.
 
-    It is sent with that token, because clients take it for the time to first token.
+    It is sent with the first token of all, which clients take for the time to it.
     """
     prompt = {"prompt_token_ids": list(choice.prompt)} if ready.wanted.has_ids else {}
     if ready.is_chat:

@@ -630,6 +630,30 @@ async def test_prompts_times_choices_are_bounded(tokenizer: Tokenizer) -> None:
     assert answer["usage"]["completion_tokens"] == 6
 
 
+async def test_streamed_chat_begins_with_its_choices_in_order(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if a later one has the first token; the package openai relies on it."""
+    played, items = Played(tokenizer), PlayedStreams._items
+    played.streams.text = [7, 8]
+
+    async def later(
+        self: PlayedStreams, sampling: Sampling
+    ) -> AsyncIterator[TokenItem]:
+        await asyncio.sleep(0 if sampling.choice else 0.1)
+        async for item in items(self, sampling):
+            yield item
+
+    monkeypatch.setattr(PlayedStreams, "_items", later)
+    choices = await played.choices(CHAT, {"messages": PROMPT, "n": 2})
+    assert [choice["index"] for choice in choices[:3]] == [0, 1, 1]
+    assert [choice["delta"].get("role") for choice in choices[:3]] == [
+        "assistant",
+        "assistant",
+        None,
+    ]
+
+
 async def test_limit_of_a_chat_is_its_newer_name_if_both_are_given(
     tokenizer: Tokenizer,
 ) -> None:
