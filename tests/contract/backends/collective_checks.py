@@ -229,7 +229,7 @@ async def scatters(arena: Arena) -> None:
 
 @check
 async def reduce_scatters(arena: Arena) -> None:
-    """Check that rank i gets the reduction of all i-th tensors; inputs stay unchanged."""
+    """Check that rank i gets the reduction of all i-th tensors; inputs stay as is."""
     for size in SIZES:
         worlds = await arena.world(size)
         inputs = [

@@ -91,7 +91,7 @@ class PromptPrefixes:
             self._cache.release(self._names.get(stream, [])[: len(found)])
 
     def spans(self, parts: Iterable[StepPart]) -> list[BlockSpan]:
-        """Return the blocks of prompts that a step completes and that are not cached."""
+        """Return the blocks of prompts that a step completes and no cache has."""
         found: dict[Digest, BlockSpan] = {}
         for part in parts if self._cache is not None else ():
             names = self._names.get(part.key[:2], ())

@@ -55,7 +55,7 @@ def test_rows_come_back_unless_they_were_dropped(
 def test_shared_rows_come_back_and_never_change(
     sizes: list[int], writes: list[tuple[int, int]]
 ) -> None:
-    """Rows that follow, or replace some of them, leave the shared pieces as they are."""
+    """Rows that follow, or replace some of them, leave the shared pieces alone."""
     log, stream, end = ActivationLog(10_000), ("g", 0), sum(sizes)
     pieces = list(rows(0, end).split(sizes))
     assert not log.share(stream, pieces)
