@@ -113,7 +113,7 @@ async def the_rest_goes_on_after_a_leave(arena: Arena) -> None:
 
 @check
 async def cancelling_a_collective_breaks_the_world_only(arena: Arena) -> None:
-    """Check that a cancelled collective breaks only its world, which may be rejoined."""
+    """Check that a cancelled collective breaks its world only; it can be rejoined."""
     other = await arena.world(2, "other")
     worlds = await arena.world(2, "again")
     pending = asyncio.ensure_future(worlds[0].all_reduce(torch.ones(2)))
