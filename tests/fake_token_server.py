@@ -51,6 +51,13 @@ def interpreter(folder: Path, *flags: str) -> Path:
     return path
 
 
+def adapter_of(body: dict[str, Any]) -> str:
+    """Return the adapter of a request: by its number, or its name."""
+    numbers = [str(one["id"]) for one in body.get("lora", ()) if one["scale"] == 1.0]
+    named = body.get("model", "")
+    return "".join(numbers) or (named if named != "fake" else "")
+
+
 class Sampler:
     """The sampler of one request."""
 
@@ -64,7 +71,7 @@ class Sampler:
     def next(self) -> tuple[int, list[tuple[int, float]]]:
         """Return the next token, and the log-probabilities of all."""
         body = self._body
-        logits = logits_of(self.tokens)
+        logits = logits_of(self.tokens, adapter_of(body))
         scores = torch.log_softmax(logits, -1).tolist()
         ranked = sorted(enumerate(scores), key=lambda pair: -pair[1])
         bias = body.get("logit_bias") or []

@@ -40,9 +40,16 @@ def interpreter(folder: Path) -> Path:
     return path
 
 
-def logits_of(tokens: list[int]) -> torch.Tensor:
-    """Return logits that depend on all tokens."""
-    draw = random.Random(repr(tokens))
+def adapter(path: Path) -> Path:
+    """Make a folder with what an adapter needs to be served here."""
+    path.mkdir(exist_ok=True)
+    (path / "adapter_config.json").write_text('{"r": 8}')
+    return path
+
+
+def logits_of(tokens: list[int], adapter: str = "") -> torch.Tensor:
+    """Return logits that depend on all tokens, and on the adapter."""
+    draw = random.Random(f"{tokens!r}{adapter}")
     return torch.tensor([draw.gauss(0.0, 2.0) for _ in range(VOCABULARY)])
 
 
@@ -55,21 +62,24 @@ class Sampling:
         assert "multiworld" not in sys.modules, "vLLM must not import the package"
         self._processor = made(None, torch.device("cpu"), False)
 
-    def next(self, asked: dict[str, Any], tokens: list[int], made: list[int]) -> int:
+    def next(
+        self, asked: dict[str, Any], tokens: list[int], made: list[int], adapter: str
+    ) -> int:
         """Return the next token of a sequence."""
         params = SimpleNamespace(extra_args=asked.get("extra_args"))
         added = [(0, params, tokens, made)]
         update = SimpleNamespace(removed=[0], added=added, moved=[])
         self._processor.update_state(update)
-        found = self._processor.apply(logits_of([*tokens, *made])[None])
+        found = self._processor.apply(logits_of([*tokens, *made], adapter)[None])
         return int(found[0].argmax())
 
 
 class Server:
     """The routes."""
 
-    def __init__(self, processor: str) -> None:
+    def __init__(self, processor: str, adapters: list[str]) -> None:
         self._sampling = Sampling(processor)
+        self._adapters = adapters
 
     async def health(self, request: web.Request) -> web.Response:
         """Say that it serves."""
@@ -84,7 +94,9 @@ class Server:
         """Stream tokens."""
         body = await request.json()
         tokens, asked = body["token_ids"], body["sampling_params"]
-        kind = tokens[0]
+        kind, adapter = tokens[0], body.get("model", "")
+        if adapter and adapter not in self._adapters:
+            return web.json_response({"error": {"message": adapter}}, status=404)
         if kind == HANG:
             await asyncio.sleep(600.0)
         if kind in (REFUSE, BROKEN):
@@ -99,7 +111,7 @@ class Server:
                 os._exit(9)
             if kind == EARLY and len(made) == 3:
                 break
-            token = self._sampling.next(asked, tokens, made)
+            token = self._sampling.next(asked, tokens, made, adapter)
             if kind == FOREIGN:
                 token = 10**6
             logprobs = None
@@ -123,7 +135,12 @@ class Server:
 def main(arguments: list[str]) -> None:
     """Serve until it is ended."""
     given = dict(itertools.pairwise(arguments))
-    server = Server(given["--logits-processors"])
+    adapters = []
+    if "--lora-modules" in arguments:
+        rest = arguments[arguments.index("--lora-modules") + 1 :]
+        pairs = itertools.takewhile(lambda text: not text.startswith("--"), rest)
+        adapters = [pair.partition("=")[0] for pair in pairs]
+    server = Server(given["--logits-processors"], adapters)
     app = web.Application()
     app.add_routes(
         [

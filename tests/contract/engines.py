@@ -119,9 +119,13 @@ class Bench:
 
     Attributes:
         kinds: Requests of each kind that its engine covers.
+        adapters: Names of the adapters that it has.
     """
 
-    def __init__(self, worker: Any, without: Sequence[str] = ()) -> None:
+    def __init__(
+        self, worker: Any, without: Sequence[str] = (), adapters: Sequence[str] = ()
+    ) -> None:
+        self.adapters = adapters
         self.worker, self.inbox = worker, Inbox()
         self.kinds = {name: KINDS[name] for name in KINDS if name not in without}
         self._tasks: list[asyncio.Task[None]] = []
@@ -250,6 +254,19 @@ async def every_kind_continues_from_every_token(bench: Bench) -> None:
             assert bench.items(start)[0].index == cut
 
 
+async def adapters_compute_otherwise(bench: Bench) -> None:
+    """Each has its own tokens for one prompt, beside and after the others."""
+    sampling = bench.kinds["sampled"]
+    names = ["", *bench.adapters, ""]
+    starts = [bench.begin(sampling, adapter=name) for name in names]
+    found = [await bench.whole(start) for start in starts]
+    assert found[0] == found[-1]
+    assert len(set(map(tuple, found))) == 1 + len(bench.adapters)
+    for name, tokens in zip(bench.adapters, found[1:], strict=False):
+        again = bench.begin(sampling, tokens[:5], adapter=name)
+        assert await bench.whole(again) == tokens[5:]
+
+
 async def ended_sequences_leave_nothing(bench: Bench) -> None:
     """A sequence that is ended in its midst computes no more, and leaks nothing."""
     long = replace_count(KINDS["sampled"], 200)
@@ -333,6 +350,7 @@ CHECKS: tuple[EngineCheck, ...] = (
     tokens_come_in_order,
     sequences_do_not_depend_on_others,
     every_kind_continues_from_every_token,
+    adapters_compute_otherwise,
     ended_sequences_leave_nothing,
     more_than_fit_wait,
     ends_are_kept,

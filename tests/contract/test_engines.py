@@ -96,23 +96,31 @@ def whole(
     return EngineWorker(make, settings, hung_s, exit_process=codes.append)
 
 
+ADAPTERS = ("terse", "rhymed")
+
+
 def vllm(folder: Path, **more: Any) -> EngineWorker:
     """Return a replica with the server that stands in for vLLM."""
     python = str(fake_vllm.interpreter(folder))
-    return whole(VllmEngine, folder, python=python, **more)
+    adapters = {name: str(fake_vllm.adapter(folder / name)) for name in ADAPTERS}
+    return whole(VllmEngine, folder, python=python, adapters=adapters, **more)
 
 
 def llama_cpp(folder: Path, **more: Any) -> EngineWorker:
     """Return a replica with the server that stands in for llama.cpp."""
     (folder / "weights.gguf").touch()
     python = str(fake_token_server.interpreter(folder, "--llama"))
-    return whole(LlamaCppEngine, folder, python=python, **more)
+    adapters = {name: str(folder / f"{name}.lora") for name in ADAPTERS}
+    for path in adapters.values():
+        Path(path).touch()
+    return whole(LlamaCppEngine, folder, python=python, adapters=adapters, **more)
 
 
 def openai_servers(folder: Path, **more: Any) -> EngineWorker:
     """Return a replica that uses a server of somebody else."""
     args = {"urls": [server_of_somebody_else(folder)]}
-    return whole(OpenAiEngine, folder, args=args, **more)
+    adapters = {name: f"{name}-there" for name in ADAPTERS}
+    return whole(OpenAiEngine, folder, args=args, adapters=adapters, **more)
 
 
 OTHERS: list[EngineProcess] = []
@@ -149,7 +157,8 @@ async def bench(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[B
     """Return a replica of each kind."""
     worker = ENGINES[request.param](folder)
     await load(worker)
-    async with Bench(worker, WITHOUT.get(request.param, ())) as made:
+    adapters = () if request.param == "staged" else ADAPTERS
+    async with Bench(worker, WITHOUT.get(request.param, ()), adapters) as made:
         yield made
     worker.close()
 

@@ -32,7 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """Requests of each kind."""
 
-WITHOUT = {"m": (), "l": ("structured",)}
+WITHOUT = {"m": (), "terse": (), "l": ("structured",)}
 """Kinds that the engine of a model refuses."""
 
 
@@ -45,6 +45,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "engine": "vllm",
         "engine_python": str(fake_vllm.interpreter(folder)),
         "engine_args": {"block_size": 16},
+        "adapters": {"terse": str(fake_vllm.adapter(folder / "terse"))},
         "generation": {"max_num_seqs": 32},
         "replicas": 2,
         "deadline_s": 60.0,
@@ -56,6 +57,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "engine": "llama.cpp",
         "engine_python": python,
         "engine_args": {},
+        "adapters": {},
         "generation": {"max_num_seqs": 32, "max_model_len": 256},
     }
     limits = {
@@ -188,6 +190,29 @@ async def test_streams_survive_the_loss_of_an_engine(
 ) -> None:
     """It exits, or it is stopped; every token is that of an undisturbed stream."""
     await changed(service, lambda: os.kill(engine(service, model), number), model)
+
+
+async def test_adapters_are_models_of_their_own(service: Served) -> None:
+    """Of the same replicas; their streams survive as well."""
+    async with client(service) as api:
+        parents = {m.id: (m.model_extra or {}).get("parent") for m in await listed(api)}
+        assert parents == {"m": None, "terse": "m", "l": None, "z": None}
+        plain, adapted = [await all_kinds(api, None, name) for name in ("m", "terse")]
+        assert plain["greedy"] != adapted["greedy"]
+        kill = partial(lose, service)
+        assert await all_kinds(api, kill, "terse") == adapted
+        assert await all_kinds(api, None, "m") == plain
+    service.until(lambda: ready(service) == 2, "two replicas are ready")
+
+
+async def listed(api: openai.AsyncOpenAI) -> list[Any]:
+    """Return the models that clients see."""
+    return (await api.models.list()).data
+
+
+def lose(service: Served) -> None:
+    """Kill an engine."""
+    os.kill(engine(service), signal.SIGKILL)
 
 
 async def test_engine_is_scaled_from_zero_and_to_zero_again(service: Served) -> None:

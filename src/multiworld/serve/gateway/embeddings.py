@@ -58,6 +58,8 @@ def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
     def shown(name: str, tenant: Tenant) -> dict[str, Any]:
         found = {"id": name, "object": "model", "created": began_at}
         found["owned_by"] = "multiworld"
+        if gateway.adapter(name):
+            found["parent"] = gateway.base(name)
         max_tokens = gateway.max_tokens(name, tenant)
         return found if max_tokens is None else {**found, "max_model_len": max_tokens}
 
@@ -65,7 +67,8 @@ def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
     async def models(request: Request) -> Response:
         """List the models that the client may use.
 
-        ``max_model_len`` is present for models that generate text, as in vLLM.
+        ``max_model_len`` is present for models that generate text, and ``parent`` for
+        LoRA adapters of another model, as in vLLM.
         """
         try:
             tenant = gateway.authenticator.identify(request.headers)

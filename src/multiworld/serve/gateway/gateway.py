@@ -69,6 +69,7 @@ class Gateway:
         self.on_poison: Callable[[str, ModelVersion, str], None] = lambda *_: None
         self.models: dict[str, dict[str, Model]] = {}
         self.texts: dict[tuple[str, str], Any] = {}
+        self._bases: dict[str, str] = {}
         self._loading: dict[tuple[str, str], asyncio.Future[Any]] = {}
         self.counts = RequestCounts()
         self.fleet = FleetReport()
@@ -137,16 +138,27 @@ class Gateway:
 
     def may_use(self, tenant: Tenant, name: str) -> bool:
         """Return whether a model is served and the tenant may use it."""
-        is_served = name in self.dispatcher.table.routes and not is_dedicated(name)
-        return is_served and tenant.may_use(name)
+        is_served = self.base(name) in self.dispatcher.table.routes
+        return is_served and not is_dedicated(name) and tenant.may_use(name)
+
+    def base(self, name: str) -> str:
+        """Return the model that an adapter is of; any other name is returned as is."""
+        return self._bases.get(name, name)
+
+    def adapter(self, name: str) -> str:
+        """Return the name of an adapter; empty: it is that of a model."""
+        return name if name in self._bases else ""
 
     def names(self, tenant: Tenant) -> list[str]:
-        routes = self.dispatcher.table.routes
-        return sorted(name for name in routes if self.may_use(tenant, name))
+        served = (*self.dispatcher.table.routes, *self._bases)
+        return sorted(name for name in served if self.may_use(tenant, name))
 
     def route(self, name: str, tenant: Tenant) -> str:
-        """Return the name of a tenant's dedicated model, or of the shared one."""
-        return route_of(name, tenant.name, self.dispatcher.table.routes)
+        """Return the name of a tenant's dedicated model, or of the shared one.
+
+        For an adapter it is that of its model.
+        """
+        return route_of(self.base(name), tenant.name, self.dispatcher.table.routes)
 
     def model(
         self, name: str, version: str | None = None, tenant: Tenant = ANONYMOUS
@@ -158,7 +170,7 @@ class Gateway:
         """
         routes = self.dispatcher.table.routes
         if not self.may_use(tenant, name):
-            if name in routes:
+            if self.base(name) in routes:
                 self.authenticator.count_model_refusal(tenant)
             known = ", ".join(self.names(tenant)) or "none"
             raise UnknownModelError(NO_MODEL.format(name, known))
@@ -186,8 +198,14 @@ class Gateway:
             return None
         return longest_of(spec.generation, model.generation)
 
-    def forget_versions(self) -> None:
-        """Forget versions that are no longer in the routing table."""
+    def add_version(self, name: str, spec: ModelSpec, model: Model) -> None:
+        """Add a version of a model."""
+        self.models.setdefault(name, {})[spec.version] = model
+        self.specs[name, spec.version] = spec
+        self._find_adapters()
+
+    def table_changed(self) -> None:
+        """Forget versions that are not in the routing table any more; find adapters."""
         routes = self.dispatcher.table.routes
         for name, versions in list(self.models.items()):
             kept = routes[name].stages.keys() if name in routes else ()
@@ -195,6 +213,18 @@ class Gateway:
                 del versions[version]
                 self.texts.pop((name, version), None)
                 self.specs.pop((name, version), None)
+        self._find_adapters()
+
+    def _find_adapters(self) -> None:
+        routes = self.dispatcher.table.routes
+        active = {n: self.specs.get((n, route.version)) for n, route in routes.items()}
+        self._bases = {
+            adapter: name
+            for name, spec in active.items()
+            if spec is not None and not is_dedicated(name)
+            for adapter in spec.adapters
+            if adapter not in routes
+        }
 
     def is_ready(self, name: str) -> bool:
         return not self.missing_stages(name)
@@ -255,7 +285,7 @@ class Gateway:
         """Record a poison request; reject waiting ones if its tenant is quarantined."""
         if self.authenticator.add_poison(tenant, model_version, digest):
             self.dispatcher.quarantine(tenant, model_version[0])
-            self.streams.quarantine(tenant, model_version[0])
+            self.streams.quarantine(tenant, self.base(model_version[0]))
 
     async def _infer(
         self,

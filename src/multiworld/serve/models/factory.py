@@ -42,6 +42,7 @@ def build_model(spec: ModelSpec) -> Model:
     if spec.engine is not None:
         offered["engine"] = spec.engine
         offered["engine_args"] = spec.engine_args
+        offered["adapters"] = spec.adapters
     if spec.generation is not None:
         offered["dtype"] = spec.generation.dtype
         offered["deterministic"] = spec.generation.deterministic

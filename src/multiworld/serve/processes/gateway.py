@@ -298,8 +298,7 @@ class GatewayProcess:
         except Exception:  # a user's factory may raise anything; serve the other models
             logger.exception("model %s cannot be built", name)
             return
-        self._gateway.models.setdefault(name, {})[spec.version] = model
-        self._gateway.specs[name, spec.version] = spec
+        self._gateway.add_version(name, spec, model)
         if model.generation is not None or model.text is not None:
             self._prepare(name, spec.version, model)
 
@@ -377,7 +376,7 @@ class GatewayProcess:
         self._dispatcher.table_changed(table)
         self._streams.table_changed(table)
         self._keeper.apply(edges_of(table, self._args.name))
-        self._gateway.forget_versions()
+        self._gateway.table_changed()
         self._authenticator.gateways = len(table.gateways)
         self._agent.fact(TableApplied(table.number))
         self._is_routed.set()

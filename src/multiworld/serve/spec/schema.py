@@ -326,6 +326,12 @@ class ModelSpec(_Strict):
     """Arguments of the engine, by its own names: `tensor_parallel_size: 2` becomes
     `--tensor-parallel-size 2`. Not for what this spec has fields for. With `openai`:
     `urls`, `model`, `api_key_env` and `health`."""
+    adapters: dict[Annotated[str, Field(pattern=NAME)], str] = Field(
+        default_factory=dict
+    )
+    """With an `engine`: LoRA adapters of the model. Each is served as a model of its
+    own, by its name here, and by the same replicas. Values are folders (`vllm`), GGUF
+    files (`llama.cpp`), or names at the servers (`openai`)."""
     exact: bool = True
     """With `engine: openai`: a stream continues with the tokens of an undisturbed one,
     so the servers must return token ids. `false` allows servers that return text, and
@@ -484,7 +490,7 @@ class ModelSpec(_Strict):
     @model_validator(mode="after")
     def _one_engine(self) -> ModelSpec:
         if self.engine is None:
-            fields = ("engine_args", "engine_python", *OF_ENGINE_STAGE)
+            fields = ("engine_args", "engine_python", "adapters", *OF_ENGINE_STAGE)
             for name in fields:
                 if getattr(self, name):
                     raise ValueError(
@@ -643,4 +649,11 @@ class AppSpec(_Strict):
                     f"model name {name!r}: there is no model {base!r}; write the name "
                     "of a model before the @"
                 )
+        shared = {name: spec for name, spec in models.items() if "@" not in name}
+        names = [*shared, *(a for spec in shared.values() for a in spec.adapters)]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"two models or adapters are called {twice[0]!r}; rename one"
+            )
         return models

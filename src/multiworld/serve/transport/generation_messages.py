@@ -62,6 +62,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
         prepared: Attempt that replicas were prepared for, and whose KV blocks they
             keep. -1: none.
         is_watched: Whether to send ``ComputeBegun`` to the gateway.
+        adapter: Name of the engine's LoRA adapter to compute with; empty: none.
     """
 
     key: Key
@@ -75,6 +76,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     is_suspect: bool = False
     prepared: int = -1
     is_watched: bool = False
+    adapter: str = ""
 
 
 class BeginSequences(Message, frozen=True, tag="begin_sequences"):

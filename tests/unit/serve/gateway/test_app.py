@@ -593,6 +593,6 @@ async def test_forgotten_versions_are_those_that_left_the_table() -> None:
     fake = Fake()
     await fake.gateway.text("t", "1", TEXT)
     fake.serve("2", t=TEXT)
-    fake.gateway.forget_versions()
+    fake.gateway.table_changed()
     assert fake.gateway.models == {"m": {}, "t": {"2": TEXT}}
     assert fake.gateway.texts == {}

@@ -77,6 +77,7 @@ async def generate(
     deadline_s: float | None,
     limits: TimeLimits,
     share: Share,
+    adapter: str = "",
     session: str = "",
     request: str = "",
 ) -> AsyncGenerator[Piece]:
@@ -92,6 +93,7 @@ async def generate(
                 deadline_s=deadline_s,
                 limits=limits,
                 share=share,
+                adapter=adapter,
                 session=session,
                 request=request,
             ) as tokens:

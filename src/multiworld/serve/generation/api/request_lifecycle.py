@@ -80,6 +80,7 @@ async def answered(
             timeout_of(request, ready.wanted.timeout_s),
             ready.limits,
             admitted.tenant.share,
+            gateway.adapter(ready.wanted.model),
             ready.wanted.session,
             admitted.id,
         )

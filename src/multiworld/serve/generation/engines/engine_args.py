@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from multiworld.errors import SpecError
-from multiworld.serve.generation.engines.whole_engine import EngineSettings
+from multiworld.errors import InvalidRequestError, SpecError
+from multiworld.serve.generation.engines.whole_engine import EngineSettings, Run
 
 
 def refuse_reserved(args: Mapping[str, Any], reserved: Mapping[str, str]) -> None:
@@ -16,6 +16,13 @@ def refuse_reserved(args: Mapping[str, Any], reserved: Mapping[str, str]) -> Non
         if (known := reserved.get(name.replace("-", "_"))) is not None:
             remedy = f"use `{known}` instead" if known else "remove it"
             raise SpecError(f"engine_args: {name} is set by the service; {remedy}")
+
+
+def check_adapter(run: Run, settings: EngineSettings) -> None:
+    """Raise InvalidRequestError if a run's adapter is gone: by an update, meanwhile."""
+    if run.adapter not in settings.adapters:
+        text = f"adapter {run.adapter!r} is no longer served"
+        raise InvalidRequestError(text, param="model")
 
 
 def gpu_environment(

@@ -116,7 +116,14 @@ class EngineSequence:
         if self.is_prepared:
             sampling, ends = WARM_UP, ()
         prompt = len(self.tokens) if self.is_prepared else start.prompt
-        return Run(tuple(self.tokens), prompt, sampling, ends, start.share.tenant)
+        return Run(
+            tuple(self.tokens),
+            prompt,
+            sampling,
+            ends,
+            start.share.tenant,
+            start.adapter,
+        )
 
 
 class EngineSequences:

@@ -36,6 +36,9 @@ RESERVED = {
     "spec_type": "",
     "model_draft": "",
     "embedding": "",
+    "lora": "adapters",
+    "lora_scaled": "adapters",
+    "lora_init_without_apply": "",
 }
 """Arguments that the service sets itself, with the field of the spec to use."""
 
@@ -49,9 +52,11 @@ class LlamaCppEngine(TokenServerEngine):
     def __init__(self, settings: EngineSettings) -> None:
         self._parallel = settings.max_num_seqs + 1  # one for a probe
         self._context = self._parallel * (settings.max_model_len or 0)
-        super().__init__(settings.max_num_seqs, self._context)
-        self._settings = settings
-        self._dialect = LlamaCpp()
+        super().__init__(settings, self._context)
+        self._dialect = LlamaCpp(tuple(settings.adapters))
+        for path in settings.adapters.values():
+            if not Path(path).expanduser().is_file():
+                raise SpecError(f"adapters: there is no file {path}; give a GGUF file")
         refuse_reserved(settings.args, RESERVED)
         self._model = weights_of(settings)
 
@@ -76,6 +81,10 @@ class LlamaCppEngine(TokenServerEngine):
             "n_gpu_layers": ALL_LAYERS if settings.device != "cpu" else 0,
         }
         flags = flags_of({**own, **settings.args, "model": self._model})
+        for path in settings.adapters.values():
+            flags += ["--lora", str(Path(path).expanduser())]
+        if settings.adapters:
+            flags.append("--lora-init-without-apply")
         if not settings.python:
             return ["llama-server", *flags]
         return [settings.python, "-P", xllamacpp_server.__file__, *flags]

@@ -23,6 +23,7 @@ from multiworld.errors import ServeError, SpecError
 from multiworld.serve.generation.engines.engine_server import EngineServer
 from multiworld.serve.generation.engines.token_server_engine import TokenServerEngine
 from multiworld.serve.generation.engines.token_servers import (
+    PIECE,
     Completions,
     CompletionsOfText,
     Dialect,
@@ -92,8 +93,7 @@ class OpenAiEngine(TokenServerEngine):
     """One of the servers, of this replica as long as it runs."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        super().__init__(settings.max_num_seqs)
-        self._settings = settings
+        super().__init__(settings)
         self._claim: socket.socket | None = None
         self._number = 0
         self._args = _arguments(settings.args)
@@ -202,12 +202,20 @@ class OpenAiEngine(TokenServerEngine):
 
         Raises:
             EngineLostError: It takes or returns no token ids, and the model is exact.
+                Or its adapters have no names.
         """
+        adapters = self._settings.adapters
         if await self._has_token_ids(server, model):
             is_exact = self._settings.exact
-            return Completions(model) if is_exact else Completions(model, piece=None)
+            piece = PIECE if is_exact else None
+            return Completions(model, adapters, piece=piece)
         if await self._is_llama_cpp(server):
             await self._check_slots(server)
+            if adapters:
+                raise EngineLostError(
+                    f"{server.url} is a llama.cpp server, whose adapters have no "
+                    "names; remove `adapters`, or use engine: llama.cpp"
+                )
             return LlamaCpp()
         if self._settings.exact:
             raise EngineLostError(
@@ -218,7 +226,8 @@ class OpenAiEngine(TokenServerEngine):
         tokenizer = Tokenizer(Path(self._settings.path))
         check_text(tokenizer)
         ends = self._settings.end_tokens
-        return CompletionsOfText(model, tokenizer, ends[0] if ends else 0)
+        end = ends[0] if ends else 0
+        return CompletionsOfText(model, tokenizer, end, adapters)
 
     async def _check_slots(self, server: EngineServer) -> None:
         """Check that each sequence has a slot of its own, with its keys and values.

@@ -8,11 +8,13 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from multiworld.errors import ServeError
+from multiworld.serve.generation.engines.engine_args import check_adapter
 from multiworld.serve.generation.engines.engine_server import EngineServer
 from multiworld.serve.generation.engines.pieces import Piece, next_piece
 from multiworld.serve.generation.engines.token_servers import Dialect
 from multiworld.serve.generation.engines.whole_engine import (
     EngineLostError,
+    EngineSettings,
     EngineToken,
     Run,
     RunFailedError,
@@ -24,6 +26,10 @@ logger = logging.getLogger("multiworld.serve")
 WARM_UP = Sampling(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
+Owner = tuple[str, str]
+"""The tenant of a sequence, and its adapter."""
+
+
 class Slots:
     """Places of sequences in a server, each with the keys and values of the last one.
 
@@ -32,7 +38,7 @@ class Slots:
     """
 
     def __init__(self, count: int) -> None:
-        self._kept: dict[int, tuple[str | None, Sequence[int]]]
+        self._kept: dict[int, tuple[Owner | None, Sequence[int]]]
         self._kept = dict.fromkeys(range(count), (None, ()))
         self._places = asyncio.Semaphore(count)
 
@@ -41,27 +47,28 @@ class Slots:
 
         Returns:
             The slot, and whether its keys and values may be used: those of another
-            tenant may not.
+            tenant or adapter may not.
 
         Cancellation: Takes no slot.
         """
         await self._places.acquire()
+        wanted = run.tenant, run.adapter
 
         def common(slot: int) -> int:
-            tenant, tokens = self._kept[slot]
-            if tenant != run.tenant:
+            owner, tokens = self._kept[slot]
+            if owner != wanted:
                 return -1
             pairs = enumerate(zip(tokens, run.tokens, strict=False))
             both = min(len(tokens), len(run.tokens))
             return next((at for at, (a, b) in pairs if a != b), both)
 
         slot = max(self._kept, key=common)
-        tenant, _ = self._kept.pop(slot)
-        return slot, tenant == run.tenant
+        owner, _ = self._kept.pop(slot)
+        return slot, owner == wanted
 
-    def free(self, slot: int, tenant: str | None, tokens: Sequence[int]) -> None:
-        """Free a slot, which now has these tokens; of no tenant if that is not sure."""
-        self._kept[slot] = tenant, tokens
+    def free(self, slot: int, owner: Owner | None, tokens: Sequence[int]) -> None:
+        """Free a slot, which now has these tokens; of nobody if that is not sure."""
+        self._kept[slot] = owner, tokens
         self._places.release()
 
 
@@ -71,17 +78,20 @@ class TokenServerEngine:
     Subclasses start or find the server, and set ``_server`` and ``_dialect``.
 
     Args:
-        max_num_seqs: Maximum number of sequences that run at once.
+        settings: The environment.
         capacity: Number of tokens that the server has room for; 0: not known.
     """
 
-    def __init__(self, max_num_seqs: int, capacity: int = 0) -> None:
+    has_adapters = True
+
+    def __init__(self, settings: EngineSettings, capacity: int = 0) -> None:
+        self._settings = settings
         self.phase = "waiting"
         self._server: EngineServer | None = None
         self._dialect: Dialect | None = None
         self._capacity, self._tokens = capacity, 0
         # One more for a probe or a preparation, which have no place of their own.
-        self._slots = Slots(max_num_seqs + 1)
+        self._slots = Slots(settings.max_num_seqs + 1)
 
     @property
     def usage(self) -> float:
@@ -133,6 +143,8 @@ class TokenServerEngine:
 
     async def generate(self, run: Run) -> AsyncGenerator[Sequence[EngineToken]]:
         """Continue a sequence; see ``WholeEngine.generate``."""
+        if run.adapter:
+            check_adapter(run, self._settings)
         slot, keep = await self._slots.take(run)
         tokens, anew, has_answered = list(run.tokens), False, False
         self._tokens += len(tokens)
@@ -159,7 +171,8 @@ class TokenServerEngine:
         finally:
             self._tokens -= len(tokens)
             # Without an answer, the slot may still have another tenant's tokens.
-            self._slots.free(slot, run.tenant if has_answered else None, tokens)
+            owner = (run.tenant, run.adapter) if has_answered else None
+            self._slots.free(slot, owner, tokens)
 
     async def _new(
         self, run: Run, piece: Piece, slot: int, keep: bool

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -113,7 +113,8 @@ class LlamaCpp:
     title, path, is_streamed = "llama.cpp", "/completion", False
     piece: int | None = 1
 
-    def __init__(self) -> None:
+    def __init__(self, adapters: Sequence[str] = ()) -> None:
+        self._adapters = adapters
         self._decoder = msgspec.json.Decoder(_Completion)
 
     def check(self, sampling: Sampling) -> None:
@@ -132,7 +133,12 @@ class LlamaCpp:
         order = {"penalties": given.repetition_penalty != 1.0, "temperature": True}
         order |= {"min_p": given.min_p > 0.0, "top_k": given.top_k > 0}
         order |= {"top_p": given.top_p < 1.0}
+        lora = [
+            {"id": number, "scale": float(name == run.adapter)}
+            for number, name in enumerate(self._adapters)
+        ]
         return {
+            **({"lora": lora} if lora else {}),
             "prompt": piece.tokens,
             "n_predict": 1,
             "return_tokens": True,
@@ -196,9 +202,11 @@ class Completions:
 
     Attributes:
         model: Name of the model at the server.
+        adapters: Names of its adapters there, by ours.
     """
 
     model: str
+    adapters: Mapping[str, str] = field(default_factory=dict)
     title: str = "a server with OpenAI's API"
     path: str = "/v1/completions"
     piece: int | None = PIECE
@@ -211,7 +219,7 @@ class Completions:
         """Return the body of a request; see ``Dialect.body``."""
         given = run.sampling
         body: dict[str, Any] = {
-            "model": self.model,
+            "model": self.adapters.get(run.adapter, self.model),
             "prompt": piece.tokens,
             "max_tokens": piece.count,
             "stream": True,
@@ -285,6 +293,7 @@ class CompletionsOfText:
     model: str
     tokenizer: Tokenizer
     end: int
+    adapters: Mapping[str, str] = field(default_factory=dict)
     title: str = "a server that returns text only"
     path: str = "/v1/completions"
     piece: int | None = None
@@ -299,7 +308,7 @@ class CompletionsOfText:
         """Return the body of a request; see ``Dialect.body``."""
         given = run.sampling
         body: dict[str, Any] = {
-            "model": self.model,
+            "model": self.adapters.get(run.adapter, self.model),
             "prompt": self._text_of(piece.tokens),
             "max_tokens": piece.count,
             "stream": True,

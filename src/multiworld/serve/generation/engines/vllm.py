@@ -15,7 +15,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,11 @@ from multiworld.errors import (
     InvalidRequestError,
     ModelFailedError,
     ServeError,
+    SpecError,
 )
 from multiworld.serve.generation.engines import vllm_sampling
 from multiworld.serve.generation.engines.engine_args import (
+    check_adapter,
     flags_of,
     gpu_environment,
     refuse_reserved,
@@ -45,6 +47,7 @@ from multiworld.serve.generation.engines.whole_engine import (
     Run,
 )
 from multiworld.serve.generation.replica import sampler
+from multiworld.serve.models.huggingface import read_json
 from multiworld.serve.resources.inventory import visible_gpus
 from multiworld.serve.transport.generation_messages import Sampling
 
@@ -65,6 +68,8 @@ RESERVED = {
     "uds": "",
     "tokens_only": "",
     "data_parallel_size": "replicas",
+    "enable_lora": "adapters",
+    "lora_modules": "adapters",
 }
 """Arguments that the service sets itself, with the field of the spec to use."""
 
@@ -73,6 +78,13 @@ USAGE_S = 1.0
 
 USAGE = re.compile(rb"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.e+-]+)", re.M)
 """vLLM's metric of the used fraction."""
+
+MAX_LORAS = 8
+"""Maximum number of adapters in one step, unless ``engine_args`` says otherwise; vLLM
+reserves memory for each."""
+
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters that vLLM can be told to expect."""
 
 STRUCTURE = "structured output failed"
 """Beginning of reports about a structure that cannot be fulfilled."""
@@ -107,8 +119,11 @@ _CHUNK = msgspec.json.Decoder(_Chunk)
 class VllmEngine:
     """One vLLM server of this replica."""
 
+    has_adapters = True
+
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
+        self._lora = lora_arguments(settings.adapters)
         self.usage, self.phase = 0.0, "waiting"
         self._server: EngineServer | None = None
         self._folder: Path | None = None
@@ -159,6 +174,7 @@ class VllmEngine:
             "max_model_len": settings.max_model_len,
             "dtype": settings.dtype,
             "gpu_memory_utilization": settings.gpu_memory_share,
+            **self._lora,
         }
         flags = flags_of({**own, **settings.args})
         return [python, "-m", "vllm.entrypoints.openai.api_server", *flags]
@@ -249,6 +265,9 @@ class VllmEngine:
             sampling["logprobs"] = given.logprobs
         body = {"request_id": name, "token_ids": list(run.tokens), "stream": True}
         body["sampling_params"] = sampling
+        if run.adapter:
+            check_adapter(run, self._settings)
+            body["model"] = run.adapter
         if run.tenant:
             body["cache_salt"] = run.tenant
         return body
@@ -271,6 +290,35 @@ class VllmEngine:
         if failure.startswith(STRUCTURE):
             raise InvalidRequestError(failure)
         raise ModelFailedError(failure)
+
+
+def lora_arguments(adapters: Mapping[str, str]) -> dict[str, Any]:
+    """Return vLLM's arguments for LoRA adapters; none if there are none.
+
+    Raises:
+        SpecError: One is not in its folder, or has a rank that vLLM does not take.
+    """
+    if not adapters:
+        return {}
+    folders = {name: Path(path).expanduser() for name, path in adapters.items()}
+    highest = max(_rank_of(folder) for folder in folders.values())
+    rank = next((rank for rank in RANKS if rank >= highest), None)
+    if rank is None:
+        raise SpecError(f"adapters: a rank of {highest} is more than vLLM takes")
+    return {
+        "enable_lora": True,
+        "max_lora_rank": rank,
+        "max_loras": min(len(folders), MAX_LORAS),
+        "lora_modules": [f"{name}={folder}" for name, folder in folders.items()],
+    }
+
+
+def _rank_of(folder: Path) -> int:
+    config = folder / "adapter_config.json"
+    rank = read_json(config).get("r")
+    if type(rank) is not int or rank < 1:
+        raise SpecError(f"{config} has no rank `r`; give the folder of a LoRA adapter")
+    return rank
 
 
 def write_modules(folder: Path, settings: EngineSettings) -> None:

@@ -46,6 +46,8 @@ class EngineSettings:
         device: Torch device of the replica, such as ``cpu`` or ``cuda:0``.
         gpus: Indexes of the replica's GPUs, as torch counts them in this process; an
             engine must use no others.
+        adapters: LoRA adapters by the names that runs have: folders, files or names
+            at a server, as the spec has them.
         gpu_memory_share: Share of each GPU's memory that the replica has booked; None:
             its GPUs are its alone.
         max_model_len: Maximum number of tokens of a sequence; None: the engine's own.
@@ -64,6 +66,7 @@ class EngineSettings:
     python: str = ""
     device: str = "cpu"
     gpus: tuple[int, ...] = ()
+    adapters: Mapping[str, str] = field(default_factory=dict)
     gpu_memory_share: float | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -82,6 +85,8 @@ class Run:
             the tokens before it, ``seed``, ``choice`` and the index.
         ends: Tokens that end the sequence.
         tenant: Sequences of different tenants must not share cached prefixes.
+        adapter: Name of the LoRA adapter to compute with, one of
+            ``EngineSettings.adapters``; empty: none.
     """
 
     tokens: Sequence[int]
@@ -89,6 +94,7 @@ class Run:
     sampling: Sampling
     ends: tuple[int, ...] = ()
     tenant: str = ""
+    adapter: str = ""
 
     @property
     def remaining(self) -> int:
@@ -121,6 +127,7 @@ class WholeEngine(Protocol):
     Attributes:
         usage: Used fraction of the engine's KV memory; 0.0 if it is not known.
         phase: What the engine does until it has started, for ``multiworld status``.
+        has_adapters: It computes with ``Run.adapter``; may be left out if it does not.
     """
 
     @property

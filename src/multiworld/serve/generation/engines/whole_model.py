@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ def model(
     engine_args: dict[str, Any] | None = None,
     dtype: str | None = None,
     generation_config: str = "auto",
+    adapters: dict[str, str] | None = None,
 ) -> Model:
     """Return the model in a folder, as the only stage of a whole engine.
 
@@ -47,6 +48,7 @@ def model(
         dtype: Dtype to compute in; None: the engine's own choice.
         generation_config: ``auto``: sampling defaults come from the folder's
             ``generation_config.json``; ``none``: they are OpenAI's.
+        adapters: LoRA adapters, by the names under which they are served.
 
     Raises:
         SpecError: The engine is not known, or refuses its arguments.
@@ -55,15 +57,19 @@ def model(
     config = huggingface.read_json(folder / "config.json")
     folder_facts.check_tokenizer(folder)
     vocabulary = huggingface.number_of(config, ("vocab_size",), folder)
-    maker_of(engine)(  # checks the arguments
+    made = maker_of(engine)(  # checks the arguments
         EngineSettings(
             replica="",
             path=str(folder),
             vocabulary=vocabulary,
             args=engine_args or {},
+            adapters=adapters or {},
         )
     )
-    what = json.dumps([engine, engine_args or {}, dtype], sort_keys=True, default=str)
+    if adapters and not getattr(made, "has_adapters", False):
+        raise SpecError(f"engine {engine} has no LoRA adapters; remove `adapters`")
+    parts = [engine, engine_args or {}, dtype, _identity_of(adapters or {})]
+    what = json.dumps(parts, sort_keys=True, default=str)
     return Model(
         stages=[Stage(load=_load, name=engine)],
         generation=Generation(
@@ -80,6 +86,17 @@ def model(
 
 def _load(context: StageContext) -> Callable[..., Any]:
     raise SpecError("a whole engine is started by its replica, not loaded as a stage")
+
+
+def _identity_of(adapters: Mapping[str, str]) -> list[object]:
+    """Return what changes if the weights of an adapter do."""
+    found: list[object] = []
+    for name, path in adapters.items():
+        place = Path(path).expanduser()
+        files = sorted(place.glob("adapter_*")) if place.is_dir() else [place]
+        states = [(f.name, f.stat()) for f in files if f.is_file()]
+        found.append((name, path, [(n, s.st_size, s.st_mtime_ns) for n, s in states]))
+    return found
 
 
 def _name_of(folder: Path, what: str) -> str:
@@ -125,6 +142,7 @@ def settings_of(
         python=spec.engine_python or "",
         device=device,
         gpus=gpus,
+        adapters=spec.adapters,
         gpu_memory_share=_share_of_gpus(spec, gpus),
         max_model_len=generation.max_model_len,
         max_num_seqs=generation.max_num_seqs,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 NAMES = {
@@ -20,8 +21,11 @@ NAMES = {
 """Parameters of xllamacpp that are called otherwise than the flags."""
 
 
-def parameters_of(made: Any, flags: list[str]) -> Any:
-    """Set parameters by flags; ``--n-ctx 5`` sets ``n_ctx``."""
+def parameters_of(made: Any, flags: list[str], adapter: Callable[[str], Any]) -> Any:
+    """Set parameters by flags; ``--n-ctx 5`` sets ``n_ctx``.
+
+    ``adapter`` makes the parameter for an adapter's file.
+    """
     for flag, text in itertools.pairwise([*flags, "--"]):
         if not flag.startswith("--") or flag == "--":
             continue
@@ -31,6 +35,8 @@ def parameters_of(made: Any, flags: list[str]) -> Any:
             made.model.path = text
         elif name == "host":
             made.hostnames = [text]
+        elif name == "lora":
+            made.lora_adapters = [*made.lora_adapters, adapter(text)]
         elif name == "threads":
             made.cpuparams.n_threads = made.cpuparams_batch.n_threads = int(text)
         elif not hasattr(made, name):
@@ -51,7 +57,10 @@ def main(flags: list[str]) -> None:
     """Serve until the process is ended."""
     import xllamacpp
 
-    server = xllamacpp.Server(parameters_of(xllamacpp.CommonParams(), flags))
+    def adapter(path: str) -> Any:
+        return xllamacpp.CommonAdapterLoraInfo(path, 1.0)
+
+    server = xllamacpp.Server(parameters_of(xllamacpp.CommonParams(), flags, adapter))
     assert server is not None  # it serves for as long as it exists
     signal.sigwait({signal.SIGTERM, signal.SIGINT})
 

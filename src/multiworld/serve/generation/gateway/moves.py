@@ -153,6 +153,7 @@ class Moves:
             stream.share,
             stream.attempt,
             prepared=prepared,
+            adapter=stream.adapter,
         )
         for stage in stages:
             self._send(chain[stage], PrepareSequence(start, stages))

@@ -112,6 +112,7 @@ class Stream:
         prompt: Number of tokens of the prompt.
         deadline_at: Monotonic time at which it fails.
         via: For a probe: replicas by stage that it must go through.
+        adapter: Name of the LoRA adapter that it is computed with; empty: none.
         session: Streams of a session prefer the same replicas; empty: none.
         request: Id of its request, for logs; empty: none.
         attempt: Number of the current attempt.
@@ -141,6 +142,7 @@ class Stream:
     began_at: float
     share: Share = DEFAULT_SHARE
     prefixes: tuple[Digest, ...] = ()
+    adapter: str = ""
     session: str = ""
     request: str = ""
     attempt: int = 0

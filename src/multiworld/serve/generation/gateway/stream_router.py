@@ -511,6 +511,7 @@ class StreamRouter:
             prepared,
             # A loss may be noticed only after a neighbour returned the stream.
             is_watched=stream.losses.counted > 0 or stream.returns > 0,
+            adapter=stream.adapter,
         )
         self._note_fingerprints(stream)
         self._chains.enter(stream)

@@ -95,6 +95,7 @@ class Streams:
         deadline_s: float | None = None,
         limits: TimeLimits = NO_LIMITS,
         share: Share = DEFAULT_SHARE,
+        adapter: str = "",
         session: str = "",
         request: str = "",
         via: dict[int, str] | None = None,
@@ -109,6 +110,7 @@ class Streams:
             deadline_s: Seconds until the deadline; None: the model's default.
             limits: Its other time limits.
             share: Its tenant.
+            adapter: Name of the LoRA adapter to compute with; empty: none.
             session: Streams of a tenant's session prefer the same replicas.
             request: Id of its request, for logs.
             via: For a probe: replicas by stage that it must go through.
@@ -140,10 +142,11 @@ class Streams:
             limits,
             now,
             share=share,
+            adapter=adapter,
             request=request,
         )
         if via is None:
-            whose = f"{model}\0{share.tenant}"
+            whose = f"{model}\0{adapter}\0{share.tenant}"
             names = digests(tokens[:PREFIX_TOKENS], PREFIX_BLOCK, whose)
             stream.prefixes = tuple(names)
             stream.session = session and f"{whose}\0{session}"

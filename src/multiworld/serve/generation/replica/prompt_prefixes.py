@@ -93,7 +93,9 @@ class PromptPrefixes:
     def spans(self, parts: Iterable[StepPart]) -> list[BlockSpan]:
         """Return the blocks of prompts that a step completes and no cache has."""
         found: dict[Digest, BlockSpan] = {}
-        for part in parts if self._cache is not None else ():
+        if self._cache is None:
+            return []
+        for part in parts:
             names = self._names.get(part.key[:2], ())
             end = min(len(names), (part.begin + part.count) // self._block)
             for number in range(part.begin // self._block, end):

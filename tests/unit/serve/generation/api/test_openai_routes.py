@@ -37,6 +37,7 @@ class PlayedStreams(Streams):
         error: Ends each stream after those; None: it ends well.
         finish: Why it ends then.
         wait_s: Seconds before each token.
+        first_s: Seconds before all tokens of the first choice.
         prompts: Prompts that were asked for.
         samplings: How each was to be sampled.
         sessions: Session of each.
@@ -49,7 +50,7 @@ class PlayedStreams(Streams):
         self.text: list[int] = []
         self.error: ServeError | None = None
         self.finish: Any = "length"
-        self.wait_s = 0.0
+        self.wait_s = self.first_s = 0.0
         self.prompts: list[list[int]] = []
         self.samplings: list[Sampling] = []
         self.sessions: list[str] = []
@@ -75,6 +76,7 @@ class PlayedStreams(Streams):
         yield self._items(sampling)
 
     async def _items(self, sampling: Sampling) -> AsyncIterator[TokenItem]:
+        await asyncio.sleep(0.0 if sampling.choice else self.first_s)
         for index, token in enumerate(self.text):
             await asyncio.sleep(self.wait_s)
             is_last = index + 1 == len(self.text) and self.error is None
@@ -631,27 +633,15 @@ async def test_prompts_times_choices_are_bounded(tokenizer: Tokenizer) -> None:
 
 
 async def test_streamed_chat_begins_with_its_choices_in_order(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer,
 ) -> None:
     """Also if a later one has the first token; the package openai relies on it."""
-    played, items = Played(tokenizer), PlayedStreams._items
-    played.streams.text = [7, 8]
-
-    async def later(
-        self: PlayedStreams, sampling: Sampling
-    ) -> AsyncIterator[TokenItem]:
-        await asyncio.sleep(0 if sampling.choice else 0.1)
-        async for item in items(self, sampling):
-            yield item
-
-    monkeypatch.setattr(PlayedStreams, "_items", later)
+    played = Played(tokenizer)
+    played.streams.text, played.streams.first_s = [7, 8], 0.1
     choices = await played.choices(CHAT, {"messages": PROMPT, "n": 2})
     assert [choice["index"] for choice in choices[:3]] == [0, 1, 1]
-    assert [choice["delta"].get("role") for choice in choices[:3]] == [
-        "assistant",
-        "assistant",
-        None,
-    ]
+    roles = [choice["delta"].get("role") for choice in choices[:3]]
+    assert roles == ["assistant", "assistant", None]
 
 
 async def test_limit_of_a_chat_is_its_newer_name_if_both_are_given(

@@ -8,16 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from multiworld.errors import SpecError
 from multiworld.serve.generation.engines.engine_args import flags_of, gpu_environment
-from multiworld.serve.generation.engines.vllm import VllmEngine
+from multiworld.serve.generation.engines.vllm import VllmEngine, lora_arguments
 from multiworld.serve.generation.engines.whole_engine import (
     EngineLostError,
     EngineSettings,
 )
 from multiworld.serve.models.factory import build_model
-from multiworld.serve.spec.schema import ModelSpec
+from multiworld.serve.spec.schema import AppSpec, ModelSpec
 from tests.tiny_decoder import VOCABULARY, save_decoder
 
 
@@ -156,3 +157,80 @@ async def test_vllm_gets_the_booked_gpus_and_their_memory(
     flags = dict(itertools.pairwise(argv))
     assert flags["--gpu-memory-utilization"] == "0.25"
     assert flags["--tensor-parallel-size"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("engine", "adapters", "text"),
+    [
+        ("vllm", {"a": "/nowhere"}, "adapter_config.json"),
+        ("vllm", {"a": "{tmp}/unranked"}, "no rank"),
+        ("vllm", {"a": "{tmp}/huge"}, "a rank of 4096"),
+        ("llama.cpp", {"a": "/nowhere.gguf"}, "no file /nowhere.gguf"),
+        (
+            "tests.unit.serve.generation.engines.test_engine_args:Plain",
+            {"a": "b"},
+            "no",
+        ),
+    ],
+)
+def test_adapters_that_cannot_be_used_are_refused(
+    engine: str, adapters: dict[str, str], text: str, folder: str, tmp_path: Path
+) -> None:
+    """When the spec is read; also by an engine that has none."""
+    for name, config in (("unranked", "{}"), ("huge", '{"r": 4096}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(config)
+    (tmp_path / "w.gguf").touch()
+    args = {"model": str(tmp_path / "w.gguf")} if engine == "llama.cpp" else {}
+    paths = {name: path.format(tmp=tmp_path) for name, path in adapters.items()}
+    data = {"path": folder, "engine": engine, "engine_args": args, "adapters": paths}
+    spec = ModelSpec.model_validate({**data, "generation": {"max_model_len": 64}})
+    with pytest.raises(SpecError, match=text):
+        build_model(spec)
+
+
+class Plain:
+    """An adapter of an engine without LoRA adapters."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        pass
+
+
+def test_adapter_that_changes_changes_the_name_of_the_weights(
+    folder: str, tmp_path: Path
+) -> None:
+    """A stream must not continue with another one."""
+    config = tmp_path / "adapter_config.json"
+    config.write_text('{"r": 8}')
+    data = {"path": folder, "engine": "vllm", "adapters": {"a": str(tmp_path)}}
+    names = []
+    for text in ('{"r": 8}', '{"r": 16}'):
+        config.write_text(text)
+        facts = build_model(ModelSpec.model_validate(data)).generation
+        assert facts is not None
+        names.append(facts.weights())
+    assert names[0] != names[1]
+
+
+@pytest.mark.parametrize("name", ["m", "b"])
+def test_name_of_an_adapter_is_its_own(name: str) -> None:
+    """No model has it, and no adapter of another."""
+    models = {
+        "m": {"path": "p", "engine": "vllm", "adapters": {name: "x"}},
+        "n": {"path": "p", "engine": "vllm", "adapters": {"b": "y"}},
+    }
+    if name == "m":
+        del models["n"]
+    with pytest.raises(ValidationError, match="two models or adapters"):
+        AppSpec.model_validate({"models": models})
+
+
+def test_vllm_is_told_of_adapters(tmp_path: Path) -> None:
+    """Their folders, and room for the largest rank."""
+    for name, rank in (("a", 12), ("b", 4)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(f'{{"r": {rank}}}')
+    found = lora_arguments({name: str(tmp_path / name) for name in "ab"})
+    assert found["max_lora_rank"] == 16
+    assert found["max_loras"] == 2
+    assert found["lora_modules"] == [f"a={tmp_path}/a", f"b={tmp_path}/b"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,13 @@ async def test_slot_without_an_answer_is_nobodys() -> None:
     """It may still have the tokens of the tenant before."""
     slots, tokens = Slots(1), [1, 2, 3]
     assert await slots.take(run_of(tokens, "a")) == (0, False)
-    slots.free(0, "a", tokens)
+    slots.free(0, ("a", ""), tokens)
     assert await slots.take(run_of(tokens, "a")) == (0, True)
-    slots.free(0, "a", tokens)
+    slots.free(0, ("a", ""), tokens)
+    slots.free(0, ("a", ""), tokens)
+    adapted = replace(run_of(tokens, "a"), adapter="x")
+    assert await slots.take(adapted) == (0, False)
+    slots.free(0, ("a", ""), tokens)
     assert await slots.take(run_of(tokens, "b")) == (0, False)
     slots.free(0, None, tokens)
     assert await slots.take(run_of(tokens, "b")) == (0, False)
@@ -77,8 +82,8 @@ async def test_sequences_wait_for_a_slot() -> None:
     gone = asyncio.ensure_future(slots.take(run_of([4])))
     await asyncio.sleep(0)
     gone.cancel()
-    slots.free(first, "", [1, 2, 3])
+    slots.free(first, ("", ""), [1, 2, 3])
     assert (await waiting)[0] == first
-    slots.free(second, "", [7, 8, 9])
-    slots.free(first, "", [7, 8, 5])
+    slots.free(second, ("", ""), [7, 8, 9])
+    slots.free(first, ("", ""), [7, 8, 5])
     assert (await slots.take(run_of([7, 8, 9, 1])))[0] == second

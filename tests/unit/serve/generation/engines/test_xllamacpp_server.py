@@ -25,8 +25,9 @@ def made(**args: Any) -> Any:
         yarn_orig_ctx=0,
         rope_freq_base=0.0,
         chat_template="",
+        lora_adapters=[],
     )
-    return parameters_of(parameters, flags_of(args))
+    return parameters_of(parameters, flags_of(args), str.upper)
 
 
 def test_flags_set_parameters() -> None:
@@ -47,6 +48,14 @@ def test_flags_set_parameters() -> None:
     assert found.cpuparams.n_threads == found.cpuparams_batch.n_threads == 3
     assert found.swa_full is True
     assert (found.rope_freq_base, found.chat_template) == (1.5, "x")
+
+
+def test_adapters_are_parameters_of_their_own() -> None:
+    """In their order, which is their number in requests."""
+    assert made(lora=["a"]).lora_adapters == ["A"]
+    parameters = SimpleNamespace(lora_adapters=[])
+    flags = ["--lora", "b", "--lora", "a"]
+    assert parameters_of(parameters, flags, str.upper).lora_adapters == ["B", "A"]
 
 
 def test_flag_that_is_not_known_ends_the_server() -> None:
