@@ -59,7 +59,7 @@ class Chaos(_AdminRequest):
 
 
 def make_admin(controller: Controller, ended: asyncio.Event) -> FastAPI:
-    """Return the admin application; a shutdown request sets `ended`."""
+    """Return the admin application; a shutdown request sets ``ended``."""
     app = FastAPI(title="multiworld controller", redoc_url=None)
 
     @app.exception_handler(ServeError)

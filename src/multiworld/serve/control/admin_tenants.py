@@ -27,12 +27,10 @@ from multiworld.serve.tenants.keys import KEY_PATTERN, PREFIX
 
 logger = logging.getLogger("multiworld.serve")
 
-SHOWN = 400
-"""Maximum number of characters of a value in the audit log."""
+SHOWN = 400  # maximum characters of a value in the audit log
 
 
-ValidS = Annotated[float, Field(gt=0, le=3_153_600_000)]
-"""Seconds for which a key is valid."""
+ValidS = Annotated[float, Field(gt=0, le=3_153_600_000)]  # for which a key is valid
 
 
 class TenantSettings(BaseModel):
@@ -53,7 +51,6 @@ class TenantSettings(BaseModel):
     is_suspended: bool = False
 
     def said(self) -> dict[str, object]:
-        """Return the fields that were given."""
         found: dict[str, object] = self.model_dump(exclude_unset=True)
         if found.get("models", ()) is None:
             found["models"] = ["*"]
@@ -131,7 +128,6 @@ def add_tenants(app: FastAPI, tenanting: TenantManager) -> None:
 
 
 def _shown(tenant: Tenant) -> TenantShown:
-    """Return a tenant for people, without the digests of its keys."""
     return msgspec.convert(tenant, TenantShown, from_attributes=True)
 
 
@@ -174,7 +170,7 @@ def _add_audit(app: FastAPI, tenanting: TenantManager) -> None:
 
 
 def _audited_body(body: bytes) -> dict[str, object]:
-    """Return the body of a request for the audit log, with long values shortened."""
+    """Return a body for the audit log, with long values shortened."""
     try:
         said = json.loads(body) if body else {}
     except ValueError:

@@ -1,7 +1,4 @@
-"""Responses of the controller's admin interface, and their encoding. Pure.
-
-Each response is a declared type, sent as JSON with the names of its fields.
-"""
+"""Responses of the controller's admin interface, sent as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -27,23 +24,16 @@ class AnswerFormError(ValueError):
 
 
 class Scaled(msgspec.Struct, frozen=True):
-    """The number of replicas of a stage before and after a scale operation."""
-
     before: int
     replicas: int
 
 
 class Updated(msgspec.Struct, frozen=True):
-    """An update was accepted.
-
-    Attributes:
-        since: Number of the last event before the update, to follow its events.
-        ready_s: Seconds within which the new versions must become ready.
-    """
+    """An update was accepted."""
 
     versions: dict[str, str]
-    since: int
-    ready_s: float
+    since: int  # number of the last event before it, to follow its events
+    ready_s: float  # within which the new versions must become ready
 
 
 class Drained(msgspec.Struct, frozen=True):
@@ -61,8 +51,6 @@ class FaultInjected(msgspec.Struct, frozen=True):
 
 
 class ShuttingDown(msgspec.Struct, frozen=True):
-    """The service is shutting down."""
-
     app: str
 
 
@@ -109,8 +97,6 @@ class TenantWithKey(TenantShown, frozen=True, kw_only=True):
 
 
 class TenantRemoved(msgspec.Struct, frozen=True):
-    """A tenant was removed."""
-
     name: str
 
 
@@ -129,14 +115,7 @@ class FailingStage(msgspec.Struct, frozen=True):
 
 
 class ProcessShown(msgspec.Struct, frozen=True):
-    """A worker, or a gateway (with an empty ``model``).
-
-    Attributes:
-        since_s: Seconds since its launch, readiness or start of draining, whichever was
-            last.
-        crashes: Consecutive failures of its stage.
-        restarts: Replicas of its stage lost since the controller started.
-    """
+    """A worker, or a gateway (with an empty ``model``)."""
 
     name: str
     model: str
@@ -144,15 +123,15 @@ class ProcessShown(msgspec.Struct, frozen=True):
     stage: int
     stage_name: str
     phase: ProcessPhase
-    since_s: float
+    since_s: float  # launch, readiness or start of draining, whichever was last
     pid: int | None
     node: str
     booked_cpus: float
     booked_memory_bytes: int
     gpus: tuple[int, ...]
-    crashes: int
+    crashes: int  # consecutive failures of its stage
     log: str
-    restarts: int = 0
+    restarts: int = 0  # of its stage, since the controller started
 
     @property
     def is_gateway(self) -> bool:
@@ -160,38 +139,27 @@ class ProcessShown(msgspec.Struct, frozen=True):
 
 
 class StatusAnswer(msgspec.Struct, frozen=True):
-    """The observed and the desired state of a service.
-
-    Attributes:
-        trouble: Why the launcher cannot start processes; empty if it can.
-        controller: Process id of the controller.
-        active: Version of each model that serves.
-        table: Number of the routing table.
-        unplaced: Reason for each stage that has an unplaced replica.
-        reports: Report of each process that answered; omitted unless requested.
-    """
-
     app: str
     url: str
     store: str
     launcher: str
     authentication: str
-    trouble: str
+    trouble: str  # why the launcher cannot start processes; empty if it can
     operations: tuple[HistoryEntry, ...]
     is_ready: bool
-    controller: int
+    controller: int  # process id
     wanted: DesiredState
-    active: dict[str, str]
-    table: int
-    unplaced: dict[str, str]
+    active: dict[str, str]  # version of each model that serves
+    table: int  # number of the routing table
+    unplaced: dict[str, str]  # reason for each stage that has an unplaced replica
     failing: tuple[FailingStage, ...]
     processes: tuple[ProcessShown, ...]
     dtypes: dict[str, str] = {}
     # Two untagged types: the kind of process decides which one a report has.
+    # Reports by process that answered; omitted unless requested.
     reports: dict[str, Raw] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
-        """Reject a status that contains a report of an unknown form."""
         for process in self.processes:
             if process.is_gateway:
                 self.gateway_report(process.name)
@@ -259,11 +227,10 @@ class DecisionsAnswer(msgspec.Struct, frozen=True):
 
 
 Answer = msgspec.Struct | Sequence[msgspec.Struct]
-"""A response: one struct, or several of one type."""
 
 
 def encode(answer: Answer) -> bytes:
-    """Return a response as JSON; a policy's value that JSON lacks becomes text."""
+    """Return a response as JSON; a value that JSON lacks becomes text."""
     return msgspec.json.encode(answer, enc_hook=str)
 
 
@@ -276,6 +243,5 @@ def decode(content: bytes | str, kind: type[T]) -> T:
 
 
 def plain(answer: Answer) -> object:
-    """Return a response as plain data, as it is sent."""
     found: object = msgspec.json.decode(encode(answer))
     return found

@@ -24,12 +24,8 @@ from multiworld.serve.fleet.record import StateFolder, state_root
 
 T = TypeVar("T")
 
-ASK_S = 30.0
-"""Seconds to wait for the controller's response."""
-
-WHO = "x-multiworld-who"
-"""Header that names the caller. It is trusted: only the service's user can open the
-socket."""
+ASK_S = 30.0  # for the controller's response
+WHO = "x-multiworld-who"  # trusted: only the service's user can open the socket
 
 
 class Service:
@@ -47,18 +43,13 @@ class Service:
         json: Mapping[str, object] | None = None,
         params: Mapping[str, str | float | bool] | None = None,
     ) -> T:
-        """Send a request to the controller; return its response as a `kind`.
-
-        `path` is quoted. Raises ``ServeError`` if no controller answers, if its
-        response does not decode, or if it refuses; then the error's ``status`` is the
-        HTTP status.
-        """
+        """Send a request; a refusal is a ``ServeError`` with its HTTP ``status``."""
         words = {False: "false", True: "true"}
         query = {
             name: words[value] if isinstance(value, bool) else value
             for name, value in (params or {}).items()
         }
-        target = f"{path}?{urlencode(query)}" if query else path
+        target = f"{path}?{urlencode(query)}" if query else path  # ``path`` is quoted
         body = None if json is None else orjson.dumps(json)
         try:
             status, content = self._exchange(method, target, body)
@@ -113,7 +104,6 @@ def _text_of(refusal: bytes) -> str:
 
 
 def _who() -> str:
-    """Return the name of the caller, for the audit log."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError):  # a container whose user has no name
@@ -123,7 +113,6 @@ def _who() -> str:
 
 
 def running() -> list[Path]:
-    """Return the folders of the services that have a record here."""
     return sorted(path.parent for path in state_root().glob("*/record.json"))
 
 

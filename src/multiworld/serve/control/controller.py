@@ -71,26 +71,15 @@ from multiworld.world.manager import WorldManager
 logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
-TICK_S = 0.25
-"""Seconds between checks of deadlines and of memory."""
+TICK_S = 0.25  # between checks of deadlines and of memory
+FACTS_S = 10.0  # for a cluster's machines to report their bfloat16 speed
+COLLECT_TICKS = 20  # ticks between collections of the counts of all processes
+RECORDED_S = 5.0  # for the disk, before an operation is confirmed
+END_S = 10.0  # for workers to exit on shutdown
+OPERATIONS_SHOWN = 10  # by ``status``
 
-FACTS_S = 10.0
-"""Seconds to wait for a cluster's machines to report their bfloat16 speed."""
-
-COLLECT_TICKS = 20
-"""Ticks between collections of the counts of all processes."""
-
-RECORDED_S = 5.0
-"""Maximum seconds to wait for the disk before an operation is confirmed."""
-
-END_S = 10.0
-"""Seconds for workers to exit on shutdown."""
-
-OPERATIONS_SHOWN = 10
-"""Number of operations that ``status`` lists."""
-
+# Phases before a replica has loaded its stage.
 STARTING = (ProcessPhase.LAUNCHING, ProcessPhase.JOINED)
-"""Phases before a replica has loaded its stage."""
 
 
 class Controller:
@@ -162,7 +151,6 @@ class Controller:
     # Start and shutdown.
 
     def start(self, old: Record | None) -> None:
-        """Adopt running processes, and start the missing ones."""
         self._is_started = True
         adopted = [] if old is None else self._adopt(old)
         self._launcher.settle()
@@ -181,7 +169,7 @@ class Controller:
         self._ticker = self._loop.create_task(self._tick())
 
     def _remember_old_versions(self, old: Record, desired: DesiredState) -> None:
-        """Register versions with the reconciler that run but are no longer desired."""
+        """Register versions that run but are no longer desired."""
         for name, versions in old.specs.items():
             for version, spec in versions.items():
                 if name in desired.models and version != desired.models[name].version:
@@ -260,17 +248,14 @@ class Controller:
         return is_ready(self.fleet)
 
     async def shutdown(self) -> None:
-        """Shut the service down, gateways first, so that they answer accepted requests.
-
-        After cancellation, the remaining processes keep running; a new controller
-        adopts them.
-        """
+        """Shut down, gateways first; if cancelled, a new controller adopts the rest."""
         self._is_ending = True
         await self.scaler.close()
         if self._ticker is not None:
             self._ticker.cancel()
         if self._launching:  # a process cannot be stopped before it is launched
             await asyncio.wait(self._launching, timeout=END_S)
+        # Gateways first, so that they answer accepted requests.
         everybody = list(self.fleet.processes.values())
         gateways = [p.name for p in everybody if p.is_gateway]
         workers = [p.name for p in everybody if not p.is_gateway]
@@ -297,7 +282,6 @@ class Controller:
         await self._record.settled(END_S)
 
     def store_restarted(self, store: StoreRecord) -> None:
-        """Record a new process at the store's old address."""
         self.store, self.store_trouble = store, ""
         text = f"the store was lost and restarted as process {store.pid}"
         self.history.say("store", text)
@@ -437,7 +421,6 @@ class Controller:
             self._handle(events.ProcessGone(name, why))
 
     def exited(self, name: str, code: int | None) -> None:
-        """Handle the exit of a process, as reported by the launcher."""
         why = self.processes.exited(name, code)
         self._changed.set()
         if name in self.fleet.processes and not self._is_ending:

@@ -1,9 +1,6 @@
-"""The dtype in which a version of a model is computed.
-
-It is decided once per version, from measurements of its hosts: replicas that compute in
-different dtypes would produce different tokens for one sequence. Everything else
-(bookings, replicas, gateways, the record) sees a spec that names the dtype.
-"""
+"""The dtype in which a version of a model is computed: decided once, from measurements
+of its hosts. Replicas of different dtypes would produce different tokens for one
+sequence."""
 
 from __future__ import annotations
 
@@ -15,11 +12,8 @@ from multiworld.serve.resources.amounts import MIB, Node, needs_of
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 from multiworld.serve.spec.stage import Generation
 
-SLOW = 1.2
-"""Maximum cost of a bfloat16 matmul, as a multiple of float32, to use bfloat16."""
-
-Specs = Mapping[str, Mapping[str, ModelSpec]]
-"""Specs by model and version."""
+SLOW = 1.2  # maximum cost of a bfloat16 matmul, in float32 ones, to use bfloat16
+Specs = Mapping[str, Mapping[str, ModelSpec]]  # by model and version
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,33 +58,27 @@ def resolve(app: AppSpec, nodes: Sequence[Node], known: Specs) -> Resolved:
 
 
 def resolved_here(name: str, spec: ModelSpec, node: Node) -> ModelSpec:
-    """Return the spec of one model with the dtype that a machine would use."""
     return resolve(AppSpec(models={name: spec}), [node], {}).app.models[name]
 
 
 def slowest(spec: ModelSpec, nodes: Sequence[Node]) -> Node | None:
-    """Return the machine that is slowest in bfloat16, or None if all are fast enough.
-
-    Only machines on which a stage may run on a CPU count; unmeasured ones count as
-    fast.
-    """
+    """Return the slowest machine in bfloat16; None if all are fast enough."""
     pairs = zip(needs_of(spec), spec.stages, strict=True)
     needs = [need for need, stage in pairs if stage.device == "cpu"]
+    # Unmeasured ones count as fast.
     usable = [n for n in nodes if any(need.allows(n.name) for need in needs)]
     found = max(usable, key=lambda n: n.bfloat16 or 0.0, default=None)
     return None if found is None or (found.bfloat16 or 0.0) <= SLOW else found
 
 
 def widened(spec: ModelSpec, facts: Generation) -> ModelSpec:
-    """Return a spec that computes a bfloat16 folder in float32.
-
-    Its weights take twice the memory, which is added where a stage books any.
-    """
+    """Return a spec that computes a bfloat16 folder in float32."""
     assert spec.generation is not None
     generation = spec.generation.model_copy(update={"dtype": "float32"})
     stages = []
     for number, stage in enumerate(spec.stages):
         memory_mb = stage.memory_mb
+        # Its weights take twice the memory.
         if memory_mb and number < len(facts.weight_bytes):
             memory_mb += facts.weight_bytes[number] / MIB
         stages.append(stage.model_copy(update={"memory_mb": memory_mb}))

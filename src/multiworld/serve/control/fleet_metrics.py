@@ -15,33 +15,26 @@ from multiworld.serve.transport.control_messages import (
     WorkerReport,
 )
 
-ASK_S = 1.0
-"""Seconds to wait for the counts of a process; then its last known counts are used."""
+ASK_S = 1.0  # for a process; then its last known counts are used
 
 Label = tuple[str, tuple[str, ...]]
 
+# Kinds of counts whose first label is a tenant.
 OF_TENANT = ("tenant_requests", "tenant_seconds", "refused")
-"""Kinds of counts whose first label is a tenant."""
 
-REMEMBERED = 64
-"""Number of exited processes whose counts are kept separately, because their last
-report may arrive late."""
+REMEMBERED = 64  # exited processes whose last report may come late: counts kept apart
 
 
 class Totals:
-    """Sums of the counts that processes report.
-
-    A process repeatedly reports its counts since its start. Its last counts stay in the
-    sums after it exits, so the sums never fall. Process names are never reused.
-    """
+    """Sums of counts that processes report since their start; they never fall."""
 
     def __init__(self) -> None:
+        # Names are never reused. Counts stay after the process has exited.
         self._latest: dict[str, dict[Label, float]] = {}
         self._folded: Counter[Label] = Counter()
 
     @property
     def apart_count(self) -> int:
-        """Number of processes whose counts are kept apart."""
         return len(self._latest)
 
     def heard(self, name: str, counted: Iterable[Counted]) -> None:
@@ -72,8 +65,6 @@ class Totals:
 
 
 class FleetMetrics:
-    """Counts of all processes, including those that have exited."""
-
     def __init__(
         self,
         ask: Callable[[float], Awaitable[Reports]],
@@ -97,7 +88,6 @@ class FleetMetrics:
         return reports
 
     async def report(self, name: str, number: int) -> FleetReport:
-        """Return the state of all processes for the metrics of gateway `name`."""
         reports = await self.collect()
         gateways = {
             other: report for other, report in reports.gateways.items() if other != name

@@ -29,8 +29,7 @@ from multiworld.serve.placement.manager import PlacementManager
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.transport.control_messages import InjectPartition, Order
 
-REPLICAS_A_CORE = 4
-"""Replicas per core, over all machines, above which scaling needs a confirmation."""
+REPLICAS_A_CORE = 4  # over all machines; above that, scaling needs a confirmation
 
 
 class ConfirmationNeededError(ServeError):
@@ -40,8 +39,6 @@ class ConfirmationNeededError(ServeError):
 
 
 class OperationsOwner(Protocol):
-    """The controller."""
-
     app: AppSpec
     dtypes: dict[str, str]
 
@@ -103,10 +100,7 @@ class Operations:
             )
 
     def update(self, app: AppSpec) -> int:
-        """Update the running service to another spec, without a pause.
-
-        Returns the number of the last event before the update, to follow its events.
-        """
+        """Update without a pause; return the number of the last event before it."""
         owner = self._owner
         if app.host == "auto":
             app = app.model_copy(update={"host": owner.app.host})

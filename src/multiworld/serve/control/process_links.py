@@ -27,16 +27,11 @@ from multiworld.world.world import World
 
 logger = logging.getLogger("multiworld.serve")
 
-JOIN_S = 20.0
-"""Seconds for a process to join its control world, per attempt."""
-
-REPORT_S = 2.0
-"""Seconds to wait for the report of a process."""
+JOIN_S = 20.0  # for a process to join its control world, per attempt
+REPORT_S = 2.0  # for the report of a process
 
 
 class ProcessLinkOwner(Protocol):
-    """The owner of the links, notified of their events."""
-
     def greeting(self, name: str) -> Iterable[Order]:
         """Return the first orders for a process that has joined."""
 
@@ -73,7 +68,6 @@ class ProcessLinks:
 
     @property
     def names(self) -> list[str]:
-        """Names of the processes that have joined."""
         return list(self._worlds)
 
     def open(self, name: str) -> None:
@@ -103,7 +97,7 @@ class ProcessLinks:
     async def reports(
         self, limit_s: float = REPORT_S, *, has_counts: bool = False
     ) -> Reports:
-        """Return the reports of all processes that answer within `limit_s`."""
+        """Return the reports of all processes that answer within ``limit_s``."""
         names = self.names
         asking = (self._ask(name, limit_s, has_counts=has_counts) for name in names)
         answers = await asyncio.gather(*asking)

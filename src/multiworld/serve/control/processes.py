@@ -35,14 +35,11 @@ class Processes:
     async def launch(
         self, args: ProcessArgs, location: Location | None, need: Need
     ) -> RunningProcess:
-        """Start a process at a location, or beside the controller if it is None.
-
-        Releases its booking if the start fails. After cancellation the process may
-        still start; a later controller ends it.
-        """
+        """Start a process at a location, or (None) beside the controller."""
         name = args.name
         self._starting.add(name)
         try:
+            # If cancelled, it may still start; a later controller ends it.
             return await self._launcher.launch(
                 name, args, self.log_of(name), location, need
             )
@@ -55,10 +52,7 @@ class Processes:
     def adopt(
         self, records: Iterable[ProcessRecord], specs: Specs, now: float
     ) -> list[tuple[ProcessRecord, Process]]:
-        """Adopt the recorded processes that still run; kill those of unknown versions.
-
-        Returns the record and the fleet's state of each adopted process.
-        """
+        """Adopt recorded processes that still run; kill those of unknown versions."""
         found = []
         for record in records:
             running = RunningProcess(record.name, record.pid, record.began, record.node)
@@ -100,14 +94,14 @@ class Processes:
             self._bookings.release(name)
 
     def exited(self, name: str, code: int | None) -> str:
-        """Remove a process that has exited; return a description of its exit."""
+        """Remove a process that has exited; describe its exit."""
         self.running.pop(name, None)
         self._bookings.release(name)
         self._changed.set()
         return "it ended" if code is None else f"it ended with {exit_words(code)}"
 
     async def end_all(self, names: Iterable[str], limit_s: float) -> None:
-        """Send SIGTERM to processes, and SIGKILL to those left after `limit_s`."""
+        """Send SIGTERM, and SIGKILL to those left after ``limit_s``."""
         names = list(names)
         for name in names:
             self.signal(name, signal.SIGTERM)

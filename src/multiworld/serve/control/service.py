@@ -45,24 +45,21 @@ from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.transport.process_args import world_config
 from multiworld.world.manager import WorldManager
 
+# Modules that the fork server imports for every service.
 PRELOAD = [
     "torch",
     "multiworld.serve.launchers.entry",
     "multiworld.serve.processes.gateway",
 ]
-"""Modules that the fork server imports for every service."""
 
-OnProgress = Callable[[str], object]
-"""Callback with one line about the start of a service, for people."""
-
-OnUp = Callable[[Controller, Startup], None]
-"""Callback with the controller of a service that is ready, and its start times."""
+OnProgress = Callable[[str], object]  # one line, for people
+OnUp = Callable[[Controller, Startup], None]  # of a service that is ready
 
 logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
+# An address in another network that no host has (RFC 5737: for documentation).
 ELSEWHERE = "198.51.100.1"
-"""An address in another network that no host has (RFC 5737: for documentation)."""
 
 
 async def run_service(
@@ -73,12 +70,9 @@ async def run_service(
 ) -> int:
     """Serve until a signal or ``multiworld shutdown``; return the exit code.
 
-    The signals are SIGINT, SIGTERM and, unless it is ignored as with ``nohup``, SIGHUP.
-    If an earlier controller was lost, this one adopts its processes. If the service
-    cannot start, this raises ``ServeError`` after stopping the processes it started.
-
-    Cancellation: Ends the controller only. The processes keep running, and the next
-    controller adopts them.
+    SIGHUP counts unless it is ignored, as with ``nohup``. Cancelling ends the
+    controller only: the next one adopts the processes. If the service cannot start, the
+    processes started are stopped.
     """
     folder.make()
     folder.lock()
@@ -123,8 +117,6 @@ async def _run(
 
 
 class Progress:
-    """Reports the progress of a starting service, with one line per event."""
-
     KINDS = ("ready", "lost", "unplaced", "probe failed", "adopted")
 
     def __init__(self, fleet: Reconciler, on_progress: OnProgress) -> None:
@@ -273,13 +265,10 @@ async def _launcher(
 
 
 def own_address() -> str:
-    """Return the address from which this machine reaches other networks, or loopback.
-
-    Sends nothing: connecting a datagram socket only chooses its source address.
-    """
+    """Return this machine's address on other networks, or loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((ELSEWHERE, 9))
+            probe.connect((ELSEWHERE, 9))  # sends nothing
         except OSError:
             return "127.0.0.1"
         address: str = probe.getsockname()[0]
@@ -287,7 +276,6 @@ def own_address() -> str:
 
 
 def machine_of(app: AppSpec) -> Node:
-    """Return this machine, limited to the resources that the spec allows."""
     limit = app.machine.memory_mb
     return this_node(
         app.machine.name, app.machine.cpus, None if limit is None else int(limit * MIB)

@@ -46,7 +46,6 @@ class Startup:
 
 
 def process_began(clock: Callable[[], float] = time.monotonic) -> float:
-    """Return the time at which this process started, on ``clock``, in seconds."""
     fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     up_s = float(Path("/proc/uptime").read_text().split()[0])
     return clock() - (up_s - int(fields[19]) / os.sysconf("SC_CLK_TCK"))

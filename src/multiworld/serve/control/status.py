@@ -31,8 +31,7 @@ from multiworld.serve.resources.bookings import Bookings
 from multiworld.serve.spec.schema import AppSpec, GatewaySpec
 from multiworld.serve.transport.control_messages import ModelsChanged, Reports
 
-LAST_WORDS = 300
-"""Maximum number of characters shown of a last log line."""
+LAST_WORDS = 300  # maximum characters shown of a last log line
 
 
 def is_ready(fleet: Reconciler) -> bool:
@@ -49,8 +48,6 @@ def is_ready(fleet: Reconciler) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusSources:
-    """Parts of a controller from which its status is built."""
-
     app: AppSpec
     url: str
     store: str
@@ -137,7 +134,6 @@ def with_reports(status: StatusAnswer, reports: Reports) -> StatusAnswer:
 
 
 def nodes_of(ledger: Bookings) -> list[NodeShown]:
-    """Return the resources, free resources and replicas of every machine."""
     found = []
     for name, node in ledger.nodes.items():
         free = ledger.free(name)
@@ -156,7 +152,6 @@ def nodes_of(ledger: Bookings) -> list[NodeShown]:
 def decisions_of(
     journal: DecisionLog, last: int, *, with_snapshots: bool
 ) -> DecisionsAnswer:
-    """Return the `last` decisions, and the latest reasons."""
     decisions = (
         DecisionShown(
             number=decided.number,
@@ -188,7 +183,6 @@ def record_of(
     port: int,
     processes: list[ProcessRecord],
 ) -> Record:
-    """Return the record from which a new controller adopts the service."""
     return Record(
         app=app,
         specs={name: dict(versions) for name, versions in specs.items()},
@@ -236,7 +230,7 @@ def url_of(gateway: GatewaySpec, port: int) -> str:
 
 
 def models_order(specs: Specs) -> ModelsChanged:
-    """Return the order that lists every version that may answer, for gateways."""
+    """List every version that may answer, for gateways."""
     return ModelsChanged(
         {
             name: {v: spec.model_dump_json() for v, spec in versions.items()}
@@ -246,7 +240,6 @@ def models_order(specs: Specs) -> ModelsChanged:
 
 
 def last_words(log: Path) -> str:
-    """Return the last line of a process's log, or "none"."""
     try:
         text = log.read_text(errors="replace").strip()
     except OSError:

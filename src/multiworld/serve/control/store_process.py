@@ -17,24 +17,12 @@ from multiworld.rendezvous.store_session import check_store
 from multiworld.serve.fleet.record import StateFolder, StoreRecord
 from multiworld.serve.launchers.base import began_at
 
-START_S = 30.0
-"""Seconds for the store to start."""
-
-ANSWER_S = 1.5
-"""Seconds within which a store must answer."""
-
-CHECK_S = 1.0
-"""Seconds between checks of whether the store runs and answers."""
-
-HUNG_AFTER_CHECKS = 3
-"""Consecutive unanswered checks after which the store counts as hung and is
-replaced."""
-
-END_S = 5.0
-"""Seconds to wait for the store to exit after SIGTERM."""
-
-LOOK_S = 0.02
-"""Seconds between checks of whether it has exited."""
+START_S = 30.0  # for the store to start
+ANSWER_S = 1.5  # for its answer
+CHECK_S = 1.0  # between checks of whether it runs and answers
+HUNG_AFTER_CHECKS = 3  # unanswered in a row: then it counts as hung, and is replaced
+END_S = 5.0  # for its exit after SIGTERM
+LOOK_S = 0.02  # between checks of whether it has exited
 
 
 async def start_store(
@@ -43,11 +31,7 @@ async def start_store(
     old: StoreRecord | None,
     host: str = "127.0.0.1",
 ) -> StoreRecord:
-    """Return the running store, or start one at its old address.
-
-    If cancelled, the store may survive without a record; it exits when no process of
-    the service is left.
-    """
+    """Return the running store, or start one at its old address."""
     if old is not None and began_at(old.pid) == old.began:
         return old
     port = "0" if old is None else old.address.rpartition(":")[2]
@@ -57,6 +41,7 @@ async def start_store(
     command += ["--while-locked", str(folder.alive)]
     log = folder.logs / "store.log"
     with open(log, "ab") as errors:  # noqa: ASYNC230 - opened, not read
+        # If cancelled, it survives unrecorded until the service's processes are gone.
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
@@ -82,7 +67,6 @@ async def start_store(
 
 
 async def store_answers(store: StoreRecord, security: Security) -> bool:
-    """Return whether the store answers within ``ANSWER_S``."""
     (address,) = parse_store(store.address).stores
     try:
         async with asyncio.timeout(ANSWER_S):
@@ -93,7 +77,6 @@ async def store_answers(store: StoreRecord, security: Security) -> bool:
 
 
 def kill_store(store: StoreRecord) -> None:
-    """Kill a store that hangs; do nothing if it has exited."""
     if began_at(store.pid) == store.began:
         os.kill(store.pid, signal.SIGKILL)
 

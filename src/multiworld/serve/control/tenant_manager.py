@@ -41,27 +41,17 @@ from multiworld.serve.transport.control_messages import (
 logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
-CHUNK = 500
-"""Number of tenants in one message to a gateway."""
-
-POISON = 1024
-"""Maximum number of poison requests remembered for gateways that start later."""
-
-Send = Callable[[str, Order], None]
-"""Sends an order to the gateway with this name."""
+CHUNK = 500  # tenants in one message to a gateway
+POISON = 1024  # poison requests remembered for gateways that start later
+Send = Callable[[str, Order], None]  # to the gateway with this name
 
 
 class UnknownTenantError(ServeError):
-    """The tenant, or its key, does not exist."""
-
     status = 404
 
 
 class TenantManager:
-    """The tenants of one service, their usage and their poison requests.
-
-    A cancelled operation may be stored without being in effect; repeat it.
-    """
+    """The tenants of one service, their usage and their poison requests."""
 
     def __init__(
         self,
@@ -79,12 +69,12 @@ class TenantManager:
         in_month = registry.tokens_since(month_of(now))
         self._ledger = TokenLedger(in_day, in_month, now)
         self._exhausted: dict[str, str] = {}
+        # If cancelled, an operation may be stored without being in effect; repeat it.
         self._lock = asyncio.Lock()
         self._poison: deque[tuple[float, PoisonFound]] = deque(maxlen=POISON)
         self._writing: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Finish pending writes, and close the database."""
         await self.settled()
         self.registry.close()
 
@@ -147,7 +137,7 @@ class TenantManager:
             await self._note_exhausted(tenant)
 
     async def _note_exhausted(self, tenant: Tenant) -> None:
-        """Record that a tenant has exhausted a budget, once each time."""
+        """Record once each time that a tenant has exhausted a budget."""
         used = self._ledger.used(tenant.name, time.time())
         limit = exhausted(tenant, used)
         before = self._exhausted.pop(tenant.name, "")
@@ -208,10 +198,7 @@ class TenantManager:
     async def create(
         self, name: str, said: Mapping[str, object], valid_s: float | None = None
     ) -> tuple[Tenant, str]:
-        """Create a tenant; return it with its first key, which is not stored.
-
-        After cancellation the tenant may exist; its key is lost, so rotate it.
-        """
+        """Create a tenant; return it with its first key, which is not stored."""
         async with self._lock:
             if not re.fullmatch(NAME, name) or "\n" in name:
                 raise ServeError(f"tenant name {name!r}: {PATTERNS[NAME]}")
@@ -219,7 +206,7 @@ class TenantManager:
                 raise ServeError(f"tenant {name!r} exists already")
             text, key = _fresh(valid_s)
             tenant = _checked(Tenant(name=name, keys=(key,)), said)
-            await self._save(tenant)
+            await self._save(tenant)  # if cancelled here, its key is lost: rotate it
         return tenant, text
 
     async def change(self, name: str, said: Mapping[str, object]) -> Tenant:
@@ -231,7 +218,6 @@ class TenantManager:
     async def rotate(
         self, name: str, grace_s: float, valid_s: float | None = None
     ) -> tuple[Tenant, str]:
-        """Create a new key; the other keys expire after `grace_s` seconds."""
         async with self._lock:
             tenant = self._known(name)
             text, key = _fresh(valid_s)
@@ -246,7 +232,6 @@ class TenantManager:
         return tenant, text
 
     async def revoke(self, name: str, key_id: str | None) -> Tenant:
-        """Revoke one key of a tenant at once, or all (None)."""
         async with self._lock:
             tenant = self._known(name)
             if key_id is not None:  # may also be a whole key
@@ -278,7 +263,6 @@ def _fresh(valid_s: float | None) -> tuple[str, Key]:
 
 
 def _checked(tenant: Tenant, said: Mapping[str, object]) -> Tenant:
-    """Return a tenant with changed values, after validating them."""
     try:
         return tenant_from_json({**tenant.to_json(), **said})
     except ValidationError as error:  # normally the admin interface rejects it before

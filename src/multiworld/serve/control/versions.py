@@ -25,7 +25,6 @@ class Versions:
             self._specs.setdefault(name, {})[model.version] = model
 
     def copy(self) -> Versions:
-        """Return a copy, for ``restore``."""
         return Versions(self._specs)
 
     def restore(self, other: Versions) -> None:

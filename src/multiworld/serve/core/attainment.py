@@ -6,28 +6,22 @@ from collections import Counter
 
 from multiworld.errors import OverloadedError, ServeError
 
+# Statuses of a missed deadline: no replica was ready, or no answer arrived.
 DEADLINES = (503, 504)
-"""Statuses of a missed deadline: no replica was ready, or no answer arrived."""
 
 
 class Attainment:
-    """Counts of requests, by model.
-
-    Attributes:
-        arrived: All requests, refused ones included.
-        attained: Requests answered within the model's objective; without an objective,
-            all answered ones.
-        missed: Requests that more replicas would have helped: answered late, given up
-            after the objective had passed, or refused by a full queue. Invalid
-            requests and failures of the model count as neither attained nor missed.
-        refused: Requests refused by a full queue.
-    """
+    """Counts of requests, by model."""
 
     def __init__(self) -> None:
-        self.arrived: Counter[str] = Counter()
+        self.arrived: Counter[str] = Counter()  # refused ones included
+        # Answered within the model's objective; without one, all answered.
         self.attained: Counter[str] = Counter()
+        # More replicas would have helped: answered late, given up after the objective,
+        # or refused by a full queue. Invalid requests and failures of the model are
+        # neither attained nor missed.
         self.missed: Counter[str] = Counter()
-        self.refused: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()  # by a full queue
 
     def ended(
         self,
@@ -36,26 +30,11 @@ class Attainment:
         objective_s: float | None,
         error: BaseException | None,
     ) -> None:
-        """Count a finished request.
-
-        Args:
-            model: Name of the model.
-            took_s: Seconds from the request to its end.
-            objective_s: The model's latency objective in seconds; None: it has none.
-            error: Reason why it was not answered; None: it was. An exception other
-                than ``ServeError`` means that the caller gave up.
-        """
+        """Count a finished request; no ``ServeError`` means that the caller gave up."""
         is_late = objective_s is not None and took_s > objective_s
         self.count(model, error, is_late=is_late)
 
     def count(self, model: str, error: BaseException | None, *, is_late: bool) -> None:
-        """Count a finished request.
-
-        Args:
-            model: Name of the model.
-            error: See ``ended``.
-            is_late: Whether its objective has passed.
-        """
         if error is None:
             (self.missed if is_late else self.attained)[model] += 1
         elif isinstance(error, OverloadedError):

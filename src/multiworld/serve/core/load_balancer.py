@@ -12,8 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
-Chance = Callable[[], float]
-"""Source of random numbers in [0, 1)."""
+Chance = Callable[[], float]  # random numbers in [0, 1)
 
 
 def choose(
@@ -22,14 +21,7 @@ def choose(
     chance: Chance,
     session: str | None = None,
 ) -> str | None:
-    """Return the replica that gets the work, or None without candidates.
-
-    Args:
-        candidates: Replicas that may get it.
-        load: Work in flight by replica; 0 for replicas that it lacks.
-        chance: Source of random numbers in [0, 1).
-        session: Work of one session goes to one replica; None: no session.
-    """
+    """Return the replica that gets the work, or None without candidates."""
     if not candidates:
         return None
     if session is not None:
@@ -43,10 +35,5 @@ def choose(
 
 
 def affinity(session: str, name: str) -> bytes:
-    """Return how much a session prefers a replica: the one with the highest value.
-
-    Args:
-        session: Name of the session.
-        name: Name of the replica.
-    """
+    """Return how much a session prefers a replica: the highest value wins."""
     return hashlib.blake2b(f"{session}\0{name}".encode(), digest_size=8).digest()

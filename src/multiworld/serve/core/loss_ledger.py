@@ -12,65 +12,46 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+# Losses in isolation, without progress in between, that make work poison. Losing a host
+# never does: a loss while it ran beside other work only makes it a suspect.
 POISON_LOSSES = 2
-"""Losses in isolation, without progress in between, that make work poison. Losing a
-host never does: a loss while it ran beside other work only makes it a suspect."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossRule:
-    """Parameters of a loss rule, which differ between requests and streams.
+    """Which losses count; requests and streams differ."""
 
-    Attributes:
-        suspect_after: Losses that count until the work runs in isolation.
-        unbegun: Losses in a row, before anything was computed, that do not count.
-        apart_s: Seconds between two losses that both count.
-    """
-
-    suspect_after: int
-    unbegun: int
-    apart_s: float
+    suspect_after: int  # losses that count until the work runs in isolation
+    unbegun: int  # losses in a row, before anything was computed, that do not count
+    apart_s: float  # seconds between two losses that both count
 
 
+# For requests with one answer. One replica holds a request at a time, and says when it
+# begins to compute it; running one alone costs the others one short batch.
 REQUEST_RULE = LossRule(suspect_after=1, unbegun=1, apart_s=0.0)
-"""For requests with one answer. One replica holds a request at a time, and says when it
-begins to compute it; running one alone costs the others one short batch."""
 
+# For streams. A chain of replicas holds one, so a host may take several at once; while
+# a suspect runs alone, all other streams of its stage-0 replica wait for its steps.
 STREAM_RULE = LossRule(suspect_after=2, unbegun=3, apart_s=2.0)
-"""For streams. A chain of replicas holds one, so a host may take several at once; while
-a suspect runs alone, all other streams of its stage-0 replica wait for its steps."""
 
 
 @dataclass(slots=True)
 class LossLedger:
-    """Losses of one piece of work since it last made progress.
-
-    Attributes:
-        rule: Which losses count.
-        counted: Losses that count.
-        isolated: Those of them in isolation.
-        last_at: Monotonic time of the last loss that counts.
-        unbegun: Losses that did not count because nothing had been computed.
-        has_begun: Whether anything was computed since the last loss, or may have been.
-        not_before: Monotonic time of the next attempt. A suspect waits until the next
-            loss would count, or it could take one replica after another meanwhile.
-    """
+    """Losses of one piece of work since it last made progress."""
 
     rule: LossRule
-    counted: int = 0
-    isolated: int = 0
-    last_at: float = -math.inf
-    unbegun: int = 0
+    counted: int = 0  # losses that count
+    isolated: int = 0  # those of them in isolation
+    last_at: float = -math.inf  # monotonic time of the last that counts
+    unbegun: int = 0  # not counted: nothing had been computed
+    # Whether anything was computed since the last loss, or may have been.
     has_begun: bool = False
+    # Monotonic time of the next attempt. A suspect waits until the next loss would
+    # count, or it could take one replica after another meanwhile.
     not_before: float = -math.inf
 
     def add(self, now: float, *, is_alone: bool) -> None:
-        """Record the loss of a replica that held the work.
-
-        Args:
-            now: Monotonic time in seconds.
-            is_alone: The replica was computing this work and nothing else.
-        """
+        """Record the loss of a replica; ``is_alone``: it computed nothing else."""
         has_begun, self.has_begun = self.has_begun, False
         if not has_begun and self.unbegun < self.rule.unbegun:
             self.unbegun += 1
@@ -92,10 +73,8 @@ class LossLedger:
 
     @property
     def is_suspect(self) -> bool:
-        """True if the work must run in isolation."""
         return self.counted >= self.rule.suspect_after
 
     @property
     def is_poison(self) -> bool:
-        """True if the work must not run again."""
         return self.isolated >= POISON_LOSSES

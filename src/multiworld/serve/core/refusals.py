@@ -10,12 +10,11 @@ from multiworld.errors import (
     RequestPoisonedError,
 )
 
-RETRY_AFTER_S = 1.0
-"""Seconds after which the client should try again."""
+RETRY_AFTER_S = 1.0  # for the client
 
 
 def overloaded(model: str, own: int) -> OverloadedError:
-    """Return the error for a request shed while ``own`` others of its tenant wait."""
+    """Refuse a request, shed while ``own`` others of its tenant wait."""
     return OverloadedError(
         f"queue of model {model!r} is full: {own} of your requests wait, which is "
         "max_queued_requests or your fair share of it; retry later",
@@ -24,13 +23,6 @@ def overloaded(model: str, own: int) -> OverloadedError:
 
 
 def poisoned(number: int, model: str, isolated_losses: int) -> RequestPoisonedError:
-    """Return the error for a poison request.
-
-    Args:
-        number: Number of the request.
-        model: Name of its model.
-        isolated_losses: Replicas that died while they computed it in isolation.
-    """
     return RequestPoisonedError(
         f"request {number} to model {model!r} is a poison request: "
         f"{isolated_losses} replicas died while they computed it alone; do not retry it"
@@ -38,7 +30,6 @@ def poisoned(number: int, model: str, isolated_losses: int) -> RequestPoisonedEr
 
 
 def without_replica(model: str, stage: int) -> NoReplicaError:
-    """Return the error for a request whose stage had no replica until its deadline."""
     return NoReplicaError(
         f"model {model!r} had no replica of stage {stage} before the deadline of "
         "this request; retry later, a replacement is starting",
@@ -47,12 +38,7 @@ def without_replica(model: str, stage: int) -> NoReplicaError:
 
 
 def too_late(model: str, at: str) -> DeadlineExceededError:
-    """Return the error for a request that missed its deadline.
-
-    Args:
-        model: Name of its model.
-        at: Where the request was at its deadline, in words.
-    """
+    """Refuse a request that was ``at`` there (in words) at its deadline."""
     return DeadlineExceededError(
         f"request to model {model!r} missed its deadline (it was at "
         f"{at}); allow more time, or scale up the model"
@@ -60,7 +46,7 @@ def too_late(model: str, at: str) -> DeadlineExceededError:
 
 
 def quarantined(model: str) -> QuarantinedError:
-    """Return the error for a request that waited when its tenant was quarantined."""
+    """Refuse a request that waited when its tenant was quarantined."""
     return QuarantinedError(
         f"your requests to model {model!r} are quarantined: several of them killed "
         "the replicas that computed them; retry later, without those",

@@ -12,57 +12,44 @@ from multiworld.serve.transport.routing_table import (
 
 
 class ReplicaView:
-    """The routing table, with what this process knows of each replica.
-
-    A replica is *usable* if it is ready, connected to this process, and not silent.
-
-    Attributes:
-        table: The routing table.
-        connected: Replicas with an edge to this process.
-        silent: Replicas that have not been heard of.
-    """
+    """The routing table, and what this process knows of each replica."""
 
     def __init__(self) -> None:
         self.table = RoutingTable()
-        self.connected: set[str] = set()
+        self.connected: set[str] = set()  # replicas with an edge to this process
+        # Replicas that have not been heard of.
         self.silent: frozenset[str] = frozenset()
         self._usable: dict[tuple[str, str, int], tuple[Replica, ...]] = {}
 
     def table_changed(self, table: RoutingTable) -> None:
-        """Use a new routing table."""
         self.table = table
         self._usable.clear()
 
     def connect(self, name: str) -> None:
-        """Record that a replica is connected."""
         self.connected.add(name)
         self._usable.clear()
 
     def disconnect(self, name: str) -> None:
-        """Record that a replica is no longer connected."""
         self.connected.discard(name)
         self.silent -= {name}
         self._usable.clear()
 
     def set_silent(self, names: Iterable[str]) -> None:
-        """Replace the set of silent replicas."""
         silent = frozenset(names)
         if silent != self.silent:
             self.silent = silent
             self._usable.clear()
 
     def state(self, name: str) -> ReplicaState | None:
-        """Return the state of a replica; None if the table lacks it."""
         known = self.table.replicas.get(name)
         return None if known is None else known.state
 
     def is_usable(self, name: str) -> bool:
-        """Return whether new work may go to a replica."""
+        """Return whether new work may go to it: ready, connected and not silent."""
         is_ready = self.state(name) is ReplicaState.READY
         return is_ready and name in self.connected and name not in self.silent
 
     def usable(self, model: str, version: str, stage: int) -> tuple[Replica, ...]:
-        """Return the usable replicas of a stage."""
         key = model, version, stage
         found = self._usable.get(key)
         if found is None:
@@ -77,7 +64,6 @@ class ReplicaView:
         return [r for r in replicas if r.name in self.connected]
 
     def missing(self, model: str, version: str) -> list[int]:
-        """Return the stages of a version that have no usable replica."""
         route = self.table.routes.get(model)
         stages = 0 if route is None else route.stages.get(version, 0)
         return [s for s in range(stages) if not self.usable(model, version, s)]

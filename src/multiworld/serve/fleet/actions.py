@@ -9,8 +9,6 @@ from multiworld.serve.transport.routing_table import RoutingTable
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Start a process."""
-
     name: str
     model: str
     version: str

@@ -5,25 +5,21 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-FREE_FAILURES = 2
-"""Consecutive failures without backoff: a single fault is repaired at once, a crash
-loop is not."""
+FREE_FAILURES = 2  # A single fault is repaired at once, a crash loop is not
 
 FIRST_S = 0.5
-LAST_S = 30.0
-"""Initial and maximum backoff, in seconds; it doubles in between."""
+LAST_S = 30.0  # it doubles in between
 
+# Maximum backoff, in seconds, after the crash of a ready process: the cause may be
+# external, and requests wait for the replacement.
 LAST_READY_S = 2.0
-"""Maximum backoff, in seconds, after the crash of a ready process: the cause may be
-external, and requests wait for the replacement."""
 
+# Seconds of readiness after which a replacement starts at once, however many crashes
+# preceded. A start takes about a second, so a stage that keeps crashing is still ready
+# most of the time; and if it has no other replica, requests wait for it.
 BRIEF_S = 3.0
-"""Seconds of readiness after which a replacement starts at once, however many crashes
-preceded. A start takes about a second, so a stage that keeps crashing is still ready
-most of the time; and if it has no other replica, requests wait for it."""
 
-STABLE_S = 10.0
-"""Seconds of readiness after which a crash is no longer part of a crash loop."""
+STABLE_S = 10.0  # of readiness; a crash after that is no longer part of a loop
 
 
 @dataclass(slots=True)
@@ -35,18 +31,13 @@ class _Count:
 
 
 class CrashBackoff:
-    """Tracks consecutive failures and backoff for each stage of a version."""
-
     def __init__(self) -> None:
         self._counts: dict[Hashable, _Count] = {}
 
     def record_failure(
         self, key: Hashable, ready_s: float | None, now: float, cause: str = ""
     ) -> float:
-        """Record a crash; return the backoff before the replacement, in seconds.
-
-        `ready_s` is how long the process was ready; None if it never was.
-        """
+        """Record a crash after ``ready_s`` (None: never ready); return the backoff."""
         count = self._counts.setdefault(key, _Count())
         is_same = ready_s is None and cause == count.cause
         count.same = count.same + 1 if is_same else 1
@@ -81,6 +72,6 @@ class CrashBackoff:
         return 0 if count is None else count.same
 
     def not_before(self, key: Hashable) -> float:
-        """Return the earliest time to start a replacement, in monotonic seconds."""
+        """Return the earliest (monotonic) time of a replacement."""
         count = self._counts.get(key)
         return 0.0 if count is None else count.not_before

@@ -18,30 +18,19 @@ from multiworld.serve.fleet.entries import Assessment
 logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
-KEPT = 200
-"""Number of decisions kept in memory."""
-
-FORMAT = 1
-"""Format of a line. Lines of releases before formats have none, and are the same."""
-
-FILE_BYTES = 8 * 2**20
-"""Size in bytes above which the log file is rotated; one old file is kept."""
+KEPT = 200  # decisions in memory
+FORMAT = 1  # of a line; lines of releases before formats have none, and are the same
+FILE_BYTES = 8 * 2**20  # beyond which the file is rotated; one old file is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedDecision:
-    """One decision; `snapshot` is its complete input.
-
-    Attributes:
-        at: Seconds since the epoch.
-        kind: "scaling" or "placement".
-        about: Name of the model; empty for all models.
-    """
+    """One decision; ``snapshot`` is its complete input."""
 
     number: int
-    at: float
-    kind: str
-    about: str
+    at: float  # since the epoch
+    kind: str  # "scaling" or "placement"
+    about: str  # name of the model; empty for all models
     what: str
     # The policy defines both, and users may replace the policy.
     facts: dict[str, Any] = field(default_factory=dict)
@@ -65,7 +54,7 @@ class DecisionLog:
         facts: dict[str, Any],
         snapshot: dict[str, Any],
     ) -> None:
-        """Record a decision that changes something; see ``LoggedDecision``."""
+        """Record a decision that changes something."""
         self._number += 1
         decided = LoggedDecision(
             number=self._number,
@@ -106,7 +95,6 @@ class DecisionLog:
 
 
 def read_decisions(path: Path) -> Iterator[LoggedDecision]:
-    """Yield the decisions of a ``decisions.jsonl``, oldest first."""
     known = {field.name for field in fields(LoggedDecision)}
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:

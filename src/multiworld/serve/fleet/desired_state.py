@@ -53,11 +53,8 @@ def _text_objectives(model: ModelSpec) -> tuple[float | None, float | None]:
 
 
 def with_new_versions_started(desired: DesiredState, old: DesiredState) -> DesiredState:
-    """Return a desired state with at least one replica of each stage of new versions.
-
-    Without replicas, a new version would become active before any probe has passed
-    through it.
-    """
+    """Return a desired state with a replica of each stage of new versions."""
+    # Without, a new version would be active before a probe has passed through it.
     models = dict(desired.models)
     for name, model in desired.models.items():
         before = old.models.get(name)
@@ -97,7 +94,6 @@ def rescaled(
 
 
 def stage_number(spec: ModelSpec, model: str, stage: str) -> int:
-    """Return the number of a stage given by name or number."""
     names = [s.name or str(n) for n, s in enumerate(spec.stages)]
     if stage in names:
         return names.index(stage)
@@ -144,7 +140,7 @@ def check_update(
 
 
 def version_fields(spec: ModelSpec) -> Any:
-    """Return all fields that define a version, so none for scaling and placement."""
+    """Return the fields that define a version: none for scaling and placement."""
     stages = [s.model_dump(exclude=SCALING_STAGE_FIELDS) for s in spec.stages]
     found = spec.model_dump(exclude={"stages", *SCALING_FIELDS})
     for name in SCALING_TEXT_FIELDS if spec.generation is not None else ():
@@ -152,6 +148,7 @@ def version_fields(spec: ModelSpec) -> Any:
     return found, stages
 
 
+# Fields of a model that affect scaling and placement, but no result.
 SCALING_FIELDS = {
     "profile",
     "demand",
@@ -163,7 +160,6 @@ SCALING_FIELDS = {
     "dedicated",
     "start_s",
 }
-"""Fields of a model that affect scaling and placement, but no result."""
 
 SCALING_STAGE_FIELDS = {"replicas", "autoscaling_config", "item_ms", "out_kb"}
 

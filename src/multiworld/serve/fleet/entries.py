@@ -6,7 +6,7 @@ import msgspec
 
 
 class HistoryEntry(msgspec.Struct, frozen=True):
-    """An event in the life of a service; `at` is in seconds since the epoch."""
+    """An event in the life of a service; ``at`` is since the epoch."""
 
     number: int
     at: float
@@ -16,10 +16,7 @@ class HistoryEntry(msgspec.Struct, frozen=True):
 
 
 class Assessment(msgspec.Struct, frozen=True):
-    """The latest reason for the current scale or placement, changed or not.
-
-    See ``LoggedDecision`` for the attributes.
-    """
+    """The latest reason for the current scale or placement; see ``LoggedDecision``."""
 
     kind: str
     about: str

@@ -9,8 +9,6 @@ from multiworld.serve.fleet.state import DesiredState, Process
 
 @dataclass(frozen=True, slots=True)
 class DesiredStateChanged:
-    """The desired state has changed."""
-
     desired: DesiredState
 
 
@@ -39,7 +37,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """A probe of a replica has ended; `error` is None if it succeeded."""
+    """A probe of a replica has ended; ``error`` None: it succeeded."""
 
     name: str
     error: str | None = None
@@ -55,20 +53,17 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class ProcessGone:
-    """A process has exited, or counts as lost.
-
-    `cause` is the process's own words about its crash; equal crashes have equal causes.
-    """
+    """A process has exited, or counts as lost."""
 
     name: str
     why: str
     is_clean: bool = False
-    cause: str = ""
+    cause: str = ""  # its own words about a crash; equal crashes have equal causes
 
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:
-    """No machine has room for a process about to be launched; `why` is for people."""
+    """No machine has room for a process; ``why`` is for people."""
 
     name: str
     why: str
@@ -76,14 +71,12 @@ class Unplaced:
 
 @dataclass(frozen=True, slots=True)
 class CapacityChanged:
-    """Machines have changed, and with them the maximum number of concurrent starts."""
-
     starts_at_once: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """A clock tick: deadlines may have passed."""
+    """Deadlines may have passed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from multiworld.serve.fleet.entries import HistoryEntry
 
 logger = logging.getLogger("multiworld.serve")
 
-EVENTS = 1000
-"""Maximum number of events kept."""
+EVENTS = 1000  # kept
 
+# Kinds of events that change which processes run, on purpose or by a failure.
 OPERATIONS = (
     "update",
     "updated",
@@ -29,10 +29,9 @@ OPERATIONS = (
     "quarantined",
     "adopted",
 )
-"""Kinds of events that change which processes run, on purpose or by a failure."""
 
+# Kinds of events logged as warnings.
 BAD = ("lost", "probe failed", "rolled back", "unplaced", "outgrown", "launcher")
-"""Kinds of events logged as warnings."""
 
 
 class History:
@@ -45,7 +44,6 @@ class History:
         self.on_event: Callable[[HistoryEntry], object] = lambda entry: None
 
     def say(self, kind: str, text: str, name: str = "") -> None:
-        """Record and log an event; `name` is the process concerned, or empty."""
         number = self._entries[-1].number + 1 if self._entries else 1
         entry = HistoryEntry(number, time.time(), kind, text, name)
         self._entries.append(entry)
@@ -57,11 +55,9 @@ class History:
 
     @property
     def last_number(self) -> int:
-        """0 before the first event."""
         return self._entries[-1].number if self._entries else 0
 
     def operations(self, count: int) -> list[HistoryEntry]:
-        """Return the last `count` events of the kinds in ``OPERATIONS``."""
         found = [entry for entry in self._entries if entry.kind in OPERATIONS]
         return found[max(0, len(found) - count) :]
 
@@ -70,6 +66,6 @@ class History:
 
 
 def _stage_of(process: str) -> tuple[str, str]:
-    """Return the model and stage in a replica's name; empty for other processes."""
+    """Return model and stage in a replica's name; empty for other processes."""
     parts = process.rsplit("/", 2)
     return (parts[0], parts[1]) if len(parts) == 3 else ("", "")

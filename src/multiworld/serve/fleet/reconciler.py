@@ -1,9 +1,8 @@
 """The reconciler: moves the observed state towards the desired state. Pure.
 
-Every version of a model runs as a whole pipeline. A rolling update starts the new
-version beside the old one. Once all replicas of every stage are ready, new requests go
-to the new version, and the old one drains, stage by stage. A new version that does not
-become ready is rolled back.
+A rolling update starts a whole pipeline of the new version. Once all its replicas are
+ready, new requests go to it, and the old version drains, stage by stage. A version that
+does not become ready is rolled back.
 """
 
 from __future__ import annotations
@@ -50,29 +49,17 @@ from multiworld.serve.transport.routing_table import RoutingTable
 
 
 class Reconciler:
-    """Turns events into actions that move the observed state to the desired state.
-
-    Args:
-        ready_s: Seconds for a process to become ready; also the maximum time between
-            two replicas of a new version becoming ready.
-        drain_s: Seconds for a draining process to finish its work.
-        active: Active version of each model, from an earlier controller.
-
-    Attributes:
-        active: Version that receives new requests, by model.
-        unplaced: Missing resources, by stage.
-        start_s: Seconds from launch to readiness of the last start, by stage.
-        losses: Replicas lost since the controller started, by stage.
-    """
+    """Turns events into actions that move the observed state to the desired one."""
 
     def __init__(
         self,
         *,
+        # For a process to become ready; also between two of a new version.
         ready_s: float = 120.0,
-        drain_s: float = 60.0,
+        drain_s: float = 60.0,  # for a draining process to finish its work
         first: int = 1,
         number: int = 0,
-        active: dict[str, str] | None = None,
+        active: dict[str, str] | None = None,  # versions, by an earlier controller
         starts_at_once: int = 64,
     ) -> None:
         self.starts_at_once = starts_at_once
@@ -80,15 +67,17 @@ class Reconciler:
         self.next_number = first
         self.table = RoutingTable(number=number)
         self.desired = DesiredState()
+        # Versions that get new requests.
         self.active: dict[str, str] = dict(active or {})
         self.processes: dict[str, Process] = {}
         self.backoff = CrashBackoff()
         self._versions: dict[tuple[str, str], DesiredModel] = {}
         self._updates: dict[str, tuple[str, float]] = {}
-        self.unplaced: dict[StageKey, str] = {}
+        self.unplaced: dict[StageKey, str] = {}  # missing resources
+        # From launch to readiness, of the last start.
         self.start_s: dict[StageKey, float] = {}
         self._retry_at: dict[StageKey, float] = {}
-        self.losses: Counter[StageKey] = Counter()
+        self.losses: Counter[StageKey] = Counter()  # since the controller started
         self._lost: dict[StageKey, int] = {}
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -271,7 +260,6 @@ class Reconciler:
                 yield from self._roll_back(name, model.version)
 
     def _start_s_of(self, model: str, version: str) -> float:
-        """Return the seconds that a process of a model may take to become ready."""
         found = self._versions.get((model, version))
         return self._ready_s if found is None else found.start_s or self._ready_s
 
@@ -405,7 +393,7 @@ class Reconciler:
                 yield from self._drain(process, now)
 
     def _identified(self, process: Process, fingerprint: str) -> Iterator[Action]:
-        """Record a replica's hardware fingerprint; log an event if others differ."""
+        """Record a replica's hardware fingerprint; log if others differ."""
         process.fingerprint = fingerprint
         others = {
             p.fingerprint
@@ -499,24 +487,15 @@ class Reconciler:
                 yield Finish(process.name)
 
 
-PLACEMENT_RETRY_S = 1.0
-"""Seconds before placing an unplaced replica again; a new machine ends the wait."""
+PLACEMENT_RETRY_S = 1.0  # before placing it again; a new machine ends the wait
+PROBE_PAUSE_S = 0.1  # before repeating a failed probe; doubles each time, up to 3.2 s
 
-PROBE_PAUSE_S = 0.1
-"""Seconds before repeating a failed probe; doubles with each failure, up to 3.2 s."""
-
+# Failed probes in a row, until a replica that computes wrong is replaced.
 PROBE_FAILURES = 5
-"""Consecutive failed probes after which a replica is replaced: it computes wrong
-results or is unreachable."""
 
-PROBE_LIMIT_S = 15.0
-"""Seconds without an outcome after which a probe counts as lost and is repeated."""
-
-FIRST_START_FAILURES = 4
-"""Equal consecutive failures after which the first start of a stage is given up."""
-
-ROLL_BACK_FAILURES = 3
-"""Consecutive crashes of one stage after which a new version is rolled back."""
+PROBE_LIMIT_S = 15.0  # without an outcome; then a probe counts as lost and is repeated
+FIRST_START_FAILURES = 4  # equal ones in a row: the first start of a stage is given up
+ROLL_BACK_FAILURES = 3  # crashes of one stage in a row: a new version is rolled back
 
 
 def _key_of(process: Process) -> StageKey:
@@ -528,7 +507,6 @@ def _number(name: str) -> int:
 
 
 def _by_phase(process: Process, launched_at: float, now: float) -> str:
-    """Return how long each phase of a start took; empty if unknown."""
     joined_at = process.entered.get(ProcessPhase.JOINED)
     loaded_at = process.entered.get(ProcessPhase.LOADED)
     if joined_at is None or loaded_at is None:

@@ -19,16 +19,11 @@ from multiworld.errors import ServeError
 from multiworld.net.rare_log import RareLog
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
-FORMAT = 1
-"""Format of ``record.json``. Releases before formats wrote none; their records are read
-as format 1."""
+FORMAT = 1  # of ``record.json``; releases before formats wrote none, and count as 1
 
 
 class ProcessRecord(BaseModel):
-    """A process of the service; `node` is empty beside the controller.
-
-    `began`, the start time in the kernel's ticks, guards against a reused `pid`.
-    """
+    """A process of the service."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -38,8 +33,8 @@ class ProcessRecord(BaseModel):
     stage: int
     phase: str
     pid: int
-    began: int
-    node: str = ""
+    began: int  # start in the kernel's ticks, guards against a reused ``pid``
+    node: str = ""  # empty beside the controller
     gpus: tuple[int, ...] = ()
 
 
@@ -54,29 +49,22 @@ class StoreRecord(BaseModel):
 
 
 class Record(BaseModel):
-    """The state of a service.
-
-    Attributes:
-        specs: Specs of all known versions, by model and version.
-        number: Number of the last routing table.
-        next_number: Number in the name of the next process.
-    """
-
     format: int = FORMAT
     app: AppSpec
+    # Specs of all known versions, by model and version.
     specs: dict[str, dict[str, ModelSpec]]
     active: dict[str, str]
     store: StoreRecord | None = None
     port: int = 0
-    number: int = 0
-    next_number: int = 1
+    number: int = 0  # of the last routing table
+    next_number: int = 1  # in the name of the next process
     replicas: dict[str, list[int]] = {}
     processes: list[ProcessRecord] = []
 
 
+# Linux's ``struct flock``: a write lock on the whole file. The lock belongs to the open
+# file, so the kernel releases it when the last process holding the file exits.
 _WHOLE_FILE = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-"""Linux's ``struct flock``: a write lock on the whole file. The lock belongs to the
-open file, so the kernel releases it when the last process holding the file exits."""
 
 
 class AlreadyServedError(ServeError):
@@ -99,7 +87,7 @@ def _unusable(path: Path, error: OSError) -> ServeError:
 
 
 def _kept_secret(path: Path) -> bytes:
-    """Return the secret in a file; create it if the file is missing or empty."""
+    """Return the secret in a file; create it if it is missing or empty."""
     if not path.exists() or not path.stat().st_size:
         fresh = path.with_suffix(".new")  # a crash must not leave a partial secret
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -110,15 +98,12 @@ def _kept_secret(path: Path) -> bytes:
 
 
 class StateFolder:
-    """The folder of one service.
-
-    It holds ``record.json``, the ``secret`` of the service's processes, ``logs/``, the
-    controller's socket, and two lock files: the controller locks ``controller``, and
-    every process of the service locks ``alive``.
-    """
+    """The folder of one service."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # The controller locks ``controller``; every process of the service locks
+        # ``alive``.
         self.logs = path / "logs"
         self.socket = path / "admin.sock"
         self.alive = path / "alive"
@@ -141,10 +126,7 @@ class StateFolder:
             ) from error
 
     def lock(self) -> int:
-        """Lock the folder as the service's only controller; return its descriptor.
-
-        The lock is held until the descriptor is closed or the process exits.
-        """
+        """Lock the folder as the service's only controller; return its descriptor."""
         path = self.path / "controller"
         try:
             lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -219,7 +201,7 @@ class StateFolder:
         fresh.replace(self._record)
 
     def forget(self) -> None:
-        """Remove the record and the socket once no process of the service is left."""
+        """Remove record and socket once no process of the service is left."""
         self._record.unlink(missing_ok=True)
         self.socket.unlink(missing_ok=True)
 
@@ -240,7 +222,7 @@ class RecordKeeper:
             self._writing = asyncio.get_running_loop().create_task(self._write())
 
     async def settled(self, limit_s: float) -> None:
-        """Wait at most `limit_s` until the newest record is written or has failed."""
+        """Wait at most ``limit_s`` until the newest record is written or has failed."""
         if self._writing is not None:
             await asyncio.wait({self._writing}, timeout=limit_s)
 

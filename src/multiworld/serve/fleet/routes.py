@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from multiworld.serve.fleet.state import STATE_OF, DesiredModel, DesiredState, Process
 from multiworld.serve.transport.routing_table import Replica, Route, RoutingTable
 
+# What is desired of each version of a model that is desired or still runs.
 Versions = Mapping[tuple[str, str], DesiredModel]
-"""What is desired of each version of a model that is desired or still runs."""
 
 
 def routing_table_of(

@@ -1,9 +1,7 @@
 """Order in which missing processes start, and how many start at once. Pure.
 
-Starts compete for processor time: if all ran at once, all would be late. So only two
-per core run at once, and the most needed go first: gateways, then a stage that has no
-replica, then lost replicas, then growth. Among equals, the stage with the smallest
-fraction of its replicas goes first.
+Starts compete for processor time, so the most needed go first: gateways, stages without
+a replica, lost replicas, growth; then the stage with the smallest fraction of its own.
 """
 
 from __future__ import annotations
@@ -13,16 +11,13 @@ from dataclasses import dataclass
 
 from multiworld.serve.resources.amounts import Node
 
-StageKey = tuple[str, str, int]
-"""Model, version and stage; model and version are empty for gateways."""
-
-PER_CORE = 2
-"""Concurrent starts per core; a start spends half of its time waiting for others."""
+StageKey = tuple[str, str, int]  # model, version and stage; ("", "", …) for gateways
+PER_CORE = 2  # starts per core; one spends half of its time waiting for others
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A stage with fewer replicas than desired; `lost` of the `missing` were lost."""
+    """A stage with too few replicas; ``lost`` of the ``missing`` were lost."""
 
     key: StageKey
     count: int
@@ -31,7 +26,7 @@ class Shortage:
 
 
 def next_starts(shortages: Sequence[Shortage], free: int) -> list[StageKey]:
-    """Return the most needed starts: all gateways, and at most `free` replicas."""
+    """Return the most needed starts: all gateways, and at most ``free`` replicas."""
     found = sorted(
         (_urgency(shortage, nth), shortage.key)
         for shortage in shortages
@@ -43,7 +38,7 @@ def next_starts(shortages: Sequence[Shortage], free: int) -> list[StageKey]:
 
 
 def _urgency(shortage: Shortage, nth: int) -> tuple[int, float]:
-    """Return the urgency of the nth start of a stage; lower is more urgent."""
+    """Return the urgency of a stage's nth start; lower is more urgent."""
     there = shortage.count - shortage.missing + nth
     if not there:
         rank = 0
@@ -55,7 +50,7 @@ def _urgency(shortage: Shortage, nth: int) -> tuple[int, float]:
 
 
 def starts_at_once(nodes: Iterable[Node]) -> int:
-    """Return the maximum number of concurrent starts; one address is one machine."""
+    """Return the maximum of concurrent starts; one address is one machine."""
     cores: dict[str, float] = {}
     for node in nodes:
         cores[node.address] = max(cores.get(node.address, 0.0), node.cpus)

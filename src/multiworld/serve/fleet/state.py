@@ -10,40 +10,29 @@ from multiworld.serve.transport.routing_table import ReplicaState
 
 @dataclass(frozen=True, slots=True)
 class DesiredModel:
-    """Desired state of one model.
-
-    Attributes:
-        max_ongoing_requests: Maximum number of requests in flight from one gateway to
-            one replica of stage 0.
-        on_demand: Numbers of the stages that scale to zero.
-        ttft_s: Objective for the first token of a sequence, in seconds.
-        tpot_s: Objective for each further token, in seconds.
-        start_s: Seconds for a replica to become ready; None: the service's.
-    """
-
     version: str
     replicas: tuple[int, ...]
     max_queued_requests: int = 512
-    max_ongoing_requests: int = 32
+    max_ongoing_requests: int = 32  # from one gateway to one replica of stage 0
     deadline_s: float = 30.0
     objective_s: float | None = None
-    on_demand: tuple[int, ...] = ()
+    on_demand: tuple[int, ...] = ()  # stages that scale to zero
     generates: bool = False
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    start_s: float | None = None
+    ttft_s: float | None = None  # objective for the first token
+    tpot_s: float | None = None  # objective for each further token
+    start_s: float | None = None  # for a replica to become ready; None: the service's
 
 
 @dataclass(frozen=True, slots=True)
 class DesiredState:
-    """Desired state of the service; `gateways` is a number of processes."""
+    """Desired state of the service; ``gateways`` is a number of processes."""
 
     models: dict[str, DesiredModel] = field(default_factory=dict)
     gateways: int = 1
 
 
 class ProcessPhase(enum.StrEnum):
-    """Phase of a process's life, as observed by the controller."""
+    """Phase of a process's life, as the controller observes it."""
 
     LAUNCHING = "launching"
     JOINED = "joined"
@@ -53,6 +42,7 @@ class ProcessPhase(enum.StrEnum):
     FINISHING = "finishing"
 
 
+# State in the routing table, by phase.
 STATE_OF = {
     ProcessPhase.LAUNCHING: ReplicaState.STARTING,
     ProcessPhase.JOINED: ReplicaState.STARTING,
@@ -61,12 +51,11 @@ STATE_OF = {
     ProcessPhase.DRAINING: ReplicaState.DRAINING,
     ProcessPhase.FINISHING: ReplicaState.DRAINING,
 }
-"""State in the routing table, by phase."""
 
 
 @dataclass(slots=True)
 class ProbeState:
-    """Progress of a replica's probes; `gateway` sends the current one, if any."""
+    """Progress of a replica's probes; ``gateway`` sends the current one, if any."""
 
     gateway: str = ""
     asked_at: float = 0.0
@@ -76,29 +65,23 @@ class ProbeState:
 
 @dataclass(slots=True)
 class Process:
-    """Observed state of a worker, or of a gateway (with an empty ``model``).
-
-    Attributes:
-        since: Time of launch, readiness or start of draining, whichever was last, in
-            monotonic seconds.
-        applied: Number of the last routing table that the process has applied.
-        drain_number: Number of the first routing table without this process as a
-            target; senders that have applied it send nothing more.
-        is_joined: Whether the control world with the process is ready.
-        fingerprint: Hardware fingerprint on which its results depend; empty if unknown.
-    """
+    """A worker, or a gateway (with an empty ``model``)."""
 
     name: str
     model: str = ""
     version: str = ""
     stage: int = 0
     phase: ProcessPhase = ProcessPhase.LAUNCHING
+    # Monotonic time of launch, readiness or start of draining, the last of them.
     since: float = 0.0
-    applied: int = 0
+    applied: int = 0  # number of the last routing table that it has applied
+    # Number of the first routing table without this process as a target; senders that
+    # have applied it send nothing more.
     drain_number: int = 0
-    is_joined: bool = False
+    is_joined: bool = False  # its control world is ready
     is_drain_requested: bool = False
     probe: ProbeState = field(default_factory=lambda: ProbeState())
+    # Hardware fingerprint on which its results depend; empty if unknown.
     fingerprint: str = ""
     weights: str = ""
     entered: dict[ProcessPhase, float] = field(default_factory=dict)

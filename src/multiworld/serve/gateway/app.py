@@ -36,8 +36,8 @@ from multiworld.serve.gateway.triton_routes import PLATFORM, add_triton, tensors
 from multiworld.serve.spec.dedicated import is_dedicated
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 
+# Server metadata in the Open Inference Protocol.
 SERVER = {"name": "multiworld", "version": multiworld.__version__}
-"""Server metadata in the Open Inference Protocol."""
 
 
 def make_app(
@@ -265,7 +265,7 @@ def _spec(spec: Any) -> dict[str, Any]:
 
 
 def _session(given: int | str | None) -> str | None:
-    """Return the session; its requests go to the same replicas."""
+    """Return the session, whose requests go to the same replicas."""
     return None if given in (None, 0, "") else str(given)
 
 

@@ -6,17 +6,10 @@ from dataclasses import dataclass
 
 from multiworld.errors import InvalidRequestError, OverloadedError
 
-FIRST_S = 30.0
-"""Seconds that a client has to send a body, besides what its size adds."""
-
-BYTES_PER_S = 100_000
-"""Minimum rate at which a body must arrive, in bytes per second, after ``FIRST_S``."""
-
-WHOLE_S = 300.0
-"""Maximum seconds that a body may take, whatever its size."""
-
-RETRY_S = 1.0
-"""Seconds after which a client should retry when the memory is used up."""
+FIRST_S = 30.0  # to send a body, besides what its size adds
+BYTES_PER_S = 100_000  # minimum rate at which a body must arrive after ``FIRST_S``
+WHOLE_S = 300.0  # for a body of any size
+RETRY_S = 1.0  # when the memory is used up
 
 
 class NoMemoryError(OverloadedError):
@@ -35,17 +28,12 @@ class TooSlowError(InvalidRequestError):
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Maximum bytes of a body, as sent and as decompressed.
+    """Maximum bytes of a body, as sent and as decompressed."""
 
-    ``body_bytes`` is for bodies with binary tensors; ``json_bytes`` is for other
-    bodies, and for the JSON part of these.
-    """
-
-    json_bytes: int
-    body_bytes: int
+    json_bytes: int  # without binary tensors, and of the JSON part beside them
+    body_bytes: int  # with binary tensors
 
     def check(self, size: int, *, is_binary: bool) -> None:
-        """Raise ``TooLargeError`` if the bytes that have arrived are too many."""
         if size <= (self.body_bytes if is_binary else self.json_bytes):
             return
         if is_binary or self.json_bytes == self.body_bytes:
@@ -87,8 +75,6 @@ class BodyBudget:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Bytes that one request has reserved in the budget."""
-
     budget: BodyBudget
     size: int = 0
 

@@ -8,19 +8,15 @@ from collections.abc import Iterator
 
 import uvicorn
 
-TICK_S = 1.0
-"""Seconds between ticks of the main loop, which renew the ``Date`` of answers."""
+TICK_S = 1.0  # between ticks of the main loop, which renew the ``Date`` of answers
 
 
 class EmbeddedServer(uvicorn.Server):
-    """A uvicorn server that leaves signals to its process.
-
-    uvicorn polls ten times a second whether to stop; this server waits for ``end``.
-    """
+    """A uvicorn server that leaves signals to its process."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._is_ending = asyncio.Event()
+        self._is_ending = asyncio.Event()  # uvicorn would poll ten times a second
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

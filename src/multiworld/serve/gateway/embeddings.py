@@ -40,14 +40,9 @@ from multiworld.serve.spec.stage import Model, Tensors
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 from multiworld.serve.tenants.directory import Tenant
 
-MAX_TEXTS = 2048
-"""Maximum number of texts in one request; the same as OpenAI's limit."""
-
-MAX_TOKENS = 300_000
-"""Maximum number of token ids in one request; the same as OpenAI's limit."""
-
-WINDOW = 32
-"""Maximum number of texts of one request in flight; more would fill the queue."""
+MAX_TEXTS = 2048  # texts in one request; OpenAI's limit
+MAX_TOKENS = 300_000  # token ids in one request; OpenAI's limit
+WINDOW = 32  # texts of one request in flight; more would fill the queue
 
 Token = Annotated[int, msgspec.Meta(ge=0)]
 

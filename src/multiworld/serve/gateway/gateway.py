@@ -41,18 +41,12 @@ from multiworld.serve.transport.control_messages import (
     GatewayReport,
 )
 
+# Bytes of inputs from which their digest is computed in a thread.
 LARGE_BYTES = 256 * 1024
-"""Bytes of inputs from which their digest is computed in a thread."""
 
 
 class Gateway:
-    """Models, authenticator and dispatcher of a gateway.
-
-    Attributes:
-        texts: Text frontends, by name and version of their model.
-        on_poison: Called with the tenant, the model and version, and the digest of a
-            poison request found here.
-    """
+    """Models, authenticator and dispatcher of a gateway."""
 
     def __init__(
         self,
@@ -66,8 +60,11 @@ class Gateway:
         self.streams = streams or Streams(dispatcher.name)
         self.specs: dict[tuple[str, str], ModelSpec] = {}
         self.authenticator = authenticator or Authenticator(needs_key=False)
+        # Called with the tenant, the model's version, and the digest of a poison
+        # request.
         self.on_poison: Callable[[str, ModelVersion, str], None] = lambda *_: None
         self.models: dict[str, dict[str, Model]] = {}
+        # Text frontends, by name and version.
         self.texts: dict[tuple[str, str], Any] = {}
         self._bases: dict[str, str] = {}
         self._loading: dict[tuple[str, str], asyncio.Future[Any]] = {}
@@ -79,7 +76,6 @@ class Gateway:
     async def read_body(
         self, request: AnyRequest, admitted: AdmittedRequest, reservation: Reservation
     ) -> Body:
-        """Read the body of an admitted request; count and charge its bytes."""
         return await read_body(
             request,
             self._limits,
@@ -125,7 +121,6 @@ class Gateway:
         )
 
     async def metrics(self) -> bytes:
-        """Return the metrics of the service, in Prometheus's text format."""
         await self.ask_fleet()
         sums: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for kind, labels, value in (*self.fleet.others, *self.counted()):
@@ -137,7 +132,6 @@ class Gateway:
         )
 
     def may_use(self, tenant: Tenant, name: str) -> bool:
-        """Return whether a model is served and the tenant may use it."""
         is_served = self.base(name) in self.dispatcher.table.routes
         return is_served and not is_dedicated(name) and tenant.may_use(name)
 
@@ -163,11 +157,7 @@ class Gateway:
     def model(
         self, name: str, version: str | None = None, tenant: Tenant = ANONYMOUS
     ) -> tuple[str, Model]:
-        """Return the active version of a model, and the model.
-
-        Raises ``UnknownModelError`` if it is not served to this tenant, or if another
-        ``version`` than the active one is given.
-        """
+        """Return the active version of a model, the only one served, and the model."""
         routes = self.dispatcher.table.routes
         if not self.may_use(tenant, name):
             if self.base(name) in routes:
@@ -243,10 +233,7 @@ class Gateway:
         deadline_s: float | None,
         session: str | None = None,
     ) -> Tensors:
-        """Return the answer to one request of a tenant.
-
-        Cancelling is safe: it withdraws the request and cancels its attempts.
-        """
+        """Answer one request of a tenant; cancelling it cancels its attempts."""
         tenant, model_version = admitted.tenant, (name, version)
         await self.check_poison(admitted, model_version, lambda: _digest(tensors))
         admitted.rows += rows_of(tensors)
@@ -340,7 +327,7 @@ async def _nothing() -> None:
 
 
 async def _digest(tensors: Tensors) -> str:
-    """Return the digest of a request, computed in a thread if it is large."""
+    """Return a request's digest, computed in a thread if it is large."""
     size = sum(tensor.nbytes for tensor in tensors.values())
     if size < LARGE_BYTES:
         return digest_of(tensors)
@@ -348,7 +335,6 @@ async def _digest(tensors: Tensors) -> str:
 
 
 def require_tensors(name: str, model: Model) -> None:
-    """Refuse a tensor request to a model that generates text."""
     if model.generation is not None:
         raise InvalidRequestError(
             f"model {name!r} generates text; use /v1/chat/completions, or "

@@ -1,9 +1,5 @@
-"""Routes that most requests take, without the layers of FastAPI.
-
-For a small request, FastAPI's middleware and routing cost as much as everything else in
-the gateway. The endpoints are also routes of the FastAPI application, which documents
-them and serves every other path.
-"""
+"""Routes that most requests take, without the layers of FastAPI, which cost as much as
+all else. FastAPI documents them too, and serves every other path."""
 
 from __future__ import annotations
 
@@ -19,8 +15,8 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+# Coroutine function of the request and the parts of its path, by name.
 Endpoint = Callable[..., Awaitable[Response]]
-"""Coroutine function of the request and the parts of its path, by name."""
 
 
 class HotRoutes:

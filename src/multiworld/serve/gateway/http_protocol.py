@@ -11,31 +11,27 @@ from uvicorn.server import ServerState
 
 from multiworld.serve.gateway.http_request import CONNECTION, IS_COMPLETE, Connection
 
-HEAD_BYTES = 64 * 1024
-"""Maximum bytes of a request line and its headers; Apache and nginx allow less."""
-
-HEADER_BYTES = 4
-"""Bytes of a header line besides its name and value."""
+HEAD_BYTES = 64 * 1024  # of a request line and its headers; Apache and nginx allow less
+HEADER_BYTES = 4  # of a header line besides its name and value
 
 TOO_LONG = (
     "431 Request Header Fields Too Large",
     f"headers are longer than {HEAD_BYTES} bytes; shorten them",
 )
 
+# Headers that a request may have only once: two could name two tenants.
 CREDENTIALS = (b"authorization", b"x-api-key")
-"""Headers that a request may have only once: two could name two tenants."""
 
+# Reply to a client that waits to send its body; it must not be held back.
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-"""Reply to a client that waits to send its body; it must not be held back."""
 
-STALL_S = 30.0
-"""Seconds within which a client must read some of an answer that is waiting for it."""
+STALL_S = 30.0  # for a client to read some of an answer that is waiting for it
 
+# A refusal: status, length of the body, body.
 ANSWER = (
     "HTTP/1.1 {0}\r\ncontent-type: application/json\r\ncontent-length: {1}\r\n"
     "connection: close\r\n\r\n{2}"
 )
-"""A refusal: status, length of the body, body."""
 
 
 class HeadKeeper:
@@ -69,18 +65,16 @@ class HeadKeeper:
 
 
 def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
-    """Return a protocol class for ``uvicorn.Config(http=...)``.
-
-    ``head_s`` limits the seconds from the start of a connection, or from the first byte
-    of a later request, until its headers are complete. A slower client gets 408, and a
-    connection beyond ``max_connections`` gets 503; both are closed.
-    """
+    """Return a protocol class for ``uvicorn.Config(http=...)``."""
 
     class Bounded(HttpToolsProtocol):
         def __init__(
             self, config: Config, server_state: ServerState, *args: Any, **kwargs: Any
         ) -> None:
             super().__init__(config, server_state, *args, **kwargs)
+            # ``head_s``: from the start of a connection, or the first byte of a later
+            # request, until its headers are complete; then 408. Beyond
+            # ``max_connections``: 503.
             self._timer: asyncio.TimerHandle | None = None
             self._late_timer: asyncio.TimerHandle | None = None
             self._has_progress = False

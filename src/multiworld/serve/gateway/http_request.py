@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Protocol
 
-CONNECTION = "multiworld.connection"
-"""Scope key of the ``Connection`` of the request."""
+CONNECTION = "multiworld.connection"  # scope key of the ``Connection`` of the request
 
+# Scope key that is present if the whole request has arrived.
 IS_COMPLETE = "multiworld.is_complete"
-"""Scope key that is present if the whole request has arrived."""
 
 
 class Connection:
@@ -26,8 +25,6 @@ class Connection:
 
 
 class AnyRequest(Protocol):
-    """The interface shared by Starlette's requests and ``HttpRequest``."""
-
     @property
     def scope(self) -> MutableMapping[str, Any]:
         """The ASGI scope."""

@@ -30,32 +30,27 @@ logger = logging.getLogger("multiworld.serve")
 
 access_logger = logging.getLogger("multiworld.access")
 
-REQUEST_ID = "X-Request-Id"
-"""Header with the id of a request: accepted, returned and logged."""
+REQUEST_ID = "X-Request-Id"  # with the id of a request: accepted, returned and logged
 
+# Ids that are accepted from clients; they go into a log and a header.
 GIVEN_ID = re.compile(r"[!-~]{1,128}")
-"""Ids that are accepted from clients; they go into a log and a header."""
 
+# Request header that asks for ``Server-Timing`` in the response.
 ASK_TIMING = "x-timing"
-"""Request header that asks for ``Server-Timing`` in the response."""
 
-OFFLOAD_BYTES = 64 * 1024
-"""Bytes from which a body is parsed in a thread, to keep the event loop responsive."""
-
-RENDER_BYTES = 32 * 1024
-"""Bytes of tensors from which an answer is rendered in a thread."""
+OFFLOAD_BYTES = 64 * 1024  # from this size on, a body is parsed in a thread
+RENDER_BYTES = 32 * 1024  # from this size on, an answer is rendered in a thread
 
 BUG = "internal error of the gateway; see its log"
 
+# Type and code of errors in OpenAI's API, by the limit that was reached.
 REFUSALS = {
     "tpm_limit": ("tokens", "rate_limit_exceeded"),
     "tokens_per_day": ("insufficient_quota", "insufficient_quota"),
     "tokens_per_month": ("insufficient_quota", "insufficient_quota"),
 }
-"""Type and code of errors in OpenAI's API, by the limit that was reached."""
 
-MAX_TEXT = 1000
-"""Maximum number of characters of an error text."""
+MAX_TEXT = 1000  # characters of an error text
 
 
 def json_response(data: Any, status: int = 200, headers: Any = None) -> Response:
@@ -80,17 +75,14 @@ def _cut(text: str) -> str:
 
 
 def error_response(error: ServeError) -> Response:
-    """Return an error in the form of the Open Inference Protocol."""
     return json_response({"error": text_of(error)}, error.status, _retry(error))
 
 
 def openai_error_response(error: ServeError) -> Response:
-    """Return an error in the form of OpenAI's API."""
     return json_response({"error": openai_error(error)}, error.status, _retry(error))
 
 
 def openai_error(error: ServeError) -> dict[str, Any]:
-    """Return the error object of OpenAI's API."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     param, code = getattr(error, "param", ""), getattr(error, "code", "")
     if isinstance(error, UnknownModelError):
@@ -109,15 +101,12 @@ def openai_error(error: ServeError) -> dict[str, Any]:
 
 
 class EventStream(StreamingResponse):
-    """A response of server-sent events, as OpenAI's clients expect them.
-
-    A ``ServeError`` becomes the last event, before ``last``. ``on_end`` is called once,
-    with the status to count.
-    """
+    """Server-sent events; a ``ServeError`` becomes the last one, before ``last``."""
 
     last = b"data: [DONE]\n\n"
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
+        # Called once, with the status to count.
         self.on_end: Callable[[int], object] = lambda status: None
         super().__init__(
             self._all(events), headers=SSE_HEADERS, media_type="text/event-stream"
@@ -148,16 +137,16 @@ class EventStream(StreamingResponse):
             yield self.last
 
 
+# Headers that keep proxies from buffering a stream of events.
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""Headers that keep proxies from buffering a stream of events."""
 
 
 def event_of(content: Any) -> bytes:
     return b"data: %b\n\n" % orjson.dumps(content)
 
 
+# Answers an admitted request, whose body takes memory from the reservation.
 Handler = Callable[[AdmittedRequest, Reservation], Awaitable[Response]]
-"""Answers an admitted request, whose body takes memory from the reservation."""
 
 
 async def respond(
@@ -167,12 +156,9 @@ async def respond(
     handler: Handler,
     error_response: Callable[[ServeError], Response],
 ) -> Response:
-    """Admit a request, answer it, and count it, whatever its outcome.
-
-    An ``EventStream`` is counted when it ends; a cancelled request with status
-    ``CLIENT_CLOSED``. ``name`` is the model, or a function that returns it after the
-    answer.
-    """
+    """Admit a request, answer it, and count it, whatever its outcome."""
+    # ``name`` may be a function that returns the model after the answer. An
+    # ``EventStream`` is counted when it ends; a cancelled request as ``CLIENT_CLOSED``.
     number = request_id_of(request)
     try:
         admitted = gateway.authenticator.admit(request.headers)
@@ -190,7 +176,6 @@ async def respond(
     reservation = Reservation(gateway.bodies)
 
     def end(status: int) -> Phases | None:
-        """Count the request, and free its resources."""
         reservation.release()
         model = (name() if callable(name) else name) or admitted.model
         is_known = gateway.may_use(admitted.tenant, model)
@@ -225,7 +210,6 @@ async def respond(
 
 
 def request_id_of(request: AnyRequest) -> str:
-    """Return the id that the client gave its request, or a new one."""
     given = request.headers.get(REQUEST_ID.lower(), "")
     return given if GIVEN_ID.fullmatch(given) else secrets.token_hex(16)
 
@@ -238,8 +222,7 @@ def _log_access(
     access_logger.info(text, number, tenant, method, path, status, took_s)
 
 
-CLIENT_CLOSED = 499
-"""Status of a request whose client disconnected; it is nginx's."""
+CLIENT_CLOSED = 499  # nginx's status of a request whose client disconnected
 
 
 async def _handled(
@@ -258,11 +241,8 @@ async def _handled(
 def timeout_of(
     request: AnyRequest, timeout_s: Any = None, timeout_us: Any = None
 ) -> float | None:
-    """Return the client's timeout in seconds; None if it gave none.
-
-    ``timeout_s`` and ``timeout_us`` (Triton's ``timeout``) are fields of the body; the
-    header ``X-Timeout-S`` counts if there is no ``timeout_s``.
-    """
+    """Return the client's timeout in seconds; None if it gave none."""
+    # The header ``X-Timeout-S`` precedes ``timeout_us``, which is Triton's.
     given = timeout_s
     if given is None:
         given = request.headers.get("x-timeout-s")

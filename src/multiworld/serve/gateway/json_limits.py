@@ -16,28 +16,21 @@ from multiworld.errors import InvalidRequestError
 
 T = TypeVar("T")
 
-SMALL_BYTES = 16 * 1024
-"""Maximum bytes of a body part that may be of any type, such as parameters."""
+SMALL_BYTES = 16 * 1024  # for a body part of any type, such as parameters
+MAX_OBJECTS = 4096  # in a body
 
-MAX_OBJECTS = 4096
-"""Maximum number of objects in a body."""
-
+# Maximum number of values, lists and strings in a body whose parts may be of any type.
+# OpenAI allows this many token ids in a request.
 MAX_VALUES, MAX_LISTS, MAX_STRINGS = 300_000, 16_384, 50_000
-"""Maximum number of values, lists and strings in a body whose parts may be of any type.
-OpenAI allows this many token ids in a request."""
 
+# Errors of msgspec for text that is not JSON, or not of the expected type.
 NOT_JSON = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
-"""Errors of msgspec for text that is not JSON, or not of the expected type."""
 
-PIECE_BYTES = 64 * 1024
-"""Bytes of numbers that are decoded at once."""
-
-_NOTHING_ELSE = b"[] \t\r\n"
-"""Bytes of a valid list of numbers that are not part of its numbers or commas."""
+PIECE_BYTES = 64 * 1024  # of numbers that are decoded at once
+_NOTHING_ELSE = b"[] \t\r\n"  # the rest of a list of numbers
 
 
 def decode(text: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
-    """Return the decoded text; raise ``InvalidRequestError`` if it does not fit."""
     try:
         return decoder.decode(text)
     except msgspec.ValidationError as error:
@@ -91,7 +84,6 @@ def small(part: msgspec.Raw, name: str, decoder: msgspec.json.Decoder[T]) -> T:
 
 
 def pieces(numbers: bytes) -> Iterator[bytes]:
-    """Split a valid JSON list of numbers into flat lists of about 64 KiB."""
     flat = numbers.translate(None, _NOTHING_ELSE)
     begin = 0
     while begin < len(flat):

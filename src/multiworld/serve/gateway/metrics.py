@@ -1,8 +1,5 @@
-"""Prometheus metrics of a service, as each of its gateways shows them.
-
-Counters are sums over all gateways and replicas, including exited ones; the controller
-adds them up. Gauges are shown for each process.
-"""
+"""Prometheus metrics of a service. Counters are sums over all processes, exited ones
+included; gauges are of each process."""
 
 from __future__ import annotations
 
@@ -33,8 +30,7 @@ from multiworld.serve.transport.control_messages import (
 )
 from multiworld.serve.transport.routing_table import RoutingTable
 
-Sums = Mapping[tuple[str, tuple[str, ...]], float]
-"""Sums over all processes, by kind and labels."""
+Sums = Mapping[tuple[str, tuple[str, ...]], float]  # by kind and labels
 
 OF_STAGE = ("model", "version", "stage")
 
@@ -53,6 +49,7 @@ OF_WORK = {
     "prefix_cache_queries": "Tokens of prompts.",
     "prefix_cache_hits": "Tokens of prompts that were known from earlier ones.",
 }
+# Help text and labels of each counter, by kind.
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "requests": ("Requests answered, by HTTP status.", ("model", "status")),
     "phase_seconds": (
@@ -90,7 +87,6 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "stage_batches": ("Batches computed.", OF_STAGE),
     "stage_seconds": ("Seconds of computing batches.", OF_STAGE),
 }
-"""Help text and labels of each counter, by kind."""
 
 GAUGES = {
     "queued": "Requests waiting to be computed.",
@@ -106,15 +102,12 @@ def render(
     fleet: FleetReport,
     table: RoutingTable,
 ) -> bytes:
-    """Return the metrics in Prometheus's text format."""
     registry = CollectorRegistry()
     registry.register(_Families(_families(sums, gateways, fleet, table)))
     return generate_latest(registry)
 
 
 class _Families(Collector):
-    """Collector of families that already exist."""
-
     def __init__(self, families: Iterator[Metric]) -> None:
         self._families = list(families)
 
@@ -161,6 +154,7 @@ def _build_info() -> Metric:
     return info
 
 
+# Name and help text of each histogram, by the name of its counts.
 HISTOGRAMS = {
     "request": ("request_seconds", "Seconds from the whole request to its answer."),
     "first_token": (
@@ -172,7 +166,6 @@ HISTOGRAMS = {
         "Mean seconds between two tokens of a stream.",
     ),
 }
-"""Name and help text of each histogram, by the name of its counts."""
 
 
 def _latencies(sums: Sums) -> Iterator[Metric]:

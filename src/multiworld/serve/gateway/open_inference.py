@@ -30,33 +30,20 @@ from multiworld.serve.spec.datatypes import NAME_OF, TORCH_OF
 from multiworld.serve.spec.stage import Model, Tensors, TensorSpec
 from multiworld.serve.transport.collation import rows_of
 
-MAX_DIMENSIONS = 16
-"""Maximum number of dimensions of a tensor."""
-
-MAX_DIGITS = 18
-"""Maximum number of digits of a length; ``int`` takes long for millions of them."""
-
-MAX_ELEMENTS = 2**40
-"""Upper bound on the elements of a tensor, and on each size."""
-
-FEW = 16
-"""Number of values up to which Python checks them faster than torch."""
-
-SHOWN = 80
-"""Maximum number of characters of an invalid value in an error text."""
+MAX_DIMENSIONS = 16  # of a tensor
+MAX_DIGITS = 18  # of a length; ``int`` takes long for millions of them
+MAX_ELEMENTS = 2**40  # of a tensor, and of each size
+FEW = 16  # values up to which Python checks them faster than torch
+SHOWN = 80  # characters of an invalid value in an error text
 
 
 class InferenceParameters(msgspec.Struct, frozen=True):
-    """Supported parameters of a request; others are ignored.
-
-    ``timeout`` is in microseconds, as Triton's clients send it. ``sequence_id`` 0 and
-    "" mean none.
-    """
+    """Supported parameters of a request; others are ignored."""
 
     binary_data_output: Any = False
     timeout_s: Any = None
-    timeout: Any = None
-    sequence_id: int | str | None = None
+    timeout: Any = None  # microseconds, as Triton's clients send it
+    sequence_id: int | str | None = None  # 0 and "" mean none
 
 
 class _InputParameters(msgspec.Struct, frozen=True):
@@ -123,7 +110,6 @@ class InferenceRequest:
 def parse(
     body: bytes | bytearray, header_length: str | None, model: Model
 ) -> InferenceRequest:
-    """Parse a request, and check that it fits the model."""
     length = json_length(header_length, len(body))
     text = body if length == len(body) else body[:length]
     check_objects(text)
@@ -267,7 +253,6 @@ def _values(
 
 
 def _first_wrong(piece: bytes, decoder: msgspec.json.Decoder[Any]) -> str:
-    """Return the first invalid text between commas, cut to ``SHOWN``."""
     for part in piece[1:-1].split(b","):
         try:
             decoder.decode(b"[%b]" % part)
@@ -296,7 +281,6 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def check(tensors: Tensors, model: Model) -> None:
-    """Check inputs against the specs and the check of a model."""
     if model.inputs:
         _check_specs(tensors, {spec.name: spec for spec in model.inputs})
     rows_of(tensors)

@@ -43,13 +43,14 @@ _TIMEOUT = {
 }
 
 
+# Body of an error in the Open Inference Protocol.
 ERROR = {
     "type": "object",
     "required": ["error"],
     "properties": {"error": {"type": "string"}},
 }
-"""Body of an error in the Open Inference Protocol."""
 
+# Body of an error in OpenAI's API.
 OPENAI_ERROR = {
     "type": "object",
     "required": ["error"],
@@ -66,7 +67,6 @@ OPENAI_ERROR = {
         }
     },
 }
-"""Body of an error in OpenAI's API."""
 
 
 def errors(schema: dict[str, Any], *statuses: int) -> dict[str, Any]:
@@ -155,8 +155,7 @@ EMBEDDINGS = _described(
     OPENAI_ERROR,
 )
 
-KNOWN_MODEL = {"responses": errors(ERROR, 401, 404)}
-"""Errors of routes about one model in the Open Inference Protocol."""
+KNOWN_MODEL = {"responses": errors(ERROR, 401, 404)}  # of routes about one model
 
+# Errors of routes about one model in OpenAI's API.
 OPENAI_KNOWN_MODEL = {"responses": errors(OPENAI_ERROR, 401, 404)}
-"""Errors of routes about one model in OpenAI's API."""

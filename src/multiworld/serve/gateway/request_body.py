@@ -27,27 +27,18 @@ from multiworld.serve.gateway.json_limits import NOT_JSON
 
 T = TypeVar("T")
 
+# ``zlib`` window bits of the supported encodings.
 WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-"""``zlib`` window bits of the supported encodings."""
 
-GZIP_MAGIC = b"\x1f\x8b"
-"""First bytes of each member of a gzip body (RFC 1952, section 2.3.1)."""
+GZIP_MAGIC = b"\x1f\x8b"  # starts each member of a gzip body (RFC 1952, 2.3.1)
+MAX_MEMBERS = 16  # of a gzip body; each copies a part of it
 
-MAX_MEMBERS = 16
-"""Maximum number of members of a gzip body; each copies a part of it."""
-
+# Packed or unpacked bytes that the event loop decompresses: below 1 ms.
 FIRST_BYTES = 64 * 1024
-"""Bytes, packed and unpacked, that are decompressed on the event loop; this takes less
-than a millisecond."""
 
-STEP_BYTES = 1024 * 1024
-"""Bytes, packed and unpacked, that one step in a thread decompresses."""
-
-JSON_LENGTH = "inference-header-content-length"
-"""Header with the length of the JSON part of a body with binary tensors."""
-
-MAX_DIGITS = 18
-"""Number of digits at which a length is too large without being parsed."""
+STEP_BYTES = 1024 * 1024  # packed or unpacked; of one step in a thread
+JSON_LENGTH = "inference-header-content-length"  # length of the JSON part
+MAX_DIGITS = 18  # at this many digits a length is too large, without being parsed
 
 GONE = "client disconnected before the answer"
 
@@ -73,12 +64,7 @@ async def read_body(
     on_bytes: Callable[[int], None] = lambda size: None,
     on_unpacked: Callable[[int], None] = lambda size: None,
 ) -> Body:
-    """Read and decompress the body of a request, within limits.
-
-    ``on_bytes`` is called with the size of each part that arrives, ``on_unpacked`` with
-    the bytes that decompression has added, even if the body is then refused. Cancelling
-    is safe; the body read so far is dropped.
-    """
+    """Read and decompress the body of a request, within limits."""
     json_length = request.headers.get(JSON_LENGTH)
     is_binary = json_length is not None
     check = partial(limits.check, is_binary=is_binary)
@@ -95,6 +81,7 @@ async def read_body(
     try:
         await _unpack(whole, encoding, plain, check, reservation)
     finally:
+        # Also if the body is refused.
         on_unpacked(max(0, len(plain) - len(whole)))
     reservation.remove(len(whole))
     return plain

@@ -9,16 +9,13 @@ from collections.abc import Container, Iterator
 from multiworld.serve.tenants.timing import Phases
 from multiworld.serve.transport.control_messages import Counted
 
+# Upper bounds of the latency buckets, in seconds; a last bucket has none.
 LATENCY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
-"""Upper bounds of the latency buckets, in seconds; a last bucket has none."""
 
-ENDS = (*(f"{bound:g}" for bound in LATENCY_S), "+Inf")
-"""The same bounds, as Prometheus names them."""
+ENDS = (*(f"{bound:g}" for bound in LATENCY_S), "+Inf")  # as Prometheus names them
 
 
 class RequestCounts:
-    """Finished requests of one gateway since its start."""
-
     def __init__(self) -> None:
         self._requests: Counter[tuple[str, int]] = Counter()
         self._buckets: dict[str, list[int]] = {}
@@ -54,7 +51,6 @@ class RequestCounts:
                 sums[number] += seconds
 
     def keep_tenants(self, names: Container[str]) -> None:
-        """Forget tenants that no longer exist."""
         for key in [key for key in self._of_tenants if key[0] not in names]:
             del self._of_tenants[key]
         for pair in [pair for pair in self._seconds_of_tenants if pair[0] not in names]:

@@ -12,29 +12,23 @@ from multiworld.serve.gateway.http_responses import error_response, json_respons
 from multiworld.serve.gateway.openapi import KNOWN_MODEL
 from multiworld.serve.spec.stage import Model, TensorSpec
 
-PLATFORM = "multiworld_pytorch"
-"""Platform of every model in the Open Inference Protocol."""
+PLATFORM = "multiworld_pytorch"  # of every model in the Open Inference Protocol
 
 TEXT_INPUTS = [TensorSpec("text_input", "BYTES", (1,))]
-TEXT_OUTPUTS = [TensorSpec("text_output", "BYTES", (1,))]
-"""Input and output of ``generate`` for a model that generates text."""
+TEXT_OUTPUTS = [TensorSpec("text_output", "BYTES", (1,))]  # of ``generate``
 
 
 def tensors_of(model: Model) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
-    """Return the inputs and outputs of a model, as its metadata lists them."""
     if model.generation is not None:
         return TEXT_INPUTS, TEXT_OUTPUTS
     return model.inputs, model.outputs
 
 
 def type_of(datatype: str) -> str:
-    """Return Triton's name of a datatype of the Open Inference Protocol."""
     return "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
 
 
 def add_triton(app: FastAPI, gateway: Gateway) -> None:
-    """Add the routes that Triton's clients expect beyond the protocol."""
-
     @app.get("/v2/models/{name}/config", tags=["inference"], openapi_extra=KNOWN_MODEL)
     @app.get(
         "/v2/models/{name}/versions/{version}/config",

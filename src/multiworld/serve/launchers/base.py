@@ -1,8 +1,5 @@
-"""Interface of launchers, which start, signal and watch processes.
-
-It is small, so that a cluster's scheduler can implement it. ``registry`` chooses the
-launcher of a service.
-"""
+"""Interface of launchers, which start, signal and watch processes. It is small, so that
+a cluster's scheduler can implement it."""
 
 from __future__ import annotations
 
@@ -19,41 +16,30 @@ from multiworld.serve.transport.process_args import ProcessArgs
 
 @dataclass(frozen=True, slots=True)
 class RunningProcess:
-    """A process of the service; `node` is empty beside the controller.
-
-    `began`, the start time in the kernel's ticks, distinguishes a reused ``pid``.
-    """
+    """A process of the service."""
 
     name: str
     pid: int
-    began: int
-    node: str = ""
+    began: int  # start in the kernel's ticks: tells a reused ``pid``
+    node: str = ""  # empty beside the controller
 
 
+# Callback with the name of a process that has exited, and its exit code if known.
 OnExit = Callable[[str, int | None], None]
-"""Callback with the name of a process that has exited, and its exit code if known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherContext:
-    """Arguments for creating a launcher.
-
-    Attributes:
-        env: Variables added to the environment of every process.
-        logs: Folder for the launcher's own output.
-        node: The controller's machine, with the resources that the service may use.
-        on_nodes: Called after machines or ``trouble`` have changed.
-        is_new: Whether no process of this service runs yet.
-    """
+    """Arguments for creating a launcher."""
 
     app: AppSpec
     preload: Sequence[str]
-    env: dict[str, str]
-    logs: Path
-    node: Node
+    env: dict[str, str]  # added to the environment of every process
+    logs: Path  # folder for the launcher's own output
+    node: Node  # the controller's, with the resources that the service may use
     on_exit: OnExit
-    on_nodes: Callable[[], None]
-    is_new: bool
+    on_nodes: Callable[[], None]  # called after machines or ``trouble`` have changed
+    is_new: bool  # no process of this service runs yet
 
 
 class Launcher(Protocol):
@@ -73,21 +59,13 @@ class Launcher(Protocol):
         spot: Location | None,
         need: Need,
     ) -> RunningProcess:
-        """Start a process that books `need` at `spot` (None: beside the controller).
-
-        `log` receives its output. Raises ``LaunchError``. After cancellation the
-        process may still start.
-        """
+        """Start a process at ``spot`` (None: here); if cancelled, it may yet start."""
 
     def kill(self, running: RunningProcess, number: int = signal.SIGKILL) -> None:
         """Send a signal to a process; do nothing if it has exited."""
 
     def outgrown(self, running: RunningProcess, limit: int) -> int | None:
-        """Return the bytes of memory that a process uses, if more than ``limit``.
-
-        None also if this process cannot see it; every replica checks its own memory,
-        too.
-        """
+        """Return a process's bytes of memory if above ``limit`` and visible here."""
 
     def adopt(self, running: RunningProcess, ranks: int) -> bool:
         """Watch a process of an earlier controller; return False if it has exited."""

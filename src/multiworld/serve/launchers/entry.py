@@ -13,8 +13,8 @@ from multiworld.serve.inference.replica.rank_group import LEADER, fork_ranks
 from multiworld.serve.processes.replica import run_follower, run_worker
 from multiworld.serve.transport.process_args import ProcessArgs
 
+# Makes the kernel, out of memory, kill a replica before a gateway or the store.
 OOM_SCORE = 500
-"""Makes the kernel, out of memory, kill a replica before a gateway or the store."""
 
 
 def main(text: str) -> int:

@@ -1,12 +1,10 @@
-"""Fork server: imports a service's modules once and forks its processes.
+"""Fork server: ``python -m multiworld.serve.launchers.fork_server FD MODULE...``
+imports a service's modules once and forks its processes, on orders from the socket FD.
 
-Importing torch and a model's code takes seconds; a fork takes about 10 ms. So a stage
-scales up quickly. The fork server has a single thread, because a fork copies no other.
-It runs no torch operation: torch's thread pool would hang in every child. It exits with
-the process that started it; the forked processes keep running.
-
-Run it as ``python -m multiworld.serve.launchers.fork_server FD MODULE...``. It reads
-orders and writes news as lines (``launchers.protocol``) on the socket FD.
+Importing torch and a model's code takes seconds, a fork about 10 ms. The fork server
+has a single thread, because a fork copies no other, and runs no torch operation:
+torch's thread pool would hang in every child. It exits with its parent; the forked
+processes keep running.
 """
 
 from __future__ import annotations
@@ -37,8 +35,6 @@ from multiworld.serve.replica.leash import open_leash, wear_leash
 
 
 class ForkServer:
-    """The main loop of the fork server, on a socket to the controller."""
-
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._inbox = b""

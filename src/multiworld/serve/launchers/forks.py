@@ -22,8 +22,7 @@ logger = logging.getLogger("multiworld.serve")
 
 FORK_SERVER = "multiworld.serve.launchers.fork_server"
 
-WARM_S = 120.0
-"""Maximum seconds for the fork server to import its modules."""
+WARM_S = 120.0  # for the fork server to import its modules
 
 
 class Forks:

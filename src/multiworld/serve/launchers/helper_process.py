@@ -19,39 +19,25 @@ logger = logging.getLogger("multiworld.serve")
 
 M = TypeVar("M")
 
-END_S = 5.0
-"""Seconds for a helper process to exit before it is killed."""
-
-PING_S = 1.0
-"""Seconds between pings of a helper process."""
-
-MISSED_LIMIT = 5
-"""Unanswered pings after which it counts as hung."""
-
-LINE = 2**24
-"""Maximum number of bytes of a line; enough for thousands of machines."""
+END_S = 5.0  # for a helper process to exit before it is killed
+PING_S = 1.0  # between pings
+MISSED_LIMIT = 5  # unanswered pings: then it counts as hung
+LINE = 2**24  # maximum bytes of a line; enough for thousands of machines
 
 
 class HelperProcess(Generic[M]):
-    """A process ``python -m MODULE FD WORDS...`` that sends a line when it is ready.
-
-    Args:
-        on_news: Called with every message after the first.
-        on_end: Called when the process has closed its socket.
-        on_hang: Called when the process stops answering.
-        is_replaceable: Whether a hung process is killed, so that ``on_end`` follows.
-            False if others would be lost with it.
-    """
+    """A process ``python -m MODULE FD WORDS...`` that sends a line when it is ready."""
 
     def __init__(
         self,
         module: str,
         log: Path | None,
         codec: LineCodec[M],
-        on_news: Callable[[M], None],
-        on_end: Callable[[], None],
+        on_news: Callable[[M], None],  # every message after the first
+        on_end: Callable[[], None],  # it has closed its socket
         on_hang: Callable[[], None] = lambda: None,
         *,
+        # A hung process is killed; False: others would be lost with it.
         is_replaceable: bool = True,
     ) -> None:
         self._module, self._log, self._codec = module, log, codec
@@ -69,11 +55,8 @@ class HelperProcess(Generic[M]):
         return self._reading is not None and not self._reading.done()
 
     async def start(self, words: list[str], env: dict[str, str], limit_s: float) -> M:
-        """Start the process and return its first message, due within `limit_s`.
-
-        After cancellation it runs until its socket is closed, by ``close`` or another
-        ``start``.
-        """
+        """Start the process; return its first message, due within ``limit_s``."""
+        # If cancelled, it runs until its socket is closed, by ``close`` or ``start``.
         ours, theirs = socket.socketpair()
         with _output(self._log) as log:
             self._process = await asyncio.create_subprocess_exec(
@@ -109,11 +92,6 @@ class HelperProcess(Generic[M]):
         return self._codec.decode(line)
 
     async def _ping(self, process: asyncio.subprocess.Process) -> None:
-        """Ping the process while it runs.
-
-        It counts pings, not seconds, because this process may have been suspended
-        itself.
-        """
         while self.is_running:
             if self._unanswered == MISSED_LIMIT:
                 logger.error(
@@ -127,6 +105,7 @@ class HelperProcess(Generic[M]):
                 if self._is_replaceable:
                     process.kill()
                     return
+            # Counts, not seconds: this process may have been suspended.
             self._unanswered += 1
             self._send_ping()
             await asyncio.sleep(PING_S)
@@ -151,12 +130,12 @@ class HelperProcess(Generic[M]):
         self._on_end()
 
     def send(self, order: Line) -> None:
-        """Send the process a message, which is lost if the process has exited."""
+        """Send a message, which is lost if the process has exited."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(LineCodec.encode(order))
 
     async def close(self, limit_s: float = END_S) -> None:
-        """Close the socket and wait for the exit; kill the process after `limit_s`."""
+        """Close the socket and await the exit; kill the process after ``limit_s``."""
         for task in (self._reading, self._pinging):
             if task is not None:
                 task.cancel()

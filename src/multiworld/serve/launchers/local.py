@@ -45,7 +45,6 @@ class LocalLauncher:
         return self._forks.trouble
 
     async def warm(self) -> None:
-        """Start the fork server unless it runs."""
         await self._forks.warm()
 
     def _exited(self, name: str, code: int | None) -> None:

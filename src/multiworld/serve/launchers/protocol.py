@@ -1,8 +1,4 @@
-"""Messages between the controller and its helper processes, one line each. Pure.
-
-The controller starts the fork server and the Ray bridge from its own release, so both
-sides speak the same version. The first line states it nevertheless.
-"""
+"""Messages between the controller and its helper processes, one line each. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-VERSION = 1
-"""Version of these messages."""
+VERSION = 1  # of these messages; the helpers are of the controller's release
 
 M = TypeVar("M")
 
@@ -24,19 +19,13 @@ class Line(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
 
 
 class Launch(Line, frozen=True, tag="Launch"):
-    """Start a process of the service (controller → fork server).
-
-    Attributes:
-        args: ``ProcessArgs`` as JSON.
-        log: File for its output; empty for the output of the fork server.
-        leash: Path of the leash that it wears; empty for none.
-    """
+    """Start a process of the service (controller → fork server)."""
 
     name: str
-    args: str
-    log: str
+    args: str  # ``ProcessArgs`` as JSON
+    log: str  # file for its output; empty: the fork server's output
     env: dict[str, str]
-    leash: str = ""
+    leash: str = ""  # path of the leash that it wears; empty for none
 
 
 class Launched(Line, frozen=True, tag="Launched"):
@@ -48,8 +37,6 @@ class Launched(Line, frozen=True, tag="Launched"):
 
 
 class LaunchFailed(Line, frozen=True, tag="LaunchFailed"):
-    """A process that could not be started, and why."""
-
     name: str
     error: str
 
@@ -91,46 +78,31 @@ ForkNews = Warm | Launched | LaunchFailed | Exited | Pong
 
 
 class WarmNodes(Line, frozen=True, tag="WarmNodes"):
-    """Keep a fork server on every machine (controller → bridge); precedes all launches.
-
-    Attributes:
-        folder: Folder in which the service was started; modules may be imported from
-            it.
-        logs: Folder for the output of the fork servers, if it exists on the machine.
-    """
+    """Keep a fork server on every machine (controller → bridge); precedes launches."""
 
     preload: tuple[str, ...]
-    folder: str
-    logs: str
+    folder: str  # in which the service was started; modules may be imported from it
+    logs: str  # for the output of fork servers, if it exists on the machine
 
 
 class LaunchActor(Line, frozen=True, tag="LaunchActor"):
-    """Start a replica in a placement group (controller → bridge); one actor per rank.
-
-    Attributes:
-        bundle: Resources that Ray reserves for each rank.
-        args: ``ProcessArgs`` as JSON, by rank.
-        log: File for the output, if its folder exists on the machine.
-    """
+    """Start a replica in a placement group (controller → bridge); an actor per rank."""
 
     name: str
     key: str
     address: str
-    bundle: dict[str, float]
-    args: tuple[str, ...]
+    bundle: dict[str, float]  # that Ray reserves for each rank
+    args: tuple[str, ...]  # ``ProcessArgs`` as JSON, by rank
     env: dict[str, str]
-    log: str
+    log: str  # for the output, if its folder exists on the machine
 
 
 class AdoptActor(Line, frozen=True, tag="AdoptActor"):
-    """Watch a replica of an earlier controller (controller → bridge).
-
-    If `must_be_known`, a replica unknown to the head counts as exited.
-    """
+    """Watch a replica of an earlier controller (controller → bridge)."""
 
     name: str
     ranks: int
-    must_be_known: bool
+    must_be_known: bool  # if the head does not know it, it counts as exited
 
 
 class KillActor(Line, frozen=True, tag="KillActor"):
@@ -179,8 +151,6 @@ BridgeNews = ClusterReady | ClusterNodes | Launched | LaunchFailed | Exited | Po
 
 
 class LineCodec(Generic[M]):
-    """Encoder and decoder of messages as lines, for a type or a union of types."""
-
     def __init__(self, kind: Any) -> None:
         self._decoder: msgspec.json.Decoder[M] = msgspec.json.Decoder(kind)
 

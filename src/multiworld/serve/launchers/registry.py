@@ -1,8 +1,5 @@
-"""Launchers by name, or by the import path of their factory.
-
-To add a launcher, write a module with ``async def make(context) -> Launcher`` and name
-it here. A launcher outside this package is used with ``launcher: package.module:make``.
-"""
+"""Launchers by name, or by the import path of their factory (``launcher:
+package.module:make``), an ``async def make(context) -> Launcher``."""
 
 from __future__ import annotations
 
@@ -13,15 +10,14 @@ from multiworld.errors import SpecError
 from multiworld.serve.launchers.base import Launcher, LauncherContext
 from multiworld.serve.models.factory import import_factory
 
+# Import path of each launcher's factory, by its name in a spec.
 LAUNCHERS = {
     "local": "multiworld.serve.launchers.local:make",
     "ray": "multiworld.serve.launchers.ray.launcher:make",
 }
-"""Import path of each launcher's factory, by its name in a spec."""
 
 
 async def make_launcher(context: LauncherContext) -> Launcher:
-    """Return the launcher that a spec names."""
     launcher: Launcher = await _maker(context.app.launcher)(context)
     return launcher
 

@@ -9,18 +9,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from multiworld.serve.load.summary import Sample, quantile
 
-CPU = "multiworld_process_cpu_seconds_total"
-"""Metric with the CPU time of each process."""
+CPU = "multiworld_process_cpu_seconds_total"  # CPU time of each process
 
+# Time that the service does not see: the client, the network, a late generator.
 OUTSIDE = "outside"
-"""Phase for the time that the service does not see: the client, the network, and the
-delay of a late load generator."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseSummary:
-    """One phase of many requests, in seconds."""
-
     phase: str
     mean_s: float
     p50_s: float
@@ -60,7 +56,7 @@ def phases_in(samples: Iterable[Sample]) -> list[PhaseSummary]:
 
 
 def cpu_in(metrics: str) -> dict[str, float]:
-    """Return each process's seconds of CPU time, from the text of ``/metrics``."""
+    """Return each process's CPU time, from the text of ``/metrics``."""
     return {
         sample.labels["process"]: sample.value
         for family in text_string_to_metric_families(metrics)
@@ -72,7 +68,7 @@ def cpu_in(metrics: str) -> dict[str, float]:
 def cpu_between(
     before: dict[str, float], after: dict[str, float], requests: int
 ) -> dict[str, float]:
-    """Return the seconds of CPU time per request, by process."""
+    """Return the CPU time per request, by process."""
     if not requests:
         return {}
     return {

@@ -15,29 +15,22 @@ import orjson
 from multiworld.serve.load.breakdown import phases_of
 from multiworld.serve.load.summary import Sample
 
-CONNECTIONS = 512
-"""Maximum number of concurrent connections."""
-TIMEOUT_S = 60.0
-"""Seconds until a request without an answer fails."""
+CONNECTIONS = 512  # concurrent
+TIMEOUT_S = 60.0  # until a request without an answer fails
 
+# Returns whether the answer (parsed JSON) to the request with that number is right.
 Check = Callable[[int, Any], bool]
-"""Returns whether the answer (parsed JSON) to the request with that number is right."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """URL and requests of a load; bodies are sent in turn.
-
-    Attributes:
-        tls: Certificates to trust for HTTPS; True for the system's.
-        is_stream: Whether the answers are streams of server-sent events, as OpenAI's.
-    """
+    """URL and requests of a load; bodies are sent in turn."""
 
     url: str
     bodies: list[bytes]
     headers: dict[str, str]
-    tls: ssl.SSLContext | bool = True
-    is_stream: bool = False
+    tls: ssl.SSLContext | bool = True  # certificates to trust; True for the system's
+    is_stream: bool = False  # answers are server-sent events, as OpenAI's
 
 
 def embeddings(base: str, model: str, texts: list[str]) -> Target:
@@ -72,13 +65,7 @@ def inference(base: str, model: str, bodies: list[bytes]) -> Target:
 
 
 class Load:
-    """One run of requests, evenly spaced or at the times ``due`` (seconds).
-
-    Attributes:
-        began_at: Time of the event loop at which the run started.
-        offset_s: Seconds added to the due times of samples, so that loads that start at
-            different times share one clock.
-    """
+    """One run of requests, evenly spaced or at the times ``due`` (seconds)."""
 
     def __init__(
         self,
@@ -91,8 +78,8 @@ class Load:
         self._due = due
         self.samples: list[Sample] = []
         self.sent = 0
-        self.began_at = 0.0
-        self.offset_s = 0.0
+        self.began_at = 0.0  # on the loop's clock
+        self.offset_s = 0.0  # added to due times, so that loads share one clock
         self._is_ending = False
 
     def end(self) -> None:
@@ -100,10 +87,7 @@ class Load:
         self._is_ending = True
 
     async def run(self, seconds: float | None = None) -> list[Sample]:
-        """Send requests until ``end`` is called or ``seconds`` pass; return samples.
-
-        Cancelling it cancels pending requests, which are not counted.
-        """
+        """Send requests until ``end`` or for ``seconds``; return samples."""
         loop = asyncio.get_running_loop()
         connector = aiohttp.TCPConnector(limit=CONNECTIONS, ssl=self._target.tls)
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
@@ -182,7 +166,7 @@ class Load:
 async def _streamed(
     response: aiohttp.ClientResponse, times: list[float], clock: Callable[[], float]
 ) -> str:
-    """Read a stream and append its parts' ``times``; return why it is incomplete."""
+    """Append the ``times`` of a stream's parts; return why it is incomplete."""
     is_finished = False
     async for line in response.content:
         if not line.startswith(b"data: {"):

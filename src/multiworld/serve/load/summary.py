@@ -11,27 +11,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Result of one request.
-
-    Attributes:
-        due_s: Time at which it was due, in seconds since the run started.
-        latency_s: Seconds from when it was *due* to its complete answer, so that a late
-            generator does not hide a client's wait.
-        status: HTTP status; 0 if there was no answer (see ``error``).
-        is_right: Result of the check; None if it was not checked.
-        phases: Seconds by phase, if the service reported them.
-        times: Seconds from when it was due to each part of a stream.
-        is_cut: Whether a stream ended prematurely.
-    """
-
-    due_s: float
-    latency_s: float
-    status: int
-    is_right: bool | None = None
+    due_s: float  # since the run started
+    latency_s: float  # since it was *due*: a late generator must not hide a wait
+    status: int  # HTTP status; 0 if there was no answer (see ``error``)
+    is_right: bool | None = None  # result of the check; None if not checked
     error: str = ""
+    # Seconds by phase, if the service reported them.
     phases: Mapping[str, float] | None = None
-    times: tuple[float, ...] = ()
-    is_cut: bool = False
+    times: tuple[float, ...] = ()  # from when it was due to each part of a stream
+    is_cut: bool = False  # a stream ended prematurely
 
     @property
     def is_answered(self) -> bool:
@@ -40,29 +28,21 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Summary of many requests; latencies are those of answered ones, in seconds.
-
-    Attributes:
-        answered: Requests answered completely with status 200.
-        errors: Number of requests by error text, the ten most frequent.
-        cut: Streams that ended prematurely.
-        first_p50_s: Median time to the first part of a stream.
-        gap_p50_s: Median time between two parts of a stream.
-    """
+    """Summary of many requests; latencies are of answered ones."""
 
     sent: int
-    answered: int
+    answered: int  # completely, with status 200
     failed: int
     wrong: int
     p50_s: float
     p99_s: float
     max_s: float
     statuses: dict[int, int]
-    errors: dict[str, int]
-    cut: int = 0
-    first_p50_s: float | None = None
+    errors: dict[str, int]  # by text, the ten most frequent
+    cut: int = 0  # streams that ended prematurely
+    first_p50_s: float | None = None  # to the first part of a stream
     first_p99_s: float | None = None
-    gap_p50_s: float | None = None
+    gap_p50_s: float | None = None  # between two parts of a stream
     gap_p99_s: float | None = None
     gap_max_s: float | None = None
 

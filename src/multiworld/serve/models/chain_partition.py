@@ -11,12 +11,11 @@ def chain_partition(
     parts: int,
     within: tuple[Sequence[float], float] | None = None,
 ) -> list[tuple[int, int]]:
-    """Cut a chain into contiguous parts so that the largest cost of a part is minimal.
+    """Cut a chain so that its largest part costs least; return (first, end) of each.
 
-    Returns the first item and end (exclusive) of each part. Min-max chain partition by
-    dynamic programming over (items, parts), in O(L² K) for L items and K parts.
-    ``within`` holds another cost of each item and its maximum per part; it must be
-    satisfiable.
+    Min-max chain partition by dynamic programming over (items, parts), in O(L² K) for L
+    items and K parts. ``within`` has another cost of each item and its (satisfiable)
+    maximum per part.
     """
     count = len(costs)
     if not 1 <= parts <= count:

@@ -1,9 +1,5 @@
-"""transformers' table of weight conversions, built when this module is imported.
-
-transformers compiles a thousand regular expressions at the first load of a model in a
-process, which takes 0.1 to 0.2 s. If the fork server imports this module, all its
-replicas inherit them.
-"""
+"""transformers' table of weight conversions, built when this module is imported: a
+thousand regular expressions, 0.1 to 0.2 s, which the fork server's replicas inherit."""
 
 from __future__ import annotations
 

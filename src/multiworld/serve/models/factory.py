@@ -14,26 +14,20 @@ from multiworld.serve.models.modules import Module, cut_module
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 from multiworld.serve.spec.stage import Model, Stage
 
-HUGGINGFACE = "multiworld.serve.models.huggingface:model"
-"""Factory of models that are given by ``path``."""
-
-DECODER = "multiworld.serve.generation.models.decoder:model"
-"""Factory of models that are given by ``path`` and generate text."""
+HUGGINGFACE = "multiworld.serve.models.huggingface:model"  # of models given by ``path``
+DECODER = "multiworld.serve.generation.models.decoder:model"  # if they generate text
 
 
+# Factory of models that a whole engine computes.
 ENGINE = "multiworld.serve.generation.engines.whole_model:model"
-"""Factory of models that a whole engine computes."""
 
 
 def build_model(spec: ModelSpec) -> Model:
-    """Build the model that a spec describes.
-
-    A factory receives those of the spec's values that it has parameters for (``path``,
-    ``stages``, ``cut``, ...), and its ``options``.
-    """
+    """Build the model that a spec describes."""
     count = len(spec.stages)
     factory = _factory_of(spec)
     function = import_factory(factory)
+    # A factory gets those that it has parameters for, and ``options``.
     offered: dict[str, Any] = {
         "path": folder_of(spec),
         "stages": count,
@@ -104,12 +98,11 @@ def _with_attention(model: Model, spec: ModelSpec) -> Model:
 
 
 def folder_of(spec: ModelSpec) -> str | None:
-    """Return the folder of a model that is given by ``path``; fetch it if needed."""
+    """Return the folder of a model given by ``path``; fetch it if needed."""
     return None if spec.path is None else hub.folder_of(spec.path, spec.revision)
 
 
 def modules_of(spec: ModelSpec, model: Model) -> list[str]:
-    """Return the modules that the fork server imports for this model."""
     factory = _factory_of(spec)
     return [factory.partition(":")[0], *model.preload]
 
@@ -122,7 +115,6 @@ def _factory_of(spec: ModelSpec) -> str:
 
 
 def stage_name(spec: ModelSpec, model: Model, number: int) -> str:
-    """Return the display name of a stage."""
     return spec.stages[number].name or model.stages[number].name or str(number)
 
 
@@ -142,7 +134,6 @@ def import_factory(factory: str) -> Callable[..., Any]:
 
 
 def check_policies(app: AppSpec) -> None:
-    """Raise SpecError unless every policy that a spec names can be imported."""
     if app.placement is not None:
         import_factory(app.placement)
     for spec in app.models.values():

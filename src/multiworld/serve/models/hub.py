@@ -7,11 +7,10 @@ from pathlib import Path
 
 from multiworld.errors import SpecError
 
-NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-"""Name of a model on the hub: OWNER/NAME."""
+NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # OWNER/NAME
 
+# Files of a model that stages and tokenizers read.
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-"""Files of a model that stages and tokenizers read."""
 
 
 def is_hub_name(path: str) -> bool:
@@ -20,12 +19,7 @@ def is_hub_name(path: str) -> bool:
 
 
 def folder_of(path: str, revision: str | None) -> str:
-    """Return the folder of a model; fetch it from the hub if it is not cached yet.
-
-    The folder is in the cache of ``huggingface_hub``, whose environment variables
-    (``HF_HOME``, ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HUB_OFFLINE``) apply. Files of a
-    fetched revision are never looked up again.
-    """
+    """Return the folder of a model, fetched into the cache of ``huggingface_hub``."""
     if not is_hub_name(path):
         if revision is not None:
             raise SpecError(f"{path} is a folder; remove `revision:`")
@@ -42,6 +36,7 @@ def folder_of(path: str, revision: str | None) -> str:
         raise SpecError(
             f"{path!r} is on the Hugging Face hub; pip install huggingface_hub"
         ) from error
+    # Files of a fetched revision are never looked up again.
     try:
         return snapshot_download(
             path, revision=revision, allow_patterns=FILES, local_files_only=True

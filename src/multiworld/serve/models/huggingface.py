@@ -1,10 +1,6 @@
-"""A transformer in a Hugging Face folder on disk, cut between layers.
-
-Supports models with one chain of layers: encoders (BERT and its relatives), and
-decoders without a cache. ``transformer_stage`` lists the tested architectures and loads
-the stages. Every process of the service imports this module, so it imports nothing
-heavy. Nothing is downloaded; the folder must be complete.
-"""
+"""A transformer in a Hugging Face folder, cut between layers: encoders (BERT and its
+relatives), and decoders without a cache. Every process imports this module, so it
+imports nothing heavy. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -23,41 +19,29 @@ from multiworld.serve.models.span import Span
 from multiworld.serve.models.stored_integers import check_config
 from multiworld.serve.spec.stage import Model, Stage, StageContext, Tensors, TensorSpec
 
-EXAMPLE_TOKENS = 24
-"""Tokens in the example: about one sentence, so that measurements are typical."""
+EXAMPLE_TOKENS = 24  # about one sentence, so that measurements are typical
 
+# Datatypes of the Open Inference Protocol, by the dtype names in ``config.json``.
 DATATYPES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
-"""Datatypes of the Open Inference Protocol, by the dtype names in ``config.json``."""
 
 
 def model(
     path: str,
     stages: int = 1,
-    max_length: int | None = None,
+    max_length: int | None = None,  # tokens of a text; by default as in the folder
+    # First layer of every stage but the first; by default even.
     cut: Sequence[int] | None = None,
+    # Dtype to compute in; by default as in the folder, with int8 ``float32``.
     dtype: str | None = None,
+    # ``int8``: weights of a byte, matrix products with exact sums.
     quantization: str | None = None,
 ) -> Model:
     """Return the model in a folder, cut into stages between layers.
 
-    Inputs are ``input_ids`` and ``attention_mask``, of shape [rows, length] and dtype
-    int64. A sentence encoder (a folder with ``modules.json``) returns ``embedding``,
-    [rows, hidden], pooled as the folder says and normalized. Other models return
-    ``last_hidden_state``, [rows, length, hidden]. Outputs have the dtype ``dtype``.
-
-    Args:
-        path: The folder.
-        stages: Number of stages.
-        max_length: Maximum number of tokens of a text; by default as in the folder.
-        cut: First layer of every stage but the first; ``multiworld partition`` proposes
-            it. By default the numbers of layers are as equal as possible.
-        dtype: Dtype to compute in: ``float32``, ``float16`` or ``bfloat16``; by default
-            as in the folder, but ``float32`` with ``quantization``.
-        quantization: ``int8``: weights of a byte, and matrix products with exact sums.
-
-    Raises:
-        SpecError: The folder has no usable model, the model has fewer layers than
-            stages, or ``cut`` does not fit.
+    Inputs are ``input_ids`` and ``attention_mask``, [rows, length], int64. A sentence
+    encoder (a folder with ``modules.json``) returns ``embedding``, [rows, hidden],
+    pooled as the folder says and normalized. Other models return ``last_hidden_state``,
+    [rows, length, hidden].
     """
     folder = Path(path).expanduser()
     config = read_json(folder / "config.json")
@@ -121,7 +105,7 @@ def model(
 
 
 def title_of(begin: int, end: int) -> str:
-    """Return the name of a stage with the layers ``begin`` to ``end`` (exclusive)."""
+    """Name a stage with the layers ``begin`` to ``end`` (exclusive)."""
     return f"layer {begin}" if end == begin + 1 else f"layers {begin}-{end - 1}"
 
 
@@ -148,8 +132,8 @@ def _check(vocabulary: int, longest: int, tensors: Tensors) -> None:
         )
 
 
+# Suffixes of architectures with a head, which is not served.
 HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForSequenceClassification")
-"""Suffixes of architectures with a head, which is not served."""
 
 
 def _notes(config: dict[str, Any]) -> list[str]:
@@ -200,7 +184,6 @@ def _example() -> Tensors:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or raise SpecError."""
     try:
         found: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -210,15 +193,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+# Names of the number of layers in ``config.json``, by architecture.
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-"""Names of the number of layers in ``config.json``, by architecture."""
 
+# Names of the hidden size in ``config.json``, by architecture.
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
-"""Names of the hidden size in ``config.json``, by architecture."""
 
 
 def number_of(config: dict[str, Any], names: Sequence[str], folder: Path) -> int:
-    """Return the number that ``config.json`` has under one of ``names``."""
     for name in names:
         if name in config:
             return int(config[name])
@@ -233,7 +215,7 @@ def _datatype(dtype: str, folder: Path) -> str:
 
 
 def _pooling(folder: Path) -> str | None:
-    """Return how a sentence encoder pools tokens, "mean" or "cls"; None for others."""
+    """Return how a sentence encoder pools tokens, "mean" or "cls", or None."""
     if not (folder / "modules.json").exists():
         return None
     path = folder / "1_Pooling" / "config.json"
@@ -253,29 +235,24 @@ def _max_length(folder: Path, config: dict[str, Any]) -> int:
     return int(length or config.get("max_position_embeddings") or 512)
 
 
+# Characters passed to the tokenizer per token of the maximum length. It would otherwise
+# read a longer text whole before truncating it. The longest English words have 45.
 MAX_CHARACTERS_PER_TOKEN = 64
-"""Characters passed to the tokenizer per token of the maximum length. It would
-otherwise read a longer text whole before truncating it. The longest English words have
-45."""
 
 
 class Tokenizer:
-    """Turns text into ``input_ids`` and ``attention_mask`` of one row.
-
-    Texts are truncated, as by the model's own tokenizer; token ids never (see
-    ``_check``).
-    """
+    """Turns text into ``input_ids`` and ``attention_mask``, [1, length], int64."""
 
     def __init__(self, folder: Path, max_length: int) -> None:
         from tokenizers import Tokenizer as Fast
 
         self._fast = Fast.from_file(str(folder / "tokenizer.json"))
         self._fast.no_padding()
+        # Texts; token ids never are (see ``_check``).
         self._fast.enable_truncation(max_length)
         self._max_characters = max_length * MAX_CHARACTERS_PER_TOKEN
 
     def encode(self, text: str) -> Tensors:
-        """Return ``input_ids`` and ``attention_mask``, of shape [1, length], int64."""
         return self.encode_tokens(self._fast.encode(text[: self._max_characters]).ids)
 
     def encode_tokens(self, ids: Sequence[int]) -> Tensors:

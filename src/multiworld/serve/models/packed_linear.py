@@ -1,9 +1,8 @@
 """Matmuls with weights that are packed once, for CPUs.
 
-oneDNN computes on blocks of a matrix, and torch's ``linear`` packs the weights into
-them at every call. Packed once, a matmul of 4 to 16 rows takes half to three quarters
-of the time, and that of a language model's head less than half (EPYC, float32). torch's
-own compiler packs in this way when it freezes a model.
+oneDNN computes on blocks, and torch's ``linear`` packs the weights into them at every
+call. Packed once, a matmul of 4 to 16 rows takes half to three quarters of the time,
+and a language model's head less than half (EPYC, float32).
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from torch import Tensor, nn
 
 logger = logging.getLogger("multiworld.serve")
 
-DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes with fast oneDNN matmuls on every processor."""
+DTYPES = (torch.float32, torch.bfloat16)  # with fast oneDNN matmuls on every processor
 
 
 class PackedLinear:
@@ -36,14 +34,10 @@ class PackedLinear:
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Pack the weights of ``Linear`` and ``Conv1D`` modules, which then cannot be
-    trained.
-
-    The original weights are freed unless another module shares them.
-    """
+    """Pack the weights of linears; the module then cannot be trained."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return
-    users: dict[int, int] = {}
+    users: dict[int, int] = {}  # another module may share a weight, which then stays
     for user in module.modules():
         for used in user.parameters(recurse=False):
             users[id(used)] = users.get(id(used), 0) + 1
@@ -75,7 +69,7 @@ def pack_linears(module: nn.Module) -> None:
 
 
 def _check(packed: PackedLinear, matrix: Tensor, module: Any) -> None:
-    """Raise RuntimeError unless the packed matmul agrees with the module on one row."""
+    """Raise RuntimeError unless one row of the packed matmul agrees."""
     given = torch.linspace(-1.0, 1.0, matrix.shape[1]).to(matrix)[None]
     wanted, found = module(given).float(), packed(given).float()
     if not torch.allclose(found, wanted, rtol=0.05, atol=0.05 * float(wanted.std())):

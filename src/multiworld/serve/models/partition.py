@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from multiworld.serve.models.chain_partition import chain_partition
 
-SLACK = 1.05
-"""Factor by which the slowest stage may be slower, to make room for more sequences."""
+SLACK = 1.05  # how much slower the slowest stage may be, for more sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +32,11 @@ class Cut:
 
 
 def cut(parts: Sequence[Part], stages: int) -> Cut:
-    """Cut a chain of parts so that the slowest stage is as fast as possible.
-
-    All stages have the same amount of memory for KV blocks, so the stage with the most
-    KV bytes per token limits the number of sequences. Among cuts of about equal speed,
-    the one with the smallest such maximum is chosen.
-    """
+    """Cut a chain of parts so that the slowest stage is as fast as possible."""
     seconds = [part.seconds for part in parts]
     spans = chain_partition(seconds, stages)
+    # All stages have the same memory for KV blocks, so the one with most bytes per
+    # token limits the sequences: among cuts of about equal speed, keep it small.
     if any(part.kv_bytes for part in parts):
         most = SLACK * max(sum(seconds[begin:end]) for begin, end in spans)
         memory = [part.kv_bytes for part in parts]

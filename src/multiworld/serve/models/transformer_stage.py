@@ -1,12 +1,12 @@
 """One stage of a transformers model, loaded by transformers' own loader.
 
-A subclass of the model's class replaces, in ``__init__``, the modules of other stages
-with modules without weights. ``from_pretrained`` then builds the rest on ``meta`` and
-reads only its weights. So its handling of renamed and fused weights, and of buffers
-that are in no file, still applies.
+A subclass of the model's class replaces the modules of other stages with modules
+without weights; ``from_pretrained`` builds the rest on ``meta`` and reads only its
+weights. So its handling of renamed and fused weights, and of buffers that are in no
+file, still applies.
 
 The model's ``base_model_pp_plan`` names the modules before, in and after the chain of
-layers. Tables in this module name them for older architectures, which have no plan.
+layers; tables name them for older architectures.
 """
 
 from __future__ import annotations
@@ -29,22 +29,20 @@ from multiworld.serve.spec.stage import Tensors
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# Architectures (``model_type``) whose stages tests compare with the whole model.
 TESTED = (
     "bert, distilbert, electra, modernbert, mpnet, roberta, xlm-roberta; "
     "falcon, gemma, gemma2, gemma3_text, gpt2, gpt_neox, llama, mistral, mixtral, "
     "opt, phi3, qwen2, qwen3"
 )
-"""Architectures (``model_type``) whose stages tests compare with the whole model."""
 
+# Names of the chain of layers in architectures without a plan.
 CHAINS = ("encoder.layer", "layers", "h", "transformer.layer", "decoder.layers")
-"""Names of the chain of layers in architectures without a plan."""
 
-EMBEDDINGS = ("embeddings",)
-"""Names of embedding modules that take ``inputs_embeds`` themselves."""
+EMBEDDINGS = ("embeddings",)  # they take ``inputs_embeds`` themselves
+POSITIONS = ("wpe", "decoder.embed_positions")  # added to the token embeddings
 
-POSITIONS = ("wpe", "decoder.embed_positions")
-"""Names of position embeddings, which are added to the token embeddings."""
-
+# Names of token embeddings and projections, which precede ``inputs_embeds``.
 TOKENS = (
     "wte",
     "word_embeddings",
@@ -52,8 +50,8 @@ TOKENS = (
     "decoder.project_in",
     "embeddings_project",
 )
-"""Names of token embeddings and projections, which precede ``inputs_embeds``."""
 
+# Names of modules after the last layer.
 AFTER = (
     "ln_f",
     "final_norm",
@@ -61,7 +59,6 @@ AFTER = (
     "decoder.final_layer_norm",
     "decoder.project_out",
 )
-"""Names of modules after the last layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +95,6 @@ class NoPositions(nn.Module):
 
 
 class Identity(nn.Module):
-    """Replaces a module of another stage."""
-
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden
 
@@ -108,14 +103,11 @@ def load(
     folder: Path,
     span: Span,
     dtype: str,
-    pooling: str | None,
+    pooling: str | None,  # of sentence encoders: ``mean`` or ``cls``
     device: str,
     quantization: str | None = None,
 ) -> LayerPart:
-    """Build and load the part of a model that has the layers of a span.
-
-    ``pooling`` is ``mean`` or ``cls`` for sentence encoders, None for other models.
-    """
+    """Load the part of a model that has the layers of a span."""
     from transformers import MODEL_MAPPING, AutoConfig
     from transformers.utils import logging
 
@@ -147,11 +139,7 @@ def load_owned(
     dtype: str,
     quantization: str | None = None,
 ) -> Any:
-    """Load the layers of a span as transformers' class ``kind``; changes ``config``.
-
-    With ``quantization`` the weights are read in the dtype of the folder, so that they
-    never take more memory than there.
-    """
+    """Load the layers of a span as transformers' class ``kind``; changes ``config``."""
     from transformers.utils import logging
 
     disable: Any = logging.disable_progress_bar  # of little use for a part
@@ -165,6 +153,7 @@ def load_owned(
         folder,
         config=config,
         local_files_only=True,
+        # In the folder's dtype weights never take more memory than there.
         dtype=(config.dtype or wanted) if is_int8 else wanted,
         output_loading_info=True,
     )
@@ -186,10 +175,7 @@ def load_owned(
 
 
 def _stored(folder: Path, whole: Any) -> dict[str, Stored]:
-    """Return the weights that the folder has in int8, by the names of modules.
-
-    Raises SpecError if it has others than those of matrix products.
-    """
+    """Return weights that the folder has in int8, by module; others are refused."""
     # A model without a head has the names of the folder without their prefix.
     prefix = f"{whole.base_model_prefix}."
     linears: list[str] = []
@@ -213,8 +199,6 @@ def _stored(folder: Path, whole: Any) -> dict[str, Stored]:
 
 def _owned_class(kind: Any, span: Span, folder: Path) -> Any:
     class Owned(kind):  # type: ignore[misc]
-        """The model without the weights of other stages."""
-
         # The weights of other stages are in the files, too. A list, because
         # transformers 5.0 adds one to it.
         _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r".*"]
@@ -238,11 +222,9 @@ def _anatomy(whole: nn.Module, folder: Path) -> Anatomy:
 
 
 def anatomy_from_plan(plan: dict[str, Any]) -> Anatomy:
-    """Return the anatomy that a ``base_model_pp_plan`` describes.
-
-    The chain of layers is the first module that takes the attention mask.
-    """
+    """Return the anatomy that a ``base_model_pp_plan`` describes."""
     names = list(plan)
+    # The first module that takes the attention mask.
     chain = next(n for n in names if "attention_mask" in plan[n][0])
     at = names.index(chain)
     tokens = [name for name in names[:at] if "input_ids" in plan[name][0]]
@@ -270,21 +252,17 @@ def _anatomy_from_tables(whole: nn.Module, folder: Path) -> Anatomy:
 def strip(
     whole: nn.Module, span: Span, anatomy: Anatomy, *, keeps_tokens: bool = False
 ) -> None:
-    """Replace the modules of other stages, in place, with modules without weights.
-
-    The remaining layers keep their numbers, which are part of the names of weights.
-    ``keeps_tokens`` keeps the token embeddings, which are used if ``input_ids`` are
-    given.
-    """
+    """Replace the modules of other stages with some without weights, in place."""
     chain = whole.get_submodule(anatomy.chain)
     assert isinstance(chain, nn.ModuleList)
+    # The other layers keep their numbers, which are in the names of weights.
     for number in range(span.count):
         if not span.begin <= number < span.end:
             chain[number] = Identity()
     if not span.is_first:
         _replace(whole, anatomy.embeddings, PassEmbeddings)
         _replace(whole, anatomy.positions, NoPositions)
-        if not keeps_tokens:
+        if not keeps_tokens:  # they are used if ``input_ids`` are given
             _replace(whole, anatomy.tokens, Identity)
     if not span.is_last:
         _replace(whole, anatomy.after, Identity)
@@ -299,12 +277,10 @@ def _replace(whole: nn.Module, names: Sequence[str], kind: type[nn.Module]) -> N
 
 
 def _drop_other_layers(whole: nn.Module, span: Span, name: str) -> None:
-    """Remove the layers of other stages from the chain and from the config.
-
-    This must wait until the weights are loaded: their names have the layers' numbers.
-    """
+    """Remove the layers of other stages from the chain and from the config."""
     chain = whole.get_submodule(name)
     assert isinstance(chain, nn.ModuleList)
+    # Not before the weights are loaded: their names have the layers' numbers.
     for number in reversed(range(span.count)):
         if not span.begin <= number < span.end:
             del chain[number]
@@ -323,18 +299,13 @@ class LayerPart(nn.Module):
         self.whole, self._span, self._pooling = whole, span, pooling
 
     def forward(self, tensors: Tensors) -> Tensors:
-        """Compute the layers of this stage.
-
-        Takes ``attention_mask``, [rows, length], int64, and either ``input_ids``, of
-        the same shape and dtype (first stage), or ``hidden``, [rows, length, hidden].
-        Returns ``hidden`` and ``attention_mask``; the last stage returns ``embedding``,
-        [rows, hidden], or ``last_hidden_state``.
-        """
+        """Compute the layers from ``input_ids`` or (later stages) ``hidden``."""
         mask = tensors["attention_mask"]
         if self._span.is_first:
             given = {"input_ids": tensors["input_ids"]}
         else:
             given = {"inputs_embeds": tensors["hidden"]}
+        # [rows, length, hidden]
         hidden = self.whole(**given, attention_mask=mask).last_hidden_state
         if not self._span.is_last:
             return {"hidden": hidden, "attention_mask": mask}

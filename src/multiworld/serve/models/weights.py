@@ -14,18 +14,13 @@ from torch import Tensor
 
 from multiworld.errors import SpecError
 
-LAYER = re.compile(r"\.(\d+)\.")
-"""Number of the layer in the name of a tensor."""
-
-MAX_HEADER = 100_000_000
-"""Maximum bytes of the header of a safetensors file (the format's own limit)."""
-
-INDEX = "model.safetensors.index.json"
-"""Index file of weights in several files."""
+LAYER = re.compile(r"\.(\d+)\.")  # of the layer, in the name of a tensor
+MAX_HEADER = 100_000_000  # bytes in a safetensors file (the format's own limit)
+INDEX = "model.safetensors.index.json"  # of weights in several files
 
 
 def read_weights(path: Path, wanted: Set[str]) -> dict[str, Tensor]:
-    """Read only the named tensors from a file or folder; missing ones are left out."""
+    """Read only the named tensors of a file or folder; missing ones are left out."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, Tensor] = {}
@@ -60,12 +55,9 @@ def files_of(path: Path) -> list[Path]:
 
 
 def name_of(folder: Path, *settings: object) -> str:
-    """Return a hash of the weights in a folder and of ``settings`` that also matter.
-
-    Files are identified by size and modification time; those in the hub's cache by
-    their content hash. So the same weights may have different names on two machines,
-    but different weights never share a name.
-    """
+    """Return a hash of the weights in a folder and of ``settings``."""
+    # By size and time, or in the hub's cache by content hash. So the same weights may
+    # have different names on two machines, but different weights never share one.
     made = hashlib.blake2b(repr(settings).encode(), digest_size=16)
     for file in (folder / "config.json", *files_of(folder)):
         try:
@@ -80,11 +72,7 @@ def name_of(folder: Path, *settings: object) -> str:
 
 
 def bytes_by_stage(folder: Path, cuts: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the bytes of weights that each stage of a decoder loads.
-
-    Weights outside the layers count for the first and the last stage, as the embeddings
-    may also be the head.
-    """
+    """Return the bytes of weights that each stage of a decoder loads."""
     found = [0] * len(cuts)
     try:
         headers = [_header(file) for file in files_of(folder)]
@@ -93,6 +81,7 @@ def bytes_by_stage(folder: Path, cuts: Sequence[tuple[int, int]]) -> list[int]:
     for name, begin, end in itertools.chain.from_iterable(headers):
         layer = LAYER.search(name)
         if layer is None:
+            # As the embeddings may also be the head.
             for stage in {0, len(cuts) - 1}:
                 found[stage] += end - begin
             continue
@@ -102,7 +91,6 @@ def bytes_by_stage(folder: Path, cuts: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _header(file: Path) -> list[tuple[str, int, int]]:
-    """Return the name, begin and end of each tensor of a safetensors file."""
     with file.open("rb") as opened:
         (size,) = struct.unpack("<Q", opened.read(8))
         if size > MAX_HEADER:

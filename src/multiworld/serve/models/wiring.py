@@ -25,22 +25,15 @@ class SizeOf:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """An argument that is the same for all requests."""
-
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class StageInterface:
-    """Inputs, outputs and pass-through tensors of one stage.
+    """Inputs, outputs and pass-through tensors of one stage."""
 
-    Attributes:
-        takes: Arguments of the stage's module: tensor names, sizes or constants.
-        gives: Names of the results, in order; empty for unused results.
-    """
-
-    takes: tuple[str | SizeOf | Constant, ...]
-    gives: tuple[str, ...]
+    takes: tuple[str | SizeOf | Constant, ...]  # arguments: tensors, sizes, constants
+    gives: tuple[str, ...]  # results in order; empty if unused
     passes: tuple[str, ...]
 
     def argument(self, take: str | SizeOf | Constant, tensors: Tensors) -> Any:
@@ -66,10 +59,7 @@ class StageInterface:
 def interfaces_of(
     split: GraphModule, inputs: Sequence[str], outputs: Sequence[str]
 ) -> list[StageInterface]:
-    """Return the interface of each stage of a split graph, whose calls are the stages.
-
-    Raises SpecError if other values than tensors with rows would pass between stages.
-    """
+    """Return the interface of each stage of a split graph, whose calls are stages."""
     nodes = list(split.graph.nodes)
     graph_inputs = [node for node in nodes if node.op == "placeholder"]
     calls = [node for node in nodes if node.op == "call_module"]
@@ -142,7 +132,6 @@ def _returned(output: Node) -> list[Node]:
 
 
 def _results(call: Node) -> list[Node]:
-    """Return the nodes of a stage's results, in order."""
     items = [user for user in call.users if user.target is operator.getitem]
     return sorted(items, key=_index) or [call]
 

@@ -1,8 +1,6 @@
-"""Manager of placements: carries out what bookings, policy and solvers decide.
-
-It admits models, plans placements, moves replicas, tracks the machines, and kills
-replicas that use more memory than they booked.
-"""
+"""Manager of placements: carries out what bookings, policy and solvers decide. It
+admits models, plans, moves replicas, tracks the machines, and kills replicas that use
+more memory than they booked."""
 
 from __future__ import annotations
 
@@ -79,7 +77,6 @@ class PlacementManager:
         self.bookings.admit(asks_of(wanted, self._owner.specs))
 
     def restore(self, record: ProcessRecord) -> None:
-        """Book a replica of an earlier controller."""
         spec = self._owner.specs[record.model][record.version]
         post = record.model, record.version, record.stage
         spot = Location(record.node, record.gpus)
@@ -89,7 +86,6 @@ class PlacementManager:
     # Planning.
 
     async def plan_first(self, wanted: DesiredState) -> None:
-        """Plan for a service that has not started yet."""
         try:
             planned = await self._replanner.plan(self._snapshot(wanted))
         except Exception:  # the service can start without a plan
@@ -165,7 +161,6 @@ class PlacementManager:
         self.wake()
 
     def check_memory(self) -> None:
-        """Kill replicas that use more memory than they booked."""
         for name, limit in self.bookings.limits().items():
             running = self._owner.running(name)
             used = running and self._launcher.outgrown(running, limit)

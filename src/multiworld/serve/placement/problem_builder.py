@@ -1,8 +1,5 @@
-"""Placement problems, built from a service and its machines, and plans read back. Pure.
-
-``solver.place`` solves the problem. The plan says how many replicas of which stage go
-on which machine; ``ReplicaBookings`` follows it where there is room.
-"""
+"""Placement problems, built from a service and its machines, and plans read back: how
+many replicas of which stage go on which machine. Pure."""
 
 from __future__ import annotations
 
@@ -27,18 +24,13 @@ from multiworld.serve.spec.schema import (
     StageSpec,
 )
 
-MANY = 64
-"""Maximum number of replicas of a stage that are planned on one device."""
+MANY = 64  # replicas of a stage that are planned on one device
+NOMINAL = 1e-3  # rows per second of a model without a declared demand: almost none
+CPU = "cpu"  # kind of device that stands for the cores of a machine
 
-NOMINAL = 1e-3
-"""Rows per second planned for a model without a declared demand: almost none."""
-
-CPU = "cpu"
-"""Kind of device that stands for the cores of a machine."""
-
+# Cost per hour of the fullest device (``Problem.balance``), below the cost of a move:
+# new replicas go to emptier machines, running ones stay.
 BALANCE = 0.01
-"""Cost per hour of the fullest device (``Problem.balance``), below the cost of a move:
-new replicas go to emptier machines, running ones stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +44,6 @@ class ReplicaRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlacedReplica:
-    """Location of a running replica."""
-
     model: str
     stage: int
     node: str
@@ -66,7 +56,7 @@ def device_name(node: str, gpu: int | None) -> str:
 
 
 def asks_in(models: Mapping[str, ModelSpec]) -> list[ReplicaRequest]:
-    """Return a spec's replicas; a demand lets the solver choose within their ranges."""
+    """Return a spec's replicas; a demand lets the solver choose within ranges."""
     return [
         ReplicaRequest(
             name, spec, [_range(stage, spec.demand) for stage in spec.stages]
@@ -88,15 +78,13 @@ def problem_of(
     asks: Iterable[ReplicaRequest],
     running: Iterable[PlacedReplica] = (),
 ) -> Problem:
-    """Return the problem of placing models.
-
-    Models that are scaled to zero are left out, and so are those whose replicas take
-    several GPUs: they go where there is room.
-    """
+    """Return the problem of placing models."""
     nodes = list(nodes)
     names = [node.name for node in nodes]
     hosts = tuple(Host(node.name, _devices(node), node.bandwidth) for node in nodes)
     kinds = {d.kind for host in hosts for d in host.devices} - {CPU}
+    # Without models scaled to zero, and without replicas of several GPUs: they go where
+    # there is room.
     asked = [ask for ask in asks if _is_planned(ask)]
     planned = {ask.name for ask in asked}
     whole = min((gpu.memory_bytes for node in nodes for gpu in node.gpus), default=0)
@@ -191,7 +179,7 @@ def plan_of(
 def moves(
     plan: Mapping[tuple[Any, str], int], here: Mapping[str, tuple[object, str]]
 ) -> list[str]:
-    """Return the replicas (of `here`, by name) that the plan places elsewhere."""
+    """Return the replicas (of ``here``, by name) that the plan places elsewhere."""
     left = Counter(plan)
     surplus = []
     for name, (post, node) in sorted(here.items()):
@@ -211,18 +199,13 @@ def moves(
 
 @dataclass(frozen=True, slots=True)
 class StageOutlook:
-    """Expected load of one stage under a plan.
-
-    Attributes:
-        busy: Share of the time that its busiest replica computes.
-        able: Rows per second that its replicas could do if nothing else limited them.
-    """
+    """Expected load of one stage under a plan."""
 
     model: str
     stage: int
     where: dict[str, int]
-    busy: float
-    able: float
+    busy: float  # share of the time that its busiest replica computes
+    able: float  # rows per second, if nothing else limited its replicas
 
 
 def outlook(problem: Problem, placement: Placement) -> list[StageOutlook]:
@@ -244,7 +227,7 @@ def outlook(problem: Problem, placement: Placement) -> list[StageOutlook]:
 
 
 def bottleneck(stages: Iterable[StageOutlook], model: str) -> StageOutlook | None:
-    """Return the bottleneck of a model; None if no computing time is known."""
+    """Return a model's bottleneck; None if no computing time is known."""
     mine = [s for s in stages if s.model == model and 0 < s.able < float("inf")]
     return min(mine, key=lambda stage: stage.able, default=None)
 

@@ -22,17 +22,12 @@ from multiworld.serve.resources.assignment import Plan
 
 logger = logging.getLogger("multiworld.serve")
 
-LIMIT_S = 2.0
-"""Seconds for the solvers; meanwhile replicas are placed one by one."""
-
-DEBOUNCE_S = 0.2
-"""Seconds to wait for further changes before planning."""
+LIMIT_S = 2.0  # for the solvers; meanwhile replicas are placed one by one
+DEBOUNCE_S = 0.2  # for further changes before planning
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementSnapshot:
-    """Complete input of a plan."""
-
     nodes: Sequence[Node]
     asks: Sequence[ReplicaRequest]
     running: Sequence[PlacedReplica]
@@ -40,8 +35,6 @@ class PlacementSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class PlanReady:
-    """A plan with its input."""
-
     snapshot: PlacementSnapshot
     problem: Problem
     placement: Placement
@@ -83,7 +76,7 @@ def snapshot_of(planned: PlanReady) -> dict[str, Any]:
 
 
 class Replanner:
-    """Plans in the background when woken; calls `on_plan` with every plan."""
+    """Plans in the background when woken; calls ``on_plan`` with every plan."""
 
     def __init__(
         self,

@@ -15,15 +15,12 @@ from multiworld.serve.spec.schema import ModelSpec
 
 Specs = Mapping[str, Mapping[str, ModelSpec]]
 
+# Post, its title for people, its number of replicas, and the need of each. A post
+# identifies the replicas of one stage of one version of a model.
 PlaceRequest = tuple[object, str, int, Need]
-"""Post, its title for people, its number of replicas, and the need of each.
-
-A post identifies the replicas of one stage of one version of a model."""
 
 
 class ReplicaBookings:
-    """Bookings of a service's replicas on its machines, and the plan for them."""
-
     def __init__(self, nodes: Iterable[Node], policy: Policy = assign) -> None:
         self.ledger = Bookings(nodes)
         self.plan: Plan = {}
@@ -48,16 +45,13 @@ class ReplicaBookings:
         return spot, f"{fewest}, and there is room"
 
     def admit(self, asks: Iterable[PlaceRequest]) -> None:
-        """Raise ``PlacementError`` unless all requests fit beside running replicas.
-
-        The largest needs are placed first. The error says what each machine lacks.
-        """
+        """Raise ``PlacementError`` unless all requests fit beside running replicas."""
         trial = self.ledger.copy()
         missing = []
         for post, title, count, need in asks:
             here = sum(b.post == post for b in trial.bookings.values())
             missing += [(post, title, need, count)] * max(0, count - here)
-        missing.sort(key=lambda ask: _size(ask[2]), reverse=True)
+        missing.sort(key=lambda ask: _size(ask[2]), reverse=True)  # the largest first
         for number, (post, title, need, count) in enumerate(missing):
             try:
                 spot = self._policy(trial, post, need, self.plan)
@@ -84,7 +78,6 @@ class ReplicaBookings:
         return found
 
     def moves(self, names: Iterable[str]) -> list[str]:
-        """Return which of these replicas the plan places elsewhere."""
         bookings = self.ledger.bookings
         here = {n: (bookings[n].post, bookings[n].spot.node) for n in names}
         return moves(self.plan, here)

@@ -63,51 +63,24 @@ from multiworld.world.manager import WorldManager
 
 logger = logging.getLogger("multiworld.serve")
 
-ROUTES = (add_generation, add_generate)
-"""Functions that add the routes of models that generate text."""
+ROUTES = (add_generation, add_generate)  # add the routes of models that generate text
+GENERATION = get_args(GenerationMessage)  # messages that go to the streams
+PROBE_S = 10.0  # for a probe
+PROBE_TOKENS = (1, 1, 1, 1)  # prompt of the probe of a model that generates text
+POISON = 256  # poison requests waiting to be reported to a controller
+USAGE_S = 1.0  # between usage reports
+FLEET_S = 2.0  # for the state of the fleet; then the last one is shown
+LAST_S = 0.5  # for the controller to take the last report
+ASK_S = 0.2  # between two requests for replicas of a model that has none
+OTHER_FILES = 256  # besides its clients' connections
+MIN_CONNECTIONS = 64  # for a gateway to run
+BACKLOG = 2048  # connections waiting to be accepted
+KEEP_ALIVE_S = 30  # until an idle HTTP connection is closed
+LOOK_S = 1.0  # between checks whether the gateway is orphaned
 
-GENERATION = get_args(GenerationMessage)
-"""Types of the messages that go to the streams."""
-
-PROBE_S = 10.0
-"""Maximum seconds that a probe may take."""
-
-PROBE_TOKENS = (1, 1, 1, 1)
-"""Prompt of the probe of a model that generates text."""
-
-POISON = 256
-"""Maximum number of poison requests waiting to be reported to a controller."""
-
-USAGE_S = 1.0
-"""Seconds between usage reports."""
-
-FLEET_S = 2.0
-"""Seconds to wait for the state of the fleet; after that the last one is shown."""
-
-LAST_S = 0.5
-"""Maximum seconds to wait until the controller has taken the last report."""
-
-ASK_S = 0.2
-"""Minimum seconds between two requests for replicas of a model that has none."""
-
-OTHER_FILES = 256
-"""Open files of a gateway besides its clients' connections."""
-
-MIN_CONNECTIONS = 64
-"""Minimum number of connections for a gateway to run."""
-
-BACKLOG = 2048
-"""Maximum number of connections waiting to be accepted."""
-
-KEEP_ALIVE_S = 30
-"""Seconds after which an idle HTTP connection is closed."""
-
-LOOK_S = 1.0
-"""Seconds between checks whether the gateway is orphaned."""
-
+# Idle time after which a gateway without a controller exits, as a multiple of
+# ``orphan_s``; 1 for a gateway that never had a controller.
 ORPHAN_FACTOR = 60
-"""Idle time after which a gateway without a controller exits, as a multiple of
-``orphan_s``; 1 for a gateway that never had a controller."""
 
 
 def listen(spec: GatewaySpec, port: int) -> socket.socket:
@@ -168,8 +141,6 @@ class _Edges:
 
 
 class GatewayProcess:
-    """A gateway and its connection to the controller."""
-
     def __init__(
         self,
         args: ProcessArgs,
@@ -234,10 +205,7 @@ class GatewayProcess:
         )
 
     async def run(self) -> None:
-        """Serve until the controller or a signal stops the process, or it is orphaned.
-
-        Cancelling stops at once and closes the edges; unconfirmed usage is lost.
-        """
+        """Serve until stopped or orphaned; if cancelled, unconfirmed usage is lost."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end)
@@ -270,10 +238,8 @@ class GatewayProcess:
             await self._keeper.close()
 
     async def _serve(self, sock: socket.socket) -> None:
-        """Serve once there is a routing table, and all tokenizers are loaded.
-
-        Until then the other gateways on the port serve alone.
-        """
+        """Serve once there is a routing table, and all tokenizers are loaded."""
+        # Until then the other gateways on the port serve alone.
         await self._is_routed.wait()
         await asyncio.gather(*self._loading)
         await self._server.serve(sockets=[sock])
@@ -353,7 +319,6 @@ class GatewayProcess:
         return Report(number, gateway=self._gateway.report(), counted=counted)
 
     async def _ask_fleet(self) -> None:
-        """Request a ``FleetReport`` from the controller, and wait for it."""
         if self._agent.lost_at is not None:
             return
         if self._fleet is None or self._fleet.done():
@@ -402,7 +367,6 @@ class GatewayProcess:
             self._agent.send(self._poison.popleft())
 
     async def _report_usage(self) -> None:
-        """Report usage and pending poison requests to the controller, forever."""
         reported_to: object = None
         while True:
             await asyncio.sleep(USAGE_S)
@@ -478,7 +442,6 @@ class GatewayProcess:
 
 
 async def run_gateway(args: ProcessArgs) -> int:
-    """Run a gateway; return the exit code of its process."""
     try:
         async with WorldManager(config=args.config()) as manager:
             await GatewayProcess(args, manager).run()

@@ -59,26 +59,13 @@ from multiworld.world.world import World
 
 logger = logging.getLogger("multiworld.serve")
 
-LAST_S = 0.5
-"""Maximum seconds to wait until the controller has taken the last report."""
-
-IDLE_S = 0.1
-"""Seconds without work after which a finishing worker exits."""
-
-LOOK_S = 1.0
-"""Seconds between checks for a controller and gateways."""
-
-SEND_S = 5.0
-"""Maximum seconds that an exiting worker waits until its messages are sent."""
-
-MEMORY_LOOK_S = 0.1
-"""Seconds between checks of the memory in use."""
-
-TELL_S = 0.5
-"""Seconds between the report of excessive memory use and the exit."""
-
-OUTGROWN = 99
-"""Exit code of a process that used more memory than it booked."""
+LAST_S = 0.5  # for the controller to take the last report
+IDLE_S = 0.1  # without work; then a finishing worker exits
+LOOK_S = 1.0  # between checks for a controller and gateways
+SEND_S = 5.0  # for an exiting worker's messages to be sent
+MEMORY_LOOK_S = 0.1  # between checks of the memory in use
+TELL_S = 0.5  # between the report of excessive memory use and the exit
+OUTGROWN = 99  # exit code of a process that used more memory than it booked
 
 
 def _credit_of_next(spec: ModelSpec, stage: int) -> int:
@@ -174,8 +161,6 @@ def _generation_of(
 
 
 class WorkerProcess:
-    """A worker and its connection to the controller."""
-
     def __init__(
         self,
         args: ProcessArgs,
@@ -195,10 +180,7 @@ class WorkerProcess:
         self._is_finishing = asyncio.Event()
 
     async def run(self) -> None:
-        """Work until the controller or a signal stops the process, or it is orphaned.
-
-        Cancelling closes the edges and stops at once; work is lost.
-        """
+        """Work until stopped or orphaned; if cancelled, work is lost."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._is_finishing.set)
         tasks = [
@@ -355,10 +337,7 @@ def gpu_memory_of(device: str) -> int:
 
 
 def cut(seconds: float) -> None:
-    """Simulate a network partition for some seconds, without notice to the peers.
-
-    Nothing is read or written and no heartbeats are sent; the model keeps computing.
-    """
+    """Simulate a network partition: no reads, writes or heartbeats for a while."""
     # This blocks the event loop on purpose, and stops the heartbeat helper.
     found = subprocess.run(
         ["pgrep", "-P", str(os.getpid())], capture_output=True, text=True, check=False
@@ -412,7 +391,6 @@ async def run_follower(args: ProcessArgs, rank: int) -> int:
 
 
 async def run_worker(args: ProcessArgs) -> int:
-    """Run a worker; return the exit code of its process."""
     try:
         async with WorldManager(config=args.config()) as manager:
             await WorkerProcess(args, manager).run()

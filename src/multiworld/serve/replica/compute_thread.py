@@ -14,15 +14,13 @@ _Job = tuple[asyncio.Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class ComputeThread:
-    """Runs functions one after the other in a thread of its own.
-
-    A call costs half as much as with a ``ThreadPoolExecutor``. The thread is a daemon:
-    the process exits even while the model is computing.
-    """
+    """Runs functions one after the other in a thread of its own."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
+        # A call costs half as much as with a ``ThreadPoolExecutor``. A daemon: the
+        # process exits even while the model is computing.
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._run, name="multiworld model", daemon=True
@@ -30,11 +28,7 @@ class ComputeThread:
         self._thread.start()
 
     async def call(self, function: Callable[..., T], *args: Any) -> T:
-        """Call ``function`` in the thread and return its result, or raise its error.
-
-        StopIteration becomes RuntimeError; so does a call after ``close``. Cancellation
-        is safe: the function still runs to its end, and its result is dropped.
-        """
+        """Call ``function`` in the thread; if cancelled, its result is dropped."""
         if self._is_closed:
             raise RuntimeError("compute thread is closed; create a new one")
         future: asyncio.Future[T] = self._loop.create_future()

@@ -8,23 +8,18 @@ from collections.abc import Callable
 
 from multiworld.liveness.pause_detector import PauseDetector
 
-EXIT_HUNG = 70
-"""Exit code of a replica that exits because its model hangs."""
-
-GUARD_S = 1.0
-"""Seconds between two checks."""
+EXIT_HUNG = 70  # of a replica that exits because its model hangs
+GUARD_S = 1.0  # between two checks
 
 
 class HangGuard:
-    """Calls a function periodically in a thread of its own, once it is started.
-
-    ``look`` ends the process if something hangs. It must be thread-safe. It receives
-    the monotonic time before which nothing counts because the process was paused.
-    """
+    """Calls a function periodically in a thread of its own, once it is started."""
 
     def __init__(
         self, look: Callable[[float], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
+        # ``look`` ends the process if something hangs. It gets the monotonic time
+        # before which nothing counts, because the process was paused.
         self._look, self._clock = look, clock
         self._pauses = PauseDetector(GUARD_S)
         self._is_started = False

@@ -1,11 +1,10 @@
 """A leash: the kernel kills a process as soon as nobody holds its leash.
 
-The leash is a pipe. The process that wears it has the read end, and its holders have
-the write end. When the last holder exits, for whatever reason, the kernel sends the
-wearer the signal of its read end, SIGKILL (``F_SETSIG`` in fcntl(2)), which kills even
-a process that is stopped or hangs. This ties a process to one that is not its parent.
-A whole process group can wear one: ``python leash.py FD COMMAND …`` puts its group on
-the leash whose read end is FD, and becomes the command.
+The leash is a pipe: its wearer has the read end, its holders have the write end. When
+the last holder exits, for whatever reason, the kernel sends the wearer the signal of
+its read end, SIGKILL (``F_SETSIG`` in fcntl(2)), even if it is stopped or hangs. This
+ties a process to one that is not its parent. ``python leash.py FD COMMAND …`` puts its
+process group on the leash whose read end is FD, and becomes the command.
 """
 
 from __future__ import annotations
@@ -18,16 +17,12 @@ import sys
 
 
 class Leash:
-    """A new leash, which this process holds until ``let_go``.
-
-    Attributes:
-        worn_at: Path at which a process of the same user can open it, to wear it.
-        held_at: Path at which a process of the same user can hold it, too.
-    """
+    """A new leash, which this process holds until ``let_go``."""
 
     def __init__(self) -> None:
         self._ends: tuple[int, ...] = os.pipe()
         folder = f"/proc/{os.getpid()}/fd"
+        # A process of the same user can open these, to wear it or hold it, too.
         self.worn_at, self.held_at = (f"{folder}/{end}" for end in self._ends)
 
     def let_go(self) -> None:
@@ -48,10 +43,8 @@ def open_leash(path: str) -> int:
 
 
 def wear_leash(reader: int, wearer: int | None = None) -> None:
-    """Make the kernel kill the wearer once nobody holds the leash.
-
-    ``wearer`` is this process by default, or a process group, as a negative number.
-    """
+    """Make the kernel kill the wearer once nobody holds the leash."""
+    # ``wearer`` may be a process group, as a negative number.
     wearer = os.getpid() if wearer is None else wearer
     fcntl.fcntl(reader, fcntl.F_SETOWN, wearer)
     fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)

@@ -1,6 +1,2 @@
 """Resources: capacities of machines, needs of replicas, and free resources.
-
-``amounts``, ``bookings``, ``assignment`` and ``admission`` are pure: they turn a
-machine, a need and the bookings into a location or a ``PlacementError``. ``inventory``
-and ``usage`` read the machine.
-"""
+``inventory`` and ``usage`` read the machine; the rest is pure."""

@@ -13,7 +13,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU of a machine; `kind` is its model, as the driver names it."""
+    """A GPU of a machine; ``kind`` is its model, as the driver names it."""
 
     index: int
     kind: str
@@ -22,50 +22,32 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine, or the part of it that replicas may use.
-
-    Attributes:
-        address: Address of the machine, for people.
-        key: Identifier that the launcher uses for it.
-        price: Price per hour, charged if any of it is used; 0 if it is there anyway.
-        bandwidth: Bytes per second that it can send to others; None for no limit.
-        bfloat16: Time of a matmul in bfloat16, as a multiple of float32; None if not
-            measured.
-    """
+    """A machine, or the part of it that replicas may use."""
 
     name: str
     cpus: float
     memory_bytes: int
     gpus: tuple[Gpu, ...] = ()
-    address: str = ""
-    key: str = ""
-    price: float = 0.0
-    bandwidth: float | None = None
+    address: str = ""  # for people
+    key: str = ""  # the launcher's name for it
+    price: float = 0.0  # per hour, if any of it is used; 0 if it is there anyway
+    bandwidth: float | None = None  # bytes per second sent to others; None: no limit
+    # Time of a matmul in bfloat16, in float32 ones; None: not measured.
     bfloat16: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Resources that one replica takes, all its ranks together.
+    """Resources that one replica takes, all its ranks together."""
 
-    A resource that is not declared is zero: it is neither booked nor limited.
-
-    Attributes:
-        gpus: Number of GPUs that it takes; 0: it runs on the CPU.
-        gpu: Index of the GPU it must have; None for any.
-        gpu_memory_bytes: Memory that it takes on each of its GPUs.
-        whole_gpus: It shares its GPUs with no other replica.
-        nodes: Names or patterns of the machines it may run on; empty for any.
-        ranks: Number of its processes.
-    """
-
+    # Zero: not declared, so neither booked nor limited.
     cpus: float = 0.0
     memory_bytes: int = 0
-    gpus: int = 0
-    gpu: int | None = None
-    gpu_memory_bytes: int = 0
-    whole_gpus: bool = False
-    nodes: frozenset[str] = frozenset()
+    gpus: int = 0  # 0: it runs on the CPU
+    gpu: int | None = None  # index of the GPU it must have; None: any
+    gpu_memory_bytes: int = 0  # on each of its GPUs
+    whole_gpus: bool = False  # shares its GPUs with no other replica
+    nodes: frozenset[str] = frozenset()  # names or patterns of machines; empty: any
     ranks: int = 1
 
     def allows(self, node: str) -> bool:
@@ -82,10 +64,7 @@ class Location:
 
 
 def needs_of(model: ModelSpec) -> list[Need]:
-    """Return the needs of one replica of each stage, as the spec declares them.
-
-    If a stage that generates text declares memory, its KV blocks and caches add to it.
-    """
+    """Return the needs of one replica of each stage, as the spec declares them."""
     found = []
     for number, stage in enumerate(model.stages):
         kind, _, index = stage.device.partition(":")
@@ -93,7 +72,7 @@ def needs_of(model: ModelSpec) -> list[Need]:
         memory_mb, gpu_memory_mb = stage.memory_mb or 0.0, stage.gpu_memory_mb or 0.0
         if memory_mb:
             is_last = number == len(model.stages) - 1
-            memory_mb += _texts_mb(model, is_last=is_last)
+            memory_mb += _texts_mb(model, is_last=is_last)  # KV blocks and caches
         found.append(
             Need(
                 cpus=(stage.cpus or 0.0) * stage.ranks,

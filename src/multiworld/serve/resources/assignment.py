@@ -13,8 +13,7 @@ from multiworld.errors import PlacementError
 from multiworld.serve.resources.amounts import Location, Need, in_words
 from multiworld.serve.resources.bookings import Bookings, able_gpus
 
-Plan = Mapping[tuple[Any, str], int]
-"""Planned number of replicas, for each post and machine."""
+Plan = Mapping[tuple[Any, str], int]  # planned replicas of each post on each machine
 
 
 class Policy(Protocol):
@@ -23,21 +22,10 @@ class Policy(Protocol):
     def __call__(
         self, ledger: Bookings, post: object, need: Need, plan: Plan
     ) -> Location:
-        """Return the location of one more replica of ``post``.
-
-        Args:
-            ledger: Bookings of the machines.
-            post: Post of the replica.
-            need: Resources that it takes.
-            plan: Planned number of replicas for each post and machine.
-
-        Raises:
-            PlacementError: No machine fits; ``short`` says why, by machine.
-        """
+        """Return the place of one more replica, or raise ``PlacementError``."""
 
 
 def assign(ledger: Bookings, post: object, need: Need, plan: Plan) -> Location:
-    """Return the location of one more replica of ``post``; see ``Policy``."""
     short = {name: ledger.shortage(name, need) for name in ledger.nodes}
     able = [name for name, lack in short.items() if not lack]
     if not able:

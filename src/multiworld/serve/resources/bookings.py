@@ -1,8 +1,5 @@
-"""Bookings: which replica has booked which resources of which machine. Pure.
-
-A booking that does not fit is refused, so bookings never exceed a machine's resources.
-Only ``restore`` does not check: it enters a replica that already runs.
-"""
+"""Bookings: which replica has booked which resources of which machine. Pure. They never
+exceed a machine's resources, except by ``restore``."""
 
 from __future__ import annotations
 
@@ -19,13 +16,12 @@ from multiworld.serve.resources.amounts import (
     mib,
 )
 
-CLOSE = 1e-9
-"""Tolerance for comparing cores."""
+CLOSE = 1e-9  # tolerance for comparing cores
 
 
 @dataclass(frozen=True, slots=True)
 class Booking:
-    """Resources that one replica holds; replicas of one `post` are spread."""
+    """Resources that one replica holds; replicas of one ``post`` are spread."""
 
     name: str
     post: object
@@ -35,19 +31,12 @@ class Booking:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Free resources of a machine.
-
-    Attributes:
-        gpu_memory_bytes: Free memory of each GPU, by its index.
-        used_gpus: GPUs that a replica runs on.
-        whole_gpus: Those of them that are a replica's alone.
-    """
-
     cpus: float
     memory_bytes: int
+    # Free memory of each GPU, by its index.
     gpu_memory_bytes: dict[int, int] = field(default_factory=dict)
-    used_gpus: frozenset[int] = frozenset()
-    whole_gpus: frozenset[int] = frozenset()
+    used_gpus: frozenset[int] = frozenset()  # that a replica runs on
+    whole_gpus: frozenset[int] = frozenset()  # those of them that are a replica's alone
 
 
 class Bookings:
@@ -67,7 +56,6 @@ class Bookings:
         self.nodes = {node.name: node for node in nodes}
 
     def book(self, name: str, post: object, spot: Location, need: Need) -> None:
-        """Book the resources of a replica, or raise ``PlacementError``."""
         short = self.shortage(spot.node, need, spot.gpus)
         if short:
             raise PlacementError(
@@ -106,13 +94,7 @@ class Bookings:
         )
 
     def shortage(self, node: str, need: Need, gpus: tuple[int, ...] = ()) -> str:
-        """Return what a machine lacks for a replica; empty if it fits.
-
-        Args:
-            node: Name of the machine.
-            need: Resources that the replica takes.
-            gpus: Indexes of the GPUs it must have; empty: any.
-        """
+        """Return what a machine lacks for a replica (on ``gpus``); empty if it fits."""
         if node not in self.nodes:
             return "the machine is gone"
         if not need.allows(node):

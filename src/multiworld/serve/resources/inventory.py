@@ -13,8 +13,7 @@ import psutil
 
 from multiworld.serve.resources.amounts import Gpu, Node
 
-CGROUP = Path("/sys/fs/cgroup")
-"""Folder with the limits of this container (control group, version 2)."""
+CGROUP = Path("/sys/fs/cgroup")  # limits of this container (control group, version 2)
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -22,11 +21,7 @@ logger = logging.getLogger("multiworld.serve")
 def this_node(
     name: str = "", cpus: float | None = None, memory_bytes: int | None = None
 ) -> Node:
-    """Return the resources of this machine that this process may use.
-
-    Each is the minimum of the machine's resource, the container's limit, the CPU
-    affinity and the declared limit (`cpus`, `memory_bytes`).
-    """
+    """Return the resources of this machine that this process may use."""
     has_cpus = min(float(len(os.sched_getaffinity(0))), _quota(CGROUP / "cpu.max"))
     has_bytes = min(psutil.virtual_memory().total, _limit(CGROUP / "memory.max"))
     return Node(
@@ -39,21 +34,14 @@ def this_node(
 
 
 def visible_gpus() -> list[str] | None:
-    """Return the GPUs that CUDA uses in this process, as the environment names them.
-
-    A GPU's index, in torch and in ``Gpu``, is its position in this list. None: all GPUs
-    of the machine, in the order of their buses.
-    """
+    """Return the GPUs that CUDA uses here, as the environment names them; None: all."""
+    # A GPU's index, in torch and in ``Gpu``, is its position in this list.
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if names is None else [n.strip() for n in names.split(",") if n.strip()]
 
 
 def gpus(visible: Sequence[str] | None = None) -> tuple[Gpu, ...]:
-    """Return the NVIDIA GPUs that the management library (NVML) reports.
-
-    Args:
-        visible: Their indexes on the machine, or their UUIDs; None: all.
-    """
+    """Return the GPUs that NVML reports; ``visible``: indexes or UUIDs; None: all."""
     try:
         import pynvml
 

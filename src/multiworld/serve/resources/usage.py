@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 KIB = 1024
-TICKS = os.sysconf("SC_CLK_TCK")
-"""Clock ticks per second, the unit of CPU times in ``/proc``."""
+TICKS = os.sysconf("SC_CLK_TCK")  # per second, the unit of CPU times in ``/proc``
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +25,9 @@ def usage_of(pid: int) -> Usage:
 
 
 def memory_of(pid: int) -> int:
-    """Return the bytes of memory that a process and its descendants occupy.
-
-    Anonymous and shared memory counts, shared memory (after a fork) proportionally for
-    each process. File pages (mapped weights) do not count, because the kernel drops
-    them when memory is short.
-    """
+    """Return the bytes of memory that a process and its descendants occupy."""
+    # Shared memory (after a fork) counts proportionally. File pages (mapped weights) do
+    # not: the kernel drops them when memory is short.
     return sum(map(_memory, family_of(pid)))
 
 
@@ -45,7 +41,6 @@ def outgrows(pid: int, limit: int) -> int | None:
 
 
 def family_of(pid: int) -> list[int]:
-    """Return a process and its descendants, as far as the kernel reports them."""
     found, left = [], [pid]
     while left:
         one = left.pop()

@@ -1,8 +1,5 @@
-"""Autoscaler: asks each model's scaling policy and applies its decisions.
-
-The policies decide from samples of all processes' reports. A request for a model that
-is scaled to zero triggers a decision at once.
-"""
+"""Autoscaler: applies the decisions of each model's policy, which decides from samples
+of all processes' reports; at once, if a model scaled to zero has a request."""
 
 from __future__ import annotations
 
@@ -32,14 +29,9 @@ from multiworld.serve.transport.control_messages import Reports
 
 logger = logging.getLogger("multiworld.serve")
 
-LOOK_S = 0.5
-"""Maximum seconds between checks for new models and for models that are due."""
-
-REPORT_S = 0.5
-"""Maximum seconds to wait for a process's report; a late one counts with its last."""
-
-START_S = 1.0
-"""Assumed seconds to start a replica, until one has been measured."""
+LOOK_S = 0.5  # between checks for new models and for models that are due
+REPORT_S = 0.5  # for a process's report; a late one counts with its last
+START_S = 1.0  # assumed to start a replica, until one has been measured
 
 
 class AutoscalerOwner(Protocol):

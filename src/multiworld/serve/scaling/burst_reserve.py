@@ -19,45 +19,35 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-SIGMAS = 2.0
-"""Standard deviations above the allowed late requests that activate the reserve."""
+SIGMAS = 2.0  # standard deviations above the allowed late requests: activates it
+MIN_LATE_BURSTS = 2  # separate bursts with late answers that activate it
 
-MIN_LATE_BURSTS = 2
-"""Minimum number of separate bursts with late answers that activates the reserve."""
-
+# Minimum share of the allowed wait that a request late for lack of replicas has waited.
+# Limits how many such requests the total waiting time can explain; well below 1 because
+# samples miss part of the waiting.
 MIN_WAIT_SHARE = 0.25
-"""Minimum share of the allowed wait that a request late for lack of replicas has
-waited. Limits how many such requests the total waiting time can explain; well below 1
-because samples miss part of the waiting."""
 
-EVERY_SIZE_UP_TO = 16
-"""Fleet size up to which every number of replicas is a candidate."""
+EVERY_SIZE_UP_TO = 16  # fleet size up to which every number is a candidate
+SIZE_GROWTH = 1.2  # ratio of successive candidates above that
 
-SIZE_GROWTH = 1.2
-"""Ratio of successive candidate sizes above ``EVERY_SIZE_UP_TO``."""
-
+# Assumptions of the fluid queue, from optimistic to pessimistic. Each pair holds the
+# share of a sampling interval within which its requests arrive, and the share of the
+# allowed wait that the fluid queue may use up.
 CALIBRATION_LEVELS = ((1.0, 1.0), (1.0, 0.5), (0.5, 0.5), (0.0, 0.5), (0.0, 0.25))
-"""Assumptions of the fluid queue, from optimistic to pessimistic. Each pair holds the
-share of a sampling interval within which its requests arrive, and the share of the
-allowed wait that the fluid queue may use up."""
 
-MAX_STEP_S = 1.0
-"""Maximum step of a fluid queue, in seconds; longer intervals are split."""
+MAX_STEP_S = 1.0  # of a fluid queue; longer intervals are split
 
+# Calibration levels per horizon by which a period with few misses recovers. Recovery is
+# slow because a period without misses proves little while a reserve is kept.
 RECOVERY = 1.0
-"""Calibration levels per horizon by which a period with few misses recovers. Recovery
-is slow because a period without misses proves little while a reserve is kept."""
 
-LateCounts = tuple[float, ...]
-"""Requests that would have waited too long, for each of the ``CALIBRATION_LEVELS``."""
+LateCounts = tuple[float, ...]  # requests too late, by calibration level
 
 NO_LATE: LateCounts = (0.0,) * len(CALIBRATION_LEVELS)
 
 
 @dataclass(frozen=True, slots=True)
 class FleetFacts:
-    """Fluid queue of one stage with one number of replicas."""
-
     replicas: int
     queue: float = 0.0
     late: LateCounts = NO_LATE
@@ -66,37 +56,29 @@ class FleetFacts:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Measured requests of a model in one half of the horizon.
-
-    ``missed`` includes refused ones; ``waited`` is a multiple of the allowed wait.
-    """
+    """Measured requests of a model in one half of the horizon."""
 
     arrived: float = 0.0
-    missed: float = 0.0
+    missed: float = 0.0  # refused ones included
     refused: float = 0.0
-    waited: float = 0.0
+    waited: float = 0.0  # in allowed waits
     late_bursts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BurstReserve:
-    """Measurements and fluid queues of one model, and whether a reserve is kept.
+    """Measurements and fluid queues of one model, and whether a reserve is kept."""
 
-    Attributes:
-        seconds: Seconds since the current half of the horizon started.
-        level: Position among the ``CALIBRATION_LEVELS`` at which the fluid queue
-            predicts the measured number of late requests; fractions interpolate.
-        actual: By stage, the fluid queue of the replicas that were actually ready.
-        fleets: By stage, the fluid queues of all candidate sizes, smallest first.
-    """
-
-    seconds: float = 0.0
+    seconds: float = 0.0  # since the current half of the horizon started
     recent: Counts = field(default_factory=Counts)
     previous: Counts = field(default_factory=Counts)
     since_late_s: float | None = None
     is_active: bool = False
+    # Position among the ``CALIBRATION_LEVELS`` at which the fluid queue predicts the
+    # measured number of late requests; fractions interpolate.
     level: float = 0.0
-    actual: tuple[FleetFacts, ...] = ()
+    actual: tuple[FleetFacts, ...] = ()  # by stage, of the replicas that were ready
+    # By stage, queues of all candidate sizes, smallest first.
     fleets: tuple[tuple[FleetFacts, ...], ...] = ()
 
     @property
@@ -118,27 +100,21 @@ class BurstReserve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurstRecord:
-    """Measurements of one sampling interval; sequences are by stage.
-
-    Attributes:
-        missed: Requests found late, or refused.
-        item_s: Seconds that a replica is busy with one request.
-        max_wait_s: Seconds that a request may wait and still meet the objective.
-        burst_gap_s: Seconds without a late answer after which the next one starts a new
-            burst, enough for replicas started in the previous one to become ready.
-    """
+    """Measurements of one sampling interval; sequences are by stage."""
 
     seconds: float
     arrived: float
-    missed: float
+    missed: float  # requests found late, or refused
     refused: float
     ongoing: Sequence[float]
-    item_s: Sequence[float]
+    item_s: Sequence[float]  # that a replica is busy with one request
     ready: Sequence[int]
     min_replicas: Sequence[int]
     max_replicas: Sequence[int]
-    max_wait_s: float
+    max_wait_s: float  # that a request may wait and still meet the objective
     deadline_s: float
+    # Seconds without a late answer, after which the next one starts a new burst: enough
+    # for replicas started in the previous one to become ready.
     burst_gap_s: float
     objective_share: float
 
@@ -176,10 +152,7 @@ def update(
 def reserved_replicas(
     reserve: BurstReserve, item_s: Sequence[float], objective_share: float
 ) -> tuple[int, ...]:
-    """Return the replicas to keep by stage; all zero while no reserve is needed.
-
-    No stage is kept wider than the bottleneck can become.
-    """
+    """Return the replicas to keep by stage; all zero while none is needed."""
     fleets = reserve.fleets
     if not reserve.is_active:
         return (0,) * len(fleets)
@@ -196,6 +169,7 @@ def reserved_replicas(
         ),
         default=math.inf,
     )
+    # No stage is kept wider than the bottleneck can become.
     return tuple(
         min(count, math.ceil(narrowest * s - 1e-9)) if s else 1
         for count, s in zip(enough, item_s, strict=True)
@@ -253,19 +227,17 @@ def _since_late_s(old: BurstReserve, record: BurstRecord) -> float | None:
 
 
 def _is_needed(found: BurstReserve, record: BurstRecord) -> bool:
-    """Return whether to keep a reserve.
-
-    It starts when attainment falls short in several bursts, and ends when the minimum
-    number of replicas would be enough.
-    """
+    """Return whether to keep a reserve."""
     allowed = (1.0 - record.objective_share) * found.arrived
     if found.is_active:
+        # It ends when the minimum of replicas would be enough.
         return any(
             _smallest_sufficient(stage_fleets, found.level, allowed) > lowest
             for stage_fleets, lowest in zip(
                 found.fleets, record.min_replicas, strict=True
             )
         )
+    # It starts when attainment falls short in several bursts.
     threshold = allowed + SIGMAS * math.sqrt(max(allowed, 1.0))
     return found.late_bursts >= MIN_LATE_BURSTS and found.missed > threshold
 

@@ -1,12 +1,8 @@
 """Default autoscaling policy, used where a spec names no other. Pure.
 
-1. Estimate the demand now, and when a new replica would be ready (``demand``).
-2. Look up the scaling plan, a number of replicas for every stage, that carries the
-   demand (``scaling_plans``). Add replicas if recent bursts or the backlog need more to
-   meet the objective. Until service times are known, the queue length alone decides, as
-   in Ray Serve.
-3. Keep a burst reserve if SLO attainment fell short without it (``burst_reserve``).
-4. Apply the stabilization windows (``stabilization``).
+It looks up the scaling plan for the demand when a new replica would be ready, adds
+replicas for bursts, the backlog and the burst reserve, and applies the stabilization
+windows. Until service times are known, the queue length alone decides, as in Ray Serve.
 """
 
 from __future__ import annotations
@@ -44,35 +40,24 @@ from multiworld.serve.scaling.snapshot import (
 )
 from multiworld.serve.scaling.stabilization import PendingChange
 
-PLAN_TOLERANCE = 0.2
-"""Relative change of a stage's service time that recomputes the scaling plans."""
+PLAN_TOLERANCE = 0.2  # relative change of a service time that recomputes the plans
 
+# Horizon of the burst reserve, in largest ``downscale_delay_s``; long enough for
+# several bursts to recur. Chosen on traces; see docs/serve/scaling-report.md.
 RESERVE_HORIZON = 15.0
-"""Horizon of the burst reserve, as a multiple of the largest ``downscale_delay_s``.
-Long enough for several bursts to recur. Chosen on traces; see
-docs/serve/scaling-report.md."""
 
-SIMILAR_ROWS = 0.8
-"""Ratio of mean batch sizes above which two batches count as about equally large."""
+SIMILAR_ROWS = 0.8  # ratio of mean batch sizes above which they count as equal
+MIN_REQUESTS = 20  # recent requests for a stage's measured times to count
 
-MIN_REQUESTS = 20
-"""Minimum number of recent requests for a stage's measured times to count."""
-
+# Seconds per request, seconds per batch, and requests per batch.
 Times = tuple[float, float, float]
-"""Seconds per request, seconds per batch, and requests per batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyState:
-    """State that the policy keeps from one decision to the next.
-
-    Attributes:
-        costs: By stage, seconds per request and per batch that the plans are for.
-        bounds: By stage, minimum and maximum replicas that the plans are for.
-    """
-
+    # By stage, seconds per request and batch.
     costs: tuple[tuple[float, float], ...] = ()
-    bounds: tuple[tuple[int, int], ...] = ()
+    bounds: tuple[tuple[int, int], ...] = ()  # by stage, minimum and maximum
     plans: tuple[ScalingPlan, ...] = ()
     pending: tuple[tuple[PendingChange, ...], ...] = ()
     measured: tuple[Times | None, ...] = ()
@@ -146,7 +131,7 @@ def _bounds(snapshot: Snapshot) -> tuple[tuple[int, int], ...]:
 def _times_of(
     snapshot: Snapshot, period_s: float, old: Sequence[Times | None]
 ) -> tuple[Times | None, ...]:
-    """Return the service times by stage; ``old`` ones stay until there are new ones."""
+    """Return the service times by stage; ``old`` ones stay until there are new."""
     first = sample_at(snapshot.samples, snapshot.now - period_s)
     last = snapshot.samples[-1]
     step = min(1.0, snapshot.interval_s / period_s)
@@ -166,12 +151,10 @@ def _times_of(
 
 
 def _smoothed(before: Times, now: Times, step: float) -> Times:
-    """Return the times, moved towards the new measurement by the share ``step``.
-
-    A request takes longer in a small batch than in a large one, so adding replicas,
-    which shrinks batches, must not make them look slower: a longer time counts only if
-    its batches are about as large as before.
-    """
+    """Return the times, moved towards the new measurement by the share ``step``."""
+    # A request takes longer in a small batch. Adding replicas, which shrinks batches,
+    # must not make them look slower: a longer time counts only if its batches are about
+    # as large as before.
     item_s, batch_s, rows = before
     is_slower = now[0] > item_s
     if is_slower and now[2] < SIMILAR_ROWS * rows:
@@ -308,7 +291,7 @@ def _needs(
 def _max_wait_s(
     snapshot: Snapshot, costs: Sequence[tuple[float, float]], period_s: float
 ) -> float:
-    """Return how many seconds requests may wait and still meet the objective."""
+    """Return how long requests may wait and still meet the objective."""
     if snapshot.objective_s is None:
         return period_s
     compute_s = sum(item_s for item_s, _ in costs)
@@ -318,7 +301,7 @@ def _max_wait_s(
 def _for_backlog(
     snapshot: Snapshot, demand: Demand, k: int, item_s: float, max_wait_s: float
 ) -> int:
-    """Return the replicas that carry the demand and also clear the backlog in time."""
+    """Return the replicas that carry the demand and clear the backlog in time."""
     limits = limits_now(snapshot.stages[k])
     seen = snapshot.samples[-1].stages[k]
     usual = limits.target_ongoing_requests * max(1, snapshot.stages[k].replicas)

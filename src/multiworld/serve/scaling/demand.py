@@ -10,44 +10,27 @@ from dataclasses import dataclass
 
 from multiworld.serve.scaling.snapshot import Sample
 
-SIGMAS = 3.0
-"""Standard deviations of a Poisson process that a burst must exceed."""
+SIGMAS = 3.0  # standard deviations of a Poisson process that a burst must exceed
+BURST_SHARE = 6  # divisor of the look-back period that gives the burst window
+MIN_INTERVALS = 3  # per rate: the very first requests may or may not be a burst
+TREND_PERIODS = 2.0  # look-back periods over which a trend is fitted
+BINS = 8  # of the trend's linear regression
 
-BURST_SHARE = 6
-"""Divisor of the look-back period that gives the burst window."""
-
-MIN_INTERVALS = 3
-"""Minimum sampling intervals per rate: the very first requests may or may not be a
-burst."""
-
-TREND_PERIODS = 2.0
-"""Look-back periods over which a trend is fitted."""
-
-BINS = 8
-"""Bins of the trend's linear regression."""
-
+# Minimum ratio of a slope to its standard error (Student's t with six degrees of
+# freedom, two-sided 5 %).
 MIN_T = 2.5
-"""Minimum ratio of a slope to its standard error (Student's t with six degrees of
-freedom, two-sided 5 %)."""
 
-MAX_GROWTH = 2.0
-"""Maximum expected demand, as a multiple of the current demand."""
+MAX_GROWTH = 2.0  # maximum expected demand, as a multiple of the current demand
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Demand in arrivals per second.
+    """Demand in arrivals per second."""
 
-    Attributes:
-        rate: Current demand: over the look-back period, or in a burst over its window.
-        expected: Demand in ``ahead_s`` seconds, when a replica started now is ready.
-        slope: Change of ``rate`` per second; 0 if not significant.
-    """
-
-    rate: float
-    expected: float
+    rate: float  # over the look-back period, or in a burst over its window
+    expected: float  # in ``ahead_s`` seconds, when a replica started now is ready
     ahead_s: float = 0.0
-    slope: float = 0.0
+    slope: float = 0.0  # change of ``rate`` per second; 0 if not significant
     is_burst: bool = False
 
     @property
@@ -92,13 +75,10 @@ def demand_of(
 
 
 def envelope(samples: Sequence[Sample], period_s: float, max_wait_s: float) -> float:
-    """Return the minimum throughput, in requests/s, that bounds waits by
-    ``max_wait_s``.
-
-    The requests that arrive within any ``w`` seconds must be computed within ``w +
-    max_wait_s``. This is the measured arrival curve of network calculus (Cruz, "A
-    calculus for network delay", IEEE Transactions on Information Theory 37, 1991).
-    """
+    """Return the least throughput (requests/s) that bounds waits by ``max_wait_s``."""
+    # What arrives within any ``w`` seconds must be computed within ``w + max_wait_s``:
+    # the measured arrival curve of network calculus (Cruz, "A calculus for network
+    # delay", IEEE Transactions on Information Theory 37, 1991).
     first = bisect.bisect_left([s.at for s in samples], samples[-1].at - period_s)
     lately = samples[max(0, first - 1) :]
     highest = 0.0

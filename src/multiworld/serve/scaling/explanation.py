@@ -14,20 +14,14 @@ from multiworld.serve.scaling.snapshot import Snapshot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """Intermediate results behind a decision; tuples are empty if unknown.
-
-    Attributes:
-        costs: By stage, seconds of a request and of a batch.
-        reserved: By stage, replicas of the burst reserve; empty if it adds none.
-        needs: By stage, replicas needed, without and with the margin.
-    """
+    """Intermediate results behind a decision; by stage, and empty if unknown."""
 
     demand: Demand
-    costs: tuple[tuple[float, float], ...]
+    costs: tuple[tuple[float, float], ...]  # of a request and of a batch
     plans: tuple[ScalingPlan, ...]
     burst_reserve: BurstReserve
-    reserved: tuple[int, ...]
-    needs: list[tuple[int, int]]
+    reserved: tuple[int, ...]  # by the burst reserve; empty if it adds none
+    needs: list[tuple[int, int]]  # without and with the margin
     is_urgent: bool
 
 

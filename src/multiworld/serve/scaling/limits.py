@@ -66,12 +66,9 @@ def keep_starting(
     starting: Sequence[int],
     there: Sequence[int],
 ) -> tuple[int, ...]:
-    """Return ``wanted``, raised where it would drain a replica that is still starting.
-
-    Most of a start's cost is spent before the replica is ready, and aborting it frees
-    nothing. The result never exceeds ``before``, the previous desired number, for this
-    reason. ``there`` counts starting and ready replicas.
-    """
+    """Raise ``wanted`` where it would drain a replica that is still starting."""
+    # Most of a start's cost is spent before it is ready. Never above ``before``, the
+    # previous desired number. ``there``: starting and ready replicas.
     return tuple(
         max(want, min(previous, known)) if starts else want
         for want, previous, starts, known in zip(

@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import math
 
-SATURATED = 0.97
-"""Utilization above which a queue counts as growing without limit."""
+SATURATED = 0.97  # utilization above which a queue counts as growing without limit
 
 
 def mean_wait_s(
     rate: float, item_s: float, servers: int, variability: float = 1.0
 ) -> float:
-    """Return the mean seconds until a replica starts a request; infinity if saturated.
-
-    ``variability`` is half the sum of the squared coefficients of variation of the
-    interarrival and service times: 1 for M/M/c, 0.5 for M/D/c.
-    """
+    """Return the mean wait for a replica; infinity if saturated."""
+    # ``variability``: half the sum of the squared coefficients of variation of
+    # interarrival and service times: 1 for M/M/c, 0.5 for M/D/c.
     load = rate * item_s / servers if servers else math.inf
     if rate <= 0 or item_s <= 0:
         return 0.0
@@ -48,7 +45,7 @@ def wait_quantile_s(
     variability: float = 1.0,
     share: float = 0.99,
 ) -> float:
-    """Return the seconds within which ``share`` of the requests start service."""
+    """Return the time within which ``share`` of the requests start service."""
     mean = mean_wait_s(rate, item_s, servers, variability)
     if mean == 0.0 or math.isinf(mean):
         return mean

@@ -17,7 +17,6 @@ from multiworld.serve.scaling.stabilization import PendingChange, remember, stab
 
 
 def fixed(snapshot: Snapshot) -> Decision:
-    """Keep the current number of replicas."""
     replicas = tuple(stage.replicas for stage in snapshot.stages)
     return Decision(replicas=replicas, why="a fixed fleet")
 
@@ -47,11 +46,9 @@ def _each(
 
 
 def queued(snapshot: Snapshot) -> Decision:
-    """Scale each stage by its queue length: Ray Serve's own policy.
-
-    ``ceil(ongoing / target_ongoing_requests)``, averaged over the look-back period
-    (``ray/serve/autoscaling_policy.py``, 2.60).
-    """
+    """Scale each stage by its queue length: Ray Serve's own policy."""
+    # ``ceil(ongoing / target_ongoing_requests)``, averaged over the look-back period
+    # (``ray/serve/autoscaling_policy.py``, 2.60).
     return _each(snapshot, _for_queue, "by queued requests")
 
 
@@ -62,8 +59,7 @@ def _for_queue(snapshot: Snapshot, k: int, limits: StageLimits) -> int:
     return math.ceil(mean / limits.target_ongoing_requests - 1e-9)
 
 
-HIGH, LOW = 0.8, 0.4
-"""Utilization above (below) which ``threshold`` adds (removes) a replica."""
+HIGH, LOW = 0.8, 0.4  # utilization above (below) which a replica is added (removed)
 
 
 def threshold(snapshot: Snapshot) -> Decision:
@@ -88,12 +84,9 @@ def oracle(
     share: float = 0.99,
     margin: float = 1.0,
 ) -> Policy:
-    """Return a policy that knows all future arrivals: roughly the best possible.
-
-    It starts replicas just in time for every burst, and drains them right after. It
-    does not know how requests will spread over replicas and batches; ``margin``
-    compensates.
-    """
+    """Return a policy that knows all arrivals: roughly the best possible."""
+    # It starts replicas just in time for every burst, and drains them right after. It
+    # does not know how requests will spread; ``margin`` compensates.
     plans = plans_of(costs, objective_s, share)
     compute_s = sum(stage.item_s for stage in costs)
     max_wait_s = max((objective_s or 10.0) - compute_s, (objective_s or 10.0) / 4)
@@ -129,7 +122,6 @@ def oracle(
 
 
 def _needed(coming: Sequence[float], max_wait_s: float) -> float:
-    """Return the required throughput; see ``demand.envelope``."""
     highest, step = 0.0, max(1, len(coming) // 64)
     for first in range(0, len(coming), step):
         for last in range(first, len(coming), step):
@@ -138,12 +130,11 @@ def _needed(coming: Sequence[float], max_wait_s: float) -> float:
     return highest
 
 
-MARGINS = (1.0, 1.25, 1.5, 2.0, 3.0)
-"""Margins to try for an oracle, cheapest first."""
+MARGINS = (1.0, 1.25, 1.5, 2.0, 3.0)  # to try for an oracle, cheapest first
 
+# Policies by the names that ``multiworld simulate --policy`` knows.
 BUILT_IN: dict[str, Callable[[Snapshot], Decision]] = {
     "fixed": fixed,
     "queued": queued,
     "threshold": threshold,
 }
-"""Policies by the names that ``multiworld simulate --policy`` knows."""

@@ -13,8 +13,7 @@ from multiworld.serve.scaling.snapshot import (
 )
 from multiworld.serve.scaling.stabilization import PendingChange, remember, stabilized
 
-MARGIN = 1.15
-"""Scale down only if the smaller fleet still carries this multiple of the demand."""
+MARGIN = 1.15  # multiple of the demand that a smaller fleet must carry
 
 
 def look_back_s(snapshot: Snapshot) -> float:
@@ -23,7 +22,7 @@ def look_back_s(snapshot: Snapshot) -> float:
 
 
 def limits_now(stage: StageNow) -> StageLimits:
-    """Return the limits of a stage; a fixed stage is limited to its current size."""
+    """Return the limits of a stage; a fixed stage is limited to its size."""
     if stage.limits is not None:
         return stage.limits
     return StageLimits(min_replicas=stage.replicas, max_replicas=max(1, stage.replicas))
@@ -37,7 +36,7 @@ def is_idle(snapshot: Snapshot, rate: float) -> bool:
 def for_queue(
     samples: Sequence[Sample], k: int, stage: StageNow, period_s: float
 ) -> int:
-    """Return the replicas for a stage's mean ongoing requests (Ray Serve's rule)."""
+    """Return the replicas for the mean ongoing requests (Ray Serve's rule)."""
     begin = samples[-1].at - period_s
     lately = [s.stages[k].ongoing for s in samples if s.at > begin - 1e-9]
     mean = sum(lately) / len(lately)
@@ -46,18 +45,13 @@ def for_queue(
 
 def settled(
     snapshot: Snapshot,
-    needs: Sequence[tuple[int, int]],
-    pending: Sequence[tuple[PendingChange, ...]],
+    needs: Sequence[tuple[int, int]],  # without and with the margin
+    pending: Sequence[tuple[PendingChange, ...]],  # needs that the windows still cover
     *,
-    is_urgent: bool,
-    is_rising: bool = False,
+    is_urgent: bool,  # scales up without waiting
+    is_rising: bool = False,  # prevents scaling down
 ) -> tuple[list[int], tuple[tuple[PendingChange, ...], ...]]:
-    """Return the replicas by stage after stabilization, and the needs to remember.
-
-    ``needs`` are without and with the margin, ``pending`` the needs that the windows
-    still cover. ``is_urgent`` scales up without waiting; ``is_rising`` prevents scaling
-    down.
-    """
+    """Return the replicas by stage after stabilization, and needs to remember."""
     remembered, replicas = [], []
     for k, stage in enumerate(snapshot.stages):
         limits = limits_now(stage)

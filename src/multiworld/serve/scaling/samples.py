@@ -16,6 +16,7 @@ from multiworld.serve.transport.control_messages import (
 
 R = TypeVar("R")
 
+# Counters of a sample that are summed over the gateways.
 COUNTED = (
     "arrived",
     "missed",
@@ -24,10 +25,8 @@ COUNTED = (
     "prompt_tokens",
     "generated_tokens",
 )
-"""Counters of a sample that are summed over the gateways."""
 
-PERIODS = 2.5
-"""Multiple of the look-back period for which samples are kept."""
+PERIODS = 2.5  # look-back periods for which samples are kept
 
 
 @dataclass(slots=True)
@@ -47,15 +46,13 @@ class ObservedReplica:
 
 @dataclass(slots=True)
 class SampleWindow:
-    """Recent samples of one model.
-
-    Processes may be lost and count from their own start; the totals never decrease.
-    """
+    """Recent samples of one model."""
 
     model: str
     stages: int
     look_back_s: float
     samples: deque[Sample] = field(default_factory=deque)
+    # Totals never decrease, though processes may be lost, and count from their start.
     _totals: list[_Stage] = field(default_factory=list)
     _sums: Counter[str] = field(default_factory=Counter)
     _last_counts: dict[str, tuple[float, ...]] = field(default_factory=dict)
@@ -147,7 +144,7 @@ class SampleWindow:
         self._sums["tokens"] += int(tokens)
 
     def _increase(self, name: str, *counts: float) -> tuple[float, ...]:
-        """Return how much the counters of a process grew since its last report."""
+        """Return how much a process's counters grew since its last report."""
         is_older = self._preexisting is not None and name in self._preexisting
         nothing = counts if is_older else (0.0,) * len(counts)
         before = self._last_counts.get(name, nothing)

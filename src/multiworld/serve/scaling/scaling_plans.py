@@ -2,9 +2,8 @@
 
 A scaling plan is a number of replicas for *every* stage of a pipeline, and the maximum
 arrival rate that these carry within the objective. The next plan has one more replica
-at the bottleneck. All stages are thus scaled together, and a decision is a table
-lookup. Plans precomputed and keyed by load are the idea of CascadeServe (Kossmann et
-al., arXiv 2406.14424), where they also choose among models.
+at the bottleneck. Plans keyed by load are the idea of CascadeServe (Kossmann et al.,
+arXiv 2406.14424), where they also choose among models.
 """
 
 from __future__ import annotations
@@ -17,36 +16,27 @@ from dataclasses import dataclass
 from multiworld.serve.scaling import queue_model
 from multiworld.serve.scaling.snapshot import StageLimits
 
-BISECTIONS = 18
-"""Bisection steps that find a scaling plan's load; exact to a few millionths."""
+BISECTIONS = 18  # steps that find a plan's load; exact to a few millionths
+MAX_UTILISATION = 0.85  # planned for a stage where a model has an objective
 
-MAX_UTILISATION = 0.85
-"""Maximum planned utilization of a stage where a model has an objective."""
-
+# Minimum objective of scaling plans, as a multiple of the service time. Even an idle
+# service misses a shorter objective; it must not claim all replicas.
 MIN_OBJECTIVE = 1.5
-"""Minimum objective of scaling plans, as a multiple of the service time. Even an
-idle service misses a shorter objective; it must not claim all replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """Service times and limits of one stage.
+    """Service times and limits of one stage."""
 
-    Attributes:
-        item_s: Seconds that a replica is busy with one request.
-        batch_s: Seconds of one batch, the minimum time a request spends in the stage.
-        variability: See ``mean_wait_s``.
-    """
-
-    item_s: float
-    batch_s: float
+    item_s: float  # that a replica is busy with one request
+    batch_s: float  # of one batch, the minimum time in the stage
     limits: StageLimits
-    variability: float = 0.75
+    variability: float = 0.75  # see ``mean_wait_s``
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingPlan:
-    """Maximum arrival rate that some number of replicas of each stage carries."""
+    """Maximum arrival rate that some replicas of each stage carry."""
 
     rate: float
     replicas: tuple[int, ...]
@@ -62,10 +52,8 @@ class _Aim:
 def plans_of(
     stages: Sequence[StageCost], objective_s: float | None = None, share: float = 0.99
 ) -> tuple[ScalingPlan, ...]:
-    """Return all scaling plans of a pipeline, smallest first.
-
-    Without an objective, ``target_ongoing_requests`` determines the replicas.
-    """
+    """Return all scaling plans of a pipeline, smallest first."""
+    # Without an objective, ``target_ongoing_requests`` determines the replicas.
     aim = _Aim(objective_s, share)
     counts = [max(1, stage.limits.min_replicas) for stage in stages]
     found: list[ScalingPlan] = []
@@ -89,16 +77,14 @@ def plan_for(plans: Sequence[ScalingPlan], rate: float) -> int:
 def latency_s(
     stages: Sequence[StageCost], counts: Sequence[int], rate: float, share: float
 ) -> float:
-    """Return the seconds within which ``share`` of the requests passes all stages.
-
-    Only the slowest stage contributes its tail, as two rare events seldom coincide.
-    """
+    """Return the time within which ``share`` of the requests pass all stages."""
     late, mean, compute_s = [], [], 0.0
     for stage, count in zip(stages, counts, strict=True):
         args = rate, stage.item_s, count, stage.variability
         late.append(queue_model.wait_quantile_s(*args, share))
         mean.append(queue_model.mean_wait_s(*args))
         compute_s += stage.batch_s
+    # Only the slowest stage's tail counts: two rare events seldom coincide.
     gaps = [one - other for one, other in zip(late, mean, strict=True)]
     if any(map(math.isinf, late)):
         return math.inf
@@ -144,7 +130,7 @@ def _carried(stages: Sequence[StageCost], counts: Sequence[int], aim: _Aim) -> f
 def _stage_to_widen(
     stages: Sequence[StageCost], counts: Sequence[int], aim: _Aim
 ) -> int | None:
-    """Return the stage that gains most from one more replica; None if none may grow."""
+    """Return the stage that gains most from one more replica; None: none may grow."""
     best: tuple[float, float, int] | None = None
     for k, stage in enumerate(stages):
         if counts[k] >= stage.limits.max_replicas:

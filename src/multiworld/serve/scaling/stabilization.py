@@ -1,8 +1,8 @@
-"""Stabilization windows: a need counts only after it has lasted. Pure.
+"""Stabilization windows, which are Ray Serve's delays. Pure.
 
-The windows are Ray Serve's delays. A stage scales up once it has needed more replicas
-throughout ``upscale_delay_s``, to the minimum of that window. It scales down once it
-has needed fewer throughout ``downscale_delay_s``, to the maximum of that window.
+A stage scales up once it has needed more replicas throughout ``upscale_delay_s``, to
+the minimum of that window; down once it has needed fewer throughout
+``downscale_delay_s``, to the maximum.
 """
 
 from __future__ import annotations
@@ -12,20 +12,16 @@ from dataclasses import dataclass
 
 from multiworld.serve.scaling.snapshot import StageLimits
 
-EPSILON_S = 1e-6
-"""Tolerance for comparing times, in seconds."""
+EPSILON_S = 1e-6  # tolerance for comparing times
 
 
 @dataclass(frozen=True, slots=True)
 class PendingChange:
-    """Replicas that one stage needed at one moment, without and with a margin.
-
-    It scales up to ``low``, and down only above ``high``.
-    """
+    """Replicas that one stage needed at one moment."""
 
     at: float
-    low: int
-    high: int
+    low: int  # without the margin; it scales up to this
+    high: int  # with the margin; it scales down only above this
 
 
 def remember(

@@ -1,9 +1,5 @@
-"""Duration of a step of a model that generates text, learned from samples. Pure.
-
-A step of ``n`` tokens takes ``step_s + n * row_s``: it reads all weights once, and
-computes each token. Both are fitted by least squares to samples with steps of different
-sizes.
-"""
+"""Duration of a step of a model that generates text, learned from samples: ``step_s + n
+* row_s`` for ``n`` tokens (it reads all weights once), by least squares. Pure."""
 
 from __future__ import annotations
 
@@ -14,25 +10,18 @@ from dataclasses import dataclass
 from multiworld.serve.generation.replica.step_planner import MIN_CHUNK
 from multiworld.serve.scaling.snapshot import Snapshot, StageSeen
 
+# Typical ``step_s / row_s``, used while all steps have about the same size. SmolLM2 on
+# an EPYC; see ``generation.replica.step_planner``.
 USUAL_RATIO = 9.0
-"""Typical ``step_s / row_s``, used while all steps have about the same size. SmolLM2 on
-an EPYC; see ``generation.replica.step_planner``."""
 
 
-PRIOR = 0.01
-"""Weight of ``USUAL_RATIO``, in steps per measured step."""
-
-MEMORY_PERIODS = 20.0
-"""Look-back periods after which the weight of a measurement has decayed to 1/e."""
-
-MIN_STEPS = 20
-"""Minimum number of measured steps for an estimate."""
+PRIOR = 0.01  # weight of ``USUAL_RATIO``, in steps per measured step
+MEMORY_PERIODS = 20.0  # look-back periods until a measurement's weight is 1/e
+MIN_STEPS = 20  # measured, for an estimate
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Fixed seconds per step of one stage, and seconds per token."""
-
     step_s: float
     row_s: float
 
@@ -41,11 +30,8 @@ class StepCost:
 
 
 def prompt_seconds(tokens: float, costs: Sequence[StepCost], max_tokens: int) -> float:
-    """Return the seconds to prefill a prompt that has the pipeline to itself.
-
-    Its chunks pass through the stages one after the other; those in flight together
-    have at most ``max_tokens`` tokens, the limit of one step.
-    """
+    """Return the time to prefill a prompt that has the pipeline to itself."""
+    # Its chunks pass the stages one by one; those in flight have ``max_tokens`` tokens.
     tokens = max(1.0, tokens)
     part = min(tokens, max(MIN_CHUNK, min(tokens, max_tokens) / len(costs)))
     seconds = [cost.seconds(part) for cost in costs]

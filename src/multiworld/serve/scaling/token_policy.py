@@ -43,34 +43,26 @@ from multiworld.serve.scaling.step_costs import (
     prompt_seconds,
 )
 
-BUSY = 0.85
-"""Maximum utilization of a stage that is planned for."""
+BUSY = 0.85  # maximum utilization of a stage that is planned for
 
 
-KV_SHARE = 0.9
-"""Maximum share of the KV blocks that is planned for."""
-
-MIN_TOKENS = 100
-"""Minimum number of recent output tokens for a measured round to count."""
+KV_SHARE = 0.9  # maximum share of the KV blocks that is planned for
+MIN_TOKENS = 100  # recent output tokens for a measured round to count
 
 MAX_FACTOR = 1.5
+# Limits of the measured correction of the predicted round. Sequences that still wait
+# for their first token look like slow rounds.
 MIN_FACTOR = 0.85
-"""Limits of the measured correction of the predicted round. Sequences that still wait
-for their first token look like slow rounds."""
 
-MIN_COMPLETIONS = 5
-"""Minimum number of finished sequences for their mean length to count."""
+MIN_COMPLETIONS = 5  # finished sequences for their mean length to count
 
+# Share of the prefill time that delays a round where steps run one after the other; and
+# slowdown of a round whose steps wait for each other, because there are several or they
+# share a replica. Both are fitted to the simulation.
 OVERLAP, SPLIT_COST = 0.75, 1.4
-"""Share of the prefill time that delays a round where steps run one after the other;
-and slowdown of a round whose steps wait for each other, because there are several or
-they share a replica. Both are fitted to the simulation."""
 
-SETTLING = 50
-"""Maximum iterations until the number of sequences converges."""
-
-GUESSED_ROUND = 4.0
-"""Longest round without ``tpot_ms``, as a multiple of the round of a lone sequence."""
+SETTLING = 50  # iterations until the number of sequences converges
+GUESSED_ROUND = 4.0  # longest round without ``tpot_ms``, in rounds of a lone sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +75,14 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Work that a fleet has to carry.
+    """Work that a fleet has to carry."""
 
-    Attributes:
-        rate: Requests per second.
-        burst: Requests per second in the worst recent burst.
-        sequences: Running sequences now; long rounds increase them, as each then lives
-            longer.
-        factor: Measured round, as a multiple of the predicted one.
-        backlog: Additional prompts per second needed to clear the waiting ones soon.
-    """
-
-    rate: float
-    burst: float
-    sequences: float
+    rate: float  # requests per second
+    burst: float  # requests per second in the worst recent burst
+    sequences: float  # running now; more in long rounds, as each lives longer
     lengths: Lengths
-    factor: float = 1.0
+    factor: float = 1.0  # measured round, as a multiple of the predicted one
+    # Additional prompts per second, to clear the waiting ones soon.
     backlog: float = 0.0
 
     def times(self, factor: float) -> Load:
@@ -110,8 +94,6 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class TokenState:
-    """State that the policy keeps from one decision to the next; see ``Load``."""
-
     sums: tuple[StepSums, ...] = ()
     lengths: Lengths | None = None
     factor: float = 1.0
@@ -257,11 +239,7 @@ def fleet(
     load: Load,
     text: TextObjectives,
 ) -> tuple[int, ...]:
-    """Return the smallest fleet that meets the objectives, or else the largest.
-
-    All stages grow together and are then trimmed: steps that are split between replicas
-    cost more, so an even fleet is often better than a smaller one.
-    """
+    """Return the smallest fleet that meets the objectives, or else the largest."""
     limits = [limits_now(stage) for stage in snapshot.stages]
     minimum = max(
         _for_memory(snapshot, load), math.ceil(load.sequences / text.max_num_seqs)
@@ -275,6 +253,8 @@ def fleet(
         return is_quick and _is_first_in_time(counts, costs, load, text)
 
     largest = max(limit.max_replicas for limit in limits)
+    # All stages grow together and are then trimmed: split steps cost more, so an even
+    # fleet is often better than a smaller one.
     counts = list(lowest)
     for size in range(1, largest + 1):
         counts = [
@@ -299,12 +279,9 @@ def _trimmed(
 
 
 def round_of(counts: Sequence[int], costs: Sequence[StepCost], load: Load) -> float:
-    """Return the seconds of a round; infinite if the fleet does not carry the load.
-
-    A sequence lives for as many rounds as it has tokens, so the number of sequences
-    follows from the round (Little's law) and the round from their number: both
-    converge, or grow without limit.
-    """
+    """Return the seconds of a round; infinite if the fleet does not carry the load."""
+    # The number of sequences follows from the round (Little's law: one lives for as
+    # many rounds as it has tokens), and the round from their number.
     sequences = load.sequences
     for _ in range(SETTLING):
         found = load.factor * _round_with(sequences, counts, costs, load)
@@ -318,13 +295,10 @@ def round_of(counts: Sequence[int], costs: Sequence[StepCost], load: Load) -> fl
 def _round_with(
     number: float, counts: Sequence[int], costs: Sequence[StepCost], load: Load
 ) -> float:
-    """Return the seconds of a round with ``number`` running sequences.
-
-    Each replica computes one token of each of its sequences and its share of the
-    prompts that arrive meanwhile. Few sequences pass through the stages one after the
-    other; many are split into as many concurrent steps as there are stages. A stage
-    with fewer replicas than stage 0 serves the steps of several of them.
-    """
+    """Return the seconds of a round with ``number`` running sequences."""
+    # Each replica computes a token of each of its sequences and its share of prompts.
+    # Few sequences pass the stages one by one; many are split into as many steps as
+    # there are stages. A stage with fewer replicas than stage 0 serves several of them.
     prompts = (load.rate + load.backlog) * load.lengths.prompt
     groups = min(len(counts), max(1.0, number / counts[0] / ROWS))
     fixed, shares = [], []
@@ -347,7 +321,7 @@ def _is_first_in_time(
     load: Load,
     text: TextObjectives,
 ) -> bool:
-    """Return whether first tokens meet the objective, as far as replicas can help."""
+    """Return whether first tokens are in time, as far as replicas can help."""
     if text.ttft_s is None:
         return True
     prompt = load.lengths.prompt

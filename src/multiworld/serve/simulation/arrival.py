@@ -7,16 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class Arrival:
-    """One request of a trace, ``at`` seconds after the first.
-
-    Attributes:
-        work: Work, relative to the mean of its trace.
-        prompt: Prompt tokens; 0 if unknown.
-        answer: Output tokens; 0 if unknown.
-    """
+    """One request of a trace, ``at`` seconds after the first."""
 
     at: float
-    work: float = 1.0
+    work: float = 1.0  # relative to the mean of its trace
     model: str = ""
-    prompt: int = 0
-    answer: int = 0
+    prompt: int = 0  # tokens; 0 if unknown
+    answer: int = 0  # tokens; 0 if unknown

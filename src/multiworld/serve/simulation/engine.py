@@ -1,10 +1,9 @@
 """Discrete-event simulation of a served model: queues, batches, replicas.
 
 It follows the rules of the real parts: a bounded queue at the router, windows to the
-replicas of the next stage, the less loaded of two random replicas, batches of the
-requests that arrived during the previous batch. Replicas become ready after
-``start_s``, and are drained before they exit. Replicas do not slow each other down:
-each has the cores that it was measured with.
+next stage, the less loaded of two random replicas, batches of what arrived during the
+previous one. Replicas are ready after ``start_s``, and drained before they exit. They
+do not slow each other down: each has the cores that it was measured with.
 """
 
 from __future__ import annotations
@@ -32,50 +31,35 @@ from multiworld.serve.simulation.arrival import Arrival
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageModel:
-    """One stage of a simulated model.
-
-    Attributes:
-        seconds: Returns the seconds of a batch for its work (its rows, if each request
-            takes 1).
-        max_wait_s: Seconds that the oldest request of a batch waits for others.
-        window: Maximum number of requests that one sender may have waiting at a
-            replica.
-        item_s: Seconds of a request in a full batch; None if the policy does not know
-            it.
-    """
+    """One stage of a simulated model."""
 
     name: str
+    # Seconds of a batch, for its work (its rows, if each request takes 1).
     seconds: Callable[[float], float]
     max_batch_size: int = 16
-    max_wait_s: float = 0.0
-    window: int = 32
+    max_wait_s: float = 0.0  # of the oldest request of a batch, for others
+    window: int = 32  # requests that one sender may have waiting at a replica
     replicas: int = 1
     limits: StageLimits | None = None
+    # Seconds of a request in a full batch; None if the policy does not know it.
     item_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineModel:
-    """One simulated model and how it is scaled.
-
-    Attributes:
-        text: Objectives of a model that generates text; None for others.
-        limits: Limits of its stage 0 replicas.
-        start_s: Seconds until a started replica is ready.
-        interval_s: Seconds between two decisions.
-    """
+    """One simulated model and how it is scaled."""
 
     name: str
     stages: tuple[StageModel, ...]
     policy: Policy
-    text: TextObjectives | None = None
-    limits: EngineLimits | None = None
+    text: TextObjectives | None = None  # if it generates text
+    limits: EngineLimits | None = None  # of its stage 0 replicas
     objective_s: float | None = None
     objective_share: float = 0.99
     deadline_s: float = 30.0
     max_queued_requests: int = 512
-    start_s: float = 1.0
-    interval_s: float = 1.0
+    start_s: float = 1.0  # until a started replica is ready
+    interval_s: float = 1.0  # between two decisions
 
 
 @dataclass(slots=True, eq=False)
@@ -122,34 +106,26 @@ class SimulatedDecision:
 
 @dataclass(slots=True)
 class SimulationResult:
-    """Result of replaying a trace for one model.
-
-    Attributes:
-        requests: Arrival time and latency of each request, in seconds; for generated
-            text, the latency of the first token. The latency is -1 if the request was
-            refused or passed its deadline.
-        replica_s: By stage, seconds that replicas existed, from their launch.
-        moments: Changes of the desired or ready replicas.
-        decided: Decisions that changed a number of replicas.
-    """
+    """Result of replaying a trace for one model."""
 
     model: str
     objective_s: float | None
+    # Arrival and latency in seconds; for generated text, that of the first token. The
+    # latency is -1 if the request was refused or passed its deadline.
     requests: list[tuple[float, float]]
     attained: int
     refused: int
     late: int
-    replica_s: tuple[float, ...]
+    replica_s: tuple[float, ...]  # by stage, from launch on
     seconds: float
-    moments: list[Moment]
-    decided: list[SimulatedDecision]
+    moments: list[Moment]  # changes of desired or ready replicas
+    decided: list[SimulatedDecision]  # that changed a number of replicas
 
 
 class Room:
     """Unlimited room for replicas; subclasses may limit it."""
 
     def take(self, name: str, model: str, stage: int) -> bool:
-        """Book room for a replica; return False if there is none."""
         return True
 
     def free(self, name: str) -> None:
@@ -157,7 +133,7 @@ class Room:
 
 
 class Pipeline:
-    """One model in a simulation; ``at`` schedules a function to be called at a time."""
+    """One model in a simulation; ``at`` calls a function at a time."""
 
     def __init__(
         self,
@@ -251,7 +227,6 @@ class Pipeline:
             self.decide(now)  # scale up from zero at once
 
     def _expire(self, now: float) -> None:
-        """Abandon requests that waited past their deadline."""
         begin = now - self._model.deadline_s
         lines = [self._waiting]
         for replicas in self._replicas:

@@ -18,12 +18,11 @@ from multiworld.serve.simulation.engine import PipelineModel, Room, StageModel
 from multiworld.serve.spec.profiles import ModelProfile
 from multiworld.serve.spec.schema import ModelSpec
 
-Curve = Mapping[int, float]
-"""Seconds of a batch, by its rows."""
+Curve = Mapping[int, float]  # of a batch, by its rows
 
 
 def seconds_of(curve: Curve) -> Callable[[float], float]:
-    """Return a function for the seconds of any batch, interpolating known batches."""
+    """Return a function for any batch's seconds, interpolating known batches."""
     points = sorted(curve.items())
 
     def seconds(work: float) -> float:

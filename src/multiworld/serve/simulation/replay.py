@@ -16,9 +16,8 @@ from multiworld.serve.simulation.engine import (
 )
 from multiworld.serve.simulation.token_pipeline import TokenPipeline
 
+# Maximum random delay of a decision after its interval: the real autoscaler polls.
 POLL_S = 0.1
-"""Maximum random delay of a decision after its interval, in seconds. The real
-autoscaler polls this often whether an interval is over."""
 
 
 def simulate(

@@ -8,34 +8,24 @@ from dataclasses import dataclass
 from multiworld.serve.load.summary import quantile
 from multiworld.serve.simulation.engine import SimulationResult
 
-FLAP_S = 60.0
-"""Seconds within which scaling one way and back counts as a flap."""
+FLAP_S = 60.0  # within which scaling one way and back counts as a flap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Score of one model under one policy.
-
-    Attributes:
-        attained: Share of all requests answered within the objective; without an
-            objective, the share answered.
-        goodput: Requests per second answered within the objective, if there is one.
-        replica_s: Replica-seconds, summed over all stages.
-        refused: Requests refused because of a full queue.
-        late: Requests that passed their deadline.
-    """
+    """Score of one model under one policy."""
 
     policy: str
     model: str
     requests: int
-    attained: float
-    goodput: float
-    replica_s: float
+    attained: float  # share of all requests within the objective, or else answered
+    goodput: float  # requests per second answered within the objective
+    replica_s: float  # summed over all stages
     mean_replicas: float
     p50_s: float
     p99_s: float
-    refused: int
-    late: int
+    refused: int  # by a full queue
+    late: int  # passed their deadline
     changes: int
     flaps: int
 

@@ -1,9 +1,9 @@
 """Discrete-event simulation of a model that generates text.
 
-Each replica of stage 0 has the real scheduler; steps pass through the stages as in a
-real pipeline, and each takes the time that was measured for its tokens. A sequence is
-pinned to the least loaded replica of each stage. It moves proactively if its replica
-drains or another one is new: the new replica first computes its tokens.
+Each replica of stage 0 has the real scheduler; steps pass through the stages, each for
+the time that was measured for its tokens. A sequence is pinned to the least loaded
+replica of each stage. It moves if its replica drains or another one is new: the new
+replica first computes its tokens.
 """
 
 from __future__ import annotations
@@ -38,23 +38,14 @@ from multiworld.serve.transport.protocol import Key
 
 @dataclass(slots=True, eq=False)
 class SimulatedSequence(Request):
-    """A simulated sequence.
-
-    Attributes:
-        answer: Number of tokens to generate.
-        chain: Replicas by stage; empty until placed.
-        made: Tokens generated so far.
-        first_at: Time of the first token; negative before.
-        moving: Stage whose replica is being prepared; negative: none.
-    """
-
     prompt: int = 1
-    answer: int = 1
+    answer: int = 1  # tokens to generate
     key: Key = ("", 0, 0)
+    # Replicas by stage; empty until placed.
     chain: list[TextReplica] = field(default_factory=list)
-    made: int = 0
-    first_at: float = -1.0
-    moving: int = -1
+    made: int = 0  # tokens generated so far
+    first_at: float = -1.0  # time of the first token; negative before
+    moving: int = -1  # stage whose replica is being prepared; negative: none
 
     @property
     def tokens(self) -> int:
@@ -72,7 +63,7 @@ class SimulatedStep:
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """Prefill of a sequence that is moving to a replica; ``rows`` tokens remain."""
+    """Prefill of a sequence that moves to a replica; ``rows`` tokens remain."""
 
     sequence: SimulatedSequence
     rows: int

@@ -1,11 +1,7 @@
-"""Traces of requests, read from files or generated.
-
-Supported files are the Azure LLM inference traces (``TIMESTAMP,ContextTokens,
-GeneratedTokens``; https://github.com/Azure/AzurePublicDataset), BurstGPT
-(``Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type``;
-https://github.com/HPMLL/BurstGPT), and any CSV file whose first column is a number of
-seconds or a date.
-"""
+"""Traces of requests: generated, or from files of Azure LLM inference traces
+(https://github.com/Azure/AzurePublicDataset), of BurstGPT
+(https://github.com/HPMLL/BurstGPT), or any CSV whose first column has seconds or
+dates."""
 
 from __future__ import annotations
 
@@ -20,23 +16,19 @@ from pathlib import Path
 from multiworld.errors import ServeError
 from multiworld.serve.simulation.arrival import Arrival
 
+# Titles of columns with the number of prompt tokens.
 CONTEXT = ("ContextTokens", "Request tokens", "context_tokens", "input_tokens")
-"""Titles of columns with the number of prompt tokens."""
+# Titles of columns with the number of output tokens.
 GENERATED = ("GeneratedTokens", "Response tokens", "generated_tokens", "output_tokens")
-"""Titles of columns with the number of output tokens."""
 
+# Time of an output token, as a multiple of the time of a prompt token. Prompt tokens
+# are computed together. (Patel et al., "Splitwise", ISCA 2024, figures 5 and 6: a
+# prompt of 1,500 tokens takes as long as about 40 to 80 output tokens.)
 TOKEN_WEIGHT = 20.0
-"""Time of an output token, as a multiple of the time of a prompt token. Prompt tokens
-are computed together. (Patel et al., "Splitwise", ISCA 2024, figures 5 and 6: a prompt
-of 1,500 tokens takes as long as about 40 to 80 output tokens.)"""
 
 
 def read_trace(path: Path, *, by_tokens: bool = False) -> list[Arrival]:
-    """Read a trace from a CSV file; its first request arrives at 0.
-
-    With ``by_tokens``, the work of a request follows from its tokens; otherwise it is
-    1.
-    """
+    """Read a CSV file; ``by_tokens``: work follows from tokens, else it is 1."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             found = _read(csv.reader(file), path, by_tokens)
@@ -103,7 +95,7 @@ def _work(row: list[str], titles: list[str], path: Path, number: int) -> float:
 
 
 def _tokens(row: list[str], titles: list[str]) -> tuple[int, int]:
-    """Return the numbers of prompt and output tokens; 0 where the trace has none."""
+    """Return the numbers of prompt and output tokens; 0 where there are none."""
     found = []
     for names in (CONTEXT, GENERATED):
         column = next((titles.index(t) for t in names if t in titles), len(row))
@@ -119,17 +111,13 @@ def _from_zero(found: list[Arrival]) -> list[Arrival]:
     return [replace(a, at=a.at - first, work=a.work / mean) for a in found]
 
 
-MIN_CV, MAX_CV = 0.01, 100.0
-"""Limits of the coefficient of variation: from a clock to hours between bursts."""
+MIN_CV, MAX_CV = 0.01, 100.0  # of variation: from a clock to hours between bursts
 
 
 def gamma(rate: float, seconds: float, cv: float = 1.0, seed: int = 0) -> list[Arrival]:
-    """Return arrivals with gamma-distributed interarrival times.
-
-    Their coefficient of variation is ``cv``: 1 is a Poisson process, more is burstier
-    (AlpaServe, OSDI 2023, replays its traces this way).
-    """
+    """Return arrivals with gamma-distributed gaps, as AlpaServe (OSDI 2023) does."""
     draw = random.Random(seed)
+    # A coefficient of variation of 1 is a Poisson process, more is burstier.
     shape = 1.0 / (cv * cv)
     found: list[float] = []
     at = 0.0
@@ -141,16 +129,12 @@ def gamma(rate: float, seconds: float, cv: float = 1.0, seed: int = 0) -> list[A
 
 
 def generated(text: str, seed: int = 0) -> list[Arrival]:
-    """Return the trace that a text describes, in the syntax of ``multiworld simulate``.
-
-    The text is ``poisson:rate=5,seconds=600``, ``gamma:rate=5,seconds=600,cv=4``, or
-    several of them joined by ``+``, which follow each other. ``prompt=500,answer=100``
-    sets mean numbers of tokens; they are distributed exponentially.
-    """
+    """Return the trace that a text describes, as for ``multiworld simulate``."""
     found: list[Arrival] = []
     begin = 0.0
     for number, part in enumerate(text.split("+")):
         kind, _, rest = part.partition(":")
+        # Tokens are means of an exponential distribution.
         given = {"rate": 0.0, "seconds": 0.0, "cv": 1.0, "prompt": 0.0, "answer": 0.0}
         try:
             for item in rest.split(","):

@@ -1,7 +1,5 @@
-"""Authenticator of a gateway: API keys, limits, quarantine and usage.
-
-It reads clocks and computes digests; its parts are pure and decide.
-"""
+"""Authenticator of a gateway: API keys, limits, quarantine and usage. It reads clocks
+and computes digests; its parts are pure."""
 
 from __future__ import annotations
 
@@ -29,8 +27,7 @@ from multiworld.serve.tenants.usage_meter import UsageMeter
 
 ModelVersion = tuple[str, str]
 
-FORGET_S = 60.0
-"""Seconds between removals of outdated limits and quarantines."""
+FORGET_S = 60.0  # between removals of outdated limits and quarantines
 
 NO_KEY = (
     "this service needs an API key: send it as `Authorization: Bearer KEY` or "
@@ -45,17 +42,11 @@ BAD_KEY = "API key is unknown, expired, revoked or suspended; use a valid one"
 
 @dataclass(slots=True, eq=False)
 class AdmittedRequest:
-    """A request that was admitted and is not answered yet.
-
-    Attributes:
-        started_at: Monotonic time of its admission, in seconds.
-        bytes_in: Bytes of its body so far, as sent.
-        model: Name of the model in its body, if it was refused before it was parsed.
-    """
+    """A request that was admitted and is not answered yet."""
 
     tenant: Tenant
-    started_at: float
-    bytes_in: int = 0
+    started_at: float  # monotonic time of its admission
+    bytes_in: int = 0  # of its body so far, as sent
     bytes_out: int = 0
     rows: int = 0
     prompt_tokens: int = 0
@@ -63,16 +54,11 @@ class AdmittedRequest:
     is_refused: bool = False
     timing: Timing = field(default_factory=Timing)
     id: str = ""
-    model: str = ""
+    model: str = ""  # in its body, if it was refused before it was parsed
 
 
 class Authenticator:
-    """Admits requests to one gateway, and accounts for them.
-
-    Attributes:
-        meter: Usage that the controller has not stored yet.
-        gateways: Number of gateways that share the limits.
-    """
+    """Admits requests to one gateway, and accounts for them."""
 
     def __init__(
         self, *, needs_key: bool, clock: Callable[[], float] = time.monotonic
@@ -82,9 +68,9 @@ class Authenticator:
         self.limiter = RateLimiter()
         self.quarantine = Quarantine()
         self.budgets = TokenBudgets()
-        self.meter = UsageMeter()
+        self.meter = UsageMeter()  # usage that the controller has not stored yet
         self.refused: Counter[tuple[str, str]] = Counter()
-        self.gateways = 1
+        self.gateways = 1  # number of gateways that share the limits
         self._forget_at = 0.0
 
     def identify(self, headers: Mapping[str, str]) -> Tenant:
@@ -182,7 +168,6 @@ class Authenticator:
             self._count_refusal(admitted.tenant.name, why)
 
     def count_model_refusal(self, tenant: Tenant) -> None:
-        """Count a request for a model that its tenant may not use."""
         self._count_refusal(tenant.name, "model")
 
     # Poison requests.

@@ -1,8 +1,8 @@
 """Token budgets of tenants, per day and month, in UTC. Pure.
 
-The controller adds up the usage of all gateways and sends each gateway the sums; a
-gateway adds its own usage since then. Together they can exceed the budget by the usage
-of about a second, and by completions in flight, which are never cut.
+A gateway adds its own usage to the controller's sums of all gateways. Together they can
+exceed the budget by the usage of about a second, and by completions in flight, which
+are never cut.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TokensUsed(NamedTuple):
 
 
 def day_of(wall_s: float) -> int:
-    """Return the start of the day; times are in seconds since the epoch."""
+    """Return the start of the day; times are since the epoch."""
     return int(wall_s) // DAY_S * DAY_S
 
 
@@ -68,8 +68,6 @@ def exhausted(tenant: Tenant, used: TokensUsed) -> str:
 
 
 class TokenLedger:
-    """Token usage of all tenants, at the controller."""
-
     def __init__(
         self, in_day: Mapping[str, int], in_month: Mapping[str, int], wall_s: float
     ) -> None:
@@ -100,14 +98,11 @@ class TokenLedger:
 
 
 class TokenBudgets:
-    """Budgets of all tenants, at one gateway."""
-
     def __init__(self) -> None:
         self._used: dict[str, TokensUsed] = {}
         self._since: Counter[str] = Counter()
 
     def set_used(self, used: Iterable[TokensUsed]) -> None:
-        """Replace the sums by those of the controller."""
         self._used.update((each.tenant, each) for each in used)
 
     def count(self, tenant: str, tokens: int) -> None:

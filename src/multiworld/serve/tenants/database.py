@@ -1,8 +1,5 @@
-"""Database of tenants, usage and the audit log of a service, in SQLite.
-
-It is one file in the service's folder, and remains when the service is shut down,
-unlike the service's record. Methods block.
-"""
+"""Database of tenants, usage and the audit log of a service, in SQLite. It remains when
+the service is shut down. Methods block."""
 
 from __future__ import annotations
 
@@ -23,8 +20,7 @@ from multiworld.serve.tenants.usage_meter import FIELDS, MAX_UNCONFIRMED, UsageR
 
 logger = logging.getLogger("multiworld.serve")
 
-FORMAT = 2
-"""Format of the database (SQLite's user_version). Formats 0 and 1 have no tokens."""
+FORMAT = 2  # SQLite's user_version; formats 0 and 1 have no tokens
 
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS tenants (name TEXT PRIMARY KEY, data TEXT NOT NULL);
@@ -43,8 +39,7 @@ CREATE TABLE IF NOT EXISTS told (
 ) WITHOUT ROWID;
 """
 
-KEPT = 4 * MAX_UNCONFIRMED
-"""Number of batch numbers remembered per gateway; it resends fewer than that."""
+KEPT = 4 * MAX_UNCONFIRMED  # batch numbers by gateway, which resends fewer than that
 
 PUT = "INSERT OR REPLACE INTO tenants VALUES (?, ?)"
 
@@ -139,7 +134,6 @@ class TenantDatabase:
         return found
 
     def save(self, tenant: Tenant) -> None:
-        """Store a tenant, replacing any of the same name."""
         data = json.dumps(tenant.to_json())
         with self._transaction() as db:
             db.execute(PUT, (tenant.name, data))
@@ -168,7 +162,7 @@ class TenantDatabase:
         return True
 
     def tokens_since(self, minute: int) -> dict[str, int]:
-        """Return prompt and output tokens by tenant since ``minute`` (epoch time)."""
+        """Return all tokens by tenant since ``minute`` (epoch time)."""
         query = (
             "SELECT tenant, CAST(sum(prompt_tokens + generated_tokens) AS INTEGER) "
             "FROM usage WHERE minute >= ? GROUP BY tenant"

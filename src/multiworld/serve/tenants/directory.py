@@ -15,45 +15,31 @@ from multiworld.serve.tenants.fair_queue import Share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """Record of an API key, without the key.
+    """Record of an API key, without the key. Times are since the epoch."""
 
-    ``id`` is not secret; ``digest`` is the SHA-256 of the whole key in hexadecimal.
-    Times are in seconds since the epoch.
-    """
-
-    id: str
-    digest: str
+    id: str  # not secret
+    digest: str  # SHA-256 of the whole key in hexadecimal
     made_at: float
     expires_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """A client of the service, with its permissions and limits. None: no limit.
-
-    Attributes:
-        models: Patterns of the models it may use (``*`` and ``?`` are wildcards).
-        rpm_limit: Maximum number of requests in any 60 seconds.
-        bytes_per_s: Average bytes of requests and answers per second.
-        tpm_limit: Average prompt and output tokens per minute.
-        tokens_per_day: Prompt and output tokens per day (UTC); the month likewise.
-        priority: Requests of a higher priority always run first.
-        is_operator: Whether it may read the metrics, which cover all tenants.
-        is_suspended: Whether its keys are refused for now.
-    """
+    """A client of the service, with its permissions and limits. None: no limit."""
 
     name: str
-    models: tuple[str, ...] = ("*",)
-    rpm_limit: int | None = None
+    models: tuple[str, ...] = ("*",)  # that it may use; ``*`` and ``?`` are wildcards
+    rpm_limit: int | None = None  # requests in any 60 seconds
     max_parallel_requests: int | None = None
-    bytes_per_s: float | None = None
-    tpm_limit: int | None = None
+    bytes_per_s: float | None = None  # of requests and answers, on average
+    tpm_limit: int | None = None  # prompt and output tokens per minute, on average
+    # Prompt and output tokens; days and months are UTC's.
     tokens_per_day: int | None = None
     tokens_per_month: int | None = None
     weight: float = 1.0
-    priority: int = 0
-    is_operator: bool = False
-    is_suspended: bool = False
+    priority: int = 0  # a higher one always runs first
+    is_operator: bool = False  # may read the metrics, which cover all tenants
+    is_suspended: bool = False  # its keys are refused for now
     keys: tuple[Key, ...] = ()
 
     @property
@@ -77,21 +63,17 @@ _TENANT: TypeAdapter[Tenant] = TypeAdapter(Tenant)
 
 
 def tenant_from_json(data: Any) -> Tenant:
-    """Read the form of ``Tenant.to_json``; raise ``ValueError`` if it is not valid."""
     return _TENANT.validate_python(data)
 
 
-ANONYMOUS = Tenant(name="")
-"""Tenant of clients without a key, where none is needed."""
+ANONYMOUS = Tenant(name="")  # of clients without a key, where none is needed
 
+# Digest compared for an unknown key id, so that the check takes the same time.
 NO_DIGEST = "0" * 64
-"""Digest compared for an unknown key id, so that the check takes the same time."""
 
 
 @dataclass(slots=True)
 class TenantDirectory:
-    """All tenants, by name and by key."""
-
     tenants: dict[str, Tenant] = field(default_factory=dict)
     _keys: dict[str, tuple[Key, str]] = field(default_factory=dict)
 
@@ -114,11 +96,9 @@ class TenantDirectory:
         self.put(tenants.values())
 
     def find(self, key_id: str, digest: str, now: float) -> Tenant | None:
-        """Return the tenant of a key; None if the key is unknown or not valid.
-
-        The time of the comparison reveals neither whether the key id exists nor how
-        much of the digest matches.
-        """
+        """Return the tenant of a key; None if the key is unknown or not valid."""
+        # The time reveals neither whether the id exists nor how much of the digest
+        # matches.
         key, name = self._keys.get(key_id, (None, ""))
         is_valid = hmac.compare_digest(NO_DIGEST if key is None else key.digest, digest)
         if key is None or not is_valid:

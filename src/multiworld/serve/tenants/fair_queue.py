@@ -1,12 +1,11 @@
 """Weighted fair queueing between tenants. Pure.
 
-Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). Each tenant has a finish
-tag: a virtual time that advances by cost / weight with every piece of its work that is
-served. The next piece comes from the tenant with the earliest start tag, which is its
-finish tag, but not before the current virtual time, the start tag of the piece served
-last. So a tenant with a long queue gets its share and no more, a tenant that seldom
-sends work is served next, and others may use a share that its tenant leaves unused. The
-work of one tenant is served in the order of its numbers.
+Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). A tenant's finish tag is
+a virtual time that advances by cost / weight with every piece of its work that is
+served. The next piece comes from the tenant with the earliest start tag: its finish
+tag, but not before the current virtual time, the start tag of the piece served last. So
+a tenant with a long queue gets its share and no more, a tenant that seldom sends work
+is served next, and others may use what a tenant leaves unused.
 
 Unlike in the paper, a tenant is charged when its work is served, not when it arrives:
 withdrawn work costs nothing.
@@ -25,29 +24,20 @@ import msgspec
 
 K = TypeVar("K", bound=Hashable)
 
-PRUNE_AT = 1024
-"""Number of finish tags at which those not after the virtual time are dropped."""
-
-MIN_COST = 1.0
-"""Minimum cost of a piece of work; otherwise work without rows would be free."""
-
-SPARE = 64
-"""Outdated entries that the heaps may have besides as many as there are tenants."""
+PRUNE_AT = 1024  # finish tags; then those not after the virtual time are dropped
+MIN_COST = 1.0  # otherwise work without rows would be free
+SPARE = 64  # outdated entries of the heaps, besides as many as there are tenants
 
 
 class Share(NamedTuple):
-    """Tenant of a piece of work ("" without a key), with its relative weight.
+    """Tenant of a piece of work, and its weight."""
 
-    Work of a higher priority is always served first.
-    """
-
-    tenant: str = ""
+    tenant: str = ""  # "": without a key
     weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    priority: int = 0
+    priority: int = 0  # work of a higher one is always served first
 
 
-DEFAULT_SHARE = Share()
-"""Share of clients without a key."""
+DEFAULT_SHARE = Share()  # of clients without a key
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,34 +48,25 @@ class _Piece:
 
 
 class _Head(NamedTuple):
-    """First waiting piece of a tenant; the least one of several is served first.
+    """First waiting piece of a tenant; the least of several is served first."""
 
-    Attributes:
-        rank: Its priority, negated.
-        finish: Finish tag of the tenant.
-        number: Number of the piece.
-        since: Number of tenants that began to wait before.
-    """
-
-    rank: int
-    finish: float
-    number: int
-    since: int
+    rank: int  # its priority, negated
+    finish: float  # finish tag of the tenant
+    number: int  # of the piece
+    since: int  # number of tenants that began to wait before
     tenant: str
 
 
 class _Schedule:
-    """The virtual time, the finish tags, and which of the waiting tenants is next.
-
-    Tenants whose finish tag has passed all have the current virtual time as their start
-    tag, so they are ordered by their pieces' numbers alone. The entries of a heap that
-    are no longer the head of their tenant are dropped when they come first.
-    """
+    """The virtual time, the finish tags, and which of the waiting tenants is next."""
 
     def __init__(self) -> None:
         self.virtual_time = 0.0
         self._finish_tags: dict[str, float] = {}
         self._prune_at = PRUNE_AT
+        # Entries of a heap that are not the head of their tenant any more are dropped
+        # when they come first. ``_due``: the finish tag has passed, so that the start
+        # tag is the virtual time, and the pieces' numbers alone give the order.
         self._heads: dict[str, _Head] = {}
         self._later: list[_Head] = []
         self._due: list[tuple[int, int, int, _Head]] = []
@@ -120,10 +101,7 @@ class _Schedule:
         del self._heads[tenant]
 
     def charge(self, tenant: str, amount: float) -> None:
-        """Advance the finish tag of a tenant whose work is served now.
-
-        Its head must be put or removed afterwards.
-        """
+        """Advance a served tenant's finish tag; put or remove its head afterwards."""
         finish = self._finish_tags.get(tenant, 0.0)
         self.virtual_time = max(self.virtual_time, finish)
         self._finish_tags[tenant] = self.virtual_time + amount
@@ -170,13 +148,11 @@ class FairQueue(Generic[K]):
         return len(self._queues) > 1
 
     def put(self, key: K, share: Share, cost: float, number: int) -> None:
-        """Queue a piece of work, replacing any with the same key.
-
-        The work of one tenant is served in the order of its numbers, which are unique.
-        """
+        """Queue a piece of work, replacing any with the same key."""
         self.drop(key)
         self._pieces[key] = _Piece(share, max(cost, MIN_COST), number)
         queue = self._queues.setdefault(share.tenant, [])
+        # The (unique) numbers give the order of a tenant's work.
         bisect.insort(queue, (number, key))
         if queue[0][0] == number:
             self._put_head(self._schedule, share.tenant, queue[0][1])

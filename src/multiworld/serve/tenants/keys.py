@@ -1,8 +1,5 @@
-"""API keys and their digests.
-
-Only the digest of a key is stored. A plain SHA-256 suffices: slow hashes protect
-passwords that can be guessed, and a key has 256 random bits.
-"""
+"""API keys and their digests. Only digests are stored. A plain SHA-256 suffices: slow
+hashes protect passwords that can be guessed, and a key has 256 random bits."""
 
 from __future__ import annotations
 
@@ -23,11 +20,10 @@ def make_key() -> tuple[str, str, str]:
 
 
 def digest_of(key: str) -> str:
-    """Return the SHA-256 of a key, in hexadecimal."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def parse_key(text: str) -> tuple[str, str]:
-    """Return the id and the digest of a key; the id is empty if it is malformed."""
+    """Return id and digest of a key; the id is empty if it is malformed."""
     found = KEY_PATTERN.fullmatch(text)
     return found.group(1) if found else "", digest_of(text)

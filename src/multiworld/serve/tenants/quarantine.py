@@ -2,9 +2,9 @@
 
 A poison request kills the replicas that compute it; a gateway identifies one after it
 has killed two in isolation. From then on the same request of the same tenant is
-refused. A tenant that sends several poison requests to a model within a short time is
-quarantined: all its requests to that model are refused, for longer each time. Requests
-of other tenants are not affected, not even identical ones.
+refused. A tenant that sends several to a model in a short time is quarantined: all its
+requests to that model are refused, for longer each time. Other tenants are not
+affected.
 """
 
 from __future__ import annotations
@@ -12,38 +12,28 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-POISON_S = 3600.0
-"""Seconds for which a poison request is refused."""
+POISON_S = 3600.0  # for which a poison request is refused
+MAX_POISON = 1024  # poison requests remembered per tenant and model
+POISON_LIMIT, WINDOW_S = 3, 300.0  # this many poison requests within this time
 
-MAX_POISON = 1024
-"""Maximum number of poison requests remembered per tenant and model."""
-
-POISON_LIMIT, WINDOW_S = 3, 300.0
-"""This many poison requests within ``WINDOW_S`` seconds quarantine their tenant."""
-
+# Seconds of a tenant's first quarantine, and of the longest; each doubles the last.
 FIRST_QUARANTINE_S, LONGEST_QUARANTINE_S = 30.0, 3600.0
-"""Seconds of a tenant's first quarantine, and of the longest; each doubles the last."""
 
 TenantModel = tuple[str, str]
 
 
 @dataclass(slots=True)
 class _Record:
-    """History of one tenant at one model.
-
-    Attributes:
-        poison: Time of the latest loss, by digest of the request.
-        found_at: Times of poison requests that count towards a quarantine.
-    """
-
+    # Time of the latest loss, by digest of the request.
     poison: OrderedDict[str, float] = field(default_factory=OrderedDict)
+    # Times of poison requests that count towards a quarantine.
     found_at: list[float] = field(default_factory=list)
     quarantined_until: float = 0.0
     quarantines: int = 0
 
 
 class Quarantine:
-    """Poison requests and quarantines, by tenant and model. Times are in seconds."""
+    """Poison requests and quarantines, by tenant and model."""
 
     def __init__(self) -> None:
         self._records: dict[TenantModel, _Record] = {}
@@ -53,16 +43,14 @@ class Quarantine:
         return (tenant, model) in self._records
 
     def add(self, tenant: str, model: str, digest: str, now: float) -> float:
-        """Record a poison request; return the resulting quarantine in seconds, or 0.
-
-        Clients without a key share the tenant "", which is never quarantined.
-        """
+        """Record a poison request; return the resulting quarantine in seconds, or 0."""
         record = self._records.setdefault((tenant, model), _Record())
         record.poison[digest] = now
         record.poison.move_to_end(digest)
         while len(record.poison) > MAX_POISON:
             record.poison.popitem(last=False)
         record.found_at = [at for at in record.found_at if now - at < WINDOW_S] + [now]
+        # Clients without a key share the tenant "", which is never quarantined.
         # After a first quarantine a single poison request causes the next one.
         if tenant and (len(record.found_at) >= POISON_LIMIT or record.quarantines):
             length = min(

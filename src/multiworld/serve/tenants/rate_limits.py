@@ -8,16 +8,13 @@ from dataclasses import dataclass, field
 
 from multiworld.serve.tenants.directory import Tenant
 
-MINUTE_S = 60
-"""Seconds of the ``rpm_limit`` window, and of the ``tpm_limit`` bucket."""
-
-BURST_S = 2.0
-"""Seconds of ``bytes_per_s`` that a tenant may use at once after a pause."""
+MINUTE_S = 60  # window of ``rpm_limit``, bucket of ``tpm_limit``
+BURST_S = 2.0  # of ``bytes_per_s``, to use at once after a pause
 
 
 @dataclass(frozen=True, slots=True)
 class RateLimited:
-    """Refusal by the rate limit named ``limit``, with the error text for the client."""
+    """Refusal by the rate limit named ``limit``, with the client's error text."""
 
     limit: str
     text: str
@@ -26,24 +23,18 @@ class RateLimited:
 
 @dataclass(slots=True)
 class RecentUse:
-    """Recent usage of a tenant at one gateway.
+    """Recent usage of a tenant at one gateway."""
 
-    ``minute`` has pairs of a whole second and the requests admitted in it.
-    ``bytes_left`` and ``tokens_left`` are negative in debt, and None without a limit;
-    ``at`` and ``tokens_at`` are the times of their last updates.
-    """
-
+    # Pairs of a whole second and the requests admitted in it.
     minute: deque[list[int]] = field(default_factory=deque)
     in_flight: int = 0
-    bytes_left: float | None = None
-    at: float = 0.0
-    tokens_left: float | None = None
-    tokens_at: float = 0.0
+    bytes_left: float | None = None  # negative in debt; None without a limit
+    at: float = 0.0  # of the last update of ``bytes_left``
+    tokens_left: float | None = None  # negative in debt; None without a limit
+    tokens_at: float = 0.0  # of the last update of ``tokens_left``
 
 
 class RateLimiter:
-    """Rate limits of all tenants at one gateway."""
-
     def __init__(self) -> None:
         self._used: dict[str, RecentUse] = {}
 
@@ -52,10 +43,8 @@ class RateLimiter:
         return 0 if used is None else used.in_flight
 
     def admit(self, tenant: Tenant, gateways: int, now: float) -> RateLimited | None:
-        """Admit a request, or return why not; ``release`` must follow an admission.
-
-        Each of the gateways has an equal part of the limits, rounded up.
-        """
+        """Admit a request, or return why not; ``release`` must follow an admission."""
+        # Each of the gateways has an equal part of the limits, rounded up.
         used = self._used.setdefault(tenant.name, RecentUse(at=now))
         refusal = (
             _parallel(tenant, used, gateways)
@@ -121,7 +110,7 @@ def _parallel(tenant: Tenant, used: RecentUse, gateways: int) -> RateLimited | N
 def _per_minute(
     tenant: Tenant, used: RecentUse, gateways: int, now: float
 ) -> RateLimited | None:
-    """Refuse above ``rpm_limit``. The window is 60 to 61 s: it counts whole seconds."""
+    """Refuse above ``rpm_limit``, in a window of 60 to 61 whole seconds."""
     limit = tenant.rpm_limit
     if limit is None:
         return None

@@ -8,7 +8,7 @@ import msgspec
 
 
 class UsageSum(msgspec.Struct, frozen=True):
-    """Usage of one tenant and model over a range of minutes (in epoch seconds)."""
+    """Usage of one tenant and model over a range of minutes (since the epoch)."""
 
     first_minute: int
     last_minute: int
@@ -27,16 +27,12 @@ class UsageSum(msgspec.Struct, frozen=True):
 
 
 class AuditEntry(msgspec.Struct, frozen=True):
-    """One administrative action; ``at`` is its start, in epoch seconds.
-
-    ``act`` is the method and path of the request. ``outcome`` is "begun", "done",
-    "failed" or "refused (STATUS)".
-    """
+    """One administrative action; ``at`` is its start, since the epoch."""
 
     number: int
     at: float
     who: str
-    act: str
+    act: str  # method and path of the request
     # The body of the request as it arrived, even if no route knows it.
     what: dict[str, Any]
-    outcome: str
+    outcome: str  # "begun", "done", "failed" or "refused (STATUS)"

@@ -7,21 +7,13 @@ from typing import NamedTuple
 
 
 class Phases(NamedTuple):
-    """Seconds of one request, by phase.
+    """Seconds of one request, by phase."""
 
-    Attributes:
-        parse: From the head of the request to parsed and checked inputs.
-        queue: Waiting, at the gateway and at replicas.
-        hop: Between processes, and everything that is in no other phase.
-        compute: In the stages' functions.
-        render: From the output tensors to the response.
-    """
-
-    parse: float
-    queue: float
-    hop: float
-    compute: float
-    render: float
+    parse: float  # from the head of the request to parsed and checked inputs
+    queue: float  # at the gateway and at replicas
+    hop: float  # between processes, and all that is in no other phase
+    compute: float  # in the stages' functions
+    render: float  # from the output tensors to the response
 
     @property
     def header(self) -> str:
@@ -34,16 +26,12 @@ class Phases(NamedTuple):
 
 @dataclass(slots=True)
 class Timing:
-    """Times of one request, which may have several parts (such as texts to embed).
+    """Times of one request, which may have several parts (such as texts to embed)."""
 
-    ``asked_at`` is when the first part was submitted, ``answered_at`` when the last one
-    was answered; ``queued_s`` and ``computed_s`` are sums over the parts.
-    """
-
-    asked_at: float | None = None
-    answered_at: float = 0.0
-    queued_s: float = 0.0
-    computed_s: float = 0.0
+    asked_at: float | None = None  # first part submitted
+    answered_at: float = 0.0  # last part answered
+    queued_s: float = 0.0  # sum over the parts
+    computed_s: float = 0.0  # sum over the parts
     parts: int = 0
 
     def asked(self, now: float) -> None:
@@ -57,12 +45,10 @@ class Timing:
         self.parts += 1
 
     def phases(self, began_at: float, ended_at: float) -> Phases | None:
-        """Return the phases; None if no part was answered.
-
-        ``queue`` and ``compute`` are those of an average part.
-        """
+        """Return the phases; None if no part was answered."""
         if self.asked_at is None or not self.parts:
             return None
+        # Those of an average part.
         queue, compute = self.queued_s / self.parts, self.computed_s / self.parts
         hop = max(0.0, self.answered_at - self.asked_at - queue - compute)
         render = ended_at - self.answered_at

@@ -1,8 +1,7 @@
 """Usage metering: counts at a gateway, reported to the controller in batches. Pure.
 
-Each minute of a tenant and a model is one row of totals. A batch of rows is kept and
-sent again until the controller confirms that it has stored it, so neither the loss of a
-controller nor a full disk loses usage.
+A batch is sent again until the controller confirms that it has stored it, so neither
+the loss of a controller nor a full disk loses usage.
 """
 
 from __future__ import annotations
@@ -12,45 +11,33 @@ from collections import OrderedDict
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-MINUTE_S = 60
-"""Seconds covered by one row."""
-
-MAX_UNCONFIRMED = 16
-"""Maximum number of unconfirmed batches; at this number no new batch is made."""
-
-RESEND_S = 5.0
-"""Seconds after which an unconfirmed batch is sent again."""
+MINUTE_S = 60  # that one row covers
+MAX_UNCONFIRMED = 16  # batches; at this number no new one is made
+RESEND_S = 5.0  # until an unconfirmed batch is sent again
 
 
 @dataclass(slots=True)
 class UsageTotals:
-    """Usage of one tenant and model in one minute.
+    """Usage of one tenant and model in one minute."""
 
-    Attributes:
-        requests: Admitted requests that ended; ``answered`` are those with status 200.
-        refused: Requests refused by a limit, a quarantine or for lack of permission.
-        rows: Rows of answered requests.
-        seconds: Total duration of the answered requests.
-    """
-
-    requests: int = 0
-    answered: int = 0
+    requests: int = 0  # admitted, and ended
+    answered: int = 0  # with status 200
     failed: int = 0
-    refused: int = 0
-    rows: int = 0
+    refused: int = 0  # by a limit, a quarantine or for lack of permission
+    rows: int = 0  # of answered requests
     bytes_in: int = 0
     bytes_out: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # total duration of the answered requests
     prompt_tokens: int = 0
     generated_tokens: int = 0
 
 
+# Names of the totals in a row, in order.
 FIELDS = tuple(field.name for field in fields(UsageTotals))
-"""Names of the totals in a row, in order."""
 
 
 class UsageRow(NamedTuple):
-    """``UsageTotals`` of one tenant and model; ``minute`` is in epoch seconds."""
+    """``UsageTotals`` of one tenant and model; ``minute`` is since the epoch."""
 
     minute: int
     tenant: str
@@ -106,7 +93,7 @@ class UsageMeter:
         return not self._unconfirmed and not self._open
 
     def resend_all(self) -> None:
-        """Make all unconfirmed batches due, because there is a new controller."""
+        """Make all unconfirmed batches due: there is a new controller."""
         for batch in self._unconfirmed.values():
             batch.at = -math.inf
 

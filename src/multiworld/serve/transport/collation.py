@@ -27,12 +27,9 @@ def rows_of(tensors: Tensors) -> int:
 
 
 def group_of(tensors: Tensors, ragged: Mapping[str, float]) -> Hashable:
-    """Return a key that is equal for requests that can share a batch.
-
-    It has the names, dtypes and fixed dimensions of the tensors. Dimension 0 (rows)
-    and, for ragged tensors, dimension 1 (length) may differ. ``ragged`` has the padding
-    value of each ragged tensor, by name.
-    """
+    """Return a key that is equal for requests that can share a batch."""
+    # Names, dtypes and fixed dimensions. Dimension 0 (rows) and, for ragged tensors,
+    # dimension 1 (length) may differ. ``ragged`` has padding values.
     return tuple(
         (name, tensor.dtype, _fixed(name, tensor, ragged))
         for name, tensor in sorted(tensors.items())
@@ -55,13 +52,9 @@ def length_of(tensors: Tensors, ragged: Mapping[str, float]) -> int:
 def collate(
     requests: Sequence[Tensors], ragged: Mapping[str, float], buckets: Sequence[int]
 ) -> Tensors:
-    """Return one batch with the rows of all requests, which share one ``group_of``.
-
-    Ragged tensors are padded to the smallest bucket that fits all of them, or to the
-    longest if no bucket does. Shapes: ``[rows, ...]``, ragged ``[rows, length, ...]``.
-    ``buckets`` are ascending.
-    """
+    """Return one batch with the rows of all requests, which share one ``group_of``."""
     longest = max(length_of(tensors, ragged) for tensors in requests)
+    # The smallest of the (ascending) buckets, or else the longest.
     length = next((bucket for bucket in buckets if bucket >= longest), longest)
     batch: Tensors = {}
     for name in requests[0]:
@@ -88,10 +81,7 @@ def split(
     ragged: Mapping[str, float],
     stage: str,
 ) -> list[Tensors]:
-    """Return the outputs of each request, cut back to the length of its ragged inputs.
-
-    Raises ``ModelFailedError`` if they do not have these rows, or cannot be sent.
-    """
+    """Return the outputs by request, cut back to the length of its ragged inputs."""
     _check(outputs, sum(rows), stage)
     shares: list[Tensors] = []
     begin = 0

@@ -22,20 +22,12 @@ Obey = Callable[[Order], Awaitable[None]]
 
 
 def control_world(app: str, name: str) -> str:
-    """Return the name of the world that a process shares with the controller."""
+    """Name the world that a process shares with the controller."""
     return f"control:{app}:{name}"
 
 
 class ControlAgent:
-    """The process's side of its control world.
-
-    It survives the loss of the controller and connects to the next one. Facts are sent
-    to every new controller; other messages are dropped while there is none.
-
-    Attributes:
-        lost_at: Monotonic time since when there is no controller; None while connected.
-        joined_at: Monotonic time of the last connection; None before the first.
-    """
+    """The process's side of its control world; it survives a lost controller."""
 
     def __init__(
         self,
@@ -51,17 +43,16 @@ class ControlAgent:
         self._manager, self._store, self._config = manager, store, config
         self._world_name, self._obey = control_world(app, name), obey
         self._world: World | None = None
+        # Sent to every new controller; other messages are dropped while there is none.
         self._facts: dict[type[News], News] = {}
         self._outbox: asyncio.Queue[News] = asyncio.Queue()
+        # Monotonic time of the loss; None while connected.
         self.lost_at: float | None = clock()
         self.was_joined = False
-        self.joined_at: float | None = None
+        self.joined_at: float | None = None  # monotonic, the last; None before
 
     def fact(self, news: News) -> None:
-        """Send a fact to the controller, and again to every later controller.
-
-        A later fact of the same type replaces it.
-        """
+        """Send a fact, and again to every later controller, unless replaced."""
         self._facts[type(news)] = news
         self._outbox.put_nowait(news)
 
@@ -71,7 +62,7 @@ class ControlAgent:
             self._outbox.put_nowait(news)
 
     async def flush(self, limit_s: float) -> None:
-        """Wait at most ``limit_s`` seconds until all messages were sent."""
+        """Wait at most ``limit_s`` until all messages were sent."""
         if self._world is None:
             return
         try:

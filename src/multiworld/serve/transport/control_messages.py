@@ -10,8 +10,7 @@ from multiworld.serve.tenants.usage_meter import UsageRow
 from multiworld.serve.transport.protocol import Codec, Message
 from multiworld.serve.transport.routing_table import RoutingTable
 
-Counted = tuple[str, tuple[str, ...], float]
-"""A count since the start of a process: its kind, its labels and its value."""
+Counted = tuple[str, tuple[str, ...], float]  # since the start: kind, labels, value
 
 
 # Orders: controller → process.
@@ -30,14 +29,11 @@ class TableChanged(Message, frozen=True, tag="table_changed"):
 
 
 class AllTenants(Message, frozen=True, tag="all_tenants"):
-    """Controller → gateway: a part of the list of all tenants.
-
-    The previous list stays valid until the last part has arrived.
-    """
+    """Controller → gateway: a part of the list of all tenants."""
 
     tenants: tuple[Tenant, ...]
     is_first: bool
-    is_last: bool
+    is_last: bool  # until then the previous list stays valid
 
 
 class TenantsChanged(Message, frozen=True, tag="tenants_changed"):
@@ -82,78 +78,54 @@ class InjectPartition(Message, frozen=True, tag="inject_partition"):
     seconds: float
 
 
+# Upper bounds of the batch size histogram, in rows; a last bucket has no bound.
 ROWS_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
-"""Upper bounds of the batch size histogram, in rows; a last bucket has no bound."""
 
+# Upper bounds of the batch duration histogram; a last bucket has no bound.
 SECONDS_BOUNDS = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
     *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0),
 )
-"""Upper bounds of the batch duration histogram; a last bucket has no bound."""
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The current state of a replica.
-
-    Attributes:
-        probing: Probes among the queued and computing requests.
-        computing_s: Seconds since the current batch started.
-        waiting_for_next: Outputs that wait for credit of the next stage.
-        handed: Outputs sent to the next stage that it has not started.
-        computed_s: Total computing time of all batches, in seconds.
-        counts: Events since the start, by kind.
-        batch_rows: Batches by size, in the buckets of ``ROWS_BOUNDS``.
-        batch_seconds: Batches by duration, in the buckets of ``SECONDS_BOUNDS``.
-        gateways: Connected gateways.
-        kv_usage: Used fraction of the memory for KV blocks.
-        phase: What a starting engine does; empty once it serves.
-    """
+    """The current state of a replica."""
 
     queued: int = 0
     computing: int = 0
-    probing: int = 0
-    computing_s: float = 0.0
-    waiting_for_next: int = 0
-    handed: int = 0
-    computed_s: float = 0.0
-    counts: dict[str, int] = {}
-    batch_rows: tuple[int, ...] = ()
-    batch_seconds: tuple[int, ...] = ()
+    probing: int = 0  # among the queued and computing requests
+    computing_s: float = 0.0  # since the current batch started
+    waiting_for_next: int = 0  # outputs that wait for credit of the next stage
+    handed: int = 0  # outputs sent to the next stage that it has not started
+    computed_s: float = 0.0  # all batches
+    counts: dict[str, int] = {}  # events since the start, by kind
+    batch_rows: tuple[int, ...] = ()  # in the buckets of ``ROWS_BOUNDS``
+    batch_seconds: tuple[int, ...] = ()  # in the buckets of ``SECONDS_BOUNDS``
     upstream: tuple[str, ...] = ()
-    gateways: tuple[str, ...] = ()
+    gateways: tuple[str, ...] = ()  # connected
     downstream: tuple[str, ...] = ()
     cpu_s: float = 0.0
     memory_bytes: int = 0
     gpu_memory_bytes: int = 0
-    kv_usage: float = 0.0
-    phase: str = ""
+    kv_usage: float = 0.0  # used share of the memory for KV blocks
+    phase: str = ""  # what a starting engine does; empty once it serves
 
 
 class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The current state of a gateway; counters start with the process.
-
-    Attributes:
-        load: Attempts in progress, by replica.
-        waiting: Requests that were never sent to a replica, by model.
-        pending: Requests waiting to be sent, first attempts and retries, by model.
-        attained: Requests answered within the latency objective, by model.
-        missed: Requests answered late, or not at all for lack of replicas, by model.
-        refused: Requests rejected because the queue was full, by model.
-        completions: Those that have ended; the next two fields count their tokens.
-    """
+    """The current state of a gateway; counters start with the process."""
 
     in_flight: int = 0
-    load: dict[str, int] = {}
-    waiting: dict[str, int] = {}
-    pending: dict[str, int] = {}
+    load: dict[str, int] = {}  # attempts in progress, by replica
+    waiting: dict[str, int] = {}  # requests never sent to a replica, by model
+    pending: dict[str, int] = {}  # waiting for a first attempt or a retry
     silent: tuple[str, ...] = ()
     connected: tuple[str, ...] = ()
     counts: dict[str, int] = {}
     arrived: dict[str, int] = {}
-    attained: dict[str, int] = {}
-    missed: dict[str, int] = {}
-    refused: dict[str, int] = {}
-    completions: dict[str, int] = {}
+    attained: dict[str, int] = {}  # answered within the latency objective
+    missed: dict[str, int] = {}  # answered late, or not at all for lack of replicas
+    refused: dict[str, int] = {}  # by a full queue
+    completions: dict[str, int] = {}  # ended; the next two count their tokens
     prompt_tokens: dict[str, int] = {}
     generated_tokens: dict[str, int] = {}
     cpu_s: float = 0.0
@@ -186,6 +158,7 @@ class PoisonFound(Message, frozen=True, tag="poison_found"):
     digest: str
 
 
+# Controller → process.
 Order = (
     ModelsChanged
     | TableChanged
@@ -200,7 +173,6 @@ Order = (
     | FleetReport
     | PoisonFound
 )
-"""Controller → process."""
 
 
 # News: process → controller.
@@ -268,6 +240,7 @@ class ProbeResult(Message, frozen=True, tag="probe_result"):
     error: str | None = None
 
 
+# Process → controller.
 News = (
     Hello
     | StageLoaded
@@ -280,7 +253,6 @@ News = (
     | ProbeResult
     | PoisonFound
 )
-"""Process → controller."""
 
 ORDERS: Codec[Order] = Codec(Order, tag=0)
 NEWS: Codec[News] = Codec(News, tag=0)

@@ -15,8 +15,7 @@ from multiworld.serve.transport.inference_messages import (
     Work,
 )
 
-EdgeMessage = Work | Answers | Note | Credit | Cancel | GenerationMessage
-"""Message on an edge."""
+EdgeMessage = Work | Answers | Note | Credit | Cancel | GenerationMessage  # on an edge
 
 
 def contents_of(message: EdgeMessage) -> int:

@@ -1,9 +1,5 @@
-"""The edges of a process, as the routing table requires.
-
-Each edge has a task that stays in the edge's world while the table contains the edge.
-It joins again after a fault (``WorldManager.keep``) and passes each incarnation to the
-edge's owner.
-"""
+"""The edges of a process, as the routing table requires. Each has a task that stays in
+its world while the table has it, and passes each incarnation to the edge's owner."""
 
 from __future__ import annotations
 
@@ -34,29 +30,16 @@ from multiworld.world.world import World
 
 logger = logging.getLogger("multiworld.serve")
 
-Body = Callable[[], Awaitable[None]]
-"""Coroutine function that runs while an edge is up."""
+Body = Callable[[], Awaitable[None]]  # runs while an edge is up
 
 BUG = "edge %s: closed after an unexpected error"
 
-SILENT_S = 0.6
-"""Seconds of silence after which a replica's work is hedged: three heartbeats."""
-
-RETRY_S = 1.0
-"""Seconds before an edge is reopened after an unexpected error."""
-
-SEND_S = 1.0
-"""Maximum seconds to wait for queued messages when an edge closes."""
-
-FRAME_BYTES = 4 * 1024 * 1024
-"""Bytes of tensors above which a frame takes no further messages."""
-
-FRAME_MESSAGES = 512
-"""Maximum number of messages in a frame."""
-
-OUTBOX_LIMIT = 4096
-"""Maximum number of messages queued on one edge. Windows and credits bound the senders,
-so only a bug reaches this limit."""
+SILENT_S = 0.6  # of silence, until a replica's work is hedged: three heartbeats
+RETRY_S = 1.0  # until an edge is reopened after an unexpected error
+SEND_S = 1.0  # for queued messages when an edge closes
+FRAME_BYTES = 4 * 1024 * 1024  # of tensors; then a frame takes no further messages
+FRAME_MESSAGES = 512  # messages in a frame
+OUTBOX_LIMIT = 4096  # windows and credits bound the senders, so only a bug reaches this
 
 
 class OutboxFullError(MultiWorldError):
@@ -64,7 +47,7 @@ class OutboxFullError(MultiWorldError):
 
 
 class Outbox:
-    """Messages to send on one incarnation of an edge, one frame per loop iteration."""
+    """Messages to send on one incarnation of an edge, one frame per loop turn."""
 
     def __init__(self, edge: Edge, world: World) -> None:
         self.edge, self.world = edge, world
@@ -79,7 +62,7 @@ class Outbox:
         self._waiters: list[asyncio.Future[None]] = []
 
     def put(self, message: EdgeMessage, contents: Sequence[Tensors] = ()) -> None:
-        """Queue a message for this loop iteration; drop it if the edge has failed."""
+        """Queue a message for this loop turn; drop it if the edge has failed."""
         self._queue(message, contents)
         if self._pending and not self._is_due:
             self._is_due = True
@@ -147,14 +130,12 @@ class Outbox:
         await self.world.send(packed, dst=self._peer, tag=FRAMES)
 
     async def run(self) -> None:
-        """Finish sends that did not complete at once, until the edge fails.
-
-        Cancelling withdraws the frame in flight; later ones stay unsent.
-        """
+        """Finish sends that did not complete at once, until the edge fails."""
         while True:
             await self._has_rest.wait()
             self._has_rest.clear()
             if self._rest is not None:
+                # Cancelling withdraws this frame; later ones stay unsent.
                 self._resting = asyncio.ensure_future(self._rest)
                 try:
                     await self._resting
@@ -169,7 +150,6 @@ class Outbox:
                 raise self._failure
 
     async def wait_sent(self) -> None:
-        """Wait until all queued messages were sent or dropped."""
         self.flush()
         if not self.is_idle:
             waiter = self._loop.create_future()
@@ -177,7 +157,6 @@ class Outbox:
             await waiter
 
     def silent_s(self) -> float:
-        """Return the seconds since the peer's last sign of life."""
         return self.world.silent_s(self._peer) if self.world.is_ready else 0.0
 
     async def wait_end(self) -> None:
@@ -195,16 +174,10 @@ class EdgeOwner(Protocol):
         """Handle the messages of a frame that arrived on this incarnation."""
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
-        """Stop using an incarnation.
-
-        ``is_polite`` is True if the peer has left; False if it was lost, or if the
-        table no longer has the edge.
-        """
+        """Stop using an incarnation; not ``is_polite``: lost, or not in the table."""
 
 
 class EdgeKeeper:
-    """The edges of one process."""
-
     def __init__(
         self, manager: WorldManager, store: str, config: WorldConfig, owner: EdgeOwner
     ) -> None:
@@ -316,7 +289,7 @@ async def _until_over(body: Body, world: World) -> None:
 
 
 async def _drain(tasks: list[asyncio.Task[None]], *, is_polite: bool) -> None:
-    """Cancel an incarnation's tasks, after reading what a peer sent before it left."""
+    """Cancel an incarnation's tasks, after reading what a peer sent."""
     if is_polite:
         await asyncio.wait(tasks[1:], timeout=0.5)
     for task in tasks:

@@ -27,8 +27,7 @@ _LEAD = struct.Struct("<HxxI")
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _Described = tuple[str, int, tuple[_Size, ...]]
 
-Entry = tuple[EdgeMessage, Sequence[Tensors]]
-"""A message, and the tensors of each of its items; most messages have none."""
+Entry = tuple[EdgeMessage, Sequence[Tensors]]  # a message, and its items' tensors
 
 
 class _Header(msgspec.Struct, array_like=True):
@@ -64,10 +63,7 @@ def lay_out(entries: Sequence[Entry]) -> Layout:
 
 
 def unpack(packed: Tensor | memoryview) -> list[tuple[EdgeMessage, list[Tensors]]]:
-    """Return the messages of a frame, each with the tensors of its items.
-
-    They share the memory of a uint8 tensor, and are copied from a memoryview.
-    """
+    """Return the messages of a frame, each with the tensors of its items."""
     memory = _bytes_of(packed)
     if len(memory) < _LEAD.size:
         raise MessageError("a frame is malformed: it is too short")
@@ -78,9 +74,9 @@ def unpack(packed: Tensor | memoryview) -> list[tuple[EdgeMessage, list[Tensors]
             f"{' and '.join(UNDERSTOOD)}: use the same or adjacent releases"
         )
     offset = _LEAD.size + length
-    at: Callable[..., Tensor] = tensor_at
+    at: Callable[..., Tensor] = tensor_at  # they share the memory of the frame
     if isinstance(packed, memoryview):
-        at = tensor_from
+        at = tensor_from  # copied
     try:
         header = _decoder.decode(memory[_LEAD.size : offset])
         contents = []
@@ -97,7 +93,6 @@ def unpack(packed: Tensor | memoryview) -> list[tuple[EdgeMessage, list[Tensors]
 
 
 def _bytes_of(packed: Tensor | memoryview) -> memoryview:
-    """Return the bytes of a frame; empty if it cannot be one."""
     if isinstance(packed, memoryview):
         return packed
     return memory_of(packed) if packed.dtype == torch.uint8 else memoryview(b"")

@@ -9,32 +9,20 @@ import msgspec
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.protocol import Key, Message, RemoteError
 
-Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-"""Number of tokens, or position of a token."""
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]  # of tokens, or position of one
 
+# Token id; checked against the model's vocabulary where it is used.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-"""Token id; checked against the model's vocabulary where it is used."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling parameters; names and meanings are vLLM's.
-
-    Attributes:
-        top_k: Number of tokens to choose from; 0: all.
-        min_p: Minimum probability, relative to that of the most likely token.
-        seed: Each random number depends on it, the choice and the token's index.
-        ignore_eos: Do not stop at the model's end-of-text tokens.
-        logprobs: Number of most likely tokens to report with each token; None: none,
-            and no probabilities.
-        prompt_logprobs: The same for the tokens of the prompt.
-        grammar: Grammar of the output, in llguidance's form; empty: any output.
-    """
+    """Sampling parameters; names and meanings are vLLM's."""
 
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0  # relative to that of the most likely token
+    seed: int = 0  # of random numbers, with ``choice`` and the token's index
     choice: int = 0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -43,40 +31,29 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     max_tokens: int = 16
-    ignore_eos: bool = False
+    ignore_eos: bool = False  # do not stop at the model's end-of-text tokens
+    # Number of most likely tokens to report with each; None: no probabilities.
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    grammar: str = ""
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    grammar: str = ""  # of the output, in llguidance's form; empty: any output
 
 
 class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence, as announced to the stages of its chain.
-
-    Attributes:
-        tokens: The prompt (``prompt`` tokens), and the output tokens delivered so far.
-        chain: Replicas by stage.
-        previous: Attempt that it continues; replicas keep that one's KV blocks. -1:
-            none.
-        is_probe: Probes skip the queue.
-        is_suspect: Computed alone until it has a token, after repeated losses.
-        prepared: Attempt that replicas were prepared for, and whose KV blocks they
-            keep. -1: none.
-        is_watched: Whether to send ``ComputeBegun`` to the gateway.
-        adapter: Name of the engine's LoRA adapter to compute with; empty: none.
-    """
+    """A sequence, as announced to the stages of its chain."""
 
     key: Key
-    tokens: tuple[TokenId, ...]
-    prompt: Count
-    chain: tuple[str, ...]
+    tokens: tuple[TokenId, ...]  # the prompt, and the output tokens delivered so far
+    prompt: Count  # its number of tokens
+    chain: tuple[str, ...]  # replicas by stage
     sampling: Sampling
     share: Share = DEFAULT_SHARE
-    previous: int = -1
-    is_probe: bool = False
+    previous: int = -1  # attempt that it continues, whose KV blocks are kept; -1: none
+    is_probe: bool = False  # skips the queue
+    # After repeated losses: computed alone until it has a token.
     is_suspect: bool = False
-    prepared: int = -1
-    is_watched: bool = False
-    adapter: str = ""
+    prepared: int = -1  # attempt that was prepared, whose KV blocks are kept; -1: none
+    is_watched: bool = False  # send ``ComputeBegun`` to the gateway
+    adapter: str = ""  # the engine's LoRA adapter to compute with; empty: none
 
 
 class BeginSequences(Message, frozen=True, tag="begin_sequences"):
@@ -113,34 +90,26 @@ class SequencePrepared(Message, frozen=True, tag="sequence_prepared"):
 
 
 class KvHeld(Message, frozen=True, tag="kv_held"):
-    """Stage k → stage k-1, in turn from the last stage up: tokens with KV entries.
-
-    The receiver replays the rest. Stage 0 starts the sequence when it receives this.
-    """
+    """Stage k → stage k-1, in turn from the last stage up: tokens with KV entries."""
 
     key: Key
-    count: Count
+    count: Count  # the receiver replays the rest, and stage 0 starts the sequence
 
 
 class ActivationRows(Message, frozen=True, tag="activation_rows"):
-    """Replica → next stage: replay from the activation log, starting at ``begin``.
-
-    The frame has ``hidden`` [tokens, hidden]. After ``is_end`` the last stage sends
-    ``KvRebuilt``.
-    """
+    """Replica → next stage: replay from the activation log, starting at ``begin``."""
 
     key: Key
+    # The frame has ``hidden`` [tokens, hidden].
     begin: Count
-    is_end: bool = False
+    is_end: bool = False  # the last stage then sends ``KvRebuilt``
 
 
 class KvRebuilt(Message, frozen=True, tag="kv_rebuilt"):
-    """Last stage → stage 0: every stage has caught up.
-
-    ``token`` is None if the prompt is incomplete, or the sequence has ended.
-    """
+    """Last stage → stage 0: every stage has caught up."""
 
     key: Key
+    # None: the prompt is incomplete, or the sequence has ended.
     token: TokenId | None = None
 
 
@@ -151,27 +120,20 @@ class EndSequences(Message, frozen=True, tag="end_sequences"):
 
 
 class StepPart(msgspec.Struct, frozen=True, array_like=True):
-    """One sequence's part of a step, from position ``begin`` on.
-
-    ``count`` is 0 if the next stage has the tokens already. With ``samples``, the last
-    stage samples the next token.
-    """
+    """One sequence's part of a step, from position ``begin`` on."""
 
     key: Key
     begin: Count
-    count: Count
-    samples: bool
+    count: Count  # 0 if the next stage has the tokens already
+    samples: bool  # the last stage samples the next token
 
 
 class Step(Message, frozen=True, tag="step"):
-    """Replica → next stage: one step of the in-flight batch.
+    """Replica → next stage: one step of the in-flight batch."""
 
-    The frame has ``hidden`` [tokens, hidden], with the tokens of all parts in order.
-    ``origin`` is the replica of stage 0 that scheduled and numbered the step.
-    """
-
-    origin: str
+    origin: str  # replica of stage 0 that scheduled and numbered it
     number: int
+    # Their tokens are in ``hidden`` [tokens, hidden] of the frame, in this order.
     parts: tuple[StepPart, ...]
 
 
@@ -189,21 +151,17 @@ class KvEvicted(Message, frozen=True, tag="kv_evicted"):
 
 
 class TokenItem(msgspec.Struct, frozen=True, array_like=True):
-    """A generated token; ``index`` counts those of the completion, from 0.
-
-    Attributes:
-        logprob: None if it was not requested.
-        top: The most likely tokens with their logprobs.
-        prompt: With the first token, if requested: for each token of the prompt but the
-            first, its logprob and ``top``.
-    """
+    """A generated token; ``index`` counts those of the completion, from 0."""
 
     key: Key
     index: Count
     token: TokenId
     finish: Literal["", "stop", "length"] = ""
-    logprob: float | None = None
+    logprob: float | None = None  # None: not requested
+    # The most likely tokens with their logprobs.
     top: tuple[tuple[int, float], ...] = ()
+    # With the first token, if requested: for each token of the prompt but the first,
+    # its logprob and ``top``.
     prompt: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] = ()
 
 
@@ -221,23 +179,16 @@ class StepDone(Message, frozen=True, tag="step_done"):
 
 
 class RunsAlone(Message, frozen=True, tag="runs_alone"):
-    """Replica → gateway: a suspect's step begins, with no other step in flight.
+    """Replica → gateway: a suspect's step begins, with no other step in flight."""
 
-    If a replica of its chain is lost now, this sequence is the cause. With ``is_over``,
-    a step of others begins.
-    """
-
-    key: Key
-    is_over: bool = False
+    key: Key  # if a replica of its chain is lost now, it is the cause
+    is_over: bool = False  # a step of others begins
 
 
 class ComputeBegun(Message, frozen=True, tag="compute_begun"):
-    """Replica → gateway: the first rows of watched sequences are computed now.
+    """Replica → gateway: first rows of watched sequences are computed now."""
 
-    A replica lost before that was not lost because of them.
-    """
-
-    keys: tuple[Key, ...]
+    keys: tuple[Key, ...]  # a replica lost before that was not lost because of them
 
 
 class SequenceFailed(Message, frozen=True, tag="sequence_failed"):
@@ -247,6 +198,7 @@ class SequenceFailed(Message, frozen=True, tag="sequence_failed"):
     error: RemoteError | None = None
 
 
+# Message on an edge of a model that generates text.
 GenerationMessage = (
     BeginSequences
     | PrepareSequence
@@ -266,4 +218,3 @@ GenerationMessage = (
     | ComputeBegun
     | SequenceFailed
 )
-"""Message on an edge of a model that generates text."""

@@ -1,7 +1,5 @@
-"""Messages on the edges of models with one answer a request. Pure.
-
-They travel between gateways and replicas, and between neighbouring stages.
-"""
+"""Messages on the edges of models with one answer a request, between gateways and
+replicas, and between neighbouring stages. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +10,7 @@ import msgspec
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.protocol import Key, Message, RemoteError
 
-Attempt = tuple[int, int]
-"""Number of a request at its gateway, and number of the attempt."""
+Attempt = tuple[int, int]  # numbers of a request at its gateway, and of the attempt
 
 
 class BatchBegun(Message, frozen=True, tag="batch_begun"):
@@ -51,8 +48,8 @@ class WorkFailed(Message, frozen=True, tag="work_failed"):
     error: RemoteError
 
 
+# Replica → gateway.
 Note = BatchBegun | WorkDropped | WorkReturned | WorkStuck | WorkFailed
-"""Replica → gateway."""
 
 
 class CreditReleased(Message, frozen=True, tag="credit_released"):
@@ -67,8 +64,7 @@ class CreditRefused(Message, frozen=True, tag="credit_refused"):
     keys: tuple[Key, ...]
 
 
-Credit = CreditReleased | CreditRefused
-"""Replica → replica of the previous stage."""
+Credit = CreditReleased | CreditRefused  # replica → replica of the previous stage
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
@@ -88,20 +84,14 @@ NOTHING_SPENT = Spent()
 
 
 class WorkItem(msgspec.Struct, frozen=True, array_like=True):
-    """The header of one attempt.
-
-    Attributes:
-        remaining_s: Seconds until its deadline, at the time of sending.
-        is_isolated: True for a suspect, which is computed alone.
-        session: Requests of one session go to the same replica of a stateful stage.
-        via: Replicas that a probe must pass, by stage.
-    """
+    """The header of one attempt."""
 
     key: Key
-    remaining_s: float
-    is_isolated: bool = False
+    remaining_s: float  # until its deadline, at the time of sending
+    is_isolated: bool = False  # a suspect, which is computed alone
+    # Its requests go to the same replica of a stateful stage.
     session: str | None = None
-    via: dict[str, str] | None = None
+    via: dict[str, str] | None = None  # replicas that a probe must pass, by stage
     share: Share = DEFAULT_SHARE
     spent: Spent = NOTHING_SPENT
 

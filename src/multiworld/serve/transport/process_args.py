@@ -7,39 +7,30 @@ from pydantic import BaseModel, ConfigDict
 from multiworld.config import SERVICE_HEARTBEAT_S, WorldConfig
 from multiworld.serve.spec.schema import AppSpec, GatewaySpec, ModelSpec
 
-JOIN_S = 10.0
-"""Maximum seconds that a process waits for the other member of a world."""
+JOIN_S = 10.0  # that a process waits for the other member of a world
 
 
 class ProcessArgs(BaseModel):
-    """The arguments of one process: a gateway, or one rank of a replica.
-
-    Attributes:
-        role: "gateway" or "worker".
-        silence_s: Seconds of silence after which a peer is declared lost.
-        orphan_s: Seconds without controller and work after which it exits; for gateways
-            see ``processes.gateway.ORPHAN_FACTOR``.
-        gpus: Indexes of its GPUs; empty: the device of the spec.
-        rank: Rank in its replica if each rank is started separately; else None.
-        alive: File whose lock every process of the service holds; empty: none.
-    """
+    """The arguments of one process: a gateway, or one rank of a replica."""
 
     model_config = ConfigDict(frozen=True)
 
     app: str
     name: str
-    role: str
+    role: str  # "gateway" or "worker"
     store: str
-    silence_s: float
+    silence_s: float  # of silence, until a peer is declared lost
+    # Seconds without controller and work, until it exits; for gateways see
+    # ``processes.gateway.ORPHAN_FACTOR``.
     orphan_s: float
     model: str = ""
     stage: int = 0
-    gpus: tuple[int, ...] = ()
-    rank: int | None = None
+    gpus: tuple[int, ...] = ()  # indexes of its GPUs; empty: the device of the spec
+    rank: int | None = None  # in its replica if each is started separately; else None
     spec: ModelSpec | None = None
     gateway: GatewaySpec | None = None
     port: int = 0
-    alive: str = ""
+    alive: str = ""  # file whose lock all processes of the service hold; empty: none
 
     @property
     def device(self) -> str:

@@ -1,10 +1,10 @@
 """Form and encoding of the messages between the processes of a service. Pure.
 
-Each message is a declared type, ``[name, field, …]`` on the wire. Fields are
-positional: new fields are appended with a default, and the previous release ignores
-them. A release rejects messages that it does not know (``MessageError``). Messages from
-and to the controller travel one at a time, as text: the protocol version, then JSON.
-Those between gateways and replicas travel in ``frames``.
+Each message is a declared type, ``[name, field, …]`` on the wire: new fields are
+appended with a default, and the previous release ignores them. A release rejects
+messages that it does not know (``MessageError``). Messages from and to the controller
+travel as text: the protocol version, then JSON. Those between gateways and replicas
+travel in ``frames``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import msgspec
 from multiworld import errors
 from multiworld.errors import InternalError, ServeError
 
-PROTOCOL = 1
-"""Version of these messages. A process also understands the previous version."""
+PROTOCOL = 1  # of these messages; a process also understands the previous one
 
 UNDERSTOOD = (str(PROTOCOL - 1), str(PROTOCOL))
 
+# Name of a gateway, number of the request there, and number of the attempt.
 Key = tuple[str, int, int]
-"""Name of a gateway, number of the request there, and number of the attempt."""
 
 M = TypeVar("M")
 
@@ -48,7 +47,7 @@ class RemoteError(msgspec.Struct, frozen=True, array_like=True):
         return RemoteError(type(error).__name__, str(error), stage)
 
     def error(self) -> ServeError:
-        """Return the error to raise; a plain ``ServeError`` if its class is unknown."""
+        """Return the error to raise; a plain ``ServeError`` if it is unknown."""
         kind = getattr(errors, self.kind, ServeError)
         if not (isinstance(kind, type) and issubclass(kind, ServeError)):
             kind = ServeError
@@ -58,11 +57,8 @@ class RemoteError(msgspec.Struct, frozen=True, array_like=True):
         return error
 
 
-FRAMES = 1
-"""Tag of the frames of an edge."""
-
-NOTHING = 2
-"""Tag that nothing is ever sent with; a receive of it ends with the edge."""
+FRAMES = 1  # tag of the frames of an edge
+NOTHING = 2  # tag that nothing is sent with; its receive ends with the edge
 
 
 class Codec(Generic[M]):
@@ -77,7 +73,7 @@ class Codec(Generic[M]):
         return f"{PROTOCOL} {_ENCODER.encode(message).decode()}"
 
     def decode(self, text: object) -> M:
-        """Return the message; raise ``MessageError`` if it is unknown or malformed."""
+        """Return the message; raise ``MessageError`` if unknown or malformed."""
         version, _, body = str(text).partition(" ")
         if version not in UNDERSTOOD:
             raise MessageError(

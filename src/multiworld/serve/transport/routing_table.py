@@ -1,8 +1,5 @@
-"""The routing table of a service: its routes, its replicas and their edges. Pure.
-
-The controller makes the table, numbers it and sends it to every process. Each process
-derives from it which edges to open and which replicas to send work to.
-"""
+"""The routing table of a service, which the controller makes, numbers and sends to
+every process: routes, replicas and their edges. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +9,9 @@ from dataclasses import dataclass, field
 
 
 class ReplicaState(enum.StrEnum):
-    STARTING = "starting"
-    """The process loads the model and connects; it gets probes only."""
-    READY = "ready"
-    """A probe has passed through it; it gets work."""
-    DRAINING = "draining"
-    """It gets no new work and finishes the work it has."""
+    STARTING = "starting"  # loads and connects; gets probes only
+    READY = "ready"  # a probe has passed through it; gets work
+    DRAINING = "draining"  # gets no new work, finishes what it has
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,29 +29,17 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Routing settings of a model.
+    """Routing settings of a model."""
 
-    Attributes:
-        version: The version that new requests go to.
-        stages: Number of stages of each running version.
-        max_queued_requests: Maximum number of requests waiting at one gateway.
-        max_ongoing_requests: Maximum number of requests of one gateway at a replica of
-            stage 0.
-        deadline_s: Deadline of requests that name none, in seconds.
-        objective_s: Latency objective in seconds, for SLO attainment.
-        on_demand: Stages that may scale to zero; a request waits until they have a
-            replica.
-        generates: The model generates text: its last stage also sends to stage 0.
-    """
-
-    version: str
-    stages: dict[str, int]
-    max_queued_requests: int = 512
-    max_ongoing_requests: int = 32
-    deadline_s: float = 30.0
-    objective_s: float | None = None
+    version: str  # for new requests
+    stages: dict[str, int]  # number of stages of each running version
+    max_queued_requests: int = 512  # waiting at one gateway
+    max_ongoing_requests: int = 32  # from one gateway, at a replica of stage 0
+    deadline_s: float = 30.0  # of requests that name none
+    objective_s: float | None = None  # for SLO attainment
+    # Stages that may scale to zero; requests wait for a replica.
     on_demand: tuple[int, ...] = ()
-    generates: bool = False
+    generates: bool = False  # text: its last stage also sends to stage 0
     ttft_s: float | None = None
     tpot_s: float | None = None
 
@@ -73,7 +55,6 @@ class RoutingTable:
 
     @functools.cached_property
     def stages(self) -> dict[tuple[str, str, int], list[Replica]]:
-        """Replicas by model, version and stage."""
         found: dict[tuple[str, str, int], list[Replica]] = {}
         for replica in self.replicas.values():
             key = replica.model, replica.version, replica.stage
@@ -86,19 +67,13 @@ class RoutingTable:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A world of two processes that carries work; rank 0 is nearer to the clients.
-
-    Attributes:
-        peer: Name of the process at the other end.
-        rank: Rank of this process.
-        is_upstream: True if work comes from the peer. A gateway is upstream of every
-            replica: it sends work to stage 0 and cancellations to all stages, and
-            receives notes and answers.
-    """
+    """A world of two processes that carries work; rank 0 is nearer to clients."""
 
     world: str
-    peer: str
-    rank: int
+    peer: str  # process at the other end
+    rank: int  # of this process
+    # Work comes from the peer. A gateway is upstream of every replica: it sends work to
+    # stage 0 and cancellations to all stages, and receives notes and answers.
     is_upstream: bool
 
 

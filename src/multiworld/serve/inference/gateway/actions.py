@@ -10,8 +10,6 @@ from multiworld.serve.transport.inference_messages import Attempt
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Send an attempt to a replica of stage 0."""
-
     replica: str
     attempt: Attempt
     is_isolated: bool

@@ -29,17 +29,14 @@ from multiworld.serve.transport.routing_table import Route, RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
 
+# Seconds between checks of deadlines and of silent replicas, with and without requests.
 POLL_S, IDLE_S = 0.05, 0.5
-"""Seconds between checks of deadlines and of silent replicas, with and without
-requests."""
 
 NO_MODEL = "no model {!r} is served here; there are: {}"
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A request whose caller waits for the answer."""
-
     tensors: Tensors
     deadline_at: float
     job: events.Submitted
@@ -49,14 +46,7 @@ class _Call:
 
 
 class Dispatcher:
-    """Sends requests to the replicas of the table and returns their answers.
-
-    Attributes:
-        counts: Events since the start, by kind: answers, replays, errors by class.
-        on_missing: Called with the name of a model that may scale to zero, repeatedly
-            while requests for it arrive or wait and a stage has no replica.
-        asked_at: Monotonic time of the latest request, in seconds.
-    """
+    """Sends requests to the replicas of the table and returns their answers."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.name, self._clock = name, clock
@@ -67,12 +57,14 @@ class Dispatcher:
         self._silent: set[str] = set()
         self._is_busy = asyncio.Event()
         self._numbers = itertools.count(1)
+        # Events by kind: answers, replays, errors by class.
         self.counts: Counter[str] = Counter()
         self._attainment = Attainment()
+        # Called repeatedly while requests wait for a model that scaled to zero.
         self.on_missing: Callable[[str], None] = lambda model: None
         self._latest: Tensors = {}
         self._spent = NOTHING_SPENT
-        self.asked_at = self._clock()
+        self.asked_at = self._clock()  # monotonic time of the latest request
 
     # Requests.
 
@@ -83,16 +75,12 @@ class Dispatcher:
         *,
         deadline_s: float | None = None,
         session: str | None = None,
+        # Of a probe: replicas by stage that it must pass.
         via: dict[int, str] | None = None,
         share: Share = DEFAULT_SHARE,
         timing: Timing | None = None,
     ) -> Tensors:
-        """Return the answer to one request.
-
-        ``deadline_s`` defaults to the model's; requests of one ``session`` go to the
-        same replicas; ``via`` lists the replicas by stage that a probe must pass
-        through. Cancelling withdraws the request, and cancels its attempts.
-        """
+        """Answer a request; cancelling withdraws it, and cancels its attempts."""
         route = self.table.routes.get(model)
         if route is None:
             known = ", ".join(sorted(self.table.routes)) or "none"

@@ -12,24 +12,15 @@ from multiworld.serve.transport.routing_table import RoutingTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
-    """A client submitted a request.
-
-    Attributes:
-        number: Request number; later requests have higher ones.
-        deadline_at: Deadline in seconds, on the router's clock.
-        session: Requests of one session go to the same replica.
-        via: For a probe: replicas by stage that it must pass through. It may also use
-            other replicas that are not ready, and a full queue does not refuse it.
-        rows: Rows of the request; its cost in fair queueing.
-    """
-
-    number: int
+    number: int  # later requests have higher ones
     model: str
-    deadline_at: float
+    deadline_at: float  # on the router's clock
     session: str | None = None
+    # Of a probe: replicas by stage that it must pass. It may use others that are not
+    # ready, and a full queue does not refuse it.
     via: dict[int, str] | None = None
     share: Share = DEFAULT_SHARE
-    rows: int = 1
+    rows: int = 1  # its cost in fair queueing
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +34,12 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Work on its way to a replica of ``stage`` may be lost, or came back.
+    """Work on its way to a replica of ``stage`` may be lost, or came back."""
 
-    The router ignores attempts that have reached this stage: the replica there reported
-    them itself. ``is_returned``: a replica refused the work, or no replica could take
-    it; no replica died.
-    """
-
+    # Those that have reached the stage are ignored: the replica there reports them.
     attempts: tuple[Attempt, ...]
     stage: int
-    is_returned: bool = False
+    is_returned: bool = False  # refused, or no replica could take it: none died
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +59,6 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The model raised an error for this request."""
-
     attempt: Attempt
     error: ServeError
 
@@ -95,14 +80,12 @@ class TenantQuarantined:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """The edge to a replica is up."""
-
     replica: str
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The edge to a replica ended; ``is_polite``: the replica left, it did not die."""
+    """The edge to a replica ended; ``is_polite``: it left, it did not die."""
 
     replica: str
     is_polite: bool = False
@@ -118,8 +101,6 @@ class Silent:
 
 @dataclass(frozen=True, slots=True)
 class TableChanged:
-    """The controller sent a new routing table."""
-
     table: RoutingTable
 
 

@@ -12,7 +12,7 @@ from multiworld.serve.tenants.fair_queue import FairQueue
 
 @dataclass(slots=True)
 class AttemptState:
-    """One attempt of a request; ``is_done``: its replica began another batch since."""
+    """One attempt; ``is_done``: its replica began another batch since."""
 
     replica: str
     is_begun: bool = False
@@ -22,44 +22,31 @@ class AttemptState:
 
 @dataclass(slots=True)
 class Request:
-    """A request that is not answered yet.
-
-    Attributes:
-        attempts: Attempts in flight, by attempt number.
-        attempted: Attempts made so far; the number of the latest one.
-        is_suspect: Whether it may be a poison request, so that it runs in isolation.
-        winner: Number of the attempt whose answers are delivered.
-    """
+    """A request that is not answered yet."""
 
     job: Submitted
+    # Attempts in flight, by number.
     attempts: dict[int, AttemptState] = field(default_factory=dict)
-    attempted: int = 0
+    attempted: int = 0  # number of the latest
     is_waiting: bool = False
-    is_suspect: bool = False
+    is_suspect: bool = False  # may be poison: runs in isolation
     losses: LossLedger = field(default_factory=lambda: LossLedger(REQUEST_RULE))
-    winner: int | None = None
+    winner: int | None = None  # the attempt whose answers are delivered
 
 
 @dataclass(slots=True)
 class Queue:
-    """Waiting requests of one model.
-
-    Attributes:
-        probes: Probes skip the queue: queued requests may be waiting for the replica
-            that a probe makes ready.
-        unsent: Waiting requests that were never sent; load shedding counts these.
-        isolated: Number of the suspect in flight; at most one at a time.
-        isolated_until: End of isolation, in seconds of the router's clock, of each
-            tenant that sent a poison request.
-    """
+    """Waiting requests of one model."""
 
     regular: FairQueue[int] = field(default_factory=FairQueue)
     suspects: FairQueue[int] = field(default_factory=FairQueue)
+    # Probes skip the queue: it may wait for the replica that they make ready.
     probes: list[int] = field(default_factory=list)
-    unsent: int = 0
+    unsent: int = 0  # waiting requests that were never sent; load shedding counts these
     unsent_by_tenant: Counter[str] = field(default_factory=Counter)
     weights: dict[str, float] = field(default_factory=dict)
-    isolated: int | None = None
+    isolated: int | None = None  # the suspect in flight; at most one
+    # End of isolation, on the router's clock, by tenant that sent poison.
     isolated_until: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -14,8 +14,8 @@ from multiworld.serve.transport.inference_messages import Attempt
 from multiworld.serve.transport.protocol import MessageError
 from multiworld.serve.transport.routing_table import Replica, RoutingTable
 
+# Returns a request in flight and its number of attempts; None if it has ended.
 Sent = Callable[[int], tuple[Submitted, int] | None]
-"""Returns a request in flight and its number of attempts; None if it has ended."""
 
 
 def check(
@@ -25,15 +25,10 @@ def check(
     table: RoutingTable,
     sent: Sent,
 ) -> None:
-    """Raise MessageError if a replica may not send this message about requests.
-
-    The requests must be for the replica's model, and their attempts must have been
-    made. Only the last stage answers, with one output row per input row. Messages about
-    ended requests, or from replicas that are no longer in the table, are harmless.
-    """
+    """Raise MessageError if a replica may not send this message about requests."""
     replica = table.replicas.get(peer)
     if replica is None:
-        return
+        return  # no longer in the table: harmless
     match message:
         case inference_messages.Answers(items):
             route = table.routes.get(replica.model)
@@ -65,7 +60,6 @@ def check(
 def _checked(
     attempts: Iterable[Attempt], replica: Replica, sent: Sent
 ) -> list[Submitted]:
-    """Return the requests of attempts that have not ended."""
     jobs = []
     for number, nth in attempts:
         found = sent(number)

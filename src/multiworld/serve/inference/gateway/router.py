@@ -61,17 +61,14 @@ from multiworld.serve.transport.routing_table import (
     first_ready,
 )
 
+# Seconds after a poison request during which its tenant's requests to the model run in
+# isolation, behind other suspects.
 ISOLATION_S = 60.0
-"""Seconds after a poison request during which its tenant's requests to the model run in
-isolation, behind other suspects."""
 
-COMPACT = 1000
-"""Deadlines of ended requests that may be kept; removing each at once is slow."""
+COMPACT = 1000  # deadlines of ended requests that may be kept; removing each is slow
 
 
 class Router:
-    """State of one router: its requests, queues, and what each replica holds."""
-
     def __init__(self, chance: Chance) -> None:
         self._chance = chance
         self._view = ReplicaView()
@@ -94,7 +91,7 @@ class Router:
         return 0 if queue is None else queue.unsent
 
     def pending(self, model: str) -> int:
-        """Return the number of waiting requests, replays included, probes excluded."""
+        """Return the number of waiting requests with replays, without probes."""
         queue = self._queues.get(model)
         return 0 if queue is None else len(queue.regular) + len(queue.suspects)
 
@@ -116,7 +113,6 @@ class Router:
         return at or ["waiting"]
 
     def validate(self) -> None:
-        """Raise AssertionError unless the invariants of the state hold."""
         for number, request in self._requests.items():
             assert request.is_waiting or request.attempts, f"{number} is nowhere"
             for nth, state in request.attempts.items():
@@ -174,12 +170,9 @@ class Router:
         return self._pump(job.model)
 
     def _is_full(self, queue: Queue, job: Submitted) -> bool:
-        """Return whether a request is shed because too many wait.
-
-        One tenant alone may fill the queue up to ``max_queued_requests``. Other tenants
-        then share as much again by weight, at least one request each. So at most twice
-        ``max_queued_requests`` wait, plus one for each tenant.
-        """
+        """Return whether a request is shed because too many wait."""
+        # One tenant may fill the queue up to ``limit``. Others then share as much again
+        # by weight, at least one request each.
         limit = self._view.table.routes[job.model].max_queued_requests
         if queue.unsent < limit or self._has_room(job):
             return False
@@ -191,13 +184,11 @@ class Router:
         return own >= max(1.0, limit * share.weight / weights)
 
     def _has_room(self, job: Submitted) -> bool:
-        """Return whether a request could be sent at once."""
         queue, route = self._queues[job.model], self._view.table.routes[job.model]
         can_send = not queue.unsent and not self._missing(job.model, route)
         return can_send and self._target(Request(job), route, can_send=True) is not None
 
     def _reject_unserved(self) -> list[Action]:
-        """Reject requests that wait for a model that is no longer served."""
         actions: list[Action] = []
         for model in self._queues.keys() - self._view.table.routes.keys():
             for request in list(self._requests.values()):
@@ -350,7 +341,6 @@ class Router:
         return actions
 
     def _requests_of(self, tenant: str, model: str) -> list[Request]:
-        """Return a tenant's requests to a model, except probes."""
         key = tenant, model
         return [
             request
@@ -360,7 +350,6 @@ class Router:
         ]
 
     def _is_isolated(self, queue: Queue, job: Submitted) -> bool:
-        """Return whether the tenant sent a poison request within ``ISOLATION_S``."""
         return queue.isolated_until.get(job.share.tenant, 0.0) > self._now
 
     def _record_loss(self, request: Request, state: AttemptState) -> None:
@@ -468,7 +457,6 @@ class Router:
         return [action for model in self._queues for action in self._pump(model)]
 
     def _pump(self, model: str) -> list[Action]:
-        """Send every waiting request that a replica has room for."""
         queue, route = self._queues[model], self._view.table.routes.get(model)
         actions: list[Action] = []
         if route is None or queue.is_empty:
@@ -505,7 +493,6 @@ class Router:
     def _send_regular(
         self, queue: Queue, route: Route, *, can_send: bool
     ) -> list[Action]:
-        """Send regular requests in fair order until there is no room for the next."""
         actions: list[Action] = []
         while (number := queue.regular.next()) is not None:
             request = self._requests[number]

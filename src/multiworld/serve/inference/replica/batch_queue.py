@@ -22,29 +22,19 @@ from multiworld.serve.transport.protocol import Key
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """One attempt of a request, at one stage; times are monotonic seconds.
+    """One attempt of a request, at one stage; times are monotonic seconds."""
 
-    Attributes:
-        key: Gateway, request number and attempt number.
-        group: Equal for work that may share a batch.
-        rows: Rows of the request; they count towards ``max_batch_size``.
-        is_isolated: Whether it runs in isolation: alone in its batch.
-        session: Work of one session goes to the same replica.
-        via: For a probe: replicas by stage that it must pass through.
-        spent: Time spent at earlier stages.
-    """
-
-    key: Key
-    group: Hashable
-    rows: int
+    key: Key  # gateway, request and attempt
+    group: Hashable  # equal for work that may share a batch
+    rows: int  # they count towards ``max_batch_size``
     deadline_at: float
     arrived_at: float
-    is_isolated: bool = False
-    session: str | None = None
-    via: dict[str, str] | None = None
+    is_isolated: bool = False  # alone in its batch
+    session: str | None = None  # its work goes to the same replica
+    via: dict[str, str] | None = None  # of a probe: replicas by stage that it must pass
     content: Any = None
     share: Share = DEFAULT_SHARE
-    spent: Spent = NOTHING_SPENT
+    spent: Spent = NOTHING_SPENT  # at earlier stages
 
 
 class BatchQueue:
@@ -71,7 +61,6 @@ class BatchQueue:
         return sum(work.via is not None for work in self._waiting.values())
 
     def cancel(self, key: Key) -> Work | None:
-        """Remove and return work; return None if it is not waiting."""
         self._fair.drop(key)
         return self._waiting.pop(key, None)
 
@@ -88,14 +77,13 @@ class BatchQueue:
         )
 
     def due_at(self) -> float | None:
-        """Return the time at which the next batch is due; None without work."""
+        """Return when the next batch is due; None without work."""
         if not self._waiting:
             return None
         oldest = next(iter(self._waiting.values()))
         return oldest.arrived_at + (0.0 if oldest.is_isolated else self._max_wait_s)
 
     def take_probe(self) -> list[Work]:
-        """Remove and return the first probe; return an empty list if there is none."""
         for work in self._waiting.values():
             if work.via is not None:
                 self.cancel(work.key)
@@ -103,7 +91,7 @@ class BatchQueue:
         return []
 
     def take(self, now: float) -> list[Work]:
-        """Remove and return the next batch; return an empty list if none is due."""
+        """Remove and return the next batch; empty if none is due."""
         due_at = self.due_at()
         if due_at is None:
             return []
@@ -117,7 +105,6 @@ class BatchQueue:
         return batch
 
     def _fitting(self) -> list[Work]:
-        """Return the next batch: the first work, and others that fit, in order."""
         waiting: Iterator[Work] = iter(self._waiting.values())
         if self._fair.is_shared:
             waiting = (self._waiting[key] for key in self._fair.order())

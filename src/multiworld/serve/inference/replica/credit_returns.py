@@ -10,27 +10,22 @@ from multiworld.serve.transport import inference_messages
 from multiworld.serve.transport.edges import Outbox
 from multiworld.serve.transport.protocol import Key
 
-RELEASE_S = 0.05
-"""Seconds after which the credit of a quick stage's work is returned."""
+RELEASE_S = 0.05  # until the credit of a quick stage's work is returned
 
+# Credit is returned at once when this fraction of ``max_ongoing_requests`` is owed.
 RELEASE_SHARE = 4
-"""Credit is returned at once when this fraction of ``max_ongoing_requests`` is owed."""
 
 
 class CreditReturns:
-    """Senders of the work at one replica, to which credit is returned.
-
-    Gateways are omitted: they use no credit and receive notes instead.
-    """
+    """Senders of the work at one replica, to which credit is returned."""
 
     def __init__(self, upstream: Mapping[str, Outbox], max_ongoing: int) -> None:
         self._upstream, self._max_ongoing = upstream, max_ongoing
-        self._source: dict[Key, Outbox] = {}
+        self._source: dict[Key, Outbox] = {}  # without gateways: they use no credit
         self._owed: dict[Outbox, list[Key]] = {}
         self._paying: asyncio.TimerHandle | None = None
 
     def took(self, key: Key, source: Outbox) -> None:
-        """Record where work came from."""
         self._source[key] = source
 
     def release(self, works: Sequence[Work]) -> None:
@@ -38,7 +33,6 @@ class CreditReturns:
             source.put(inference_messages.CreditReleased(tuple(keys)))
 
     def refuse(self, works: Sequence[Work]) -> None:
-        """Return this work, with its credit."""
         for source, keys in self._by_source(works).items():
             source.put(inference_messages.CreditRefused(tuple(keys)))
 

@@ -1,7 +1,4 @@
-"""Executor: runs a stage on batches, in its own thread.
-
-A request that fails does not fail the other requests of its batch.
-"""
+"""Executor: runs a stage on batches, in its own thread."""
 
 from __future__ import annotations
 
@@ -27,23 +24,14 @@ from multiworld.serve.transport.collation import collate, length_of, split
 
 logger = logging.getLogger("multiworld.serve")
 
+# Errors after which the ranks of a replica can no longer work together.
 LOST = (WorldBrokenError, WorldClosedError, MemberLeftError)
-"""Errors after which the ranks of a replica can no longer work together."""
 
-Outcome = Tensors | ServeError
-"""Outputs of one request, by name; or its error."""
-
-WARM = 20
-"""Minimum number of measured batches of a quick stage."""
-
-QUICK_S = 0.0005
-"""Maximum mean seconds of a quick stage's batch."""
-
-SLOW_S = 0.005
-"""Seconds of a batch after which the stage counts as slow for ``WARM`` batches more."""
-
-LATEST_SHARE = 0.1
-"""Weight of the latest batch in the moving average."""
+Outcome = Tensors | ServeError  # outputs of one request, by name; or its error
+WARM = 20  # minimum number of measured batches of a quick stage
+QUICK_S = 0.0005  # maximum mean time of a quick stage's batch
+SLOW_S = 0.005  # of a batch; then the stage counts as slow for ``WARM`` more
+LATEST_SHARE = 0.1  # weight of the latest batch in the moving average
 
 
 class Quickness:
@@ -74,8 +62,6 @@ class Quickness:
 
 
 class Executor:
-    """Loads one stage and runs it with ``threads`` threads per torch operation."""
-
     def __init__(self, stage: Stage, name: str, threads: int) -> None:
         self._stage, self._name, self._threads = stage, name, threads
         self._thread: ComputeThread | None = None
@@ -89,7 +75,6 @@ class Executor:
         return self._stage
 
     async def compute(self, batch: Tensors) -> None:
-        """Compute a batch whose answer another rank sends."""
         assert self._thread is not None
         await self._thread.call(self._compute_shared, batch)
 
@@ -117,12 +102,10 @@ class Executor:
             self._function = self._stage.load(context)
 
     async def run(self, batch: Sequence[Work]) -> list[Outcome]:
-        """Compute a batch; return the outputs or the error of each piece of work.
-
-        If the batch fails, each of its requests is computed again, alone. After an
-        error in ``LOST`` the replica must exit; its work is replayed. When cancelled,
-        the computation finishes in its thread, and its result is dropped.
-        """
+        """Compute a batch; return the outputs or the error of each piece of work."""
+        # If the batch fails, its requests are computed again, one by one. After an
+        # error in ``LOST`` the replica must exit. If cancelled, the computation
+        # finishes unread.
         assert self._thread is not None
         requests = [work.content for work in batch]
         rows = [work.rows for work in batch]
@@ -134,11 +117,7 @@ class Executor:
         return self._share is None and self._quickness.is_quick
 
     def run_here(self, batch: Sequence[Work]) -> list[Tensors] | None:
-        """Compute a batch in the calling thread; return None if it fails.
-
-        ``run`` then shows whether a request is bad, or the stage requires its own
-        thread.
-        """
+        """Compute a batch in the calling thread; None if it fails: then ``run`` it."""
         try:
             return self._compute(
                 [work.content for work in batch], [work.rows for work in batch]

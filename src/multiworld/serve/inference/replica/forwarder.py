@@ -20,16 +20,15 @@ from multiworld.serve.transport.inference_messages import NOTHING_SPENT, Spent
 from multiworld.serve.transport.protocol import Key
 from multiworld.serve.transport.routing_table import Replica, ReplicaState
 
+# Seconds during which a gateway's work is not sent to a replica that refused it.
 REFUSED_S = 0.5
-"""Seconds during which a gateway's work is not sent to a replica that refused it."""
 
-REMEMBERED = 4
-"""Pieces of begun work that are remembered for each receiver, per unit of credit."""
+REMEMBERED = 4  # begun work that is remembered by receiver, per unit of credit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FinishedWork:
-    """Outputs of one stage for one request; see ``Work`` for the shared fields."""
+    """Outputs of one stage for one request; see ``Work``."""
 
     key: Key
     deadline_at: float
@@ -67,10 +66,8 @@ class Forwarder:
         self._replicas = {replica.name: replica for replica in replicas}
 
     def return_waiting(self) -> list[Key]:
-        """Remove and return all waiting work if the next stage has no replicas.
-
-        During a rolling update, it may never have any again.
-        """
+        """Remove and return all waiting work if the next stage has no replicas."""
+        # During a rolling update, it may never have any again.
         if self._replicas:
             return []
         returned = list(self._waiting)
@@ -83,15 +80,12 @@ class Forwarder:
         self._begun[name] = deque(maxlen=REMEMBERED * self._credit)
 
     def lost(self, name: str) -> list[Key]:
-        """Record that the edge to a replica ended; return work that may be lost.
-
-        This includes work that it began recently: it notifies this process and the
-        gateways separately, and may have died between the two. The gateways know which
-        was begun.
-        """
+        """Record that the edge to a replica ended; return work that may be lost."""
         self._silent.discard(name)
         for refusal in [r for r in self._refusals if r[0] == name]:
             del self._refusals[refusal]
+        # Also what it began: it tells this process and the gateways separately, and may
+        # have died in between. The gateways know what was begun.
         return [*self._begun.pop(name, ()), *self._handed.pop(name, ())]
 
     def silent(self, name: str, *, is_silent: bool) -> list[Key]:
@@ -112,13 +106,10 @@ class Forwarder:
         self._begun[name].extend(keys)
 
     def refused(self, name: str, keys: Sequence[Key], now: float) -> None:
-        """Record that a replica refused work because its gateway is not connected.
-
-        Unknown work is ignored, so that a faulty replica cannot exhaust memory.
-        """
+        """Record that a replica refused work: its gateway is not connected."""
         held = self._handed.get(name, {})
         for key in keys:
-            if key in held:
+            if key in held:  # else a faulty replica could exhaust memory
                 del held[key]
                 self._refusals[name, key[0]] = now + REFUSED_S
 
@@ -130,7 +121,6 @@ class Forwarder:
         return None
 
     def cancel(self, key: Key) -> None:
-        """Remove a piece of work if it is waiting."""
         self._waiting.pop(key, None)
         self._fair.drop(key)
 

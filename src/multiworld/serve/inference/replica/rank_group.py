@@ -33,25 +33,20 @@ logger = logging.getLogger("multiworld.serve")
 
 T = TypeVar("T")
 
-PR_SET_PDEATHSIG = 1
-"""Option of ``prctl``: the signal sent to a process when its parent dies."""
+PR_SET_PDEATHSIG = 1  # of ``prctl``: signal to a process when its parent dies
 
 LEADER = 0
 
-FAILED = 1
-"""Tag of reports of failed batches; batches have tag 0."""
-
-SETTLED = 2
-"""Tag of the answers to the leader's reports."""
+FAILED = 1  # tag of reports of failed batches; batches have 0
+SETTLED = 2  # tag of the answers to the leader's reports
 
 
 class RankGroup:
     """Collectives of a replica's ranks, for the model's thread; a ``Group``.
 
-    A rank whose part of a batch raises reports to the others how many collectives it
-    had begun. A rank that has begun more, or begins another, cancels it, which breaks
-    the world: otherwise that collective would match one of a later batch, and the
-    answers would be wrong. If all have begun equally many, they stay in step.
+    A rank whose part of a batch raises reports how many collectives it had begun. A
+    rank that has begun more, or begins another, cancels it, which breaks the world:
+    else that collective would match one of a later batch, and answers would be wrong.
     """
 
     def __init__(self, world: World) -> None:
@@ -133,16 +128,14 @@ class RankGroup:
             del self._limits[batch]
 
     async def end(self, *, failed: bool) -> None:
-        """Report the end of this rank's part of a batch, if the others need to know.
-
-        If it ``failed``, the leader waits until every rank's part has ended. If this is
-        cancelled, a report may be missing: the replica must exit.
-        """
+        """Report the end of this rank's part of a batch, if the others need to know."""
+        # If cancelled, a report may be missing: the replica must exit.
         if failed:
             report = [self._batch, self._begun]
             others = range(1, self.size) if self.rank == LEADER else [LEADER]
             for other in others:
                 await self._world.send_object(report, dst=other, tag=FAILED)
+            # Every rank's part has ended then.
             if self.rank == LEADER:
                 for other in others:
                     await self._world.recv_object(src=other, tag=SETTLED)
@@ -162,7 +155,6 @@ class RankGroup:
         )
 
     def settle(self) -> None:
-        """Bring the ranks into step after the leader's part raised."""
         self._wait(self.end(failed=True))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
@@ -170,10 +162,8 @@ class RankGroup:
 
 
 def fork_ranks(count: int) -> int:
-    """Fork the other ranks of a replica; return the rank of the calling process.
-
-    No other threads may exist yet, because a fork does not copy them.
-    """
+    """Fork the other ranks of a replica; return the rank of this process."""
+    # No other threads may exist yet: a fork does not copy them.
     leader = os.getpid()
     for rank in range(1, count):
         if os.fork() == 0:

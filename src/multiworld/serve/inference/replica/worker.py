@@ -1,10 +1,6 @@
-"""One replica of one stage: receives work, computes it and forwards it.
-
-``BatchQueue`` forms the batches, and ``Forwarder`` chooses the next replica. The last
-stage answers to the gateway of each request. Before a batch is computed, the replica
-announces it to the gateways, so that they know what a lost replica was computing. A
-quick stage computes on the event loop, without an announcement.
-"""
+"""One replica of one stage: receives work, computes it and forwards it, or answers. It
+announces batches to the gateways, so that they know what a lost replica was computing.
+A quick stage computes on the event loop, unannounced."""
 
 from __future__ import annotations
 
@@ -49,41 +45,27 @@ from multiworld.serve.transport.routing_table import RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
 
+# Seconds since the previous batch after which work is computed at once; under more load
+# it waits one turn of the loop, in which more work for the same batch arrives.
 CALM_S = 0.001
-"""Seconds since the previous batch after which work is computed at once; under more
-load it waits one turn of the loop, in which more work for the same batch arrives."""
 
-LOOK_S = 0.1
-"""Seconds between checks of deadlines and of silent replicas."""
+LOOK_S = 0.1  # between checks of deadlines and of silent replicas
+MAX_CANCELLED = 4096  # remembered cancelled requests whose work may still arrive
+TELL_S = 0.1  # for a batch's announcement to be sent; a stopped gateway does not read
 
-MAX_CANCELLED = 4096
-"""Maximum number of remembered cancelled requests whose work may still arrive."""
-
-TELL_S = 0.1
-"""Maximum seconds that a batch waits until its announcement is sent. A stopped gateway
-does not read it."""
-
+# A batch counts as hung after this long, and this long after its last deadline.
 HUNG_S, OVERDUE_S = 30.0, 10.0
-"""A batch counts as hung after this many seconds of computing, and this many after the
-last deadline of its requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimits:
-    """Limits of one replica.
+    """Limits of one replica."""
 
-    Attributes:
-        max_batch_size: Maximum number of rows in a batch.
-        max_wait_s: Maximum seconds that the oldest work waits for more work to batch.
-        max_ongoing_requests: Credit: maximum number of requests sent to one replica of
-            the next stage that has not begun them.
-        compute_s: Maximum seconds for one batch; None: see ``HUNG_S``.
-    """
-
-    max_batch_size: int = 16
-    max_wait_s: float = 0.0
+    max_batch_size: int = 16  # in rows
+    max_wait_s: float = 0.0  # of the oldest work, for more to batch
+    # Credit: requests sent to one replica of the next stage that it has not begun.
     max_ongoing_requests: int = 32
-    compute_s: float | None = None
+    compute_s: float | None = None  # for one batch; None: see ``HUNG_S``
 
 
 class Worker:
@@ -141,7 +123,6 @@ class Worker:
 
     @property
     def has_gateway(self) -> bool:
-        """True if a gateway is connected, so that work may arrive."""
         return bool(self._gateways)
 
     async def wait_sent(self) -> None:
@@ -362,12 +343,9 @@ class Worker:
         self._batch_seconds[bisect_left(SECONDS_BOUNDS, took_s)] += 1
 
     async def _announce(self, batch: list[Work]) -> None:
-        """Announce a batch to its gateways, in case it kills this process.
-
-        Batches of a quick stage are not announced. If one kills this process, all its
-        work counts as queued here; after a second such loss, a request is computed
-        alone, and announced.
-        """
+        """Announce a batch to its gateways, in case it kills this process."""
+        # If a quick stage's batch kills it, all its work counts as queued here; after a
+        # second such loss, a request is computed alone, and announced.
         is_isolated = batch[0].is_isolated
         by_gateway = _by_gateway(work.key for work in batch)
         for gateway, keys in by_gateway.items():
@@ -509,11 +487,8 @@ class Worker:
             self._hand([])
 
     def _end_if_hung(self, resumed_at: float) -> None:
-        """Exit the process if the running batch counts as hung.
-
-        The guard's thread calls this, too, in case the loop itself computes.
-        ``resumed_at`` is the end of the last pause of this process.
-        """
+        """Exit the process if the running batch counts as hung."""
+        # Also called by the guard's thread, in case the loop itself computes.
         running, now = self._running, self._clock()
         if running and self._is_hung(running, now, resumed_at):
             self._end_process(now)
@@ -526,7 +501,7 @@ class Worker:
         return running_s > HUNG_S and now - max(last, resumed_at) > OVERDUE_S
 
     def _end_process(self, now: float) -> None:
-        """Exit at once, because a computing thread cannot be stopped otherwise."""
+        """Exit at once: a computing thread cannot be stopped otherwise."""
         logger.error(
             "the model of stage %d hangs: it has computed %d request(s) for %.1f s; "
             "this replica exits; stack traces of its threads follow",
@@ -539,7 +514,6 @@ class Worker:
 
 
 def _work_of(item: WorkItem, tensors: Tensors, now: float, stage: Stage) -> Work:
-    """Return the work of an item that arrived at the monotonic time ``now``."""
     return Work(
         key=item.key,
         group=group_of(tensors, stage.ragged) if stage.is_batched else item.key,

@@ -1,10 +1,9 @@
-"""The actors of a service: one warms a machine, one holds each rank.
+"""The actors of a service.
 
-A ``NodeLauncher`` keeps a fork server on a machine and forks replicas from it, so that
-they need not import torch and the model's code. Each rank of a replica also has a
-``ReplicaHolder``, an actor in the placement group of the replica: Ray accounts for the
-replica by it, and whoever kills it kills the replica, because it holds the leash that
-the replica wears (``replica.leash``).
+A ``NodeLauncher`` keeps a fork server on a machine and forks replicas from it. Each
+rank of a replica also has a ``ReplicaHolder`` in the replica's placement group: Ray
+accounts for the replica by it, and whoever kills it kills the replica, whose leash it
+holds (``replica.leash``).
 """
 
 from __future__ import annotations
@@ -21,27 +20,23 @@ from multiworld.serve.launchers.forks import Forks
 from multiworld.serve.launchers.protocol import Launch
 from multiworld.serve.replica.leash import Leash, hold_leash
 
+# Seconds that a holder stays after its replica has exited, to report the exit. Then the
+# bridge kills it, unless the head is lost.
 LINGER_S = 5.0
-"""Seconds that a holder stays after its replica has exited, to report the exit. Then
-the bridge kills it, unless the head is lost."""
 
-CODE_S = 1.0
-"""Maximum seconds for the fork server to report the exit code of an exited process."""
+CODE_S = 1.0  # for the fork server to report the exit code of an exited process
 
+# Variables in which Ray names the GPUs that an actor may use.
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""Variables in which Ray names the GPUs that an actor may use."""
 
 
 class NodeLauncher:
-    """Starts the ranks of replicas on one machine. Its methods run in an event loop.
-
-    Modules may be imported from `folder`, in which the service was started. `number`
-    distinguishes the fork servers in `logs`.
-    """
+    """Starts the ranks of replicas on one machine, in an event loop."""
 
     def __init__(
         self, preload: Sequence[str], folder: str, logs: str, number: str
     ) -> None:
+        # ``number`` distinguishes the fork servers in ``logs``.
         paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
         env = {"PYTHONPATH": os.pathsep.join(paths)} if Path(folder).is_dir() else {}
         log = Path(logs, f"launcher-{number}.log") if Path(logs).is_dir() else None
@@ -55,11 +50,7 @@ class NodeLauncher:
     async def launch(
         self, name: str, args: str, env: dict[str, str], log: str
     ) -> tuple[int, int, str]:
-        """Start a rank, whose leash this process holds until ``let_go``.
-
-        Returns its process id, its start time in the kernel's ticks, and the path at
-        which its leash can be held.
-        """
+        """Start a rank; return its process id, its start time, and its leash's path."""
         leash = self._leashes[name] = Leash()
         self._codes[name] = asyncio.get_running_loop().create_future()
         kept = log if Path(log).parent.is_dir() else ""
@@ -83,7 +74,7 @@ class NodeLauncher:
             future.set_result(code)
 
     async def exit_code(self, name: str) -> int | None:
-        """Return the exit code of an exited rank, or None; it can be read only once."""
+        """Return the exit code of an exited rank, or None; readable only once."""
         future = self._codes.get(name)
         if future is None:
             return None
@@ -120,7 +111,7 @@ class ReplicaHolder:
 
 
 def wait_exit(pid: int, began: int) -> None:
-    """Return when a process has exited, given its start time in the kernel's ticks."""
+    """Return when a process with this start time has exited."""
     try:
         watched = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -131,7 +122,6 @@ def wait_exit(pid: int, began: int) -> None:
 
 
 def probe_machine() -> tuple[list[tuple[int, str, int]], float]:
-    """Return the GPUs of the machine where this runs, and its cost of bfloat16."""
     from multiworld.serve.generation.replica.matmul_speed import bfloat16_cost
     from multiworld.serve.resources.inventory import gpus
 

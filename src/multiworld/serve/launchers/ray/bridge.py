@@ -1,8 +1,7 @@
-"""Ray driver of a service, which starts and stops actors and lists machines.
+"""Ray driver of a service: starts and stops actors and lists machines.
 
-Run it as ``python -m multiworld.serve.launchers.ray.bridge FD ADDRESS NAMESPACE APP``.
-It reads orders and writes news as lines (``launchers.protocol``) on the socket FD.
-Actors are detached and survive the bridge; the next bridge finds them by name.
+It runs as ``python -m multiworld.serve.launchers.ray.bridge FD ADDRESS NAMESPACE APP``,
+with orders from the socket FD. Actors are detached: the next bridge finds them by name.
 """
 
 from __future__ import annotations
@@ -55,37 +54,20 @@ from multiworld.serve.launchers.ray.actor import (
     probe_machine,
 )
 
-PLACE_S = 10.0
-"""Maximum seconds for Ray to reserve a replica's resources on a machine."""
+PLACE_S = 10.0  # for Ray to reserve a replica's resources on a machine
+START_S = 60.0  # for an actor's process, or a replica; a new machine is warmed first
+CODE_S = 2.0  # for a machine to report the exit code of a replica
+LOOK_S = 0.5  # between queries of the head
+CLAIM_S = 5.0  # for the head to know that an earlier controller has exited
+GPU_S = 30.0  # for a machine to list its GPUs
 
-START_S = 60.0
-"""Maximum seconds for an actor's process, or a replica, to start. A machine that has
-just joined is warmed first."""
-
-CODE_S = 2.0
-"""Maximum seconds for a machine to report the exit code of a replica."""
-
-LOOK_S = 0.5
-"""Seconds between queries of the head."""
-
-CLAIM_S = 5.0
-"""Maximum seconds until the head knows that an earlier controller has exited."""
-
-GPU_S = 30.0
-"""Maximum seconds for a machine to list its GPUs."""
-
+# Share of a machine's own resource in every bundle. A bundle must not be empty, and a
+# replica that books no CPU must not reserve one in Ray either.
 MINIMAL_SHARE = 0.0001
-"""Share of a machine's own resource in every bundle. A bundle must not be empty, and a
-replica that books no CPU must not reserve one in Ray either."""
 
-HEAD = "node:__internal_head__"
-"""Resource that only the head has."""
-
-STARTERS = 64
-"""Maximum number of orders carried out concurrently."""
-
-DRAIN_S = 5.0
-"""Seconds to finish pending orders after the controller has closed the socket."""
+HEAD = "node:__internal_head__"  # only the head has it
+STARTERS = 64  # orders carried out concurrently
+DRAIN_S = 5.0  # for pending orders after the controller has closed the socket
 
 NAME_LABEL = "multiworld/name"
 ID_LABEL = "ray.io/node-id"
@@ -97,22 +79,19 @@ LOCAL = {
     "health_check_failure_threshold": 3,
 }
 
-Started = tuple[int, int, str]
-"""Process id and start time of a rank, and where its leash can be held."""
+Started = tuple[int, int, str]  # process id and start of a rank, path of its leash
 
 
 class WarmNodePool:
-    """A ``NodeLauncher`` on each machine. Any thread may call the methods.
-
-    The launchers are not detached: they and their fork servers exit with the bridge.
-    The replicas keep running, because their holders are detached.
-    """
+    """A ``NodeLauncher`` on each machine. Any thread may call the methods."""
 
     def __init__(self) -> None:
         remote: Any = ray.remote  # Ray's overloads lack a keyword-only call
         self._class = remote(NodeLauncher)
         self._lock = threading.Lock()
         self._order: WarmNodes | None = None
+        # Not detached: they and their fork servers exit with the bridge. Replicas run
+        # on, because their holders are detached.
         self._launchers: dict[str, Any] = {}
 
     def configure(self, order: WarmNodes) -> None:
@@ -121,7 +100,7 @@ class WarmNodePool:
             self._order = order
 
     def keep(self, keys: Iterable[str]) -> None:
-        """Warm new machines, and forget those whose Ray id is not in `keys`."""
+        """Warm new machines; forget those whose Ray id is not in ``keys``."""
         wanted = set(keys)
         with self._lock:
             if self._order is None:
@@ -132,7 +111,7 @@ class WarmNodePool:
             self.launcher(key)
 
     def launcher(self, key: str) -> Any:
-        """Return the launcher of a machine, by its Ray id; start one if needed."""
+        """Return a machine's launcher, by its Ray id; start one if needed."""
         with self._lock:
             found = self._launchers.get(key)
             if found is None:
@@ -166,10 +145,7 @@ class Bridge:
         self._asked: set[str] = set()
 
     def claim_service(self) -> None:
-        """Register as the only controller of the service on this cluster, or raise.
-
-        A placement group of this driver is the lock; Ray removes it with the driver.
-        """
+        """Register as the service's only controller on this cluster, or raise."""
         name = f"{self._app}/controller"
         limit = time.monotonic() + CLAIM_S
         while True:
@@ -184,6 +160,7 @@ class Bridge:
                     "service another name (app:)"
                 )
             time.sleep(LOOK_S)
+        # The lock, which Ray removes with this driver.
         self._lock = placement_group([{HEAD: MINIMAL_SHARE}], name=name)
         ray.get(self._lock.ready(), timeout=PLACE_S)
 
@@ -338,7 +315,6 @@ class Bridge:
         self._await(order.name, len(holders), waiting[0], launcher)
 
     def _let_go(self, order: LaunchActor) -> None:
-        """Make the launcher of a machine release the ranks of a replica."""
         launcher = self._warm.launcher(order.key)
         for rank in range(len(order.args)):
             launcher.let_go.remote(self._named(order.name, rank))
@@ -364,14 +340,11 @@ class Bridge:
         return own if rank == 0 else f"{own}#{rank}"
 
     def _await(self, name: str, ranks: int, ref: Any, launcher: Any = None) -> None:
-        """Report the exit of a replica once `ref` resolves; release its resources.
-
-        `launcher` knows the exit code; None if an earlier bridge started the replica.
-        """
+        """Once ``ref`` resolves, report a replica's exit and release its resources."""
 
         def report() -> None:
             code = None
-            if launcher is not None:
+            if launcher is not None:  # None: an earlier bridge started it
                 with contextlib.suppress(Exception):  # its machine is lost
                     answer = launcher.exit_code.remote(self._named(name))
                     code = ray.get(answer, timeout=CODE_S)

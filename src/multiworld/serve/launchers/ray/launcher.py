@@ -45,37 +45,20 @@ logger = logging.getLogger("multiworld.serve")
 
 BRIDGE = "multiworld.serve.launchers.ray.bridge"
 
-START_S = 60.0
-"""Maximum seconds for the bridge to connect."""
+START_S = 60.0  # for the bridge to connect
+ADOPT_S = 15.0  # the same, if there are replicas to adopt
+SILENT_S = 5.0  # without a response; then the head counts as lost
+RETRY_S = 5.0  # between attempts to reconnect
+LOOK_S = 1.0  # between looks at the head's silence and at the bridge
+REACH_S = 5.0  # to connect to the head's address
+LAUNCH_S = 90.0  # for Ray to start a replica
 
-ADOPT_S = 15.0
-"""Maximum seconds for the bridge to connect if there are replicas to adopt."""
-
-SILENT_S = 5.0
-"""Seconds without a response after which the head counts as lost."""
-
-RETRY_S = 5.0
-"""Seconds between attempts to reconnect."""
-
-LOOK_S = 1.0
-"""Seconds between looks at the head's silence and at the bridge."""
-
-REACH_S = 5.0
-"""Maximum seconds to connect to the head's address."""
-
-LAUNCH_S = 90.0
-"""Maximum seconds for Ray to start a replica."""
-
+# Share of a GPU for a replica that runs on it but books none of its memory.
 MINIMAL_GPU = 0.0001
-"""Share of a GPU for a replica that runs on it but books none of its memory."""
 
 
 class RayLauncher:
-    """Replicas as actors of a Ray cluster.
-
-    `local` launches processes beside the controller. `log` is for the output of the
-    bridge; those of the fork servers are beside it.
-    """
+    """Replicas as actors of a Ray cluster; ``local`` launches all other processes."""
 
     def __init__(
         self,
@@ -91,6 +74,7 @@ class RayLauncher:
     ) -> None:
         self._clock = clock
         self._app, self._local, self._spec, self._env = app, local, spec, env
+        # Log of the bridge; those of the fork servers are beside it.
         self._log, self._on_exit, self._on_nodes = log, on_exit, on_nodes
         self._preload = tuple(preload)
         self._loop = asyncio.get_running_loop()
@@ -113,12 +97,9 @@ class RayLauncher:
         self._monitoring: asyncio.Task[None] | None = None
 
     async def start(self, *, is_new: bool) -> None:
-        """Connect to the cluster, or start one with ``address: local``.
-
-        Unless `is_new`, replicas are to be adopted, and an unreachable head is no
-        error.
-        """
+        """Connect to the cluster, or start one with ``address: local``."""
         try:
+            # Else there are replicas to adopt, and an unreachable head is no error.
             await self._connect(START_S if is_new else ADOPT_S)
         except (LaunchError, OSError) as error:
             reason = _last_line(self._log) or error
@@ -391,7 +372,6 @@ def _last_line(log: Path) -> str:
 
 
 async def make(context: LauncherContext) -> RayLauncher:
-    """Return a launcher connected to the cluster."""
     app = context.app
     launcher = RayLauncher(
         app.app,

@@ -1,9 +1,9 @@
-"""Formulation of the placement problem for OR-tools' CP-SAT.
+"""The placement problem for OR-tools' CP-SAT, which is better than HiGHS with many
+devices, but needs integers.
 
-CP-SAT is better than HiGHS with many devices, but needs integers. Shares of a demand
-are counted in units of 1/``UNITS``, and device time in billionths. Factors are rounded
-down and limits up, so that its bound is a bound of the real problem. A linear program
-(``linear``) then makes its choice of replicas exact.
+Shares of a demand are counted in units of 1/``UNITS``, device time in billionths.
+Factors are rounded down and limits up, so that its bound is a bound of the real
+problem. A linear program (``linear``) then makes its choice of replicas exact.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from typing import Any
 from multiworld.serve.placement.solver.linear import Formulation
 from multiworld.serve.placement.solver.model import Counts, Slot
 
-UNITS = 10_000
-"""Integer units of a whole demand."""
-FINE = 1_000_000
-"""Integer units of a factor or a limit."""
+UNITS = 10_000  # of a whole demand
+FINE = 1_000_000  # of a factor or a limit
 
 
 def solve(
@@ -29,16 +27,14 @@ def solve(
     rates: Mapping[Slot, float],
     workers: int = 2,
 ) -> tuple[dict[Slot, int] | None, float]:
-    """Return the replicas in each slot, or None, and a bound of the objective.
-
-    The search starts from a known solution, given by its `counts` and `rates`.
-    """
+    """Return the replicas in each slot, or None, and a bound of the objective."""
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
     variables = _variables(model, formulation)
     _constrain(model, formulation, variables)
     scale, slack = _maximise(model, formulation, variables)
+    # A known solution, at which the search starts.
     _hint(model, formulation, variables, counts, rates)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = limit_s
@@ -106,11 +102,8 @@ def _maximise(
 
 
 def _hidden_units(formulation: Formulation) -> dict[int, int]:
-    """Return, for each model, how many units of its served share rounding may hide.
-
-    Every replica's share is rounded down, so a stage loses up to one unit for each
-    slot.
-    """
+    """Return, by model, how many units of its served share rounding may hide."""
+    # Every share is rounded down: a stage loses up to one unit for each slot.
     slots = Counter((m, stage) for m, stage, _ in formulation.share)
     return {
         number: 1 + max((n for (m, _), n in slots.items() if m == model), default=0)

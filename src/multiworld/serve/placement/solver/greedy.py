@@ -1,7 +1,7 @@
 """Greedy placement: models by their value, one replica at a time. Pure.
 
-Each stage first gets its minimum number of replicas, then more until the demand is met
-or no device has time left. The result is always feasible; the solvers start from it.
+Each stage gets its minimum of replicas, then more until the demand is met or no device
+has time left. The result is always feasible; the solvers start from it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from multiworld.serve.placement.solver.model import (
 )
 from multiworld.serve.placement.solver.problem import ModelNeed, Problem, StageNeed
 
-ENOUGH = 1e-9
-"""Amount below which a rate or a load counts as zero."""
+ENOUGH = 1e-9  # below this a rate or a load counts as zero
 
 
 class _Ledger:
@@ -87,7 +86,7 @@ def place_greedily(problem: Problem) -> dict[Slot, int]:
 
 
 def _urgency(problem: Problem, m: int) -> tuple[float, float]:
-    """Return the sort key of a model: greatest value for its computing time first."""
+    """Return a model's sort key: greatest value for its computing time first."""
     model = problem.models[m]
     seconds = sum(min(s.seconds.values(), default=0.0) for s in model.stages)
     load = max(ENOUGH, seconds * model.demand)

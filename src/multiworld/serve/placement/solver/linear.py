@@ -30,10 +30,8 @@ from multiworld.serve.placement.solver.problem import Problem, StageNeed
 if TYPE_CHECKING:
     from scipy.optimize import LinearConstraint
 
-CLOSE = 1e-6
-"""Relative gap at which a solution counts as optimal."""
-NONZERO = 0.5
-"""Value above which an integer variable counts as at least 1."""
+CLOSE = 1e-6  # relative gap of a solution that counts as optimal
+NONZERO = 0.5  # above this, an integer variable counts as at least 1
 
 
 @dataclass(slots=True)
@@ -69,7 +67,7 @@ class Rows:
 
 
 class Formulation:
-    """Numbers of the variables, constraints, and the objective, which is maximised."""
+    """Numbers of the variables, constraints, and the (maximised) objective."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -155,7 +153,7 @@ class Formulation:
             self.rows.add({self.has[slot]: 1.0, new: -1.0}, high=runs)
 
     def _spread(self, m: int, slots: list[Slot]) -> None:
-        """Require a replica outside every node, because a node may fail as a whole."""
+        """Require a replica outside every node, which may fail as a whole."""
         for node in range(len(self.problem.nodes)):
             elsewhere = [s for s in slots if self.places[s[2]].node != node]
             terms = {self.has[slot]: 1.0 for slot in elsewhere}
@@ -210,13 +208,10 @@ class Formulation:
 
     @property
     def close(self) -> float:
-        """Relative gap at which to stop searching.
-
-        With running replicas it is below the value of one move; a smaller gap takes
-        longer.
-        """
+        """Relative gap at which to stop searching."""
         if not self.problem.running:
             return CLOSE
+        # Below the value of one move; a smaller gap takes longer.
         weight = sum(model.weight for model in self.problem.models)
         whole = max(1.0, worth_of(self.problem) * weight)
         return min(CLOSE, self.problem.move_cost / (4 * whole) or CLOSE)
@@ -253,11 +248,7 @@ class Formulation:
     def solve(
         self, limit_s: float, chosen: Counts | None = None
     ) -> tuple[np.ndarray | None, float]:
-        """Return the best variables found in `limit_s`, or None, and an upper bound.
-
-        The variables are one-dimensional, float64. Given `chosen`, the replicas by
-        slot, only their rates are optimised.
-        """
+        """Return the best variables found (1-D, float64) and an upper bound."""
         low, high = np.zeros(self.count), np.full(self.count, 1.0)
         for number, most in self.highs.items():
             high[number] = float(most)
@@ -269,7 +260,7 @@ class Formulation:
 
         integrality = np.zeros(self.count)
         integrality[: self.integers] = 1
-        if chosen is not None:
+        if chosen is not None:  # by slot; only their rates are optimised
             for slot, number in self.has.items():
                 low[number] = high[number] = float(chosen.get(slot, 0))
             on = {slot[0] for slot in chosen}

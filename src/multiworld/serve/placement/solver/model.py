@@ -17,20 +17,15 @@ from multiworld.serve.placement.solver.problem import (
     in_mib,
 )
 
+# Candidate for a replica: the numbers of a model, its stage, and a device.
 Slot = tuple[int, int, int]
-"""Candidate for a replica: the numbers of a model, its stage, and a device."""
 
-Counts = Mapping[Slot, int]
-"""Number of replicas in each slot."""
-
-REPLICA_COST = 1e-3
-"""Cost per hour of each replica: fewer are better, all else being equal."""
+Counts = Mapping[Slot, int]  # replicas in each slot
+REPLICA_COST = 1e-3  # per hour, of each replica: fewer are better, all else being equal
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedDevice:
-    """A device, and the number of its node."""
-
     device: Device
     node: int
 
@@ -68,11 +63,8 @@ def slots_of(problem: Problem) -> list[Slot]:
 
 
 def budgets_of(problem: Problem, model: ModelNeed) -> list[float]:
-    """Return the maximum seconds for each stage, with all others at their fastest.
-
-    Staying within the budgets is necessary for the latency; ``is_in_time`` checks the
-    whole.
-    """
+    """Return the maximum seconds for each stage, with all others at their fastest."""
+    # Necessary for the latency; ``is_in_time`` checks the whole.
     if model.latency_s is None:
         return [math.inf] * len(model.stages)
     kinds = {place.device.kind for place in places_of(problem)}
@@ -92,12 +84,10 @@ def hops_s(problem: Problem, model: ModelNeed) -> float:
 def is_in_time(
     problem: Problem, model: ModelNeed, kinds: Iterable[Iterable[str]]
 ) -> bool:
-    """Return whether an item is in time, whichever replicas it passes.
-
-    `kinds` has, for each stage, the kinds of its replicas' devices.
-    """
+    """Return whether an item is in time, whichever replicas it passes."""
     if model.latency_s is None:
         return True
+    # ``kinds``: by stage, those of its replicas' devices.
     total = hops_s(problem, model)
     for stage, used in zip(model.stages, kinds, strict=True):
         total += max((stage.seconds[kind] for kind in used), default=0.0)
@@ -117,15 +107,13 @@ def spread_of(problem: Problem, stage: StageNeed) -> int:
 
 
 def worth_of(problem: Problem) -> float:
-    """Return the value of a model's whole demand per unit of weight.
-
-    It is so great that no saving outweighs a thousandth of a demand.
-    """
+    """Return the value of a model's whole demand per unit of weight."""
     places = places_of(problem)
     prices = sum(place.device.price for place in places)
     most = sum(s.per_device for m in problem.models for s in m.stages) * len(places)
     costs = prices + most * (problem.move_cost + REPLICA_COST)
     least = min((m.weight for m in problem.models if m.weight > 0), default=1.0)
+    # So great that no saving outweighs a thousandth of a demand.
     return 1000.0 * max(1.0, costs) / least
 
 
@@ -165,7 +153,7 @@ def answer(
     bound: float,
     solver: str,
 ) -> Placement:
-    """Return the placement with these replicas and rates (items per second) by slot."""
+    """Return the placement with these replicas and rates (items per second)."""
     places = places_of(problem)
     replicas = tuple(
         Replica(
@@ -190,7 +178,7 @@ def answer(
 
 
 def reasons(problem: Problem, served: Mapping[str, float]) -> dict[str, str]:
-    """Return, for each model that is not served in full, which resource is short."""
+    """Return which resource is short, by model that is not served in full."""
     found = {}
     for model in problem.models:
         if served[model.name] >= model.demand * (1 - 1e-6):

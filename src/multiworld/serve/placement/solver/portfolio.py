@@ -16,12 +16,9 @@ from multiworld.serve.placement.solver.model import Counts, Slot, answer
 from multiworld.serve.placement.solver.problem import Placement, Problem
 from multiworld.serve.placement.solver.verify import faults
 
-LIMIT_S = 10.0
-"""Seconds for all solvers together."""
-POLISH_S = 10.0
-"""Maximum seconds of a linear program that makes a placement exact."""
-SMALL = 400
-"""Number of slots up to which HiGHS goes first, because it often proves optimality."""
+LIMIT_S = 10.0  # for all solvers together
+POLISH_S = 10.0  # at most, for a linear program that makes a placement exact
+SMALL = 400  # slots up to which HiGHS goes first: it often proves optimality
 
 
 def place(

@@ -1,9 +1,8 @@
 """Placement problem and its solution. Pure.
 
-A replica occupies memory of one device, and seconds of the device for each item. A
-device offers ``utilisation`` of each second; its replicas share that. The aims, in this
-order: meet the demand, by weight; then a low price of the used devices, few moves, and
-few replicas.
+A replica occupies memory of one device, and seconds of the device for each item. The
+aims, in this order: meet the demand, by weight; then a low price of the used devices,
+few moves, and few replicas.
 """
 
 from __future__ import annotations
@@ -16,25 +15,17 @@ GIB = 1024**3
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Device that replicas run on.
-
-    Attributes:
-        kind: Kind that computing times depend on: "cpu", "a100" …
-        price: Price per hour, charged from the first replica on it.
-        capacity: Number of replicas that it computes for at the same time: the cores of
-            a CPU, 1 for a GPU.
-    """
-
     name: str
-    kind: str
+    kind: str  # that computing times depend on: "cpu", "a100" …
     memory_bytes: int
-    price: float = 1.0
+    price: float = 1.0  # per hour, charged from the first replica on
+    # Replicas that compute at a time: cores of a CPU, 1 for a GPU.
     capacity: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine; it fails as a whole. `bandwidth` is in bytes sent per second."""
+    """A machine; it fails as a whole. ``bandwidth`` is in bytes sent per second."""
 
     name: str
     devices: tuple[Device, ...]
@@ -43,69 +34,41 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class StageNeed:
-    """Needs of one stage of a model.
+    """Needs of one stage of a model."""
 
-    Attributes:
-        memory_bytes: Memory of a replica: weights and activations.
-        seconds: Seconds of a device for one item, by the device's kind. It cannot run
-            on other kinds.
-        out_bytes: Bytes that it sends to the next stage for one item.
-        min_replicas: Minimum number of replicas. Two or more are spread over at least
-            two nodes.
-        max_replicas: Maximum number of replicas; None for no limit.
-        nodes: Names of the nodes it may run on; empty for any.
-        width: Device capacity that a replica takes while it computes: its threads.
-        cores: Device capacity that a replica reserves for itself.
-        per_device: Maximum number of replicas on one device.
-    """
-
-    memory_bytes: int
+    memory_bytes: int  # of a replica: weights and activations
+    # Seconds of a device for one item, by its kind; no others may be used.
     seconds: Mapping[str, float]
-    out_bytes: int = 0
-    min_replicas: int = 1
-    max_replicas: int | None = None
-    nodes: frozenset[str] = frozenset()
-    width: float = 1.0
-    cores: float = 0.0
-    per_device: int = 1
+    out_bytes: int = 0  # sent to the next stage for one item
+    min_replicas: int = 1  # two or more are spread over at least two nodes
+    max_replicas: int | None = None  # None: no limit
+    nodes: frozenset[str] = frozenset()  # names of those it may run on; empty: any
+    width: float = 1.0  # device capacity of a computing replica: its threads
+    cores: float = 0.0  # device capacity that a replica reserves for itself
+    per_device: int = 1  # maximum number of replicas on one device
 
 
 @dataclass(frozen=True, slots=True)
 class ModelNeed:
-    """A model and the demand for it, in items per second.
-
-    Attributes:
-        weight: Value of serving its demand, relative to other models.
-        latency_s: Maximum seconds for an item through all stages, without waiting; None
-            for no limit.
-    """
+    """A model and the demand for it, in items per second."""
 
     name: str
     stages: tuple[StageNeed, ...]
     demand: float
-    weight: float = 1.0
-    latency_s: float | None = None
+    weight: float = 1.0  # value of serving its demand, relative to other models
+    latency_s: float | None = None  # for an item through all stages, without waiting
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Complete input of a placement.
-
-    Attributes:
-        running: Model, stage and device of each running replica.
-        move_cost: Cost per hour of each replica that does not run there already.
-        hop_s: Seconds from one stage to the next.
-        utilisation: Share of a device's time that may be planned.
-        balance: Cost per hour of the fullest device, for each replica per unit of its
-            capacity; 0 ignores fullness.
-    """
-
     nodes: tuple[Node, ...]
     models: tuple[ModelNeed, ...]
+    # Model, stage and device of each running replica.
     running: Collection[tuple[str, int, str]] = ()
-    move_cost: float = 0.05
-    hop_s: float = 0.001
-    utilisation: float = 0.8
+    move_cost: float = 0.05  # per hour, of each replica that does not run there already
+    hop_s: float = 0.001  # from one stage to the next
+    utilisation: float = 0.8  # share of a device's time that may be planned
+    # Cost per hour of the fullest device, by replica per capacity; 0: none.
     balance: float = 0.0
 
 
@@ -121,20 +84,14 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Solution of a problem; replicas are in the order of models and stages.
-
-    Attributes:
-        served: Items per second, by model.
-        value: Value of the objective (``model.objective``); higher is better.
-        bound: Upper bound of the value of any placement; infinity if unknown.
-        unplaced: Why a model is not served in full, by model, for people.
-    """
+    """Solution of a problem; replicas are in the order of models and stages."""
 
     replicas: tuple[Replica, ...]
-    served: Mapping[str, float]
-    value: float
-    bound: float
+    served: Mapping[str, float]  # items per second, by model
+    value: float  # of the objective (``model.objective``); higher is better
+    bound: float  # of the value of any placement; infinity if unknown
     solver: str
+    # Why a model is not served in full, by model, for people.
     unplaced: Mapping[str, str] = field(default_factory=dict)
 
     @property

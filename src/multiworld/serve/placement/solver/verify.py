@@ -1,8 +1,5 @@
-"""Verifier: checks a placement against the problem alone. Pure.
-
-It shares only the definition of the problem with the solvers, so that an error in their
-common code cannot hide itself.
-"""
+"""Verifier: checks a placement against the problem alone. Pure. It shares only the
+problem's definition with the solvers, so an error in their code cannot hide."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from multiworld.serve.placement.solver.problem import (
     in_mib,
 )
 
-SLACK = 1e-6
-"""Relative tolerance of all checks, because solvers compute in floating point."""
+SLACK = 1e-6  # relative, of all checks: solvers compute in floating point
 
 
 def faults(problem: Problem, placement: Placement) -> list[str]:
@@ -33,7 +29,7 @@ def faults(problem: Problem, placement: Placement) -> list[str]:
 
 
 class _Books:
-    """Resources taken by all replicas together, and locations of the replicas."""
+    """Resources taken by all replicas together, and where the replicas are."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
