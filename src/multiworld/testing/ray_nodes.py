@@ -11,9 +11,9 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-STORE_BYTES = 80 * 2**20
-"""Bytes of each node's object store."""
+STORE_BYTES = 80 * 2**20  # of each node's object store
 
+# Ray system settings: Ray declares a node lost after a few seconds.
 HEALTH = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
@@ -22,7 +22,6 @@ HEALTH = {
     # Nodes must outlive a lost head; see docs/serve/ray.md.
     "gcs_rpc_server_reconnect_timeout_s": 3600,
 }
-"""Ray system settings: Ray declares a node lost after a few seconds."""
 
 
 class RayNodes:

@@ -1,7 +1,6 @@
 """Text generation whose streams survive the loss of any worker.
 
 A gateway holds the tokens of each stream and pins it to a *replica chain*: one replica
-of each stage. The stage 0 replica schedules steps, which flow through the chain; the
-last stage samples. When a replica of a chain is lost, the gateway pins its streams to
-other replicas, which recompute them from the tokens that were delivered.
+of each stage. Stage 0 schedules steps, and the last stage samples. When a replica is
+lost, its streams continue on others, which recompute them from the delivered tokens.
 """

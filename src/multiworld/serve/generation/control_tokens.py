@@ -1,8 +1,7 @@
 """Control tokens in a chat: from the template only, not from what users write.
 
-A chat template writes control tokens, such as ``<|im_end|>``, around the contents of
-messages. The same characters in a message must become ordinary tokens, or it could end
-its turn and start one of the system. So such characters are enclosed in marks before
+In a message, the characters of a control token (``<|im_end|>``) must become ordinary
+tokens, or it could end its turn and start one of the system. So they are marked before
 the template is rendered, and encoded in two pieces afterwards, which no control token
 matches.
 """
@@ -16,10 +15,7 @@ from typing import Any
 
 from multiworld.errors import InvalidRequestError
 
-DIGITS = 18
-"""Digits of a mark. Templates leave digits as they are, also in JSON."""
-
-
+DIGITS = 18  # of a mark. Templates leave digits as they are, also in JSON
 REFUSED = "the messages have a control token of this model; write it in another way"
 
 
@@ -75,10 +71,7 @@ class Marks:
     def encoded(
         self, text: str, encode: Callable[[list[str]], list[list[int]]], controls: Any
     ) -> list[int]:
-        """Return the tokens of a rendered text, with ordinary tokens for marked parts.
-
-        Raises InvalidRequestError if a marked part still contains a control token.
-        """
+        """Return the tokens of a rendered text: ordinary ones for marked parts."""
         pieces: list[str] = []
         are_marked: list[bool] = []
         for number, part in enumerate(self._split.split(text)):

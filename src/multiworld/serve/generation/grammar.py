@@ -1,8 +1,7 @@
 """Structured output: which tokens may come next.
 
-llguidance turns a JSON schema, a regular expression or a Lark grammar into a matcher,
-which determines before each token which ones are allowed. The last stage keeps it; a
-replica that takes over feeds it the tokens so far.
+llguidance turns a JSON schema, a regular expression or a Lark grammar into a matcher.
+The last stage keeps it; a replica that takes over feeds it the tokens so far.
 """
 
 from __future__ import annotations
@@ -26,49 +25,37 @@ from multiworld.serve.spec.stage import Generation
 
 logger = logging.getLogger("multiworld.serve")
 
-MAX_CHARACTERS = 64 * 1024
-"""Maximum characters of a schema or a grammar."""
-
+MAX_CHARACTERS = 64 * 1024  # of a schema or a grammar
+# Maximum least common multiple of all ``multipleOf`` of a schema, ignoring decimal
+# points. llguidance builds an automaton with that many states: 10^6 take 6 s, 10^7
+# three minutes, whatever its limits.
 MAX_MULTIPLES = 50_000
-"""Maximum least common multiple of all ``multipleOf`` of a schema, ignoring decimal
-points. llguidance builds an automaton with that many states: 10^6 take 6 s, 10^7 three
-minutes, whatever its limits."""
-
+# Parser items per step (``step_max_items`` of llguidance). In an ambiguous grammar they
+# keep increasing: with the default, 50,000, each token takes seconds.
 MAX_ITEMS = 3000
-"""Maximum number of parser items per step (``step_max_items`` of llguidance). In an
-ambiguous grammar they keep increasing: with the default, 50,000, each token takes
-seconds."""
-
+# Compiled ones: each choice of a request, and each request of an agent, has the same
+# one. Copying takes 10 µs, compiling 50 ms and more.
 KEPT_GRAMMARS = 64
-"""Number of compiled grammars that are kept: each choice of a request, and each request
-of an agent, has the same one. Copying takes 10 µs, compiling 50 ms and more."""
+KEPT_FAILURES = 256  # too complex grammars that are not tried again
+MAX_ERROR = 300  # reported characters of an llguidance error, which quotes the grammar
 
-KEPT_FAILURES = 256
-"""Number of too complex grammars that are remembered, and not tried again."""
-
-MAX_ERROR = 300
-"""Maximum reported characters of an llguidance error, which quotes the grammar."""
-
+# Whitespace in JSON, as Python writes it: small models fill any free space forever.
 SPACES: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
 }
-"""Whitespace in JSON, as Python writes it: small models fill any free space forever."""
 
-NO_TEXT = "NoExtensionBias"
-"""llguidance's error about a grammar that no text completes."""
+NO_TEXT = "NoExtensionBias"  # llguidance's error if no text completes a grammar
 
 MISSING = (
     "this server has no structured output: llguidance or jsonschema-rs is not installed"
 )
 
-MAX_ROW = 10_000
-"""Maximum alternatives at one position (``max_items_in_row`` of llguidance)."""
-
+MAX_ROW = 10_000  # alternatives at one position (``max_items_in_row`` of llguidance)
+# Part of llguidance's error about a token that a structure does not allow; all other
+# errors are about the structure.
 NO_SUCH_TOKEN = "doesn't satisfy the grammar"
-"""Part of llguidance's error about a token that a structure does not allow; all other
-errors are about the structure."""
 
 
 class NoStructureError(ServeError):
@@ -140,10 +127,7 @@ def grammar_of_choice(choices: Sequence[str], param: str) -> str:
 
 
 def grammar_of_calls(tools: Sequence[tuple[str, Any]], *, is_single: bool) -> str:
-    """Return a grammar of a list of tool calls, as JSON.
-
-    The text may end after each call, so that a small model need not invent more.
-    """
+    """Return a grammar of a list of tool calls, as JSON."""
     for _, parameters in tools:
         grammar_of_schema(parameters, "tools")
     calls = [
@@ -157,6 +141,7 @@ def grammar_of_calls(tools: Sequence[tuple[str, Any]], *, is_single: bool) -> st
     ]
     schema = json.dumps({"x-guidance": SPACES, "anyOf": calls})
     more = "" if is_single else '(", " call)* '
+    # It may end after each call, so that a small model need not invent more.
     text = f'start: "[" call {more}"]"?\ncall: %json {schema}\n'
     return _checked(_matcher().grammar_from_lark(text), "tools")
 
@@ -188,10 +173,8 @@ def _quoted(name: str) -> str:
 
 
 def _are_few_multiples(schema: Any) -> bool:
-    """Return whether the least common multiple of all ``multipleOf`` is small.
-
-    Several may apply to the same number, through ``allOf`` or ``$ref``.
-    """
+    """Return whether the least common multiple of all ``multipleOf`` is small."""
+    # Several may apply to the same number, through ``allOf`` or ``$ref``.
     scale = multiple = 1
     left = [schema]
     while left:
@@ -213,16 +196,15 @@ def _are_few_multiples(schema: Any) -> bool:
 
 @functools.cache
 def _schemas() -> Any:
-    """Return the validator, pinned to one metaschema so that none is fetched."""
     from jsonschema_rs import Draft202012Validator
 
+    # Pinned to one metaschema, so that none is fetched.
     return Draft202012Validator(
         {"$ref": "https://json-schema.org/draft/2020-12/schema"}
     )
 
 
 def _matcher() -> Any:
-    """Return llguidance's matcher; raise NoStructureError if it is not installed."""
     try:
         from llguidance import LLMatcher
     except ImportError as error:
@@ -238,7 +220,6 @@ def _checked(grammar: str, param: str) -> str:
 
 
 def _short(why: object) -> str:
-    """Return an error without most of its quotes of the grammar."""
     text = str(why).partition("<non-verbose/>")[0].strip()
     if text == NO_TEXT:
         return "no text has this structure"
@@ -315,14 +296,9 @@ class Matcher:
             self._consumed = 0
 
     def allowed(self, tokens: Sequence[int], prompt: int = 0) -> Tensor:
-        """Return which tokens may be next: one bit each, [vocabulary / 8], uint8.
-
-        Args:
-            tokens: The prompt and the output tokens. Those before the output tokens
-                that this matcher knows are not read.
-            prompt: Number of prompt tokens.
-        """
+        """Return which tokens may be next: one bit each, [vocabulary / 8], uint8."""
         matcher = self.made.result()
+        # Others of ``tokens`` are not read.
         for place in range(prompt + self._consumed, len(tokens)):
             if not matcher.consume_token(tokens[place]):
                 if NO_SUCH_TOKEN not in matcher.get_error():
@@ -339,7 +315,6 @@ class Matcher:
         return found
 
     def _check(self, matcher: Any) -> None:
-        """Raise InvalidRequestError if the structure is too complex or impossible."""
         if matcher.is_error():
             why = f"structured output failed: {_short(matcher.get_error())}"
             self._failed(why)

@@ -1,8 +1,7 @@
 """Names of prefixes, and the replicas that computed them. Pure.
 
-A prefix is named by a chain of hashes, one per block of its tokens, that starts with
-the tenant. So equal prefixes of one tenant have equal names in every process, and
-response times do not reveal the requests of other tenants.
+A name is a chain of hashes, one per block of tokens, that starts with the tenant: equal
+in every process, and response times do not reveal the requests of other tenants.
 """
 
 from __future__ import annotations
@@ -12,14 +11,10 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-Digest = bytes
-"""Name of a prefix."""
-
-KNOWN = 65536
-"""Maximum number of prefixes that a gateway remembers."""
-
+Digest = bytes  # name of a prefix
+KNOWN = 65536  # prefixes that a gateway remembers, at most
+# Of a cached prefix; they outweigh one more stream at a replica.
 TOKENS_PER_STREAM = 128
-"""Tokens of a cached prefix that outweigh one more stream at a replica."""
 
 
 def digests(tokens: Sequence[int], block_size: int, tenant: str) -> Iterator[Digest]:
@@ -38,7 +33,7 @@ class PrefixRoutes:
         self._known: OrderedDict[tuple[Digest, int], str] = OrderedDict()
 
     def record(self, names: Sequence[Digest], chain: Sequence[str]) -> None:
-        """Record the chain that computes a sequence, whose prefixes are ``names``."""
+        """Record the chain that computes a sequence with the prefixes ``names``."""
         for name in names:
             for stage, replica in enumerate(chain):
                 self._known[name, stage] = replica

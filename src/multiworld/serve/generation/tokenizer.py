@@ -21,8 +21,7 @@ from multiworld.serve.generation.grammar import import_grammars
 
 logger = logging.getLogger("multiworld.serve")
 
-BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-"""Name of a single-byte token in SentencePiece models."""
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # of one byte, in SentencePiece models
 
 
 def _letters() -> dict[str, int]:
@@ -53,7 +52,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _controls(self) -> tuple[ControlTokens, frozenset[int]]:
-        """The control tokens, and their ids."""
+        # The control tokens, and their ids.
         added = self.fast.get_added_tokens_decoder()
         found = {number: t.content for number, t in added.items() if t.special}
         return ControlTokens({*found.values()}), frozenset(found)
@@ -83,7 +82,7 @@ class Tokenizer:
 
     @functools.cached_property
     def longest(self) -> int:
-        """Maximum characters of a token."""
+        """Characters of the longest token."""
         return max(map(len, self.fast.get_vocab()), default=1)
 
     def check_length(self, characters: int, tokens: int, param: str = "prompt") -> None:
@@ -107,9 +106,7 @@ class Tokenizer:
         return str(self.fast.decode(list(tokens), skip_special_tokens=skips_special))
 
     def piece(self, token: int) -> str:
-        """Return the text of one token; a partial character is ``bytes:…``, as at
-        OpenAI.
-        """
+        """Return a token's text; of a partial character ``bytes:…``, as OpenAI."""
         text = self.decode([token], skips_special=False)
         if "\ufffd" in text:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.raw(token))
@@ -128,26 +125,16 @@ class Tokenizer:
 
     def chat(
         self,
-        messages: list[dict[str, Any]],
-        longest: int,
+        messages: list[dict[str, Any]],  # as in OpenAI's API, with parsed arguments
+        longest: int,  # in tokens
         *,
-        begins_answer: bool = True,
+        begins_answer: bool = True,  # the assistant's answer follows
         tools: Sequence[dict[str, Any]] = (),
-        options: Mapping[str, Any] = MappingProxyType({}),
-        effort: str | None = None,
-        has_controls: bool = False,
+        options: Mapping[str, Any] = MappingProxyType({}),  # of the template
+        effort: str | None = None,  # if the template reads ``reasoning_effort``
+        has_controls: bool = False,  # those in messages remain control tokens
     ) -> list[int]:
-        """Return the tokens of a chat.
-
-        Args:
-            messages: The messages of OpenAI's API, but with the arguments of tool calls
-                parsed.
-            longest: Maximum number of tokens.
-            begins_answer: Whether the assistant's answer follows.
-            options: Values of further variables of the template.
-            effort: Value of ``reasoning_effort``, for a template that reads it.
-            has_controls: Whether control tokens in the messages remain control tokens.
-        """
+        """Return the tokens of a chat."""
         if self._slow.chat_template is None:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions",
@@ -193,9 +180,9 @@ class Tokenizer:
         return [each.ids for each in made]
 
     def _known_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages; ``developer`` becomes ``system`` for older templates."""
         if "developer" in str(self._slow.chat_template):
             return messages
+        # Older templates know no ``developer``.
         return [
             {**m, "role": "system"} if m["role"] == "developer" else m for m in messages
         ]
@@ -213,10 +200,8 @@ class Tokenizer:
 
 
 class GrowingText:
-    """Text that grows token by token, up to a stop string, which is not part of it.
-
-    No character is split, and a possible start of a stop string is held back.
-    """
+    """Text that grows token by token, without splitting a character, up to a stop
+    string, which is not part of it."""
 
     def __init__(
         self,
@@ -269,6 +254,7 @@ class GrowingText:
             self.is_stopped = True
             given, self._held = self._held[:at], ""
         else:
+            # A possible start of a stop string is held back.
             keep = 0 if is_end else _held_back(self._held, stop)
             cut = len(self._held) - keep
             given, self._held = self._held[:cut], self._held[cut:]
@@ -278,7 +264,6 @@ class GrowingText:
 
 
 def _held_back(text: str, stop: Sequence[str]) -> int:
-    """Return how many final characters may start a stop string."""
     return max(
         (
             length

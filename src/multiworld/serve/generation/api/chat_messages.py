@@ -10,21 +10,15 @@ import msgspec
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.gateway.json_limits import NOT_JSON
 
+# Of messages in OpenAI's API.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles of messages in OpenAI's API."""
-
+# Values in the arguments of all tool calls of a chat, at most; strings count by their
+# commas and brackets. This many take some 10 ms to decode.
 MAX_ARGUMENTS = 50_000
-"""Maximum number of values in the arguments of all tool calls of a chat; strings count
-by their commas and brackets. This many take some 10 ms to decode."""
 
 
 def for_template(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Validate the messages of a chat, and convert them for chat templates.
-
-    Parts of text are joined, null fields are dropped, and the JSON arguments of tool
-    calls are decoded. Arguments that are not a JSON object, such as those of a
-    truncated answer, stay as they are.
-    """
+    """Validate the messages of a chat, and convert them for chat templates."""
     found = [_message(message) for message in messages]
     calls = [call for message in found for call in message.get("tool_calls", ())]
     values = sum(_values(call["function"]["arguments"]) for call in calls)
@@ -44,6 +38,7 @@ def characters_of(messages: list[dict[str, Any]]) -> int:
 
 
 def _message(given: dict[str, Any]) -> dict[str, Any]:
+    # Templates expect text in one piece, and no null fields.
     message = {name: value for name, value in given.items() if value is not None}
     role = message.get("role")
     if role not in ROLES:
@@ -97,7 +92,7 @@ def _values(arguments: str) -> int:
 def _decoded(arguments: str) -> Any:
     try:
         found = msgspec.json.decode(arguments)
-    except NOT_JSON:
+    except NOT_JSON:  # such as those of a truncated answer
         return arguments
     return found if isinstance(found, dict) else arguments
 

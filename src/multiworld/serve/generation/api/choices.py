@@ -18,42 +18,32 @@ from multiworld.serve.generation.tokenizer import GrowingText, Tokenizer
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.generation_messages import Sampling, TokenItem
 
-MIN_LOGPROB = -9999.0
-"""Logprob of a probability of zero in answers, as in vLLM: JSON has no infinity."""
+MIN_LOGPROB = -9999.0  # of probability zero, as in vLLM: JSON has no infinity
 
 
 @dataclass(slots=True)
 class Choice:
-    """One choice of a completion request.
-
-    Attributes:
-        is_prompt_only: Whether the computed token is left out of the answer.
-        scores: Logprobs of its prompt, if requested; see ``TokenItem.prompt``.
-        finish: Why it ended; empty until then.
-    """
+    """One choice of a completion request."""
 
     index: int
     prompt: Sequence[int]
     text: GrowingText
-    is_prompt_only: bool = False
+    is_prompt_only: bool = False  # the computed token is left out of the answer
     items: list[TokenItem] = field(default_factory=list)
+    # Logprobs of its prompt: ``TokenItem.prompt``.
     scores: Sequence[tuple[float, Any]] = ()
-    finish: str = ""
+    finish: str = ""  # why it ended; empty until then
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The text that one token adds to a choice; it may be empty.
-
-    ``finish`` is empty except for the last piece. ``offset`` is in characters of the
-    text.
-    """
+    """The text that one token adds to a choice; it may be empty."""
 
     choice: Choice
     text: str
     item: TokenItem
-    finish: str
-    offset: int
+    finish: str  # empty except for the last piece
+    offset: int  # in characters of the text
 
 
 def digest_of(choices: Sequence[Choice], sampling: Sampling) -> str:
@@ -141,8 +131,6 @@ def _piece(choice: Choice, item: TokenItem) -> Piece:
 
 
 def chat_logprobs(tokenizer: Tokenizer, items: Sequence[TokenItem]) -> Any:
-    """Return the logprobs of tokens in the form of a chat completion."""
-
     def shown(token: int, logprob: float) -> dict[str, Any]:
         return {
             "token": tokenizer.piece(token),
@@ -164,19 +152,16 @@ def chat_logprobs(tokenizer: Tokenizer, items: Sequence[TokenItem]) -> Any:
 def text_logprobs(
     tokenizer: Tokenizer,
     items: Sequence[TokenItem],
-    offset: int,
-    prompt: Sequence[int] = (),
+    offset: int,  # characters before them
+    prompt: Sequence[int] = (),  # comes first, with ``scores``
     scores: Sequence[tuple[float, Any]] = (),
 ) -> dict[str, Any]:
-    """Return the logprobs of tokens in the form of a text completion.
-
-    ``offset`` is the number of characters before them. If ``prompt`` is given, its
-    tokens come first, with ``scores``; the first one has no logprob.
-    """
+    """Return the logprobs of tokens in the form of a text completion."""
     scored: list[tuple[int, float | None, Any]] = [
         (item.token, item.logprob, item.top) for item in items
     ]
     if prompt:
+        # The first token has no logprob.
         before = zip(prompt[1:], scores, strict=False)
         reported = [(token, logprob, top) for token, (logprob, top) in before]
         scored = [(prompt[0], None, None), *reported, *scored]
@@ -207,5 +192,4 @@ def text_logprobs(
 
 
 def sampling_of(sampling: Sampling, number: int) -> Sampling:
-    """Return the sampling of one of several choices of a prompt."""
     return msgspec.structs.replace(sampling, choice=number)

@@ -25,26 +25,20 @@ from multiworld.serve.generation.gateway.stream import TimeLimits
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.transport.generation_messages import TokenItem
 
-KEEP_ALIVE_S = 10.0
-"""Seconds without a token after which a streamed answer gets a comment."""
+KEEP_ALIVE_S = 10.0  # seconds without a token after which a stream gets a comment
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A request that was checked against its model.
-
-    Attributes:
-        served: Name of the model that serves it, maybe a dedicated one.
-        echoes: Text that each choice begins with.
-    """
+    """A request that was checked against its model."""
 
     wanted: Wanted
-    served: str
+    served: str  # name of the model that serves it, maybe a dedicated one
     version: str
     tokenizer: Tokenizer
     choices: tuple[Choice, ...]
     is_chat: bool
-    echoes: tuple[str, ...]
+    echoes: tuple[str, ...]  # text that each choice begins with
     id: str
     made_at: int
     limits: TimeLimits
@@ -56,7 +50,6 @@ class Ready:
         return None if calling is None else CallParser(calling, self.family)
 
     def head(self, *, is_chunk: bool = False) -> dict[str, Any]:
-        """Return the fields that begin each answer, or each chunk of a streamed one."""
         kind = "text_completion"
         if self.is_chat:
             kind = "chat.completion.chunk" if is_chunk else "chat.completion"
@@ -105,7 +98,6 @@ def _choice(
     items: Sequence[TokenItem],
     finish: str,
 ) -> dict[str, Any]:
-    """Return a choice of an answer that is not streamed."""
     found: dict[str, Any] = {"index": choice.index, "finish_reason": finish or None}
     if ready.wanted.has_ids:
         found["token_ids"] = [item.token for item in items]
@@ -135,7 +127,6 @@ def _choice(
 
 
 def _message(ready: Ready, text: str) -> dict[str, Any]:
-    """Return the message of a chat completion, with its tool calls."""
     parser = ready.parser()
     if parser is None:
         return {"role": "assistant", "content": text}
@@ -220,10 +211,8 @@ async def kept_alive(pieces: AsyncGenerator[Piece]) -> AsyncGenerator[Piece | No
 
 
 def _first_event(ready: Ready, choice: Choice) -> bytes:
-    """Return the event before the first token of a choice; empty if there is none.
-
-    It is sent with the first token of all, which clients take for the time to it.
-    """
+    """Return the event before the first token of a choice; empty if there is none."""
+    # Sent with the first token of all, which clients take for the time to it.
     prompt = {"prompt_token_ids": list(choice.prompt)} if ready.wanted.has_ids else {}
     if ready.is_chat:
         delta = {"role": "assistant", "content": ""}
@@ -235,12 +224,9 @@ def _first_event(ready: Ready, choice: Choice) -> bytes:
 def _parsed_events(
     ready: Ready, held: list[Piece], parser: CallParser
 ) -> Iterator[bytes]:
-    """Yield the events of output that may call tools.
-
-    ``held`` has the pieces of one choice that no event has included yet, because they
-    complete nothing that can be shown; the last one is not parsed yet.
-    """
-    piece = held[-1]
+    """Yield the events of output that may call tools."""
+    # ``held``: pieces that no event has included yet, as they complete nothing to show.
+    piece = held[-1]  # the only one that is not parsed yet
     found = [*parser.feed(piece.text), *(parser.end() if piece.finish else ())]
     deltas: list[dict[str, Any]] = []
     for each in found:
@@ -278,7 +264,6 @@ def _event(
     finish: str = "",
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> bytes:
-    """Return the event for some pieces of a choice, with further fields ``more``."""
     items = [piece.item for piece in pieces]
     found: dict[str, Any] = {"index": choice.index}
     found["delta" if ready.is_chat else "text"] = delta

@@ -23,78 +23,42 @@ from multiworld.serve.generation.api.structure import Structure, structure_of
 from multiworld.serve.generation.api.tools import Calling, calling_of
 from multiworld.serve.transport.generation_messages import Sampling
 
-MAX_CHOICES = 64
-"""Maximum number of choices of one request, over all of its prompts."""
-
+MAX_CHOICES = 64  # of one request, over all of its prompts
 MAX_PROMPTS = 2048
-
-MAX_STOPS = 16
-"""Maximum number of stop strings."""
-
-MAX_STOP_TOKENS = 1024
-"""Maximum number of tokens that end a completion."""
-
-MAX_STOP = 256
-"""Maximum number of characters of a stop string; each token is searched for them."""
-
+MAX_STOPS = 16  # stop strings
+MAX_STOP_TOKENS = 1024  # tokens that end a completion
+MAX_STOP = 256  # characters of a stop string; each token is searched for them
 MAX_BIASES = 1024
-
-GREEDY = 1e-5
-"""Temperature below which the most likely token is taken, as in vLLM: the quotient
-would overflow."""
-
-MAX_LOGPROBS = 20
-"""Maximum number of alternatives reported with each token."""
-
-DEFAULT_TOKENS = 16
-"""Output tokens of a text completion that gives no number, as in OpenAI's API."""
-
-
+GREEDY = 1e-5  # temperatures below it are 0, as in vLLM: the quotient would overflow
+MAX_LOGPROBS = 20  # alternatives reported with each token
+DEFAULT_TOKENS = 16  # of a text completion that gives no number, as in OpenAI's API
+# Pairs of ``metadata``, characters of names and values, as in OpenAI's API.
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
-"""Maximum pairs of ``metadata``, and characters of names and values, as in OpenAI's."""
-
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-
-MAX_SESSION = 256
-"""Maximum number of characters of the name of a session."""
-
-
+MAX_SESSION = 256  # characters of its name
+# Fields whose default is in the model's ``generation_config.json``.
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields whose default is in the model's ``generation_config.json``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request without its prompts.
-
-    Attributes:
-        sampling: ``max_tokens`` is 0 if the request gives none.
-        n: Number of choices per prompt.
-        has_usage: Whether a streamed answer ends with the usage.
-        echo: Whether the answer begins with the prompt.
-        is_prompt_only: The answer is only the prompt; one token is computed all the
-            same.
-        timeout_s: Seconds until the deadline; None: the model's default.
-        has_ids: Whether the answer includes the token ids.
-        session: Requests of a tenant with the same session prefer the same replicas.
-        given: Fields of ``DEFAULTED`` that the request gives.
-    """
+    """A request without its prompts."""
 
     model: str
-    sampling: Sampling
-    n: int
+    sampling: Sampling  # ``max_tokens`` is 0 if the request gives none
+    n: int  # choices per prompt
     stop: tuple[str, ...]
     is_streamed: bool
-    has_usage: bool
+    has_usage: bool  # a streamed answer ends with it
     skips_special: bool
-    echo: bool = False
-    is_prompt_only: bool = False
-    timeout_s: float | None = None
-    has_ids: bool = False
+    echo: bool = False  # the answer begins with the prompt
+    is_prompt_only: bool = False  # one token is computed all the same
+    timeout_s: float | None = None  # until the deadline; None: the model's default
+    has_ids: bool = False  # of the tokens, in the answer
     structure: Structure | None = None
     calling: Calling | None = None
-    session: str = ""
-    given: frozenset[str] = frozenset()
+    session: str = ""  # a tenant's requests of one prefer the same replicas
+    given: frozenset[str] = frozenset()  # of ``DEFAULTED``, by the request
 
 
 def chat_of(body: bytes | bytearray) -> tuple[ChatBody, Wanted]:
@@ -118,7 +82,6 @@ def chat_of(body: bytes | bytearray) -> tuple[ChatBody, Wanted]:
 
 
 def _with_tools(asked: ChatBody, wanted: Wanted) -> Wanted:
-    """Add the tools of a request to its parameters."""
     calling = calling_of(asked.tools, asked.tool_choice)
     if calling is None:
         return wanted
@@ -140,7 +103,6 @@ def completion_of(body: bytes | bytearray) -> tuple[CompletionBody, Wanted]:
 
 
 def wanted_of(asked: CompletionBody) -> Wanted:
-    """Return the parameters of a text completion."""
     logprobs = asked.logprobs
     if logprobs is not None:
         logprobs = int(_between("logprobs", logprobs, 0, MAX_LOGPROBS, 0))
@@ -277,10 +239,7 @@ def _between(
 def check_fits(
     prompt: int, wanted: Sampling, longest: int, vocabulary: int, param: str
 ) -> Sampling:
-    """Check that a sequence fits, and return its sampling with ``max_tokens`` set.
-
-    ``prompt`` and ``longest`` (the maximum of the sequence) are numbers of tokens.
-    """
+    """Check that a sequence fits; return its sampling with ``max_tokens`` set."""
     if not prompt:
         raise wrong_field(param, "must have a token")
     room = longest - prompt

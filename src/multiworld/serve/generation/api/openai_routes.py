@@ -35,8 +35,6 @@ OPENAI = Form(whole, events, openai_error_response)
 
 
 def add_generation(app: FastAPI, gateway: Gateway) -> None:
-    """Add the routes to an application."""
-
     @app.post("/v1/chat/completions", tags=["openai"])
     async def chat(request: Request) -> Response:
         """Generate the next message of a chat.

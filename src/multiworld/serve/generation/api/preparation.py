@@ -31,18 +31,15 @@ from multiworld.serve.generation.tokenizer import GrowingText, Tokenizer
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 
-MAX_SCORES = 200_000
-"""Maximum number of prompt logprobs in one answer; each takes about 50 bytes of it."""
+MAX_SCORES = 200_000  # prompt logprobs in one answer; each takes about 50 bytes of it
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that generates text; ``longest`` is the maximum tokens of a sequence."""
-
     generation: Generation
     tokenizer: Tokenizer
     version: str
-    longest: int
+    longest: int  # tokens of a sequence
     limits: TimeLimits
     family: Family | None
     has_controls: bool
@@ -75,7 +72,6 @@ async def served_model(
 async def prepare_chat(
     gateway: Gateway, admitted: AdmittedRequest, asked: ChatBody, wanted: Wanted
 ) -> Ready:
-    """Check a chat request against its model."""
     served = await served_model(gateway, admitted, asked.model)
     served.tokenizer.check_length(
         characters_of(asked.messages), served.longest, "messages"
@@ -96,7 +92,6 @@ async def prepare_chat(
 async def prepare_completion(
     gateway: Gateway, admitted: AdmittedRequest, asked: CompletionBody, wanted: Wanted
 ) -> Ready:
-    """Check a completion request against its model."""
     served = await served_model(gateway, admitted, asked.model)
     tokenizer = served.tokenizer
     prompts = prompts_of(asked.prompt)
@@ -115,7 +110,6 @@ async def prepare_completion(
 
 
 def _shown_tools(wanted: Wanted) -> list[dict[str, Any]]:
-    """Return the tools of a request as its chat template expects them."""
     if wanted.calling is None:
         return []
     found: list[dict[str, Any]] = msgspec.to_builtins(wanted.calling.tools)
@@ -134,7 +128,6 @@ def _check_choices(prompts: int, n: int) -> None:
 
 
 def _check_scores(prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
-    """Check the number of prompt logprobs in an answer."""
     per_token = wanted.sampling.prompt_logprobs
     if per_token is None:
         return

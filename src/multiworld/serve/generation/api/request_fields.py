@@ -1,8 +1,5 @@
-"""Fields of requests for chat and text completions, as in OpenAI's API.
-
-Fields that vLLM adds are supported as well. Unknown or unsupported fields are refused
-by name.
-"""
+"""Fields of requests for chat and text completions, as in OpenAI's API and vLLM.
+Unknown or unsupported ones are refused by name."""
 
 from __future__ import annotations
 
@@ -16,8 +13,6 @@ from multiworld.serve.generation.api.tools import NamedTool, Tool
 
 
 class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A JSON schema, in the form of OpenAI's API."""
-
     name: str
     schema: Any = None
     description: str | None = None
@@ -127,6 +122,7 @@ class CompletionBody(_Common, frozen=True, forbid_unknown_fields=True, kw_only=T
 CHAT = msgspec.json.Decoder(ChatBody)
 COMPLETION = msgspec.json.Decoder(CompletionBody)
 
+# Fields of OpenAI's API and of vLLM's.
 UNSUPPORTED = (
     "chat_template",  # a client's template could run forever
     *("functions", "function_call", "modalities"),
@@ -137,8 +133,8 @@ UNSUPPORTED = (
     *("spaces_between_special_tokens", "continue_final_message", "bad_words"),
     *("documents", "allowed_token_ids", "truncate_prompt_tokens"),
 )
-"""Fields of OpenAI's API and of vLLM's that are not supported."""
 
+# Values of some of them that request nothing, besides ``DEFAULTS``.
 NOTHING: dict[str, Any] = {
     "verbosity": "medium",
     "best_of": 1,
@@ -149,17 +145,15 @@ NOTHING: dict[str, Any] = {
     "echo": False,
     "add_special_tokens": False,
 }
-"""Values of some of them that request nothing, besides ``DEFAULTS``."""
 
+# Values of unsupported fields that request nothing.
 DEFAULTS: tuple[Any, ...] = (
     *(None, False, [], {}, "", "auto", "default"),
     *(["text"], {"type": "text"}),
 )
-"""Values of unsupported fields that request nothing."""
 
 
 def decoded(body: bytes | bytearray, decoder: msgspec.json.Decoder[Any]) -> Any:
-    """Decode a body; the error names the invalid field."""
     check_values(body)
     try:
         return decoder.decode(body)

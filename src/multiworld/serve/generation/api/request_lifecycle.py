@@ -1,7 +1,4 @@
-"""Life of a request for generated text, on the routes of every API.
-
-It is read, prepared, checked for poison, generated, counted and answered.
-"""
+"""Life of a request for generated text, on the routes of every API."""
 
 from __future__ import annotations
 
@@ -31,14 +28,12 @@ from multiworld.serve.generation.api.choices import (
 from multiworld.serve.generation.api.completion_answers import Ready
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 
+# Reads a body, and prepares the request in it.
 Reader = Callable[[Gateway, AdmittedRequest, Request, Body], Awaitable[Ready]]
-"""Reads a body, and prepares the request in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form of the answers of a route: whole, as events, and errors."""
-
     whole: Callable[[Ready, AsyncGenerator[Piece]], Coroutine[Any, Any, Response]]
     events: Callable[[Ready, AsyncGenerator[Piece]], AsyncGenerator[bytes]]
     error: Callable[[ServeError], Response]
@@ -48,10 +43,7 @@ class Form:
 async def answered(
     gateway: Gateway, request: Request, read: Reader, form: Form
 ) -> Response:
-    """Answer a request, at once or as a stream.
-
-    Cancelling ends its streams and counts it as ``CLIENT_CLOSED``.
-    """
+    """Answer a request. Cancelling ends its streams; it counts as ``CLIENT_CLOSED``."""
     ready: Ready | None = None
 
     async def answer(admitted: AdmittedRequest, reservation: Reservation) -> Response:

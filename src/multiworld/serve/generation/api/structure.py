@@ -26,15 +26,11 @@ from multiworld.serve.generation.grammar import (
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The required structure of an answer, not checked yet.
+    """The required structure of an answer, not checked yet."""
 
-    ``kind`` selects the function that makes the grammar from ``value``; ``param`` is
-    the field of the request that has it.
-    """
-
-    kind: str
+    kind: str  # selects the function that makes the grammar
     value: Any
-    param: str
+    param: str  # field of the request that has it
 
     def grammar(self) -> str:
         """Check the structure and return its grammar; this may take a second."""

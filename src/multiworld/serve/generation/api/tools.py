@@ -1,9 +1,9 @@
 """Tools that a model may call, as in OpenAI's API. Pure.
 
-With ``tool_choice: auto``, the model writes its tool calls into its output, in the form
-of its template family, and the parser finds them there. With a named tool or
-``required``, the output is constrained to the arguments of the call, or to a list of
-calls, which works with any model.
+With ``tool_choice: auto``, the model writes its calls in the form of its template
+family, and the parser finds them. With a named tool or ``required``, the output is
+constrained to the arguments of the call, or to a list of calls, which works with any
+model.
 """
 
 from __future__ import annotations
@@ -17,14 +17,10 @@ import msgspec
 
 from multiworld.errors import InvalidRequestError
 
-MAX_TOOLS = 128
-"""Maximum number of tools of a request, as in OpenAI's API."""
-
-BEGIN, END = "<tool_call>", "</tool_call>"
-"""Marks around a call in the template family of Hermes and Qwen."""
-
+MAX_TOOLS = 128  # of a request, as in OpenAI's API
+BEGIN, END = "<tool_call>", "</tool_call>"  # around a call, for Hermes and Qwen
+# Of templates, by vLLM's names of the parsers.
 Family = Literal["hermes", "llama3_json"]
-"""Template family, by vLLM's names of the parsers."""
 
 
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,9 +30,7 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool; only functions are supported."""
-
+class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):  # only functions
     type: Literal["function"]
     function: Function
 
@@ -46,26 +40,18 @@ class NamedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The tool that a model must call."""
-
     type: Literal["function"]
     function: NamedFunction
 
 
 @dataclass(frozen=True, slots=True)
 class Calling:
-    """How a model may call tools in one answer.
-
-    Attributes:
-        named: Name of the tool that it must call; empty: its own choice.
-        is_required: Whether it must call at least one.
-        is_single: Whether it may call at most one.
-    """
+    """How a model may call tools in one answer."""
 
     tools: tuple[Tool, ...]
-    named: str = ""
-    is_required: bool = False
-    is_single: bool = False
+    named: str = ""  # the tool that it must call; empty: its own choice
+    is_required: bool = False  # it must call at least one
+    is_single: bool = False  # it may call at most one
 
     @property
     def is_free(self) -> bool:
@@ -79,19 +65,15 @@ class Calling:
 
     @property
     def named_parameters(self) -> Any:
-        """JSON schema of the arguments of the named tool."""
         (tool,) = [t for t in self.tools if t.function.name == self.named]
         return _parameters(tool)
 
     def forms(self, *, is_strict: bool = False) -> list[tuple[str, Any]]:
-        """Return the name and the JSON schema of the parameters of each tool.
-
-        With ``is_strict``, tools that are not strict accept any object.
-        """
+        """Return the name and the JSON schema of the parameters of each tool."""
         return [
             (
                 tool.function.name,
-                {"type": "object"}
+                {"type": "object"}  # any object
                 if is_strict and not tool.function.strict
                 else _parameters(tool),
             )
@@ -241,7 +223,6 @@ class CallParser:
             yield text
 
     def _parsed(self, text: str) -> list[tuple[str, str]] | None:
-        """Return the calls in a text; None if it is something else."""
         try:
             found = json.loads(text)
             calls = found if isinstance(found, list) else [found]
@@ -275,7 +256,6 @@ class ListedCalls:
         self._is_quoted = self._is_escaped = False
 
     def feed(self, text: str) -> Iterator[str]:
-        """Yield the objects that more of the text completes."""
         for letter in text:
             if self._depth or letter == "{":
                 self._object.append(letter)

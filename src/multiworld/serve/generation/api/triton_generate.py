@@ -1,6 +1,5 @@
-"""Triton's routes ``generate`` and ``generate_stream``.
-
-Fields and meanings are those of Triton's generate extension and of its vLLM backend.
+"""Triton's routes ``generate`` and ``generate_stream``. Fields are those of Triton's
+generate extension and of its vLLM backend.
 
 https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/docs/protocol/extension_generate.html
 """
@@ -38,27 +37,21 @@ from multiworld.serve.generation.api.request_fields import (
 from multiworld.serve.generation.api.request_lifecycle import Form, Reader, answered
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 
+# Parameter that leaves out the prompt, as in Triton's vLLM backend.
 EXCLUDES = "exclude_input_in_output"
-"""Parameter that leaves the prompt out of the answer, as in Triton's vLLM backend."""
 
 
 class GenerateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of a request.
-
-    ``parameters`` are the fields of a text completion, except those in ``FIXED``. The
-    route decides, not ``stream``.
-    """
-
     text_input: str
     id: str = ""
-    parameters: dict[str, Any] = {}
-    stream: bool | None = None
+    parameters: dict[str, Any] = {}  # of a text completion, except ``FIXED``
+    stream: bool | None = None  # ignored: the route decides
 
 
 _bodies = msgspec.json.Decoder(GenerateBody)
 
+# Fields of a text completion that a request cannot set.
 FIXED = ("model", "prompt", "n", "best_of", "echo", "stream", "stream_options")
-"""Fields of a text completion that a request cannot set."""
 
 
 class _Events(EventStream):
@@ -70,8 +63,6 @@ class _Events(EventStream):
 
 
 def add_generate(app: FastAPI, gateway: Gateway) -> None:
-    """Add the routes to an application."""
-
     def add(path: str, *, is_streamed: bool) -> None:
         async def generate(
             name: str, request: Request, version: str | None = None

@@ -12,40 +12,30 @@ from multiworld.serve.transport.protocol import MessageError
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message to a connected replica."""
-
     replica: str
     message: EdgeMessage
 
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Deliver a token to a stream's client, or the error that ends the stream."""
-
-    number: int
-    item: TokenItem | ServeError
+    number: int  # of the stream
+    item: TokenItem | ServeError  # an error ends the stream
 
 
 @dataclass(frozen=True, slots=True)
 class RequestReplicas:
-    """Ask for replicas of a model that may be scaled to zero: a stream waits."""
-
-    model: str
+    model: str  # may be scaled to zero while a stream waits
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Write a line to the log."""
-
     text: str
     is_warning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Reject a message that its sender is not authorised to send."""
-
-    error: MessageError
+    error: MessageError  # its sender may not send such a message
 
 
 Action = Send | Deliver | RequestReplicas | Log | Refuse

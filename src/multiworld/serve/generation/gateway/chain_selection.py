@@ -13,38 +13,30 @@ from multiworld.serve.generation.gateway.stream import Chain, Stream
 from multiworld.serve.generation.prefixes import TOKENS_PER_STREAM, PrefixRoutes
 from multiworld.serve.transport.routing_table import Replica, ReplicaState
 
+# Tokens per block of a prefix, and maximum tokens of a prefix.
 PREFIX_BLOCK, PREFIX_TOKENS = 64, 4096
-"""Tokens per block of a prefix, and maximum tokens of a prefix, for chain selection."""
-
+# Seconds for which a replica counts as new: streams of busier replicas move to it.
+# Later it only gets new streams.
 NEW_S = 60.0
-"""Seconds for which a replica counts as new: streams of busier replicas move to it.
-Later it only gets new streams."""
-
+# Streams by which the replica that a session prefers must be busier than another before
+# a stream uses the other.
 HOME = 2
-"""Streams by which the replica that a session prefers must be busier than another
-before a stream uses the other."""
-
+# Streams by which other replicas must be busier before a replica that computes the
+# steps of one stage-0 replica also gets those of a second. Each stage-0 replica sends
+# its own step for every token, which costs about as much as nine tokens.
 SPLIT = 4
-"""Streams by which other replicas must be busier before a replica that computes the
-steps of one stage-0 replica also gets those of a second. Each stage-0 replica sends its
-own step for every token, which costs about as much as nine tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Uneven:
-    """A new replica, and the busiest one of its stage.
-
-    Attributes:
-        surplus: Streams that the new one should take over.
-    """
+    """A new replica, and the busiest one of its stage."""
 
     busiest: str
     new: str
-    surplus: int
+    surplus: int  # streams that the new one should take over
 
 
 def surplus_of(highest: int, lowest: int) -> int:
-    """Return how many streams a new replica takes from a busy one, by their loads."""
     is_uneven = highest - lowest >= max(2, highest / 2)
     return (highest - lowest) // 2 if is_uneven else 0
 
@@ -56,12 +48,10 @@ class StepSources:
         self._of: dict[str, Counter[str]] = {}
 
     def enter(self, chain: Sequence[str]) -> None:
-        """Record that a chain computes one more stream."""
         for name in chain[1:]:
             self._of.setdefault(name, Counter())[chain[0]] += 1
 
     def leave(self, chain: Sequence[str]) -> None:
-        """Record that a chain computes one stream less."""
         for name in chain[1:]:
             known = self._of[name]
             known[chain[0]] -= 1
@@ -76,18 +66,7 @@ class StepSources:
 
 
 class ChainSelection:
-    """Chooses chains, and knows the load of each replica.
-
-    Args:
-        view: The replicas.
-        chance: Returns a random number, for the choice among equals.
-
-    Attributes:
-        view: The replicas.
-        sources: The stage-0 replicas whose steps each replica computes.
-        load: Streams at each replica, and those that are being moved to it.
-        draining: The draining replicas.
-    """
+    """Chooses chains, and knows the load of each replica."""
 
     def __init__(self, view: ReplicaView, chance: Callable[[], float]) -> None:
         self.view, self._chance = view, chance
@@ -96,10 +75,10 @@ class ChainSelection:
         self._new: dict[str, float] = {}
         self.draining: tuple[str, ...] = ()
         self.sources = StepSources()
+        # Streams at each replica, and those that are being moved to it.
         self.load: Counter[str] = Counter()
 
     def table_changed(self, now: float) -> None:
-        """Record when each replica became ready, and which ones drain."""
         replicas = self.view.table.replicas
         self._ready_since = {
             name: self._ready_since.get(name, now)
@@ -114,29 +93,23 @@ class ChainSelection:
                 del self.load[name]  # names are never used again
 
     def enter(self, stream: Stream) -> None:
-        """Record that a stream's chain now computes it."""
         self._prefix_routes.record(stream.prefixes, stream.chain)
         self.sources.enter(stream.chain)
         self.load.update(stream.chain)
 
     def leave(self, chain: Sequence[str]) -> None:
-        """Record that a chain no longer computes a stream."""
         self.sources.leave(chain)
         self.load.subtract(chain)
 
     def reserve(self, replicas: Iterable[str]) -> None:
-        """Record that a stream is being moved to some replicas."""
         self.load.update(replicas)
 
     def release(self, replicas: Iterable[str]) -> None:
-        """Record that a stream is no longer being moved to some replicas."""
         self.load.subtract(replicas)
 
     def choose(self, stream: Stream) -> Chain | None:
-        """Return a chain for a waiting stream; None if a stage has no replica.
-
-        Replicas that keep an earlier attempt are reused; others are the least loaded.
-        """
+        """Return a chain for a waiting stream; None if a stage has no replica."""
+        # Replicas that keep an earlier attempt are reused; others are the least loaded.
         route = self.view.table.routes.get(stream.model)
         if route is None:
             return None
@@ -150,11 +123,7 @@ class ChainSelection:
         return None
 
     def without_draining(self, stream: Stream) -> Chain | None:
-        """Return a usable chain that avoids the draining replicas of a stream's chain.
-
-        It may be of another version with the same weights. None if no replica drains,
-        or there is no such chain.
-        """
+        """Return a usable chain without draining replicas; None if there is none."""
         if not self.is_leaving(stream):
             return None
         staying = tuple(
@@ -165,6 +134,7 @@ class ChainSelection:
         route = self.view.table.routes.get(stream.model)
         if found is not None or route is None or route.version == stream.version:
             return found
+        # Another version will do, if its weights are the same.
         found = self._complete(stream, route.version, (), is_ready=True)
         if found is None:
             return None
@@ -174,7 +144,6 @@ class ChainSelection:
         return found if len(weights) == 1 and "" not in weights else None
 
     def is_leaving(self, stream: Stream) -> bool:
-        """Return whether a replica of a stream's chain drains."""
         states = map(self.view.state, stream.chain)
         return any(state is ReplicaState.DRAINING for state in states)
 
@@ -202,7 +171,6 @@ class ChainSelection:
                     yield Uneven(busiest[stage], name, surplus)
 
     def is_there(self, chain: Chain) -> bool:
-        """Return whether all replicas of a chain are known and connected."""
         known, connected = self.view.table.replicas, self.view.connected
         return all(name in known and name in connected for name in chain.replicas)
 
@@ -210,20 +178,12 @@ class ChainSelection:
         self,
         stream: Stream,
         version: str,
-        kept: Sequence[str],
+        kept: Sequence[str],  # empty names are chosen
         *,
-        is_ready: bool = False,
+        is_ready: bool = False,  # all of it must be usable now
         without: str = "",
     ) -> Chain | None:
-        """Return a chain that keeps the given replicas where possible.
-
-        Args:
-            stream: The stream that it is for.
-            version: Version of the chain.
-            kept: Replicas to keep, by stage; empty names are chosen.
-            is_ready: Whether all of it must be usable now.
-            without: Replica to avoid; empty: none.
-        """
+        """Return a chain that keeps the replicas ``kept`` (by stage) where possible."""
         route = self.view.table.routes.get(stream.model)
         if route is None:
             return None  # the model was removed
@@ -241,7 +201,6 @@ class ChainSelection:
         return Chain(version, found)
 
     def _kept(self, kept: Sequence[str], version: str, stage: int) -> str | None:
-        """Return the replica of a stage that is to be kept, if it is usable."""
         name = kept[stage] if stage < len(kept) else ""
         known = self.view.table.replicas.get(name)
         is_there = name in self.view.connected and name not in self.view.silent
@@ -249,7 +208,6 @@ class ChainSelection:
         return name if is_there and is_same else None
 
     def _candidates(self, stream: Stream, version: str, stage: int) -> list[Replica]:
-        """Return the replicas of a stage that a stream may use."""
         usable = [*self.view.usable(stream.model, version, stage)]
         wanted = stream.via.get(stage)
         if usable and wanted is None:

@@ -12,75 +12,46 @@ from multiworld.serve.transport.routing_table import RoutingTable
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A client waits for the tokens of a new stream."""
-
-    stream: Stream
+    stream: Stream  # its client waits for tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A client no longer reads a stream, for whatever reason.
-
-    Attributes:
-        error: Why the stream ended early; None if it is complete.
-    """
-
-    number: int
-    error: BaseException | None = None
+    number: int  # of a stream that its client no longer reads, for whatever reason
+    error: BaseException | None = None  # why it ended early; None: it is complete
 
 
 @dataclass(frozen=True, slots=True)
 class TableChanged:
-    """The controller sent another routing table."""
-
     table: RoutingTable
 
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """An edge to a replica is up."""
-
     replica: str
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """An edge to a replica is down.
-
-    Attributes:
-        is_polite: Whether the replica left; otherwise it was lost.
-    """
-
     replica: str
-    is_polite: bool
+    is_polite: bool  # the replica left; otherwise it was lost
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Messages of one frame from a replica, in order."""
-
     replica: str
-    messages: Sequence[EdgeMessage]
+    messages: Sequence[EdgeMessage]  # of one frame, in order
 
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Time has passed.
-
-    Attributes:
-        silent: Connected replicas that sent nothing lately.
-        resumed_at: Monotonic time at which this process's last pause ended.
-    """
-
-    silent: frozenset[str]
-    resumed_at: float
+    silent: frozenset[str]  # connected replicas that sent nothing lately
+    resumed_at: float  # monotonic time at which this process's last pause ended
 
 
 @dataclass(frozen=True, slots=True)
 class TenantQuarantined:
-    """Requests of a tenant to a model are refused from now on."""
-
-    tenant: str
+    tenant: str  # its requests to the model are refused from now on
     model: str
 
 

@@ -1,9 +1,8 @@
 """Moves of streams to other replicas without a pause. Pure.
 
-If a replica drains, or a new one is less loaded, another replica is prepared to take
-its position in the chain: while the stream continues, the previous stage replays its
-activation log to the new replica, which computes the rows. Once only a few tokens are
-missing, the stream continues there as another attempt with the prepared KV.
+If a replica drains, or a new one is less loaded, another is prepared to take its
+position while the stream continues: the previous stage replays its activation log to
+it. Once only a few tokens are missing, the stream continues there as another attempt.
 """
 
 from __future__ import annotations
@@ -25,35 +24,17 @@ from multiworld.serve.transport.generation_messages import (
 )
 from multiworld.serve.transport.protocol import Key
 
-AT_ONCE = 4
-"""Maximum number of streams being moved at once; preparation slows other streams."""
-
+AT_ONCE = 4  # streams being moved at once, at most: preparation slows others
+# Tokens that the new replicas may lack when a stream moves, at most: one step computes
+# them in hardly more time than one token.
 LAG = 8
-"""Maximum number of tokens that the new replicas may lack when a stream moves: one step
-computes them in hardly more time than one token."""
-
-WORTH = 32
-"""Minimum number of tokens still to come for a move to a less loaded replica."""
-
-PREPARE_S = 60.0
-"""Seconds after which a preparation is given up."""
-
-RETRY_S = 1.0
-"""Seconds until a move is tried again; doubles each time, to 32 times as long."""
+WORTH = 32  # tokens still to come, at least, for a move to a less loaded replica
+PREPARE_S = 60.0  # seconds after which a preparation is given up
+RETRY_S = 1.0  # seconds until the next try; doubles each time, to 32 times as long
 
 
 class Moves:
-    """The moves of one gateway's streams.
-
-    Args:
-        name: Name of the gateway.
-        chains: Chooses replicas.
-        index: The streams by replica.
-        send: Sends a message to a replica.
-        end_at: Ends an attempt at some replicas.
-        log: Writes a line to the log.
-        counts: Counts the moves that were given up.
-    """
+    """The moves of one gateway's streams."""
 
     def __init__(
         self,
@@ -63,7 +44,7 @@ class Moves:
         send: Callable[[str, PrepareSequence], None],
         end_at: Callable[[Iterable[str], Key], None],
         log: Callable[[str], None],
-        counts: Counter[str],
+        counts: Counter[str],  # ``given_up`` is counted
     ) -> None:
         self._name, self._chains, self._counts = name, chains, counts
         self._send, self._end_at, self._log = send, end_at, log
@@ -106,17 +87,12 @@ class Moves:
                 return
 
     def lost(self, replica: str, now: float) -> None:
-        """Give up the moves to chains that include a lost replica."""
         for _, stream in sorted(self._moving.items()):
             if stream.move is not None and replica in stream.move.chain.replicas:
                 self.give_up(stream, now)
 
     def to_restart(self, now: float) -> list[Stream]:
-        """Return streams that should start over instead of waiting for a busy replica.
-
-        They are the latest ones without a token, so hardly anything was computed for
-        them.
-        """
+        """Return streams to start over instead of waiting for a busy replica."""
         found: list[Stream] = []
         for uneven in self._chains.uneven(now):
             there = [
@@ -124,6 +100,7 @@ class Moves:
                 for s in self._index.at(uneven.busiest)
                 if s.first_at is None and is_free(s, now)
             ]
+            # The latest without a token: hardly anything was computed for them.
             there.sort(key=lambda s: (-s.began_at, s.number))
             for stream in there[: uneven.surplus]:
                 stream.stays_until = now + RETRY_S
@@ -138,7 +115,6 @@ class Moves:
         self._prepare(stream, stream.move, now)
 
     def _prepare(self, stream: Stream, move: Move, now: float) -> None:
-        """Start the preparation of the new replicas."""
         chain, fresh = move.chain.replicas, set(incoming(stream))
         stages = tuple(n for n, name in enumerate(chain) if name in fresh)
         prepared, move.attempt = move.attempt, stream.next_attempt()
@@ -184,7 +160,6 @@ class Moves:
         return move
 
     def drop(self, stream: Stream) -> None:
-        """Cancel the preparation for a stream, if there is one."""
         if stream.move is not None:
             fresh = incoming(stream)
             self._chains.release(fresh)
@@ -194,14 +169,11 @@ class Moves:
             stream.become(Phase.COMPUTING)
 
     def log_is_gone(self, stream: Stream, replica: str, now: float) -> None:
-        """Route a move around a replica whose log was dropped, or abandon the move.
-
-        If another replica can replace that one as well, the stage before replays to it,
-        and it replays to the next.
-        """
+        """Route a move around a replica whose log was dropped, or abandon the move."""
         assert stream.move is not None
         before, chain = stream.move.chain, None
         if replica in before.replicas and self._chains.is_leaving(stream):
+            # The stage before replays to another one, which replays to the next.
             chain = self._chains.around(stream, before, replica)
         if chain is None:
             self.give_up(stream, now)
@@ -226,12 +198,10 @@ def incoming(stream: Stream) -> list[str]:
 
 
 def is_free(stream: Stream, now: float) -> bool:
-    """Return whether a stream may be moved."""
     is_settled = not stream.via and not stream.losses.counted
     is_due = stream.stays_until <= now
     return stream.phase is Phase.COMPUTING and is_settled and is_due
 
 
 def _left(stream: Stream) -> int:
-    """Return the maximum number of tokens still to come."""
     return stream.sampling.max_tokens - stream.made

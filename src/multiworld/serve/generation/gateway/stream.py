@@ -17,193 +17,132 @@ from multiworld.serve.transport.generation_messages import Sampling
 
 @dataclass(frozen=True, slots=True)
 class TimeLimits:
-    """Time limits of a stream besides its deadline.
-
-    Attributes:
-        first_token_s: Maximum seconds until its first token; None: no limit.
-        between_tokens_s: Maximum seconds between two tokens; None: no limit.
-    """
+    """Time limits of a stream besides its deadline; None: no limit."""
 
     first_token_s: float | None = None
     between_tokens_s: float | None = None
 
 
 NO_LIMITS = TimeLimits()
-"""No limits besides the deadline."""
 
 
 class Phase(StrEnum):
-    """Phase of a stream."""
-
-    WAITING = "waiting"
-    """It has no chain, and no replica has its KV."""
-    COMPUTING = "computing"
-    """A chain computes its current attempt."""
-    MOVING = "moving"
-    """The same, while other replicas are prepared to take over."""
+    WAITING = "waiting"  # no chain, and no replica has its KV
+    COMPUTING = "computing"  # a chain computes its current attempt
+    MOVING = "moving"  # the same, while other replicas are prepared to take over
+    # No chain; replicas keep the KV of an earlier attempt for the next.
     PAUSED = "paused"
-    """It has no chain; replicas keep the KV of an earlier attempt for the next one."""
-    ENDED = "ended"
-    """Its last token or its error was delivered, or its client is gone."""
+    ENDED = "ended"  # its last token or its error was delivered, or its client is gone
 
 
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    # Once every stage has a replica for it.
     Phase.WAITING: frozenset({Phase.COMPUTING, Phase.ENDED}),
+    # Moving: a replica drains, or a new one has less to do. Paused: part of the chain
+    # failed; the other replicas keep KV. Waiting: it starts over, from its tokens.
     Phase.COMPUTING: frozenset(
         {Phase.MOVING, Phase.PAUSED, Phase.WAITING, Phase.ENDED}
     ),
+    # Computing: the move is done, or given up.
     Phase.MOVING: frozenset(
         {Phase.COMPUTING, Phase.PAUSED, Phase.WAITING, Phase.ENDED}
     ),
+    # Computing: the lost replicas are replaced. Waiting: a loss that is noticed late
+    # makes it a suspect, which starts over.
     Phase.PAUSED: frozenset({Phase.COMPUTING, Phase.WAITING, Phase.ENDED}),
     Phase.ENDED: frozenset(),
 }
-"""Phases that may follow each phase.
-
-* waiting → computing: every stage has a replica for it.
-* computing → moving: a replica drains, or a new one has less to do.
-* moving → computing: the move is done, or given up.
-* computing, moving → paused: part of the chain failed; the other replicas keep KV.
-* computing, moving → waiting: the stream starts over, from its tokens.
-* paused → computing: the lost replicas are replaced.
-* paused → waiting: a loss that is noticed late makes it a suspect, which starts over.
-"""
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """One replica of each stage.
+    """One replica of each stage."""
 
-    Attributes:
-        version: Their version of the model.
-        replicas: Their names, by stage.
-    """
-
-    version: str
-    replicas: tuple[str, ...]
+    version: str  # of the model
+    replicas: tuple[str, ...]  # by stage
 
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """A move of a stream to other replicas, which are prepared while it continues.
+    """A move of a stream to other replicas, which are prepared while it continues."""
 
-    Attributes:
-        chain: The chain from then on.
-        attempt: Number of the attempt that they are prepared for; -1 before.
-        tokens: Tokens of the stream when the replicas were last notified.
-        notified_at: Monotonic time of that.
-        waits_for: Replicas that have not reported yet that they are prepared.
-    """
-
-    chain: Chain
-    attempt: int = -1
-    tokens: int = 0
-    notified_at: float = 0.0
-    waits_for: int = 0
+    chain: Chain  # from then on
+    attempt: int = -1  # that they are prepared for; -1 before
+    tokens: int = 0  # of the stream, when the replicas were last notified
+    notified_at: float = 0.0  # monotonic time of that
+    waits_for: int = 0  # replicas that have not reported yet that they are prepared
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """A stream whose client waits for tokens.
+    """A stream whose client waits for tokens."""
 
-    Attributes:
-        number: Its number at this gateway.
-        tokens: The prompt, and the tokens that were delivered.
-        prompt: Number of tokens of the prompt.
-        deadline_at: Monotonic time at which it fails.
-        via: For a probe: replicas by stage that it must go through.
-        adapter: Name of the LoRA adapter that it is computed with; empty: none.
-        session: Streams of a session prefer the same replicas; empty: none.
-        request: Id of its request, for logs; empty: none.
-        attempt: Number of the current attempt.
-        last_attempt: Highest number of an attempt so far.
-        chain: Replicas by stage that compute the current attempt.
-        kept: Replicas by stage that keep an earlier attempt.
-        kept_attempt: Number of that attempt.
-        stays_until: Monotonic time before which it is not moved.
-        given_up: Moves that were given up.
-        fingerprints: Hardware fingerprint of the replica that computed it, by stage.
-        returns: Attempts in a row that ended without a token.
-        is_alone: Whether it runs alone now, as a suspect.
-        left: Chain of the previous attempt, if one of its replicas returned the stream.
-        was_alone: Whether it ran alone there.
-        not_before: Earliest monotonic time of the next attempt.
-    """
-
-    number: int
+    number: int  # at this gateway
     model: str
     version: str
-    tokens: list[int]
-    prompt: int
+    tokens: list[int]  # the prompt, and the delivered tokens
+    prompt: int  # its number of tokens
     sampling: Sampling
-    deadline_at: float
-    via: dict[int, str]
+    deadline_at: float  # monotonic time
+    via: dict[int, str]  # of a probe: replicas by stage that it must go through
     limits: TimeLimits
     began_at: float
     share: Share = DEFAULT_SHARE
     prefixes: tuple[Digest, ...] = ()
-    adapter: str = ""
-    session: str = ""
-    request: str = ""
+    adapter: str = ""  # the LoRA adapter to compute with; empty: none
+    session: str = ""  # its streams prefer the same replicas; empty: none
+    request: str = ""  # id, for logs; empty: none
     attempt: int = 0
-    last_attempt: int = 0
-    chain: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
-    kept_attempt: int = -1
+    last_attempt: int = 0  # highest number so far
+    chain: tuple[str, ...] = ()  # replicas by stage that compute the current attempt
+    kept: tuple[str, ...] = ()  # replicas by stage that keep an earlier attempt
+    kept_attempt: int = -1  # number of that attempt
     move: Move | None = None
-    stays_until: float = 0.0
-    given_up: int = 0
+    stays_until: float = 0.0  # monotonic time before which it is not moved
+    given_up: int = 0  # moves that were given up
+    # Of the hardware that computed it, by stage.
     fingerprints: dict[int, str] = field(default_factory=dict)
     losses: LossLedger = field(
         default_factory=lambda: LossLedger(STREAM_RULE, has_begun=True)
     )
-    returns: int = 0
-    is_alone: bool = False
-    left: tuple[str, ...] = ()
-    was_alone: bool = False
-    not_before: float = 0.0
+    returns: int = 0  # attempts in a row that ended without a token
+    is_alone: bool = False  # as a suspect, now
+    left: tuple[str, ...] = ()  # previous chain, if a replica of it returned the stream
+    was_alone: bool = False  # there
+    not_before: float = 0.0  # monotonic time of the next attempt, at the earliest
     first_at: float | None = None
     last_at: float = 0.0
     phase: Phase = Phase.WAITING
 
     def become(self, phase: Phase) -> None:
-        """Enter a phase that may follow the current one, or stay in it."""
         if phase is not self.phase and phase not in TRANSITIONS[self.phase]:
             raise AssertionError(f"{self.name} cannot go from {self.phase} to {phase}")
         self.phase = phase
 
     @property
     def has_ended(self) -> bool:
-        """True if its last token or its error was delivered."""
         return self.phase is Phase.ENDED
 
     @property
     def made(self) -> int:
-        """Number of tokens that were generated and delivered."""
+        """Number of delivered tokens."""
         return len(self.tokens) - self.prompt
 
     @property
     def name(self) -> str:
-        """Name in logs."""
         request = self.request or "without a request"
         return f"request {request}, stream {self.number}"
 
     def next_attempt(self) -> int:
-        """Return the number of a new attempt."""
         self.last_attempt += 1
         return self.last_attempt
 
     def late(self, now: float, resumed_at: float = -math.inf) -> str:
-        """Return which time limit has passed; empty if none has.
-
-        Args:
-            now: Monotonic time in seconds.
-            resumed_at: End of the gateway's last pause: no wait for a token began
-                before it.
-        """
+        """Return which time limit has passed; empty if none has."""
         if now > self.deadline_at:
             limit = self.sampling.max_tokens
             return f"deadline passed after {self.made} of at most {limit} tokens"
+        # No wait began before the end of the gateway's last pause.
         since, limit_s = self._wait(resumed_at)
         if limit_s is None or now - since <= limit_s:
             return ""
@@ -211,7 +150,7 @@ class Stream:
         return f"no {what} within {limit_s:g} s"
 
     def late_at(self, resumed_at: float = -math.inf) -> float:
-        """Return the time until which it is not late, as long as no token comes."""
+        """Return until when it is not late, as long as no token comes."""
         since, limit_s = self._wait(resumed_at)
         wait_ends = math.inf if limit_s is None else since + limit_s
         return min(self.deadline_at, wait_ends)
@@ -231,12 +170,10 @@ class StreamIndex:
         self._at: dict[str, dict[int, Stream]] = {}
 
     def enter(self, stream: Stream) -> None:
-        """Record that a stream's chain computes it."""
         for name in stream.chain:
             self._at.setdefault(name, {})[stream.number] = stream
 
     def leave(self, stream: Stream) -> None:
-        """Record that a stream's chain no longer computes it."""
         for name in stream.chain:
             there = self._at[name]
             there.pop(stream.number, None)
@@ -244,15 +181,11 @@ class StreamIndex:
                 del self._at[name]
 
     def at(self, replica: str) -> list[Stream]:
-        """Return the streams whose chains include a replica."""
         return list(self._at.get(replica, {}).values())
 
 
 class StreamTimers:
-    """Streams by the time until which they are not late.
-
-    A time that has become wrong is corrected when it comes, not before.
-    """
+    """Streams by the time until which they are not late; corrected when it comes."""
 
     def __init__(self) -> None:
         self._times: list[tuple[float, int]] = []
@@ -272,19 +205,16 @@ class StreamTimers:
         return [streams[number] for number in sorted(found) if number in streams]
 
 
+# Model, version and kept replicas of a waiting stream, and a probe's number.
 Kind = tuple[str, str, tuple[str, ...], int]
-"""Model, version and kept replicas of a waiting stream, and a probe's number."""
 
 
 class WaitingStreams:
-    """Streams that have no chain, in the order in which they began to wait.
-
-    Attributes:
-        kinds: Number of streams of each kind; all or none of a kind can get a chain.
-    """
+    """Streams that have no chain, in the order in which they began to wait."""
 
     def __init__(self) -> None:
         self._all: dict[int, tuple[Stream, Kind]] = {}
+        # Streams of each kind; all or none of a kind can get a chain.
         self.kinds: Counter[Kind] = Counter()
 
     def __contains__(self, number: int) -> bool:
@@ -294,7 +224,6 @@ class WaitingStreams:
         return iter(list(self._all.values()))
 
     def count(self, model: str) -> int:
-        """Return the number of a model's streams."""
         return sum(count for kind, count in self.kinds.items() if kind[0] == model)
 
     def add(self, stream: Stream) -> None:
@@ -305,7 +234,6 @@ class WaitingStreams:
         self.kinds[kind] += 1
 
     def remove(self, stream: Stream) -> None:
-        """Record that a stream no longer waits."""
         _, kind = self._all.pop(stream.number)
         self.kinds[kind] -= 1
         if not self.kinds[kind]:

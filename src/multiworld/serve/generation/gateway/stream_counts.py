@@ -8,11 +8,9 @@ from collections.abc import Iterator
 
 from multiworld.serve.transport.control_messages import Counted
 
+# Upper bounds of the histograms' buckets, in seconds; the last has none.
 BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-"""Upper bounds of the histograms' buckets, in seconds; the last has none."""
-
-ENDS = (*(f"{bound:g}" for bound in BOUNDS_S), "+Inf")
-"""The same bounds, as Prometheus names them."""
+ENDS = (*(f"{bound:g}" for bound in BOUNDS_S), "+Inf")  # as Prometheus names them
 
 
 class StreamCounts:
@@ -23,23 +21,11 @@ class StreamCounts:
         self._buckets: dict[tuple[str, str], list[int]] = {}
 
     def first(self, model: str, took_s: float) -> None:
-        """Count the first token of a stream.
-
-        Args:
-            model: Name of the model.
-            took_s: Seconds since the stream was accepted.
-        """
+        """Count a first token, ``took_s`` after the stream was accepted."""
         self._time("first_token", model, took_s)
 
     def ended(self, model: str, prompt: int, made: int, took_s: float) -> None:
-        """Count a stream that has ended, whatever the reason.
-
-        Args:
-            model: Name of the model.
-            prompt: Tokens of its prompt.
-            made: Tokens that were generated.
-            took_s: Seconds from the first to the last of them.
-        """
+        """Count an ended stream; ``took_s`` from its first to its last token."""
         self._sums["completions", model] += 1
         self._sums["prompt_tokens", model] += prompt
         self._sums["generation_tokens", model] += made
@@ -47,10 +33,7 @@ class StreamCounts:
             self._time("output_token", model, took_s / (made - 1))
 
     def of(self, kind: str) -> dict[str, int]:
-        """Return a count of ended streams by model.
-
-        The kinds are ``completions``, ``prompt_tokens`` and ``generation_tokens``.
-        """
+        """Return completions, prompt_tokens or generation_tokens, by model."""
         return {model: n for (name, model), n in self._sums.items() if name == kind}
 
     def _time(self, what: str, model: str, took_s: float) -> None:
@@ -59,7 +42,6 @@ class StreamCounts:
         self._sums[f"{what}_seconds", model] += took_s  # type: ignore[assignment]
 
     def counted(self) -> Iterator[Counted]:
-        """Yield every count."""
         for (kind, model), value in self._sums.items():
             yield kind, (model,), value
         for (what, model), buckets in self._buckets.items():

@@ -1,15 +1,13 @@
 """Stream router: the recovery of streams at one gateway. Pure.
 
-The gateway is the authority on a stream: delivered tokens never change. Each time a
-part of a stream's chain fails, the stream continues as another *attempt*; tokens of
-earlier attempts are ignored, whichever replica sends them. Other replicas replace the
-lost ones, and rebuild their KV from the logs of the remaining ones. If that fails
-repeatedly, or the stream may be the cause, it starts over on any replicas, from its
-prompt and the delivered tokens.
+The gateway is the authority on a stream: delivered tokens never change. When a part of
+its chain fails, the stream continues as another *attempt*; tokens of earlier attempts
+are ignored, whoever sends them. Other replicas replace the lost ones, and rebuild their
+KV from the logs of the rest. If that fails repeatedly, or the stream may be the cause,
+it starts over on any replicas, from its prompt and the delivered tokens.
 
-A gateway learns of one failure in several ways: its own edge to the replica is down
-(``Disconnected``), a neighbour of the replica returns the stream (``SequenceFailed``),
-the replica is silent (``Ticked.silent``), or a token is missing. All lead to
+A failure shows as a lost edge (``Disconnected``), a stream that a neighbour returns
+(``SequenceFailed``), silence (``Ticked.silent``), or a missing token. All lead to
 ``_retry``; only the first counts as a loss.
 """
 
@@ -64,37 +62,21 @@ from multiworld.serve.transport.generation_messages import SequenceStart, TokenI
 from multiworld.serve.transport.protocol import Key
 from multiworld.serve.transport.routing_table import Route, RoutingTable
 
-OWED = 65536
-"""Maximum number of ended sequences reported to a replica when it reconnects."""
-
-KEPT_RETURNS = 3
-"""Attempts in a row that may fail before a stream starts over."""
-
+OWED = 65536  # ended sequences reported to a replica when it reconnects, at most
+KEPT_RETURNS = 3  # attempts in a row that may fail before a stream starts over
+# Seconds between a failed attempt and the next one; doubles until one produces a token.
 PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
-"""Seconds between a failed attempt and the next one; doubles until one produces a
-token."""
 
 
 class StreamRouter:
-    """State of all streams of one gateway.
-
-    Args:
-        name: Name of the gateway.
-        chance: Returns a random number in [0, 1).
-
-    Attributes:
-        view: The replicas.
-        streams: Streams by number, until their client closes them.
-        counts: Events since the start, by kind.
-        timed: Tokens and times of all streams.
-        attainment: Streams within their objectives.
-    """
+    """State of all streams of one gateway."""
 
     def __init__(self, name: str, chance: Callable[[], float]) -> None:
         self.name, self.view = name, ReplicaView()
         self.counts: Counter[str] = Counter()
         self.timed, self.attainment = StreamCounts(), Attainment()
         self._index = StreamIndex()
+        # By number, until their client closes them.
         self.streams = self._index.all
         self._waiting, self._timers = WaitingStreams(), StreamTimers()
         self._retried: list[Stream] = []
@@ -139,7 +121,6 @@ class StreamRouter:
     # Queries.
 
     def load(self) -> dict[str, int]:
-        """Return the streams at each replica."""
         return dict(+self._chains.load)
 
     def waiting(self, model: str) -> int:
@@ -147,27 +128,16 @@ class StreamRouter:
         return self._waiting.count(model)
 
     def without_token(self, model: str) -> int:
-        """Return the number of a model's streams that have no token yet."""
         return self._without_token[model]
 
     def route(self, model: str) -> Route:
-        """Return the route of a model.
-
-        Raises:
-            UnknownModelError: The table has none.
-        """
         route = self.view.table.routes.get(model)
         if route is None:
             raise UnknownModelError(f"no model {model!r} is served here")
         return route
 
     def check_room(self, model: str) -> None:
-        """Check that one more stream may wait for a model.
-
-        Raises:
-            UnknownModelError: The table has no route for the model.
-            OverloadedError: Too many streams wait.
-        """
+        """Raise OverloadedError if too many streams of a model wait."""
         waiting = self._without_token[model]
         if waiting >= self.route(model).max_queued_requests + 1:
             self.attainment.arrived[model] += 1
@@ -200,7 +170,6 @@ class StreamRouter:
         self.attainment.count(stream.model, error, is_late=is_late)
 
     def _end(self, stream: Stream, error: ServeError | None = None) -> None:
-        """End a stream; deliver the error, if it ends by one."""
         if stream.has_ended:
             return
         self._leave_chain(stream)
@@ -211,7 +180,6 @@ class StreamRouter:
             self._actions.append(Deliver(stream.number, error))
 
     def _is_late(self, stream: Stream) -> bool:
-        """Return whether a stream missed an objective."""
         route = self.view.table.routes.get(stream.model)
         if route is None:
             return False
@@ -260,15 +228,9 @@ class StreamRouter:
         self._place_waiting()
 
     def _count_loss(self, replica: str) -> list[Stream]:
-        """Count a loss for the streams that may have caused it.
-
-        A neighbour of the replica may already have returned a stream, so that another
-        attempt of it runs elsewhere.
-
-        Returns:
-            Streams that run elsewhere, and must now run alone or fail.
-        """
+        """Count a loss for its likely causes; return those to run alone or fail."""
         streams = self.streams.values()
+        # A neighbour may have returned a stream, so that it runs elsewhere now.
         had = [s for s in streams if replica in s.chain or replica in s.left]
         alone = [s for s in had if s.is_alone or s.was_alone]
         for stream in alone or had:
@@ -373,7 +335,6 @@ class StreamRouter:
         stream.left, stream.was_alone = left, was_alone
 
     def _prepared(self, replica: str, key: Key) -> None:
-        """Move a stream to its new chain, if that is prepared."""
         stream = self._known(key)
         if stream is None or stream.move is None or stream.move.attempt != key[2]:
             return
@@ -418,12 +379,7 @@ class StreamRouter:
         stream.returns += 1
 
     def _leave_chain(self, stream: Stream, *, is_kept: bool = False) -> None:
-        """End the current attempt, if there is one, so that the stream waits.
-
-        Args:
-            stream: The stream.
-            is_kept: Whether replicas keep its KV for the next attempt; stage 0 pauses.
-        """
+        # With ``is_kept``, replicas keep its KV for the next attempt; stage 0 pauses.
         self._moves.drop(stream)
         if stream.number in self._waiting:
             self._waiting.remove(stream)
@@ -488,14 +444,9 @@ class StreamRouter:
     def _begin(
         self, stream: Stream, chain: Chain, previous: int, prepared: int = -1
     ) -> None:
-        """Begin the current attempt of a stream at a chain.
-
-        Args:
-            stream: The stream.
-            chain: The chain.
-            previous: The attempt whose KV some replicas of it keep; -1: none.
-            prepared: The attempt that the others were prepared for; -1: none.
-        """
+        """Begin the current attempt of a stream at a chain."""
+        # ``previous``: the attempt whose KV some replicas keep; ``prepared``: the one
+        # that the others were prepared for; -1: none.
         stream.version, stream.chain = chain.version, chain.replicas
         stream.become(Phase.COMPUTING)
         start = SequenceStart(
@@ -520,7 +471,6 @@ class StreamRouter:
             self._send(replica, generation_messages.BeginSequences((start,)))
 
     def _note_fingerprints(self, stream: Stream) -> None:
-        """Record the hardware of a chain; warn if it has changed."""
         for stage, name in enumerate(stream.chain):
             found = self.view.table.replicas[name].fingerprint
             before = stream.fingerprints.setdefault(stage, found)
@@ -563,7 +513,6 @@ class StreamRouter:
 
 
 def _require(is_theirs: bool, key: Key, replica: str) -> None:
-    """Reject a message that its sender is not authorised to send."""
     if not is_theirs:
         raise protocol.MessageError(
             f"{replica} sent a message about sequence {key[1]} (attempt {key[2]}) of "

@@ -47,24 +47,11 @@ from multiworld.serve.transport.routing_table import RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
 
-TICK_S = 0.05
-"""Seconds between checks of deadlines and of silent replicas, while there are
-streams."""
+TICK_S = 0.05  # seconds between checks of deadlines and silent replicas, while needed
 
 
 class Streams:
-    """All streams of one gateway. An ``EdgeOwner``.
-
-    Args:
-        name: Name of the gateway.
-        clock: Returns the monotonic time in seconds.
-        chance: Returns a random number in [0, 1).
-
-    Attributes:
-        router: State machine that decides; its state may be read.
-        on_missing: Called repeatedly with the name of a model that may scale to zero,
-            while a stream of it waits for a chain.
-    """
+    """All streams of one gateway. An ``EdgeOwner``."""
 
     def __init__(
         self,
@@ -76,6 +63,7 @@ class Streams:
         self.router = StreamRouter(name, chance)
         self.counts, self.timed = self.router.counts, self.router.timed
         self.attainment = self.router.attainment
+        # Called repeatedly with a model that may scale to zero, while a stream waits.
         self.on_missing: Callable[[str], None] = lambda model: None
         self._clients: dict[int, _Client] = {}
         self._numbers = itertools.count(1)
@@ -89,43 +77,19 @@ class Streams:
     async def stream(
         self,
         model: str,
-        tokens: Sequence[int],
+        tokens: Sequence[int],  # the prompt; at least one
         sampling: Sampling,
         *,
-        deadline_s: float | None = None,
+        deadline_s: float | None = None,  # None: the model's default
         limits: TimeLimits = NO_LIMITS,
         share: Share = DEFAULT_SHARE,
-        adapter: str = "",
-        session: str = "",
-        request: str = "",
-        via: dict[int, str] | None = None,
-        version: str | None = None,
+        adapter: str = "",  # the LoRA adapter to compute with; empty: none
+        session: str = "",  # streams of a tenant's session prefer the same replicas
+        request: str = "",  # id, for logs
+        via: dict[int, str] | None = None,  # of a probe: replicas by stage
+        version: str | None = None,  # of a probe; None: the active one
     ) -> AsyncIterator[AsyncIterator[TokenItem]]:
-        """Generate tokens; the stream ends with the block.
-
-        Args:
-            model: Name of the model.
-            tokens: The prompt; at least one token.
-            sampling: How tokens are chosen.
-            deadline_s: Seconds until the deadline; None: the model's default.
-            limits: Its other time limits.
-            share: Its tenant.
-            adapter: Name of the LoRA adapter to compute with; empty: none.
-            session: Streams of a tenant's session prefer the same replicas.
-            request: Id of its request, for logs.
-            via: For a probe: replicas by stage that it must go through.
-            version: For a probe: version of the model; None: the active one.
-
-        Yields:
-            An iterator over the tokens, which raises a ``ServeError`` if the stream
-            fails.
-
-        Raises:
-            UnknownModelError: The table has no route for the model.
-            OverloadedError: Too many streams wait.
-
-        Cancellation: Safe. The stream ends at once, and its replicas are notified.
-        """
+        """Generate tokens; the stream ends with the block; replicas are notified."""
         if via is None:
             self.check_room(model)
         route = self.router.route(model)
@@ -165,19 +129,7 @@ class Streams:
             self._handle(Closed(stream.number, failed))
 
     async def probe(self, replica: str, prompt: Sequence[int], limit_s: float) -> None:
-        """Generate two tokens through a replica.
-
-        Args:
-            replica: Name of the replica.
-            prompt: Tokens to begin with.
-            limit_s: Seconds until the deadline.
-
-        Raises:
-            UnknownModelError: The table has no such replica.
-            ServeError: The replica failed, or did not answer in time.
-
-        Cancellation: Safe.
-        """
+        """Generate two tokens through a replica; ServeError if it fails or is late."""
         known = self.table.replicas.get(replica)
         if known is None:
             raise UnknownModelError(f"the routing table has no replica {replica!r}")
@@ -195,21 +147,13 @@ class Streams:
 
     @property
     def table(self) -> RoutingTable:
-        """The routing table in use."""
         return self.router.view.table
 
     @property
     def in_flight(self) -> int:
-        """Number of streams."""
         return len(self.router.streams)
 
     def check_room(self, model: str) -> None:
-        """Check that one more stream may wait for a model.
-
-        Raises:
-            UnknownModelError: The table has no route for the model.
-            OverloadedError: Too many streams wait.
-        """
         self.router.check_room(model)
 
     def quarantine(self, tenant: str, model: str) -> None:
@@ -217,47 +161,34 @@ class Streams:
         self._handle(TenantQuarantined(tenant, model))
 
     def load(self) -> dict[str, int]:
-        """Return the streams at each replica."""
         return self.router.load()
 
     def waiting(self, model: str) -> int:
-        """Return the number of a model's streams that wait for a chain."""
         return self.router.waiting(model)
 
     # The table and the edges.
 
     def table_changed(self, table: RoutingTable) -> None:
-        """Use a new routing table."""
         self._handle(TableChanged(table))
 
     def edge_up(self, outbox: Outbox) -> None:
-        """Use a new incarnation of an edge."""
         self._edges[outbox.edge.peer] = outbox
         self._handle(Connected(outbox.edge.peer))
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
-        """Stop using an incarnation of an edge, whose replica left or was lost."""
         peer = outbox.edge.peer
         if self._edges.get(peer) is outbox:
             del self._edges[peer]
             self._handle(Disconnected(peer, is_polite))
 
     def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
-        """Handle the messages of a frame that has arrived.
-
-        Raises:
-            MessageError: The sender is not authorised to send a message.
-        """
         messages = [message for message, _ in frame]
         self._handle(Received(outbox.edge.peer, messages))
 
     # Time.
 
     async def look(self) -> None:
-        """Check deadlines and silent replicas periodically, until cancelled.
-
-        Cancellation: Safe.
-        """
+        """Check deadlines and silent replicas periodically, until cancelled."""
         while True:
             if not self._clients:
                 self._has_streams.clear()
@@ -267,22 +198,16 @@ class Streams:
             self.tick()
 
     def tick(self) -> None:
-        """Pass the time and the silent replicas to the router.
-
-        After a pause of this process, messages that arrived meanwhile are read first.
-        """
+        """Pass the time and the silent replicas to the router."""
         now = self._clock()
+        # After a pause of this process, messages that arrived meanwhile are read first.
         if not self._pauses.look(now):
             edges = self._edges.items()
             silent = {name for name, outbox in edges if outbox.silent_s() > SILENT_S}
             self._handle(Ticked(frozenset(silent), self._pauses.resumed_at))
 
     def _handle(self, event: Event) -> None:
-        """Pass an event to the router, and carry out its actions.
-
-        Raises:
-            MessageError: The sender is not authorised to send a message.
-        """
+        """Pass an event to the router, and carry out its actions."""
         refused: MessageError | None = None
         for action in self.router.handle(event, self._clock()):
             match action:
@@ -301,7 +226,7 @@ class Streams:
                 case Refuse(error):
                     refused = error
         if refused is not None:
-            raise refused
+            raise refused  # closes the edge of its sender
 
 
 class _Client:
@@ -312,18 +237,10 @@ class _Client:
         self._has_arrived = asyncio.Event()
 
     def put(self, item: TokenItem | ServeError) -> None:
-        """Give the client a token, or the error that ends the stream."""
         self._arrived.append(item)
         self._has_arrived.set()
 
     async def items(self) -> AsyncGenerator[TokenItem]:
-        """Yield the tokens as they arrive.
-
-        Raises:
-            ServeError: The stream failed.
-
-        Cancellation: Safe.
-        """
         while True:
             while not self._arrived:
                 self._has_arrived.clear()

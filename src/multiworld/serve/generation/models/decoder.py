@@ -1,7 +1,5 @@
-"""A decoder in a Hugging Face folder, cut between layers.
-
-Every process of the service imports this module, so it imports nothing heavy.
-"""
+"""A decoder in a Hugging Face folder, cut between layers. Every process of the service
+imports this module, so it imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -16,37 +14,25 @@ from multiworld.serve.models import huggingface, stored_integers, weights
 from multiworld.serve.models.span import Span
 from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
 
-SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes per number, by dtype."""
+SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes per number
 
 
 def model(
     path: str,
     stages: int = 1,
-    cut: Sequence[int] | None = None,
-    dtype: str | None = None,
-    deterministic: bool = False,
+    cut: Sequence[int] | None = None,  # first layer of every stage but the first
+    dtype: str | None = None,  # None: as in the folder, or float32 if quantized
+    deterministic: bool = False,  # bit-identical outputs under all conditions
+    # ``int8``: weights of a byte, products with exact sums.
     quantization: str | None = None,
-    generation_config: str = "auto",
+    generation_config: str = "auto",  # sampling defaults of the folder; none: OpenAI's
 ) -> Model:
-    """Return the decoder in a folder, cut into stages between layers.
-
-    Args:
-        path: The folder.
-        stages: Number of stages.
-        cut: First layer of every stage but the first; by default the numbers of layers
-            are as equal as possible.
-        dtype: ``float32``, ``float16`` or ``bfloat16``; by default as in the folder,
-            but ``float32`` with ``quantization``.
-        deterministic: Whether outputs must be bit-identical under all conditions.
-        quantization: ``int8``: weights of a byte, and matrix products with exact sums.
-        generation_config: ``auto``: sampling defaults come from the folder's
-            ``generation_config.json``; ``none``: they are OpenAI's.
-    """
+    """Return the decoder in a folder, cut into stages between layers."""
     folder = Path(path).expanduser()
     config = huggingface.read_json(folder / "config.json")
     stored_integers.check_config(folder, config, quantization)
     layers = huggingface.number_of(config, huggingface.LAYERS, folder)
+    # By default the numbers of layers are as equal as possible.
     cuts = huggingface.cuts_of(layers, stages, cut, folder)
     stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     dtype = dtype or ("float32" if quantization else stored)

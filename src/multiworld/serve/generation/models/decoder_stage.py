@@ -1,8 +1,8 @@
 """One stage of a decoder: transformers' own layers with our attention.
 
-The rows of all sequences of a step are one row of a batch, [1, tokens, hidden], with
-explicit positions. transformers calls the attention by its name, and it finds the
-step's KV blocks in this module.
+The rows of a step are one row of a batch, [1, tokens, hidden], with explicit positions.
+transformers calls the attention by its name, which finds the step's KV blocks in
+``_step``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from multiworld.serve.generation.replica.kv_cache import Attention
 from multiworld.serve.models import transformer_stage
 from multiworld.serve.models.span import Span
 
-ATTENTION = "multiworld"
-"""Name of our attention in transformers."""
+ATTENTION = "multiworld"  # its name in transformers
 
 _step = threading.local()
 
@@ -28,7 +27,6 @@ _step = threading.local()
 def load(
     folder: Path, span: Span, dtype: str, device: str, quantization: str | None = None
 ) -> DecoderStage:
-    """Build and load the part of a decoder that has the layers of a span."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoConfig
 
     _register()
@@ -75,7 +73,6 @@ def _attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend for one layer, with the signature of transformers' attention functions."""
     if kwargs.get("s_aux") is not None:
         raise SpecError("attention with sinks is not supported")
     attention: Attention = _step.attention
@@ -112,12 +109,10 @@ class DecoderStage(nn.Module):
     def forward(
         self, rows: Tensor, positions: Tensor, attention: Attention, wanted: Tensor
     ) -> Tensor:
-        """Compute the layers of this stage for the rows of a step.
-
-        Rows are token ids, [rows], int64, in the first stage, else hidden states,
-        [rows, hidden]. Returns hidden states, or in the last stage logits, [wanted,
-        vocabulary], float32, of the rows ``wanted``.
-        """
+        """Compute the layers of this stage for the rows of a step."""
+        # ``rows``: token ids, [rows], int64, in the first stage, else [rows, hidden].
+        # Result: [rows, hidden], or in the last stage logits of the rows ``wanted``,
+        # [wanted, vocabulary], float32.
         name = "input_ids" if self._span.is_first else "inputs_embeds"
         given = {name: rows[None], "position_ids": positions[None], "use_cache": False}
         _step.attention = attention

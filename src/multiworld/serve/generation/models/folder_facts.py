@@ -1,7 +1,5 @@
-"""Facts about text in a Hugging Face folder: tokenizer, end tokens, defaults.
-
-Every process of the service imports this module, so it imports nothing heavy.
-"""
+"""Facts about text in a Hugging Face folder: tokenizer, end tokens, defaults. Every
+process of the service imports this module, so it imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,6 +9,8 @@ from typing import Any
 from multiworld.errors import SpecError
 from multiworld.serve.models import huggingface
 
+# Fields of ``generation_config.json`` that are defaults of requests, as in vLLM, with
+# their minimum and maximum values.
 DEFAULTS = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
@@ -18,15 +18,11 @@ DEFAULTS = {
     "min_p": (0.0, 1.0),
     "repetition_penalty": (0.01, 100.0),
 }
-"""Fields of ``generation_config.json`` that are defaults of requests, as in vLLM, with
-their minimum and maximum values."""
 
-COLDEST = 1e-5
-"""Temperature below which decoding is greedy."""
+COLDEST = 1e-5  # temperatures below it are greedy
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raise SpecError unless a folder has a tokenizer."""
     if not (folder / "tokenizer.json").exists():
         raise SpecError(
             f"{folder}: there is no tokenizer.json; transformers writes it when it "
@@ -41,11 +37,7 @@ def max_tokens(config: dict[str, Any]) -> int:
 
 
 def defaults(folder: Path, source: str) -> dict[str, float]:
-    """Return the sampling defaults of a folder; none if ``source`` is ``none``.
-
-    Raises:
-        SpecError: One is invalid.
-    """
+    """Return the sampling defaults of a folder; none if ``source`` is ``none``."""
     if source == "none":
         return {}
     path = folder / "generation_config.json"
@@ -69,7 +61,6 @@ def defaults(folder: Path, source: str) -> dict[str, float]:
 
 
 def end_tokens(config: dict[str, Any], folder: Path) -> tuple[int, ...]:
-    """Return the tokens that end a completion."""
     path = folder / "generation_config.json"
     found = huggingface.read_json(path) if path.exists() else {}
     ends = found.get("eos_token_id", config.get("eos_token_id"))
@@ -79,7 +70,6 @@ def end_tokens(config: dict[str, Any], folder: Path) -> tuple[int, ...]:
 
 
 def tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of a folder."""
     from multiworld.serve.generation.tokenizer import Tokenizer
 
     return Tokenizer(folder)

@@ -12,32 +12,22 @@ from multiworld.serve.transport.protocol import Key
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message.
-
-    Attributes:
-        is_urgent: Whether to send it at once, before anything is computed.
-    """
+    """Send a message."""
 
     peer: str
     message: EdgeMessage
-    is_urgent: bool = False
+    is_urgent: bool = False  # at once, before anything is computed
 
 
 @dataclass(frozen=True, slots=True)
 class SendLogged:
-    """Send the next stage, or a prepared replica, rows of the activation log.
-
-    Attributes:
-        begin: Position of the first row.
-        end: Position after the last row; ``begin``: there are none.
-        is_end: Whether no rows follow.
-    """
+    """Send the next stage, or a prepared replica, rows of the activation log."""
 
     peer: str
     key: Key
-    begin: int
-    end: int
-    is_end: bool
+    begin: int  # position of the first row
+    end: int  # after the last row; ``begin``: there are none
+    is_end: bool  # no rows follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +62,6 @@ class DropComputed:
 
 @dataclass(frozen=True, slots=True)
 class Warn:
-    """Write a warning to the log."""
-
     text: str
 
 

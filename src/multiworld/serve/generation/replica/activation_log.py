@@ -65,10 +65,7 @@ class _Rows:
 
 
 class ActivationLog:
-    """Outputs of one stage for its sequences, at most ``limit`` bytes.
-
-    Beyond that, the rows of the oldest sequence are dropped.
-    """
+    """Outputs of one stage, at most ``limit`` bytes: the oldest sequence is dropped."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -76,17 +73,9 @@ class ActivationLog:
         self.nbytes = 0
 
     def append(self, sequence: StreamId, begin: int, rows: Tensor) -> list[StreamId]:
-        """Keep rows of a sequence; those after them are dropped.
-
-        Args:
-            sequence: The sequence.
-            begin: Position of the first row; right after those that are kept, or
-                before their end.
-            rows: Shape [rows, hidden].
-
-        Returns:
-            Sequences whose rows were dropped to make room.
-        """
+        """Keep rows, [rows, hidden]; return the sequences dropped to make room."""
+        # ``begin``: right after the kept rows, or before their end; the later ones are
+        # dropped.
         kept = self._kept.get(sequence)
         if kept is None or begin < kept.begin:  # recomputed from an earlier position
             self.drop(sequence)
@@ -97,18 +86,10 @@ class ActivationLog:
         return self._make_room()
 
     def share(self, sequence: StreamId, pieces: Sequence[Tensor]) -> list[StreamId]:
-        """Keep the first rows of a sequence without copying them.
-
-        Args:
-            sequence: The sequence; its other rows are dropped.
-            pieces: Rows from position 0 on, [rows, hidden] each; they never change.
-
-        Returns:
-            Sequences whose rows were dropped to make room.
-        """
+        """Keep the first rows, not copied, and no others; return what was dropped."""
         self.drop(sequence)
         kept = self._kept[sequence] = _Rows(0)
-        for piece in pieces:
+        for piece in pieces:  # from position 0 on, [rows, hidden] each; never change
             kept.share(piece)
         self.nbytes += kept.nbytes
         return self._make_room()
@@ -118,7 +99,6 @@ class ActivationLog:
         return self._kept[sequence].copied(begin, end)
 
     def drop(self, sequence: StreamId) -> None:
-        """Forget the rows of a sequence, if there are any."""
         kept = self._kept.pop(sequence, None)
         if kept is not None:
             self.nbytes -= kept.nbytes

@@ -21,33 +21,28 @@ from multiworld.serve.generation.replica.hardware_fingerprint import known
 from multiworld.serve.generation.replica.kv_cache import Batch, KvCache, Rows
 from multiworld.serve.generation.replica.kv_memory import SLOTS
 
+# Keys per iteration of torch's kernel (kvSplitSize in FlashAttentionKernel.cpp).
 PIECE = 512
-"""Keys per iteration of torch's kernel (kvSplitSize in FlashAttentionKernel.cpp)."""
-
-KEYS = (64, 128, 192, 256, 320, 384, 448, PIECE)
-"""Tried numbers of keys in the last piece."""
-
+KEYS = (64, 128, 192, 256, 320, 384, 448, PIECE)  # tried numbers in the last piece
+# Tried numbers. MKL's kernels take 6 rows at a time on some processors, and the
+# remainder has other bits: there 12 and 24 are good, and 16 is not.
 ROWS = (4, 12, 16, 24, 64, 256)
-"""Tried numbers of rows. MKL's kernels take 6 rows at a time on some processors, and
-the remainder has other bits: there 12 and 24 are good, and 16 is not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of calls that are bit-identical; ``keys`` are those of the last piece."""
+    """Sizes of calls that are bit-identical."""
 
     rows: tuple[int, ...]
-    keys: tuple[int, ...]
+    keys: tuple[int, ...]  # in the last piece
     sequences: int
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
 ) -> Tensor:
-    """Return torch's attention; ``mask`` is True for the keys that a row attends to.
-
-    Queries are [batch, heads, rows, size], keys and values [batch, heads, keys, size].
-    """
+    """Return torch's attention; ``mask`` is True for the keys that a row attends to."""
+    # Queries: [batch, heads, rows, size]; keys, values: [batch, heads, keys, size].
     return functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale
     )
@@ -89,10 +84,8 @@ class _Trial:
 
     @functools.cached_property
     def _reference(self) -> int:
-        """Number of rows that the others are compared with.
-
-        The first one in which the bits of a row do not depend on its position.
-        """
+        """Number of rows that the others are compared with."""
+        # The first one in which the bits of a row do not depend on its position.
         at = self._positions(PIECE)
         found = (
             rows for rows in ROWS if self._is_position_independent(rows, PIECE, at)
@@ -163,10 +156,8 @@ class _Trial:
         return torch.equal(self._computed(rows, keys, at, shift=1), found)
 
     def _computed(self, rows: int, keys: int, at: Tensor, shift: int = 0) -> Tensor:
-        """Return the attention of all queries, in calls of the given size.
-
-        Each query is ``shift`` positions further back in its call.
-        """
+        """Return the attention of all queries, in calls of the given size."""
+        # Each query is ``shift`` positions further back in its call.
         allowed = torch.arange(keys)[None] <= at.roll(shift)[:, None]
         masks = torch.split(allowed, rows)
         seen_keys = self._key[:, :, :keys].expand(self._batch, -1, -1, -1)
@@ -181,10 +172,7 @@ class _Trial:
 
 
 class InvariantAttention:
-    """Batch-invariant attention of one step, without ``softcap``.
-
-    Single rows are batched, other sequences are computed one by one.
-    """
+    """Batch-invariant attention of one step; only single rows are batched."""
 
     def __init__(self, cache: KvCache, rows: Sequence[Rows]) -> None:
         self._cache, self._rows = cache, rows

@@ -15,18 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+# Numbers from which torch uses another thread (``GRAIN_SIZE`` in TensorIterator.h).
 GRAIN = 32_768
-"""Numbers from which torch uses another thread (``GRAIN_SIZE`` in TensorIterator.h)."""
-
+# Numbers that every processor's vector loop takes without a remainder: two vectors of
+# bfloat16 with AVX512.
 VECTORS = 64
-"""Numbers that every processor's vector loop takes without a remainder: two vectors of
-bfloat16 with AVX512."""
-
+# Modules whose classes are such functions.
 ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
-"""Modules whose classes are such functions."""
-
-ROTATED = 8
-"""Rotary embeddings are computed for multiples of this many positions."""
+ROTATED = 8  # rotary embeddings are computed for multiples of this many positions
 
 
 def whole_slices(count: int, threads: int) -> int:

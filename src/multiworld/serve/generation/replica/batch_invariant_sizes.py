@@ -1,10 +1,9 @@
 """Sizes of operations that are bit-identical on this machine.
 
-A kernel may sum the numbers of a row in another order when the operation has more rows
-or columns, and then the row has other last bits. Which sizes are affected depends on
-the processor, the library and the number of threads. So they are tested once, when a
-stage is loaded: a size is used only if each of its rows has the same bits as in an
-operation of the reference size.
+A kernel may sum a row in another order when the operation has more rows or columns;
+then the row has other last bits. Which sizes are affected depends on processor, library
+and number of threads. So they are tested once, when a stage is loaded: a size is used
+only if each of its rows has the same bits as in an operation of the reference size.
 """
 
 from __future__ import annotations
@@ -18,17 +17,11 @@ from torch import Tensor, nn
 from multiworld.serve.generation.replica.hardware_fingerprint import known
 from multiworld.serve.models.packed_linear import PackedLinear
 
+# Tried numbers; fewer than 4 use kernels of their own.
 ROWS = (4, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256)
-"""Tried numbers of rows; fewer than 4 use kernels of their own."""
-
-REFERENCE = 16
-"""Number of rows that the others are compared with."""
-
-OUTPUTS = 250_000
-"""Minimum number of outputs to compare per size: in bfloat16 few of them differ."""
-
-MAX_PRODUCTS = 1e9
-"""Maximum multiplications per tested size: a few hundredths of a second on one core."""
+REFERENCE = 16  # rows; the others are compared with it
+OUTPUTS = 250_000  # at least, to compare per size: in bfloat16 few of them differ
+MAX_PRODUCTS = 1e9  # multiplications per size: a few hundredths of a second on one core
 
 
 def cover(sizes: Sequence[int], count: int) -> list[int]:
@@ -41,10 +34,8 @@ def cover(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def invariant_rows(function: Callable[[Tensor], Tensor], example: Tensor) -> list[int]:
-    """Return the numbers of rows for which a function is bit-identical in every row.
-
-    ``function`` maps [rows, inputs] to [rows, outputs], row by row.
-    """
+    """Return the numbers of rows for which a function is bit-identical in every row."""
+    # ``function`` maps [rows, inputs] to [rows, outputs], row by row.
     width = example.shape[1]
     outputs = function(example).shape[1]
     limit = max(REFERENCE, int(MAX_PRODUCTS / (width * outputs)))

@@ -21,12 +21,7 @@ from multiworld.serve.transport.generation_messages import SequenceStart, StepPa
 
 
 class Engine:
-    """Computes one step at a time, after the chores that are due.
-
-    Attributes:
-        began_at: Monotonic time at which the running step began; None if none runs.
-        computed_s: Total computing time, in seconds.
-    """
+    """Computes one step at a time, after the chores that are due."""
 
     def __init__(self, model: Generation, is_last: bool) -> None:
         self._is_last = is_last
@@ -37,7 +32,7 @@ class Engine:
         self._restore: dict[StreamId, tuple[Sequence[Block], int]] = {}
         self._matchers = Matchers(model)
         self._structures: dict[StreamId, Matcher] = {}
-        self.began_at: float | None = None
+        self.began_at: float | None = None  # of the running step, monotonic
         self.computed_s = 0.0
 
     async def load(self, context: StageContext) -> None:
@@ -50,10 +45,7 @@ class Engine:
     async def compute(
         self, parts: Sequence[StepPart], rows: Tensor, spans: Sequence[BlockSpan] = ()
     ) -> Computed:
-        """Compute a step, and copy the blocks that it completes at ``spans``.
-
-        When cancelled, it may still finish.
-        """
+        """Compute a step, and copy blocks that it completes; outlives a cancel."""
         raise NotImplementedError
 
     async def tidy(self) -> None:
@@ -61,17 +53,15 @@ class Engine:
         raise NotImplementedError
 
     def open(self, start: SequenceStart) -> Future[Any] | None:
-        """Start a sequence, or continue it as another attempt, before the next step.
-
-        In the last stage, returns a future that is done once its structure is compiled.
-        A step that contains the sequence blocks until then.
-        """
+        """Start a sequence, or another attempt of it, before the next step."""
         stream, grammar = start.key[:2], start.sampling.grammar
         self._open[stream] = start
         if not grammar or not self._is_last:
             return None
         if stream not in self._structures:
             self._structures[stream] = self._matchers.begin(grammar)
+        # Done once its structure is compiled: a step that contains the sequence blocks
+        # until then.
         return self._structures[stream].made
 
     def restore(self, stream: StreamId, blocks: Sequence[Block], tokens: int) -> None:
@@ -102,14 +92,12 @@ class Engine:
         rows: Tensor,
         spans: Sequence[BlockSpan],
     ) -> Computed:
-        """Do the chores, then compute a step and copy blocks that it completes."""
         assert self._stage_engine is not None
         self._stage_engine.tidy(chores)
         found = self._stage_engine.compute(parts, rows)
         return self._stage_engine.with_blocks(found, spans) if spans else found
 
     def _chores(self) -> Chores:
-        """Return the chores since the last call."""
         opened = [(each, self._structures.get(s)) for s, each in self._open.items()]
         chores = Chores(self._free, self._drop, opened, self._restore)
         self._free, self._drop, self._open, self._restore = [], [], {}, {}

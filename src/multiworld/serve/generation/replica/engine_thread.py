@@ -23,16 +23,11 @@ from multiworld.serve.transport.generation_messages import StepPart
 
 logger = logging.getLogger("multiworld.serve")
 
-HUNG_S = 30.0
-"""Seconds after which a step counts as hung; longer steps need ``compute_s``."""
+HUNG_S = 30.0  # after which a step counts as hung; longer ones need ``compute_s``
 
 
 class EngineThread(Engine):
-    """Computes in its thread; exits the process if a step counts as hung.
-
-    Args:
-        pages: Pages of KV memory to allocate at first, on a GPU.
-    """
+    """Computes in its thread; exits the process if a step counts as hung."""
 
     def __init__(
         self,
@@ -43,7 +38,7 @@ class EngineThread(Engine):
         compute_s: float | None,
         is_deterministic: bool,
         clock: Callable[[], float],
-        pages: int = 0,
+        pages: int = 0,  # of KV memory to allocate at first, on a GPU
     ) -> None:
         super().__init__(model, is_last)
         self._stage, self._threads, self._model = stage, threads, model
@@ -71,13 +66,11 @@ class EngineThread(Engine):
         self._guard.start()
 
     def _exit_if_hung(self, resumed_at: float) -> None:
-        """Exit the process if the running step counts as hung; any thread may call it.
-
-        ``resumed_at`` is the end of the last pause of this process.
-        """
+        """Exit if the running step counts as hung; any thread may call it."""
         began = self.began_at
         if began is None:
             return
+        # ``resumed_at``: end of the last pause of this process.
         if self._clock() - max(began, resumed_at) > self._compute_s:
             logger.error("a step takes more than %g s: it hangs", self._compute_s)
             faulthandler.dump_traceback(sys.stderr)

@@ -26,34 +26,22 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """An edge is up."""
-
     peer: str
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """An edge is down."""
-
     peer: str
 
 
 @dataclass(frozen=True, slots=True)
 class GatewaysChanged:
-    """The gateways that are in the routing table or connected."""
-
-    names: Collection[str]
+    names: Collection[str]  # in the routing table or connected
 
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Time has passed.
-
-    Attributes:
-        was_paused: This process was stopped since the last tick.
-    """
-
-    was_paused: bool
+    was_paused: bool  # this process was stopped since the last tick
 
 
 Event = Received | Compiled | Connected | Disconnected | GatewaysChanged | Ticked

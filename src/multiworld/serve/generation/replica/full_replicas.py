@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+# Minimum and maximum seconds for which nothing is sent to a replica that had no KV
+# blocks for a sequence; the time doubles while it has none.
 FULL_S, LONGEST_FULL_S = 0.1, 2.0
-"""Minimum and maximum seconds for which nothing is sent to a replica that had no KV
-blocks for a sequence; the time doubles while it has none."""
 
 
 class FullReplicas:
-    """Replicas that receive nothing for a while.
-
-    Attributes:
-        names: Those that receive nothing now.
-    """
+    """Replicas that receive nothing for a while; ``names``: those of now."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()

@@ -1,8 +1,6 @@
-"""One replica of one stage of a model that generates text.
-
-The replica of stage 0 schedules steps; the others compute the steps that arrive, in
-order. ``Recovery`` decides; this shell has the edges, the engine and all rows.
-"""
+"""One replica of one stage of a model that generates text: stage 0 schedules steps, the
+others compute those that arrive, in order. ``Recovery`` decides; this shell has the
+edges, the engine and all rows."""
 
 from __future__ import annotations
 
@@ -74,33 +72,19 @@ logger = logging.getLogger("multiworld.serve")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
-    """Identity and limits of a replica.
+    """Identity and limits of a replica."""
 
-    Attributes:
-        name: Its name in the routing table.
-        stage: Number of its stage, from 0.
-        stage_name: Name of the stage, for errors.
-        is_last: Whether its stage is the last one.
-        log_bytes: Maximum bytes of the activation log.
-        prefix_bytes: Maximum bytes of the prefix cache.
-        overdue_s: Seconds after which a step counts as lost in later stages.
-    """
-
-    name: str
-    stage: int
-    stage_name: str
+    name: str  # in the routing table
+    stage: int  # its number, from 0
+    stage_name: str  # for errors
     is_last: bool
-    log_bytes: int
-    prefix_bytes: int = 0
-    overdue_s: float = 60.0
+    log_bytes: int  # of the activation log, at most
+    prefix_bytes: int = 0  # of the prefix cache, at most
+    overdue_s: float = 60.0  # after which a step counts as lost in later stages
 
 
 class GenerationWorker:
-    """A replica of a model that generates text; it owns the edges of its process.
-
-    Attributes:
-        recovery: State machine that decides; its state may be read.
-    """
+    """A replica of a model that generates text; it owns the edges of its process."""
 
     def __init__(
         self,
@@ -135,13 +119,7 @@ class GenerationWorker:
     # Life cycle of the process.
 
     async def load(self, context: StageContext) -> None:
-        """Load the stage, in its thread.
-
-        Raises:
-            Exception: Any error that the model's code raises.
-
-        Cancellation: Loading continues in its thread; call ``close`` afterwards.
-        """
+        """Load the stage, in its thread; call ``close`` if this is cancelled."""
         await self._engine.load(context)
         self._scheduler.pool.granule = self._engine.granule
 
@@ -150,21 +128,13 @@ class GenerationWorker:
         self._engine.close()
 
     async def run(self) -> None:
-        """Compute steps until cancelled.
-
-        Cancellation: Safe; a running computation finishes in its thread, and its result
-        is dropped.
-        """
+        """Compute steps until cancelled; a running one ends in its thread, unused."""
         while True:
             self._has_work.clear()
             if not await self.compute_next():
                 await self._has_work.wait()
 
     async def look(self) -> None:
-        """Call ``tick`` periodically.
-
-        Cancellation: Safe.
-        """
         while True:
             await asyncio.sleep(GRACE_S)
             self.tick()
@@ -183,17 +153,14 @@ class GenerationWorker:
 
     @property
     def has_gateway(self) -> bool:
-        """True while a gateway is connected."""
         return bool(self._outboxes.gateways())
 
     @property
     def is_idle(self) -> bool:
-        """True if it has no sequence."""
         return not len(self._table)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the activation log and of the prefix cache."""
         return self._log.nbytes + self._prefixes.nbytes
 
     def leaks(self) -> dict[str, int]:
@@ -208,14 +175,9 @@ class GenerationWorker:
         return {kind: count for kind, count in found.items() if count}
 
     async def wait_sent(self) -> None:
-        """Wait until all messages were sent.
-
-        Cancellation: Safe.
-        """
         await self._outboxes.wait_sent()
 
     def report(self) -> WorkerReport:
-        """Return the current state of the replica."""
         waiting, running = len(self._queue), len(self._table)
         if self._stage == 0:
             waiting, running = (
@@ -238,21 +200,15 @@ class GenerationWorker:
     # Edges.
 
     def edge_up(self, outbox: Outbox) -> None:
-        """Use a new incarnation of an edge."""
         self._outboxes.up(outbox)
         self._handle(Connected(outbox.edge.peer))
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
-        """Stop using an incarnation of an edge, whose peer left or was lost."""
         if self._outboxes.down(outbox):
             self._handle(Disconnected(outbox.edge.peer))
 
     def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
-        """Handle the messages of a frame that has arrived.
-
-        Raises:
-            MessageError: A message is invalid, or not from its authorised sender.
-        """
+        """Handle the messages of a frame; MessageError if one is not allowed here."""
         peer = outbox.edge.peer
         for message, contents in frame:
             check(message, contents, peer, self.name, self._stage, self._table)
@@ -320,10 +276,7 @@ class GenerationWorker:
     # Computing.
 
     async def compute_next(self) -> bool:
-        """Compute one step; return False if there is none.
-
-        Cancellation: See ``run``.
-        """
+        """Compute one step; return False if there is none."""
         self.recovery.preempt_evicted(self._clock())
         self._act(self.recovery.take())
         if self._stage == 0 and not (self._is_turn_of_queue and len(self._queue)):
@@ -364,20 +317,18 @@ class GenerationWorker:
     def _still_lacking(
         self, parts: Sequence[StepPart], hidden: Tensor
     ) -> tuple[list[StepPart], Tensor]:
-        """Return the parts of known sequences, without rows computed earlier.
-
-        A part without rows is kept: later stages may lack them, and its scheduler waits
-        for it. Sequences that lack earlier rows return to their gateways.
-        """
+        """Return the parts of known sequences, without rows computed earlier."""
         kept, rows, end = [], [], 0
         for part in parts:
             state, end = self._table.get(part.key), end + part.count
             if state is None or state.is_evicted:
                 continue
             count = state.lacking(part.begin, part.count)
-            if count is None:
+            if count is None:  # rows before are missing
                 self.recovery.return_to_gateway([part.key])
                 continue
+            # Kept also without rows: later stages may lack them, and its scheduler
+            # waits for it.
             begin = part.begin + part.count - count
             kept.append(StepPart(part.key, begin, count, part.samples))
             rows.append(hidden[end - count : end])
@@ -388,7 +339,6 @@ class GenerationWorker:
     def _that_fit(
         self, parts: list[StepPart], rows: Tensor
     ) -> tuple[list[StepPart], Tensor]:
-        """Return the parts that fit into memory, and their rows."""
         kept = self.recovery.fit(parts)
         self._act(self.recovery.take())
         if len(kept) == len(parts):
@@ -408,7 +358,6 @@ class GenerationWorker:
     async def _compute_step(
         self, origin: str, number: int, parts: Sequence[StepPart], rows: Tensor
     ) -> None:
-        """Compute the parts of a step, and send the results to the next stage."""
         found = await self._compute([part for part in parts if part.count], rows)
         if self._is_last:
             self._deliver(found.tokens)
@@ -496,7 +445,6 @@ class GenerationWorker:
                     self.recovery.unlogged(self._log.share(state.stream, blocks))
 
     def _log_rows(self, state: SequenceState, begin: int, rows: Tensor) -> None:
-        """Log the output of a sequence, [rows, hidden], from a position on."""
         state.held = begin + len(rows)
         self.recovery.unlogged(self._log.append(state.stream, begin, rows))
 

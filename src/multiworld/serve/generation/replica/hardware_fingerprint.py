@@ -17,7 +17,6 @@ from multiworld.serve.models.caches import cache_folder
 
 @functools.cache
 def processor() -> str:
-    """Return the name of the processor, with its model number."""
     found: dict[str, str] = {}
     try:
         text = Path("/proc/cpuinfo").read_text()

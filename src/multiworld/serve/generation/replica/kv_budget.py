@@ -1,10 +1,9 @@
 """KV budget of a stage after the first. Pure.
 
-Stage 0 counts the blocks of the sequences that it schedules. But several stage 0
-replicas may share one of a later stage, which also receives more sequences after a
-loss. So every stage enforces its own limit: it drops what does not fit, and stage 0
-preempts it. All stages agree on what is dropped first, so at least one sequence makes
-progress in all of them.
+Stage 0 counts the blocks of its sequences. But several stage 0 replicas may share a
+later one, which also receives more after a loss. So every stage drops what does not
+fit, and stage 0 preempts it. All agree on what is dropped first, so at least one
+sequence makes progress.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ class KvBudget(Generic[K]):
         self.used = 0
 
     def take(self, wanted: Mapping[K, int]) -> list[K]:
-        """Allocate blocks; return the sequences dropped for them, but never the last
-        one.
-        """
+        """Allocate blocks; return those dropped for them, but never the last one."""
         for sequence, tokens in wanted.items():
             needed = self._blocks_of(tokens)
             more = max(0, needed - self._blocks.get(sequence, 0))

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from multiworld.serve.generation.replica.kv_cache import Attention, Rows
 
+# Keys and values by layer, [key heads, tokens, size] each, on the host.
 Layers = dict[int, tuple[Tensor, Tensor]]
-"""Keys and values by layer, [key heads, tokens, size] each, on the host."""
 
 
 class KvStore(Protocol):
@@ -29,11 +29,8 @@ class KvStore(Protocol):
         """Number of tokens of each sequence."""
 
     def step(self, rows: Sequence[Rows]) -> Attention:
-        """Return the attention of one step; sequences at position 0 start anew.
-
-        Raises:
-            MissingTokensError: Tokens before those of the step were never computed.
-        """
+        """Return the attention of one step; sequences at position 0 start anew."""
+        # MissingTokensError: tokens before those of the step were never computed.
 
     def free(self, sequence: Hashable) -> None:
         """Free the memory of a sequence, if it has any."""

@@ -1,8 +1,6 @@
-"""Test of whole layers: rows are bit-identical in steps of any shape.
-
-Matmuls, attention and activations are each made batch-invariant. Whether that suffices
-for a model only shows when its layers are computed in several ways.
-"""
+"""Test of whole layers: rows are bit-identical in steps of any shape. Matmuls,
+attention and activations are each batch-invariant; only this shows whether that
+suffices."""
 
 from __future__ import annotations
 
@@ -15,18 +13,16 @@ from torch import Tensor
 from multiworld.errors import ModelFailedError
 from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
 
-Part = tuple[int, int]
-"""A sequence, 0 or 1, and a number of its next rows."""
+Part = tuple[int, int]  # a sequence, 0 or 1, and a number of its next rows
 
+# Ways to compute 64 rows of sequence 0, some of them beside another sequence.
 STEPS: tuple[tuple[tuple[Part, ...], ...], ...] = (
     (((0, 61),), *(((0, 1),),) * 3),
     (((0, 17), (1, 30)), ((1, 1), (0, 1)), ((0, 46), (1, 2))),
     (((1, 40),), ((0, 64), (1, 1))),
 )
-"""Ways to compute 64 rows of sequence 0, some of them beside another sequence."""
 
-COUNT = 64
-"""Rows of each sequence."""
+COUNT = 64  # rows of each sequence
 
 
 class TriedStage(Protocol):

@@ -1,8 +1,6 @@
-"""Speed of this machine's bfloat16 matmuls.
-
-oneDNN has fast bfloat16 matmuls only on some processors (AVX512, or dedicated
-instructions); elsewhere it emulates them, several times slower than float32.
-"""
+"""Speed of this machine's bfloat16 matmuls: oneDNN has fast ones only on some
+processors (AVX512, or dedicated instructions); others emulate them, several times
+slower than float32."""
 
 from __future__ import annotations
 
@@ -14,21 +12,15 @@ import torch
 from multiworld.serve.generation.replica.hardware_fingerprint import known
 from multiworld.serve.models.packed_linear import PackedLinear
 
-SIZE, ROWS, RUNS = 1024, 16, 9
-"""Width and rows of the timed matmul, and the number of runs."""
-
-EMULATED = 100.0
-"""Result where the weights cannot even be packed."""
-
+SIZE, ROWS, RUNS = 1024, 16, 9  # width and rows of the timed matmul, and its runs
+EMULATED = 100.0  # result where the weights cannot even be packed
+# Environment variables that make a processor behave like a lesser one.
 VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
-"""Environment variables that make a processor behave like a lesser one."""
 
 
 def bfloat16_cost() -> float:
-    """Return the time of a bfloat16 matmul, as a multiple of float32.
-
-    It is measured once per hardware fingerprint, in about 0.1 s, on one thread.
-    """
+    """Return the time of a bfloat16 matmul, as a multiple of float32."""
+    # Measured once per hardware fingerprint, in about 0.1 s, on one thread.
     played = ", ".join(f"{name}={os.environ.get(name, '')}" for name in VARIABLES)
     (percent,) = known(
         f"bfloat16 beside float32 in percent, {played}",

@@ -1,11 +1,10 @@
 """Validation of messages about sequences: their sender and their contents.
 
-Every attempt of a sequence has its own key, and its chain never changes. So each
-message has one authorised sender: the gateway begins and ends a sequence, the previous
-stage sends its rows, the next stage reports the tokens it has, and the last stage
-samples. A message from another sender, or with other rows than it lists, indicates a
-faulty peer, and the edge to it is closed. Messages about unknown sequences are
-harmless.
+Every attempt has its own key, and its chain never changes. So each message has one
+authorised sender: the gateway begins and ends a sequence, the previous stage sends its
+rows, the next stage reports the tokens it has, and the last stage samples. A message
+from another sender, or with other rows than it lists, indicates a faulty peer, and the
+edge to it is closed. Messages about unknown sequences are harmless.
 """
 
 from __future__ import annotations
@@ -21,36 +20,24 @@ from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.generation_messages import SequenceStart, StepPart
 from multiworld.serve.transport.protocol import Key, MessageError
 
+# Messages that only later stages may receive, and those of stage 0.
 OF_LATER_STAGES = (
     generation_messages.ActivationRows,
     generation_messages.Step,
     generation_messages.PreemptSequences,
 )
 OF_STAGE_0 = (generation_messages.StepDone, generation_messages.KvRebuilt)
-"""Messages that only later stages, and only stage 0, may receive."""
 
 
 def check(
     message: EdgeMessage,
-    contents: Sequence[Tensors],
-    peer: str,
-    name: str,
+    contents: Sequence[Tensors],  # its tensors
+    peer: str,  # the sender
+    name: str,  # of this replica
     stage: int,
     table: SequenceTable,
 ) -> None:
-    """Reject messages that the sender is not authorised to send, or that do not fit.
-
-    Args:
-        message: The message.
-        contents: Its tensors.
-        peer: Name of the sender.
-        name: Name of this replica.
-        stage: Number of its stage.
-        table: The sequences here.
-
-    Raises:
-        MessageError: The message must not be handled.
-    """
+    """Raise MessageError if the sender may not send a message, or it does not fit."""
     if isinstance(message, OF_LATER_STAGES if stage == 0 else OF_STAGE_0):
         raise MessageError(f"{peer} sent a {type(message).__name__} to stage {stage}")
     match message:

@@ -11,8 +11,7 @@ from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.edges import Outbox
 from multiworld.serve.transport.routing_table import RoutingTable
 
-MAX_POSTPONED = 4096
-"""Maximum number of messages for a gateway that is still to connect."""
+MAX_POSTPONED = 4096  # messages for a gateway that is still to connect
 
 
 class Outboxes:
@@ -30,13 +29,11 @@ class Outboxes:
         return iter(self._edges)
 
     def table_changed(self, table: RoutingTable) -> None:
-        """Use a new routing table."""
         self.table = table
         for name in self._postponed.keys() - {*table.gateways, *self._edges}:
             del self._postponed[name]
 
     def up(self, outbox: Outbox) -> None:
-        """Use a new incarnation of an edge."""
         peer = outbox.edge.peer
         self._edges[peer] = outbox
         for message in self._postponed.pop(peer, ()):
@@ -51,11 +48,9 @@ class Outboxes:
         return True
 
     def gateways(self) -> tuple[str, ...]:
-        """Return the connected gateways."""
         return tuple(sorted({*self.table.gateways} & self._edges.keys()))
 
     def of_stage(self, stage: int) -> tuple[str, ...]:
-        """Return the connected replicas of a stage."""
         known = self.table.replicas
         return tuple(
             sorted(n for n in self._edges if n in known and known[n].stage == stage)
@@ -64,27 +59,19 @@ class Outboxes:
     def send(
         self, peer: str, message: EdgeMessage, hidden: Tensor | None = None
     ) -> None:
-        """Send a message, with its rows [rows, hidden].
-
-        A message to a gateway that has not connected yet is sent once it has.
-        """
+        """Send a message, with its rows, [rows, hidden]."""
         outbox = self._edges.get(peer)
         if outbox is not None:
             outbox.put(message, () if hidden is None else [{"hidden": hidden}])
-        elif peer in self.table.gateways:
+        elif peer in self.table.gateways:  # sent once it has connected
             self._postponed.setdefault(peer, deque(maxlen=MAX_POSTPONED)).append(
                 message
             )
 
     def flush(self, peer: str) -> None:
-        """Send the queued messages of a peer at once, if it is connected."""
         if peer in self._edges:
             self._edges[peer].flush()
 
     async def wait_sent(self) -> None:
-        """Wait until all messages were sent.
-
-        Cancellation: Safe.
-        """
         for outbox in list(self._edges.values()):
             await outbox.wait_sent()

@@ -31,20 +31,15 @@ from multiworld.serve.generation.replica.transfers import HOST, Transfers
 
 logger = logging.getLogger("multiworld.serve")
 
-FEWEST = 64
-"""Pages to allocate at least."""
-
-Pool = tuple[Tensor, Tensor]
-"""Keys and values of all pages of a layer."""
+FEWEST = 64  # pages to allocate at least
+Pool = tuple[Tensor, Tensor]  # keys and values of all pages of a layer
 
 
 @functools.cache
 def torch_kernel() -> Callable[..., Tensor] | None:
-    """Return torch's attention over pages; None if this torch has none.
-
-    Its import brings torch's compiler along (a second, 100 MB), so it waits for use.
-    """
+    """Return torch's attention over pages; None if this torch has none."""
     try:
+        # Brings torch's compiler along (a second, 100 MB), so it waits for use.
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # torch before 2.13
         return None
@@ -54,13 +49,7 @@ def torch_kernel() -> Callable[..., Tensor] | None:
 
 
 class PagedKvCache:
-    """KV cache of one stage; what is not written yet is zero.
-
-    Args:
-        page_size: Tokens of a page.
-        pages: Pages to allocate at first; there are more when they do not suffice.
-        transfers: Copies to and from the device.
-    """
+    """KV cache of one stage; what is not written yet is zero."""
 
     granule = 1
 
@@ -68,7 +57,7 @@ class PagedKvCache:
         self, page_size: int = 16, pages: int = FEWEST, transfers: Transfers = HOST
     ) -> None:
         self.page_size, self.transfers = page_size, transfers
-        self._count = max(FEWEST, pages)
+        self._count = max(FEWEST, pages)  # at first; doubled when they do not suffice
         # Page 0 stays zero: tables are padded with it.
         self._free = list(range(1, self._count))
         self._pages: dict[Hashable, list[int]] = {}
@@ -78,7 +67,6 @@ class PagedKvCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages of all sequences."""
         used = self._count - 1 - len(self._free)
         return sum(
             tensor[0].nbytes * used for pool in self._pools.values() for tensor in pool
@@ -124,7 +112,6 @@ class PagedKvCache:
                     each.index_fill_(0, places, 0.0)
 
     def _grow(self) -> None:
-        """Double the number of pages."""
         for layer, pool in self._pools.items():
             keys, values = (torch.cat([each, torch.zeros_like(each)]) for each in pool)
             self._pools[layer] = keys, values
@@ -132,7 +119,6 @@ class PagedKvCache:
         self._count *= 2
 
     def pages(self, sequence: Hashable) -> list[int]:
-        """Return the pages of a sequence, in order."""
         return self._pages[sequence]
 
     def slots(self, sequence: Hashable, begin: int, end: int) -> list[int]:
@@ -163,10 +149,7 @@ class PagedKvCache:
         return pool
 
     def has_kernel(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
-        """Return whether torch's kernel takes such tensors; it is tried once.
-
-        It needs a recent GPU and, for pages, a recent FlashAttention.
-        """
+        """Return whether torch's kernel takes such tensors; it is tried once."""
         if not may_have_kernel(query):
             return False
         shape = query.shape[0], *keys.shape[2:], values.shape[3]
@@ -176,6 +159,7 @@ class PagedKvCache:
         return found
 
     def _tried(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
+        # It needs a recent GPU and, for pages, a recent FlashAttention.
         counts = (torch.tensor(n, dtype=torch.int32) for n in ([0, 1], [1], [[0]]))
         begins, used, table = map(self.transfers.upload, counts)
         one = query.new_zeros(1, query.shape[0], query.shape[2])
@@ -192,7 +176,6 @@ class PagedKvCache:
 
     @torch.inference_mode()
     def copied(self, sequence: Hashable, begin: int, end: int) -> Layers:
-        """Return keys and values at [begin, end) by layer, on the host."""
         if sequence not in self._pages:
             return {}
         transfers = self.transfers
@@ -212,7 +195,6 @@ class PagedKvCache:
     def restore(
         self, sequence: Hashable, pieces: Sequence[Layers], tokens: int
     ) -> None:
-        """Start a sequence with ``pieces`` that were computed before."""
         self.free(sequence)
         self._clear(self._make_room(sequence, tokens))
         self._lengths[sequence] = tokens
@@ -326,7 +308,6 @@ class PagedAttention:
         window: int | None,
         softcap: float | None,
     ) -> None:
-        """Attend for the rows of one sequence."""
         rows = self._rows[n]
         end, offset = rows.begin + rows.count, self._offsets[n]
         here = slice(offset, offset + rows.count)
@@ -361,18 +342,13 @@ class PagedAttention:
 
 
 def gather(pages: Tensor, tables: Tensor) -> Tensor:
-    """Return the tokens of sequences, [sequences, key heads, tokens, size].
-
-    Args:
-        pages: Shape [pages, page size, key heads, size].
-        tables: The pages of each sequence, [sequences, pages].
-    """
+    """Return the tokens of sequences, [sequences, key heads, tokens, size]."""
+    # ``pages``: [pages, page size, key heads, size]; ``tables``: [sequences, pages].
     found = pages.index_select(0, tables.flatten())
     return found.view(*tables.shape, *pages.shape[1:]).flatten(1, 2).transpose(1, 2)
 
 
 def may_have_kernel(query: Tensor) -> bool:
-    """Return whether torch has a kernel for such queries at all."""
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     return is_half and query.device.type == "cuda" and torch_kernel() is not None
 

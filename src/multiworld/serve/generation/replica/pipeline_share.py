@@ -16,31 +16,25 @@ def steps_for(replicas: Sequence[int]) -> int:
 
 
 def withheld_for(replicas: Sequence[int], blocks: int) -> int:
-    """Return how many blocks one stage 0 replica leaves to others of its stage.
-
-    Several of them share the memory of later stages with fewer replicas.
-    """
+    """Return how many blocks one stage 0 replica leaves to others of its stage."""
+    # Several of them share the memory of later stages with fewer replicas.
     share = min(1.0, max(1, min(replicas)) / max(1, replicas[0]))
     return blocks - max(1, int(blocks * share))
 
 
 def adapt(scheduler: Scheduler, replicas: Sequence[int]) -> None:
-    """Adapt a stage 0 scheduler to the number of replicas of each stage."""
     scheduler.steps.max_steps = steps_for(replicas)
     scheduler.pool.withheld = withheld_for(replicas, scheduler.limits.blocks)
 
 
 def adapt_to(scheduler: Scheduler, table: RoutingTable, replica: str) -> None:
-    """Adapt a stage 0 scheduler to a routing table.
-
-    Only ready replicas count: starting ones compute nothing yet, and draining ones
-    leave their sequences to the others.
-    """
+    """Adapt a stage 0 scheduler to a routing table."""
     me = table.replicas.get(replica)
     route = None if me is None else table.routes.get(me.model)
     if me is None or route is None:
         return
     stages = range(route.stages.get(me.version, 1))
+    # Starting ones compute nothing yet; draining ones leave their sequences to others.
     ready = [
         sum(
             r.state is ReplicaState.READY or r is me

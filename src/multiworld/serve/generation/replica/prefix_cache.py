@@ -27,19 +27,12 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BlockSpan:
-    """A block of a prompt that a step completes, and that is to be cached.
-
-    Attributes:
-        key: The sequence.
-        name: Name of the prefix that the block ends.
-        begin: Position of its first token.
-        end: Position after its last token.
-    """
+    """A block of a prompt that a step completes, and that is to be cached."""
 
     key: Key
-    name: Digest
-    begin: int
-    end: int
+    name: Digest  # of the prefix that the block ends
+    begin: int  # position of its first token
+    end: int  # position after its last token
 
 
 class PrefixCache:

@@ -21,11 +21,7 @@ from multiworld.serve.transport.generation_messages import StepPart
 
 
 class PromptPrefixes:
-    """The prompts of one replica, and its prefix cache of at most ``limit`` bytes.
-
-    Attributes:
-        counts: Counts prompt tokens, and cached prompt tokens.
-    """
+    """The prompts of one replica, and its prefix cache of at most ``limit`` bytes."""
 
     def __init__(self, limit: int, block: int) -> None:
         self._cache = PrefixCache(limit) if limit else None
@@ -36,7 +32,6 @@ class PromptPrefixes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the prefix cache."""
         return 0 if self._cache is None else self._cache.nbytes
 
     @property
@@ -45,10 +40,7 @@ class PromptPrefixes:
         return len(self._found) + (0 if self._cache is None else self._cache.in_use)
 
     def find(self, state: SequenceState) -> None:
-        """Look up the cached prefix of a sequence's prompt.
-
-        Nothing is copied before ``restore``: a waiting sequence takes no memory.
-        """
+        """Look up the cached prefix of a sequence's prompt."""
         start = state.start
         if self._cache is None or start.is_probe:
             return
@@ -60,17 +52,13 @@ class PromptPrefixes:
         self.counts["prefix_cache_queries"] += len(start.tokens)
         # The last token is always computed, because it gives the next one.
         found = self._cache.use(names[: (len(start.tokens) - 1) // self._block])
+        # Nothing is copied before ``restore``: a waiting sequence takes no memory.
         if found:
             self._found[state.stream], state.is_cached = found, True
             state.held = state.logged = len(found) * self._block
 
     def restore(self, state: SequenceState, engine: Engine) -> list[Tensor]:
-        """Restore the cached prefix of a sequence, in the next step.
-
-        Returns:
-            The output of the stage for those tokens, by blocks, [tokens, hidden] each;
-            empty if there are none, or in the last stage.
-        """
+        """Restore a prefix in the next step; return its output, by blocks."""
         held = state.held
         found = self._found.get(state.stream, [])[: -(-held // self._block)]
         self.release(state.stream)
@@ -79,13 +67,13 @@ class PromptPrefixes:
             return []
         self.counts["prefix_cache_hits"] += held
         engine.restore(state.stream, found, held)
+        # [tokens, hidden] each; none in the last stage.
         rows = [block.rows for block in found if block.rows is not None]
         if rows:
             rows[-1] = rows[-1][: held - (len(rows) - 1) * self._block]
         return rows
 
     def release(self, stream: StreamId) -> None:
-        """Release the cached blocks of a sequence."""
         found = self._found.pop(stream, ())
         if self._cache is not None:
             self._cache.release(self._names.get(stream, [])[: len(found)])
@@ -121,6 +109,5 @@ class PromptPrefixes:
         self._cache.put(span.name, block)
 
     def forget(self, stream: StreamId) -> None:
-        """Forget a sequence."""
         self.release(stream)
         self._names.pop(stream, None)

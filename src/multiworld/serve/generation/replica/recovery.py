@@ -1,13 +1,12 @@
 """Recovery of sequences at one replica. Pure.
 
-Recovery relies on one rule: the input of every stage is logged. Stage 0 has the tokens,
-and each other stage's input is in the activation log of the previous stage. When an
-attempt begins, each replica reports to the previous stage how many tokens it has,
-starting with the last stage; the previous stage replays the rest from its log. A
-replica that no longer has the logged rows rewinds to where they are missing, and is
-itself replayed from the stage before it; the tokens of stage 0 always suffice
-("upstream backup", Hwang et al., "High-Availability Algorithms for Distributed Stream
-Processing", 2005).
+One rule: the input of every stage is logged. Stage 0 has the tokens, and each other
+stage's input is in the activation log of the previous one. When an attempt begins, each
+replica reports to the previous stage how many tokens it has, starting with the last
+stage; that one replays the rest from its log. A replica that no longer has the logged
+rows rewinds to where they are missing, and is itself replayed from the stage before it;
+the tokens of stage 0 always suffice ("upstream backup", Hwang et al.,
+"High-Availability Algorithms for Distributed Stream Processing", 2005).
 
 A replica never decides when a sequence ends or which replicas compute it: it *returns*
 a sequence that it cannot continue to its gateway, and keeps the state until the gateway
@@ -56,44 +55,29 @@ from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.generation_messages import SequenceStart, StepPart
 from multiworld.serve.transport.protocol import Key, RemoteError
 
+# Looks up a prompt in the prefix cache, and records the cached tokens.
 FindPrefix = Callable[[SequenceState], None]
-"""Looks up a prompt in the prefix cache, and records the cached tokens."""
 
 
 class Recovery:
-    """Recovery state of the sequences of one replica.
-
-    Args:
-        name: Name of the replica.
-        stage: Number of its stage.
-        stage_name: Name of the stage, for errors.
-        is_last: Whether that is the last stage.
-        scheduler: Scheduler of steps, used in stage 0.
-        find_prefix: Looks up prompts.
-        overdue_s: Seconds after which a step counts as lost in later stages.
-
-    Attributes:
-        table: The sequences.
-        counts: Events since the start, by kind.
-        sampled: Tokens that the last stage sampled from rows of a KV rebuild, by
-            sequence; None: the sequence has ended.
-    """
+    """Recovery state of the sequences of one replica."""
 
     def __init__(
         self,
         name: str,
         stage: int,
-        stage_name: str,
+        stage_name: str,  # for errors
         is_last: bool,
-        scheduler: Scheduler,
+        scheduler: Scheduler,  # used in stage 0
         find_prefix: FindPrefix,
-        overdue_s: float,
+        overdue_s: float,  # after which a step counts as lost in later stages
     ) -> None:
         self.name, self._stage, self._is_last = name, stage, is_last
         self._stage_name, self._scheduler = stage_name, scheduler
         self._find_prefix, self._overdue_s = find_prefix, overdue_s
         self.table = SequenceTable(is_last=is_last)
         self.counts: Counter[str] = Counter()
+        # Sampled by the last stage during a KV rebuild; None: the sequence has ended.
         self.sampled: dict[Key, int | None] = {}
         limits = scheduler.limits
         self._memory: KvBudget[StreamId] = KvBudget(
@@ -327,35 +311,30 @@ class Recovery:
     # Memory.
 
     def _rank_of(self, stream: StreamId) -> tuple[bool, bool, int, int, str]:
-        """Return the rank of a sequence, the same in all stages.
-
-        Sequences that are only prepared are dropped first, then the latest ones. Probes
-        are kept: streams may be waiting for the replica that a probe makes ready.
-        """
+        """Return the rank of a sequence, the same in all stages."""
         state = self.table.of(stream)
         if state is None:
             return True, True, 0, stream[1], stream[0]
+        # Dropped first: those that are only prepared, then the latest ones. Probes are
+        # kept: streams may be waiting for the replica that a probe makes ready.
         priority, is_probe = state.start.share.priority, state.start.is_probe
         return bool(state.prepared), not is_probe, -priority, stream[1], stream[0]
 
     def fit(self, parts: Sequence[StepPart]) -> list[int]:
-        """Allocate memory for parts; return the indices of those that fit.
-
-        Other sequences may be dropped for them.
-        """
+        """Allocate memory for parts; return the indices of those that fit."""
         if self._stage == 0:
             return [*range(len(parts))]  # the scheduler has allocated it
         for part in parts:
             if part.begin == 0:  # its memory is freed before it is computed anew
                 self._memory.free(part.key[:2])
         wanted = {part.key[:2]: part.begin + part.count for part in parts if part.count}
+        # Others may be dropped for them.
         evicted = {*self._memory.take(wanted)}
         for stream in evicted:
             self._evict(stream)
         return [n for n, part in enumerate(parts) if part.key[:2] not in evicted]
 
     def _evict(self, stream: StreamId) -> None:
-        """Drop a sequence for lack of memory."""
         state = self.table.of(stream)
         if state is None:
             return
@@ -427,10 +406,8 @@ class Recovery:
         return planned
 
     def _note_alone(self, key: Key | None) -> None:
-        """Report the suspect that runs alone now, and the one that no longer does.
-
-        Both are sent before the step is computed, because it may crash this process.
-        """
+        """Report the suspect that runs alone now, and the one that no longer does."""
+        # Both are sent before the step is computed, because it may crash this process.
         before, self._alone = self._alone, key
         if before is not None and before != key:
             over = generation_messages.RunsAlone(before, is_over=True)
@@ -477,17 +454,8 @@ class Recovery:
     def rebuilt(
         self, key: Key, rows: Mapping[Key, int], *, is_end: bool
     ) -> tuple[str, int, int] | None:
-        """Continue after a piece of a KV rebuild was computed.
-
-        Args:
-            key: The sequence.
-            rows: Number of output rows of the piece, by sequence.
-            is_end: Whether it was the last piece.
-
-        Returns:
-            The replica of the next stage, the position of the first row to send it, and
-            the number of rows; None if nothing is to be sent.
-        """
+        """Continue after a piece of a KV rebuild; return what to send on."""
+        # ``rows``: output rows of the piece, by sequence; ``is_end``: it is the last.
         state = self.table.get(key)
         if state is None or state.is_evicted:
             return None
@@ -499,6 +467,7 @@ class Recovery:
             made = rows.get(key, 0)
             count = state.take_unsent(state.held - made, made)
             peer = state.start.chain[self._stage + 1]
+            # Replica of the next stage, position of the first row, number of rows.
             return peer, state.held - count, count
         if is_end:
             token = self.sampled.pop(key, None)

@@ -1,36 +1,23 @@
 """Costs of sampling a token, by its parameters. Pure.
 
 The unit is a row: the additional time of a step per sequence (4.7 ms for SmolLM2 on an
-EPYC with one thread, where these costs were measured; 49,152 words, 64 sequences in
-a step).
+EPYC with one thread, where these costs were measured; 49,152 words, 64 sequences in a
+step).
 """
 
 from __future__ import annotations
 
 from multiworld.serve.transport.generation_messages import Sampling
 
-SMALL = 64
-"""``top_k`` below which few words are considered; ``sampler.FEW``."""
-
-DRAWN = 0.015
-"""A softmax, and the race of the words."""
-
+SMALL = 64  # ``top_k`` below which few words are considered: ``sampler.FEW``
+DRAWN = 0.015  # a softmax, and the race of the words
+# ``top_p``, ``min_p`` or a large ``top_k``; at worst all words are equally likely.
 LIMITED = 0.15
-"""``top_p``, ``min_p`` or a large ``top_k`` in the worst case: all words are about
-equally likely."""
-
-PENALISED = 0.02
-"""Penalties of up to a few thousand tokens."""
-
-STRUCTURED = 0.5
-"""A mask of the words that a structure allows: 0.02, but an intricate one takes
-longer."""
-
+PENALISED = 0.02  # penalties of up to a few thousand tokens
+STRUCTURED = 0.5  # a mask of the allowed words: 0.02, but an intricate one takes longer
+# The probability of the token, and of each of the most likely ones.
 REPORTED, EACH_REPORTED = 0.02, 0.001
-"""Probability of the token, and of each of the most likely ones."""
-
-EACH_BIASED = 0.0001
-"""One word of ``logit_bias``."""
+EACH_BIASED = 0.0001  # one word of ``logit_bias``
 
 
 def sample_rows_of(sampling: Sampling) -> float:

@@ -38,25 +38,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, threshold
 
-BLOCK = 128
-"""Words of the vocabulary in a block."""
-
-FEW = 64
-"""Number of likeliest words that ``top_k`` and ``top_p`` consider first."""
-
+BLOCK = 128  # words of the vocabulary in a block
+FEW = 64  # likeliest words that ``top_k`` and ``top_p`` consider first
+# Of the logits whose probabilities are computed at a time, in the cache.
 CHUNK_BYTES = 4 * 2**20
-"""Size of the logits whose probabilities are computed at a time, in the cache."""
+WORDS = 2**32  # number of the first word's clock; those of blocks begin at 0
+GREEDY_BELOW = 1e-5  # temperatures below it are 0, as in vLLM
 
-WORDS = 2**32
-"""Number of the first word's clock; those of blocks begin at 0."""
-
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are 0, as in vLLM."""
-
+# What each byte of a mask adds to the logits of its eight words.
 _BITS = torch.where(
     torch.arange(256)[:, None] >> torch.arange(8) & 1 == 1, 0.0, -math.inf
 )
-"""Values that each byte of a mask adds to the logits of its eight words."""
 
 
 class Parameters(Protocol):
@@ -100,13 +92,7 @@ class Choice:
 
 
 class TokenHistory:
-    """The tokens of a sequence, and how often each occurs, for the penalties.
-
-    Attributes:
-        tokens: The prompt and the output tokens.
-        prompt: Number of prompt tokens.
-        ends: Tokens that end the sequence, 0 or more.
-    """
+    """The tokens of a sequence, and how often each occurs, for the penalties."""
 
     def __init__(
         self,
@@ -115,6 +101,7 @@ class TokenHistory:
         prompt: int,
         ends: Sequence[int] = (),
     ) -> None:
+        # ``prompt``: its number of tokens; ``ends``: tokens that end the sequence.
         self.parameters, self.prompt, self.ends = parameters, prompt, tuple(ends)
         self.tokens = list(tokens)
         self._counts_words = bool(
@@ -189,20 +176,13 @@ class TokenHistory:
 
 
 def sample(
-    logits: Tensor,
-    histories: Sequence[TokenHistory],
+    logits: Tensor,  # [sequences, vocabulary], float32, contiguous; overwritten
+    histories: Sequence[TokenHistory],  # unchanged
     masks: Sequence[Tensor | None] = (),
 ) -> list[Choice | ValueError]:
-    """Sample the next token of each sequence; the histories do not change.
-
-    Args:
-        logits: Shape [sequences, vocabulary], float32, contiguous; overwritten.
-        masks: For each sequence, or for none, the words that its structure allows, one
-            bit each, the lowest first, [vocabulary / 8 or more], uint8; None: all.
-
-    Returns:
-        For each sequence its token, or the error: its largest logit is not finite.
-    """
+    """Sample the next token of each sequence."""
+    # ``masks``: for each sequence, or for none, the words that its structure allows,
+    # one bit each, the lowest first, [vocabulary / 8 or more], uint8; None: all.
     width = logits.shape[-1]
     foreign = [n for n, h in enumerate(histories) if not h.is_within(width)]
     if foreign:
@@ -262,11 +242,8 @@ def _without(
 def _adjust(
     logits: Tensor, histories: Sequence[TokenHistory], masks: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Apply masks, biases, penalties and ``min_tokens`` to logits.
-
-    Returns:
-        Their previous values, except for the masks: indices and values, in order.
-    """
+    """Apply masks, biases, penalties and ``min_tokens`` to logits."""
+    # Previous values, except for the masks: indices and values, in order.
     changes: list[tuple[Tensor, Tensor]] = []
     for row, mask in zip(logits, masks, strict=False):
         if mask is not None:
@@ -351,10 +328,7 @@ def _drawn_of_few(
     rows: Sequence[int],
     histories: Sequence[TokenHistory],
 ) -> dict[int, int]:
-    """Draw words of rows whose ``top_k`` is less than FEW, but of none with many ties.
-
-    That is a row in which more words than FEW are as likely as the last one kept.
-    """
+    """Draw words of rows with ``top_k`` < FEW, but of none with many ties."""
     found, words = _largest(_some(blocks, rows), _some(maxima, rows))
     parameters = [histories[i].parameters for i in rows]
     last = found.gather(1, _column([p.top_k - 1 for p in parameters], torch.int64))
@@ -373,6 +347,7 @@ def _drawn_of_few(
     chosen = _drawn_by_word(likely, words, _hashes([histories[i] for i in rows]))
     has_more = (found[:, -1:] == last)[:, 0].tolist()
     triples = zip(rows, chosen, has_more, strict=True)
+    # Others: more words than FEW are as likely as the last one kept.
     return {i: token for i, token, more in triples if not more}
 
 
@@ -408,7 +383,6 @@ def _drawn_of_all(
 
 
 def _is_cut(parameters: Parameters, blocks: Tensor) -> bool:
-    """Return whether parameters exclude unlikely words."""
     has_k = 0 < parameters.top_k < blocks.shape[1] * BLOCK
     return has_k or parameters.min_p > 0 or parameters.top_p < 1
 
@@ -416,16 +390,8 @@ def _is_cut(parameters: Parameters, blocks: Tensor) -> bool:
 def _drawn_of_likeliest(
     parts: Tensor, whole: Tensor, parameters: Sequence[Parameters], hashes: Tensor
 ) -> list[int | None]:
-    """Draw words of rows in which no more than FEW words remain.
-
-    Args:
-        parts: Probabilities, [rows, blocks, BLOCK].
-        whole: Their sums, [rows, 1].
-        hashes: See ``_hashes``.
-
-    Returns:
-        For each row a word; None: more words remain, or ``top_k`` is not small.
-    """
+    """Draw words of rows in which no more than FEW words remain; of others None."""
+    # ``parts``: probabilities, [rows, blocks, BLOCK]; ``whole``: their sums, [rows, 1].
     found, words = _largest(parts, parts.amax(-1))
     likely = found.double()
     min_p = _column([p.min_p for p in parameters])
@@ -443,6 +409,7 @@ def _drawn_of_likeliest(
         & (_column([p.top_k for p in parameters], torch.int64) == 0)
     )
     chosen = _drawn_by_word(likely * (likely >= bound), words, hashes)
+    # None: more words remain, or ``top_k`` is not small.
     pairs = zip(chosen, is_known[:, 0].tolist(), strict=True)
     return [word if is_sure else None for word, is_sure in pairs]
 
@@ -458,12 +425,8 @@ def _drawn_by_block(parts: Tensor, sums: Tensor, hashes: Tensor) -> list[int]:
 
 
 def _drawn_by_word(likely: Tensor, words: Tensor, hashes: Tensor) -> list[int]:
-    """Draw one of a few words of each row, as ``_drawn_by_block`` would.
-
-    Args:
-        likely: Probabilities, float64, [rows, words].
-        words: Their places in the vocabulary.
-    """
+    """Draw one of a few words of each row, as ``_drawn_by_block`` would."""
+    # ``likely``: float64, [rows, words]; ``words``: their places in the vocabulary.
     blocks = words // BLOCK
     is_same = blocks[:, :, None] == blocks[:, None]
     sums = (is_same * likely[:, None]).sum(-1)
@@ -475,11 +438,8 @@ def _drawn_by_word(likely: Tensor, words: Tensor, hashes: Tensor) -> list[int]:
 
 
 def _threshold(likely: Tensor, parameters: Parameters) -> float:
-    """Return the probability of the least likely word that remains; 0: all do.
-
-    Args:
-        likely: Probabilities, [vocabulary, padded to blocks], float32.
-    """
+    """Return the probability of the least likely word that remains; 0: all do."""
+    # ``likely``: [vocabulary, padded to blocks], float32.
     min_probability = 0.0
     top_k, top_p = parameters.top_k, parameters.top_p
     if not (parameters.min_p > 0 or top_k or top_p < 1):
@@ -500,11 +460,9 @@ def _threshold(likely: Tensor, parameters: Parameters) -> float:
 def _nucleus(
     likely: Tensor, maxima: Tensor, min_probability: float, top_p: float
 ) -> float:
-    """Return the largest probability such that the words above have ``top_p``.
-
-    That is, those at least as likely have a share of ``top_p`` of those at least as
-    likely as ``min_probability``.
-    """
+    """Return the largest probability such that the words above have ``top_p``."""
+    # Those at least as likely as it have a share of ``top_p`` of those at least as
+    # likely as ``min_probability``.
     whole = _mass(likely, min_probability)
     goal = top_p * whole
     found, _ = _largest(likely.view(1, -1, BLOCK), maxima[None])
@@ -527,12 +485,10 @@ def _nucleus(
 
 
 def _mass(likely: Tensor, min_probability: float) -> float:
-    """Return the sum of the probabilities from ``min_probability`` on.
-
-    It is the same for any number of threads, as sums of more than 32,768 are not.
-    """
+    """Return the sum of the probabilities from ``min_probability`` on."""
     if min_probability > 0:
         likely = threshold(likely, _below(min_probability), 0.0)
+    # By blocks: sums of more than 32,768 depend on the number of threads.
     return float(likely.view(-1, BLOCK).sum(-1).double().sum())
 
 
@@ -560,7 +516,6 @@ def _reported(
     histories: Sequence[TokenHistory],
     tokens: Mapping[int, int],
 ) -> dict[int, Choice]:
-    """Return tokens with their log-probabilities, and the likeliest ones beside."""
     logprobs = _some(logits, rows).log_softmax(-1)
     blocks = _blocks(logprobs)
     values, words = _largest(blocks, blocks.amax(-1))
@@ -588,25 +543,16 @@ def _hashes(histories: Sequence[TokenHistory]) -> Tensor:
 
 
 def hash_of(seed: int, choice: int, index: int) -> int:
-    """Return the hash of the token at ``index`` of a choice, a signed 64-bit number.
-
-    It is BLAKE2b (RFC 7693) of the three numbers.
-    """
+    """Return the hash of a token of a choice: BLAKE2b (RFC 7693), 64 bits, signed."""
     data = struct.pack("<QQQ", seed % 2**64, choice, index)
     digest = hashlib.blake2b(data, digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def clocks(hashes: Tensor, numbers: Tensor) -> Tensor:
-    """Return exponential variates with mean 1, float64, [rows, numbers].
-
-    Each follows from the hash of its row and a number, by the output function of
-    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
-
-    Args:
-        hashes: Shape [rows, 1], int64.
-        numbers: Shape [rows or 1, numbers], int64, 0 or more.
-    """
+    """Return exponential variates with mean 1, float64, [rows, numbers]."""
+    # ``hashes``: [rows, 1], int64; ``numbers``: [rows or 1, numbers], int64, 0 or more.
+    # SplitMix64's output function (Steele, Lea and Flood, OOPSLA 2014).
     mixed = hashes + (numbers + 1) * _GAMMA
     mixed = (mixed ^ _shifted(mixed, 30)) * _MIX_1
     mixed = (mixed ^ _shifted(mixed, 27)) * _MIX_2

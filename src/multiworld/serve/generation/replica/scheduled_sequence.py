@@ -1,4 +1,4 @@
-"""A sequence at its scheduler. Pure."""
+"""Sequences at their scheduler. Pure."""
 
 from __future__ import annotations
 
@@ -11,40 +11,27 @@ from multiworld.serve.transport.protocol import Key
 
 @dataclass(slots=True, eq=False)
 class ScheduledSequence:
-    """A sequence at its scheduler.
-
-    Attributes:
-        key: Gateway, stream and attempt.
-        computed: Number of tokens whose KV blocks are computed, or being computed.
-        rebuild: Number of tokens that the later stages have; 0 once no sequence lacks
-            such tokens in this stage.
-        is_in_flight: True while its next token is being computed.
-        number: Order of arrival.
-        is_probe: Whether it skips the queue.
-        is_suspect: Whether it runs alone until it produces a token.
-        is_paused: Whether it waits because a stage of its chain is being replaced.
-        route: Replicas by stage that compute it.
-        sample_rows: Cost of sampling one of its tokens, in rows.
-    """
+    """A sequence at its scheduler."""
 
     key: Key
     tokens: list[int]
     share: Share = DEFAULT_SHARE
-    computed: int = 0
+    computed: int = 0  # tokens whose KV is computed, or being computed
+    # Tokens that the later stages have; 0 once no sequence lacks such tokens in this
+    # stage.
     rebuild: int = 0
-    is_in_flight: bool = False
+    is_in_flight: bool = False  # its next token is being computed
     blocks: int = 0
-    number: int = 0
-    is_probe: bool = False
-    is_suspect: bool = False
-    is_paused: bool = False
-    route: tuple[str, ...] = ()
+    number: int = 0  # order of arrival
+    is_probe: bool = False  # it skips the queue
+    is_suspect: bool = False  # it runs alone until it produces a token
+    is_paused: bool = False  # a stage of its chain is being replaced
+    route: tuple[str, ...] = ()  # replicas by stage that compute it
     last_step: int = 0
-    sample_rows: float = 0.0
+    sample_rows: float = 0.0  # cost of sampling one of its tokens, in rows
 
     @property
     def lacking(self) -> int:
-        """Number of tokens still to be computed."""
         return len(self.tokens) - self.computed
 
     def waits_for(self, full: Collection[str]) -> bool:
@@ -53,11 +40,9 @@ class ScheduledSequence:
 
 
 def by_route(ready: list[ScheduledSequence]) -> list[ScheduledSequence]:
-    """Sort sequences into the order in which they enter a step.
-
-    The one that has waited longest is first, followed by those of the same route: if a
-    step is split between replicas, each of them reads all weights.
-    """
+    """Sort sequences into the order in which they enter a step."""
+    # Longest waiting first, then those of its route: if a step is split between
+    # replicas, each of them reads all weights.
     ready.sort(key=lambda s: s.last_step)
     if ready:
         first = ready[0].route

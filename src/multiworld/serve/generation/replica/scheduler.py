@@ -1,9 +1,6 @@
-"""Scheduler of steps, in a replica of stage 0. Pure.
-
-It does continuous batching. ``SequencePool`` decides which sequences run, within the
-slots and KV blocks; ``StepPlanner`` decides which of their tokens the next step
-computes.
-"""
+"""Scheduler of steps, in a replica of stage 0: continuous batching. Pure.
+``SequencePool`` decides which sequences run; ``StepPlanner`` which of their tokens the
+next step computes."""
 
 from __future__ import annotations
 
@@ -22,13 +19,6 @@ class TooManyTokensError(Exception):
 
 
 class Scheduler:
-    """Decides which tokens of which sequences the next step computes.
-
-    Attributes:
-        steps: The steps in flight.
-        pool: The sequences.
-    """
-
     def __init__(self, limits: EngineLimits) -> None:
         self.limits = limits
         self.steps = StepsInFlight(limits.steps)
@@ -93,7 +83,6 @@ class Scheduler:
         self.pool.run_reserved(sequence, old)
 
     def remove(self, key: Key) -> None:
-        """Forget a sequence; the steps in flight no longer wait for it."""
         self.pool.remove(key)
 
     def pause(self, key: Key) -> None:
@@ -137,16 +126,14 @@ class Scheduler:
             self.pool.wait(sequence)
 
     def evict(self, key: Key, replica: str, now: float) -> bool:
-        """Preempt a sequence for which a replica of a later stage had no KV blocks.
-
-        That replica receives nothing for a while. Returns whether the gateway must
-        decide how the sequence continues, because one of its tokens may be in flight,
-        or a stage waits for what was dropped.
-        """
+        """Preempt a sequence for which a replica of a later stage had no KV blocks."""
+        # The replica receives nothing for a while.
         self.pool.full.add(replica, now)
         sequence = self.pool.known.get(key)
         if sequence is None:
             return False
+        # Then the gateway must decide how it continues: one of its tokens may be in
+        # flight, or a stage waits for what was dropped.
         is_elsewhere = sequence.is_paused or key in self.steps
         self.steps.leave(key)
         sequence.is_in_flight = False
@@ -154,10 +141,8 @@ class Scheduler:
         return is_elsewhere
 
     def sampled(self, step: int, tokens: Iterable[tuple[Key, int | None]]) -> None:
-        """Record the next token of each sequence of a step.
-
-        It is None if the prompt is not complete yet, or the sequence has ended.
-        """
+        """Record the next token of each sequence of a step."""
+        # None: its prompt is not complete yet, or it has ended.
         came = dict(tokens)
         routes = {self.pool.known[key].route for key in came if key in self.pool.known}
         for key, token in came.items():
@@ -173,5 +158,4 @@ class Scheduler:
         self.steps.left_out(step, routes, lambda key: self.pool.known[key].route)
 
     def next_step(self, now: float = 0.0) -> PlannedStep | None:
-        """Begin the next step; return None if there is none to compute now."""
         return self._planner.next_step(now)

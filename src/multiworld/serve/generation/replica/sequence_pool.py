@@ -1,16 +1,15 @@
 """Sequences of a scheduler, and who holds its slots and KV blocks. Pure.
 
-Memory is counted in blocks of ``block_size`` tokens. If a running sequence needs a
-block and none is free, the latest sequence is preempted: its blocks are freed, and it
-is recomputed from its tokens when there is room (preemption by recompute, as in vLLM:
-Kwon et al., "Efficient Memory Management for Large Language Model Serving with
-PagedAttention", 2023). A sequence of a higher priority may also preempt one of a lower
-priority for its slot.
+If a running sequence needs a block and none is free, the latest sequence is preempted:
+its blocks are freed, and it is recomputed from its tokens when there is room
+(preemption by recompute, as in vLLM: Kwon et al., "Efficient Memory Management for
+Large Language Model Serving with PagedAttention", 2023). One of a higher priority may
+also preempt one of a lower priority for its slot.
 
 Slots and blocks are shared by weight between the tenants that have sequences; a tenant
-alone may use everything. A tenant that has fewer than its share preempts for them. A
-probe preempts whatever it must, and is preempted by no stream: streams may be waiting
-for the replica that it makes ready.
+alone may use everything. One that has fewer than its share preempts for them. A probe
+preempts whatever it must, and is preempted by no stream: streams may be waiting for the
+replica that it makes ready.
 """
 
 from __future__ import annotations
@@ -30,39 +29,28 @@ from multiworld.serve.transport.protocol import Key
 
 
 class SequencePool:
-    """Sequences that wait, run or are paused; those that run have a slot and blocks.
-
-    Attributes:
-        known: All sequences.
-        queue: Those that neither run nor are paused.
-        running: Those that run, by number.
-        suspects: Those that run alone, by number.
-        rebuilt: Those of which the later stages had tokens when they came, by number.
-        planned: Those in the step that is being planned.
-        full: Replicas of later stages that lack KV blocks.
-        shares: Tokens computed for each tenant.
-        preempted: Sequences preempted since the last step was planned.
-        preemptions: Number of times that blocks were taken from a running sequence.
-        granule: Tokens in multiples of which a sequence's memory is allocated.
-        withheld: Blocks that are left to other schedulers; but a lone sequence may use
-            all, so that it can finish.
-    """
+    """Sequences that wait, run or are paused; those that run have a slot and blocks."""
 
     def __init__(self, limits: EngineLimits, steps: StepsInFlight) -> None:
         self.limits, self._steps = limits, steps
         self.known: dict[Key, ScheduledSequence] = {}
-        self.queue = WaitingQueue()
+        self.queue = WaitingQueue()  # those that neither run nor are paused
+        # By number: those that run, and the suspects, which run alone.
         self.running: dict[int, ScheduledSequence] = {}
         self.suspects: dict[int, ScheduledSequence] = {}
+        # Those of which the later stages had tokens when they came, by number.
         self.rebuilt: dict[int, ScheduledSequence] = {}
-        self.planned: set[Key] = set()
-        self.full = FullReplicas()
+        self.planned: set[Key] = set()  # in the step that is being planned
+        self.full = FullReplicas()  # of later stages, without KV blocks
         self.shares = TokenShares()
+        # Times that blocks were taken; tokens in multiples of which memory is
+        # allocated; blocks left to other schedulers, but a lone sequence may use all,
+        # so that it can finish.
         self.preemptions, self.granule, self.withheld = 0, 1, 0
         self._use = TenantUse(limits.max_num_seqs, limits.blocks)
         self._free = limits.blocks
         self._reserved: dict[Key, int] = {}
-        self.preempted: list[Key] = []
+        self.preempted: list[Key] = []  # since the last step was planned
         self._arrivals = 0
 
     def knows(self, key: Key) -> bool:
@@ -114,14 +102,12 @@ class SequencePool:
         self.suspects.pop(sequence.number, None)
 
     def rename(self, sequence: ScheduledSequence, key: Key) -> None:
-        """Continue a sequence as another attempt."""
         old = sequence.key
         self.known[key] = self.known.pop(old)
         sequence.key = key
         self.preempted = [key if each == old else each for each in self.preempted]
 
     def remove(self, key: Key) -> None:
-        """Forget a sequence; the steps in flight no longer wait for it."""
         self._free += self._reserved.pop(key, 0)
         self._free += self._forget(key)
 
@@ -197,7 +183,6 @@ class SequencePool:
     def _fits(
         self, sequence: ScheduledSequence, gone: Sequence[ScheduledSequence] = ()
     ) -> bool:
-        """Return whether a sequence may run, once those in ``gone`` are preempted."""
         if sequence.waits_for(self.full.names):
             return False
         # All of it must fit, or it would preempt what came before.
@@ -244,10 +229,8 @@ class SequencePool:
     def _victim_for_probe(
         self, probe: ScheduledSequence, gone: Collection[ScheduledSequence] = ()
     ) -> ScheduledSequence | None:
-        """Return the sequence to preempt for a probe: an idle, paused or later one.
-
-        Paused sequences may wait for the very replica that the probe makes ready.
-        """
+        """Return the sequence to preempt for a probe: an idle, paused or later one."""
+        # Paused ones may wait for the very replica that the probe makes ready.
         found = [s for s in self._unplanned() if s not in gone]
         for those in (
             [s for s in found if not (s.is_paused or s.is_probe)],
@@ -280,7 +263,6 @@ class SequencePool:
             self.wait(sequence)
 
     def take_preempted(self) -> tuple[Key, ...]:
-        """Return the sequences preempted since the last call."""
         preempted, self.preempted = tuple(self.preempted), []
         return preempted
 

@@ -9,39 +9,24 @@ from dataclasses import dataclass
 from multiworld.serve.transport.generation_messages import SequenceStart
 from multiworld.serve.transport.protocol import Key
 
-StreamId = tuple[str, int]
-"""Gateway and stream, whichever attempt."""
-
-MAX_EARLY = 4096
-"""Maximum number of sequences that the next stage reports before their gateway does."""
+StreamId = tuple[str, int]  # gateway and stream, whichever attempt
+MAX_EARLY = 4096  # sequences that the next stage reports before their gateway does
 
 
 @dataclass(slots=True)
 class SequenceState:
-    """One sequence at one stage.
+    """One sequence at one stage."""
 
-    Attributes:
-        start: The sequence, as its gateway described it.
-        held: Number of tokens whose KV is here.
-        is_cached: Whether that KV is in blocks of the prefix cache; they are copied
-            when the sequence is computed.
-        logged: First token whose output is in the activation log, which ends at
-            ``held``.
-        sent: Number of tokens that the next stage has or was sent; None until it has
-            reported.
-        prepared: Stages that are prepared for it while it runs elsewhere; empty once it
-            runs here.
-        is_evicted: Whether it was dropped for lack of memory; its rows in flight are
-            then useless.
-    """
-
-    start: SequenceStart
-    held: int = 0
+    start: SequenceStart  # as its gateway described it
+    held: int = 0  # tokens whose KV is here
+    # That KV is in blocks of the prefix cache, which are copied when it is computed.
     is_cached: bool = False
+    # First token whose output is in the activation log, which ends at ``held``.
     logged: int = 0
+    # Tokens that the next stage has or was sent; None: it has not reported.
     sent: int | None = None
-    prepared: Sequence[int] = ()
-    is_evicted: bool = False
+    prepared: Sequence[int] = ()  # stages prepared while it runs elsewhere; else empty
+    is_evicted: bool = False  # for lack of memory; its rows in flight are useless
 
     @property
     def earlier(self) -> list[Key]:
@@ -51,26 +36,19 @@ class SequenceState:
 
     @property
     def key(self) -> Key:
-        """Gateway, stream and attempt."""
         return self.start.key
 
     @property
     def stream(self) -> StreamId:
-        """Gateway and stream."""
         return self.start.key[:2]
 
     def lacking(self, begin: int, count: int) -> int | None:
-        """Return how many of ``count`` rows, the last ones, are still to be computed.
-
-        Returns None if rows before them are missing.
-        """
+        """Return how many of ``count`` rows, the last ones, are to be computed."""
+        # None: rows before are missing.
         return None if begin > self.held else max(0, begin + count - self.held)
 
     def take_unsent(self, begin: int, count: int) -> int:
-        """Return how many of ``count`` computed rows, the last ones, are to be sent.
-
-        They count as sent from now on.
-        """
+        """Return how many of ``count`` rows, the last ones, are to be sent now."""
         end, sent = begin + count, self.sent or 0
         self.sent = max(end, sent)
         return min(count, max(0, end - sent))
@@ -107,12 +85,7 @@ class SequenceTable:
     def begin(
         self, start: SequenceStart, prepared: Sequence[int] = ()
     ) -> tuple[SequenceState, int | None]:
-        """Add an attempt; it keeps the KV that an earlier one has here.
-
-        Returns:
-            The sequence, and the number of tokens that the next stage has already
-            reported; None if it has not.
-        """
+        """Add an attempt; it keeps the KV that an earlier one has here."""
         state = SequenceState(start, prepared=prepared)
         found = next(filter(None, map(self.get, state.earlier)), None)
         if found is not None:
@@ -121,6 +94,7 @@ class SequenceTable:
             state.held, state.is_cached = min(found.held, limit), found.is_cached
             state.logged = min(found.logged, state.held)
         self._states[start.key[:2]] = state
+        # And the number of tokens that the next stage has reported; None: not yet.
         return state, self._early.pop(start.key, None)
 
     def end(self, key: Key) -> SequenceState | None:

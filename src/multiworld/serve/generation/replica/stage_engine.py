@@ -1,7 +1,4 @@
-"""Computation of one replica: its stage for the steps that arrive.
-
-It runs in the compute thread of the replica, and is independent of edges.
-"""
+"""Computation of one replica, in its thread: its stage for the steps that arrive."""
 
 from __future__ import annotations
 
@@ -53,23 +50,19 @@ from multiworld.serve.transport.protocol import Key
 
 logger = logging.getLogger("multiworld.serve")
 
+# (Rows, positions, attention, wanted) to hidden states or logits:
+# ``DecoderStage.forward``. Sampling overwrites the logits.
 StageFunction = Callable[[Tensor, Tensor, object, Tensor], Tensor]
-"""A stage: (rows, positions, attention, wanted) to hidden states or logits; see
-``decoder_stage.DecoderStage.forward``. Sampling overwrites the logits."""
 
 
 @dataclass(slots=True)
 class Tail:
-    """A sequence at the last stage.
-
-    Attributes:
-        start: The sequence, as it started.
-        scored: Probabilities of its prompt's tokens so far, if requested.
-    """
+    """A sequence at the last stage."""
 
     start: SequenceStart
     history: TokenHistory
     matcher: Matcher | None = None
+    # Probabilities of its prompt's tokens so far, if requested.
     scored: list[tuple[float, tuple[tuple[int, float], ...]]] = field(
         default_factory=list
     )
@@ -101,19 +94,14 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Results of a step.
-
-    Attributes:
-        hidden: Hidden states of all rows, [rows, hidden]; None in the last stage.
-        failed: Parts that the model raised an error for.
-        blocks: Copies of the blocks that were to be cached. Their output rows are those
-            of this step: rows that earlier steps computed are missing.
-    """
+    """Results of a step."""
 
     parts: tuple[StepPart, ...]
-    hidden: Tensor | None = None
+    hidden: Tensor | None = None  # of all rows, [rows, hidden]; None in the last stage
     tokens: tuple[TokenItem, ...] = ()
+    # The model raised an error for these.
     failed: tuple[tuple[Key, Exception], ...] = ()
+    # Copies of blocks to cache. Output rows that earlier steps computed are missing.
     blocks: tuple[tuple[BlockSpan, Block], ...] = ()
 
     def rows(self) -> dict[Key, Tensor]:
@@ -126,17 +114,13 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Chores:
-    """Tasks of an engine before its next step.
-
-    Attributes:
-        drop: Streams whose KV blocks are freed; they are recomputed later.
-        open: Sequences that start, or continue as another attempt.
-        restore: Streams that start with cached blocks, and the number of their tokens.
-    """
+    """Tasks of an engine before its next step."""
 
     free: Sequence[StreamId] = ()
-    drop: Sequence[StreamId] = ()
+    drop: Sequence[StreamId] = ()  # their KV is freed, and recomputed later
+    # They start, or continue as another attempt.
     open: Sequence[tuple[SequenceStart, Matcher | None]] = ()
+    # Streams that start with cached blocks, and the number of their tokens.
     restore: Mapping[StreamId, tuple[Sequence[Block], int]] = field(
         default_factory=dict
     )
@@ -147,19 +131,11 @@ def engine_of(
     *,
     is_last: bool,
     model: Generation,
-    is_deterministic: bool,
-    transfers: Transfers = HOST,
-    pages: int = 0,
+    is_deterministic: bool,  # or ModelFailedError
+    transfers: Transfers = HOST,  # of the device that the stage was loaded on
+    pages: int = 0,  # of KV memory to allocate at first, on a GPU
 ) -> StageEngine:
-    """Return the engine of a loaded stage; on a CPU its weights are packed.
-
-    Args:
-        transfers: Copies to and from the device that the stage was loaded on.
-        pages: Pages of KV memory to allocate at first, on a GPU.
-
-    Raises:
-        ModelFailedError: ``is_deterministic`` cannot be fulfilled.
-    """
+    """Return the engine of a loaded stage; on a CPU its weights are packed."""
     if not transfers.is_host and model.attention is None:
         paged = PagedKvCache(pages=pages, transfers=transfers)
         return StageEngine(function, is_last, model, paged, transfers)
@@ -190,7 +166,6 @@ class StageEngine:
     _tails: dict[StreamId, Tail] = field(default_factory=dict)
 
     def tidy(self, chores: Chores) -> None:
-        """Do the chores that are due before a step."""
         for stream in chores.free:
             self.cache.free(stream)
             self._tails.pop(stream, None)
@@ -213,10 +188,8 @@ class StageEngine:
         self._tails[start.key[:2]] = tail
 
     def compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:
-        """Compute a step; if it fails, compute each of its parts alone.
-
-        Rows are token ids, [rows], or hidden states, [rows, hidden].
-        """
+        """Compute a step; if it fails, compute each of its parts alone."""
+        # ``rows``: token ids, [rows], or hidden states, [rows, hidden].
         try:
             with torch.inference_mode():
                 return self._compute(parts, rows)
@@ -237,10 +210,8 @@ class StageEngine:
         )
 
     def with_blocks(self, found: Computed, spans: Sequence[BlockSpan]) -> Computed:
-        """Return a step's results with copies of blocks that the step completed.
-
-        Call it before the next chores, which may free the memory of the blocks.
-        """
+        """Return a step's results with copies of blocks that the step completed."""
+        # Before the next chores, which may free the memory of the blocks.
         parts, outputs = {part.key: part for part in found.parts}, found.rows()
         blocks: list[tuple[BlockSpan, Block]] = []
         for span in spans:

@@ -28,10 +28,7 @@ GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 
 
 class TextMeter:
-    """Measures steps of sequences with ``context`` tokens, and their prefill.
-
-    Each step has one row per sequence, for each number of sequences in ``batches``.
-    """
+    """Measures the prefill of ``context`` tokens, and steps of one row per sequence."""
 
     def __init__(
         self,

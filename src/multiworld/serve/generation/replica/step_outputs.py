@@ -19,11 +19,9 @@ from multiworld.serve.transport.generation_messages import (
 from multiworld.serve.transport.protocol import Key
 
 NO_ROWS = torch.empty(0, 0)
-"""Hidden states of no rows."""
 
 
 def by_gateway(tokens: Iterable[TokenItem]) -> Iterator[tuple[str, Tokens]]:
-    """Yield the gateways that sampled tokens are for, each with its message."""
     found: dict[str, list[TokenItem]] = {}
     for item in tokens:
         found.setdefault(item.key[0], []).append(item)
@@ -35,17 +33,9 @@ def outcome(
     number: int,
     parts: Sequence[StepPart],
     tokens: Sequence[TokenItem],
-    rebuilt: dict[Key, int | None],
+    rebuilt: dict[Key, int | None],  # sampled during a KV rebuild; used ones leave
 ) -> StepDone:
-    """Return the message to the scheduler of a step.
-
-    Args:
-        number: Number of the step.
-        parts: Its parts.
-        tokens: Tokens that were sampled.
-        rebuilt: Tokens that were sampled earlier, during a KV rebuild; those of the
-            step are removed.
-    """
+    """Return the message to the scheduler of a step."""
     sampled = {t.key: None if t.finish else t.token for t in tokens}
     for part in parts:
         if part.samples and part.key in rebuilt:
@@ -55,27 +45,13 @@ def outcome(
 
 def steps_on(
     stage: int,
-    origin: str,
+    origin: str,  # that scheduled the step, as ``number``
     number: int,
     parts: Sequence[StepPart],
     found: Computed,
-    table: SequenceTable,
+    table: SequenceTable,  # the rows sent are recorded there
 ) -> Iterator[tuple[str, Step, Tensor]]:
-    """Yield the parts of a step for the next replicas of their chains.
-
-    Rows that the next stage already has are left out.
-
-    Args:
-        stage: Number of this stage.
-        origin: Replica of stage 0 that scheduled the step.
-        number: Number of the step there.
-        parts: Its parts.
-        found: Its results.
-        table: The sequences of this stage; the rows sent are recorded there.
-
-    Yields:
-        The replica, the step for it, and its rows, [rows, hidden].
-    """
+    """Yield the parts of a step for the next replicas of their chains, and rows."""
     rows_of = found.rows()
     failed = {key for key, _ in found.failed}
     by_peer: dict[str, list[StepPart]] = {}
@@ -83,11 +59,12 @@ def steps_on(
         state = table.get(part.key)
         if state is None or part.key in failed:
             continue
+        # Rows that the next stage already has are left out.
         count = state.take_unsent(part.begin, part.count)
         begin = part.begin + part.count - count
         on = StepPart(part.key, begin, count, part.samples)
         by_peer.setdefault(state.start.chain[stage + 1], []).append(on)
     for peer, ons in by_peer.items():
         pieces = [rows_of[on.key][-on.count :] for on in ons if on.count]
-        hidden = torch.cat(pieces) if pieces else NO_ROWS
+        hidden = torch.cat(pieces) if pieces else NO_ROWS  # [rows, hidden]
         yield peer, Step(origin, number, tuple(ons)), hidden

@@ -1,11 +1,9 @@
 """Choice of the tokens that the next step computes. Pure.
 
 Every step computes one token of each running sequence whose previous token is known,
-and fills the rest of the token budget with prefill chunks. Several steps are in flight
-at once, up to one per stage, to fill the pipeline: each gets an equal part of the
-running sequences. But a step that reads all weights for one row takes almost as long as
-for eight, so a few sequences are not split: they share one step, and wait for each
-other.
+and fills the rest of the token budget with prefill chunks. Up to one step per stage is
+in flight, with equal parts of the running sequences. But a step of one row takes almost
+as long as one of eight, so a few sequences share one step, and wait for each other.
 
 The tenant that has received the fewest tokens is first in a step, and a step is only as
 large as the tenant with the smallest part of it can tolerate (``step_budget``). A probe
@@ -35,30 +33,25 @@ from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.generation_messages import StepPart
 from multiworld.serve.transport.protocol import Key
 
+# Tokens of a prefill chunk when a prompt is split over the pipeline. A step also costs
+# about as much as nine tokens, so chunks of 32 take 28 % more time in all.
 MIN_CHUNK = 32
-"""Minimum tokens of a prefill chunk when a prompt is split over the pipeline. A step
-also costs about as much as nine tokens (see ``ROWS``), so chunks of 32 take 28 % more
-time in all."""
-
+# Sequences per step below which splitting them saves no time: it is spent on reading
+# the weights (SmolLM2 on an EPYC, fp32, one thread: 55 ms with one row, 99 with eight,
+# 136 with sixteen).
 ROWS = 8
-"""Sequences per step below which splitting them saves no time. The time of such a step
-is spent on reading the weights (SmolLM2 on an EPYC, fp32, one thread: 55 ms with one
-row, 99 with eight, 136 with sixteen)."""
-
+# Seconds for which a second tenant counts as present after its last sequence, and the
+# maximum cost of the tokens in flight meanwhile, in rows. A newcomer waits for at most
+# these; such steps take a fifth more time than full ones.
 SHARED_S, SHARED_TOKENS = 60.0, 32
-"""Seconds for which a second tenant counts as present after its last sequence, and the
-maximum cost of the tokens in flight meanwhile, in rows. A newcomer waits for at most
-these; such steps take a fifth more time than full ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A step to compute now; ``is_alone``: nothing else may be in flight."""
-
     number: int
     parts: tuple[StepPart, ...]
     preempted: tuple[Key, ...] = ()
-    is_alone: bool = False
+    is_alone: bool = False  # nothing else may be in flight
 
 
 class StepPlanner:
@@ -184,11 +177,7 @@ class StepPlanner:
     # A step of several tenants.
 
     def _share(self, parts: list[StepPart], budget: StepBudget) -> None:
-        """Fill the step with rows of all tenants, the least served one first.
-
-        A tenant with only a few next tokens to compute is in every step: a newcomer's
-        prompt does not delay it.
-        """
+        """Fill the step with rows of all tenants, the least served one first."""
         ready: dict[Share, list[ScheduledSequence]] = {}
         for sequence in self._ready():
             ready.setdefault(sequence.share, []).append(sequence)
@@ -196,6 +185,8 @@ class StepPlanner:
             # Tokens are taken from the end: next ones first, then prompts in order.
             those.sort(key=lambda s: (s.lacking > 1, s.last_step, s.number))
             those.reverse()
+        # A tenant with only a few next tokens to compute is in every step: a newcomer's
+        # prompt does not delay it.
         for share, those in ready.items():
             few = [s for s in those if s.lacking == 1]
             max_rows = budget.left(share) * share.weight / budget.weights
@@ -283,13 +274,8 @@ class StepPlanner:
     # A step of one tenant.
 
     def _decode(self, parts: list[StepPart], budget: float) -> None:
-        """Add the next token of each running sequence that is ready, up to a share.
-
-        ``budget`` is in rows without context.
-
-        Fewer than a share wait until others return. There is no waiting during a KV
-        rebuild: steps run all the time, and a few more rows cost little.
-        """
+        """Add the next token of each running sequence that is ready, up to a share."""
+        # ``budget``: in rows without context.
         decoding = [
             s
             for s in self._pool.running.values()
@@ -303,6 +289,8 @@ class StepPlanner:
         fits = max(1.0, min(budget / each, self._limits.max_num_batched_tokens))
         max_rows = min(max_rows, int(fits))
         ready = sum(not s.is_in_flight for s in decoding)
+        # Fewer than a share wait until others return, but not during a KV rebuild:
+        # steps run all the time, and a few more rows cost little.
         if ready < min(max_rows, len(decoding)) and not self._pool.is_rebuilding:
             return  # the others are in flight
         for sequence in by_route([s for s in decoding if not s.is_in_flight]):
@@ -314,13 +302,11 @@ class StepPlanner:
                 parts.append(self._take(sequence, 1))
 
     def _prompt_tokens(self, *, is_shared: bool) -> int:
-        """Return the maximum number of prefill tokens in the next step.
-
-        All steps in flight together have as many as one may have: running sequences
-        wait for no more, and a prompt is computed in several stages at once. If no
-        sequence waits for them and there is more to compute, each step is full.
-        Sequences whose KV blocks were just rebuilt wait for those still being rebuilt.
-        """
+        """Return the maximum number of prefill tokens in the next step."""
+        # All steps in flight together have as many as one may have: running sequences
+        # wait for no more, and a prompt is computed in several stages at once. If no
+        # sequence waits for them and there is more to compute, each step is full.
+        # Sequences whose KV was just rebuilt wait for those still being rebuilt.
         max_tokens = self._limits.max_num_batched_tokens
         if not self._limits.is_prefill_chunked:
             return max_tokens
@@ -375,7 +361,6 @@ class StepPlanner:
     def _chunk(
         self, sequence: ScheduledSequence, budget: int, *, is_alone: bool
     ) -> int:
-        """Return how many tokens of a sequence to compute now."""
         if self._limits.is_prefill_chunked:
             return min(sequence.lacking, budget)
         fits = sequence.lacking <= budget or is_alone
@@ -392,7 +377,6 @@ class StepPlanner:
         return StepPart(sequence.key, begin, count, samples)
 
     def _rows(self, part: StepPart) -> float:
-        """Return the cost of a part, in rows."""
         sample_rows = self._pool.known[part.key].sample_rows if part.samples else 0.0
         return rows_of(part.count, part.begin) + sample_rows
 

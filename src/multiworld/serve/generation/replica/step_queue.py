@@ -1,10 +1,9 @@
 """Queue of a stage: steps, and rows of KV rebuilds.
 
 Steps and rebuilds take turns, and rebuilds are split into small pieces, so that
-sequences which move here do not delay those that already run here. If no other sequence
-is here, a piece is as large as a step may be. A step waits until the KV of all its
-sequences is rebuilt. Rows that prepare this stage for a sequence which still runs
-elsewhere come last.
+sequences which move here do not delay those that run here; if there are none, a piece
+is as large as a step. A step waits until the KV of all its sequences is rebuilt. Rows
+that prepare this stage for a sequence which still runs elsewhere come last.
 """
 
 from __future__ import annotations
@@ -22,57 +21,36 @@ from multiworld.serve.transport.generation_messages import (
 )
 from multiworld.serve.transport.protocol import Key
 
+# Rows of a KV rebuild between two steps of other sequences. A step has a fixed cost of
+# about nine rows, so a rebuild in such pieces takes 14 % longer.
 PIECE = 64
-"""Rows of a KV rebuild that are computed between two steps of other sequences. A step
-has a fixed cost of about nine rows, so a rebuild in such pieces takes 14 % longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivedStep:
-    """A queued step.
-
-    Attributes:
-        step: The step.
-        hidden: Rows of all its parts, [rows, hidden].
-    """
-
     step: Step
-    hidden: Tensor
+    hidden: Tensor  # of all its parts, [rows, hidden]
 
 
 @dataclass(frozen=True, slots=True)
 class RebuildRows:
-    """Input rows from which this stage rebuilds the KV of a sequence.
-
-    Attributes:
-        key: The sequence.
-        begin: Position of the first row.
-        rows: Shape [rows, hidden]; may be empty.
-        is_end: True if no rows follow.
-    """
+    """Input rows from which this stage rebuilds the KV of a sequence."""
 
     key: Key
-    begin: int
-    rows: Tensor
-    is_end: bool
+    begin: int  # position of the first row
+    rows: Tensor  # [rows, hidden]; may be empty
+    is_end: bool  # no rows follow
 
     def first(self, count: int) -> RebuildRows:
-        """Return the first ``count`` rows; others follow."""
         return RebuildRows(self.key, self.begin, self.rows[:count], is_end=False)
 
     def after(self, count: int) -> RebuildRows:
-        """Return the rows after the first ``count``."""
         begin, rows = self.begin + count, self.rows[count:]
         return RebuildRows(self.key, begin, rows, self.is_end)
 
 
 class StepQueue:
-    """Steps and rebuilds in the order of their arrival.
-
-    Args:
-        rows: Maximum number of rows to compute at once.
-        table: The sequences of the stage.
-    """
+    """Steps and rebuilds in the order of their arrival; ``rows`` at once, at most."""
 
     def __init__(self, rows: int, table: SequenceTable) -> None:
         self._rows, self._table = rows, table
@@ -88,11 +66,9 @@ class StepQueue:
         return len(self._steps) + len(self._rebuilds) + len(self._prepared)
 
     def add(self, arrived: ArrivedStep | PreemptSequences) -> None:
-        """Queue a step."""
         self._steps.append(arrived)
 
     def rebuild(self, message: ActivationRows, hidden: Tensor) -> None:
-        """Queue rows from which this stage rebuilds its KV."""
         if not self._rebuilds:
             self._moved.clear()
         rows = RebuildRows(message.key, message.begin, hidden, message.is_end)
@@ -114,11 +90,9 @@ class StepQueue:
         return self._steps.popleft() if self._steps else None
 
     def _piece(self) -> int:
-        """Return the maximum number of rows to rebuild at once.
-
-        Sequences whose KV was just rebuilt wait for those still being rebuilt, but not
-        for those that are only prepared.
-        """
+        """Return the maximum number of rows to rebuild at once."""
+        # Sequences whose KV was just rebuilt wait for those still being rebuilt, but
+        # not for those that are only prepared.
         waits = self._moved if self._rebuilds else ()
         are_others_here = any(
             state.held
@@ -142,12 +116,7 @@ class StepQueue:
     def _next_rebuilds(
         self, rebuilds: deque[RebuildRows], budget: int
     ) -> list[RebuildRows]:
-        """Remove and return the rebuilds to compute now, each sequence once.
-
-        Args:
-            rebuilds: Queue to take them from.
-            budget: Maximum number of rows of all together.
-        """
+        """Remove and return rebuilds of ``budget`` rows in all, each sequence once."""
         found: list[RebuildRows] = []
         keys: set[Key] = set()
         while rebuilds and rebuilds[0].key not in keys:

@@ -1,7 +1,7 @@
 """The steps in flight in a pipeline, as seen by stage 0. Pure.
 
 A step may be split on its way, where its sequences use different replicas; the parts
-return one by one. Sequences of one route stay together, so one that is missing when the
+return one by one. Sequences of one route stay together: one that is missing when the
 others of its route return will not return at all. That, and a step of which nothing
 returns, indicates an undetected fault of a later stage.
 """
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from multiworld.serve.transport.generation_messages import StepPart
 from multiworld.serve.transport.protocol import Key
 
+# Seconds for which a sequence may be missing, as its end may be in flight. Also the
+# time between two checks.
 GRACE_S = 1.0
-"""Seconds for which a sequence may be missing, as its end may be in flight. Also the
-time between two checks."""
 
 
 @dataclass(slots=True)
@@ -28,12 +28,7 @@ class _Step:
 
 
 class StepsInFlight:
-    """Steps that have not returned completely.
-
-    Attributes:
-        max_steps: Maximum number of them.
-        last_number: Number of the last step.
-    """
+    """Steps that have not returned completely."""
 
     def __init__(self, max_steps: int) -> None:
         self.max_steps = max_steps
@@ -49,7 +44,7 @@ class StepsInFlight:
 
     @property
     def cost(self) -> float:
-        """Cost of all steps in flight together, in rows."""
+        """Cost of all of them together, in rows."""
         return sum(step.cost for step in self._steps.values())
 
     def begin(self, parts: Collection[StepPart], cost: float = 0.0) -> int:
@@ -67,7 +62,6 @@ class StepsInFlight:
         return step is not None and key in step.waits_for
 
     def samples(self, number: int, key: Key) -> bool:
-        """Return whether a step samples the next token of a sequence."""
         step = self._steps.get(number)
         return step is not None and key in step.samples
 

@@ -1,8 +1,8 @@
 """Sequence slots and KV blocks used by each tenant's running sequences. Pure.
 
-Scarce resources are shared as in "Dominant Resource Fairness" (Ghodsi et al., NSDI
-2011): a tenant's use is its largest share of any resource, divided by its weight, and
-the tenant with the largest use is the first to be preempted.
+A tenant's use is its largest share of any resource, divided by its weight; the tenant
+with the largest use is preempted first ("Dominant Resource Fairness", Ghodsi et al.,
+NSDI 2011).
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from multiworld.serve.tenants.fair_queue import Share
 
 
 class TenantUse:
-    """Slots and blocks of one scheduler that each tenant uses."""
-
     def __init__(self, slots: int, blocks: int) -> None:
         self._limits = slots, blocks
         self._slots: Counter[Share] = Counter()
@@ -49,12 +47,10 @@ class TenantUse:
         blocks: int,
         idle: Iterable[ScheduledSequence],
     ) -> ScheduledSequence | None:
-        """Return the sequence to preempt for another tenant's.
-
-        Its tenant keeps at least as much as the newcomer's will have, so that they do
-        not preempt each other in turns.
-        """
+        """Return the sequence to preempt for another tenant's."""
         wanted = self.of(newcomer.share, slots=1, blocks=blocks)
+        # Its tenant keeps at least as much as the newcomer's will have, so that they do
+        # not preempt each other in turns.
         found = [
             s
             for s in idle
@@ -66,11 +62,9 @@ class TenantUse:
     def last(
         self, grower: ScheduledSequence, idle: Iterable[ScheduledSequence]
     ) -> ScheduledSequence | None:
-        """Return the sequence to preempt for a running one that needs a block.
-
-        It is the latest of the tenant with the largest use. But a tenant's only
-        sequence is not preempted for a later one, or a long one would never end.
-        """
+        """Return the sequence to preempt for a running one that needs a block."""
+        # The latest of the tenant with the largest use. But a tenant's only sequence is
+        # not preempted for a later one, or a long one would never end.
         found = [
             s
             for s in idle

@@ -14,8 +14,8 @@ from collections import Counter
 
 from multiworld.serve.tenants.fair_queue import Share
 
+# Number of counters at which those that would be lifted anyway are dropped.
 PRUNE_AT = 1024
-"""Number of counters at which those that would be lifted anyway are dropped."""
 
 
 class TokenShares:
@@ -49,7 +49,6 @@ class TokenShares:
             }
 
     def charge(self, share: Share, tokens: float) -> None:
-        """Charge a tenant for tokens that are being computed."""
         self._served[share.tenant] += tokens / share.weight
 
     def rank(self, share: Share) -> tuple[int, float]:
@@ -57,7 +56,6 @@ class TokenShares:
         return -share.priority, self._served[share.tenant]
 
     def _lowest(self) -> float:
-        """Return the lowest counter of the tenants present."""
         if len(self._order) > PRUNE_AT + 2 * len(self._present):
             self._order = [(self._served[tenant], tenant) for tenant in self._present]
             heapq.heapify(self._order)

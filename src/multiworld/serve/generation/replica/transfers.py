@@ -1,8 +1,6 @@
-"""Copies between the host and the device that a stage computes on.
-
-Everything that crosses goes through here: token ids, positions, indices and masks up,
-hidden states, logits and cached keys and values down. All else stays where it is.
-"""
+"""Copies between the host and the device that a stage computes on: token ids,
+positions, indices and masks up; hidden states, logits and cached keys and values down.
+All else stays where it is."""
 
 from __future__ import annotations
 
@@ -20,17 +18,14 @@ class Transfers:
 
     @property
     def is_host(self) -> bool:
-        """Whether the device is the host itself."""
         return self.device.type == "cpu"
 
     def upload(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the host on the device."""
         return tensor if self.is_host else tensor.to(self.device, non_blocking=True)
 
     def download(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the device on the host; waits until it is computed."""
+        """Return a tensor on the host; waits until it is computed."""
         return tensor if self.is_host else tensor.to("cpu")
 
 
-HOST = Transfers(torch.device("cpu"))
-"""For stages on the CPU."""
+HOST = Transfers(torch.device("cpu"))  # for stages on the CPU

@@ -17,7 +17,6 @@ class WaitingQueue:
         self._queues: dict[Share | None, list[ScheduledSequence]] = {}
 
     def add(self, sequence: ScheduledSequence) -> None:
-        """Queue a sequence in its order of arrival."""
         queue = self._queues.setdefault(_queue_key(sequence), [])
         bisect.insort(queue, sequence, key=_number)
 
@@ -30,7 +29,6 @@ class WaitingQueue:
                 del self._queues[_queue_key(sequence)]
 
     def shares(self) -> list[Share]:
-        """Return the tenants that have waiting sequences."""
         return [share for share in self._queues if share is not None]
 
     def head(
@@ -48,7 +46,6 @@ class WaitingQueue:
                 yield head
 
     def probes(self) -> list[ScheduledSequence]:
-        """Return the waiting probes, in order of arrival."""
         return list(self._queues.get(None, ()))
 
     def above(self, priority: int) -> list[Iterator[ScheduledSequence]]:
