@@ -80,8 +80,8 @@ USAGE = re.compile(rb"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.e+-]+)", re.
 """vLLM's metric of the used fraction."""
 
 MAX_LORAS = 8
-"""Maximum number of adapters in one step, unless ``engine_args`` says otherwise; vLLM
-reserves memory for each."""
+"""Maximum number of adapters in one step on a GPU, unless ``engine_args`` says
+otherwise; vLLM reserves memory for each."""
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that vLLM can be told to expect."""
@@ -123,7 +123,7 @@ class VllmEngine:
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
-        self._lora = lora_arguments(settings.adapters)
+        self._lora = lora_arguments(settings.adapters, is_cpu=settings.device == "cpu")
         self.usage, self.phase = 0.0, "waiting"
         self._server: EngineServer | None = None
         self._folder: Path | None = None
@@ -292,7 +292,7 @@ class VllmEngine:
         raise ModelFailedError(failure)
 
 
-def lora_arguments(adapters: Mapping[str, str]) -> dict[str, Any]:
+def lora_arguments(adapters: Mapping[str, str], *, is_cpu: bool) -> dict[str, Any]:
     """Return vLLM's arguments for LoRA adapters; none if there are none.
 
     Raises:
@@ -308,7 +308,9 @@ def lora_arguments(adapters: Mapping[str, str]) -> dict[str, Any]:
     return {
         "enable_lora": True,
         "max_lora_rank": rank,
-        "max_loras": min(len(folders), MAX_LORAS),
+        # On CPUs vLLM computes sequences without an adapter with the last one
+        # (https://github.com/vllm-project/vllm/pull/48421), so that one stays empty.
+        "max_loras": len(folders) + 1 if is_cpu else min(len(folders), MAX_LORAS),
         "lora_modules": [f"{name}={folder}" for name, folder in folders.items()],
     }
 

@@ -226,11 +226,13 @@ def test_name_of_an_adapter_is_its_own(name: str) -> None:
 
 
 def test_vllm_is_told_of_adapters(tmp_path: Path) -> None:
-    """Their folders, and room for the largest rank."""
+    """Their folders, and room for the largest rank; one more on CPUs."""
     for name, rank in (("a", 12), ("b", 4)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").write_text(f'{{"r": {rank}}}')
-    found = lora_arguments({name: str(tmp_path / name) for name in "ab"})
+    adapters = {name: str(tmp_path / name) for name in "ab"}
+    assert lora_arguments(adapters, is_cpu=False)["max_loras"] == 2
+    found = lora_arguments(adapters, is_cpu=True)
+    assert found["max_loras"] == 3
     assert found["max_lora_rank"] == 16
-    assert found["max_loras"] == 2
     assert found["lora_modules"] == [f"a={tmp_path}/a", f"b={tmp_path}/b"]
