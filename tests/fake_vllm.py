@@ -8,11 +8,13 @@ real one, loaded as vLLM would load it. For some first tokens of a prompt it mis
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib
 import itertools
 import json
 import os
 import random
+import struct
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from typing import Any
 import torch
 from aiohttp import web
 
-VOCABULARY = 300
+VOCABULARY, HIDDEN = 300, 64
 
 HANG, GARBAGE, FOREIGN, EARLY, REFUSE, BROKEN, FLOOD, DIE, HUGE = range(240, 249)
 """First tokens of prompts for which it misbehaves."""
@@ -53,6 +55,12 @@ def logits_of(tokens: list[int], adapter: str = "") -> torch.Tensor:
     return torch.tensor([draw.gauss(0.0, 2.0) for _ in range(VOCABULARY)])
 
 
+def vector_of(ids: list[int]) -> bytes:
+    """Return the embedding of a text, in float32."""
+    draw = random.Random(repr(ids))
+    return struct.pack(f"<{HIDDEN}f", *(draw.gauss(0.0, 1.0) for _ in range(HIDDEN)))
+
+
 class Sampling:
     """The logits processor, with one sequence at a time."""
 
@@ -75,10 +83,11 @@ class Sampling:
 
 
 class Server:
-    """The routes."""
+    """The routes; without a logits processor, that of embeddings only."""
 
-    def __init__(self, processor: str, adapters: list[str]) -> None:
-        self._sampling = Sampling(processor)
+    def __init__(self, processor: str | None, adapters: list[str]) -> None:
+        if processor is not None:
+            self._sampling = Sampling(processor)
         self._adapters = adapters
 
     async def health(self, request: web.Request) -> web.Response:
@@ -89,6 +98,27 @@ class Server:
         """Return how much of its memory is used."""
         line = 'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25'
         return web.Response(text=f"# HELP\n{line}\n")
+
+    async def embeddings(self, request: web.Request) -> web.Response:
+        """Return a vector for each text, in the opposite order."""
+        body = await request.json()
+        assert body["encoding_format"] == "base64"
+        await asyncio.sleep(STEP_S)
+        kind = body["input"][0][0]
+        if kind == HANG:
+            await asyncio.sleep(600.0)
+        if kind in (REFUSE, BROKEN):
+            status = 400 if kind == REFUSE else 500
+            return web.json_response({"error": {"message": "no"}}, status=status)
+        if kind == DIE:
+            os._exit(9)
+        data = [
+            {"index": number, "embedding": base64.b64encode(vector_of(ids)).decode()}
+            for number, ids in enumerate(body["input"])
+        ]
+        text = json.dumps({"data": [] if kind == EARLY else data[::-1]})
+        text = text[:20] if kind == GARBAGE else text
+        return web.Response(text=text, content_type="application/json")
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Stream tokens."""
@@ -140,13 +170,14 @@ def main(arguments: list[str]) -> None:
         rest = arguments[arguments.index("--lora-modules") + 1 :]
         pairs = itertools.takewhile(lambda text: not text.startswith("--"), rest)
         adapters = [pair.partition("=")[0] for pair in pairs]
-    server = Server(given["--logits-processors"], adapters)
+    server = Server(given.get("--logits-processors"), adapters)
     app = web.Application()
     app.add_routes(
         [
             web.get("/health", server.health),
             web.get("/metrics", server.metrics),
             web.post("/inference/v1/generate", server.generate),
+            web.post("/v1/embeddings", server.embeddings),
         ]
     )
     port = int(given["--port"])

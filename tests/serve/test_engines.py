@@ -72,9 +72,12 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "autoscaling_config": {"min_replicas": 0, "max_replicas": 2, **limits},
     }
     del scaled["replicas"]
+    dropped = ("generation", "adapters", "engine_args")
+    rest = {name: value for name, value in model.items() if name not in dropped}
+    embedding = {**rest, "embeddings": True}
     spec = {
         "app": "engines",
-        "models": {"m": model, "l": other, "z": scaled},
+        "models": {"m": model, "l": other, "z": scaled, "e": embedding},
         "gateway": {"port": 0},
         "orphan_s": 2.0,
     }
@@ -196,7 +199,7 @@ async def test_adapters_are_models_of_their_own(service: Served) -> None:
     """Of the same replicas; their streams survive as well."""
     async with client(service) as api:
         parents = {m.id: (m.model_extra or {}).get("parent") for m in await listed(api)}
-        assert parents == {"m": None, "terse": "m", "l": None, "z": None}
+        assert parents == {"m": None, "terse": "m", "l": None, "z": None, "e": None}
         plain, adapted = [await all_kinds(api, None, name) for name in ("m", "terse")]
         assert plain["greedy"] != adapted["greedy"]
         kill = partial(lose, service)
@@ -213,6 +216,27 @@ async def listed(api: openai.AsyncOpenAI) -> list[Any]:
 def lose(service: Served) -> None:
     """Kill an engine."""
     os.kill(engine(service), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_embeddings_survive_the_loss_of_an_engine(
+    service: Served, number: signal.Signals
+) -> None:
+    """Requests for them are answered by another replica, all alike."""
+    texts = [f"text {index}" for index in range(40)]
+
+    async def embedded(api: openai.AsyncOpenAI, text: str) -> list[float]:
+        answer = await api.embeddings.create(model="e", input=text)
+        return answer.data[0].embedding
+
+    async with client(service) as api:
+        undisturbed = [await embedded(api, text) for text in texts]
+        assert len(undisturbed[0]) == fake_vllm.HIDDEN
+        running = [asyncio.ensure_future(embedded(api, text)) for text in texts]
+        os.kill(engine(service, "e"), number)
+        assert await asyncio.gather(*running) == undisturbed
+        assert [await embedded(api, text) for text in texts] == undisturbed
+    service.until(lambda: ready(service, "e") == 2, "two replicas are ready")
 
 
 async def test_engine_is_scaled_from_zero_and_to_zero_again(service: Served) -> None:
@@ -282,7 +306,7 @@ def test_nothing_is_left_when_the_service_ends(service: Served) -> None:
         for pid in family_of(process.pid)
         if is_engine(pid)
     ]
-    assert len(engines) == 4
+    assert len(engines) == 6
     service.end()
     service.wait_gone()
     for pid in engines:

@@ -27,16 +27,16 @@ def build_model(spec: ModelSpec) -> Model:
     count = len(spec.stages)
     factory = _factory_of(spec)
     function = import_factory(factory)
+    if spec.engine is not None:
+        model: Model = function(folder_of(spec), spec)
+        _check_limits(model, spec)
+        return model
     # A factory gets those that it has parameters for, and ``options``.
     offered: dict[str, Any] = {
         "path": folder_of(spec),
         "stages": count,
         "cut": spec.cut,
     }
-    if spec.engine is not None:
-        offered["engine"] = spec.engine
-        offered["engine_args"] = spec.engine_args
-        offered["adapters"] = spec.adapters
     if spec.generation is not None:
         offered["dtype"] = spec.generation.dtype
         offered["deterministic"] = spec.generation.deterministic

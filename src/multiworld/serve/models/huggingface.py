@@ -81,7 +81,7 @@ def model(
         )
         for begin, end in cuts
     ]
-    tokens = max_length or _max_length(folder, config)
+    tokens = max_length or max_length_of(folder, config)
     return Model(
         stages=made,
         inputs=[
@@ -89,9 +89,9 @@ def model(
             TensorSpec("attention_mask", "INT64", (-1, -1)),
         ],
         outputs=[output],
-        example=_example,
+        example=example,
         check=functools.partial(
-            _check,
+            check_ids,
             int(config.get("vocab_size", 2**31)),
             int(config.get("max_position_embeddings") or 2**31),
         ),
@@ -109,7 +109,7 @@ def title_of(begin: int, end: int) -> str:
     return f"layer {begin}" if end == begin + 1 else f"layers {begin}-{end - 1}"
 
 
-def _check(vocabulary: int, longest: int, tensors: Tensors) -> None:
+def check_ids(vocabulary: int, longest: int, tensors: Tensors) -> None:
     """Reject token ids and lengths that exceed the embedding tables."""
     ids, mask = tensors["input_ids"], tensors["attention_mask"]
     if ids.shape != mask.shape:
@@ -176,7 +176,7 @@ def cuts_of(
     return list(itertools.pairwise(edges))
 
 
-def _example() -> Tensors:
+def example() -> Tensors:
     return {
         "input_ids": torch.full((1, EXAMPLE_TOKENS), 100, dtype=torch.int64),
         "attention_mask": torch.ones((1, EXAMPLE_TOKENS), dtype=torch.int64),
@@ -229,7 +229,7 @@ def _pooling(folder: Path) -> str | None:
     raise SpecError(f"{path}: this pooling is not supported; use mean or cls pooling")
 
 
-def _max_length(folder: Path, config: dict[str, Any]) -> int:
+def max_length_of(folder: Path, config: dict[str, Any]) -> int:
     path = folder / "sentence_bert_config.json"
     length = read_json(path).get("max_seq_length") if path.exists() else None
     return int(length or config.get("max_position_embeddings") or 512)
@@ -248,7 +248,7 @@ class Tokenizer:
 
         self._fast = Fast.from_file(str(folder / "tokenizer.json"))
         self._fast.no_padding()
-        # Texts; token ids never are (see ``_check``).
+        # Texts; token ids never are (see ``check_ids``).
         self._fast.enable_truncation(max_length)
         self._max_characters = max_length * MAX_CHARACTERS_PER_TOKEN
 

@@ -226,7 +226,9 @@ class WorkerProcess:
             self._guard = asyncio.get_running_loop().create_task(_exit_with(world))
         if self._args.spec.engine is None:  # an engine's memory is not torch's here
             limit_gpu(device, needs_of(self._args.spec)[self._args.stage])
-        await self._runner.load(StageContext(device=device, group=group))
+        await self._runner.load(
+            StageContext(device=device, group=group, gpus=self._args.gpus)
+        )
         logger.info("loaded in %.3f s", self._clock() - began)
         self._agent.fact(self._loaded(device))
         await self._worker.run()

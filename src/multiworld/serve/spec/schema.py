@@ -280,7 +280,7 @@ OF_ENGINE_STAGE = (
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 """Arguments of an engine whose product is the number of GPUs of a replica."""
 
-OPENAI, LLAMA_CPP = "openai", "llama.cpp"
+OPENAI, LLAMA_CPP, VLLM = "openai", "llama.cpp", "vllm"
 """Names of engines with rules of their own; openai: servers of somebody else."""
 
 
@@ -332,6 +332,9 @@ class ModelSpec(_Strict):
     """With an `engine`: LoRA adapters of the model. Each is served as a model of its
     own, by its name here, and by the same replicas. Values are folders (`vllm`), GGUF
     files (`llama.cpp`), or names at the servers (`openai`)."""
+    embeddings: bool = False
+    """With `engine: vllm` or `llama.cpp`: the engine embeds texts, behind
+    `/v1/embeddings`, and generates none. All of its arguments are in `engine_args`."""
     exact: bool = True
     """With `engine: openai`: a stream continues with the tokens of an undisturbed one,
     so the servers must return token ids. `false` allows servers that return text, and
@@ -420,9 +423,11 @@ class ModelSpec(_Strict):
             )
         rest = {name: data[name] for name in data if name not in OF_ENGINE_STAGE}
         generation, start_s = rest.get("generation"), rest.get("start_s")
+        if generation is None and not rest.get("embeddings"):
+            generation = {}
         return {
             **rest,
-            "generation": {} if generation is None else generation,
+            "generation": generation,
             "stages": stages,
             "start_s": ENGINE_START_S if start_s is None else start_s,
         }
@@ -487,10 +492,20 @@ class ModelSpec(_Strict):
                 f"{device} names one; write device: cuda"
             )
 
+    def _check_embeddings(self) -> None:
+        """Refuse what an engine that embeds has no use for."""
+        if self.engine not in (VLLM, LLAMA_CPP):
+            raise ValueError("embeddings: true needs engine: vllm or llama.cpp")
+        if self.generation is not None or self.adapters:
+            raise ValueError(
+                "embeddings: true generates no text; remove generation and adapters"
+            )
+
     @model_validator(mode="after")
     def _one_engine(self) -> ModelSpec:
         if self.engine is None:
-            fields = ("engine_args", "engine_python", "adapters", *OF_ENGINE_STAGE)
+            own = ("engine_args", "engine_python", "adapters", "embeddings")
+            fields = (*own, *OF_ENGINE_STAGE)
             for name in fields:
                 if getattr(self, name):
                     raise ValueError(
@@ -509,6 +524,9 @@ class ModelSpec(_Strict):
             raise ValueError(
                 "an engine needs a path, and has no factory, options, cut or profile"
             )
+        if self.embeddings:
+            self._check_embeddings()
+            return self
         given, default = self.generation or GenerationSpec(), GenerationSpec()
         if self.engine == LLAMA_CPP and given.max_model_len is None:
             raise ValueError(

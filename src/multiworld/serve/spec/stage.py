@@ -100,10 +100,12 @@ class StageContext:
     Attributes:
         device: Torch device of the stage's tensors, such as ``cuda:0``.
         group: Collectives among the ranks of this replica; None if it has one rank.
+        gpus: Indexes of its GPUs, of which ``device`` is the first.
     """
 
     device: str = "cpu"
     group: Group | None = None
+    gpus: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

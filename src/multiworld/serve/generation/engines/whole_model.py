@@ -6,9 +6,10 @@ import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from multiworld.errors import SpecError
+from multiworld.serve.generation.engines import engine_encoder
+from multiworld.serve.generation.engines.engine_encoder import EngineEncoder
 from multiworld.serve.generation.engines.whole_engine import EngineSettings, WholeEngine
 from multiworld.serve.generation.models import folder_facts
 from multiworld.serve.models import huggingface, weights
@@ -16,7 +17,13 @@ from multiworld.serve.models.factory import folder_of, import_factory
 from multiworld.serve.resources import inventory
 from multiworld.serve.resources.amounts import MIB
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec
-from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
+from multiworld.serve.spec.stage import (
+    Generation,
+    Model,
+    Stage,
+    StageContext,
+    StageFunction,
+)
 
 HUNG_S = 30.0
 """Seconds without any token after which an engine counts as hung, by default."""
@@ -31,60 +38,50 @@ ENGINES = {
 """Functions that make the adapters of known engines, by the engine's name."""
 
 
-def model(
-    path: str,
-    engine: str,
-    engine_args: dict[str, Any] | None = None,
-    dtype: str | None = None,
-    generation_config: str = "auto",
-    adapters: dict[str, str] | None = None,
-) -> Model:
+def model(path: str, spec: ModelSpec) -> Model:
     """Return the model in a folder, as the only stage of a whole engine.
 
     Args:
         path: The folder.
-        engine: Name of the engine, or ``package.module:function`` of an adapter.
-        engine_args: Arguments of the engine.
-        dtype: Dtype to compute in; None: the engine's own choice.
-        generation_config: ``auto``: sampling defaults come from the folder's
-            ``generation_config.json``; ``none``: they are OpenAI's.
-        adapters: LoRA adapters, by the names under which they are served.
+        spec: The model's spec.
 
     Raises:
         SpecError: The engine is not known, or refuses its arguments.
     """
+    assert spec.engine is not None
     folder = Path(path).expanduser()
+    if spec.embeddings:
+        load = functools.partial(_load_encoder, spec)
+        load(StageContext())  # checks the arguments
+        return engine_encoder.model(folder, spec.engine, spec.engine_args, load)
     config = huggingface.read_json(folder / "config.json")
     folder_facts.check_tokenizer(folder)
-    vocabulary = huggingface.number_of(config, ("vocab_size",), folder)
-    made = maker_of(engine)(  # checks the arguments
-        EngineSettings(
-            replica="",
-            path=str(folder),
-            vocabulary=vocabulary,
-            args=engine_args or {},
-            adapters=adapters or {},
-        )
+    generation = spec.generation or GenerationSpec()
+    parts = [spec.engine, spec.engine_args, generation.dtype]
+    what = json.dumps([*parts, _identity_of(spec.adapters)], sort_keys=True)
+    facts = Generation(
+        tokenizer=functools.partial(folder_facts.tokenizer, folder),
+        end_tokens=folder_facts.end_tokens(config, folder),
+        vocabulary=huggingface.number_of(config, ("vocab_size",), folder),
+        max_tokens=folder_facts.max_tokens(config),
+        kv_bytes=[0],
+        weights=functools.partial(_name_of, folder, what),
+        defaults=folder_facts.defaults(folder, generation.generation_config),
     )
-    if adapters and not getattr(made, "has_adapters", False):
-        raise SpecError(f"engine {engine} has no LoRA adapters; remove `adapters`")
-    parts = [engine, engine_args or {}, dtype, _identity_of(adapters or {})]
-    what = json.dumps(parts, sort_keys=True, default=str)
-    return Model(
-        stages=[Stage(load=_load, name=engine)],
-        generation=Generation(
-            tokenizer=functools.partial(folder_facts.tokenizer, folder),
-            end_tokens=folder_facts.end_tokens(config, folder),
-            vocabulary=vocabulary,
-            max_tokens=folder_facts.max_tokens(config),
-            kv_bytes=[0],
-            weights=functools.partial(_name_of, folder, what),
-            defaults=folder_facts.defaults(folder, generation_config),
-        ),
-    )
+    made = maker_of(spec.engine)(settings_of("", spec, facts))  # checks the arguments
+    if spec.adapters and not getattr(made, "has_adapters", False):
+        raise SpecError(f"engine {spec.engine} has no LoRA adapters; remove `adapters`")
+    return Model(stages=[Stage(load=_load, name=spec.engine)], generation=facts)
 
 
-def _load(context: StageContext) -> Callable[..., Any]:
+def _load_encoder(spec: ModelSpec, context: StageContext) -> EngineEncoder:
+    """Return the function of an engine that embeds, which is not started yet."""
+    assert spec.engine is not None
+    settings = settings_of("", spec, None, context.device, context.gpus)
+    return EngineEncoder(spec.engine, settings)
+
+
+def _load(context: StageContext) -> StageFunction:
     raise SpecError("a whole engine is started by its replica, not loaded as a stage")
 
 
@@ -126,18 +123,18 @@ def maker_of(engine: str) -> Callable[[EngineSettings], WholeEngine]:
 def settings_of(
     replica: str,
     spec: ModelSpec,
-    facts: Generation,
-    device: str,
-    gpus: tuple[int, ...],
+    facts: Generation | None,
+    device: str = "cpu",
+    gpus: tuple[int, ...] = (),
 ) -> EngineSettings:
-    """Return the environment of a replica's engine."""
+    """Return the environment of a replica's engine; without facts it embeds."""
     generation, path = spec.generation or GenerationSpec(), folder_of(spec)
     assert path is not None
     return EngineSettings(
         replica=replica,
-        path=path,
-        vocabulary=facts.vocabulary,
-        end_tokens=facts.end_tokens,
+        path=str(Path(path).expanduser()),
+        vocabulary=0 if facts is None else facts.vocabulary,
+        end_tokens=() if facts is None else facts.end_tokens,
         args=spec.engine_args,
         python=spec.engine_python or "",
         device=device,

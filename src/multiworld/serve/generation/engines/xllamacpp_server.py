@@ -17,6 +17,7 @@ NAMES = {
     "cache_ram": "cache_ram_mib",
     "batch_size": "n_batch",
     "ubatch_size": "n_ubatch",
+    "embeddings": "embedding",
 }
 """Parameters of xllamacpp that are called otherwise than the flags."""
 

@@ -1,0 +1,207 @@
+"""Embeddings of an engine: one stage, whose function asks the engine's server."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from multiworld.errors import ModelFailedError
+from multiworld.serve.generation.engines import xllamacpp_server
+from multiworld.serve.generation.engines.engine_args import (
+    flags_of,
+    gpu_environment,
+    refuse_reserved,
+)
+from multiworld.serve.generation.engines.engine_server import (
+    Answer,
+    EngineServer,
+    answer_of,
+)
+from multiworld.serve.generation.engines.engine_worker import EXIT_LOST
+from multiworld.serve.generation.engines.llama_cpp import ALL_LAYERS, weights_of
+from multiworld.serve.generation.engines.whole_engine import (
+    EngineSettings,
+    RunFailedError,
+)
+from multiworld.serve.models.huggingface import (
+    HIDDEN,
+    Tokenizer,
+    check_ids,
+    example,
+    max_length_of,
+    number_of,
+    read_json,
+)
+from multiworld.serve.resources.inventory import visible_gpus
+from multiworld.serve.spec.schema import VLLM
+from multiworld.serve.spec.stage import Model, Stage, StageContext, Tensors, TensorSpec
+from multiworld.serve.transport.edges import SILENT_S
+
+logger = logging.getLogger("multiworld.serve")
+
+RESERVED = dict.fromkeys(
+    ("host", "port", "api_key", "runner", "embedding", "embeddings", "lora"), ""
+)
+
+LOOK_S = 0.5  # between checks whether the engine's processes are stopped
+LOST_S = 10.0  # for the exit of a replica whose engine does not answer
+
+
+def model(
+    folder: Path,
+    engine: str,
+    args: Mapping[str, Any],
+    load: Callable[[StageContext], EngineEncoder],
+) -> Model:
+    """Return the model in a folder, as the only stage of an engine that embeds.
+
+    Inputs are ``input_ids`` and ``attention_mask``, [rows, length], int64; the output
+    is ``embedding``, [rows, hidden], float32, as the engine pools it.
+    """
+    config = read_json(folder / "config.json")
+    longest, given = max_length_of(folder, config), args.get("max_model_len")
+    if type(given) is int:
+        longest = min(longest, given)
+    hidden = number_of(config, HIDDEN, folder)
+    padding = {"input_ids": 0.0, "attention_mask": 0.0}
+    return Model(
+        stages=[Stage(load=lambda c: load(c).started(), name=engine, ragged=padding)],
+        inputs=[TensorSpec(name, "INT64", (-1, -1)) for name in padding],
+        outputs=[TensorSpec("embedding", "FP32", (-1, hidden))],
+        example=example,
+        check=partial(check_ids, int(config.get("vocab_size", 2**31)), longest),
+        text=partial(Tokenizer, folder, longest),
+    )
+
+
+class _Item(msgspec.Struct):
+    index: int
+    embedding: str
+
+
+class _Embeddings(Answer):
+    data: list[_Item] = msgspec.field(default_factory=list)
+
+
+_EMBEDDINGS = msgspec.json.Decoder(_Embeddings)
+
+
+class EngineEncoder:
+    """The server of this replica, for the thread that computes.
+
+    Raises ``SpecError`` if the arguments cannot be used.
+    """
+
+    def __init__(self, engine: str, settings: EngineSettings) -> None:
+        refuse_reserved(settings.args, RESERVED)
+        self._title, self._settings = engine, settings
+        self._command_of = _vllm if engine == VLLM else _llama_cpp
+        self._command_of(settings, 0)
+        self._loop: asyncio.Runner | None = None
+        self._server: EngineServer | None = None
+
+    def started(self) -> EngineEncoder:
+        """Start the server, and wait until it answers."""
+        silence_s = 2 * self._settings.hung_s
+        self._server = EngineServer(self._title, silence_s=silence_s)
+        self._loop = asyncio.Runner()  # of this thread
+        command = self._command_of(self._settings, self._server.port)
+        env = gpu_environment(self._settings, visible_gpus())
+        self._loop.run(self._server.start(command, {**env, "HF_HUB_OFFLINE": "1"}))
+        watch = threading.Thread(target=self._watch, name="engine watch", daemon=True)
+        watch.start()
+        return self
+
+    def _watch(self) -> None:
+        """Exit this process once the server has exited, or is stopped."""
+        assert self._server is not None
+        why = asyncio.run(_lost(self._server))
+        logger.error("the engine is lost: %s; this replica exits", why)
+        self._server.kill()
+        os._exit(EXIT_LOST)
+
+    def __call__(self, tensors: Tensors) -> Tensors:
+        """Embed rows; raises ModelFailedError if the engine does not."""
+        assert self._loop is not None
+        lengths = tensors["attention_mask"].sum(1).tolist()
+        rows = zip(tensors["input_ids"].tolist(), lengths, strict=True)
+        texts = [ids[:length] for ids, length in rows]
+        body = {
+            "model": self._settings.path,
+            "input": texts,
+            "encoding_format": "base64",
+        }
+        try:
+            found = self._loop.run(self._answer(body))
+            embedding = torch.stack([_vector(one.embedding) for one in found])
+        except (RunFailedError, ValueError, RuntimeError) as error:
+            raise ModelFailedError(f"{self._title} failed: {error}") from error
+        if len(embedding) != len(texts) or not embedding.isfinite().all():
+            raise ModelFailedError(f"{self._title} sent other embeddings than asked")
+        return {"embedding": embedding}
+
+    async def _answer(self, body: Mapping[str, Any]) -> list[_Item]:
+        assert self._server is not None
+        try:
+            data = await self._server.post("/v1/embeddings", body)
+        except RunFailedError:
+            # If the server is lost, this replica exits, and another one computes.
+            if not await self._server.answers():
+                await asyncio.sleep(LOST_S)
+            raise
+        return sorted(answer_of(_EMBEDDINGS, data).data, key=lambda one: one.index)
+
+
+async def _lost(server: EngineServer) -> str:
+    """Wait until the server has exited, or is stopped; return which."""
+    lost = asyncio.ensure_future(server.wait_lost())
+    while not (await asyncio.wait([lost], timeout=LOOK_S))[0]:
+        if (stopped_s := server.stopped_s()) > SILENT_S:
+            return f"its processes are stopped for {stopped_s:.1f} s"
+    return lost.result()
+
+
+def _vector(text: str) -> Tensor:
+    """Return an embedding, [hidden], float32, from little-endian base64."""
+    data = bytearray(base64.b64decode(text, validate=True))
+    return torch.frombuffer(data, dtype=torch.float32)
+
+
+def _vllm(settings: EngineSettings, port: int) -> list[str]:
+    own: dict[str, Any] = {
+        "model": settings.path,
+        "host": "127.0.0.1",
+        "port": port,
+        "runner": "pooling",
+        # Prompts of one tenant must not be found by another.
+        "enable_prefix_caching": False,
+        "gpu_memory_utilization": settings.gpu_memory_share,
+    }
+    flags = flags_of({**own, **settings.args})
+    python = settings.python or sys.executable
+    return [python, "-m", "vllm.entrypoints.openai.api_server", *flags]
+
+
+def _llama_cpp(settings: EngineSettings, port: int) -> list[str]:
+    own: dict[str, Any] = {
+        "host": "127.0.0.1",
+        "port": port,
+        "embeddings": True,
+        "n_gpu_layers": ALL_LAYERS if settings.device != "cpu" else 0,
+    }
+    flags = flags_of({**own, **settings.args, "model": weights_of(settings)})
+    if not settings.python:
+        return ["llama-server", *flags]
+    return [settings.python, "-P", xllamacpp_server.__file__, *flags]
