@@ -4,10 +4,13 @@ and lanes all arrive at one TCP port or, on one host, at one abstract Unix socke
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import os
 import secrets
 import socket
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from multiworld.liveness.manager_messages import HeartbeatHello, ManagerHello
@@ -17,8 +20,7 @@ from multiworld.net.listener import Acceptor, Listener, shake_hands
 from multiworld.net.security import Security
 from multiworld.net.streams import Stream, handshaking_filenos, start_tls
 from multiworld.net.tcp import resolve, tune
-from multiworld.rendezvous.membership import Address
-from multiworld.rendezvous.this_host import this_host
+from multiworld.rendezvous.membership import Address, HostIdentity
 
 logger = logging.getLogger("multiworld.watchdog")
 
@@ -28,6 +30,12 @@ CROWDED_S = (0.05, 0.2, 0.5)  # seconds before attempts to reach an overloaded l
 
 # Connections in their handshake; a forked child must close them too.
 _dialing: set[socket.socket] = set()
+
+
+@functools.cache
+def this_host() -> HostIdentity:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return HostIdentity(boot=boot, netns=str(os.stat("/proc/self/ns/net").st_ino))
 
 
 async def dial(address: Address, hello: ManagerHello, security: Security) -> Stream:
