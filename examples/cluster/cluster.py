@@ -27,6 +27,7 @@ from typing import Any
 
 import yaml
 from picture import draw
+from ray_nodes import RayNodes, ray_nodes
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -41,7 +42,6 @@ from multiworld.serve.load.generator import Load, embeddings
 from multiworld.serve.load.summary import summarise
 from multiworld.serve.models import minilm
 from multiworld.serve.simulation.traces import generated
-from multiworld.testing.ray_nodes import RayNodes, ray_nodes
 
 NODES = 4
 CPUS = 4.0

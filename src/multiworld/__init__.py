@@ -10,8 +10,8 @@ member was lost; all other worlds continue.
         world = await manager.join("w", rank=0, size=2, store="tcp://10.0.0.1:29500")
         x = await world.recv(src=1)
 
-Importing this package has no side effect and does not import torch: a name is resolved
-when a program first uses it.
+Importing this package has no side effect and does not import torch: names that need it
+are resolved when a program first uses them.
 """
 
 from __future__ import annotations
@@ -19,61 +19,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from multiworld import errors as _errors
+from multiworld.errors import *  # noqa: F403
+from multiworld.incarnation import events as _events
+from multiworld.incarnation.events import *  # noqa: F403
+
 if TYPE_CHECKING:
     from multiworld.backends.base import Bundle
     from multiworld.config import WorldConfig
-    from multiworld.errors import (
-        BackendError,
-        BrokenWorldException,
-        ConfigError,
-        DeadlineExceededError,
-        InternalError,
-        InvalidRequestError,
-        JoinMismatchError,
-        JoinTimeoutError,
-        LaunchError,
-        MemberLeftError,
-        MemberLostError,
-        ModelFailedError,
-        MultiWorldError,
-        NoReplicaError,
-        OverloadedError,
-        PlacementError,
-        ProtocolVersionError,
-        QuarantinedError,
-        RankTakenError,
-        RendezvousError,
-        RequestPoisonedError,
-        ServeError,
-        SpecError,
-        StaleEpochError,
-        StoreUnreachableError,
-        TensorMismatchError,
-        TorchVersionError,
-        UnauthorizedError,
-        UnknownModelError,
-        UnknownWorldError,
-        UnsupportedOperationError,
-        UsedAfterForkError,
-        WorldBrokenError,
-        WorldClosedError,
-        WorldError,
-        WorldExistsError,
-        WorldTimeoutError,
-        WrongSecretError,
-    )
-    from multiworld.incarnation.events import (
-        Event,
-        EventsDropped,
-        MemberLeft,
-        MemberLost,
-        MemberResumed,
-        MemberStalled,
-        MemberWaiting,
-        WorldBroken,
-        WorldClosed,
-        WorldReady,
-    )
     from multiworld.liveness.watchdog import WatchDog
     from multiworld.net.security import Security, Tls
     from multiworld.world.communicator import WorldCommunicator
@@ -82,128 +35,32 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "multiworld.backends.base": ("Bundle",),
-    "multiworld.config": ("WorldConfig",),
-    "multiworld.errors": (
-        "BackendError",
-        "BrokenWorldException",
-        "ConfigError",
-        "DeadlineExceededError",
-        "InternalError",
-        "InvalidRequestError",
-        "JoinMismatchError",
-        "JoinTimeoutError",
-        "LaunchError",
-        "MemberLeftError",
-        "MemberLostError",
-        "ModelFailedError",
-        "MultiWorldError",
-        "NoReplicaError",
-        "OverloadedError",
-        "PlacementError",
-        "ProtocolVersionError",
-        "QuarantinedError",
-        "RankTakenError",
-        "RendezvousError",
-        "RequestPoisonedError",
-        "ServeError",
-        "SpecError",
-        "StaleEpochError",
-        "StoreUnreachableError",
-        "TensorMismatchError",
-        "TorchVersionError",
-        "UnauthorizedError",
-        "UnknownModelError",
-        "UnknownWorldError",
-        "UnsupportedOperationError",
-        "UsedAfterForkError",
-        "WorldBrokenError",
-        "WorldClosedError",
-        "WorldError",
-        "WorldExistsError",
-        "WorldTimeoutError",
-        "WrongSecretError",
-    ),
-    "multiworld.incarnation.events": (
-        "Event",
-        "EventsDropped",
-        "MemberLeft",
-        "MemberLost",
-        "MemberResumed",
-        "MemberStalled",
-        "MemberWaiting",
-        "WorldBroken",
-        "WorldClosed",
-        "WorldReady",
-    ),
-    "multiworld.net.security": ("Security", "Tls"),
-    "multiworld.liveness.watchdog": ("WatchDog",),
-    "multiworld.world.world": ("World", "WorldStatistics"),
-    "multiworld.world.communicator": ("WorldCommunicator",),
-    "multiworld.world.manager": ("WorldManager",),
+# Modules of the names that are resolved lazily; most of them import torch.
+_HOME_OF = {
+    "Bundle": "multiworld.backends.base",
+    "Security": "multiworld.net.security",
+    "Tls": "multiworld.net.security",
+    "WatchDog": "multiworld.liveness.watchdog",
+    "World": "multiworld.world.world",
+    "WorldCommunicator": "multiworld.world.communicator",
+    "WorldConfig": "multiworld.config",
+    "WorldManager": "multiworld.world.manager",
+    "WorldStatistics": "multiworld.world.world",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "BackendError",
-    "BrokenWorldException",
     "Bundle",
-    "ConfigError",
-    "DeadlineExceededError",
-    "Event",
-    "EventsDropped",
-    "InternalError",
-    "InvalidRequestError",
-    "JoinMismatchError",
-    "JoinTimeoutError",
-    "LaunchError",
-    "MemberLeft",
-    "MemberLeftError",
-    "MemberLost",
-    "MemberLostError",
-    "MemberResumed",
-    "MemberStalled",
-    "MemberWaiting",
-    "ModelFailedError",
-    "MultiWorldError",
-    "NoReplicaError",
-    "OverloadedError",
-    "PlacementError",
-    "ProtocolVersionError",
-    "QuarantinedError",
-    "RankTakenError",
-    "RendezvousError",
-    "RequestPoisonedError",
     "Security",
-    "ServeError",
-    "SpecError",
-    "StaleEpochError",
-    "StoreUnreachableError",
-    "TensorMismatchError",
     "Tls",
-    "TorchVersionError",
-    "UnauthorizedError",
-    "UnknownModelError",
-    "UnknownWorldError",
-    "UnsupportedOperationError",
-    "UsedAfterForkError",
     "WatchDog",
     "World",
-    "WorldBroken",
-    "WorldBrokenError",
-    "WorldClosed",
-    "WorldClosedError",
     "WorldCommunicator",
     "WorldConfig",
-    "WorldError",
-    "WorldExistsError",
     "WorldManager",
-    "WorldReady",
     "WorldStatistics",
-    "WorldTimeoutError",
-    "WrongSecretError",
 ]
+__all__ += _errors.__all__
+__all__ += _events.__all__
 
 
 def __getattr__(name: str) -> Any:

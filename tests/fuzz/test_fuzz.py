@@ -208,7 +208,7 @@ async def test_messages_of_stores_and_links() -> None:
         for message in (
             claim_of(1, 0, 2),
             claim_of(2, 1, 2),
-            survivor_of(3, 0, 2, lost=(1,)),
+            survivor_of(3, 0, 2, lost=frozenset({1})),
             store_messages.Announce("w", 1, 0, "u"),
             store_messages.Leave("w", 1, 0, (1,)),
             store_messages.Withdraw(1),

@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
+from examples.cluster.ray_nodes import RayNodes, ray_nodes
 from multiworld.errors import ServeError
 from multiworld.serve.control.answers import NodeShown
-from multiworld.testing.ray_nodes import RayNodes, ray_nodes
 from tests.serve.harness import ROOT, Served, served, spec_with, traffic
 
 pytest.importorskip("ray")

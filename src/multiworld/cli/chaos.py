@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
-from multiworld.cli.options import JSON, FiniteRange, of_service, service_of, show
+from multiworld.cli.options import FiniteRange, of_service, show
 from multiworld.serve.control.answers import FaultInjected, plain
+from multiworld.serve.control.client import Service
 
 
 @click.command()
@@ -22,14 +21,12 @@ from multiworld.serve.control.answers import FaultInjected, plain
     help="Duration of a cut.",
 )
 @of_service
-@JSON
 def chaos(
+    service: Service,
     action: str,
     model: str,
     stage: str,
     seconds: float,
-    app: str | None,
-    state: Path | None,
     as_json: bool,
 ) -> None:
     """Inject a fault into a replica of STAGE (its name or number) of MODEL.
@@ -38,6 +35,6 @@ def chaos(
     replica for --seconds.
     """
     what = {"action": action, "model": model, "stage": stage, "seconds": seconds}
-    broken = service_of(app, state).ask("POST", "/chaos", FaultInjected, json=what)
+    broken = service.ask("POST", "/chaos", FaultInjected, json=what)
     text = f"{action}: {broken.name} (process {broken.pid})"
     show(plain(broken), as_json=as_json, text=text)

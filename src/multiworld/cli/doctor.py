@@ -9,7 +9,7 @@ import platform
 import socket
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import click
 from rich.console import Console
@@ -29,9 +29,6 @@ class Finding:
     status: Status
     found: str
     remedy: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def examine() -> list[Finding]:
@@ -282,7 +279,7 @@ def doctor(as_json: bool) -> None:
     """Check this installation and this machine; exit with 1 if a check fails."""
     findings = examine()
     if as_json:
-        click.echo(json.dumps([finding.to_json() for finding in findings], indent=2))
+        click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         report(findings)
     sys.exit(1 if any(finding.status == "fail" for finding in findings) else 0)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
-from multiworld.cli.options import JSON, of_service, service_of, show
+from multiworld.cli.options import of_service, show
 from multiworld.serve.control.answers import Drained, plain
+from multiworld.serve.control.client import Service
 
 
 @click.command()
 @click.argument("name")
 @of_service
-@JSON
-def drain(name: str, app: str | None, state: Path | None, as_json: bool) -> None:
+def drain(service: Service, name: str, as_json: bool) -> None:
     """Replace the process NAME (see status) without losing a request.
 
     Its replacement starts first; once that is ready, the process finishes its work and
     exits.
     """
-    what = {"name": name}
-    drained = service_of(app, state).ask("POST", "/drain", Drained, json=what)
+    drained = service.ask("POST", "/drain", Drained, json={"name": name})
     text = "starting its replacement; then it finishes its work and exits"
     show(plain(drained), as_json=as_json, text=f"{name}: {text}")

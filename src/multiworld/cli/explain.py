@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import click
 
-from multiworld.cli.options import JSON, of_service, service_of
+from multiworld.cli.options import of_service
 from multiworld.serve.control.answers import (
     DecisionsAnswer,
     DecisionShown,
@@ -25,36 +23,7 @@ from multiworld.serve.transport.control_messages import GatewayReport, WorkerRep
 # Explanation of a process that sent no report.
 SILENT = "does not answer: it is stopped, busy in a long call, or cut off"
 
-
 LONG_S = 0.1  # seconds from which a step is worth mentioning
-
-
-def run(service: Service, last: int, *, snapshots: bool, as_json: bool) -> int:
-    found = service.ask("GET", "/status", StatusAnswer, params={"reports": True})
-    params = {"last": last, "snapshots": snapshots}
-    decided = service.ask("GET", "/decisions", DecisionsAnswer, params=params)
-    processes = {p.name: _explained(p, found) for p in found.processes}
-    if as_json:
-        out = {
-            "processes": processes,
-            "decisions": plain(decided.decisions),
-            "thoughts": plain(decided.thoughts),
-        }
-        click.echo(json.dumps(out, indent=2))
-        return 0
-    for name, line in processes.items():
-        click.echo(f"{name}: {line}")
-    for failing in found.failing:
-        click.echo(
-            f"{failing.model}, stage {failing.stage}: has no replica; failed "
-            f"{failing.failures} times, the last: {failing.cause}"
-        )
-    for title, why in found.unplaced.items():
-        click.echo(f"{title} cannot be placed: {why}")
-    _show_operations(found.operations)
-    _show_assessments(decided.thoughts)
-    _show_decisions(decided.decisions)
-    return 0
 
 
 def _show_operations(operations: Sequence[HistoryEntry]) -> None:
@@ -158,13 +127,32 @@ def _count(number: int, noun: str) -> str:
     "--snapshots", is_flag=True, help="With --json: add the inputs of each decision."
 )
 @of_service
-@JSON
-def explain(
-    last: int, snapshots: bool, app: str | None, state: Path | None, as_json: bool
-) -> None:
+def explain(service: Service, last: int, snapshots: bool, as_json: bool) -> None:
     """Show which process waits for which, and the last decisions with reasons.
 
     The decisions concern scaling and placement.
     """
-    service = service_of(app, state)
-    sys.exit(run(service, last, snapshots=snapshots, as_json=as_json))
+    found = service.ask("GET", "/status", StatusAnswer, params={"reports": True})
+    params = {"last": last, "snapshots": snapshots}
+    decided = service.ask("GET", "/decisions", DecisionsAnswer, params=params)
+    processes = {p.name: _explained(p, found) for p in found.processes}
+    if as_json:
+        out = {
+            "processes": processes,
+            "decisions": plain(decided.decisions),
+            "thoughts": plain(decided.thoughts),
+        }
+        click.echo(json.dumps(out, indent=2))
+        return
+    for name, line in processes.items():
+        click.echo(f"{name}: {line}")
+    for failing in found.failing:
+        click.echo(
+            f"{failing.model}, stage {failing.stage}: has no replica; failed "
+            f"{failing.failures} times, the last: {failing.cause}"
+        )
+    for title, why in found.unplaced.items():
+        click.echo(f"{title} cannot be placed: {why}")
+    _show_operations(found.operations)
+    _show_assessments(decided.thoughts)
+    _show_decisions(decided.decisions)

@@ -88,31 +88,6 @@ def with_key(target: Target, key: str | None) -> Target:
     return replace(target, headers=headers)
 
 
-def run(
-    target: Target,
-    rate: float,
-    seconds: float,
-    *,
-    as_json: bool,
-    metrics: str | None = None,  # URL of the service's metrics, for the breakdown
-) -> int:
-    """Send requests, and print a summary; return 1 if a request failed."""
-    if metrics is not None:
-        target = replace(target, headers={**target.headers, "X-Timing": "1"})
-    samples, cpu = asyncio.run(
-        _run(target, rate, seconds, is_quiet=as_json, metrics=metrics)
-    )
-    found, phases = summarise(samples), phases_in(samples)
-    if as_json:
-        more = {"phases": [asdict(p) for p in phases], "cpu_s": cpu} if metrics else {}
-        click.echo(json.dumps({**asdict(found), **more}, indent=2))
-    else:
-        print_table(_table(found, rate))
-        if metrics is not None:
-            _print_breakdown(phases, cpu)
-    return 1 if found.failed else 0
-
-
 def _print_breakdown(phases: list[PhaseSummary], cpu: dict[str, float] | None) -> None:
     if not phases:
         click.echo("the service does not report a breakdown of the time")
@@ -324,4 +299,17 @@ def load(
         target = target_of(url, model, texts, None, prompt, max_tokens)
         target = with_key(trusting(target, ca), key)
     metrics = f"{url.rstrip('/')}/metrics" if breakdown else None
-    sys.exit(run(target, rate, seconds, as_json=as_json, metrics=metrics))
+    if metrics is not None:
+        target = replace(target, headers={**target.headers, "X-Timing": "1"})
+    samples, cpu = asyncio.run(
+        _run(target, rate, seconds, is_quiet=as_json, metrics=metrics)
+    )
+    found, phases = summarise(samples), phases_in(samples)
+    if as_json:
+        more = {"phases": [asdict(p) for p in phases], "cpu_s": cpu} if metrics else {}
+        click.echo(json.dumps({**asdict(found), **more}, indent=2))
+    else:
+        print_table(_table(found, rate))
+        if metrics is not None:
+            _print_breakdown(phases, cpu)
+    sys.exit(1 if found.failed else 0)

@@ -3,33 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import click
 
-from multiworld.cli.options import JSON, of_service, service_of
+from multiworld.cli.options import of_service
 from multiworld.serve.control.client import Service
-
-
-def run(service: Service, name: str | None, lines: int, *, as_json: bool) -> int:
-    paths = sorted(service.folder.logs.glob("*.log"))
-    if name is not None:
-        stem = name.replace("/", "-")
-        paths = [p for p in paths if f"{p.stem}-".startswith(f"{stem}-")]
-        if not paths:
-            raise click.ClickException(f"no log of {name!r} in {service.folder.logs}")
-    ends = {
-        path: path.read_text(errors="replace").splitlines()[-lines:] for path in paths
-    }
-    if as_json:
-        found = [{"path": str(path), "lines": end} for path, end in ends.items()]
-        click.echo(json.dumps(found, indent=2))
-        return 0
-    for path, end in ends.items():
-        click.echo(f"==> {path} <==")
-        click.echo("\n".join(end))
-    return 0
 
 
 @click.command()
@@ -43,13 +21,25 @@ def run(service: Service, name: str | None, lines: int, *, as_json: bool) -> int
     help="Lines of each log.",
 )
 @of_service
-@JSON
-def logs(
-    name: str | None, lines: int, app: str | None, state: Path | None, as_json: bool
-) -> None:
+def logs(service: Service, name: str | None, lines: int, as_json: bool) -> None:
     """Print the end of the logs of NAME, or of all processes.
 
     NAME is a process, as status shows it, or the part of that name before a slash: a
     model (shop) or a stage (shop/1).
     """
-    sys.exit(run(service_of(app, state), name, lines, as_json=as_json))
+    paths = sorted(service.folder.logs.glob("*.log"))
+    if name is not None:
+        stem = name.replace("/", "-")
+        paths = [p for p in paths if f"{p.stem}-".startswith(f"{stem}-")]
+        if not paths:
+            raise click.ClickException(f"no log of {name!r} in {service.folder.logs}")
+    ends = {
+        path: path.read_text(errors="replace").splitlines()[-lines:] for path in paths
+    }
+    if as_json:
+        found = [{"path": str(path), "lines": end} for path, end in ends.items()]
+        click.echo(json.dumps(found, indent=2))
+        return
+    for path, end in ends.items():
+        click.echo(f"==> {path} <==")
+        click.echo("\n".join(end))

@@ -11,15 +11,15 @@ import click
 from rich.table import Table
 
 from multiworld.cli.options import (
+    APP,
     JSON,
+    STATE,
     new_table,
-    of_service,
     print_json,
     print_table,
-    service_of,
 )
 from multiworld.serve.control.answers import NodeShown
-from multiworld.serve.control.client import running
+from multiworld.serve.control.client import Service, running
 from multiworld.serve.resources.amounts import MIB, Gpu, Node, mib
 from multiworld.serve.resources.inventory import this_node
 
@@ -56,7 +56,8 @@ def _gpu(gpu: Gpu, node: NodeShown | None) -> str:
 
 
 @click.command()
-@of_service
+@STATE
+@APP
 @JSON
 def nodes(app: str | None, state: Path | None, as_json: bool) -> None:
     """Show the machines of a service, or this machine if none runs."""
@@ -67,7 +68,7 @@ def nodes(app: str | None, state: Path | None, as_json: bool) -> None:
         else:
             print_table(_table([here], "this machine"))
         return
-    found = service_of(app, state).ask("GET", "/nodes", list[NodeShown])
+    found = Service(app, state).ask("GET", "/nodes", list[NodeShown])
     if as_json:
         print_json(found)
     else:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from rich.box import SIMPLE_HEAD
@@ -17,8 +18,6 @@ from rich.table import Table
 
 from multiworld.serve.control.answers import Answer, plain
 from multiworld.serve.control.client import Service
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 WORD_WIDTH = 14  # of the longest word that is not folded, except in columns of names
 
@@ -39,14 +38,17 @@ STATE = click.option(
 )
 
 
-def of_service(command: F) -> F:
-    """Add the options that find a running service."""
-    app = click.option("--app", help="Name of the service; needed only if several run.")
-    return STATE(app(command))
+APP = click.option("--app", help="Name of the service; needed only if several run.")
 
 
-def service_of(app: str | None, state: Path | None) -> Service:
-    return Service(app, state)
+def of_service(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of a running service and ``--json``; pass the ``Service``."""
+
+    @functools.wraps(command)
+    def run(app: str | None, state: Path | None, **options: Any) -> None:
+        command(Service(app, state), **options)
+
+    return STATE(APP(JSON(run)))
 
 
 def print_json(answer: Answer) -> None:

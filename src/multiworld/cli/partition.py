@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +22,6 @@ from multiworld.serve.models.partition import Part, cut
 from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 from multiworld.serve.spec.stage import Model
-
-
-def run(
-    path: Path,
-    name: str | None,
-    rows: int,  # size of the batch: rows, or sequences of ``context`` tokens
-    context: int,
-    repeats: int,
-    *,
-    as_json: bool,
-) -> int:
-    """Measure a model (by default the first) of a spec, and print the result."""
-    app = load_spec(path)
-    chosen, spec = chosen_model(app, name, path)
-    spec = resolved_here(chosen, spec, measured_machine_of(app))
-    torch.set_num_threads(spec.stages[0].threads)
-    found = _measured(spec, rows, context, repeats)
-    if as_json:
-        click.echo(json.dumps({"model": chosen, "rows": rows, **found}, indent=2))
-    else:
-        _show(chosen, rows, spec, found)
-    return 0
 
 
 def chosen_model(app: AppSpec, name: str | None, path: Path) -> tuple[str, ModelSpec]:
@@ -195,4 +172,12 @@ def partition(
 
     Loads the model in this process, one stage at a time.
     """
-    sys.exit(run(spec, model, rows, context, repeats, as_json=as_json))
+    app = load_spec(spec)
+    name, chosen = chosen_model(app, model, spec)
+    resolved = resolved_here(name, chosen, measured_machine_of(app))
+    torch.set_num_threads(resolved.stages[0].threads)
+    found = _measured(resolved, rows, context, repeats)
+    if as_json:
+        click.echo(json.dumps({"model": name, "rows": rows, **found}, indent=2))
+    else:
+        _show(name, rows, resolved, found)

@@ -99,26 +99,6 @@ class Outlook(msgspec.Struct, frozen=True):
     gap: float | None
 
 
-def run(path: Path, nodes: Path | None, limit_s: float, *, as_json: bool) -> int:
-    """Print the replicas that a spec would start; return 1 if not all fit."""
-    app = load_spec(path)
-    machines = [measured_machine_of(app)] if nodes is None else read_nodes(nodes)
-    resolved = resolve(app, machines, {})
-    app = resolved.app
-    rows = _rows(app)
-    try:
-        found = _placed(app, machines, limit_s)
-    except ModuleNotFoundError:
-        found = None
-    plan = _plan(app, [_placed_stage(row, found) for row in rows], machines, found)
-    plan = msgspec.structs.replace(plan, dtypes=resolved.why)
-    if as_json:
-        click.echo(json.dumps(msgspec.to_builtins(plan), indent=2))
-    else:
-        _show(app, plan, found)
-    return 1 if any(model.short for model in plan.models) else 0
-
-
 def read_nodes(path: Path) -> list[Node]:
     """Return the machines in a file that ``multiworld nodes --json`` has printed."""
     # Free resources are ignored, because a plan is for empty machines.
@@ -352,4 +332,19 @@ def plan(spec: Path, nodes: Path | None, limit: float, as_json: bool) -> None:
     Also shows the load that they would carry. Exits with 1 if not all replicas fit on
     the machines.
     """
-    sys.exit(run(spec, nodes, limit, as_json=as_json))
+    app = load_spec(spec)
+    machines = [measured_machine_of(app)] if nodes is None else read_nodes(nodes)
+    resolved = resolve(app, machines, {})
+    app = resolved.app
+    rows = _rows(app)
+    try:
+        found = _placed(app, machines, limit)
+    except ModuleNotFoundError:
+        found = None
+    planned = _plan(app, [_placed_stage(row, found) for row in rows], machines, found)
+    planned = msgspec.structs.replace(planned, dtypes=resolved.why)
+    if as_json:
+        click.echo(json.dumps(msgspec.to_builtins(planned), indent=2))
+    else:
+        _show(app, planned, found)
+    sys.exit(1 if any(model.short for model in planned.models) else 0)

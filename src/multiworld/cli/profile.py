@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
 
 import click
@@ -21,50 +20,6 @@ from multiworld.serve.models.profiler import profile_model
 from multiworld.serve.resources.amounts import mib
 from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.profiles import ModelProfile
-
-
-def run(
-    path: Path,
-    name: str | None,
-    batches: list[int],  # rows, or sequences of ``context`` tokens
-    context: int,
-    repeats: int,
-    out: Path | None,
-    *,
-    as_json: bool,
-) -> int:
-    """Measure a model (by default the first), print the result, and save it."""
-    app = load_spec(path)
-    name, spec = chosen_model(app, name, path)
-    spec = resolved_here(name, spec, measured_machine_of(app))
-    model = build_model(spec)
-    for module in modules_of(spec, model):
-        importlib.import_module(module)  # the fork server imports these, too
-    meter = meter_of(spec, model, batches, context, repeats)
-    found = profile_model(name, spec, meter)
-    if out is not None:
-        try:
-            out.write_text(found.model_dump_json(indent=2) + "\n")
-        except OSError as error:
-            raise click.ClickException(
-                f"cannot write {out}: {error.strerror}"
-            ) from error
-    if as_json:
-        click.echo(found.model_dump_json(indent=2))
-        return 0
-    print_table(_table(found))
-    console = Console()
-    console.print(
-        f"ms (n): time of {_batch(meter)}. peak: beyond the "
-        f"{mib(found.base_bytes)} of a process without a stage. memory_mb: memory to "
-        "book, the sum of both and 25 % more"
-    )
-    if out is not None:
-        console.print(
-            f"written to {out}; with `profile: {out}` in the model, its stages book "
-            "this memory, and scaling and placement use these times"
-        )
-    return 0
 
 
 def _batch(meter: Meter) -> str:
@@ -140,5 +95,33 @@ def profile(
 
     Loads the model in this process, one stage at a time.
     """
-    sizes = sorted(set(batches))
-    sys.exit(run(spec, model, sizes, context, repeats, out, as_json=as_json))
+    app = load_spec(spec)
+    name, chosen = chosen_model(app, model, spec)
+    resolved = resolved_here(name, chosen, measured_machine_of(app))
+    built = build_model(resolved)
+    for module in modules_of(resolved, built):
+        importlib.import_module(module)  # the fork server imports these, too
+    meter = meter_of(resolved, built, sorted(set(batches)), context, repeats)
+    found = profile_model(name, resolved, meter)
+    if out is not None:
+        try:
+            out.write_text(found.model_dump_json(indent=2) + "\n")
+        except OSError as error:
+            raise click.ClickException(
+                f"cannot write {out}: {error.strerror}"
+            ) from error
+    if as_json:
+        click.echo(found.model_dump_json(indent=2))
+        return
+    print_table(_table(found))
+    console = Console()
+    console.print(
+        f"ms (n): time of {_batch(meter)}. peak: beyond the "
+        f"{mib(found.base_bytes)} of a process without a stage. memory_mb: memory to "
+        "book, the sum of both and 25 % more"
+    )
+    if out is not None:
+        console.print(
+            f"written to {out}; with `profile: {out}` in the model, its stages book "
+            "this memory, and scaling and placement use these times"
+        )

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import click
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from multiworld.cli.options import JSON, new_table, of_service, print_table, service_of
+from multiworld.cli.options import new_table, of_service, print_table
 from multiworld.serve.control.answers import ProcessShown, StatusAnswer, plain
 from multiworld.serve.control.client import Service
 from multiworld.serve.resources.amounts import mib
@@ -29,20 +27,6 @@ class _Row(msgspec.Struct, frozen=True):
     gpu_memory_bytes: int | None
     cpu_s: float | None
     computed_s: float | None
-
-
-def run(service: Service, *, as_json: bool) -> int:
-    status = service.ask("GET", "/status", StatusAnswer, params={"reports": True})
-    rows = [_row(p, status) for p in status.processes if not p.is_gateway]
-    if as_json:
-        out = {"replicas": plain(rows), "unplaced": status.unplaced}
-        click.echo(json.dumps(out, indent=2))
-        return 0
-    print_table(_table(status.app, rows))
-    console = Console()
-    for title, why in status.unplaced.items():
-        console.print(f"[red]{title} cannot be placed[/]: {why}", soft_wrap=True)
-    return 0
 
 
 def _table(app: str, rows: list[_Row]) -> Table:
@@ -90,7 +74,15 @@ def _seconds(seconds: float | None) -> str:
 
 @click.command()
 @of_service
-@JSON
-def resources(app: str | None, state: Path | None, as_json: bool) -> None:
+def resources(service: Service, as_json: bool) -> None:
     """Show the resources that every replica books and uses."""
-    sys.exit(run(service_of(app, state), as_json=as_json))
+    status = service.ask("GET", "/status", StatusAnswer, params={"reports": True})
+    rows = [_row(p, status) for p in status.processes if not p.is_gateway]
+    if as_json:
+        out = {"replicas": plain(rows), "unplaced": status.unplaced}
+        click.echo(json.dumps(out, indent=2))
+        return
+    print_table(_table(status.app, rows))
+    console = Console()
+    for title, why in status.unplaced.items():
+        console.print(f"[red]{title} cannot be placed[/]: {why}", soft_wrap=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import click
 
-from multiworld.cli.options import JSON, of_service, service_of, show
+from multiworld.cli.options import of_service, show
 from multiworld.errors import ServeError
 from multiworld.serve.control.answers import Scaled, plain
 from multiworld.serve.control.client import Service
@@ -24,21 +23,13 @@ from multiworld.serve.control.operations import ConfirmationNeededError
     help="Do not ask before starting many more replicas than cores.",
 )
 @of_service
-@JSON
 def scale(
-    model: str,
-    stage: str,
-    replicas: int,
-    yes: bool,
-    app: str | None,
-    state: Path | None,
-    as_json: bool,
+    service: Service, model: str, stage: str, replicas: int, yes: bool, as_json: bool
 ) -> None:
     """Set the number of REPLICAS of STAGE (its name or number) of MODEL.
 
     Asks for confirmation before starting many more replicas than there are cores.
     """
-    service = service_of(app, state)
     what = {"model": model, "stage": stage, "replicas": replicas}
     try:
         answer = _ask(service, {**what, "is_confirmed": yes})

@@ -21,11 +21,26 @@ if TYPE_CHECKING:
     from multiworld.serve.control.startup import Startup
 
 
-def run(path: Path, state: Path | None, *, as_json: bool, is_verbose: bool) -> int:
+@click.command()
+@SPEC
+@STATE
+@click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Print what happens to the processes of the service.",
+)
+@JSON
+def serve(spec: Path, state: Path | None, verbose: bool, as_json: bool) -> None:
+    """Serve the models of SPEC (a YAML file) until Ctrl-C.
+
+    If the controller of a running service was lost, this adopts its processes, which
+    have kept answering requests.
+    """
     console = Console(stderr=as_json)
-    if is_verbose:
+    if verbose:
         logging.getLogger("multiworld.serve").setLevel(logging.INFO)
-    app = load_spec(path)
+    app = load_spec(spec)
     folder = StateFolder(state or state_root() / app.app)
     if not as_json:
         console.print(f"starting {app.app} …")
@@ -58,26 +73,7 @@ def run(path: Path, state: Path | None, *, as_json: bool, is_verbose: bool) -> i
         )
 
     def progress(text: str) -> None:
-        if not as_json and not is_verbose:
+        if not as_json and not verbose:
             console.print(f"  {text}", soft_wrap=True, markup=False, highlight=False)
 
-    return asyncio.run(run_service(app, folder, up, progress))
-
-
-@click.command()
-@SPEC
-@STATE
-@click.option(
-    "-v",
-    "--verbose",
-    is_flag=True,
-    help="Print what happens to the processes of the service.",
-)
-@JSON
-def serve(spec: Path, state: Path | None, verbose: bool, as_json: bool) -> None:
-    """Serve the models of SPEC (a YAML file) until Ctrl-C.
-
-    If the controller of a running service was lost, this adopts its processes, which
-    have kept answering requests.
-    """
-    sys.exit(run(spec, state, as_json=as_json, is_verbose=verbose))
+    sys.exit(asyncio.run(run_service(app, folder, up, progress)))

@@ -6,11 +6,10 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import click
 
-from multiworld.cli.options import JSON, of_service, service_of, show
+from multiworld.cli.options import of_service, show
 from multiworld.errors import ServeError
 from multiworld.serve.control.answers import ShuttingDown
 from multiworld.serve.control.client import Service
@@ -18,31 +17,6 @@ from multiworld.serve.fleet.record import Record, StateFolder
 from multiworld.serve.launchers.base import began_at
 
 END_S = 60.0  # seconds to wait for the end, in addition to the spec's shutdown_s
-
-
-def run(service: Service, *, as_json: bool) -> int:
-    """End the service, through its controller if that answers."""
-    record = service.folder.load()
-    if record is None:
-        raise click.ClickException(f"no service runs in {service.folder.path}")
-    try:
-        service.ask("POST", "/shutdown", ShuttingDown)
-    except ServeError:
-        _end_without_controller(service.folder, record)
-    limit = time.monotonic() + END_S + record.app.gateway.shutdown_s
-    while service.folder.load() is not None and time.monotonic() < limit:
-        time.sleep(0.05)
-    is_over = service.folder.load() is None
-    while is_over and service.folder.is_controlled() and time.monotonic() < limit:
-        time.sleep(0.05)  # the service is gone, but its controller is still exiting
-    show(
-        {"app": record.app.app, "is_over": is_over},
-        as_json=as_json,
-        text=f"{record.app.app} has ended"
-        if is_over
-        else f"{record.app.app} has not ended yet; see `multiworld status`",
-    )
-    return 0 if is_over else 1
 
 
 def _end_without_controller(folder: StateFolder, record: Record) -> None:
@@ -68,8 +42,26 @@ def _end(processes: list[tuple[int, int]], number: int, limit_s: float) -> None:
 
 @click.command()
 @of_service
-@JSON
-def shutdown(app: str | None, state: Path | None, as_json: bool) -> None:
+def shutdown(service: Service, as_json: bool) -> None:
     """End a service after it has answered the accepted requests."""
-    service = service_of(app, state)
-    sys.exit(run(service, as_json=as_json))
+    record = service.folder.load()
+    if record is None:
+        raise click.ClickException(f"no service runs in {service.folder.path}")
+    try:
+        service.ask("POST", "/shutdown", ShuttingDown)
+    except ServeError:
+        _end_without_controller(service.folder, record)
+    limit = time.monotonic() + END_S + record.app.gateway.shutdown_s
+    while service.folder.load() is not None and time.monotonic() < limit:
+        time.sleep(0.05)
+    is_over = service.folder.load() is None
+    while is_over and service.folder.is_controlled() and time.monotonic() < limit:
+        time.sleep(0.05)  # the service is gone, but its controller is still exiting
+    show(
+        {"app": record.app.app, "is_over": is_over},
+        as_json=as_json,
+        text=f"{record.app.app} has ended"
+        if is_over
+        else f"{record.app.app} has not ended yet; see `multiworld status`",
+    )
+    sys.exit(0 if is_over else 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -65,31 +64,6 @@ class SimulationOptions:
     seed: int
     plot: Path | None
     as_json: bool
-
-
-def run(options: SimulationOptions) -> int:
-    limits = options.stretch, options.begin_s, options.start_s, options.seconds or 0.0
-    if not all(map(math.isfinite, limits)):
-        raise click.UsageError(
-            "--stretch, --from, --seconds and --start-s must be finite numbers"
-        )
-    app = load_spec(options.spec)
-    arrivals = _arrivals(options, app)
-    outcomes: dict[str, list[SimulationResult]] = {}
-    for name in options.policies or _compared(app):
-        models = [
-            _model(options, app, model, name, arrivals[model]) for model in app.models
-        ]
-        outcomes[name] = _simulated(options, app, name, models, arrivals)
-    verdicts = [judge(n, o) for n, found in outcomes.items() for o in found]
-    if options.as_json:
-        whole = _finite(_whole(verdicts, outcomes))
-        click.echo(json.dumps(whole, indent=2, default=str))
-    else:
-        print_table(_table(verdicts, app))
-    if options.plot is not None:
-        _draw(options, options.plot, outcomes)
-    return 0
 
 
 def _compared(app: AppSpec) -> list[str]:
@@ -392,12 +366,27 @@ def _table(verdicts: Sequence[Score], app: AppSpec) -> Table:
     help="File to draw the results into.",
 )
 @JSON
-def simulate(spec: Path, policies: tuple[str, ...], **options: Any) -> None:
+def simulate(**given: Any) -> None:
     """Replay a trace of requests against autoscaling policies, without any worker.
 
     Stages take the computing times of SPEC (item_ms, or profile:) and scale within
     their autoscaling_config. `attained` is the share of all requests that were answered
     within objective_ms; `replica-s` is the cost, in seconds of running replicas.
     """
-    chosen = policies
-    sys.exit(run(SimulationOptions(spec=spec, policies=chosen, **options)))
+    options = SimulationOptions(**given)
+    app = load_spec(options.spec)
+    arrivals = _arrivals(options, app)
+    outcomes: dict[str, list[SimulationResult]] = {}
+    for name in options.policies or _compared(app):
+        models = [
+            _model(options, app, model, name, arrivals[model]) for model in app.models
+        ]
+        outcomes[name] = _simulated(options, app, name, models, arrivals)
+    verdicts = [judge(n, o) for n, found in outcomes.items() for o in found]
+    if options.as_json:
+        whole = _finite(_whole(verdicts, outcomes))
+        click.echo(json.dumps(whole, indent=2, default=str))
+    else:
+        print_table(_table(verdicts, app))
+    if options.plot is not None:
+        _draw(options, options.plot, outcomes)

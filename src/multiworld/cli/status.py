@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 
 import click
 from rich.box import SIMPLE_HEAD
@@ -13,24 +12,12 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from multiworld.cli.options import JSON, of_service, print_json, service_of
+from multiworld.cli.options import of_service, print_json
 from multiworld.serve.control.answers import ProcessShown, StatusAnswer
 from multiworld.serve.control.client import Service
 
 WATCH_S = 0.5  # seconds between updates with --watch
 OPERATIONS_SHOWN = 5  # maximum number of operations below the table
-
-
-def run(service: Service, *, as_json: bool, watch: bool) -> int:
-    """Print the processes; return 1 if the service is not ready."""
-    found = _asked(service)
-    if as_json:
-        print_json(found)
-    elif not watch:
-        _print(found)
-    else:
-        _watch(service, found)
-    return 0 if found.is_ready else 1
 
 
 def _asked(service: Service) -> StatusAnswer:
@@ -136,10 +123,9 @@ def _work(process: ProcessShown, found: StatusAnswer) -> tuple[str, str, str]:
 
 
 @click.command()
-@of_service
 @click.option("--watch", is_flag=True, help="Keep updating the display until Ctrl-C.")
-@JSON
-def status(app: str | None, state: Path | None, watch: bool, as_json: bool) -> None:
+@of_service
+def status(service: Service, watch: bool, as_json: bool) -> None:
     """Show the processes of a service and its last events.
 
     `done` counts finished requests and completions; `lost` counts the processes of the
@@ -147,5 +133,11 @@ def status(app: str | None, state: Path | None, watch: bool, as_json: bool) -> N
 
     Exits with 1 if the service is not ready.
     """
-    service = service_of(app, state)
-    sys.exit(run(service, as_json=as_json, watch=watch))
+    found = _asked(service)
+    if as_json:
+        print_json(found)
+    elif not watch:
+        _print(found)
+    else:
+        _watch(service, found)
+    sys.exit(0 if found.is_ready else 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import json
 import os
@@ -49,10 +48,10 @@ async def serve(
     port: int,
     state: Path | None,  # file of epochs; None: only in memory
     security: Security,
-    while_locked: Path | None = None,
+    while_locked: Path | None,
     *,
     as_json: bool,
-) -> int:
+) -> None:
     """Serve until SIGINT or SIGTERM, or until no process holds ``while_locked``."""
     try:
         memory = None if state is None else EpochFile(state)
@@ -60,7 +59,7 @@ async def serve(
         why = f"cannot write epochs to {state}: {error.strerror or error}"
         raise click.ClickException(
             f"{why}; create its folder, or give another --state"
-        ) from (error)
+        ) from error
     service = StoreService(memory=memory, settle_s=SETTLE_S)
     try:
         server = await StoreServer.listen(
@@ -98,23 +97,6 @@ async def serve(
     if refused and not as_json:
         counts = ", ".join(f"{count} {kind}" for kind, count in refused.items())
         click.echo(f"refused: {counts}")
-    return 0
-
-
-def run(
-    host: str,
-    port: int,
-    state: Path | None,
-    while_locked: Path | None = None,
-    *,
-    as_json: bool,
-) -> int:
-    """Run the store; the secret and the certificates come from the environment."""
-    with contextlib.suppress(KeyboardInterrupt):
-        security = Security.from_environment()
-        serving = serve(host, port, state, security, while_locked, as_json=as_json)
-        return asyncio.run(serving)
-    return 130
 
 
 @click.command()
@@ -158,4 +140,8 @@ def store(
     The secret comes from MULTIWORLD_SECRET or MULTIWORLD_SECRET_FILE, certificates from
     MULTIWORLD_TLS_CERT, MULTIWORLD_TLS_KEY and MULTIWORLD_TLS_CA.
     """
-    sys.exit(run(host, port, state, while_locked, as_json=as_json))
+    security = Security.from_environment()
+    try:
+        asyncio.run(serve(host, port, state, security, while_locked, as_json=as_json))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -18,14 +16,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from multiworld.cli.options import (
-    JSON,
     FiniteRange,
     local_time,
     new_table,
     of_service,
     print_json,
     print_table,
-    service_of,
 )
 from multiworld.serve.control.answers import (
     KeyShown,
@@ -61,30 +57,11 @@ VALID = click.option(
 )
 
 
-def _part(name: str) -> str:
-    return quote(name, safe="")
+def _path(name: str) -> str:
+    return f"/tenants/{quote(name, safe='')}"
 
 
-def _create(service: Service, said: Settings, *, as_json: bool) -> int:
-    found = service.ask("POST", "/tenants", TenantWithKey, json=said)
-    return _show_key(service, found, as_json=as_json)
-
-
-def _rotate(
-    service: Service,
-    name: str,
-    grace_s: float,
-    valid_s: float | None,
-    *,
-    as_json: bool,
-) -> int:
-    path = f"/tenants/{_part(name)}/rotate"
-    said = {"grace_s": grace_s, "valid_s": valid_s}
-    found = service.ask("POST", path, TenantWithKey, json=said)
-    return _show_key(service, found, as_json=as_json)
-
-
-def _show_key(service: Service, found: TenantWithKey, *, as_json: bool) -> int:
+def _show_key(service: Service, found: TenantWithKey, *, as_json: bool) -> None:
     if as_json:
         print_json(found)
     else:
@@ -98,34 +75,12 @@ def _show_key(service: Service, found: TenantWithKey, *, as_json: bool) -> int:
             "`authentication: keys` under `gateway:` in its spec"
         )
         click.echo(text, err=True)
-    return 0
 
 
-def _change(service: Service, name: str, said: Settings, *, as_json: bool) -> int:
-    found = service.ask("PATCH", f"/tenants/{_part(name)}", TenantShown, json=said)
-    return _show([found], as_json=as_json)
-
-
-def _revoke(service: Service, name: str, key: str | None, *, as_json: bool) -> int:
-    path = f"/tenants/{_part(name)}/revoke"
-    found = service.ask("POST", path, TenantShown, json={"key": key})
-    return _show([found], as_json=as_json)
-
-
-def _delete(service: Service, name: str, *, as_json: bool) -> int:
-    found = service.ask("DELETE", f"/tenants/{_part(name)}", TenantRemoved)
-    click.echo(json.dumps(plain(found)) if as_json else f"removed tenant {name}")
-    return 0
-
-
-def _listed(service: Service, *, as_json: bool) -> int:
-    return _show(service.ask("GET", "/tenants", list[TenantShown]), as_json=as_json)
-
-
-def _show(tenants: Sequence[TenantShown], *, as_json: bool) -> int:
+def _show(tenants: Sequence[TenantShown], *, as_json: bool) -> None:
     if as_json:
         print_json(tenants)
-        return 0
+        return
     count = len(tenants)
     title = f"{count} tenant" if count == 1 else f"{count} tenants"
     table = new_table(title, "tenant", "models")
@@ -143,19 +98,10 @@ def _show(tenants: Sequence[TenantShown], *, as_json: bool) -> int:
             "\n".join(map(_key, tenant.keys)) or "none",
         )
     print_table(table)
-    return 0
 
 
 def _limits(tenant: TenantShown) -> list[str]:
-    values = (
-        tenant.rpm_limit,
-        tenant.max_parallel_requests,
-        tenant.bytes_per_s,
-        tenant.tpm_limit,
-        tenant.tokens_per_day,
-        tenant.tokens_per_month,
-    )
-    named = zip(LIMITS, values, strict=True)
+    named = ((name, getattr(tenant, name)) for name in LIMITS)
     return [f"{name} {value:,.10g}" for name, value in named if value is not None]
 
 
@@ -165,28 +111,6 @@ def _key(key: KeyShown) -> str:
         return key.id
     left_s = end - time.time()
     return f"{key.id} ({'expired' if left_s <= 0 else f'{left_s:.0f} s left'})"
-
-
-def _usage(
-    service: Service,
-    tenant: str | None,
-    since: float,
-    *,
-    by_minute: bool,
-    as_csv: bool,
-    as_json: bool,
-) -> int:
-    params: dict[str, str | float | bool] = {"since": since, "by_minute": by_minute}
-    if tenant is not None:
-        params["tenant"] = tenant
-    rows = service.ask("GET", "/usage", list[UsageSum], params=params)
-    if as_json:
-        print_json(rows)
-    elif as_csv:
-        click.echo(_csv(rows), nl=False)
-    else:
-        print_table(_usage_table(rows, by_minute=by_minute))
-    return 0
 
 
 def _csv(rows: Sequence[UsageSum]) -> str:
@@ -312,12 +236,10 @@ def tenants() -> None:
 @_settings
 @VALID
 @of_service
-@JSON
 def create(
+    service: Service,
     name: str,
     valid_s: float | None,
-    app: str | None,
-    state: Path | None,
     as_json: bool,
     **options: object,
 ) -> None:
@@ -326,7 +248,8 @@ def create(
     The key is not stored and not shown again.
     """
     said = {"name": name, "valid_s": valid_s, **_said(options)}
-    sys.exit(_create(service_of(app, state), said, as_json=as_json))
+    found = service.ask("POST", "/tenants", TenantWithKey, json=said)
+    _show_key(service, found, as_json=as_json)
 
 
 @tenants.command("set")
@@ -339,10 +262,7 @@ def create(
     help="Refuse its keys for now, or accept them again.",
 )
 @of_service
-@JSON
-def change(
-    name: str, app: str | None, state: Path | None, as_json: bool, **options: object
-) -> None:
+def change(service: Service, name: str, as_json: bool, **options: object) -> None:
     """Change settings of the tenant NAME.
 
     Omitted settings stay unchanged.
@@ -352,8 +272,8 @@ def change(
         raise click.UsageError(
             "give at least one setting to change, such as --weight 2"
         )
-    service = service_of(app, state)
-    sys.exit(_change(service, name, said, as_json=as_json))
+    found = service.ask("PATCH", _path(name), TenantShown, json=said)
+    _show([found], as_json=as_json)
 
 
 @tenants.command()
@@ -367,56 +287,46 @@ def change(
 )
 @VALID
 @of_service
-@JSON
 def rotate(
-    name: str,
-    grace_s: float,
-    valid_s: float | None,
-    app: str | None,
-    state: Path | None,
-    as_json: bool,
+    service: Service, name: str, grace_s: float, valid_s: float | None, as_json: bool
 ) -> None:
     """Give the tenant NAME a new key, and print that key.
 
     The other keys expire at once, or after --grace-s.
     """
-    service = service_of(app, state)
-    sys.exit(_rotate(service, name, grace_s, valid_s, as_json=as_json))
+    said = {"grace_s": grace_s, "valid_s": valid_s}
+    found = service.ask("POST", f"{_path(name)}/rotate", TenantWithKey, json=said)
+    _show_key(service, found, as_json=as_json)
 
 
 @tenants.command()
 @NAME
 @click.option("--key", help="Id of the key (see list); by default all keys.")
 @of_service
-@JSON
-def revoke(
-    name: str, key: str | None, app: str | None, state: Path | None, as_json: bool
-) -> None:
+def revoke(service: Service, name: str, key: str | None, as_json: bool) -> None:
     """Revoke one key of the tenant NAME, or all.
 
     The keys become invalid at once.
     """
-    service = service_of(app, state)
-    sys.exit(_revoke(service, name, key, as_json=as_json))
+    said = {"key": key}
+    found = service.ask("POST", f"{_path(name)}/revoke", TenantShown, json=said)
+    _show([found], as_json=as_json)
 
 
 @tenants.command()
 @NAME
 @of_service
-@JSON
-def delete(name: str, app: str | None, state: Path | None, as_json: bool) -> None:
+def delete(service: Service, name: str, as_json: bool) -> None:
     """Remove the tenant NAME; its usage is kept."""
-    service = service_of(app, state)
-    sys.exit(_delete(service, name, as_json=as_json))
+    found = service.ask("DELETE", _path(name), TenantRemoved)
+    click.echo(json.dumps(plain(found)) if as_json else f"removed tenant {name}")
 
 
 @tenants.command("list")
 @of_service
-@JSON
-def list_(app: str | None, state: Path | None, as_json: bool) -> None:
+def list_(service: Service, as_json: bool) -> None:
     """Show all tenants with their limits and keys."""
-    service = service_of(app, state)
-    sys.exit(_listed(service, as_json=as_json))
+    _show(service.ask("GET", "/tenants", list[TenantShown]), as_json=as_json)
 
 
 @tenants.command()
@@ -429,24 +339,26 @@ def list_(app: str | None, state: Path | None, as_json: bool) -> None:
 @click.option("--by-minute", is_flag=True, help="Show a row for every minute.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV.")
 @of_service
-@JSON
 def usage(
+    service: Service,
     tenant: str | None,
     hours: float | None,
     by_minute: bool,
     as_csv: bool,
-    app: str | None,
-    state: Path | None,
     as_json: bool,
 ) -> None:
     """Show usage by tenant and model.
 
     --csv and --json export it.
     """
-    service = service_of(app, state)
     since = 0.0 if hours is None else time.time() - 3600 * hours
-    sys.exit(
-        _usage(
-            service, tenant, since, by_minute=by_minute, as_csv=as_csv, as_json=as_json
-        )
-    )
+    params: dict[str, str | float | bool] = {"since": since, "by_minute": by_minute}
+    if tenant is not None:
+        params["tenant"] = tenant
+    rows = service.ask("GET", "/usage", list[UsageSum], params=params)
+    if as_json:
+        print_json(rows)
+    elif as_csv:
+        click.echo(_csv(rows), nl=False)
+    else:
+        print_table(_usage_table(rows, by_minute=by_minute))

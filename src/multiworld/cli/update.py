@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from multiworld.cli.options import JSON, SPEC, of_service, service_of, show
+from multiworld.cli.options import SPEC, of_service, show
 from multiworld.serve.control.answers import StatusAnswer, Updated, plain
 from multiworld.serve.control.client import Service
 from multiworld.serve.fleet.entries import HistoryEntry
@@ -22,10 +22,7 @@ EXTRA_S = 10.0  # seconds to wait beyond the spec's ready_s
 @SPEC
 @click.option("--no-wait", is_flag=True, help="Return as soon as the spec is accepted.")
 @of_service
-@JSON
-def update(
-    spec: Path, no_wait: bool, app: str | None, state: Path | None, as_json: bool
-) -> None:
+def update(service: Service, spec: Path, no_wait: bool, as_json: bool) -> None:
     """Update the running service to SPEC, without a pause.
 
     The new version of a model starts beside the old one, and takes over once all of it
@@ -37,7 +34,6 @@ def update(
         text = spec.read_text()
     except OSError as error:
         raise click.ClickException(f"cannot read {spec}: {error.strerror}") from error
-    service = service_of(app, state)
     body = {"text": text, "where": str(spec.resolve())}
     answer = service.ask("POST", "/update", Updated, json=body)
     wanted = ", ".join(f"{name} {v}" for name, v in answer.versions.items())

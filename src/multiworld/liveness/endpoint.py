@@ -4,21 +4,23 @@ and lanes all arrive at one TCP port or, on one host, at one abstract Unix socke
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import os
 import secrets
 import socket
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from multiworld.liveness.manager_messages import HeartbeatHello, ManagerHello
 from multiworld.net.frames import FrameError
 from multiworld.net.handshake import HandshakeError, dialing
-from multiworld.net.listener import Acceptor, Listener, read_frame
+from multiworld.net.listener import Acceptor, Listener, shake_hands
 from multiworld.net.security import Security
-from multiworld.net.streams import Stream, handshaking_filenos, start_tls, write_all
+from multiworld.net.streams import Stream, handshaking_filenos, start_tls
 from multiworld.net.tcp import resolve, tune
-from multiworld.rendezvous.membership import Address
-from multiworld.rendezvous.this_host import this_host
+from multiworld.rendezvous.membership import Address, HostIdentity
 
 logger = logging.getLogger("multiworld.watchdog")
 
@@ -28,6 +30,12 @@ CROWDED_S = (0.05, 0.2, 0.5)  # seconds before attempts to reach an overloaded l
 
 # Connections in their handshake; a forked child must close them too.
 _dialing: set[socket.socket] = set()
+
+
+@functools.cache
+def this_host() -> HostIdentity:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return HostIdentity(boot=boot, netns=str(os.stat("/proc/self/ns/net").st_ino))
 
 
 async def dial(address: Address, hello: ManagerHello, security: Security) -> Stream:
@@ -40,17 +48,12 @@ async def dial(address: Address, hello: ManagerHello, security: Security) -> Str
         if security.tls is not None and not isinstance(hello, HeartbeatHello):
             context = security.tls.context(is_server=False)
             stream = await start_tls(sock, context, is_server=False)
-        steps = dialing(hello, security)
-        try:
-            frame = next(steps)
-            while True:
-                await write_all(stream, frame)
-                frame = steps.send(await read_frame(stream))
-        except StopIteration:
-            return stream
-        except FrameError as error:
-            why = f"the peer does not speak the multiworld protocol: {error}"
-            raise HandshakeError("malformed", why) from error
+        await shake_hands(stream, dialing(hello, security))
+        return stream
+    except FrameError as error:
+        stream.close()
+        why = f"the peer does not speak the multiworld protocol: {error}"
+        raise HandshakeError("malformed", why) from error
     except BaseException:
         stream.close()
         raise

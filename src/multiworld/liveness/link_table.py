@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from multiworld.liveness.control_link import Link, LinkKey, LocalLink, SocketLink
-from multiworld.liveness.endpoint import Endpoint, dialing_filenos, reach
+from multiworld.liveness.endpoint import Endpoint, dialing_filenos, reach, this_host
 from multiworld.liveness.heartbeat import HeartbeatReport, Mode
 from multiworld.liveness.heartbeat_links import HeartbeatLinks
 from multiworld.liveness.manager_messages import (
@@ -33,7 +33,6 @@ from multiworld.net.handshake_messages import Hello
 from multiworld.net.security import Security
 from multiworld.net.streams import Stream
 from multiworld.rendezvous.membership import Address, Member
-from multiworld.rendezvous.this_host import this_host
 
 logger = logging.getLogger("multiworld.watchdog")
 

@@ -11,7 +11,8 @@ import socket
 import ssl
 import time
 from collections import Counter
-from typing import Any, Protocol
+from collections.abc import Generator
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -25,7 +26,7 @@ from multiworld.net.handshake import (
     decode_hello,
     refusal,
 )
-from multiworld.net.handshake_messages import Answer, Hello
+from multiworld.net.handshake_messages import Hello
 from multiworld.net.security import Security
 from multiworld.net.streams import (
     Stream,
@@ -40,6 +41,8 @@ from multiworld.net.tcp import tune
 
 ACCEPTS_A_TURN = 16  # connections accepted before the event loop's other tasks run
 LOG_EVERY_S = 10.0  # seconds between lines of one kind: a scanner must not fill the log
+
+R = TypeVar("R")
 
 
 class Acceptor(Protocol):
@@ -65,6 +68,18 @@ async def read_frame(stream: Stream, limit: int = HELLO_BYTES) -> bytes:
     """Return a frame's body; cancelling loses a part of it, so close the stream."""
     length = frames.decode_length(await read_exactly(stream, 4), limit)
     return await read_exactly(stream, length)
+
+
+async def shake_hands(stream: Stream, steps: Generator[bytes, bytes, R]) -> R:
+    """Follow one side of the handshake; return its outcome."""
+    try:
+        frame = next(steps)
+        while True:
+            await write_all(stream, frame)
+            frame = steps.send(await read_frame(stream))
+    except StopIteration as end:
+        outcome: R = end.value
+        return outcome
 
 
 class Listener:
@@ -207,7 +222,9 @@ class Listener:
             is_plain = not isinstance(stream, TlsStream)
             if special is None and self._security.tls is not None and is_plain:
                 raise HandshakeError("tls", "the peer does not use TLS")
-            answer = await _shake(stream, hello, special or self._security)
+            answer = await shake_hands(
+                stream, accepting(hello, special or self._security)
+            )
             why = self._acceptor.refusal(hello)
             if why is not None:
                 raise HandshakeError("refused", why, answer=refusal(why))
@@ -219,18 +236,6 @@ class Listener:
             raise
         await write_all(stream, frames.encode(answer))
         return hello
-
-
-async def _shake(stream: Stream, hello: Hello, security: Security) -> Answer:
-    steps = accepting(hello, security)
-    try:
-        frame = next(steps)
-        while True:
-            await write_all(stream, frame)
-            frame = steps.send(await read_frame(stream))
-    except StopIteration as end:
-        answer: Answer = end.value
-    return answer
 
 
 async def _speaks_tls(sock: socket.socket) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from multiworld.rendezvous.reform import ReformClaim
-from multiworld.rendezvous.store_messages import ClaimOutcome, SealedMember
+from multiworld.rendezvous.store_messages import Claim, ClaimOutcome
 
 SessionKey = int
 RequestKey = int
@@ -14,22 +14,12 @@ RequestKey = int
 # Happenings: the registry's inputs.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claimed:
+class Claimed(Claim, frozen=True, kw_only=True):
     """A session claims a rank and waits for the other members."""
 
     session: SessionKey
-    request: RequestKey
-    world: str
-    rank: int
-    size: int
-    terms: str  # options that all members must agree on, in words
-    uid: str  # globally unique name of the claiming manager
-    seen: int  # the highest epoch of this name that it has seen
     deadline: float  # end of its wait, in seconds on the store's monotonic clock
-    member: SealedMember
     fresh_nonce: int  # of the incarnation, if this claim completes it
-    place: tuple[int, int] = (0, 1)  # number of its store, count of stores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

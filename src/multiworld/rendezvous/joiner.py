@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+
+import msgspec
 
 from multiworld.errors import (
     JoinMismatchError,
@@ -27,9 +29,11 @@ from multiworld.rendezvous.store_messages import (
     ClaimOutcome,
     Crowded,
     JoinTimedOut,
+    Newcomer,
     RankTaken,
     SealedMember,
     Stale,
+    Survivor,
     SurvivorClaim,
     TermsDiffer,
     VersionDiffers,
@@ -55,17 +59,6 @@ _local_services: dict[str, StoreService] = {}
 
 
 SLACK_S = 1.0  # seconds after the deadline for the store's list of absentees to arrive
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Newcomer:
-    """Claim of one member on a rank; see ``claims.Claimed``."""
-
-    world: str
-    rank: int
-    size: int
-    terms: str
-    seen: int
 
 
 class Joiner:
@@ -237,18 +230,6 @@ class _DisposableWire(LocalConnection):
             _local_services.pop(self._name, None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Survivor:
-    """Claim of a survivor on a rank in a smaller world; see ``reform.ReformClaim``."""
-
-    world: str
-    epoch: int
-    rank: int
-    size: int
-    terms: str
-    lost: frozenset[int]
-
-
 async def meet(
     joiner: Joiner,
     addresses: StoreAddresses,
@@ -286,27 +267,10 @@ def _claim(
     wanted: Newcomer | Survivor, member: SealedMember, deadline_s: float
 ) -> Claim | SurvivorClaim:
     """Return the message; the session sets its number and the store's place."""
-    if isinstance(wanted, Newcomer):
-        return Claim(
-            request=0,
-            world=wanted.world,
-            rank=wanted.rank,
-            size=wanted.size,
-            terms=wanted.terms,
-            uid=member.member.uid,
-            seen=wanted.seen,
-            deadline_s=deadline_s,
-            member=member,
-            place=(0, 1),
-        )
-    return SurvivorClaim(
+    kind = Claim if isinstance(wanted, Newcomer) else SurvivorClaim
+    return kind(
+        **msgspec.structs.asdict(wanted),
         request=0,
-        world=wanted.world,
-        epoch=wanted.epoch,
-        rank=wanted.rank,
-        size=wanted.size,
-        lost=tuple(sorted(wanted.lost)),
-        terms=wanted.terms,
         uid=member.member.uid,
         deadline_s=deadline_s,
         member=member,

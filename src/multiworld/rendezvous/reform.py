@@ -10,26 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from multiworld.rendezvous.store_messages import SealedMember
+from multiworld.rendezvous.store_messages import SurvivorClaim
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReformClaim:
-    """A survivor's claim on a rank in the next incarnation; see also ``Claimed``."""
+class ReformClaim(SurvivorClaim, frozen=True, kw_only=True):
+    """A survivor's claim, which waits for the other survivors; see ``Claimed``."""
 
     session: int
-    request: int
-    world: str
-    epoch: int  # of the incarnation that broke, as rank and size
-    rank: int
-    size: int
-    lost: frozenset[int]
-    terms: str
-    uid: str
     deadline: float
-    member: SealedMember
     fresh_nonce: int  # used if this is the highest rank that survives
-    place: tuple[int, int] = (0, 1)
 
 
 @dataclass(slots=True)

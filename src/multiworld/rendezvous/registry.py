@@ -58,29 +58,6 @@ from multiworld.rendezvous.world_claims import (
     wait_key,
 )
 
-__all__ = [
-    "ASK_S",
-    "MAX_CLAIMS",
-    "Abandoned",
-    "Announced",
-    "Answered",
-    "AskHolder",
-    "Claimed",
-    "Forget",
-    "Happening",
-    "Left",
-    "Notify",
-    "Refused",
-    "Registry",
-    "Remember",
-    "Reply",
-    "SessionEnded",
-    "Ticked",
-    "Withdrawn",
-    "key_prefix",
-    "next_epoch",
-]
-
 # Seconds that a holder has to answer before it counts as silent. Its session is open,
 # so an answer takes one round trip and one iteration of its event loop.
 ASK_S = 1.0

@@ -41,31 +41,41 @@ class SealedMember(msgspec.Struct, frozen=True):
 # Requests of a member.
 
 
-class Claim(Message, frozen=True, kw_only=True, tag="Claim"):
-    """A claim on a rank; see ``claims.Claimed``."""
+class Newcomer(Message, frozen=True, kw_only=True):
+    """The rank that a member wants."""
 
-    request: int
     world: str
     rank: Rank
     size: Size
-    terms: str
-    uid: str
-    seen: Epoch
+    terms: str  # options that all members must agree on, in words
+    seen: Epoch  # the highest epoch of this name that it has seen
+
+
+class Claim(Newcomer, frozen=True, kw_only=True, tag="Claim"):
+    """A claim on a rank."""
+
+    request: int
+    uid: str  # globally unique name of the claiming manager
     deadline_s: Seconds
     member: SealedMember
-    place: tuple[Place, Place]
+    place: tuple[Place, Place]  # number of its store, count of stores
 
 
-class SurvivorClaim(Message, frozen=True, kw_only=True, tag="SurvivorClaim"):
-    """A claim on a rank in the next incarnation; see ``reform.ReformClaim``."""
+class Survivor(Message, frozen=True, kw_only=True):
+    """The rank that a survivor had in the incarnation that broke."""
 
-    request: int
     world: str
-    epoch: Epoch
+    epoch: Epoch  # of that incarnation, as rank and size
     rank: Rank
     size: Size
-    lost: tuple[Rank, ...]
+    lost: frozenset[Rank]
     terms: str
+
+
+class SurvivorClaim(Survivor, frozen=True, kw_only=True, tag="SurvivorClaim"):
+    """A claim on a rank in the next incarnation; see ``reform``."""
+
+    request: int
     uid: str
     deadline_s: Seconds
     member: SealedMember

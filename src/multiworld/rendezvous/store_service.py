@@ -9,8 +9,10 @@ import secrets
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from multiworld.net.rare_log import RareLog
-from multiworld.rendezvous import registry, store_messages
+from multiworld.rendezvous import claims, store_messages
 from multiworld.rendezvous.reform import ReformClaim
 from multiworld.rendezvous.registry import Registry
 from multiworld.rendezvous.store_messages import (
@@ -75,10 +77,10 @@ class StoreService:
         """End a session: drop its claims, and release its ranks."""
         if self._sessions.pop(session, None) is not None:
             self._values.drop_session(session)
-            self._handle(registry.SessionEnded(session))
+            self._handle(claims.SessionEnded(session))
 
     def refuse(self, world: str, outcome: ClaimOutcome) -> None:
-        self._handle(registry.Refused(world, outcome))
+        self._handle(claims.Refused(world, outcome))
 
     def close(self) -> None:
         if self._timer is not None:
@@ -98,57 +100,33 @@ class StoreService:
                     self._when_settled(session, self._claim(session, message))
             case store_messages.Announce(world, epoch, rank, uid):
                 self._handle(
-                    registry.Announced(
+                    claims.Announced(
                         session=session, world=world, epoch=epoch, rank=rank, uid=uid
                     )
                 )
             case store_messages.Leave(world, epoch, rank, lost):
-                left = registry.Left(session, world, epoch, rank, frozenset(lost))
+                left = claims.Left(session, world, epoch, rank, frozenset(lost))
                 self._handle(left)
             case store_messages.Withdraw(request):
                 deferred = self._deferred.pop((session, request), None)
                 if deferred is not None:
                     deferred.cancel()
-                self._handle(registry.Withdrawn(session, request))
+                self._handle(claims.Withdrawn(session, request))
             case store_messages.HoldsAnswer(ask, holds):
-                self._handle(registry.Answered(session, ask, holds))
+                self._handle(claims.Answered(session, ask, holds))
             case _:
                 self._value(session, message)
 
     def _claim(
         self, session: int, claim: store_messages.Claim | store_messages.SurvivorClaim
-    ) -> registry.Claimed | ReformClaim:
-        deadline = self._loop.time() + claim.deadline_s
-        fresh_nonce = secrets.randbits(63) | 1
-        if isinstance(claim, store_messages.Claim):
-            return registry.Claimed(
-                session=session,
-                request=claim.request,
-                world=claim.world,
-                rank=claim.rank,
-                size=claim.size,
-                terms=claim.terms,
-                uid=claim.uid,
-                seen=claim.seen,
-                deadline=deadline,
-                member=claim.member,
-                fresh_nonce=fresh_nonce,
-                place=claim.place,
-            )
-        return ReformClaim(
+    ) -> claims.Claimed | ReformClaim:
+        is_newcomer = isinstance(claim, store_messages.Claim)
+        kind = claims.Claimed if is_newcomer else ReformClaim
+        return kind(
+            **msgspec.structs.asdict(claim),
             session=session,
-            request=claim.request,
-            world=claim.world,
-            epoch=claim.epoch,
-            rank=claim.rank,
-            size=claim.size,
-            lost=frozenset(claim.lost),
-            terms=claim.terms,
-            uid=claim.uid,
-            deadline=deadline,
-            member=claim.member,
-            fresh_nonce=fresh_nonce,
-            place=claim.place,
+            deadline=self._loop.time() + claim.deadline_s,
+            fresh_nonce=secrets.randbits(63) | 1,
         )
 
     def _refuse_claim(
@@ -163,9 +141,7 @@ class StoreService:
         self._send(session, store_messages.Reply(claim.request, outcome))
         self.refuse(claim.world, outcome)
 
-    def _when_settled(
-        self, session: int, claim: registry.Claimed | ReformClaim
-    ) -> None:
+    def _when_settled(self, session: int, claim: claims.Claimed | ReformClaim) -> None:
         """Acknowledge a claim at once; handle it after the settling time."""
         self._send(session, store_messages.ClaimReceived(claim.request))
         wait_s = self._settled_at - self._loop.time()
@@ -182,22 +158,22 @@ class StoreService:
 
         self._deferred[key] = self._loop.call_later(wait_s, go_on)
 
-    def _handle(self, happening: registry.Happening) -> None:
+    def _handle(self, happening: claims.Happening) -> None:
         for action in self._registry.handle(happening, self._loop.time()):
             match action:
-                case registry.Reply(session, request, outcome):
+                case claims.Reply(session, request, outcome):
                     self._send(session, store_messages.Reply(request, outcome))
-                case registry.AskHolder(session, ask, world, epoch, rank):
+                case claims.AskHolder(session, ask, world, epoch, rank):
                     self._send(
                         session, store_messages.AskHolds(ask, world, epoch, rank)
                     )
-                case registry.Notify():
+                case claims.Notify():
                     self._notify(action)
-                case registry.Remember(world, epoch):
+                case claims.Remember(world, epoch):
                     self._remember(world, epoch)
-                case registry.Abandoned(session, world, epoch, rank):
+                case claims.Abandoned(session, world, epoch, rank):
                     self._send(session, store_messages.MemberGaveUp(world, epoch, rank))
-                case registry.Forget(prefix):
+                case claims.Forget(prefix):
                     self._values.delete_prefix(prefix)
         self._arm()
 
@@ -209,7 +185,7 @@ class StoreService:
         except OSError as error:  # no reason to refuse the waiting members
             rare_log.error("cannot store the epochs of worlds", error)
 
-    def _notify(self, note: registry.Notify) -> None:
+    def _notify(self, note: claims.Notify) -> None:
         waits = store_messages.NewcomerWaits(
             note.world, note.epoch, note.rank, note.size, note.is_gone
         )
@@ -275,7 +251,7 @@ class StoreService:
     def _tick(self) -> None:
         self._timer = None
         self._answer(self._values.expire(self._loop.time()))
-        self._handle(registry.Ticked())
+        self._handle(claims.Ticked())
 
 
 def _problem(claim: store_messages.Claim | store_messages.SurvivorClaim) -> str:

@@ -23,9 +23,9 @@ from multiworld.errors import (
 from multiworld.net import frames
 from multiworld.net.framed_connection import FramedConnection
 from multiworld.net.handshake import HandshakeError, dialing
-from multiworld.net.listener import read_frame
+from multiworld.net.listener import shake_hands
 from multiworld.net.security import Security
-from multiworld.net.streams import Stream, start_tls, write_all
+from multiworld.net.streams import Stream, start_tls
 from multiworld.net.tcp import resolve, tune
 from multiworld.rendezvous.store_address import StoreAddress, StoreAddresses
 from multiworld.rendezvous.store_messages import (
@@ -323,14 +323,8 @@ async def _open(
 async def _shake_hands(
     address: StoreAddress, stream: Stream, world: str, security: Security
 ) -> None:
-    steps = dialing(StoreHello(world=world), security)
     try:
-        frame = next(steps)
-        while True:
-            await write_all(stream, frame)
-            frame = steps.send(await read_frame(stream))
-    except StopIteration:
-        return
+        await shake_hands(stream, dialing(StoreHello(world=world), security))
     except frames.FrameError as error:
         raise other_version(address, 0) from error
     except HandshakeError as error:

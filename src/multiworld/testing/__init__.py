@@ -5,7 +5,6 @@
 - ``fleet`` starts real processes quickly, to be killed or stopped.
 - ``hosts`` emulates several hosts and their network on one machine.
 - ``leaks`` checks that nothing stays open.
-- ``ray_nodes`` runs a Ray cluster of several nodes on one machine.
 """
 
 from __future__ import annotations

@@ -19,14 +19,16 @@ from multiworld.errors import (
 )
 from multiworld.incarnation.lifecycle import Phase, WasLost
 from multiworld.liveness.watchdog import WatchDog
-from multiworld.rendezvous.joiner import Joiner, Newcomer, Survivor, meet
+from multiworld.rendezvous.joiner import Joiner, meet
 from multiworld.rendezvous.membership import Incarnation, Member, MemberUnreachableError
 from multiworld.rendezvous.store_address import StoreAddresses
 from multiworld.rendezvous.store_messages import (
     MAX_SIZE,
     Announce,
     MemberGaveUp,
+    Newcomer,
     NewcomerWaits,
+    Survivor,
 )
 from multiworld.rendezvous.store_session import StoreSession
 from multiworld.world.join_request import JoinRequest

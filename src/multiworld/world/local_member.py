@@ -12,26 +12,9 @@ from typing import Any, TypeVar
 from multiworld.backends import make_backend
 from multiworld.backends.base import Lingering
 from multiworld.errors import MemberLeftError, UsedAfterForkError, WorldClosedError
+from multiworld.incarnation import lifecycle
 from multiworld.incarnation.events import Event, MemberWaiting
-from multiworld.incarnation.lifecycle import (
-    CloseAsked,
-    Failed,
-    FailMember,
-    FailOperations,
-    Happening,
-    Life,
-    Opened,
-    Phase,
-    Publish,
-    Resumes,
-    SaidLeft,
-    Stalls,
-    TellBroken,
-    TellLeft,
-    WasAccused,
-    WasLost,
-    handle,
-)
+from multiworld.incarnation.lifecycle import Phase
 from multiworld.liveness import manager_messages as control
 from multiworld.liveness.failure_detector import (
     DetectionLimits,
@@ -86,7 +69,7 @@ class LocalMember:
         self.store, self.linger = store, services.linger
         self._services, self._watchdog = services, services.watchdog
         self._loop = asyncio.get_running_loop()
-        self._life = Life(
+        self._life = lifecycle.Life(
             world=incarnation.world,
             epoch=incarnation.epoch,
             rank=self.rank,
@@ -199,7 +182,7 @@ class LocalMember:
         await self.until_over(self._wait_ready())
         if self._life.is_over:
             raise self.broken_error()
-        self.report(Opened())
+        self.report(lifecycle.Opened())
 
     @property
     def unlinked(self) -> tuple[int, ...]:
@@ -239,7 +222,7 @@ class LocalMember:
 
     async def close(self) -> None:
         """Leave politely; wait at most ``close_s`` for sent data, unless cancelled."""
-        self.report(CloseAsked())
+        self.report(lifecycle.CloseAsked())
         if self._over.done():
             self._free()
             return
@@ -252,7 +235,7 @@ class LocalMember:
 
     def close_nowait(self) -> None:
         """Leave politely, without waiting for data that the network has not taken."""
-        self.report(CloseAsked())
+        self.report(lifecycle.CloseAsked())
         self._free()
 
     def abandon_after_fork(self) -> None:
@@ -287,7 +270,7 @@ class LocalMember:
                 self._ready_ranks.add(rank)
                 self._check_ready()
             case control.Left(is_broken=is_broken):
-                self.report(SaidLeft(rank, is_broken))
+                self.report(lifecycle.SaidLeft(rank, is_broken))
             case control.Broken():
                 self._on_broken(rank, message)
             case control.OpenLane() | control.EndCollectives():
@@ -296,45 +279,51 @@ class LocalMember:
 
     def _on_broken(self, rank: int, message: control.Broken) -> None:
         if message.rank is None:
-            self.report(Failed(message.reason, message.evidence, reported_by=rank))
+            self.report(
+                lifecycle.Failed(message.reason, message.evidence, reported_by=rank)
+            )
             return
         reason = message.reason.removeprefix(f"rank {message.rank} was lost: ")
         if message.rank == self.rank:
-            self.report(WasAccused(rank, reason, message.evidence))
+            self.report(lifecycle.WasAccused(rank, reason, message.evidence))
             return
         evidence = f"reported by rank {rank}: {message.evidence}"
         self.report(
-            WasLost(message.rank, reason, evidence, message.silent_s, reported_by=rank)
+            lifecycle.WasLost(
+                message.rank, reason, evidence, message.silent_s, reported_by=rank
+            )
         )
 
     def on_finding(self, rank: int, finding: Finding) -> None:
         match finding:
             case Verdict(reason=reason, evidence=evidence, silent_s=silent_s):
-                self.report(WasLost(rank, reason, evidence, silent_s))
+                self.report(lifecycle.WasLost(rank, reason, evidence, silent_s))
             case Stalled(stalled_s=stalled_s, is_computing=is_computing):
-                self.report(Stalls(rank, stalled_s, describe_thread(is_computing)))
+                self.report(
+                    lifecycle.Stalls(rank, stalled_s, describe_thread(is_computing))
+                )
             case Resumed():
-                self.report(Resumes(rank))
+                self.report(lifecycle.Resumes(rank))
 
     # Deciding and acting.
 
-    def report(self, happening: Happening) -> None:
+    def report(self, happening: lifecycle.Happening) -> None:
         """Feed a happening to ``lifecycle`` and carry out the resulting actions."""
-        self._life, actions = handle(self._life, happening)
+        self._life, actions = lifecycle.handle(self._life, happening)
         self._changed.set()
         for action in actions:
             match action:
-                case Publish(event):
+                case lifecycle.Publish(event):
                     self._publish(event)
-                case FailMember(rank):
+                case lifecycle.FailMember(rank):
                     self._cancel_grace(rank)
                     self._cancel_grace(None)  # the failed connection may be its own
                     self.backend.member_left(rank)
-                case FailOperations():
+                case lifecycle.FailOperations():
                     self.backend.abort()
                     self._end_data()
                     self._watchdog.retire(self.incarnation.nonce)
-                case TellBroken(breakage):
+                case lifecycle.TellBroken(breakage):
                     self._tell_all(
                         control.Broken(
                             self.incarnation.nonce,
@@ -344,7 +333,7 @@ class LocalMember:
                             breakage.silent_s,
                         )
                     )
-                case TellLeft(is_broken):
+                case lifecycle.TellLeft(is_broken):
                     if not is_broken:
                         self.backend.begin_close()
                     self._tell_all(control.Left(self.incarnation.nonce, is_broken))
@@ -368,7 +357,9 @@ class LocalMember:
     def _grace_over(self, rank: int | None, evidence: str) -> None:
         self._grace.pop(rank, None)
         what = "a data connection" if rank is None else f"the connection to rank {rank}"
-        self.report(Failed(f"{what} failed, though every member is alive", evidence))
+        self.report(
+            lifecycle.Failed(f"{what} failed, though every member is alive", evidence)
+        )
 
     def _cancel_grace(self, rank: int | None) -> None:
         timer = self._grace.pop(rank, None)

@@ -50,8 +50,10 @@ def output(
 ) -> str:
     """Return what a command prints for these answers of the controller."""
     service = CannedService(answers)
-    module = f"multiworld.cli.{words[0]}"
-    monkeypatch.setattr(f"{module}.service_of", lambda app, state: service)
+    for module in ("options", "nodes"):
+        monkeypatch.setattr(
+            f"multiworld.cli.{module}.Service", lambda app, state: service
+        )
     done = CliRunner().invoke(cli, [*words], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout

@@ -89,7 +89,7 @@ def survivor_of(
         epoch=1,
         rank=rank,
         size=size,
-        lost=(),
+        lost=frozenset(),
         terms="backend memory",
         uid=uid,
         deadline_s=10.0,

@@ -20,7 +20,7 @@ from multiworld import (
 from multiworld.errors import RendezvousError
 from multiworld.net import frames
 from multiworld.rendezvous import joiner as joiner_module
-from multiworld.rendezvous.joiner import Joiner, Newcomer, Survivor, meet
+from multiworld.rendezvous.joiner import Joiner, meet
 from multiworld.rendezvous.membership import Incarnation
 from multiworld.rendezvous.store_address import StoreAddresses, parse_store
 from multiworld.rendezvous.store_messages import (
@@ -28,11 +28,13 @@ from multiworld.rendezvous.store_messages import (
     ClaimOutcome,
     ClaimReceived,
     JoinTimedOut,
+    Newcomer,
     NoValue,
     RankTaken,
     Reply,
     Result,
     Stale,
+    Survivor,
     TermsDiffer,
     VersionDiffers,
 )

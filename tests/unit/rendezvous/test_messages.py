@@ -52,7 +52,7 @@ from tests.unit.rendezvous.sessions import (
 )
 
 CLAIM = claim_of(1, 0, 2)
-SURVIVOR = survivor_of(1, 0, 2, lost=(1,))
+SURVIVOR = survivor_of(1, 0, 2, lost=frozenset({1}))
 LEAVE = Leave("w", 1, 0)
 ANNOUNCE = Announce("w", 1, 0, "a")
 GET = GetValues(1, ("k",), 1.0)

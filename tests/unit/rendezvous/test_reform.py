@@ -26,7 +26,9 @@ def claim(rank: int, *lost: int, size: int = 4, session: int = 0) -> ReformClaim
         uid=f"m{rank}",
         deadline=10.0,
         member=sealed_of(rank),
+        deadline_s=10.0,
         fresh_nonce=1,
+        place=(0, 1),
     )
 
 

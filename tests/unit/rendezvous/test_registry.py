@@ -9,11 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.rendezvous.reform import ReformClaim
-from multiworld.rendezvous.registry import (
-    ASK_S,
-    MAX_CLAIMS,
-    RESERVE,
+from multiworld.rendezvous.claims import (
     Abandoned,
     Announced,
     Answered,
@@ -23,12 +19,18 @@ from multiworld.rendezvous.registry import (
     Left,
     Notify,
     Refused,
-    Registry,
     Remember,
     Reply,
     SessionEnded,
     Ticked,
     Withdrawn,
+)
+from multiworld.rendezvous.reform import ReformClaim
+from multiworld.rendezvous.registry import (
+    ASK_S,
+    MAX_CLAIMS,
+    RESERVE,
+    Registry,
     next_epoch,
 )
 from multiworld.rendezvous.store_messages import (
@@ -73,6 +75,7 @@ class Bench:
                 seen=seen,
                 deadline=self.now + 30,
                 member=sealed_of(rank, f"u{session}"),
+                deadline_s=30,
                 fresh_nonce=self.requests,
                 place=self.place,
             )
@@ -383,7 +386,9 @@ def reform(
             uid=f"u{session}",
             deadline=bench.now + 30,
             member=sealed_of(rank, f"u{session}"),
+            deadline_s=30,
             fresh_nonce=bench.requests,
+            place=(0, 1),
         )
     )
 
@@ -593,6 +598,7 @@ def claim_of(session: int, request: int, world: str, rank: int) -> Claimed:
         seen=0,
         deadline=30.0 + request,
         member=sealed_of(rank, f"u{session}"),
+        deadline_s=30,
         fresh_nonce=request,
         place=(0, 1),
     )

@@ -271,7 +271,7 @@ async def test_survivors_reform_and_are_renumbered() -> None:
         member.claim(rank, 3)
     for rank in (2, 1):
         uid = members[rank].uid
-        members[rank].say(survivor_of(50 + rank, rank, 3, uid, lost=(0,)))
+        members[rank].say(survivor_of(50 + rank, rank, 3, uid, lost=frozenset({0})))
     answer = members[1].admitted(51)
     assert members[2].admitted(52) == answer
     assert answer.epoch == 2
@@ -367,7 +367,7 @@ async def test_values_of_an_ended_incarnation_are_deleted() -> None:
         claim_of(1, 0, 2, place=(-1, 2)),
         claim_of(1, 0, 2, place=(0, 0)),
         survivor_of(1, 2, 2),
-        survivor_of(1, 0, 2, lost=(5,)),
+        survivor_of(1, 0, 2, lost=frozenset({5})),
         survivor_of(1, 0, 2, place=(3, 2)),
     ],
 )

@@ -127,8 +127,8 @@ async def test_claim_is_acknowledged_and_answered() -> None:
 async def test_survivor_claims_in_the_same_way() -> None:
     """Its number and the store's place are the session's, too."""
     bench = Bench()
-    claim = await bench.claim(survivor_of(0, 1, 2, lost=(0,), place=(8, 9)))
-    assert bench.wire.sent == [survivor_of(1, 1, 2, lost=(0,), place=(0, 1))]
+    claim = await bench.claim(survivor_of(0, 1, 2, lost=frozenset({0}), place=(8, 9)))
+    assert bench.wire.sent == [survivor_of(1, 1, 2, lost=frozenset({0}), place=(0, 1))]
     bench.session.receive(Reply(1, RankTaken()))
     assert await claim == RankTaken()
 

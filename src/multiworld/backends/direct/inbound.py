@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
-from typing import Protocol
 
 from multiworld.backends.arrivals import Arrival, Description
 from multiworld.backends.direct import header as wire
 from multiworld.backends.direct.header import Header, HeaderError
+from multiworld.backends.direct.lane_memory import LaneMemory
 from multiworld.backends.direct.lending import MAX_BLOCKS, Borrowed
 from multiworld.backends.direct.shared_memory import SLOT_BYTES, Window
 from multiworld.backends.dtypes import SIZES, UINT8
@@ -42,23 +42,6 @@ def _idle_stage() -> memoryview:
         return memoryview(bytearray(STAGE_BYTES))
 
 
-class SharedEnd(Protocol):
-    """The lane's operations for payloads in shared memory. Opening raises
-    ``HeaderError`` if the announced memory has not arrived or differs."""
-
-    def open_window(self, slots: int) -> Window:
-        """Map the shared memory whose descriptor has arrived."""
-
-    def open_block(self, size: int) -> Borrowed:
-        """Map the lent block whose descriptor has arrived."""
-
-    def ring_bell(self) -> None:
-        """Notify the waiting peer that a slot of its ring is free."""
-
-    def on_bell(self) -> None:
-        """Handle the peer's message that a slot of our ring is free."""
-
-
 class Inbound:
     """Parser of one lane's incoming bytes; a ``HeaderError`` ends the lane."""
 
@@ -70,7 +53,7 @@ class Inbound:
         *,
         max_message_bytes: int,
         on_fin: Callable[[], None],
-        shared: SharedEnd | None = None,
+        shared: LaneMemory | None = None,
     ) -> None:
         self._source, self._nonce, self._mailbox = source, nonce, mailbox
         self._max_message_bytes = max_message_bytes

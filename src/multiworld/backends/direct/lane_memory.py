@@ -21,7 +21,7 @@ RIGHTS_BYTES = socket.CMSG_SPACE(4)
 
 
 class LaneMemory:
-    """The shared-memory half of a lane; the ``SharedEnd`` of its ``Inbound``."""
+    """The shared-memory half of a lane."""
 
     def __init__(
         self,
@@ -117,25 +117,29 @@ class LaneMemory:
             else:
                 self._descriptors.append(fd)
 
-    # SharedEnd.
+    # Receiving. ``HeaderError``: the announced memory has not arrived, or differs.
 
     def open_window(self, slots: int) -> shared_memory.Window:
+        """Map the shared memory whose descriptor has arrived."""
         if not self._descriptors:
             raise HeaderError("the frame announces shared memory but passes none")
         return shared_memory.Window(self._descriptors.pop(), slots)
 
     def open_block(self, size: int) -> Borrowed:
+        """Map the lent block whose descriptor has arrived."""
         if not self._descriptors:
             raise HeaderError("the frame lends memory but passes none")
         return Borrowed(self._descriptors.pop(), size)
 
     def ring_bell(self) -> None:
+        """Notify the waiting peer that a slot of its ring is free."""
         if self._may_send():
             self._outbound.put_bell()
             if not self._connection.is_writing:
                 self._loop.call_soon(self._flush)
 
     def on_bell(self) -> None:
+        """Handle the peer's message that a slot of our ring is free."""
         self._loop.call_soon(self._look)
 
     def close(self) -> None:

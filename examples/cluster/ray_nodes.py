@@ -1,7 +1,4 @@
-"""A Ray cluster on this machine, whose nodes can be killed and stopped.
-
-``multiworld.testing`` does not import it: it needs ``multiworld-elastic[ray]``.
-"""
+"""A Ray cluster on this machine, whose nodes can be killed and stopped."""
 
 from __future__ import annotations
 
