@@ -59,13 +59,21 @@ class Launcher(Protocol):
         spot: Location | None,
         need: Need,
     ) -> RunningProcess:
-        """Start a process at ``spot`` (None: here); if cancelled, it may yet start."""
+        """Start a process that books ``need`` at ``spot`` (None: at the controller).
+
+        ``log`` receives its output. Raises ``LaunchError``. After cancellation the
+        process may still start.
+        """
 
     def kill(self, running: RunningProcess, number: int = signal.SIGKILL) -> None:
         """Send a signal to a process; do nothing if it has exited."""
 
     def outgrown(self, running: RunningProcess, limit: int) -> int | None:
-        """Return a process's bytes of memory if above ``limit`` and visible here."""
+        """Return the bytes of memory that a process uses, if more than ``limit``.
+
+        None also if this process cannot see it; every replica checks its own memory,
+        too.
+        """
 
     def adopt(self, running: RunningProcess, ranks: int) -> bool:
         """Watch a process of an earlier controller; return False if it has exited."""

@@ -22,7 +22,17 @@ class Policy(Protocol):
     def __call__(
         self, ledger: Bookings, post: object, need: Need, plan: Plan
     ) -> Location:
-        """Return the place of one more replica, or raise ``PlacementError``."""
+        """Return the location of one more replica of ``post``.
+
+        Args:
+            ledger: Bookings of the machines.
+            post: Post of the replica.
+            need: Resources that it takes.
+            plan: Planned number of replicas for each post and machine.
+
+        Raises:
+            PlacementError: No machine fits; ``short`` says why, by machine.
+        """
 
 
 def assign(ledger: Bookings, post: object, need: Need, plan: Plan) -> Location:

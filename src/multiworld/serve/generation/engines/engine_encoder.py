@@ -6,7 +6,6 @@ import asyncio
 import base64
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,9 +17,8 @@ import torch
 from torch import Tensor
 
 from multiworld.errors import ModelFailedError
-from multiworld.serve.generation.engines import xllamacpp_server
+from multiworld.serve.generation.engines import llama_cpp, vllm
 from multiworld.serve.generation.engines.engine_args import (
-    flags_of,
     gpu_environment,
     refuse_reserved,
 )
@@ -30,7 +28,6 @@ from multiworld.serve.generation.engines.engine_server import (
     answer_of,
 )
 from multiworld.serve.generation.engines.engine_worker import EXIT_LOST
-from multiworld.serve.generation.engines.llama_cpp import ALL_LAYERS, weights_of
 from multiworld.serve.generation.engines.whole_engine import (
     EngineSettings,
     RunFailedError,
@@ -106,20 +103,19 @@ class EngineEncoder:
 
     def __init__(self, engine: str, settings: EngineSettings) -> None:
         refuse_reserved(settings.args, RESERVED)
-        self._title, self._settings = engine, settings
-        self._command_of = _vllm if engine == VLLM else _llama_cpp
-        self._command_of(settings, 0)
+        self._engine, self._settings = engine, settings
+        _command_of(engine, settings, 0)  # checks the arguments
         self._loop: asyncio.Runner | None = None
         self._server: EngineServer | None = None
 
     def started(self) -> EngineEncoder:
         """Start the server, and wait until it answers."""
         silence_s = 2 * self._settings.hung_s
-        self._server = EngineServer(self._title, silence_s=silence_s)
+        self._server = EngineServer(self._engine, silence_s=silence_s)
         self._loop = asyncio.Runner()  # of this thread
-        command = self._command_of(self._settings, self._server.port)
+        command = _command_of(self._engine, self._settings, self._server.port)
         env = gpu_environment(self._settings, visible_gpus())
-        self._loop.run(self._server.start(command, {**env, "HF_HUB_OFFLINE": "1"}))
+        self._loop.run(self._server.start(command, {**env, **vllm.OFFLINE}))
         watch = threading.Thread(target=self._watch, name="engine watch", daemon=True)
         watch.start()
         return self
@@ -137,19 +133,19 @@ class EngineEncoder:
         assert self._loop is not None
         lengths = tensors["attention_mask"].sum(1).tolist()
         rows = zip(tensors["input_ids"].tolist(), lengths, strict=True)
-        texts = [ids[:length] for ids, length in rows]
+        inputs = [ids[:length] for ids, length in rows]
         body = {
             "model": self._settings.path,
-            "input": texts,
+            "input": inputs,
             "encoding_format": "base64",
         }
         try:
             found = self._loop.run(self._answer(body))
             embedding = torch.stack([_vector(one.embedding) for one in found])
         except (RunFailedError, ValueError, RuntimeError) as error:
-            raise ModelFailedError(f"{self._title} failed: {error}") from error
-        if len(embedding) != len(texts) or not embedding.isfinite().all():
-            raise ModelFailedError(f"{self._title} sent other embeddings than asked")
+            raise ModelFailedError(f"{self._engine} failed: {error}") from error
+        if len(embedding) != len(inputs) or not embedding.isfinite().all():
+            raise ModelFailedError(f"{self._engine} sent other embeddings than asked")
         return {"embedding": embedding}
 
     async def _answer(self, body: Mapping[str, Any]) -> list[_Item]:
@@ -179,29 +175,9 @@ def _vector(text: str) -> Tensor:
     return torch.frombuffer(data, dtype=torch.float32)
 
 
-def _vllm(settings: EngineSettings, port: int) -> list[str]:
-    own: dict[str, Any] = {
-        "model": settings.path,
-        "host": "127.0.0.1",
-        "port": port,
-        "runner": "pooling",
+def _command_of(engine: str, settings: EngineSettings, port: int) -> list[str]:
+    if engine == VLLM:
         # Prompts of one tenant must not be found by another.
-        "enable_prefix_caching": False,
-        "gpu_memory_utilization": settings.gpu_memory_share,
-    }
-    flags = flags_of({**own, **settings.args})
-    python = settings.python or sys.executable
-    return [python, "-m", "vllm.entrypoints.openai.api_server", *flags]
-
-
-def _llama_cpp(settings: EngineSettings, port: int) -> list[str]:
-    own: dict[str, Any] = {
-        "host": "127.0.0.1",
-        "port": port,
-        "embeddings": True,
-        "n_gpu_layers": ALL_LAYERS if settings.device != "cpu" else 0,
-    }
-    flags = flags_of({**own, **settings.args, "model": weights_of(settings)})
-    if not settings.python:
-        return ["llama-server", *flags]
-    return [settings.python, "-P", xllamacpp_server.__file__, *flags]
+        own = {"runner": "pooling", "enable_prefix_caching": False}
+        return vllm.server_command(settings, port, own)
+    return llama_cpp.server_command(settings, port, {"embeddings": True})

@@ -6,6 +6,7 @@ seed of the sequence, the choice and the index. So a sequence continues exactly.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class LlamaCppEngine(TokenServerEngine):
             if not Path(path).expanduser().is_file():
                 raise SpecError(f"adapters: there is no file {path}; give a GGUF file")
         refuse_reserved(settings.args, RESERVED)
-        self._model = weights_of(settings)
+        weights_of(settings)
 
     async def start(self) -> None:
         """Start llama.cpp, and wait until it answers."""
@@ -72,22 +73,36 @@ class LlamaCppEngine(TokenServerEngine):
     def _command(self, port: int) -> list[str]:
         settings = self._settings
         own: dict[str, Any] = {
-            "host": "127.0.0.1",
-            "port": port,
             "parallel": self._parallel,
             "ctx_size": self._context,
             # Prompts of one tenant must not be found by another.
             "cache_ram": 0,
-            "n_gpu_layers": ALL_LAYERS if settings.device != "cpu" else 0,
         }
-        flags = flags_of({**own, **settings.args, "model": self._model})
+        command = server_command(settings, port, own)
         for path in settings.adapters.values():
-            flags += ["--lora", str(Path(path).expanduser())]
+            command += ["--lora", str(Path(path).expanduser())]
         if settings.adapters:
-            flags.append("--lora-init-without-apply")
-        if not settings.python:
-            return ["llama-server", *flags]
-        return [settings.python, "-P", xllamacpp_server.__file__, *flags]
+            command.append("--lora-init-without-apply")
+        return command
+
+
+def server_command(
+    settings: EngineSettings, port: int, own: Mapping[str, Any]
+) -> list[str]:
+    """Return the command line of a server of llama.cpp, with further arguments ``own``.
+
+    Raises:
+        SpecError: There is no GGUF file, or several.
+    """
+    every: dict[str, Any] = {
+        "host": "127.0.0.1",
+        "port": port,
+        "n_gpu_layers": ALL_LAYERS if settings.device != "cpu" else 0,
+    }
+    flags = flags_of({**every, **own, **settings.args, "model": weights_of(settings)})
+    if not settings.python:
+        return ["llama-server", *flags]
+    return [settings.python, "-P", xllamacpp_server.__file__, *flags]
 
 
 def weights_of(settings: EngineSettings) -> str:

@@ -51,6 +51,8 @@ from multiworld.serve.models.huggingface import read_json
 from multiworld.serve.resources.inventory import visible_gpus
 from multiworld.serve.transport.generation_messages import Sampling
 
+OFFLINE = {"HF_HUB_OFFLINE": "1"}  # the model's folder is here already
+
 MODULE, SAMPLER = "multiworld_vllm_sampling", "multiworld_sampler"
 """Names of the modules that vLLM imports; see ``_write_modules``."""
 
@@ -163,29 +165,20 @@ class VllmEngine:
 
     def _command(self, port: int) -> list[str]:
         settings = self._settings
-        python = settings.python or sys.executable
         own: dict[str, Any] = {
-            "model": settings.path,
-            "host": "127.0.0.1",
-            "port": port,
             "enable_scale_out": True,
             "logits_processors": f"{MODULE}:MultiworldSampling",
             "max_num_seqs": settings.max_num_seqs,
             "max_model_len": settings.max_model_len,
             "dtype": settings.dtype,
-            "gpu_memory_utilization": settings.gpu_memory_share,
             **self._lora,
         }
-        flags = flags_of({**own, **settings.args})
-        return [python, "-m", "vllm.entrypoints.openai.api_server", *flags]
+        return server_command(settings, port, own)
 
     def _environment(self) -> dict[str, str]:
         assert self._folder is not None
-        return {
-            "PYTHONPATH": str(self._folder),
-            "HF_HUB_OFFLINE": "1",
-            **gpu_environment(self._settings, visible_gpus()),
-        }
+        found = {"PYTHONPATH": str(self._folder), **OFFLINE}
+        return {**found, **gpu_environment(self._settings, visible_gpus())}
 
     async def wait_lost(self) -> str:
         """Wait until vLLM's server has exited; return why. Measures ``usage``."""
@@ -290,6 +283,21 @@ class VllmEngine:
         if failure.startswith(STRUCTURE):
             raise InvalidRequestError(failure)
         raise ModelFailedError(failure)
+
+
+def server_command(
+    settings: EngineSettings, port: int, own: Mapping[str, Any]
+) -> list[str]:
+    """Return the command line of a server of vLLM, with further arguments ``own``."""
+    every: dict[str, Any] = {
+        "model": settings.path,
+        "host": "127.0.0.1",
+        "port": port,
+        "gpu_memory_utilization": settings.gpu_memory_share,
+    }
+    flags = flags_of({**every, **own, **settings.args})
+    python = settings.python or sys.executable
+    return [python, "-m", "vllm.entrypoints.openai.api_server", *flags]
 
 
 def lora_arguments(adapters: Mapping[str, str], *, is_cpu: bool) -> dict[str, Any]:
