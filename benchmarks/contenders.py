@@ -256,6 +256,25 @@ class OneWorld:
         self._runner.close()
 
 
+class ByName(OneWorld):
+    """A world of two behind ``WorldCommunicator``, the interface of pymultiworld."""
+
+    def ping(self, tensor: Tensor, count: int, *, is_first: bool) -> None:
+        """Make ``count`` round trips."""
+        worlds, peer = self.manager.communicator, self._peer
+
+        async def run() -> None:
+            for _ in range(count):
+                if is_first:
+                    await worlds.send(tensor, peer, "bench")
+                    await worlds.recv(tensor, peer, "bench")
+                else:
+                    await worlds.recv(tensor, peer, "bench")
+                    await worlds.send(tensor, peer, "bench")
+
+        self._runner.run(run())
+
+
 class Unspun(OneWorld):
     """A world of two whose receives never spin before they sleep in the selector."""
 
@@ -465,6 +484,7 @@ MAKERS: dict[str, Maker] = {
     "gloo, asyncio": GlooInThreads,
     "world, gloo": lambda rank, port: OneWorld(rank, port, "gloo"),
     "world, direct": OneWorld,
+    "by name": ByName,
     "no spin": Unspun,
     "unwatched": lambda rank, port: OneWorld(rank, port, is_watched=False),
     "unix socket": lambda rank, port: RawSocket(rank, port, "unix"),

@@ -28,6 +28,9 @@ STREAM, TRIP, UNKNOWN = "stream", "round trip", "stream, shape unknown"
 ENDS = ("pymultiworld", "ucxx", "nixl")
 """Contenders that need an environment of their own."""
 
+TRIPS_ONLY = ("by name", "no spin")
+"""Contenders whose streams would be those of ``world, direct``."""
+
 SLOW = ("gloo, asyncio", "pymultiworld")
 """Contenders that send a quarter of the messages, to save time."""
 
@@ -85,7 +88,7 @@ def _measure(
             reporter.sample(STREAM, size, name, "messages/s", count / took)
         return
     _meet(rival, rank)
-    if name != "no spin":
+    if name not in TRIPS_ONLY:
         took = stream(rank, rival, tensor, count, is_known=True)
         reporter.sample(STREAM, size, name, "messages/s", count / took)
     if name.startswith(("world", "unwatched")):

@@ -3,37 +3,60 @@
 Of two random replicas, the one with less work in flight gets it. This is nearly as even
 as comparing all replicas, and senders that know only their own work in flight do not
 all rush to the same replica (Mitzenmacher, "The Power of Two Choices in Randomized Load
-Balancing", 2001). Work of a session goes to the replica chosen by rendezvous hashing
-(Thaler and Ravishankar, 1998), so adding or removing a replica moves few sessions.
+Balancing", 2001). Work of a session goes to the session's home, so adding or removing a
+replica moves few sessions.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
+Of = TypeVar("Of")
 Chance = Callable[[], float]  # random numbers in [0, 1)
 
 
+PROBES = 21  # of a session; the fullest replica gets 1.05 times its share
+BYTES = 8  # of a point
+CIRCLE = 256**BYTES
+
+
 def choose(
-    candidates: Sequence[str],
-    load: Mapping[str, int],
-    chance: Chance,
-    session: str | None = None,
-) -> str | None:
+    candidates: Sequence[Of], load: Callable[[Of], int], chance: Chance
+) -> Of | None:
     """Return the replica that gets the work, or None without candidates."""
-    if not candidates:
-        return None
-    if session is not None:
-        return max(candidates, key=lambda name: affinity(session, name))
-    if len(candidates) == 1:
-        return candidates[0]
+    if len(candidates) < 2:
+        return candidates[0] if candidates else None
     first = int(chance() * len(candidates))
     second = (first + 1 + int(chance() * (len(candidates) - 1))) % len(candidates)
-    one, other = candidates[first], candidates[second]
-    return one if load.get(one, 0) <= load.get(other, 0) else other
+    return min(candidates[first], candidates[second], key=load)
 
 
-def affinity(session: str, name: str) -> bytes:
-    """Return how much a session prefers a replica: the highest value wins."""
-    return hashlib.blake2b(f"{session}\0{name}".encode(), digest_size=8).digest()
+class HashRing:
+    """The homes of sessions: one point per replica, several probes per session.
+
+    The replica wins whose point follows a probe most closely (Appleton and O'Reilly,
+    "Multi-probe consistent hashing", 2015).
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._ring = sorted((_points(name, 1)[0], name) for name in names)
+        self._points = [point for point, _ in self._ring]
+
+    def home(self, session: str) -> str:
+        """Return the replica of a session; empty without replicas."""
+        best, home = CIRCLE, ""
+        for probe in _points(session, PROBES) if self._ring else ():
+            point, name = self._ring[bisect(self._points, probe) % len(self._ring)]
+            distance = (point - probe) % CIRCLE
+            if distance < best:
+                best, home = distance, name
+        return home
+
+
+def _points(text: str, count: int) -> list[int]:
+    bits = hashlib.shake_128(text.encode()).digest(BYTES * count)
+    ends = range(BYTES, len(bits) + 1, BYTES)
+    return [int.from_bytes(bits[end - BYTES : end], "big") for end in ends]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from multiworld.serve.core.load_balancer import HashRing
 from multiworld.serve.transport.routing_table import (
     Replica,
     ReplicaState,
@@ -20,25 +21,30 @@ class ReplicaView:
         # Replicas that have not been heard of.
         self.silent: frozenset[str] = frozenset()
         self._usable: dict[tuple[str, str, int], tuple[Replica, ...]] = {}
+        self._rings: dict[tuple[str, str, int], HashRing] = {}
 
     def table_changed(self, table: RoutingTable) -> None:
         self.table = table
+        self._forget()
+
+    def _forget(self) -> None:
         self._usable.clear()
+        self._rings.clear()
 
     def connect(self, name: str) -> None:
         self.connected.add(name)
-        self._usable.clear()
+        self._forget()
 
     def disconnect(self, name: str) -> None:
         self.connected.discard(name)
         self.silent -= {name}
-        self._usable.clear()
+        self._forget()
 
     def set_silent(self, names: Iterable[str]) -> None:
         silent = frozenset(names)
         if silent != self.silent:
             self.silent = silent
-            self._usable.clear()
+            self._forget()
 
     def state(self, name: str) -> ReplicaState | None:
         known = self.table.replicas.get(name)
@@ -57,6 +63,14 @@ class ReplicaView:
             found = tuple(r for r in replicas if self.is_usable(r.name))
             self._usable[key] = found
         return found
+
+    def home(self, model: str, version: str, stage: int, session: str) -> str:
+        """Return the usable replica that a session prefers; empty: none is usable."""
+        key = model, version, stage
+        ring = self._rings.get(key)
+        if ring is None:
+            ring = self._rings[key] = HashRing(r.name for r in self.usable(*key))
+        return ring.home(session)
 
     def connected_at(self, model: str, version: str, stage: int) -> list[Replica]:
         """Return the connected replicas of a stage, in any state."""

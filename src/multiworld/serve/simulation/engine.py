@@ -262,7 +262,7 @@ class Pipeline:
         limit = self._model.stages[k].window * max(1, senders)
         while queue:
             open_ = [n for n, r in by_name.items() if len(r.queue) < limit]
-            name = choose(open_, load, self._chance)
+            name = choose(open_, load.__getitem__, self._chance)
             if name is None:
                 return
             request = queue.popleft()

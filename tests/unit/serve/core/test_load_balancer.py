@@ -1,19 +1,25 @@
-"""Choosing a replica by two random choices, or by session."""
+"""Choosing a replica by two random choices, and homes of sessions."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 
-from multiworld.serve.core.load_balancer import choose
+import pytest
+
+from multiworld.serve.core.load_balancer import HashRing, choose
 
 
 def test_choose_when_two_then_the_one_with_less_work() -> None:
     """For any random numbers."""
     for seed in range(20):
-        assert choose(["a", "b"], {"a": 3, "b": 1}, random.Random(seed).random) == "b"
-    assert choose([], {}, random.random) is None
-    assert choose(["a"], {"a": 9}, random.random) == "a"
+        assert (
+            choose("ab", {"a": 3, "b": 1}.__getitem__, random.Random(seed).random)
+            == "b"
+        )
+    assert choose((), len, random.random) is None
+    assert choose(["a"], len, random.random) == "a"
 
 
 def test_choose_spreads_evenly() -> None:
@@ -21,19 +27,35 @@ def test_choose_spreads_evenly() -> None:
     draw = random.Random(7)
     load: Counter[str] = Counter()
     for _ in range(1000):
-        name = choose(list("abcde"), load, draw.random)
+        name = choose("abcde", load.__getitem__, draw.random)
         assert name is not None
         load[name] += 1
     assert max(load.values()) - min(load.values()) <= 10
 
 
-def test_choose_when_session_then_it_stays_while_others_come_and_go() -> None:
-    """Only sessions of the removed replica move."""
-    names = [f"n{number}" for number in range(6)]
-    sessions = [f"s{number}" for number in range(200)]
-    before = {s: choose(names, {}, random.random, s) for s in sessions}
-    after = {s: choose(names[1:], {}, random.random, s) for s in sessions}
-    assert {s for s in sessions if before[s] != after[s]} == {
-        s for s in sessions if before[s] == names[0]
-    }
-    assert len(set(before.values())) == 6
+def homes(names: Iterable[str], sessions: int) -> dict[str, str]:
+    ring = HashRing(names)
+    return {f"s{n}": ring.home(f"s{n}") for n in range(sessions)}
+
+
+@pytest.mark.parametrize("count", [2, 6, 300])
+def test_homes_when_a_replica_goes_then_its_sessions_move_alone(count: int) -> None:
+    """Whatever the number of replicas and the order in which they are listed."""
+    names = [f"n{number}" for number in range(count)]
+    before, after = homes(reversed(names), 3000), homes(names[1:], 3000)
+    moved = {session for session in before if before[session] != after[session]}
+    assert moved == {session for session in before if before[session] == names[0]}
+
+
+@pytest.mark.parametrize("count", [2, 6, 30])
+def test_homes_are_spread_evenly(count: int) -> None:
+    """No replica gets much more than its share."""
+    found = Counter(homes((f"n{n}" for n in range(count)), 3000).values())
+    assert len(found) == count
+    assert max(found.values()) < 1.4 * 3000 / count
+
+
+def test_home_without_replicas_is_none() -> None:
+    """And with one it is that one."""
+    assert HashRing([]).home("s") == ""
+    assert HashRing(["a"]).home("s") == "a"

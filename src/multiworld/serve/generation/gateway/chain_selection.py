@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from multiworld.serve.core.load_balancer import affinity
 from multiworld.serve.core.replica_view import ReplicaView
 from multiworld.serve.generation.gateway.stream import Chain, Stream
 from multiworld.serve.generation.prefixes import TOKENS_PER_STREAM, PrefixRoutes
@@ -25,6 +23,8 @@ HOME = 2
 # steps of one stage-0 replica also gets those of a second. Each stage-0 replica sends
 # its own step for every token, which costs about as much as nine tokens.
 SPLIT = 4
+# Random replicas of a stage that are compared for a new stream, where there are more.
+COMPARED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +207,10 @@ class ChainSelection:
         is_same = known is not None and known.version == version
         return name if is_there and is_same else None
 
-    def _candidates(self, stream: Stream, version: str, stage: int) -> list[Replica]:
-        usable = [*self.view.usable(stream.model, version, stage)]
+    def _candidates(
+        self, stream: Stream, version: str, stage: int
+    ) -> Sequence[Replica]:
+        usable = self.view.usable(stream.model, version, stage)
         wanted = stream.via.get(stage)
         if usable and wanted is None:
             return usable
@@ -228,13 +230,15 @@ class ChainSelection:
         without: str,
     ) -> str | None:
         found = self._candidates(stream, version, stage)
-        usable = [r for r in found if r.name != without]
-        same = stream.fingerprints.get(stage)
-        usable = [r for r in usable if same in (None, r.fingerprint)] or usable
         known = self._prefix_routes.matches(stream.prefixes, stage)
         home = ""
-        if stream.session and usable:
-            home = max((r.name for r in usable), key=partial(affinity, stream.session))
+        if stream.session:
+            home = self.view.home(stream.model, version, stage, stream.session)
+        same = stream.fingerprints.get(stage)
+        if same is None and len(found) > COMPARED:
+            found = self._some(found, [*known, home])
+        usable = [r for r in found if r.name != without]
+        usable = [r for r in usable if same in (None, r.fingerprint)] or usable
 
         def cost(replica: Replica) -> tuple[float, float]:
             saved = known.get(replica.name, 0) * PREFIX_BLOCK / TOKENS_PER_STREAM
@@ -243,3 +247,11 @@ class ChainSelection:
             return self.load[replica.name] + SPLIT * splits - saved, self._chance()
 
         return min(usable, key=cost).name if usable else None
+
+    def _some(self, found: Sequence[Replica], names: Iterable[str]) -> list[Replica]:
+        """Return some random replicas of a stage, and the usable ones of ``names``."""
+        drawn = [found[int(self._chance() * len(found))] for _ in range(COMPARED)]
+        replicas, one = self.view.table.replicas, found[0]
+        named = [replicas[name] for name in names if self.view.is_usable(name)]
+        stage = one.model, one.version, one.stage
+        return drawn + [r for r in named if (r.model, r.version, r.stage) == stage]

@@ -57,6 +57,7 @@ from multiworld.serve.inference.gateway.events import (
 from multiworld.serve.inference.gateway.records import AttemptState, Queue, Request
 from multiworld.serve.transport.inference_messages import Attempt
 from multiworld.serve.transport.routing_table import (
+    Replica,
     Route,
     first_ready,
 )
@@ -530,15 +531,22 @@ class Router:
             return self._probe_target(request.job, via, route)
         if not can_send:
             return None
-        usable = [
-            r.name for r in self._view.usable(request.job.model, route.version, 0)
-        ]
-        load = {name: len(self._held.get(name, ())) for name in usable}
-        open_ = [n for n in usable if load[n] < route.max_ongoing_requests]
-        if request.job.session is None:
-            return choose(open_, load, self._chance)
-        chosen = choose(usable, load, self._chance, request.job.session)
-        return chosen if chosen in open_ else None
+        stage, limit = (request.job.model, route.version, 0), route.max_ongoing_requests
+        if request.job.session is not None:
+            home = self._view.home(*stage, request.job.session)
+            return home if home and self._load(home) < limit else None
+        usable = self._view.usable(*stage)
+        chosen = choose(usable, self._load_of, self._chance)
+        if chosen is not None and self._load_of(chosen) >= limit:
+            usable = tuple(r for r in usable if self._load_of(r) < limit)
+            chosen = choose(usable, self._load_of, self._chance)
+        return None if chosen is None else chosen.name
+
+    def _load(self, replica: str) -> int:
+        return len(self._held.get(replica, ()))
+
+    def _load_of(self, replica: Replica) -> int:
+        return self._load(replica.name)
 
     def _probe_target(
         self, job: Submitted, via: dict[int, str], route: Route
@@ -551,7 +559,7 @@ class Router:
         candidates = first_ready(
             [r for r in replicas if r.name not in self._view.silent]
         )
-        return choose(candidates, self.load(), self._chance)
+        return choose(candidates, self._load, self._chance)
 
     def _missing(self, model: str, route: Route) -> list[int]:
         return self._view.missing(model, route.version)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from multiworld.serve.core.load_balancer import Chance, choose
+from multiworld.serve.core.load_balancer import Chance, HashRing, choose
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, FairQueue, Share
 from multiworld.serve.transport.inference_messages import NOTHING_SPENT, Spent
 from multiworld.serve.transport.protocol import Key
@@ -177,7 +177,11 @@ class Forwarder:
             candidates = by_state[ReplicaState.DRAINING]
             if piece.via is not None:
                 candidates = candidates or by_state[ReplicaState.STARTING]
-        chosen = choose(candidates, load, self._chance, piece.session)
+        chosen: str | None
+        if piece.session is None:
+            chosen = choose(candidates, load.__getitem__, self._chance)
+        else:
+            chosen = HashRing(candidates).home(piece.session) or None
         if piece.via is not None:
             return chosen  # other work may be waiting for this probe to arrive
         return chosen if load.get(chosen or "", 0) < self._credit else None

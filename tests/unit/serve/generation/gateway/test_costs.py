@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -69,7 +70,11 @@ class Bench:
         return self.router.handle(event, self.now)
 
     def open(
-        self, number: int, limits: TimeLimits = NO_LIMITS, deadline_s: float = 1e6
+        self,
+        number: int,
+        limits: TimeLimits = NO_LIMITS,
+        deadline_s: float = 1e6,
+        **options: Any,
     ) -> None:
         one = Stream(
             *(number, "m", "1", [1] * 9, 9, Sampling(max_tokens=99)),
@@ -77,6 +82,7 @@ class Bench:
             {},
             limits,
             self.now,
+            **options,
         )
         self.handle(Opened(one))
 
@@ -121,6 +127,42 @@ def work_while_they_wait(streams: int) -> list[int]:
 def test_work_for_a_tick_does_not_grow_with_the_streams_that_wait() -> None:
     """Whether replicas keep parts of them or not."""
     assert work_while_they_wait(1000) == work_while_they_wait(10)
+
+
+def work_for_an_arrival(replicas: int, session: str) -> int:
+    """Return the lines of code for a new stream, the second of its session."""
+    bench = Bench(replicas, replicas)
+    bench.open(1, session=session)
+    return lines_of(partial(bench.open, 2, session=session))
+
+
+@pytest.mark.parametrize("session", ["", "a"])
+def test_work_for_an_arrival_does_not_grow_with_the_replicas(session: str) -> None:
+    """Whether it belongs to a session or not."""
+    few, many = (work_for_an_arrival(n, session) for n in (100, 1000))
+    assert many < few + 10  # which replica is drawn takes a line or two
+
+
+def test_streams_are_spread_evenly_over_many_replicas() -> None:
+    """Though not all of them are compared."""
+    with recorded(stream_router, ChainSelection) as made:
+        Bench(300, 300, streams=900)
+    assert set(made[0].load.values()) <= {2, 3, 4, 5}
+
+
+def test_streams_go_to_their_prefix_and_their_home_among_many_replicas() -> None:
+    """Where these are not among those that are drawn."""
+    bench = Bench(300, 300)
+    for number in range(0, 40, 2):
+        prefixes = [bytes([number])]
+        bench.open(number, prefixes=prefixes * 9)
+        bench.open(number + 1, prefixes=prefixes * 9)
+        one, other = (bench.router.streams[n] for n in (number, number + 1))
+        assert one.chain == other.chain
+    for number in range(100, 110):
+        bench.open(number, session="x")
+    homes = [bench.router.streams[n].chain[0] for n in (100, 101)]
+    assert homes[0] == homes[1] == bench.router.view.home("m", "1", 0, "x")
 
 
 def choices_while_draining(streams: int, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -49,6 +49,7 @@ from multiworld.serve.transport.routing_table import (
     Route,
     RoutingTable,
 )
+from tests.lines import lines_of
 
 READY = ReplicaState.READY
 
@@ -127,6 +128,32 @@ def test_request_goes_through_and_is_delivered_once() -> None:
     assert run.handle(Answered((1, 1), True)) == []
     assert len(run.router) == 0
     assert run.router.load() == {"a": 0, "b": 0}
+
+
+def test_the_only_replica_with_room_is_found() -> None:
+    """Among many full ones, where two random ones are compared."""
+    names = [f"r{number}" for number in range(50)]
+    run = Run(table(names, ongoing=1))
+    assert {dispatched(run.submit(n))[0][0] for n in range(50)} == set(names)
+    assert not dispatched(run.submit(50))
+
+
+@pytest.mark.parametrize("session", [None, "a"])
+def test_work_for_a_request_does_not_grow_with_the_replicas(
+    session: str | None,
+) -> None:
+    """While those that are compared have room."""
+
+    def lines(count: int) -> int:
+        run = Run(table([f"r{number}" for number in range(count)]))
+        first, other = (
+            Submitted(number=n, model="m", deadline_at=9.0, session=session)
+            for n in (1, 2)
+        )
+        run.handle(first)
+        return lines_of(lambda: run.router.handle(other, 0.0))
+
+    assert lines(1000) < lines(10) + 10
 
 
 def test_finished_attempt_is_not_suspected_when_its_replica_dies_later() -> None:
