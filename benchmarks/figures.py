@@ -253,6 +253,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "trip_4k_gloo": lambda: number(p2p(TRIP, KB4, PLAIN).median),
     "trip_4k_to_gloo": lambda: to(p2p(TRIP, KB4), p2p(TRIP, KB4, PLAIN)),
     "trip_4k_no_spin": lambda: to(p2p(TRIP, KB4, "no spin"), p2p(TRIP, KB4, PLAIN)),
+    "trip_4k_by_name": lambda: to(p2p(TRIP, KB4, "by name"), p2p(TRIP, KB4)),
+    "trip_4k_to_socket": lambda: to(p2p(TRIP, KB4), p2p(TRIP, KB4, "unix socket")),
     "trip_4k_ucxx": lambda: number(p2p(TRIP, KB4, "ucxx").median),
     "trip_4k_to_ucxx": lambda: to(p2p(TRIP, KB4), p2p(TRIP, KB4, "ucxx")),
     "trip_4m_to_nixl": lambda: to(p2p(TRIP, MB4), p2p(TRIP, MB4, "nixl")),

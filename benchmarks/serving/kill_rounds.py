@@ -48,6 +48,11 @@ CONTROL = "tokens different though nothing was killed"
 PAUSE, TOKEN = "longest pause of a stream at a kill", "time for a token"
 """Measurements; the last one is without kills."""
 
+CALM = "longest pause of a stream, undisturbed, in tokens"
+MOVED = "longest pause of a stream at a planned move, in tokens"
+MOVED_WRONG = "tokens wrong or missing at a planned move"
+"""Measurements; a pause counts in times that the stream takes for a token else."""
+
 OF_TOKENS = {"return_token_ids": True, "ignore_eos": True}
 """Fields of vLLM's that servers of text may not know."""
 
@@ -64,15 +69,15 @@ class Text:
 
     Attributes:
         tokens: Tokens by choice.
-        gaps_s: Times between two events.
+        gaps_s: Times between two events of a choice.
         is_cut: Whether it ended early.
-        last_at: Time of the last event, on the monotonic clock.
+        last_at: Time of the last event of each choice, on the monotonic clock.
     """
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     gaps_s: list[float] = field(default_factory=list)
     is_cut: bool = False
-    last_at: float | None = None
+    last_at: dict[int, float] = field(default_factory=dict)
 
     def wrong(self, wanted: Text) -> int:
         """Return how many tokens are missing or other than wanted."""
@@ -82,6 +87,12 @@ class Text:
             pairs = zip(mine, tokens, strict=False)
             found += sum(a != b for a, b in pairs) + abs(len(tokens) - len(mine))
         return found
+
+    def pause(self) -> float:
+        """Return the longest pause, in times of a token."""
+        if not self.gaps_s:
+            return 0.0
+        return max(self.gaps_s) / statistics.median(self.gaps_s)
 
 
 @dataclass(slots=True)
@@ -96,6 +107,8 @@ class Front:
         kinds: Kinds of requests to send.
         kill: Kills a process that computes.
         heal: Waits until all servers are back.
+        move: Takes a replica away as planned; None: the front has no such thing.
+        undo_move: Brings it back.
     """
 
     name: str
@@ -103,6 +116,8 @@ class Front:
     model: str
     kill: Callable[[], Awaitable[None]]
     heal: Callable[[], Awaitable[None]]
+    move: Callable[[], Awaitable[None]] | None = None
+    undo_move: Callable[[], Awaitable[None]] | None = None
     is_proxied: bool = False
     is_text: bool = False
     kinds: tuple[str, ...] = tuple(KINDS)
@@ -122,14 +137,17 @@ async def measure(
                 ("sample", (TOKEN, len(front.kinds), front.name, "ms", 1000 * token_s))
             )
             for _ in range(rounds):
-                for kind, one in (await _round(http, front)).items():
+                found = await _round(http, front)
+                calm = max(one.pause() for one in found.values())
+                on_step(("sample", (CALM, len(front.kinds), front.name, "", calm)))
+                for kind, one in found.items():
                     different = float(one.wrong(wanted[kind]))
                     name = f"{CONTROL}: {kind}"
                     on_step(("sample", (name, 1, front.name, "", different)))
             for number in range(rounds):
                 text = f"{front.name}, kill {number + 1} of {rounds}"
                 on_step(("step", (number / rounds, text)))
-                found = await _round(http, front, draw.uniform(*DELAY_S))
+                found = await _round(http, front, draw.uniform(*DELAY_S), front.kill)
                 for kind, one in found.items():
                     cut, wrong = int(one.is_cut), one.wrong(wanted[kind])
                     for what, value in ((CUT, cut), (WRONG, wrong)):
@@ -139,19 +157,46 @@ async def measure(
                 sample = (PAUSE, len(front.kinds), front.name, "ms", 1000 * longest_s)
                 on_step(("sample", sample))
                 await front.heal()
+            await _measure_moves(http, front, wanted, rounds, draw, on_step)
+
+
+async def _measure_moves(
+    http: aiohttp.ClientSession,
+    front: Front,
+    wanted: dict[str, Text],
+    rounds: int,
+    draw: random.Random,
+    on_step: OnStep,
+) -> None:
+    if front.move is None or front.undo_move is None:
+        return
+    for number in range(rounds):
+        text = f"{front.name}, planned move {number + 1} of {rounds}"
+        on_step(("step", (number / rounds, text)))
+        found = await _round(http, front, draw.uniform(*DELAY_S), front.move)
+        for kind, one in found.items():
+            wrong = float(one.wrong(wanted[kind]))
+            name = f"{MOVED_WRONG}: {kind}"
+            on_step(("sample", (name, 1, front.name, "", wrong)))
+        longest = max(one.pause() for one in found.values())
+        on_step(("sample", (MOVED, len(front.kinds), front.name, "", longest)))
+        await front.undo_move()
 
 
 async def _round(
-    http: aiohttp.ClientSession, front: Front, kill_after_s: float | None = None
+    http: aiohttp.ClientSession,
+    front: Front,
+    after_s: float = 0.0,
+    disturb: Callable[[], Awaitable[None]] | None = None,
 ) -> dict[str, Text]:
     """Run one stream of each kind at once; return what their clients have."""
     tasks = {
         kind: asyncio.ensure_future(_stream(http, front, place, kind))
         for place, kind in enumerate(front.kinds)
     }
-    if kill_after_s is not None:
-        await asyncio.sleep(kill_after_s)
-        await front.kill()
+    if disturb is not None:
+        await asyncio.sleep(after_s)
+        await disturb()
     return {kind: await task for kind, task in tasks.items()}
 
 
@@ -203,10 +248,10 @@ async def _read(
             if "error" in event:
                 raise EOFError(str(event["error"]))
             now = time.monotonic()
-            if text.last_at is not None:
-                text.gaps_s.append(now - text.last_at)
-            text.last_at = now
             for choice in event.get("choices", ()):
+                if choice["index"] in text.last_at:
+                    text.gaps_s.append(now - text.last_at[choice["index"]])
+                text.last_at[choice["index"]] = now
                 tokens = choice.get("token_ids")
                 if tokens is None:
                     tokens = [*map(ord, choice.get("text") or "")]

@@ -6,7 +6,8 @@ two of vLLM as replicas of ours (``engine: vllm``); and three stages of ours. Gr
 sampled, penalised and structured streams and one of two choices run at once. In each
 round a process that computes is killed, at a drawn time, and the tokens are compared
 with those of undisturbed streams of the same front. As many rounds without a kill show
-what an engine does differently by itself. The proxy is part of the client, so
+what an engine does differently by itself. Our fronts also lose a replica as planned, by
+scaling in while the streams run. The proxy is part of the client, so
 it costs no time of its own.
 """
 
@@ -20,6 +21,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from benchmarks.serving import others, services
 from benchmarks.serving.kill_rounds import Front, OnStep, measure
 from benchmarks.serving.others import VLLM
 from benchmarks.suites.kills import BACK_S, SETTLED_S, victim_of, wait_whole, worker_of
+from multiworld.serve.control.answers import Scaled
 from multiworld.serve.control.client import Service
 from multiworld.serve.models import smollm2
 
@@ -52,7 +55,7 @@ def run(options: Options, on_step: OnStep) -> None:
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         scratch = Path(name) / "stages"
         scratch.mkdir()
-        with _ours(STAGES, _stages(folder), scratch, draw) as front:
+        with _ours(STAGES, _stages(folder), "middle", scratch, draw) as front:
             _measured([front], options.rounds, draw, on_step)
         if VLLM not in options.apart:
             return
@@ -60,13 +63,16 @@ def run(options: Options, on_step: OnStep) -> None:
         scratch = Path(name) / "behind"
         scratch.mkdir()
         on_step(("step", (0.2, f"starting {BEHIND} (may take minutes)")))
-        with _ours(BEHIND, _engine(folder, python), scratch, draw) as front:
+        with _ours(BEHIND, _engine(folder, python), "0", scratch, draw) as front:
             _measured([front], options.rounds, draw, on_step)
         on_step(("step", (0.6, f"starting {PLAIN} (may take minutes)")))
         servers = Servers(python, folder, Path(name), stack, draw)
         fronts = [
-            Front(who, servers.urls, str(folder), servers.kill, servers.heal, proxied)
-            for who, proxied in ((PLAIN, False), (PROXY, True))
+            Front(
+                *(who, servers.urls, str(folder), servers.kill, servers.heal),
+                is_proxied=is_proxied,
+            )
+            for who, is_proxied in ((PLAIN, False), (PROXY, True))
         ]
         _measured(fronts, options.rounds, draw, on_step)
 
@@ -103,7 +109,7 @@ def _engine(folder: Path, python: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _ours(
-    name: str, model: dict[str, Any], scratch: Path, draw: random.Random
+    name: str, model: dict[str, Any], stage: str, scratch: Path, draw: random.Random
 ) -> Iterator[Front]:
     spec = {"app": "bench", "models": {"m": model}, "gateway": {"port": 0}}
     model["deadline_s"] = 300.0
@@ -117,7 +123,16 @@ def _ours(
         async def heal() -> None:
             await asyncio.to_thread(wait_whole, service)
 
-        yield Front(name, [url], "m", kill, heal)
+        async def scale(replicas: int) -> None:
+            what = {"model": "m", "stage": stage, "replicas": replicas}
+            await asyncio.to_thread(service.ask, "POST", "/scale", Scaled, json=what)
+
+        async def undo_move() -> None:
+            await scale(2)
+            await heal()
+
+        move = partial(scale, 1)
+        yield Front(name, [url], "m", kill, heal, move, undo_move)
 
 
 class Servers:

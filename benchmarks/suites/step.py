@@ -3,6 +3,7 @@
 Steps of one stage with two threads, in this process, without messages: products (with
 the scaling of int8), attention, norms, sampling, and the rest, which is rotations,
 activations, additions and Python. Every sequence has a context of about 160 tokens.
+int8 is measured in the deterministic mode, too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,16 @@ from torch import Tensor, nn
 
 from benchmarks.members import Options, Step
 from multiworld.serve.generation.models import decoder_stage
+from multiworld.serve.generation.replica.batch_invariant_attention import (
+    PIECE,
+    InvariantAttention,
+)
+from multiworld.serve.generation.replica.batch_invariant_elements import (
+    make_elements_invariant,
+)
+from multiworld.serve.generation.replica.batch_invariant_sizes import (
+    make_linears_invariant,
+)
 from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
 from multiworld.serve.generation.replica.sampler import TokenHistory, sample
 from multiworld.serve.models import smollm2
@@ -26,7 +37,8 @@ from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.models.span import Span
 from multiworld.serve.transport.generation_messages import Sampling
 
-DTYPES, STREAMS, THREADS = ("float32", "int8"), (1, 4, 16), 2
+STREAMS, THREADS = (1, 4, 16), 2
+FLOAT, INT8, EQUAL = MODES = "float32", "int8", "int8, deterministic"
 LAYERS, PROMPT, STEPS = 30, 128, 60
 
 ALL = "all"
@@ -74,32 +86,42 @@ def run(options: Options, on_step: OnStep) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     try:
-        stages = {dtype: _stage(folder, dtype) for dtype in DTYPES}
+        stages = {mode: _stage(folder, mode) for mode in MODES}
         for number in range(options.rounds):
             for streams in STREAMS:
                 on_step(("step", (number / options.rounds, f"{streams} streams")))
-                for dtype, (stage, clock) in stages.items():
-                    for part, ms in _measure(stage, clock, streams).items():
-                        kind = f"{dtype}: parts by streams"
+                for mode, (stage, clock) in stages.items():
+                    make = KvCache if mode != EQUAL else _invariant_cache
+                    for part, ms in _measure(stage, clock, streams, make).items():
+                        kind = f"{mode}: parts by streams"
                         on_step(("sample", (kind, streams, part, "ms", ms)))
     finally:
         torch.set_num_threads(threads)
 
 
-def _stage(folder: Path, dtype: str) -> tuple[Any, Clock]:
-    quantization = None if dtype == "float32" else dtype
+def _invariant_cache() -> KvCache:
+    return KvCache(attention=InvariantAttention, granule=PIECE)
+
+
+def _stage(folder: Path, mode: str) -> tuple[Any, Clock]:
+    quantization = None if mode == FLOAT else INT8
     span, clock = Span(0, LAYERS, LAYERS), Clock()
     stage: Any = decoder_stage.load(folder, span, "float32", "cpu", quantization)
     with torch.inference_mode():
         pack_linears(stage)
+        if mode == EQUAL:
+            make_linears_invariant(stage)
+            make_elements_invariant(stage)
     _watch(stage, clock)
     return stage, clock
 
 
 @torch.inference_mode()
-def _measure(stage: Any, clock: Clock, streams: int) -> dict[str, float]:
+def _measure(
+    stage: Any, clock: Clock, streams: int, make: Callable[[], KvCache]
+) -> dict[str, float]:
     """Return the milliseconds of each part, and of all."""
-    cache = KvCache()
+    cache = make()
     prompt = torch.randint(0, 40_000, (PROMPT,)).tolist()
     histories = [TokenHistory(Sampling(seed=n), prompt, PROMPT) for n in range(streams)]
     for number in range(streams):

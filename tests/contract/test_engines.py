@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from multiworld.serve.generation.engines import openai_servers as openai_adapter
+from multiworld.serve.generation.engines import server_choice
 from multiworld.serve.generation.engines.engine_process import EngineProcess, free_port
 from multiworld.serve.generation.engines.engine_worker import (
     EXIT_LOST,
@@ -339,7 +339,7 @@ async def test_replica_leaves_for_a_server_that_serves_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that each server has one, after an outage of some of them."""
-    monkeypatch.setattr(openai_adapter, "LOOK_S", 0.1)
+    monkeypatch.setattr(server_choice, "LOOK_S", 0.1)
     late = free_port()
     urls = [server_of_somebody_else(folder), f"http://127.0.0.1:{late}"]
     first, second = (whole(OpenAiEngine, folder, args={"urls": urls}) for _ in range(2))

@@ -333,7 +333,7 @@ class ModelSpec(_Strict):
     own, by its name here, and by the same replicas. Values are folders (`vllm`), GGUF
     files (`llama.cpp`), or names at the servers (`openai`)."""
     embeddings: bool = False
-    """With `engine: vllm` or `llama.cpp`: the engine embeds texts, behind
+    """With `engine: vllm`, `llama.cpp` or `openai`: the engine embeds texts, behind
     `/v1/embeddings`, and generates none. All of its arguments are in `engine_args`."""
     exact: bool = True
     """With `engine: openai`: a stream continues with the tokens of an undisturbed one,
@@ -494,8 +494,11 @@ class ModelSpec(_Strict):
 
     def _check_embeddings(self) -> None:
         """Refuse what an engine that embeds has no use for."""
-        if self.engine not in (VLLM, LLAMA_CPP):
-            raise ValueError("embeddings: true needs engine: vllm or llama.cpp")
+        if self.engine not in (VLLM, LLAMA_CPP, OPENAI):
+            known = f"{VLLM}, {LLAMA_CPP} or {OPENAI}"
+            raise ValueError(f"embeddings: true needs engine: {known}")
+        if not self.exact:
+            raise ValueError("exact: false has no effect on embeddings; remove it")
         if self.generation is not None or self.adapters:
             raise ValueError(
                 "embeddings: true generates no text; remove generation and adapters"

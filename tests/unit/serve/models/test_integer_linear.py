@@ -11,8 +11,12 @@ import torch
 from torch import nn
 
 from multiworld.errors import ModelFailedError
+from multiworld.serve.models import integer_linear as integers
 from multiworld.serve.models.integer_linear import (
+    Fbgemm,
     IntegerLinear,
+    Kernel,
+    OneDnn,
     quantize_linears,
 )
 from multiworld.serve.models.meter import parameter_bytes
@@ -25,6 +29,22 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+NEEDS_FBGEMM = pytest.mark.skipif(
+    "fbgemm" not in torch.backends.quantized.supported_engines,
+    reason="torch has no FBGEMM on this processor",
+)
+
+
+@pytest.fixture(params=[OneDnn, pytest.param(Fbgemm, marks=NEEDS_FBGEMM)])
+def kernel(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> type[Kernel]:
+    """Use this kernel alone, whatever the processor is."""
+    monkeypatch.setattr(integers, "kernels", lambda: [request.param])
+    made: type[Kernel] = request.param
+    return made
 
 
 def waves(rows: int, columns: int) -> torch.Tensor:
@@ -49,7 +69,9 @@ def integer_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn
 
 
 @pytest.mark.parametrize("inputs", [64, 576, 4_864, 14_336])
-def test_integers_give_each_row_the_same_bits(inputs: int, threads: int) -> None:
+def test_integers_give_each_row_the_same_bits(
+    inputs: int, threads: int, kernel: type[Kernel]
+) -> None:
     """In calls of any size, at any place, with any number of threads."""
     linear = integer_linear(waves(40, inputs), waves(1, 40)[0])
     given = waves(150, inputs)
@@ -61,7 +83,7 @@ def test_integers_give_each_row_the_same_bits(inputs: int, threads: int) -> None
         assert torch.equal(backwards, whole)
 
 
-def test_integers_have_the_same_bits_on_every_processor() -> None:
+def test_integers_have_the_same_bits_on_every_processor(kernel: type[Kernel]) -> None:
     """As recorded on a Xeon with AMX; this also runs as a smaller processor."""
     linear = integer_linear(waves(300, 576), waves(1, 300)[0])
     with torch.inference_mode():
@@ -83,7 +105,9 @@ def test_integers_come_close_to_the_product_of_floats() -> None:
     assert torch.allclose(found, given @ weight.t(), atol=1.0)
 
 
-def test_integers_of_strange_rows_concern_those_rows_alone() -> None:
+def test_integers_of_strange_rows_concern_those_rows_alone(
+    kernel: type[Kernel],
+) -> None:
     """Rows of zeros, and numbers that are not finite; no rows at all."""
     linear = integer_linear(waves(16, 64))
     given = waves(4, 64)
@@ -127,7 +151,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("is_biased", [False, True])
 def test_siblings_are_computed_together_with_the_bits_of_each_alone(
-    monkeypatch: pytest.MonkeyPatch, is_biased: bool
+    monkeypatch: pytest.MonkeyPatch, is_biased: bool, kernel: type[Kernel]
 ) -> None:
     """One call for query, key and value; other rows for one of them are no mistake."""
     attention = Attention(is_biased=is_biased)
@@ -138,14 +162,13 @@ def test_siblings_are_computed_together_with_the_bits_of_each_alone(
     quantize_linears(attention)
     together = attention.q_proj, attention.k_proj, attention.v_proj
     calls: list[int] = []
-    kernel = torch.ops.onednn.qlinear_pointwise
+    sums = kernel.sums
 
-    def counted(given: torch.Tensor, *rest: object) -> torch.Tensor:
+    def counted(made: Kernel, given: torch.Tensor) -> torch.Tensor:
         calls.append(len(given))
-        found: torch.Tensor = kernel(given, *rest)
-        return found
+        return sums(made, given)
 
-    monkeypatch.setattr(torch.ops.onednn, "qlinear_pointwise", counted)
+    monkeypatch.setattr(kernel, "sums", counted)
     given, other = waves(9, 64), waves(5, 64)
     with torch.inference_mode():
         wanted = [linear(given) for linear in alone]
@@ -173,11 +196,37 @@ def test_siblings_are_computed_together_with_the_bits_of_each_alone(
 def test_integers_are_refused_where_sums_are_not_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The error says what to do; each shape is tried once."""
-    monkeypatch.setattr(
-        torch.ops.onednn,
-        "qlinear_pointwise",
-        lambda given, *_: torch.zeros(len(given), 17),
-    )
+    """The error says what to do."""
+    for each in (OneDnn, Fbgemm):
+        monkeypatch.setattr(each, "sums", lambda _, given: torch.zeros(len(given), 17))
     with pytest.raises(ModelFailedError, match="remove quantization"):
         integer_linear(waves(17, 67))
+
+
+def test_another_kernel_computes_what_the_first_one_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So torch may remove an operator."""
+
+    class Removed(OneDnn):
+        def __init__(self, *_: object) -> None:
+            raise AttributeError("no such operator")
+
+    wanted = integer_linear(waves(17, 68))(waves(3, 68))
+    monkeypatch.setattr(integers, "kernels", lambda: [Removed, OneDnn])
+    assert torch.equal(integer_linear(waves(17, 68))(waves(3, 68)), wanted)
+
+
+@NEEDS_FBGEMM
+@pytest.mark.parametrize(
+    ("capabilities", "first"),
+    [({"avx512_vnni": True}, OneDnn), ({"avx512_vnni": False}, Fbgemm), ({}, OneDnn)],
+)
+def test_kernel_follows_from_the_processor(
+    capabilities: dict[str, bool], first: type[Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where torch does not say what the processor has."""
+    name = "get_capabilities"
+    monkeypatch.setattr(torch.cpu, name, lambda: capabilities, raising=False)
+    assert integers.kernels()[0] is first
+    assert integers.kernels()[-1] is OneDnn

@@ -7,7 +7,7 @@ import base64
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from multiworld.errors import ModelFailedError
+from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.generation.engines import llama_cpp, vllm
 from multiworld.serve.generation.engines.engine_args import (
     gpu_environment,
@@ -28,7 +28,9 @@ from multiworld.serve.generation.engines.engine_server import (
     answer_of,
 )
 from multiworld.serve.generation.engines.engine_worker import EXIT_LOST
+from multiworld.serve.generation.engines.server_choice import ServerChoice
 from multiworld.serve.generation.engines.whole_engine import (
+    EngineLostError,
     EngineSettings,
     RunFailedError,
 )
@@ -42,7 +44,7 @@ from multiworld.serve.models.huggingface import (
     read_json,
 )
 from multiworld.serve.resources.inventory import visible_gpus
-from multiworld.serve.spec.schema import VLLM
+from multiworld.serve.spec.schema import OPENAI, VLLM
 from multiworld.serve.spec.stage import Model, Stage, StageContext, Tensors, TensorSpec
 from multiworld.serve.transport.edges import SILENT_S
 
@@ -52,7 +54,9 @@ RESERVED = dict.fromkeys(
     ("host", "port", "api_key", "runner", "embedding", "embeddings", "lora"), ""
 )
 
+ROUTE = "/v1/embeddings"
 LOOK_S = 0.5  # between checks whether the engine's processes are stopped
+PROBE_S = 60.0  # for the first answer of a server that somebody else runs
 LOST_S = 10.0  # for the exit of a replica whose engine does not answer
 
 
@@ -102,31 +106,76 @@ class EngineEncoder:
     """
 
     def __init__(self, engine: str, settings: EngineSettings) -> None:
-        refuse_reserved(settings.args, RESERVED)
         self._engine, self._settings = engine, settings
-        _command_of(engine, settings, 0)  # checks the arguments
+        self._choice: ServerChoice | None = None
+        if engine == OPENAI:
+            self._choice = ServerChoice(settings)
+        else:
+            refuse_reserved(settings.args, RESERVED)
+            _command_of(engine, settings, 0)  # checks the arguments
         self._loop: asyncio.Runner | None = None
         self._server: EngineServer | None = None
+        self._model = settings.path  # its name at the server
 
     def started(self) -> EngineEncoder:
-        """Start the server, and wait until it answers."""
-        silence_s = 2 * self._settings.hung_s
-        self._server = EngineServer(self._engine, silence_s=silence_s)
+        """Start the server, or choose one; wait until it answers."""
         self._loop = asyncio.Runner()  # of this thread
-        command = _command_of(self._engine, self._settings, self._server.port)
-        env = gpu_environment(self._settings, visible_gpus())
-        self._loop.run(self._server.start(command, {**env, **vllm.OFFLINE}))
-        watch = threading.Thread(target=self._watch, name="engine watch", daemon=True)
+        try:
+            self._server = self._loop.run(self._found())
+        except BaseException:
+            self._loop.close()
+            raise
+        lost = partial(_lost, self._server)
+        if self._choice is not None:
+            other = self._choice.client_of(self._server.url)  # of the other thread
+            lost = partial(_lost_elsewhere, self._choice, other)
+        watch = threading.Thread(
+            target=self._watch, args=[lost], name="engine watch", daemon=True
+        )
         watch.start()
         return self
 
-    def _watch(self) -> None:
-        """Exit this process once the server has exited, or is stopped."""
+    async def _found(self) -> EngineServer:
+        if self._choice is None:
+            return await self._start()
+        server = await self._choice.choose()
+        try:
+            await self._connect(server, self._choice)
+        except BaseException:
+            await server.close()
+            self._choice.release()
+            raise
+        return server
+
+    async def _start(self) -> EngineServer:
+        silence_s = 2 * self._settings.hung_s
+        server = EngineServer(self._engine, silence_s=silence_s)
+        command = _command_of(self._engine, self._settings, server.port)
+        env = gpu_environment(self._settings, visible_gpus())
+        await server.start(command, {**env, **vllm.OFFLINE})
+        return server
+
+    async def _connect(self, server: EngineServer, choice: ServerChoice) -> None:
+        try:
+            self._model = await choice.model_at(server)
+            async with asyncio.timeout(PROBE_S):
+                await server.post(ROUTE, self._body([[0]]))
+        except (RunFailedError, InvalidRequestError, TimeoutError) as error:
+            raise EngineLostError(
+                f"{server.url} returns no embeddings of token ids, which the gateway "
+                f"sends: {error}"
+            ) from error
+
+    def _watch(self, lost: Callable[[], Coroutine[Any, Any, str]]) -> None:
+        """Exit this process once the server is lost, or has a stopped process."""
         assert self._server is not None
-        why = asyncio.run(_lost(self._server))
+        why = asyncio.run(lost())
         logger.error("the engine is lost: %s; this replica exits", why)
         self._server.kill()
         os._exit(EXIT_LOST)
+
+    def _body(self, inputs: list[list[int]]) -> dict[str, Any]:
+        return {"model": self._model, "input": inputs, "encoding_format": "base64"}
 
     def __call__(self, tensors: Tensors) -> Tensors:
         """Embed rows; raises ModelFailedError if the engine does not."""
@@ -134,13 +183,8 @@ class EngineEncoder:
         lengths = tensors["attention_mask"].sum(1).tolist()
         rows = zip(tensors["input_ids"].tolist(), lengths, strict=True)
         inputs = [ids[:length] for ids, length in rows]
-        body = {
-            "model": self._settings.path,
-            "input": inputs,
-            "encoding_format": "base64",
-        }
         try:
-            found = self._loop.run(self._answer(body))
+            found = self._loop.run(self._answer(self._body(inputs)))
             embedding = torch.stack([_vector(one.embedding) for one in found])
         except (RunFailedError, ValueError, RuntimeError) as error:
             raise ModelFailedError(f"{self._engine} failed: {error}") from error
@@ -151,7 +195,7 @@ class EngineEncoder:
     async def _answer(self, body: Mapping[str, Any]) -> list[_Item]:
         assert self._server is not None
         try:
-            data = await self._server.post("/v1/embeddings", body)
+            data = await self._server.post(ROUTE, body)
         except RunFailedError:
             # If the server is lost, this replica exits, and another one computes.
             if not await self._server.answers():
@@ -167,6 +211,13 @@ async def _lost(server: EngineServer) -> str:
         if (stopped_s := server.stopped_s()) > SILENT_S:
             return f"its processes are stopped for {stopped_s:.1f} s"
     return lost.result()
+
+
+async def _lost_elsewhere(choice: ServerChoice, server: EngineServer) -> str:
+    try:
+        return await choice.wait_lost(server.wait_lost())
+    finally:
+        await server.close()
 
 
 def _vector(text: str) -> Tensor:

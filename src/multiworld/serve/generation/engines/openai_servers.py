@@ -8,19 +8,16 @@ llama.cpp's own route do, or text only.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
-from multiworld.errors import ServeError, SpecError
+from multiworld.errors import ServeError
 from multiworld.serve.generation.engines.engine_server import EngineServer
+from multiworld.serve.generation.engines.server_choice import ServerChoice
 from multiworld.serve.generation.engines.token_server_engine import TokenServerEngine
 from multiworld.serve.generation.engines.token_servers import (
     PIECE,
@@ -41,28 +38,6 @@ logger = logging.getLogger("multiworld.serve")
 PROBE_S = 60.0
 """Maximum seconds for a server to generate its first token for us."""
 
-LOOK_S = 5.0
-"""Seconds between looks for a server without a replica."""
-
-MAX_CLAIMS = 64
-"""Maximum number of replicas on this host that use one server."""
-
-
-class _Arguments(msgspec.Struct, forbid_unknown_fields=True):
-    """``engine_args``.
-
-    Attributes:
-        urls: Addresses, such as ``http://10.0.0.5:8000``.
-        model: Name of the model at the servers; empty: the only one they have.
-        api_key_env: Environment variable with the API key; empty: none is sent.
-        health: Route that answers with 200 while a server serves.
-    """
-
-    urls: list[str]
-    model: str = ""
-    api_key_env: str = ""
-    health: str = "/health"
-
 
 class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
@@ -72,21 +47,12 @@ class _Answer(msgspec.Struct):
     choices: list[_Choice] = []
 
 
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model] = []
-
-
 class _Props(msgspec.Struct):
     total_slots: int = 0
 
 
 _ANSWER = msgspec.json.Decoder(_Answer)
 _PROPS = msgspec.json.Decoder(_Props)
-_MODELS = msgspec.json.Decoder(_Models)
 
 
 class OpenAiEngine(TokenServerEngine):
@@ -94,16 +60,14 @@ class OpenAiEngine(TokenServerEngine):
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
-        self._claim: socket.socket | None = None
-        self._number = 0
-        self._args = _arguments(settings.args)
+        self._choice = ServerChoice(settings)
 
     async def start(self) -> None:
         """Choose a server that answers, and find out what it can do."""
         self.phase = "connecting"
         try:
-            self._server = await self._choose()
-            model = self._args.model or await self._only_model(self._server)
+            self._server = await self._choice.choose()
+            model = await self._choice.model_at(self._server)
             self._dialect = await self._dialect_of(self._server, model)
         except BaseException:
             await self.close()
@@ -112,90 +76,9 @@ class OpenAiEngine(TokenServerEngine):
         logger.info("using %s: %s%s", self._server.url, self.title, exact)
         await self.warm_up()
 
-    async def _choose(self) -> EngineServer:
-        """Return the server that answers and has the fewest replicas on this host."""
-        key = os.environ.get(self._args.api_key_env, "")
-        servers = [
-            EngineServer(
-                "the server",
-                url.rstrip("/"),
-                key,
-                self._args.health,
-                silence_s=2 * self._settings.hung_s,
-            )
-            for url in self._args.urls
-        ]
-        working = [server for server in servers if await server.answers()]
-        for server in servers:
-            if server not in working:
-                await server.close()
-        for number in range(MAX_CLAIMS):
-            for server in working:
-                if self._claim is None and self._claimed(server.url, number):
-                    chosen = server
-        for server in working:
-            if self._claim is None or server is not chosen:
-                await server.close()
-        if self._claim is None:
-            raise EngineLostError(
-                f"none of {', '.join(self._args.urls)} answers {self._args.health}"
-            )
-        return chosen
-
-    def _claimed(self, url: str, number: int) -> bool:
-        """Return whether this replica is the ``number``-th to use a server.
-
-        A bound name without a file belongs to this process, however it ends.
-        """
-        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            claim.bind(_claim_of(url, number))
-        except OSError:
-            claim.close()
-            return False
-        self._claim, self._number = claim, number
-        return True
-
     async def wait_lost(self) -> str:
         """Wait until the server is lost, or another one has no replica; say which."""
-        lost = asyncio.ensure_future(super().wait_lost())
-        try:
-            while not (await asyncio.wait([lost], timeout=LOOK_S))[0]:
-                if self._number and (url := await self._deserted()):
-                    return f"{url} serves again and has no replica"
-            return lost.result()
-        finally:
-            lost.cancel()
-            await asyncio.gather(lost, return_exceptions=True)
-
-    async def _deserted(self) -> str:
-        """Return a server that answers and that no replica uses; empty: none."""
-        for url in self._args.urls:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim:
-                try:
-                    claim.bind(_claim_of(url.rstrip("/"), 0))
-                except OSError:
-                    continue
-            server = EngineServer("the server", url.rstrip("/"), "", self._args.health)
-            try:
-                if await server.answers():
-                    return url
-            finally:
-                await server.close()
-        return ""
-
-    async def _only_model(self, server: EngineServer) -> str:
-        try:
-            answer = _MODELS.decode(await server.get("/v1/models"))
-        except msgspec.DecodeError:
-            answer = _Models()
-        names = [one.id for one in answer.data]
-        if len(names) != 1:
-            raise EngineLostError(
-                f"{server.url} serves {', '.join(names[:8]) or 'no model'}; name one "
-                "as engine_args: model"
-            )
-        return names[0]
+        return await self._choice.wait_lost(super().wait_lost())
 
     async def _dialect_of(self, server: EngineServer, model: str) -> Dialect:
         """Return the dialect of a server.
@@ -245,7 +128,7 @@ class OpenAiEngine(TokenServerEngine):
                 f"{max(1, count - 1)} or less, or start it with --parallel "
                 f"{self._settings.max_num_seqs + 1}"
             )
-        if self._number:
+        if self._choice.is_shared:
             raise EngineLostError(f"another replica uses the slots of {server.url}")
 
     async def _has_token_ids(self, server: EngineServer, model: str) -> bool:
@@ -276,37 +159,8 @@ class OpenAiEngine(TokenServerEngine):
 
     async def close(self) -> None:
         await super().close()
-        self._release()
+        self._choice.release()
 
     def kill(self) -> None:
         super().kill()
-        self._release()
-
-    def _release(self) -> None:
-        if self._claim is not None:
-            self._claim.close()
-            self._claim = None
-
-
-def _claim_of(url: str, number: int) -> str:
-    """Return the name that the ``number``-th replica of a server binds."""
-    digest = hashlib.blake2b(url.encode(), digest_size=16).hexdigest()
-    return f"\0multiworld engine {digest} {number}"
-
-
-def _arguments(given: object) -> _Arguments:
-    """Return the arguments.
-
-    Raises:
-        SpecError: They are not valid.
-    """
-    try:
-        found = msgspec.convert(dict(given), _Arguments)  # type: ignore[call-overload]
-    except msgspec.ValidationError as error:
-        raise SpecError(f"engine_args: {error}") from None
-    for url in found.urls:
-        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-            raise SpecError(f"engine_args: urls: {url!r} is no http or https address")
-    if not found.urls:
-        raise SpecError("engine_args: urls: give at least one address")
-    return found
+        self._choice.release()

@@ -26,6 +26,9 @@ PIECE = 32
 """Tokens of a piece: this many requests fewer, and at most this many tokens that are
 computed again after a loss."""
 
+MAX_BIASES = 1024
+"""Biases of a request: with more, an error ends the engine of vLLM's GPU runner."""
+
 TOKEN = "token_id:"
 """Prefix of tokens in vLLM's log-probabilities."""
 
@@ -242,8 +245,7 @@ class Completions:
             more["presence_penalty"] = given.presence_penalty, 0.0
         body |= {name: value for name, (value, off) in more.items() if value != off}
         if piece.bias:
-            # vLLM's limits
-            pairs = piece.bias.items()
+            pairs = strongest(piece.bias, given.logit_bias)
             body["logit_bias"] = {
                 str(token): max(-100.0, min(100.0, value)) for token, value in pairs
             }
@@ -264,6 +266,21 @@ class Completions:
 
 
 _CHUNK = msgspec.json.Decoder(_Chunk)
+
+
+def strongest(
+    bias: Mapping[int, float], asked: Mapping[int, float]
+) -> list[tuple[int, float]]:
+    """Return the biases that a server takes: those asked for, then the largest.
+
+    Which these are follows from the tokens, so a stream continues exactly. Of equal
+    ones the last are taken: dicts begin with the tokens that came first.
+    """
+    pairs = list(bias.items())
+    if len(pairs) > MAX_BIASES:
+        pairs.reverse()
+        pairs.sort(key=lambda pair: (pair[0] not in asked, -abs(pair[1])))
+    return pairs[:MAX_BIASES]
 
 
 def _scored(token: int, place: int, scores: _Scores, count: int | None) -> EngineToken:

@@ -41,7 +41,7 @@ class Sizes:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
 ) -> Tensor:
-    """Return torch's attention; ``mask`` is True for the keys that a row attends to."""
+    """Return torch's attention; ``mask`` is added, or True for keys to attend to."""
     # Queries: [batch, heads, rows, size]; keys, values: [batch, heads, keys, size].
     return functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale
@@ -250,7 +250,9 @@ class InvariantAttention:
         lacking = sum(tiles) - group * count
         if lacking:
             queries = functional.pad(queries, (0, 0, 0, lacking))
-        mask = self._mask(begins, count, group, sum(tiles), key.shape[2], window)
+        mask = self._mask(
+            begins, count, group, sum(tiles), key.shape[2], window, query.dtype
+        )
         parts, begin = [], 0
         for tile in tiles:
             here = slice(begin, begin + tile)
@@ -269,17 +271,23 @@ class InvariantAttention:
         rows: int,
         length: int,
         window: int | None,
+        dtype: torch.dtype,
     ) -> Tensor:
-        """Return which keys each row attends to, [sequences, 1, rows, keys]."""
+        """Return 0 for the keys that each row attends to, [sequences, 1, rows, keys].
+
+        torch makes the same of Booleans, but in each layer.
+        """
         form = (id(begins), group, window)  # ``begins`` live as long as this object
         mask = self._masks.get(form)
         if mask is None:
             at = torch.arange(count).repeat(group)
             at = functional.pad(at, (0, rows - len(at))) + begins[:, None]
             of = torch.arange(length)
-            mask = of <= at[..., None]
+            hidden = of > at[..., None]
             if window is not None:
-                mask &= of > at[..., None] - window
+                hidden |= of <= at[..., None] - window
+            mask = torch.zeros(hidden.shape, dtype=dtype)
+            mask.masked_fill_(hidden, float("-inf"))
             mask = self._masks[form] = mask[:, None]
         return mask
 

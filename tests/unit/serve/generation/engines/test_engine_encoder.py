@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,9 @@ import torch
 from pydantic import ValidationError
 
 from multiworld.errors import InvalidRequestError, ModelFailedError, SpecError
+from multiworld.serve.generation.engines import engine_encoder, server_choice
+from multiworld.serve.generation.engines.engine_process import EngineProcess, free_port
+from multiworld.serve.generation.engines.whole_engine import EngineLostError
 from multiworld.serve.models.factory import build_model
 from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.spec.stage import Stage, StageContext, StageFunction
@@ -29,13 +35,101 @@ def spec_of(folder: Path, **more: Any) -> ModelSpec:
     return ModelSpec.model_validate({**data, **more})
 
 
+KEPT: list[object] = []
+"""Stages and servers, which end with this process."""
+
+
+class Elsewhere:
+    """A server that somebody else runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._program = str(fake_vllm.interpreter(folder))
+        self._process: EngineProcess | None = None
+
+    def start(self) -> Elsewhere:
+        address = ["--host", "127.0.0.1", "--port", str(self.port)]
+        self._process = EngineProcess([self._program, "-m", "x", *address], {})
+        KEPT.append(self._process)
+        for _ in range(300):
+            try:
+                socket.create_connection(("127.0.0.1", self.port)).close()
+            except OSError:
+                threading.Event().wait(0.1)
+            else:
+                return self
+        raise TimeoutError("the server does not answer")
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+
 @pytest.fixture(scope="module")
-def stage(folder: Path) -> StageFunction:
-    """Return a stage whose engine runs; it ends with this process's leash."""
-    python = str(fake_vllm.interpreter(folder))
-    (made,) = build_model(spec_of(folder, engine_python=python)).stages
+def server(folder: Path) -> Elsewhere:
+    """Return one that ends with this process: what uses it would exit otherwise."""
+    return Elsewhere(folder).start()
+
+
+def at(*servers: Elsewhere) -> dict[str, Any]:
+    """Return the fields of a model whose embeddings these servers compute."""
+    args = {"urls": [server.url for server in servers], "model": "there"}
+    return {"engine": "openai", "engine_args": args}
+
+
+def loaded(spec: ModelSpec) -> StageFunction:
+    (made,) = build_model(spec).stages
     assert isinstance(made, Stage)
-    return made.load(StageContext())
+    KEPT.append(found := made.load(StageContext()))
+    return found
+
+
+@pytest.fixture(scope="module", params=["vllm", "openai"])
+def stage(
+    folder: Path, server: Elsewhere, request: pytest.FixtureRequest
+) -> StageFunction:
+    """Return a stage whose engine runs; it ends with this process's leash."""
+    if request.param == "openai":
+        return loaded(spec_of(folder, **at(server)))
+    python = str(fake_vllm.interpreter(folder))
+    return loaded(spec_of(folder, engine_python=python))
+
+
+def test_servers_without_embeddings_of_token_ids_are_named(
+    folder: Path,
+    stage: StageFunction,
+    server: Elsewhere,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """When the replica starts; and those that do not answer."""
+    monkeypatch.setattr(engine_encoder, "ROUTE", "/v1/nothing")
+    with pytest.raises(EngineLostError, match="no embeddings of token ids"):
+        loaded(spec_of(folder, **at(server)))
+    with pytest.raises(EngineLostError, match="answers /health"):
+        loaded(spec_of(folder, **at(Elsewhere(folder))))
+
+
+def test_replica_exits_for_a_server_that_serves_again(
+    folder: Path, server: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or once its own is lost, so that another one takes its work."""
+    exited = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: exited.set())
+    monkeypatch.setattr(server_choice, "LOOK_S", 0.1)
+    late = Elsewhere(folder)
+    stays = loaded(spec_of(folder, **at(server)))
+    loaded(spec_of(folder, **at(server, late)))
+    late.start()
+    assert exited.wait(30.0)
+    assert len(stays(asked([1, 2]))["embedding"]) == 1
+    late.kill()
+    exited.clear()
+    alone = Elsewhere(folder).start()
+    loaded(spec_of(folder, **at(alone)))
+    assert not exited.is_set()
+    alone.kill()
+    assert exited.wait(30.0)
 
 
 def asked(*texts: list[int]) -> dict[str, torch.Tensor]:
@@ -76,7 +170,7 @@ def test_engine_that_misbehaves_costs_one_request(
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({"engine": "openai"}, "vllm or llama.cpp"),
+        ({"engine": "openai", "exact": False}, "no effect on embeddings"),
         ({"generation": {}}, "generates no text"),
         ({"adapters": {"a": "b"}}, "generates no text"),
     ],
@@ -95,6 +189,8 @@ def test_arguments_that_the_service_sets_are_refused(folder: Path) -> None:
         build_model(spec_of(folder, engine_args={"runner": "generate"}))
     with pytest.raises(SpecError, match="GGUF file"):
         build_model(spec_of(folder, engine="llama.cpp"))
+    with pytest.raises(SpecError, match="no http or https"):
+        build_model(spec_of(folder, engine="openai", engine_args={"urls": ["x"]}))
 
 
 def test_texts_are_cut_to_what_the_engine_takes(folder: Path) -> None:

@@ -12,7 +12,11 @@ import pytest
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.generation.engines.pieces import next_piece
 from multiworld.serve.generation.engines.token_server_engine import Slots
-from multiworld.serve.generation.engines.token_servers import CompletionsOfText
+from multiworld.serve.generation.engines.token_servers import (
+    MAX_BIASES,
+    Completions,
+    CompletionsOfText,
+)
 from multiworld.serve.generation.engines.whole_engine import EngineToken, Run
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.transport.generation_messages import Sampling
@@ -55,6 +59,21 @@ def test_end_of_a_server_is_a_token(texts: CompletionsOfText) -> None:
     assert texts.tokens(data, run_of([5])) == [EngineToken(0)]
     ending = Run([5], 1, Sampling(), (7, 0))
     assert texts.tokens(data, ending) == [EngineToken(7)]
+
+
+def test_biases_that_a_server_does_not_take_are_the_weakest() -> None:
+    """With many penalised tokens; those of the request are always sent."""
+    output = [*range(2000), 7, 7, 9]
+    asked = {5000: 0.1, 7: 50.0}
+    sampling = Sampling(max_tokens=9999, frequency_penalty=0.5, logit_bias=asked)
+    run = Run([1, *output], 1, sampling)
+    piece = next_piece(run.tokens, run.prompt, run.sampling, 1)
+    found = Completions("m").body(run, piece, 0, True)["logit_bias"]
+    assert len(found) == MAX_BIASES
+    assert found["5000"] == 0.1
+    assert found["7"] == 50.0 - 1.5
+    assert found["9"] == -1.0
+    assert [*map(int, found)][3:] == list(range(1999, 1999 - MAX_BIASES + 3, -1))
 
 
 async def test_slot_without_an_answer_is_nobodys() -> None:
