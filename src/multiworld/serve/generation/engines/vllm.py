@@ -56,12 +56,14 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}  # the model's folder is here already
 MODULE, SAMPLER = "multiworld_vllm_sampling", "multiworld_sampler"
 """Names of the modules that vLLM imports; see ``_write_modules``."""
 
+SCALE_OUT = "enable_scale_out"
+
 RESERVED = {
     "model": "path",
     "host": "",
     "port": "",
     "logits_processors": "",
-    "enable_scale_out": "",
+    SCALE_OUT: "",
     "api_key": "",
     "max_model_len": "generation: max_model_len",
     "max_num_seqs": "generation: max_num_seqs",
@@ -166,7 +168,7 @@ class VllmEngine:
     def _command(self, port: int) -> list[str]:
         settings = self._settings
         own: dict[str, Any] = {
-            "enable_scale_out": True,
+            "enable_scale_out": has_argument(settings.python, SCALE_OUT) or None,
             "logits_processors": f"{MODULE}:MultiworldSampling",
             "max_num_seqs": settings.max_num_seqs,
             "max_model_len": settings.max_model_len,
@@ -298,6 +300,18 @@ def server_command(
     flags = flags_of({**every, **own, **settings.args})
     python = settings.python or sys.executable
     return [python, "-m", "vllm.entrypoints.openai.api_server", *flags]
+
+
+def has_argument(python: str, name: str) -> bool:
+    """Return whether the vLLM of an environment has an argument.
+
+    Older releases serve token ids without ``--enable-scale-out``, and refuse it. Where
+    no source is found, the release is taken for a new one.
+    """
+    lib = Path(python or sys.executable).absolute().parent.parent / "lib"
+    pattern = "python*/site-packages/vllm/entrypoints/*/cli_args.py"
+    texts = [path.read_text(errors="replace") for path in lib.glob(pattern)]
+    return not texts or any(name in text for text in texts)
 
 
 def lora_arguments(adapters: Mapping[str, str], *, is_cpu: bool) -> dict[str, Any]:

@@ -12,7 +12,11 @@ from pydantic import ValidationError
 
 from multiworld.errors import SpecError
 from multiworld.serve.generation.engines.engine_args import flags_of, gpu_environment
-from multiworld.serve.generation.engines.vllm import VllmEngine, lora_arguments
+from multiworld.serve.generation.engines.vllm import (
+    VllmEngine,
+    has_argument,
+    lora_arguments,
+)
 from multiworld.serve.generation.engines.whole_engine import (
     EngineLostError,
     EngineSettings,
@@ -45,6 +49,22 @@ def test_values_become_flags() -> None:
         *("--lora-modules", "a=/a", "b=/b"),
         *("--override-generation-config", '{"top_k": 3}'),
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "has_it"),
+    [("enable_scale_out: bool", True), ("tokens_only: bool", False), (None, True)],
+)
+def test_argument_is_looked_up_in_the_release_of_vllm(
+    text: str | None, has_it: bool, tmp_path: Path
+) -> None:
+    """An older one would refuse it; where there is no source, it is a new one."""
+    if text is not None:
+        place = tmp_path / "lib/python3.11/site-packages/vllm/entrypoints/openai"
+        place.mkdir(parents=True)
+        (place / "cli_args.py").write_text(text)
+    python = str(tmp_path / "bin" / "python")
+    assert has_argument(python, "enable_scale_out") is has_it
 
 
 @pytest.mark.parametrize(
