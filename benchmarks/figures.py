@@ -5,6 +5,7 @@ Everything comes from ``benchmarks/results``. Two kinds of marks stand in the pa
 * ``<!-- SUITE: KIND -->``, a table, ``<!-- end -->``: medians by contender and size,
   as ``benchmarks.tables`` makes them. ``<!-- SUITE! KIND -->`` has the ratios alone,
   with their 95 % interval, and ``<!-- SUITE# KIND -->`` sums by what follows the kind.
+  ``<!-- soak~ faults -->`` has the faults of the soak of worlds.
 * ``<!--fig:NAME-->``, a figure, ``<!--/fig-->``: one of ``FIGURES``, within a sentence.
 
 A ratio is always the median of the rounds' own ratios, never a ratio of medians. A test
@@ -31,6 +32,7 @@ PAGES = (
     "README.md",
     "docs/comparison.md",
     "docs/performance.md",
+    "docs/soak.md",
     "docs/when-not.md",
     "docs/serve/performance.md",
     "docs/serve/scaling-report.md",
@@ -40,7 +42,7 @@ PAGES = (
 )
 """The pages with marks."""
 
-TABLE = re.compile(r"<!-- (\w+)([:!#]) ([^>]*) -->\n.*?<!-- end -->", re.DOTALL)
+TABLE = re.compile(r"<!-- (\w+)([:!#~]) ([^>]*) -->\n.*?<!-- end -->", re.DOTALL)
 FIGURE = re.compile(r"<!--fig:(\w+)-->(.*?)<!--/fig-->", re.DOTALL)
 
 OURS, PLAIN = "world, direct", "plain gloo"
@@ -407,6 +409,38 @@ FIGURES: dict[str, Callable[[], str]] = {
     ),
     "engine_n": lambda: count("engine_kills", PAUSE, 5, "vLLM behind multiworld"),
     # Soaks.
+    "worlds_seed": lambda: str(results("soak")["seed"]),
+    "worlds_minutes": lambda: number(results("soak")["seconds"] / 60),
+    "worlds_faults": lambda: faults("soak"),
+    "worlds_incarnations": lambda: soak("soak", "incarnations"),
+    "worlds_rounds": lambda: soak("soak", "rounds"),
+    "worlds_verdicts": lambda: soak("soak", "verdicts"),
+    "worlds_false": lambda: soak("soak", "false_alarms"),
+    "worlds_wrong": lambda: soak("soak", "wrong_answers"),
+    "worlds_disagreed": lambda: soak("soak", "disagreements"),
+    "worlds_doubles": lambda: soak("soak", "doubles"),
+    "worlds_stuck": lambda: soak("soak", "stuck"),
+    "worlds_leaks": lambda: soak("soak", "leaks"),
+    "worlds_growth": lambda: number(results("soak")["growth_bytes"] / 2**20),
+    "serve_seed": lambda: str(results("soak_serve")["seed"]),
+    "serve_minutes": lambda: f"{results('soak_serve')['minutes']:g}",
+    "serve_faults": lambda: faults("soak_serve"),
+    "serve_kills": lambda: faults("soak_serve", "kill"),
+    "serve_stops": lambda: faults("soak_serve", "stop"),
+    "serve_cuts": lambda: faults("soak_serve", "cut"),
+    "serve_drains": lambda: faults("soak_serve", "drain"),
+    "serve_scalings": lambda: faults("soak_serve", "scale"),
+    "serve_updates": lambda: faults("soak_serve", "update"),
+    "serve_sent": lambda: soak("soak_serve", "sent"),
+    "serve_lost": lambda: soak("soak_serve", "lost"),
+    "serve_wrong": lambda: soak("soak_serve", "wrong"),
+    "serve_p50": lambda: number(1000 * results("soak_serve")["p50_s"]),
+    "serve_p99": lambda: number(results("soak_serve")["p99_s"]),
+    "serve_max": lambda: number(results("soak_serve")["max_s"]),
+    "serve_gateway": lambda: _grown_mib("gateway/1"),
+    "serve_controller": lambda: _grown_mib("controller"),
+    "soak_seed": lambda: str(results("soak_generate")["seed"]),
+    "soak_pause_p50": lambda: number(results("soak_generate")["pause_p50_s"]),
     "soak_minutes": lambda: f"{results('soak_generate')['minutes']:g}",
     "soak_faults": lambda: faults("soak_generate"),
     "soak_kills": lambda: faults("soak_generate", "kill"),
@@ -441,8 +475,31 @@ def _deterministic() -> float:
     return max(ratio for ratio in map(found.ratio, own) if ratio is not None)
 
 
+def _faults() -> list[list[str]]:
+    """Return a row for each fault of the soak of worlds."""
+    found = results("soak")
+    head = ("times", "detected p50 ms", "p99", "max", "whole again p50 s")
+    rows = [["fault", *head]]
+    for fault, times_ in sorted(found["faults"].items()):
+        ms = sorted(found["detection_ms"].get(fault, ()))
+        at = (len(ms) // 2, int(0.99 * len(ms)), -1)
+        shown = [f"{ms[k]:,.0f}" if ms else "-" for k in at]
+        again_s = statistics.median(found["recovery_s"][fault])
+        rows.append([fault, str(times_), *shown, f"{again_s:.1f}"])
+    return rows
+
+
+def _grown_mib(of: str) -> str:
+    """Return by how much a process of the soak of a service grew, in MiB."""
+    found = results("soak_serve")
+    before, after = (found[when][of]["rss_bytes"] for when in ("before", "after"))
+    return number((after - before) / 2**20)
+
+
 def _table(match: re.Match[str]) -> str:
     suite, mark, kind = match.groups()
+    if mark == "~":
+        return f"<!-- {suite}~ {kind} -->\n{tables.markdown(_faults())}\n<!-- end -->"
     make = {":": tables.medians, "!": tables.ratios, "#": tables.sums}[mark]
     table = tables.markdown(make(report(suite), kind))
     return f"<!-- {suite}{mark} {kind} -->\n{table}\n<!-- end -->"
