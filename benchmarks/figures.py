@@ -5,7 +5,8 @@ Everything comes from ``benchmarks/results``. Two kinds of marks stand in the pa
 * ``<!-- SUITE: KIND -->``, a table, ``<!-- end -->``: medians by contender and size,
   as ``benchmarks.tables`` makes them. ``<!-- SUITE! KIND -->`` has the ratios alone,
   with their 95 % interval, and ``<!-- SUITE# KIND -->`` sums by what follows the kind.
-  ``<!-- soak~ faults -->`` has the faults of the soak of worlds.
+  ``<!-- soak~ faults -->`` has the faults of the soak of worlds, and
+  ``<!-- detection~ faults -->`` the times to detect them, beside other systems.
 * ``<!--fig:NAME-->``, a figure, ``<!--/fig-->``: one of ``FIGURES``, within a sentence.
 
 A ratio is always the median of the rounds' own ratios, never a ratio of medians. A test
@@ -31,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = (
     "README.md",
     "docs/comparison.md",
+    "docs/detection.md",
     "docs/performance.md",
     "docs/soak.md",
     "docs/when-not.md",
@@ -489,6 +491,23 @@ def _faults() -> list[list[str]]:
     return rows
 
 
+def _detections() -> list[list[str]]:
+    """Return a row for each fault and system of the study of detection."""
+    head = ("rounds", "detected p50 ms", "p99", "max", "recovered p50 ms")
+    rows = [["fault", "system", *head]]
+    found = results("detection")["results"]
+    order = list(dict.fromkeys(each["fault"] for each in found))
+    for each in sorted(found, key=lambda e: (order.index(e["fault"]), e["system"])):
+        given = each["detected_ms"]
+        ms = sorted(math.inf if one is None else one for one in given)
+        at = [statistics.median(ms), ms[min(len(ms) - 1, int(0.99 * len(ms)))], ms[-1]]
+        shown = ["> 5,000" if t == math.inf else f"{t:,.0f}" for t in at]
+        again = [one for one in each["recovered_ms"] if one is not None]
+        recovered = f"{statistics.median(again):,.0f}" if again else "-"
+        rows.append([each["fault"], each["system"], str(len(ms)), *shown, recovered])
+    return rows
+
+
 def _grown_mib(of: str) -> str:
     """Return by how much a process of the soak of a service grew, in MiB."""
     found = results("soak_serve")
@@ -499,7 +518,8 @@ def _grown_mib(of: str) -> str:
 def _table(match: re.Match[str]) -> str:
     suite, mark, kind = match.groups()
     if mark == "~":
-        return f"<!-- {suite}~ {kind} -->\n{tables.markdown(_faults())}\n<!-- end -->"
+        rows = {"soak": _faults, "detection": _detections}[suite]()
+        return f"<!-- {suite}~ {kind} -->\n{tables.markdown(rows)}\n<!-- end -->"
     make = {":": tables.medians, "!": tables.ratios, "#": tables.sums}[mark]
     table = tables.markdown(make(report(suite), kind))
     return f"<!-- {suite}{mark} {kind} -->\n{table}\n<!-- end -->"
