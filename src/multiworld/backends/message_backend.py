@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from multiworld.backends import dtypes
 from multiworld.backends.arrivals import Description, allocate
 from multiworld.backends.base import (
     Bundle,
@@ -27,16 +28,6 @@ from multiworld.backends.bundles import (
 )
 from multiworld.backends.channel import Channel, Lane
 from multiworld.backends.direct import header as wire
-from multiworld.backends.dtypes import (
-    DTYPES,
-    UINT8,
-    code_of,
-    is_plain,
-    memory_of,
-    plain,
-    require_host,
-    require_receivable,
-)
 from multiworld.backends.lane_collectives import LaneCollectives
 from multiworld.backends.offload import offload, size_of
 from multiworld.errors import (
@@ -93,18 +84,18 @@ class MessageBackend:
     # Point to point.
 
     async def send(self, tensor: Tensor, dst: int, tag: int) -> None:
-        tensor = require_host(tensor, "the tensor to send")
-        code = code_of(tensor)
+        tensor = dtypes.require_host(tensor, "the tensor to send")
+        code = dtypes.code_of(tensor)
         turn = self._turns.get(dst)
-        if turn is None and is_plain(tensor):
+        if turn is None and dtypes.is_plain(tensor):
             await self._send_plain(tensor, code, dst, tag)
             return
         async with self._turn(dst):
-            tensor = await offload(size_of(tensor), plain, tensor)
+            tensor = await offload(size_of(tensor), dtypes.plain, tensor)
             await self._send_plain(tensor, code, dst, tag)
 
     async def _send_plain(self, tensor: Tensor, code: int, dst: int, tag: int) -> None:
-        memory = memory_of(tensor)
+        memory = dtypes.memory_of(tensor)
         shape = tuple(tensor.shape)
         description = Description(wire.TENSOR, code, shape, len(memory), tag, 0)
         await self._p2p.lanes[dst].send(description, memory, tensor)
@@ -128,13 +119,13 @@ class MessageBackend:
             if found is not None:
                 tensor = _target(out, found)
                 if tensor is not None:
-                    self._p2p.lanes[src].take(memory_of(tensor))
+                    self._p2p.lanes[src].take(dtypes.memory_of(tensor))
                     return Received(tensor if out is None else out, src)
         if out is None:
             receive = self._p2p.post(src, tag, _check_tensor, _nowhere)
             arrival = await self._p2p.wait(receive)
             return Received(arrival.tensor, arrival.source)
-        given, out = out, require_host(out, "the tensor to receive into")
+        given, out = out, dtypes.require_host(out, "the tensor to receive into")
         fits = _Fits(out)
         receive = self._p2p.post(src, tag, fits.check, fits.place)
         arrival = await self._p2p.wait(receive, settles=False)
@@ -155,8 +146,10 @@ class MessageBackend:
         async with self._turn(dst):
             packed = await offload(layout.size, layout.pack)
             size, label = packed.numel(), len(layout.manifest)
-            description = Description(wire.BUNDLE, UINT8, (), size, tag, label)
-            await self._p2p.lanes[dst].send(description, memory_of(packed), packed)
+            description = Description(wire.BUNDLE, dtypes.UINT8, (), size, tag, label)
+            await self._p2p.lanes[dst].send(
+                description, dtypes.memory_of(packed), packed
+            )
 
     async def recv_bundle(self, src: int | None, tag: int) -> Bundle:
         receive = self._p2p.post(src, tag, _check_bundle, _nowhere)
@@ -167,7 +160,7 @@ class MessageBackend:
     async def send_object(self, obj: Any, dst: int, tag: int) -> None:
         body = bytearray(encode_object(obj, "the object to send"))
         memory = memoryview(body)
-        description = Description(wire.OBJECT, UINT8, (), len(body), tag, 0)
+        description = Description(wire.OBJECT, dtypes.UINT8, (), len(body), tag, 0)
         if dst not in self._turns:
             await self._p2p.lanes[dst].send(description, memory, body)
             return
@@ -338,9 +331,9 @@ def _target(out: Tensor | None, found: Description) -> Tensor | None:
         return None
     if out is None:
         return allocate(found)
-    out = require_host(out, "the tensor to receive into")
-    fits = code_of(out) == found.dtype and out.nbytes == found.size
-    return out if fits and is_plain(out) else None
+    out = dtypes.require_host(out, "the tensor to receive into")
+    fits = dtypes.code_of(out) == found.dtype and out.nbytes == found.size
+    return out if fits and dtypes.is_plain(out) else None
 
 
 # Checks of the messages that a receive accepts.
@@ -353,9 +346,9 @@ def _nowhere(_: Description) -> Tensor | None:
 class _Fits:
     def __init__(self, out: Tensor) -> None:
         if not out.is_contiguous():
-            require_receivable(out, "the tensor to receive into")
+            dtypes.require_receivable(out, "the tensor to receive into")
         self._out = out
-        self._code = code_of(out)
+        self._code = dtypes.code_of(out)
         self._size = out.numel() * out.element_size()
 
     def check(self, source: int, found: Description) -> Exception | None:
@@ -370,11 +363,11 @@ class _Fits:
         )
 
     def place(self, found: Description) -> Tensor | None:
-        return self._out if is_plain(self._out) else None
+        return self._out if dtypes.is_plain(self._out) else None
 
 
 def _describe(found: Description) -> str:
-    return f"{list(found.shape)} of {DTYPES[found.dtype]}"
+    return f"{list(found.shape)} of {dtypes.DTYPES[found.dtype]}"
 
 
 def _wrong_kind(source: int, found: Description, wanted: str) -> TensorMismatchError:

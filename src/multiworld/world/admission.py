@@ -19,17 +19,10 @@ from multiworld.errors import (
 )
 from multiworld.incarnation.lifecycle import Phase, WasLost
 from multiworld.liveness.watchdog import WatchDog
+from multiworld.rendezvous import store_messages as messages
 from multiworld.rendezvous.joiner import Joiner, meet
 from multiworld.rendezvous.membership import Incarnation, Member, MemberUnreachableError
 from multiworld.rendezvous.store_address import StoreAddresses
-from multiworld.rendezvous.store_messages import (
-    MAX_SIZE,
-    Announce,
-    MemberGaveUp,
-    Newcomer,
-    NewcomerWaits,
-    Survivor,
-)
 from multiworld.rendezvous.store_session import StoreSession
 from multiworld.world.join_request import JoinRequest
 from multiworld.world.local_member import LocalMember, ManagerServices
@@ -84,7 +77,7 @@ class Admission:
             # A broken world, or one that a member has left, is replaced here.
             if name in self._local_members:
                 await self.end(self._local_members[name])
-            claim = Newcomer(
+            claim = messages.Newcomer(
                 world=name,
                 rank=request.rank,
                 size=request.size,
@@ -234,7 +227,7 @@ class Admission:
         session = await self.joiner.reopen(
             request.where, may_host=False, world=name, deadline=deadline
         )
-        wanted = Survivor(
+        wanted = messages.Survivor(
             world=name,
             epoch=local.incarnation.epoch,
             rank=local.rank,
@@ -262,8 +255,9 @@ class Admission:
             )
         local.check()
         size = local.incarnation.size
-        if not is_int(to) or not size < to <= MAX_SIZE:
-            rule = f"give an int from {size + 1} to {MAX_SIZE}: the size is {size} now"
+        if not is_int(to) or not size < to <= messages.MAX_SIZE:
+            most = messages.MAX_SIZE
+            rule = f"give an int from {size + 1} to {most}: the size is {size} now"
             raise ConfigError("to", to, rule)
         deadline = self._loop.time() + local.request.config.join_s
         await self._enter_again(local, deadline)
@@ -284,7 +278,7 @@ class Admission:
         session = await self.joiner.reopen(
             request.where, may_host=False, world=name, deadline=deadline
         )
-        claim = Newcomer(
+        claim = messages.Newcomer(
             world=name,
             rank=local.rank,
             size=to,
@@ -384,9 +378,9 @@ class Admission:
             return False
         return (local.incarnation.epoch, local.rank) == (epoch, rank)
 
-    def holdings(self, where: StoreAddresses) -> list[Announce]:
+    def holdings(self, where: StoreAddresses) -> list[messages.Announce]:
         return [
-            Announce(
+            messages.Announce(
                 local.incarnation.world,
                 local.incarnation.epoch,
                 local.rank,
@@ -397,13 +391,13 @@ class Admission:
             and local.phase in (Phase.JOINING, Phase.READY)
         ]
 
-    def member_gave_up(self, note: MemberGaveUp) -> None:
+    def member_gave_up(self, note: messages.MemberGaveUp) -> None:
         local = self._local_members.get(note.world)
         if local is not None and local.incarnation.epoch == note.epoch:
             why = "it gave up while it was being admitted"
             local.report(WasLost(note.rank, why, "the store reports it"))
 
-    def member_waits(self, note: NewcomerWaits) -> None:
+    def member_waits(self, note: messages.NewcomerWaits) -> None:
         local = self._local_members.get(note.world)
         if local is not None and local.incarnation.epoch == note.epoch:
             local.member_waits(note.rank, note.size, is_gone=note.is_gone)

@@ -16,17 +16,10 @@ from torch import Tensor
 
 from multiworld.backends.dtypes import memory_of, plain
 from multiworld.errors import InvalidRequestError, ServeError
+from multiworld.serve.gateway import http_responses as responses
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.hot_routes import HotRoutes
-from multiworld.serve.gateway.http_responses import (
-    OFFLOAD_BYTES,
-    RENDER_BYTES,
-    json_response,
-    openai_error_response,
-    respond,
-    timeout_of,
-)
 from multiworld.serve.gateway.json_limits import (
     NOT_JSON,
     check_objects,
@@ -68,9 +61,9 @@ def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
         try:
             tenant = gateway.authenticator.identify(request.headers)
         except ServeError as error:
-            return openai_error_response(error)
+            return responses.openai_error_response(error)
         data = [shown(name, tenant) for name in gateway.names(tenant)]
-        return json_response({"object": "list", "data": data})
+        return responses.json_response({"object": "list", "data": data})
 
     @app.get("/v1/models/{name}", tags=["openai"], openapi_extra=OPENAI_KNOWN_MODEL)
     async def model(name: str, request: Request) -> Response:
@@ -79,8 +72,8 @@ def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
             tenant = gateway.authenticator.identify(request.headers)
             gateway.model(name, None, tenant)
         except ServeError as error:
-            return openai_error_response(error)
-        return json_response(shown(name, tenant))
+            return responses.openai_error_response(error)
+        return responses.json_response(shown(name, tenant))
 
     @app.post("/v1/embeddings", tags=["openai"], openapi_extra=EMBEDDINGS)
     async def embeddings(request: Request) -> Response:
@@ -93,7 +86,7 @@ def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
             nonlocal parsed
             body = await gateway.read_body(request, admitted, reservation)
             try:
-                if len(body) >= OFFLOAD_BYTES:
+                if len(body) >= responses.OFFLOAD_BYTES:
                     parsed = await asyncio.to_thread(_embedding_request, body)
                 else:
                     parsed = _embedding_request(body)
@@ -107,7 +100,9 @@ def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
         def name() -> str:
             return "" if parsed is None else parsed.model
 
-        return await respond(gateway, request, name, answer, openai_error_response)
+        return await responses.respond(
+            gateway, request, name, answer, responses.openai_error_response
+        )
 
     hot.post("/v1/embeddings", embeddings)
 
@@ -218,7 +213,7 @@ async def _embed(
 ) -> Response:
     name = parsed.model
     version, model = gateway.model(name, None, admitted.tenant)
-    deadline_s = timeout_of(request)
+    deadline_s = responses.timeout_of(request)
     if deadline_s is None:
         served = gateway.route(name, admitted.tenant)
         deadline_s = gateway.dispatcher.table.routes[served].deadline_s
@@ -229,7 +224,7 @@ async def _embed(
         raise _invalid("model", "generates text and embeds none; use another model")
     frontend = await gateway.text(name, version, model)
     size = sum(map(len, parsed.inputs))
-    if size >= OFFLOAD_BYTES // 16:
+    if size >= responses.OFFLOAD_BYTES // 16:
         inputs = await asyncio.to_thread(_encoded, frontend, parsed.inputs)
     else:
         inputs = _encoded(frontend, parsed.inputs)
@@ -248,7 +243,7 @@ async def _embed(
     vectors = [answer[model.embedding][0] for answer in answers]
     render = partial(_render, name, vectors, tokens, is_base64=parsed.is_base64)
     size = sum(vector.numel() for vector in vectors)
-    if 4 * size >= RENDER_BYTES:
+    if 4 * size >= responses.RENDER_BYTES:
         return await asyncio.to_thread(render)
     return render()
 
@@ -281,6 +276,6 @@ def _render(
             )
         data.append({"object": "embedding", "index": number, "embedding": shown})
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return json_response(
+    return responses.json_response(
         {"object": "list", "data": data, "model": name, "usage": usage}
     )

@@ -25,6 +25,7 @@ from multiworld.errors import (
 from multiworld.serve.core import refusals
 from multiworld.serve.core.attainment import Attainment
 from multiworld.serve.core.replica_view import ReplicaView
+from multiworld.serve.generation.gateway import events
 from multiworld.serve.generation.gateway.actions import (
     Action,
     Deliver,
@@ -34,17 +35,6 @@ from multiworld.serve.generation.gateway.actions import (
     Send,
 )
 from multiworld.serve.generation.gateway.chain_selection import ChainSelection
-from multiworld.serve.generation.gateway.events import (
-    Closed,
-    Connected,
-    Disconnected,
-    Event,
-    Opened,
-    Received,
-    TableChanged,
-    TenantQuarantined,
-    Ticked,
-)
 from multiworld.serve.generation.gateway.moves import Moves
 from multiworld.serve.generation.gateway.stream import (
     Chain,
@@ -95,25 +85,25 @@ class StreamRouter:
         self._actions: list[Action] = []
         self._now = 0.0
 
-    def handle(self, event: Event, now: float) -> list[Action]:
+    def handle(self, event: events.Event, now: float) -> list[Action]:
         """Update the state by an event; return the actions to carry out, in order."""
         self._now = now
         match event:
-            case Opened(stream):
+            case events.Opened(stream):
                 self._open(stream)
-            case Closed(number, error):
+            case events.Closed(number, error):
                 self._close(self.streams[number], error)
-            case TableChanged(table):
+            case events.TableChanged(table):
                 self._table_changed(table)
-            case Connected(replica):
+            case events.Connected(replica):
                 self._connected(replica)
-            case Disconnected(replica, is_polite):
+            case events.Disconnected(replica, is_polite):
                 self._disconnected(replica, is_polite=is_polite)
-            case Received(replica, messages):
+            case events.Received(replica, messages):
                 self._received(replica, messages)
-            case Ticked(silent, resumed_at):
+            case events.Ticked(silent, resumed_at):
                 self._ticked(silent, resumed_at)
-            case TenantQuarantined(tenant, model):
+            case events.TenantQuarantined(tenant, model):
                 self._quarantine(tenant, model)
         actions, self._actions = self._actions, []
         return actions

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from multiworld.liveness.pause_detector import PauseDetector
+from multiworld.serve.generation.replica import events
 from multiworld.serve.generation.replica.actions import (
     Action,
     DropComputed,
@@ -27,15 +28,6 @@ from multiworld.serve.generation.replica.actions import (
 )
 from multiworld.serve.generation.replica.activation_log import ActivationLog
 from multiworld.serve.generation.replica.engine import Engine
-from multiworld.serve.generation.replica.events import (
-    Compiled,
-    Connected,
-    Disconnected,
-    Event,
-    GatewaysChanged,
-    Received,
-    Ticked,
-)
 from multiworld.serve.generation.replica.kv_cache import MissingTokensError
 from multiworld.serve.generation.replica.message_validation import check
 from multiworld.serve.generation.replica.outboxes import Outboxes
@@ -141,7 +133,7 @@ class GenerationWorker:
 
     def tick(self) -> None:
         """Return overdue sequences to their gateways; retry full replicas."""
-        self._handle(Ticked(self._pauses.look(self._clock())))
+        self._handle(events.Ticked(self._pauses.look(self._clock())))
         if self._scheduler.pool.full.names:
             self._has_work.set()
 
@@ -149,7 +141,7 @@ class GenerationWorker:
         """Use a new routing table; end the sequences of gateways that are gone."""
         self._outboxes.table_changed(table)
         adapt_to(self._scheduler, table, self.name)
-        self._handle(GatewaysChanged({*table.gateways, *self._outboxes}))
+        self._handle(events.GatewaysChanged({*table.gateways, *self._outboxes}))
 
     @property
     def has_gateway(self) -> bool:
@@ -201,11 +193,11 @@ class GenerationWorker:
 
     def edge_up(self, outbox: Outbox) -> None:
         self._outboxes.up(outbox)
-        self._handle(Connected(outbox.edge.peer))
+        self._handle(events.Connected(outbox.edge.peer))
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
         if self._outboxes.down(outbox):
-            self._handle(Disconnected(outbox.edge.peer))
+            self._handle(events.Disconnected(outbox.edge.peer))
 
     def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
         """Handle the messages of a frame; MessageError if one is not allowed here."""
@@ -221,12 +213,12 @@ class GenerationWorker:
                 case generation_messages.PreemptSequences():
                     self._queue.add(message)
                 case _:
-                    self._handle(Received(peer, message))
+                    self._handle(events.Received(peer, message))
         self._has_work.set()
 
     # Decisions.
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         self._act(self.recovery.handle(event, self._clock()))
 
     def _act(self, actions: Iterable[Action]) -> None:
@@ -270,7 +262,7 @@ class GenerationWorker:
         made.add_done_callback(lambda _: loop.call_soon_threadsafe(compiled))
 
     def _compiled(self, key: Key) -> None:
-        self._handle(Compiled(key))
+        self._handle(events.Compiled(key))
         self._has_work.set()
 
     # Computing.
@@ -363,7 +355,7 @@ class GenerationWorker:
             self._deliver(found.tokens)
             done = outcome(number, parts, found.tokens, self.recovery.sampled)
             if origin == self.name:
-                self._handle(Received(self.name, done))
+                self._handle(events.Received(self.name, done))
                 self._has_work.set()
             else:
                 self._outboxes.send(origin, done)

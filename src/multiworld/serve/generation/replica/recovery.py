@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
+from multiworld.serve.generation.replica import events
 from multiworld.serve.generation.replica.actions import (
     Action,
     DropComputed,
@@ -28,15 +29,6 @@ from multiworld.serve.generation.replica.actions import (
     Send,
     SendLogged,
     Warn,
-)
-from multiworld.serve.generation.replica.events import (
-    Compiled,
-    Connected,
-    Disconnected,
-    Event,
-    GatewaysChanged,
-    Received,
-    Ticked,
 )
 from multiworld.serve.generation.replica.kv_budget import KvBudget
 from multiworld.serve.generation.replica.sample_costs import sample_rows_of
@@ -90,23 +82,23 @@ class Recovery:
         self._actions: list[Action] = []
         self._now = 0.0
 
-    def handle(self, event: Event, now: float) -> list[Action]:
+    def handle(self, event: events.Event, now: float) -> list[Action]:
         """Update the state by an event; return the actions to carry out, in order."""
         self._now = now
         match event:
-            case Received(peer, message):
+            case events.Received(peer, message):
                 self._received(peer, message)
-            case Compiled(key):
+            case events.Compiled(key):
                 self._compiled(key)
-            case Connected(peer):
+            case events.Connected(peer):
                 self._connected.add(peer)
-            case Disconnected(peer):
+            case events.Disconnected(peer):
                 self._disconnected(peer)
-            case GatewaysChanged(names):
+            case events.GatewaysChanged(names):
                 for state in self.table:
                     if state.key[0] not in names:
                         self._end(state.key)
-            case Ticked(was_paused):
+            case events.Ticked(was_paused):
                 if was_paused:
                     self._scheduler.steps.excuse(now)
                 for key in self._scheduler.steps.overdue(now, self._overdue_s):
