@@ -50,34 +50,21 @@ from multiworld.serve.transport.routing_table import RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
 
-LOOK_S = 0.1
-"""Seconds between checks of the engine."""
-
-EXIT_LOST = 71
-"""Exit code of a replica whose engine is lost."""
-
-NO_SEQUENCES = SequenceTable(is_last=True)
-"""The sequences of a replica that gets no rows from others: none."""
+LOOK_S = 0.1  # between checks of the engine
+EXIT_LOST = 71  # exit code of a replica whose engine is lost
+NO_SEQUENCES = SequenceTable(is_last=True)  # of a replica that gets no rows
 
 MakeEngine = Callable[[EngineSettings], WholeEngine]
 
 
 class EngineWorker:
-    """A replica with a whole engine; it owns the edges of its process.
-
-    Args:
-        make: Makes the adapter.
-        settings: The environment of the engine.
-        hung_s: Seconds without any token, while sequences run, after which the engine
-            counts as hung.
-        exit_process: Ends the process with an exit code, at once.
-    """
+    """A replica with a whole engine; it owns the edges of its process."""
 
     def __init__(
         self,
         make: MakeEngine,
         settings: EngineSettings,
-        hung_s: float,
+        hung_s: float,  # without any token of running sequences
         clock: Callable[[], float] = time.monotonic,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
@@ -102,13 +89,6 @@ class EngineWorker:
     # Life cycle of the process.
 
     async def load(self, context: StageContext) -> None:
-        """Start the engine.
-
-        Raises:
-            EngineLostError: It did not start.
-
-        Cancellation: Call ``close`` afterwards.
-        """
         await self._engine.start()
 
     def close(self) -> None:
@@ -116,10 +96,7 @@ class EngineWorker:
         self._engine.kill()
 
     async def run(self) -> None:
-        """Wait until the engine is lost, and then exit the process.
-
-        Cancellation: Aborts all runs, and lets the engine exit.
-        """
+        """Wait until the engine is lost, and then exit the process."""
         try:
             why = await self._engine.wait_lost()
             self._give_up(f"the engine is lost: {why}", EXIT_LOST)
@@ -131,10 +108,7 @@ class EngineWorker:
             await self._engine.close()
 
     async def look(self) -> None:
-        """Call ``tick`` periodically.
-
-        Cancellation: Safe.
-        """
+        """Call ``tick`` periodically."""
         while True:
             await asyncio.sleep(LOOK_S)
             self.tick()
@@ -180,10 +154,7 @@ class EngineWorker:
         return {**self.sequences.leaks(), **tasks}
 
     async def wait_sent(self) -> None:
-        """Wait until all messages were sent.
-
-        Cancellation: Safe.
-        """
+        """Wait until all messages were sent."""
         await self._outboxes.wait_sent()
 
     def report(self) -> WorkerReport:
@@ -211,11 +182,7 @@ class EngineWorker:
             self._handle(Disconnected(outbox.edge.peer))
 
     def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
-        """Handle the messages of a frame that has arrived.
-
-        Raises:
-            MessageError: A message is invalid, or not from its authorised sender.
-        """
+        """Handle the messages of a frame that has arrived."""
         peer = outbox.edge.peer
         for message, contents in frame:
             check(message, contents, peer, self.name, 0, NO_SEQUENCES)

@@ -38,30 +38,18 @@ from multiworld.serve.generation.tokenizer import Tokenizer
 
 logger = logging.getLogger("multiworld.serve")
 
-PROBE_S = 60.0
-"""Maximum seconds for a server to generate its first token for us."""
-
-LOOK_S = 5.0
-"""Seconds between looks for a server without a replica."""
-
-MAX_CLAIMS = 64
-"""Maximum number of replicas on this host that use one server."""
+PROBE_S = 60.0  # for a server to generate its first token for us
+LOOK_S = 5.0  # between looks for a server without a replica
+MAX_CLAIMS = 64  # replicas on this host that use one server
 
 
 class _Arguments(msgspec.Struct, forbid_unknown_fields=True):
-    """``engine_args``.
-
-    Attributes:
-        urls: Addresses, such as ``http://10.0.0.5:8000``.
-        model: Name of the model at the servers; empty: the only one they have.
-        api_key_env: Environment variable with the API key; empty: none is sent.
-        health: Route that answers with 200 while a server serves.
-    """
+    """``engine_args``."""
 
     urls: list[str]
-    model: str = ""
-    api_key_env: str = ""
-    health: str = "/health"
+    model: str = ""  # at the servers; empty: the only one they have
+    api_key_env: str = ""  # environment variable with the API key
+    health: str = "/health"  # answers with 200 while a server serves
 
 
 class _Choice(msgspec.Struct):
@@ -143,10 +131,7 @@ class OpenAiEngine(TokenServerEngine):
         return chosen
 
     def _claimed(self, url: str, number: int) -> bool:
-        """Return whether this replica is the ``number``-th to use a server.
-
-        A bound name without a file belongs to this process, however it ends.
-        """
+        """Return whether this replica is the ``number``-th to use a server."""
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             claim.bind(_claim_of(url, number))
@@ -198,12 +183,7 @@ class OpenAiEngine(TokenServerEngine):
         return names[0]
 
     async def _dialect_of(self, server: EngineServer, model: str) -> Dialect:
-        """Return the dialect of a server.
-
-        Raises:
-            EngineLostError: It takes or returns no token ids, and the model is exact.
-                Or its adapters have no names.
-        """
+        """Return the dialect of a server that can be used for the model."""
         adapters = self._settings.adapters
         if await self._has_token_ids(server, model):
             is_exact = self._settings.exact
@@ -230,11 +210,7 @@ class OpenAiEngine(TokenServerEngine):
         return CompletionsOfText(model, tokenizer, end, adapters)
 
     async def _check_slots(self, server: EngineServer) -> None:
-        """Check that each sequence has a slot of its own, with its keys and values.
-
-        Raises:
-            EngineLostError: There are too few, or another replica uses them.
-        """
+        """Check that each sequence has a slot of its own, with its keys and values."""
         try:
             count = _PROPS.decode(await server.get("/props")).total_slots
         except msgspec.DecodeError:
@@ -295,11 +271,6 @@ def _claim_of(url: str, number: int) -> str:
 
 
 def _arguments(given: object) -> _Arguments:
-    """Return the arguments.
-
-    Raises:
-        SpecError: They are not valid.
-    """
     try:
         found = msgspec.convert(dict(given), _Arguments)  # type: ignore[call-overload]
     except msgspec.ValidationError as error:
