@@ -58,32 +58,24 @@ def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
         ``max_model_len`` is present for models that generate text, and ``parent`` for
         LoRA adapters of another model, as in vLLM.
         """
-        try:
-            tenant = gateway.authenticator.identify(request.headers)
-        except ServeError as error:
-            return responses.openai_error_response(error)
+        tenant = gateway.authenticator.identify(request.headers)
         data = [shown(name, tenant) for name in gateway.names(tenant)]
         return responses.json_response({"object": "list", "data": data})
 
     @app.get("/v1/models/{name}", tags=["openai"], openapi_extra=OPENAI_KNOWN_MODEL)
     async def model(name: str, request: Request) -> Response:
         """Return one model."""
-        try:
-            tenant = gateway.authenticator.identify(request.headers)
-            gateway.model(name, None, tenant)
-        except ServeError as error:
-            return responses.openai_error_response(error)
+        tenant = gateway.authenticator.identify(request.headers)
+        gateway.model(name, None, tenant)
         return responses.json_response(shown(name, tenant))
 
     @app.post("/v1/embeddings", tags=["openai"], openapi_extra=EMBEDDINGS)
     async def embeddings(request: Request) -> Response:
         """Embed texts."""
-        parsed: EmbeddingRequest | None = None
 
         async def answer(
             admitted: AdmittedRequest, reservation: Reservation
         ) -> Response:
-            nonlocal parsed
             body = await gateway.read_body(request, admitted, reservation)
             try:
                 if len(body) >= responses.OFFLOAD_BYTES:
@@ -94,14 +86,12 @@ def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
                 admitted.model = model_named_in(body)
                 raise
             del body
+            admitted.model = parsed.model
             embedding = _embed(gateway, admitted, request, parsed)
             return await while_connected(request, embedding)
 
-        def name() -> str:
-            return "" if parsed is None else parsed.model
-
         return await responses.respond(
-            gateway, request, name, answer, responses.openai_error_response
+            gateway, request, "", answer, responses.openai_error_response
         )
 
     hot.post("/v1/embeddings", embeddings)

@@ -54,7 +54,7 @@ class AdmittedRequest:
     is_refused: bool = False
     timing: Timing = field(default_factory=Timing)
     id: str = ""
-    model: str = ""  # in its body, if it was refused before it was parsed
+    model: str = ""  # in its body
 
 
 class Authenticator:
