@@ -202,9 +202,16 @@ class Admission:
                 lost = local.lost | local.left
                 # A claim with more lost members replaces the previous one. That one is
                 # not withdrawn, because it may already have been granted.
-                claims.append(
-                    self._loop.create_task(self._survive(local, deadline, admitted))
+                claim = messages.Survivor(
+                    world=local.incarnation.world,
+                    epoch=local.incarnation.epoch,
+                    rank=local.rank,
+                    size=local.incarnation.size,
+                    terms=local.request.terms(),
+                    lost=lost,
                 )
+                claiming = self._claim_next(local, claim, deadline, admitted)
+                claims.append(self._loop.create_task(claiming))
                 grows = self._loop.create_task(local.wait_more_lost(lost))
                 try:
                     await asyncio.wait(
@@ -220,30 +227,21 @@ class Admission:
                 claim.cancel()
             await asyncio.gather(*claims, return_exceptions=True)
 
-    async def _survive(
-        self, local: LocalMember, deadline: float, admitted: Admittance
+    async def _claim_next(
+        self,
+        local: LocalMember,
+        claim: messages.Newcomer | messages.Survivor,
+        deadline: float,
+        admitted: Admittance,
     ) -> None:
-        request, name = local.request, local.incarnation.world
+        """Claim this member's rank of the next incarnation."""
+        where, name = local.request.where, local.incarnation.world
         session = await self.joiner.reopen(
-            request.where, may_host=False, world=name, deadline=deadline
-        )
-        wanted = messages.Survivor(
-            world=name,
-            epoch=local.incarnation.epoch,
-            rank=local.rank,
-            size=local.incarnation.size,
-            terms=request.terms(),
-            lost=local.lost | local.left,
+            where, may_host=False, world=name, deadline=deadline
         )
         member = self._member(session, local.rank)
         admitted.session, admitted.incarnation = await meet(
-            self.joiner,
-            request.where,
-            session,
-            wanted,
-            member,
-            deadline,
-            may_host=False,
+            self.joiner, where, session, claim, member, deadline, may_host=False
         )
 
     async def grow(self, name: str, to: int) -> World:
@@ -262,7 +260,14 @@ class Admission:
         deadline = self._loop.time() + local.request.config.join_s
         await self._enter_again(local, deadline)
         admitted = Admittance()
-        claiming = self._claim_again(local, to, deadline, admitted)
+        claim = messages.Newcomer(
+            world=name,
+            rank=local.rank,
+            size=to,
+            terms=local.request.terms(),
+            seen=local.incarnation.epoch,
+        )
+        claiming = self._claim_next(local, claim, deadline, admitted)
         grown = await self._next(local, admitted, local.until_over(claiming))
         try:
             await self._open(grown, deadline)
@@ -270,25 +275,6 @@ class Admission:
             self._give_up(grown)
             raise
         return self._adopt(grown)
-
-    async def _claim_again(
-        self, local: LocalMember, to: int, deadline: float, admitted: Admittance
-    ) -> None:
-        request, name = local.request, local.incarnation.world
-        session = await self.joiner.reopen(
-            request.where, may_host=False, world=name, deadline=deadline
-        )
-        claim = messages.Newcomer(
-            world=name,
-            rank=local.rank,
-            size=to,
-            terms=request.terms(),
-            seen=local.incarnation.epoch,
-        )
-        member = self._member(session, local.rank)
-        admitted.session, admitted.incarnation = await meet(
-            self.joiner, request.where, session, claim, member, deadline, may_host=False
-        )
 
     async def _enter_again(self, local: LocalMember, deadline: float) -> None:
         """Count the next incarnation as a user of the session."""

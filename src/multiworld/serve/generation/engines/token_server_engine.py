@@ -9,6 +9,7 @@ from contextlib import aclosing
 
 from multiworld.errors import ServeError
 from multiworld.serve.generation.engines.engine_args import check_adapter
+from multiworld.serve.generation.engines.engine_sequences import WARM_UP
 from multiworld.serve.generation.engines.engine_server import EngineServer
 from multiworld.serve.generation.engines.pieces import Piece, next_piece
 from multiworld.serve.generation.engines.token_servers import Dialect
@@ -22,9 +23,6 @@ from multiworld.serve.generation.engines.whole_engine import (
 from multiworld.serve.transport.generation_messages import Sampling
 
 logger = logging.getLogger("multiworld.serve")
-
-WARM_UP = Sampling(temperature=0.0, max_tokens=1, ignore_eos=True)
-
 
 Owner = tuple[str, str]  # the tenant of a sequence, and its adapter
 
@@ -127,7 +125,6 @@ class TokenServerEngine:
         self._dialect.check(sampling)
 
     async def generate(self, run: Run) -> AsyncGenerator[Sequence[EngineToken]]:
-        """Continue a sequence; see ``WholeEngine.generate``."""
         if run.adapter:
             check_adapter(run, self._settings)
         slot, keep = await self._slots.take(run)

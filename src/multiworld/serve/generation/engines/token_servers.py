@@ -93,7 +93,6 @@ class LlamaCpp:
         check_common(self.title, sampling)
 
     def body(self, run: Run, piece: Piece, slot: int, keep: bool) -> dict[str, Any]:
-        """Return the body of a request; see ``Dialect.body``."""
         given = run.sampling
         bias: list[tuple[int, float | bool]] = [
             (token, value if value > -math.inf else False)
@@ -130,7 +129,6 @@ class LlamaCpp:
         }
 
     def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
-        """Return the tokens of the answer; see ``Dialect.tokens``."""
         found = answer_of(self._decoder, data)
         count, scores = run.sampling.logprobs, found.completion_probabilities
         if count is None or len(scores) < len(found.tokens):
@@ -183,7 +181,6 @@ class Completions:
         check_common(self.title, sampling)
 
     def body(self, run: Run, piece: Piece, slot: int, keep: bool) -> dict[str, Any]:
-        """Return the body of a request; see ``Dialect.body``."""
         given = run.sampling
         body: dict[str, Any] = {
             "model": self.adapters.get(run.adapter, self.model),
@@ -221,7 +218,6 @@ class Completions:
         return body
 
     def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
-        """Return the tokens of an event; see ``Dialect.tokens``."""
         found: list[EngineToken] = []
         for choice in answer_of(_CHUNK, data).choices[:1]:
             scores = choice.logprobs or _Scores()
@@ -266,7 +262,6 @@ class CompletionsOfText:
             raise refuse(self.title, "logprobs", "leave it out")
 
     def body(self, run: Run, piece: Piece, slot: int, keep: bool) -> dict[str, Any]:
-        """Return the body of a request; see ``Dialect.body``."""
         given = run.sampling
         body: dict[str, Any] = {
             "model": self.adapters.get(run.adapter, self.model),
@@ -291,7 +286,6 @@ class CompletionsOfText:
         return body
 
     def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
-        """Return the tokens of an event; see ``Dialect.tokens``."""
         found: list[EngineToken] = []
         for choice in answer_of(_CHUNK, data).choices[:1]:
             tokens = self.tokenizer.encode(choice.text, has_special=False)

@@ -221,7 +221,6 @@ class VllmEngine:
             )
 
     async def generate(self, run: Run) -> AsyncGenerator[Sequence[EngineToken]]:
-        """Continue a sequence; see ``WholeEngine.generate``."""
         assert self._server is not None
         self._number += 1
         name = f"{self._settings.replica}-{self._number}"
