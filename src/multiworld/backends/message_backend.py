@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from multiworld.backends import dtypes
+from multiworld.backends import bundles, dtypes
 from multiworld.backends.arrivals import Description, allocate
 from multiworld.backends.base import (
     Bundle,
@@ -19,12 +19,6 @@ from multiworld.backends.base import (
     Peek,
     Received,
     WorldView,
-)
-from multiworld.backends.bundles import (
-    decode_object,
-    encode_object,
-    lay_out,
-    unpack_bundle,
 )
 from multiworld.backends.channel import Channel, Lane
 from multiworld.backends.direct import header as wire
@@ -142,7 +136,7 @@ class MessageBackend:
     async def send_bundle(
         self, tensors: Mapping[str, Tensor], meta: Meta, dst: int, tag: int
     ) -> None:
-        layout = lay_out(tensors, meta)
+        layout = bundles.lay_out(tensors, meta)
         async with self._turn(dst):
             packed = await offload(layout.size, layout.pack)
             size, label = packed.numel(), len(layout.manifest)
@@ -155,10 +149,10 @@ class MessageBackend:
         receive = self._p2p.post(src, tag, _check_bundle, _nowhere)
         arrival = await self._p2p.wait(receive)
         length = arrival.description.label
-        return unpack_bundle(arrival.tensor, length, arrival.source)
+        return bundles.unpack_bundle(arrival.tensor, length, arrival.source)
 
     async def send_object(self, obj: Any, dst: int, tag: int) -> None:
-        body = bytearray(encode_object(obj, "the object to send"))
+        body = bytearray(bundles.encode_object(obj, "the object to send"))
         memory = memoryview(body)
         description = Description(wire.OBJECT, dtypes.UINT8, (), len(body), tag, 0)
         if dst not in self._turns:
@@ -170,7 +164,7 @@ class MessageBackend:
     async def recv_object(self, src: int | None, tag: int) -> Any:
         receive = self._p2p.post(src, tag, _check_object, _nowhere)
         arrival = await self._p2p.wait(receive)
-        return decode_object(bytes(arrival.memory))
+        return bundles.decode_object(bytes(arrival.memory))
 
     def handle(
         self, src: int, tag: int, handler: Handler, peek: Peek | None = None

@@ -27,7 +27,6 @@ logger = logging.getLogger("multiworld.watchdog")
 BACKLOG = 1024  # maximum number of connections in a listening socket's queue
 CROWDED_S = (0.05, 0.2, 0.5)  # seconds before attempts to reach an overloaded listener
 
-
 # Connections in their handshake; a forked child must close them too.
 _dialing: set[socket.socket] = set()
 

@@ -30,7 +30,6 @@ START_S = 5.0  # the same for one that has not reported yet: it may be slow to s
 
 Mode = Literal["process", "thread"]
 
-
 OnReport = Callable[[int, "HeartbeatReport"], None]
 
 

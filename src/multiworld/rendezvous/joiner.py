@@ -48,7 +48,6 @@ MAX_RETRY_S = 0.5
 # Stores inside this process, by name; each closes with its last session.
 _local_services: dict[str, StoreService] = {}
 
-
 SLACK_S = 1.0  # seconds after the deadline for the store's list of absentees to arrive
 
 

@@ -14,12 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from multiworld.errors import (
-    ProtocolVersionError,
-    RendezvousError,
-    StoreUnreachableError,
-    WrongSecretError,
-)
+from multiworld import errors
 from multiworld.net import frames
 from multiworld.net.framed_connection import FramedConnection
 from multiworld.net.handshake import HandshakeError, dialing
@@ -34,7 +29,6 @@ from multiworld.rendezvous.store_service import StoreService
 logger = logging.getLogger("multiworld.store")
 
 RETRY_S = 0.05  # seconds between attempts to reach a store that does not answer yet
-
 
 # Seconds to acknowledge a claim. Otherwise the store's process is stopped or its host
 # is down, and the session counts as lost.
@@ -125,7 +119,7 @@ class StoreSession:
             if isinstance(outcome, messages.ClaimOutcome):
                 self._answered[claim.world] = request
                 return outcome
-            raise RendezvousError(f"the store answered a claim with {outcome}")
+            raise errors.RendezvousError(f"the store answered a claim with {outcome}")
         except asyncio.CancelledError:
             self._send(messages.Withdraw(request))
             raise
@@ -258,7 +252,7 @@ async def connect(
                 failures[address] = str(error) or type(error).__name__
         await asyncio.sleep(min(RETRY_S, max(0.0, deadline - loop.time())))
     why = "; ".join(f"{where}: {what}" for where, what in failures.items())
-    raise StoreUnreachableError(
+    raise errors.StoreUnreachableError(
         f"no store answered at {addresses} for world {world!r} in time "
         f"({why or 'no attempt was made'}); start rank 0 or `multiworld store` there, "
         "and check the address, the port and the firewall",
@@ -322,7 +316,7 @@ def refused_by(address: StoreAddress, error: HandshakeError) -> Exception:
     if error.kind == "version":
         return other_version(address, error.theirs)
     if error.kind == "secret":
-        return WrongSecretError(
+        return errors.WrongSecretError(
             f"the store at {address} and this process do not hold the same secret: "
             f"{error}; set the same MULTIWORLD_SECRET or MULTIWORLD_SECRET_FILE "
             "everywhere"
@@ -330,8 +324,8 @@ def refused_by(address: StoreAddress, error: HandshakeError) -> Exception:
     return error
 
 
-def tls_failed(address: StoreAddress, error: ssl.SSLError) -> WrongSecretError:
-    return WrongSecretError(
+def tls_failed(address: StoreAddress, error: ssl.SSLError) -> errors.WrongSecretError:
+    return errors.WrongSecretError(
         f"the TLS handshake with the store at {address} failed: {error}; check that "
         "both sides have certificates of one authority, and that the store has TLS on"
     )
@@ -341,7 +335,7 @@ def _ignore() -> None:
     """Do nothing when the session is lost."""
 
 
-def other_version(address: StoreAddress, theirs: int) -> ProtocolVersionError:
+def other_version(address: StoreAddress, theirs: int) -> errors.ProtocolVersionError:
     """Return the error for a store of another version; 0: not a store at all."""
     ours = frames.PROTOCOL_VERSION
     if theirs == 0:
@@ -351,7 +345,7 @@ def other_version(address: StoreAddress, theirs: int) -> ProtocolVersionError:
             f"the store speaks version {theirs}; use one release of multiworld "
             "everywhere"
         )
-    return ProtocolVersionError(
+    return errors.ProtocolVersionError(
         f"cannot use the store at {address}: this process speaks version {ours}, "
         f"{what}",
         ours=ours,

@@ -10,13 +10,8 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
+from multiworld import errors
 from multiworld.config import is_int
-from multiworld.errors import (
-    ConfigError,
-    JoinTimeoutError,
-    WorldBrokenError,
-    WorldClosedError,
-)
 from multiworld.incarnation.lifecycle import Phase, WasLost
 from multiworld.liveness.watchdog import WatchDog
 from multiworld.rendezvous import store_messages as messages
@@ -132,7 +127,7 @@ class Admission:
             local.report(WasLost(error.rank, "it was lost while joining", str(error)))
             raise local.broken_error() from error
         except OSError as error:
-            raise WorldBrokenError(
+            raise errors.WorldBrokenError(
                 name,
                 "this member could not open it",
                 epoch=epoch,
@@ -152,7 +147,7 @@ class Admission:
             local = await self._next(local, admitted, gathering)
             try:
                 await self._open(local, deadline)
-            except WorldBrokenError:
+            except errors.WorldBrokenError:
                 # Another member was lost meanwhile: continue without that one too.
                 if local.phase is not Phase.BROKEN or not local.lost or local.is_stale:
                     self._give_up(local)
@@ -166,14 +161,14 @@ class Admission:
     def _reformable(self, name: str) -> LocalMember:
         local = self._local_members.get(name)
         if local is None or local.phase is Phase.CLOSED:
-            raise WorldClosedError(
+            raise errors.WorldClosedError(
                 f"world {name!r} was closed by this process; join it again", world=name
             )
         if local.is_stale:
             raise local.broken_error()
         if local.phase is not Phase.BROKEN and not local.left:
             rule = "reform() needs a world that is broken or that a member has left"
-            raise ConfigError("world", name, rule)
+            raise errors.ConfigError("world", name, rule)
         return local
 
     async def _next(
@@ -248,7 +243,7 @@ class Admission:
         """Admit newcomers to a living world."""
         local = self._local_members.get(name)
         if local is None:
-            raise WorldClosedError(
+            raise errors.WorldClosedError(
                 f"world {name!r} was closed by this process; join it again", world=name
             )
         local.check()
@@ -256,7 +251,7 @@ class Admission:
         if not is_int(to) or not size < to <= messages.MAX_SIZE:
             most = messages.MAX_SIZE
             rule = f"give an int from {size + 1} to {most}: the size is {size} now"
-            raise ConfigError("to", to, rule)
+            raise errors.ConfigError("to", to, rule)
         deadline = self._loop.time() + local.request.config.join_s
         await self._enter_again(local, deadline)
         admitted = Admittance()
@@ -389,11 +384,11 @@ class Admission:
             local.member_waits(note.rank, note.size, is_gone=note.is_gone)
 
 
-def _not_connected(local: LocalMember) -> JoinTimeoutError:
+def _not_connected(local: LocalMember) -> errors.JoinTimeoutError:
     missing, size = local.missing, local.incarnation.size
     present = tuple(rank for rank in range(size) if rank not in missing)
     name = local.incarnation.world
-    return JoinTimeoutError(
+    return errors.JoinTimeoutError(
         f"world {name!r}: rank {', '.join(map(str, missing))} was admitted but did not "
         "connect in time; check that its process runs, and the firewall",
         world=name,

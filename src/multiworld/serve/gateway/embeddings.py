@@ -17,15 +17,10 @@ from torch import Tensor
 from multiworld.backends.dtypes import memory_of, plain
 from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.serve.gateway import http_responses as responses
+from multiworld.serve.gateway import json_limits
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.hot_routes import HotRoutes
-from multiworld.serve.gateway.json_limits import (
-    NOT_JSON,
-    check_objects,
-    check_values,
-    decode,
-)
 from multiworld.serve.gateway.open_inference import NotFiniteError
 from multiworld.serve.gateway.openapi import EMBEDDINGS, OPENAI_KNOWN_MODEL
 from multiworld.serve.gateway.request_body import Body, model_named_in, while_connected
@@ -122,8 +117,8 @@ class EmbeddingRequest:
 
 
 def _embedding_request(body: Body) -> EmbeddingRequest:
-    check_objects(body)
-    payload = decode(body, _bodies)
+    json_limits.check_objects(body)
+    payload = json_limits.decode(body, _bodies)
     if not isinstance(payload.model, str):
         raise InvalidRequestError(
             'body has no "model"; give the name of a model',
@@ -149,7 +144,7 @@ def _inputs(given: bytes) -> list[str] | list[list[int]]:
             return _not_empty([_string.decode(given)])
         first = given[1:].lstrip(b" \t\r\n")[:1]
         if first == b'"':
-            check_values(given)
+            json_limits.check_values(given)
             return _not_empty(_strings.decode(given))
         if given.count(b",") > MAX_TOKENS or given.count(b"[") > MAX_TEXTS + 1:
             raise _invalid(
@@ -158,7 +153,7 @@ def _inputs(given: bytes) -> list[str] | list[list[int]]:
         if first == b"[":
             return _not_empty(_token_lists.decode(given))
         return _not_empty([_tokens.decode(given)])
-    except NOT_JSON:
+    except json_limits.NOT_JSON:
         raise _invalid(
             "input", "must be a text, an array of token ids, or a list of them"
         ) from None

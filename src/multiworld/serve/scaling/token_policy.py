@@ -38,7 +38,6 @@ from multiworld.serve.scaling.step_costs import (
 
 BUSY = 0.85  # maximum utilization of a stage that is planned for
 
-
 KV_SHARE = 0.9  # maximum share of the KV blocks that is planned for
 MIN_TOKENS = 100  # recent output tokens for a measured round to count
 

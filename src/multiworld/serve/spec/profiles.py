@@ -15,7 +15,6 @@ MIB = 2**20
 MARGIN = 1.25
 """Bytes booked per byte measured: other requests may need more memory."""
 
-
 WIDE = "float32"
 """Dtype of a profile that makes the model be served in that dtype."""
 

@@ -15,6 +15,7 @@ from contextlib import aclosing
 from functools import partial
 
 from multiworld.liveness.pause_detector import PauseDetector
+from multiworld.serve.generation.engines import whole_engine
 from multiworld.serve.generation.engines.engine_sequences import (
     Abort,
     Action,
@@ -24,12 +25,6 @@ from multiworld.serve.generation.engines.engine_sequences import (
     Generated,
     GiveUp,
     RunEnded,
-)
-from multiworld.serve.generation.engines.whole_engine import (
-    EngineLostError,
-    EngineSettings,
-    Run,
-    WholeEngine,
 )
 from multiworld.serve.generation.replica.actions import Send
 from multiworld.serve.generation.replica.events import (
@@ -54,7 +49,7 @@ LOOK_S = 0.1  # between checks of the engine
 EXIT_LOST = 71  # exit code of a replica whose engine is lost
 NO_SEQUENCES = SequenceTable(is_last=True)  # of a replica that gets no rows
 
-MakeEngine = Callable[[EngineSettings], WholeEngine]
+MakeEngine = Callable[[whole_engine.EngineSettings], whole_engine.WholeEngine]
 
 
 class EngineWorker:
@@ -63,7 +58,7 @@ class EngineWorker:
     def __init__(
         self,
         make: MakeEngine,
-        settings: EngineSettings,
+        settings: whole_engine.EngineSettings,
         hung_s: float,  # without any token of running sequences
         clock: Callable[[], float] = time.monotonic,
         exit_process: Callable[[int], None] = os._exit,
@@ -212,7 +207,7 @@ class EngineWorker:
                 case GiveUp(text):
                     self._give_up(text, EXIT_LOST)
 
-    async def _run(self, number: int, run: Run) -> None:
+    async def _run(self, number: int, run: whole_engine.Run) -> None:
         """Pass on the tokens of a run; cancelling aborts it."""
         error: Exception | None = None
         try:
@@ -220,7 +215,7 @@ class EngineWorker:
                 async for tokens in found:
                     self._hear(len(tokens))
                     self._handle(Generated(number, tokens))
-        except EngineLostError as lost:
+        except whole_engine.EngineLostError as lost:
             error = lost
         except Exception as failed:
             logger.warning("a run failed: %s: %s", type(failed).__name__, failed)

@@ -16,12 +16,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
-from multiworld.errors import (
-    DeadlineExceededError,
-    OverloadedError,
-    ServeError,
-    UnknownModelError,
-)
+from multiworld import errors
 from multiworld.serve.core import refusals
 from multiworld.serve.core.attainment import Attainment
 from multiworld.serve.core.replica_view import ReplicaView
@@ -123,7 +118,7 @@ class StreamRouter:
     def route(self, model: str) -> Route:
         route = self.view.table.routes.get(model)
         if route is None:
-            raise UnknownModelError(f"no model {model!r} is served here")
+            raise errors.UnknownModelError(f"no model {model!r} is served here")
         return route
 
     def check_room(self, model: str) -> None:
@@ -131,7 +126,7 @@ class StreamRouter:
         waiting = self._without_token[model]
         if waiting >= self.route(model).max_queued_requests + 1:
             self.attainment.arrived[model] += 1
-            error = OverloadedError(
+            error = errors.OverloadedError(
                 f"{waiting} streams of model {model!r} wait for their first token, "
                 "which is max_queued_requests; retry later",
                 retry_after_s=refusals.RETRY_AFTER_S,
@@ -159,7 +154,7 @@ class StreamRouter:
         is_late = self._is_late(stream)
         self.attainment.count(stream.model, error, is_late=is_late)
 
-    def _end(self, stream: Stream, error: ServeError | None = None) -> None:
+    def _end(self, stream: Stream, error: errors.ServeError | None = None) -> None:
         if stream.has_ended:
             return
         self._leave_chain(stream)
@@ -482,7 +477,7 @@ class StreamRouter:
                 continue
             late = stream.late(self._now, resumed_at)
             if late:
-                self._end(stream, DeadlineExceededError(late))
+                self._end(stream, errors.DeadlineExceededError(late))
             else:
                 self._timers.watch(stream, resumed_at)
         self.view.set_silent(silent)  # all, before any stream is placed again
