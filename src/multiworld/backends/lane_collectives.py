@@ -23,12 +23,7 @@ from multiworld.backends.collective import Call, Operation
 from multiworld.backends.direct import header as wire
 from multiworld.backends.eager import begin
 from multiworld.backends.offload import offload, size_of
-from multiworld.backends.reduction import (
-    OP_CODES,
-    Combine,
-    finish_average,
-    op_name,
-)
+from multiworld.backends.reduction import OP_CODES, Combine, finish_average, op_name
 from multiworld.errors import MemberLeftError, TensorMismatchError
 from multiworld.incarnation.lifecycle import Failed
 from multiworld.liveness.manager_messages import EndCollectives

@@ -12,22 +12,12 @@ from torch.distributed import ProcessGroup
 
 from multiworld.backends import bundles, dtypes
 from multiworld.backends.arrivals import Description, allocate
-from multiworld.backends.base import (
-    Bundle,
-    Handler,
-    Meta,
-    Peek,
-    Received,
-    WorldView,
-)
+from multiworld.backends.base import Bundle, Handler, Meta, Peek, Received, WorldView
 from multiworld.backends.channel import Channel, Lane
 from multiworld.backends.direct import header as wire
 from multiworld.backends.lane_collectives import LaneCollectives
 from multiworld.backends.offload import offload, size_of
-from multiworld.errors import (
-    TensorMismatchError,
-    UnsupportedOperationError,
-)
+from multiworld.errors import TensorMismatchError, UnsupportedOperationError
 from multiworld.incarnation.lifecycle import Failed, Finished
 from multiworld.liveness.manager_messages import (
     BackendMessage,

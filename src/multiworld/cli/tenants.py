@@ -44,10 +44,7 @@ LIMITS = {
     "rpm_limit": (click.IntRange(0), "Most requests in any minute"),
     "max_parallel_requests": (click.IntRange(0), "Most requests in flight at once"),
     "bytes_per_s": (FiniteRange(0), "Mean bytes a second of requests and answers"),
-    "tpm_limit": (
-        click.IntRange(0),
-        "Mean tokens a minute of prompts and completions",
-    ),
+    "tpm_limit": (click.IntRange(0), "Mean tokens a minute of prompts and completions"),
     "tokens_per_day": (click.IntRange(0), "Budget of tokens for each day (UTC)"),
     "tokens_per_month": (click.IntRange(0), "Budget of tokens for each month (UTC)"),
 }
@@ -217,11 +214,7 @@ def tenants() -> None:
 @VALID
 @of_service
 def create(
-    service: Service,
-    name: str,
-    valid_s: float | None,
-    as_json: bool,
-    **options: object,
+    service: Service, name: str, valid_s: float | None, as_json: bool, **options: object
 ) -> None:
     """Create the tenant NAME, and print its API key.
 

@@ -96,11 +96,7 @@ class Endpoint:
     def listen(cls, host: str, acceptor: Acceptor, security: Security) -> Endpoint:
         """Return an endpoint on a free port of ``host`` and a random Unix name."""
         info = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-        tcp = socket.create_server(
-            info[0][4][:2],
-            family=info[0][0],
-            backlog=BACKLOG,
-        )
+        tcp = socket.create_server(info[0][4][:2], family=info[0][0], backlog=BACKLOG)
         tcp.setblocking(False)
         name = f"multiworld-{secrets.token_hex(12)}"
         try:

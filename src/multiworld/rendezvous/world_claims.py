@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from multiworld.rendezvous import store_messages as messages
-from multiworld.rendezvous.claims import (
-    Action,
-    Claimed,
-    Reply,
-    RequestKey,
-    SessionKey,
-)
+from multiworld.rendezvous.claims import Action, Claimed, Reply, RequestKey, SessionKey
 from multiworld.rendezvous.reform import Reform, ReformClaim
 
 WaitKey = tuple[str, bool, int]  # world, whether it is a survivor's, and rank

@@ -128,10 +128,7 @@ class Admission:
             raise local.broken_error() from error
         except OSError as error:
             raise errors.WorldBrokenError(
-                name,
-                "this member could not open it",
-                epoch=epoch,
-                evidence=str(error),
+                name, "this member could not open it", epoch=epoch, evidence=str(error)
             ) from error
 
     # Changing size.
@@ -362,10 +359,7 @@ class Admission:
     def holdings(self, where: StoreAddresses) -> list[messages.Announce]:
         return [
             messages.Announce(
-                local.incarnation.world,
-                local.incarnation.epoch,
-                local.rank,
-                self._uid,
+                local.incarnation.world, local.incarnation.epoch, local.rank, self._uid
             )
             for local in self._local_members.values()
             if local.request.where == where

@@ -33,9 +33,7 @@ def pause_s(failures: int, chance: float) -> float:
 
 
 async def keep(
-    name: str,
-    join: Callable[[], Awaitable[World]],
-    newest: Callable[[], World | None],
+    name: str, join: Callable[[], Awaitable[World]], newest: Callable[[], World | None]
 ) -> AsyncIterator[World]:
     """Yield a ready world, and its next incarnation whenever the last one has ended."""
     failures = 0

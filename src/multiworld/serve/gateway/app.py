@@ -177,11 +177,7 @@ def _inference(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
     async def infer_active(name: str, request: Request) -> Response:
         """Run inference with the active version of a model."""
         return await respond(
-            gateway,
-            request,
-            name,
-            partial(infer, request, name, None),
-            error_response,
+            gateway, request, name, partial(infer, request, name, None), error_response
         )
 
     @app.post(

@@ -92,11 +92,7 @@ class Cutter:
 
 @contextlib.contextmanager
 def _tracing() -> Iterator[None]:
-    with (
-        torch.inference_mode(mode=False),
-        torch.no_grad(),
-        warnings.catch_warnings(),
-    ):
+    with torch.inference_mode(mode=False), torch.no_grad(), warnings.catch_warnings():
         # Torch's warnings about its own tracing do not help users.
         warnings.simplefilter("ignore")
         yield

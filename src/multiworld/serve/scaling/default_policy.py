@@ -27,10 +27,7 @@ from multiworld.serve.scaling.scaling_plans import (
     plan_for,
     plans_of,
 )
-from multiworld.serve.scaling.snapshot import (
-    Decision,
-    Snapshot,
-)
+from multiworld.serve.scaling.snapshot import Decision, Snapshot
 from multiworld.serve.scaling.stabilization import PendingChange
 
 PLAN_TOLERANCE = 0.2  # relative change of a service time that recomputes the plans
@@ -163,9 +160,7 @@ def _smoothed(before: Times, now: Times, step: float) -> Times:
 
 
 def _scaling_plans(
-    snapshot: Snapshot,
-    measured: Sequence[Times | None],
-    old: PolicyState,
+    snapshot: Snapshot, measured: Sequence[Times | None], old: PolicyState
 ) -> tuple[tuple[tuple[float, float], ...], tuple[ScalingPlan, ...]]:
     """Return the service times and the plans; both empty if times are unknown."""
     if any(times is None for times in measured):

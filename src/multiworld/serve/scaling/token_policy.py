@@ -22,12 +22,7 @@ from dataclasses import dataclass, replace
 from multiworld.serve.generation.replica.step_planner import ROWS
 from multiworld.serve.scaling import rules
 from multiworld.serve.scaling.demand import demand_of, envelope, sample_at
-from multiworld.serve.scaling.snapshot import (
-    Decision,
-    Sample,
-    Snapshot,
-    TextObjectives,
-)
+from multiworld.serve.scaling.snapshot import Decision, Sample, Snapshot, TextObjectives
 from multiworld.serve.scaling.stabilization import PendingChange
 from multiworld.serve.scaling.step_costs import (
     StepCost,
@@ -139,10 +134,7 @@ def _lengths(samples: Sequence[Sample], before: Lengths | None) -> Lengths | Non
 
 
 def _factor(
-    snapshot: Snapshot,
-    costs: Sequence[StepCost],
-    lengths: Lengths,
-    before: float,
+    snapshot: Snapshot, costs: Sequence[StepCost], lengths: Lengths, before: float
 ) -> float:
     """Return the measured round as a multiple of the predicted one."""
     begin = snapshot.now - rules.look_back_s(snapshot)
@@ -182,10 +174,7 @@ def _queue_needs(snapshot: Snapshot) -> tuple[list[tuple[int, int]], str]:
 
 
 def _token_needs(
-    snapshot: Snapshot,
-    costs: Sequence[StepCost],
-    lengths: Lengths,
-    factor: float,
+    snapshot: Snapshot, costs: Sequence[StepCost], lengths: Lengths, factor: float
 ) -> tuple[list[tuple[int, int]], str]:
     text = snapshot.text or TextObjectives()
     period_s = rules.look_back_s(snapshot)
@@ -226,10 +215,7 @@ def longest_round_s(text: TextObjectives, costs: Sequence[StepCost]) -> float:
 
 
 def fleet(
-    snapshot: Snapshot,
-    costs: Sequence[StepCost],
-    load: Load,
-    text: TextObjectives,
+    snapshot: Snapshot, costs: Sequence[StepCost], load: Load, text: TextObjectives
 ) -> tuple[int, ...]:
     """Return the smallest fleet that meets the objectives, or else the largest."""
     limits = [rules.limits_now(stage) for stage in snapshot.stages]
@@ -308,10 +294,7 @@ def _round_with(
 
 
 def _is_first_in_time(
-    counts: Sequence[int],
-    costs: Sequence[StepCost],
-    load: Load,
-    text: TextObjectives,
+    counts: Sequence[int], costs: Sequence[StepCost], load: Load, text: TextObjectives
 ) -> bool:
     """Return whether first tokens are in time, as far as replicas can help."""
     if text.ttft_s is None:

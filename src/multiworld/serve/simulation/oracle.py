@@ -15,9 +15,7 @@ from multiworld.serve.simulation.score import judge
 
 
 def with_foresight(
-    model: PipelineModel,
-    arrivals: Sequence[Arrival],
-    new_chance: Callable[[], Chance],
+    model: PipelineModel, arrivals: Sequence[Arrival], new_chance: Callable[[], Chance]
 ) -> PipelineModel:
     """Return the model with the cheapest oracle that meets the objective."""
     times = [arrival.at for arrival in arrivals]

@@ -23,9 +23,7 @@ def for_template(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     calls = [call for message in found for call in message.get("tool_calls", ())]
     values = sum(_values(call["function"]["arguments"]) for call in calls)
     if values > MAX_ARGUMENTS:
-        raise _wrong(
-            f"has tool calls with {values} values, more than {MAX_ARGUMENTS}",
-        )
+        raise _wrong(f"has tool calls with {values} values, more than {MAX_ARGUMENTS}")
     for call in calls:
         function = call["function"]
         function["arguments"] = _decoded(function["arguments"])

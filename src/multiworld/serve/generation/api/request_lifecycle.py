@@ -14,11 +14,7 @@ from multiworld.errors import RequestPoisonedError, ServeError
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.http_responses import EventStream, respond, timeout_of
-from multiworld.serve.gateway.request_body import (
-    Body,
-    model_named_in,
-    while_connected,
-)
+from multiworld.serve.gateway.request_body import Body, model_named_in, while_connected
 from multiworld.serve.generation.api.choices import (
     Piece,
     digest_of,

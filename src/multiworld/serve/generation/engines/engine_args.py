@@ -30,10 +30,7 @@ def gpu_environment(
 ) -> dict[str, str]:
     """Return variables that let an engine see only the GPUs of its replica."""
     names = [str(g) if visible is None else visible[g] for g in settings.gpus]
-    return {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_VISIBLE_DEVICES": ",".join(names),
-    }
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(names)}
 
 
 def flags_of(args: Mapping[str, Any]) -> list[str]:

@@ -15,10 +15,7 @@ import msgspec
 from multiworld.errors import InvalidRequestError, SpecError
 from multiworld.serve.generation.engines.engine_server import Answer, answer_of
 from multiworld.serve.generation.engines.pieces import Piece, is_greedy, size_of
-from multiworld.serve.generation.engines.whole_engine import (
-    EngineToken,
-    Run,
-)
+from multiworld.serve.generation.engines.whole_engine import EngineToken, Run
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.transport.generation_messages import Sampling
 

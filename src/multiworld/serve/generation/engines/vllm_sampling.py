@@ -23,11 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from multiworld.serve.generation.replica.sampler import (
-        Choice,
-        TokenHistory,
-        sample,
-    )
+    from multiworld.serve.generation.replica.sampler import Choice, TokenHistory, sample
 
     class LogitsProcessor:
         """vLLM's class."""

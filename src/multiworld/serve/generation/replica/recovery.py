@@ -32,10 +32,7 @@ from multiworld.serve.generation.replica.actions import (
 )
 from multiworld.serve.generation.replica.kv_budget import KvBudget
 from multiworld.serve.generation.replica.sample_costs import sample_rows_of
-from multiworld.serve.generation.replica.scheduler import (
-    Scheduler,
-    TooManyTokensError,
-)
+from multiworld.serve.generation.replica.scheduler import Scheduler, TooManyTokensError
 from multiworld.serve.generation.replica.sequence_state import (
     SequenceState,
     SequenceTable,

@@ -35,11 +35,7 @@ from multiworld.serve.inference.gateway.actions import (
 )
 from multiworld.serve.inference.gateway.records import AttemptState, Queue, Request
 from multiworld.serve.transport.inference_messages import Attempt
-from multiworld.serve.transport.routing_table import (
-    Replica,
-    Route,
-    first_ready,
-)
+from multiworld.serve.transport.routing_table import Replica, Route, first_ready
 
 # Seconds after a poison request during which its tenant's requests to the model run in
 # isolation, behind other suspects.

@@ -215,12 +215,7 @@ class RayLauncher:
         return self._trouble
 
     async def launch(
-        self,
-        name: str,
-        args: ProcessArgs,
-        log: Path,
-        spot: Location | None,
-        need: Need,
+        self, name: str, args: ProcessArgs, log: Path, spot: Location | None, need: Need
     ) -> RunningProcess:
         """Start a replica in a placement group of its own; Ray chooses its GPUs."""
         if spot is None:
