@@ -10,8 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from multiworld.errors import ServeError
 from multiworld.serve.control import answers
-from multiworld.serve.control.admin_response import respond
-from multiworld.serve.control.admin_tenants import add_tenants
+from multiworld.serve.control.admin_tenants import add_tenants, respond
 from multiworld.serve.control.controller import Controller
 from multiworld.serve.control.status import decisions_of, nodes_of, with_reports
 from multiworld.serve.spec.loader import parse_spec

@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from multiworld.errors import ServeError
 from multiworld.serve.control import answers
-from multiworld.serve.control.admin_response import respond
 from multiworld.serve.control.client import WHO
 from multiworld.serve.control.tenant_manager import TenantManager
 from multiworld.serve.tenants.directory import Tenant
@@ -73,6 +72,10 @@ class Revocation(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     key: str | None = None
+
+
+def respond(answer: answers.Answer, status: int = 200) -> Response:
+    return Response(answers.encode(answer), status, media_type="application/json")
 
 
 def add_tenants(app: FastAPI, tenanting: TenantManager) -> None:

@@ -24,10 +24,10 @@ from multiworld.serve.generation.replica.batch_invariant_sizes import (
 )
 from multiworld.serve.generation.replica.kv_cache import (
     KvCache,
+    KvStore,
     MissingTokensError,
     Rows,
 )
-from multiworld.serve.generation.replica.kv_store import KvStore
 from multiworld.serve.generation.replica.layer_trial import check_layers
 from multiworld.serve.generation.replica.paged_kv_cache import PagedKvCache
 from multiworld.serve.generation.replica.prefix_cache import Block, BlockSpan
