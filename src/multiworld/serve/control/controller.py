@@ -137,7 +137,7 @@ class Controller:
         if old is None:
             self.placement.admit(desired)
         for process in adopted:
-            self._handle(events.Adopted(process))
+            self.happened(events.Adopted(process))
             self._links.open(process.name)
         self.want(desired)
         self.placement.start()
@@ -197,7 +197,7 @@ class Controller:
             await asyncio.sleep(TICK_S)
             if self._pauses.look(self._clock()):
                 continue  # first read the messages that arrived during the pause
-            self._handle(events.Ticked())
+            self.happened(events.Ticked())
             self.placement.check_memory()
             if number % COLLECT_TICKS == 0:
                 self._spawn(self._collect())
@@ -299,13 +299,10 @@ class Controller:
     # Reconciling.
 
     def want(self, desired: DesiredState) -> None:
-        self._handle(events.DesiredStateChanged(desired))
+        self.happened(events.DesiredStateChanged(desired))
         self.placement.wake()
 
     def happened(self, event: events.Event) -> None:
-        self._handle(event)
-
-    def _handle(self, event: events.Event) -> None:
         if self._is_ending or not self._is_started:
             return
         for action in self.fleet.handle(event, self._clock()):
@@ -363,7 +360,7 @@ class Controller:
             try:
                 spot = self._book(name, (model, version, stage), need)
             except PlacementError as error:
-                self._handle(events.Unplaced(name, str(error)))
+                self.happened(events.Unplaced(name, str(error)))
                 return
             update = {"model": model, "stage": stage, "spec": spec, "gpus": spot.gpus}
             args = args.model_copy(update=update)
@@ -391,10 +388,10 @@ class Controller:
     def _launch_failed(self, name: str, error: LaunchError) -> None:
         if trouble := self._launcher.trouble():
             self._links.close(name)
-            self._handle(events.Unplaced(name, trouble))
+            self.happened(events.Unplaced(name, trouble))
         else:
             why = f"it could not be started: {error}"
-            self._handle(events.ProcessGone(name, why))
+            self.happened(events.ProcessGone(name, why))
 
     def exited(self, name: str, code: int | None) -> None:
         why = self.processes.exited(name, code)
@@ -415,7 +412,7 @@ class Controller:
         if process is not None and process.phase in STARTING:
             cause = self.processes.last_words(name)
             why += f" while starting; last line of its log: {cause}"
-        self._handle(events.ProcessGone(name, why, cause=cause))
+        self.happened(events.ProcessGone(name, why, cause=cause))
 
     def nodes_changed(self) -> None:
         self.placement.nodes_changed()
@@ -452,14 +449,14 @@ class Controller:
         return [versions, *self.tenanting.greeting(), table]
 
     def joined(self, name: str) -> None:
-        self._handle(events.Joined(name))
+        self.happened(events.Joined(name))
 
     def news(self, name: str, news: messages.News) -> None:
         match news:
             case messages.StageLoaded(fingerprint, weights):
-                self._handle(events.Loaded(name, fingerprint, weights))
+                self.happened(events.Loaded(name, fingerprint, weights))
             case messages.TableApplied(number):
-                self._handle(events.Applied(name, number))
+                self.happened(events.Applied(name, number))
             case messages.UsageReport():
                 self.tenanting.used(name, news)
             case messages.PoisonFound():
@@ -469,7 +466,7 @@ class Controller:
             case messages.MemoryExceeded(used, limit):
                 self.placement.outgrown(name, used, limit)
             case messages.ProbeResult(replica, error):
-                self._handle(events.Probed(replica, error))
+                self.happened(events.Probed(replica, error))
             case messages.FleetReportRequest(number):
                 self._spawn(self._report_fleet(name, number))
             case messages.Report():

@@ -170,23 +170,21 @@ class GenerationWorker:
         await self._outboxes.wait_sent()
 
     def report(self) -> WorkerReport:
+        pool = self._scheduler.pool
         waiting, running = len(self._queue), len(self._table)
         if self._stage == 0:
-            waiting, running = (
-                self._scheduler.pool.waiting,
-                len(self._scheduler.pool.running),
-            )
+            waiting, running = pool.waiting, len(pool.running)
         began = self._engine.began_at
         return WorkerReport(
             queued=waiting,
             computing=running,
             computing_s=0.0 if began is None else self._clock() - began,
             computed_s=self._engine.computed_s,
-            counts={**self.counts, "preemptions": self._scheduler.pool.preemptions},
+            counts={**self.counts, "preemptions": pool.preemptions},
             upstream=self._outboxes.of_stage(self._stage - 1),
             gateways=self._outboxes.gateways(),
             downstream=self._outboxes.of_stage(self._stage + 1),
-            kv_usage=self._scheduler.pool.usage,
+            kv_usage=pool.usage,
         )
 
     # Edges.

@@ -204,9 +204,7 @@ class KvCache:
         keys, values = (whole[batch.run.slot : end] for whole in memory)
         return keys, values
 
-    def copied(
-        self, sequence: Hashable, begin: int, end: int
-    ) -> dict[int, tuple[Tensor, Tensor]]:
+    def copied(self, sequence: Hashable, begin: int, end: int) -> Layers:
         return {
             layer: (keys[:, begin:end].clone(), values[:, begin:end].clone())
             for layer, (keys, values) in self._memory.all_of(sequence).items()
@@ -214,10 +212,7 @@ class KvCache:
 
     @torch.inference_mode()
     def restore(
-        self,
-        sequence: Hashable,
-        pieces: Sequence[dict[int, tuple[Tensor, Tensor]]],
-        tokens: int,
+        self, sequence: Hashable, pieces: Sequence[Layers], tokens: int
     ) -> None:
         self._memory.free(sequence)
         self._memory.make_room(sequence, tokens)
