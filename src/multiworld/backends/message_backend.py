@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from multiworld.backends import bundles, dtypes
-from multiworld.backends.arrivals import Description, allocate
+from multiworld.backends.arrivals import Check, Description, allocate
 from multiworld.backends.base import Bundle, Handler, Meta, Peek, Received, WorldView
 from multiworld.backends.channel import Channel, Lane
 from multiworld.backends.direct import header as wire
@@ -363,15 +363,13 @@ def _wrong_kind(source: int, found: Description, wanted: str) -> TensorMismatchE
     )
 
 
-def _check_tensor(source: int, found: Description) -> Exception | None:
-    return None if found.kind == wire.TENSOR else _wrong_kind(source, found, "a tensor")
+def _check_of(kind: int, what: str) -> Check:
+    def check(source: int, found: Description) -> Exception | None:
+        return None if found.kind == kind else _wrong_kind(source, found, what)
+
+    return check
 
 
-def _check_bundle(source: int, found: Description) -> Exception | None:
-    return None if found.kind == wire.BUNDLE else _wrong_kind(source, found, "a bundle")
-
-
-def _check_object(source: int, found: Description) -> Exception | None:
-    return (
-        None if found.kind == wire.OBJECT else _wrong_kind(source, found, "an object")
-    )
+_check_tensor = _check_of(wire.TENSOR, "a tensor")
+_check_bundle = _check_of(wire.BUNDLE, "a bundle")
+_check_object = _check_of(wire.OBJECT, "an object")
