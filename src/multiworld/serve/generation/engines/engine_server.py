@@ -82,14 +82,7 @@ class EngineServer:
 
     async def answers(self) -> bool:
         """Return whether the health route answers with 200."""
-        limit = aiohttp.ClientTimeout(total=ANSWER_S)
-        try:
-            async with self._client().get(
-                self.url + self._health, headers=self._headers, timeout=limit
-            ) as answer:
-                return answer.status == 200
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return False
+        return await self._get(self._health) is not None
 
     async def wait_lost(self) -> str:
         """Wait until the server is lost; return why."""
@@ -121,14 +114,17 @@ class EngineServer:
 
     async def get(self, path: str) -> bytes:
         """Return the answer of a route; nothing if it has none with status 200."""
+        return await self._get(path) or b""
+
+    async def _get(self, path: str) -> bytes | None:
         limit = aiohttp.ClientTimeout(total=ANSWER_S)
         try:
             async with self._client().get(
                 self.url + path, headers=self._headers, timeout=limit
             ) as answer:
-                return await _body(answer) if answer.status == 200 else b""
+                return await _body(answer) if answer.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, OSError, RunFailedError):
-            return b""
+            return None
 
     async def post(self, path: str, body: Mapping[str, Any]) -> bytes:
         try:
