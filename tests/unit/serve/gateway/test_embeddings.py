@@ -65,7 +65,7 @@ async def test_many_letters_are_encoded_in_a_thread(
             threads.add(threading.get_ident())
             return super().encode(text)
 
-    monkeypatch.setattr(module, "OFFLOAD_BYTES", 64)
+    monkeypatch.setattr(module.responses, "OFFLOAD_BYTES", 64)
     fake = Fake()
     fake.gateway.texts["t", "1"] = Watched()
     assert (await embed(fake, input="abc")).status_code == 200
