@@ -16,10 +16,8 @@ from multiworld.serve.generation.replica.batch_invariant_attention import (
     PIECE,
     InvariantAttention,
 )
-from multiworld.serve.generation.replica.batch_invariant_elements import (
+from multiworld.serve.generation.replica.batch_invariant_layers import (
     make_elements_invariant,
-)
-from multiworld.serve.generation.replica.batch_invariant_sizes import (
     make_linears_invariant,
 )
 from multiworld.serve.generation.replica.kv_cache import (

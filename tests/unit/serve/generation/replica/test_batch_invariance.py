@@ -26,19 +26,17 @@ from multiworld.serve.generation.replica.batch_invariant_attention import (
     largest_step,
     padded,
 )
-from multiworld.serve.generation.replica.batch_invariant_elements import (
+from multiworld.serve.generation.replica.batch_invariant_layers import (
     GRAIN,
+    REFERENCE,
     VECTORS,
     InvariantElements,
-    make_elements_invariant,
-    whole_slices,
-)
-from multiworld.serve.generation.replica.batch_invariant_sizes import (
-    REFERENCE,
     InvariantRows,
     cover,
     invariant_rows,
+    make_elements_invariant,
     make_linears_invariant,
+    whole_slices,
 )
 from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
 from multiworld.serve.generation.replica.layer_trial import check_layers
