@@ -194,7 +194,7 @@ class Admission:
                 lost = local.lost | local.left
                 # A claim with more lost members replaces the previous one. That one is
                 # not withdrawn, because it may already have been granted.
-                claim = messages.Survivor(
+                wanted = messages.Survivor(
                     world=local.incarnation.world,
                     epoch=local.incarnation.epoch,
                     rank=local.rank,
@@ -202,7 +202,7 @@ class Admission:
                     terms=local.request.terms(),
                     lost=lost,
                 )
-                claiming = self._claim_next(local, claim, deadline, admitted)
+                claiming = self._claim_next(local, wanted, deadline, admitted)
                 claims.append(self._loop.create_task(claiming))
                 grows = self._loop.create_task(local.wait_more_lost(lost))
                 try:
