@@ -15,17 +15,7 @@ from contextlib import aclosing
 from functools import partial
 
 from multiworld.liveness.pause_detector import PauseDetector
-from multiworld.serve.generation.engines import whole_engine
-from multiworld.serve.generation.engines.engine_sequences import (
-    Abort,
-    Action,
-    Begin,
-    EngineSequences,
-    Event,
-    Generated,
-    GiveUp,
-    RunEnded,
-)
+from multiworld.serve.generation.engines import engine_sequences, whole_engine
 from multiworld.serve.generation.replica.actions import Send
 from multiworld.serve.generation.replica.events import (
     Disconnected,
@@ -67,7 +57,7 @@ class EngineWorker:
         self._engine = make(settings)
         self._hung_s, self._clock = hung_s, clock
         self._exit_process = exit_process
-        self.sequences = EngineSequences(
+        self.sequences = engine_sequences.EngineSequences(
             settings.max_num_seqs,
             settings.vocabulary,
             settings.end_tokens,
@@ -185,26 +175,26 @@ class EngineWorker:
 
     # Decisions.
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: engine_sequences.Event) -> None:
         self._act(self.sequences.handle(event))
 
-    def _act(self, actions: Iterable[Action]) -> None:
+    def _act(self, actions: Iterable[engine_sequences.Action]) -> None:
         for action in actions:
             match action:
                 case Send(peer, message, is_urgent):
                     self._outboxes.send(peer, message)
                     if is_urgent:
                         self._outboxes.flush(peer)
-                case Begin(number, run):
+                case engine_sequences.Begin(number, run):
                     if not self._tasks:
                         self._heard_at = self._clock()
                     self.counts["rows"] += len(run.tokens)
                     task = asyncio.ensure_future(self._run(number, run))
                     self._tasks[number] = task
                     task.add_done_callback(partial(self._done, number))
-                case Abort(number):
+                case engine_sequences.Abort(number):
                     self._tasks[number].cancel()
-                case GiveUp(text):
+                case engine_sequences.GiveUp(text):
                     self._give_up(text, EXIT_LOST)
 
     async def _run(self, number: int, run: whole_engine.Run) -> None:
@@ -214,13 +204,13 @@ class EngineWorker:
             async with aclosing(self._engine.generate(run)) as found:
                 async for tokens in found:
                     self._hear(len(tokens))
-                    self._handle(Generated(number, tokens))
+                    self._handle(engine_sequences.Generated(number, tokens))
         except whole_engine.EngineLostError as lost:
             error = lost
         except Exception as failed:
             logger.warning("a run failed: %s: %s", type(failed).__name__, failed)
             error = failed
-        self._handle(RunEnded(number, error))
+        self._handle(engine_sequences.RunEnded(number, error))
 
     def _hear(self, tokens: int) -> None:
         """Count tokens, and the engine's steps: each has one token of every run."""

@@ -20,16 +20,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from multiworld.errors import ServeError, SpecError
+from multiworld.serve.generation.engines import token_servers
 from multiworld.serve.generation.engines.engine_server import EngineServer
 from multiworld.serve.generation.engines.token_server_engine import TokenServerEngine
-from multiworld.serve.generation.engines.token_servers import (
-    PIECE,
-    Completions,
-    CompletionsOfText,
-    Dialect,
-    LlamaCpp,
-    check_text,
-)
 from multiworld.serve.generation.engines.whole_engine import (
     EngineLostError,
     EngineSettings,
@@ -182,13 +175,15 @@ class OpenAiEngine(TokenServerEngine):
             )
         return names[0]
 
-    async def _dialect_of(self, server: EngineServer, model: str) -> Dialect:
+    async def _dialect_of(
+        self, server: EngineServer, model: str
+    ) -> token_servers.Dialect:
         """Return the dialect of a server that can be used for the model."""
         adapters = self._settings.adapters
         if await self._has_token_ids(server, model):
             is_exact = self._settings.exact
-            piece = PIECE if is_exact else None
-            return Completions(model, adapters, piece=piece)
+            piece = token_servers.PIECE if is_exact else None
+            return token_servers.Completions(model, adapters, piece=piece)
         if await self._is_llama_cpp(server):
             await self._check_slots(server)
             if adapters:
@@ -196,7 +191,7 @@ class OpenAiEngine(TokenServerEngine):
                     f"{server.url} is a llama.cpp server, whose adapters have no "
                     "names; remove `adapters`, or use engine: llama.cpp"
                 )
-            return LlamaCpp()
+            return token_servers.LlamaCpp()
         if self._settings.exact:
             raise EngineLostError(
                 f"{server.url} does not return token ids, so a stream could not "
@@ -204,10 +199,10 @@ class OpenAiEngine(TokenServerEngine):
                 "`exact: false`"
             )
         tokenizer = Tokenizer(Path(self._settings.path))
-        check_text(tokenizer)
+        token_servers.check_text(tokenizer)
         ends = self._settings.end_tokens
         end = ends[0] if ends else 0
-        return CompletionsOfText(model, tokenizer, end, adapters)
+        return token_servers.CompletionsOfText(model, tokenizer, end, adapters)
 
     async def _check_slots(self, server: EngineServer) -> None:
         """Check that each sequence has a slot of its own, with its keys and values."""

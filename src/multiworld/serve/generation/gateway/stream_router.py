@@ -20,15 +20,8 @@ from multiworld import errors
 from multiworld.serve.core import refusals
 from multiworld.serve.core.attainment import Attainment
 from multiworld.serve.core.replica_view import ReplicaView
+from multiworld.serve.generation.gateway import actions as act
 from multiworld.serve.generation.gateway import events
-from multiworld.serve.generation.gateway.actions import (
-    Action,
-    Deliver,
-    Log,
-    Refuse,
-    RequestReplicas,
-    Send,
-)
 from multiworld.serve.generation.gateway.chain_selection import ChainSelection
 from multiworld.serve.generation.gateway.moves import Moves
 from multiworld.serve.generation.gateway.stream import (
@@ -77,10 +70,10 @@ class StreamRouter:
             self._log,
             self.counts,
         )
-        self._actions: list[Action] = []
+        self._actions: list[act.Action] = []
         self._now = 0.0
 
-    def handle(self, event: events.Event, now: float) -> list[Action]:
+    def handle(self, event: events.Event, now: float) -> list[act.Action]:
         """Update the state by an event; return the actions to carry out, in order."""
         self._now = now
         match event:
@@ -162,7 +155,7 @@ class StreamRouter:
         self._without_token[stream.model] -= stream.first_at is None
         stream.become(Phase.ENDED)
         if error is not None:
-            self._actions.append(Deliver(stream.number, error))
+            self._actions.append(act.Deliver(stream.number, error))
 
     def _is_late(self, stream: Stream) -> bool:
         route = self.view.table.routes.get(stream.model)
@@ -233,7 +226,7 @@ class StreamRouter:
             for message in messages:
                 self._message(replica, message)
         except protocol.MessageError as error:
-            self._actions.append(Refuse(error))
+            self._actions.append(act.Refuse(error))
         for stream in self._retried:
             if stream.number in self._waiting and stream.not_before <= self._now:
                 self._place(stream)
@@ -292,7 +285,7 @@ class StreamRouter:
             if not stream.via:
                 self.timed.first(stream.model, stream.first_at - stream.began_at)
         self.counts["tokens"] += 1
-        self._actions.append(Deliver(stream.number, item))
+        self._actions.append(act.Deliver(stream.number, item))
         if item.finish:
             self._end(stream)
 
@@ -398,7 +391,7 @@ class StreamRouter:
 
     def _send(self, replica: str, message: EdgeMessage) -> None:
         if replica in self.view.connected:
-            self._actions.append(Send(replica, message))
+            self._actions.append(act.Send(replica, message))
 
     def _place_waiting(self) -> None:
         hopeless: set[Kind] = set()
@@ -416,7 +409,7 @@ class StreamRouter:
         if chain is None:
             route = self.view.table.routes.get(stream.model)
             if route is not None and route.on_demand:
-                self._actions.append(RequestReplicas(stream.model))
+                self._actions.append(act.RequestReplicas(stream.model))
             return False
         gone = [name for name in stream.kept if name not in chain.replicas]
         is_kept = len(gone) < len(stream.kept)
@@ -467,7 +460,7 @@ class StreamRouter:
                     f"its tokens may differ: {found or 'unknown'} in place of "
                     f"{before or 'unknown'}"
                 )
-                self._actions.append(Log(text, is_warning=True))
+                self._actions.append(act.Log(text, is_warning=True))
 
     # Time.
 
@@ -494,7 +487,7 @@ class StreamRouter:
         self._place_waiting()
 
     def _log(self, text: str) -> None:
-        self._actions.append(Log(text))
+        self._actions.append(act.Log(text))
 
 
 def _require(is_theirs: bool, key: Key, replica: str) -> None:

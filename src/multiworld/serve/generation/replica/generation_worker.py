@@ -15,17 +15,8 @@ import torch
 from torch import Tensor
 
 from multiworld.liveness.pause_detector import PauseDetector
+from multiworld.serve.generation.replica import actions as act
 from multiworld.serve.generation.replica import events
-from multiworld.serve.generation.replica.actions import (
-    Action,
-    DropComputed,
-    Forget,
-    Open,
-    Rebuild,
-    Send,
-    SendLogged,
-    Warn,
-)
 from multiworld.serve.generation.replica.activation_log import ActivationLog
 from multiworld.serve.generation.replica.engine import Engine
 from multiworld.serve.generation.replica.kv_cache import MissingTokensError
@@ -219,33 +210,33 @@ class GenerationWorker:
     def _handle(self, event: events.Event) -> None:
         self._act(self.recovery.handle(event, self._clock()))
 
-    def _act(self, actions: Iterable[Action]) -> None:
+    def _act(self, actions: Iterable[act.Action]) -> None:
         for action in actions:
             match action:
-                case Warn(text):
+                case act.Warn(text):
                     logger.warning(text)
-                case Send(peer, message, is_urgent):
+                case act.Send(peer, message, is_urgent):
                     self._outboxes.send(peer, message)
                     if is_urgent:
                         self._outboxes.flush(peer)
-                case SendLogged(peer, key, begin, end, is_end):
+                case act.SendLogged(peer, key, begin, end, is_end):
                     replay = generation_messages.ActivationRows(key, begin, is_end)
                     rows = NO_ROWS
                     if begin < end:
                         rows = self._log.rows(key[:2], begin, end)
                     self._outboxes.send(peer, replay, rows)
-                case Rebuild(key, begin, tokens):
+                case act.Rebuild(key, begin, tokens):
                     rows = torch.tensor(tokens, dtype=torch.int64)
                     replay = generation_messages.ActivationRows(key, begin, True)
                     self._queue.rebuild(replay, rows)
-                case Open(start):
+                case act.Open(start):
                     self._open(start)
-                case Forget(stream):
+                case act.Forget(stream):
                     self._log.drop(stream)
                     self._prefixes.forget(stream)
                     self._engine.free(stream)
                     self._has_work.set()
-                case DropComputed(stream):
+                case act.DropComputed(stream):
                     self._prefixes.release(stream)
                     self._log.drop(stream)
                     self._engine.drop(stream)
