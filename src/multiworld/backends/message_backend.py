@@ -341,17 +341,14 @@ class _Fits:
         if (found.dtype, found.size) == (self._code, self._size):
             return None
         return TensorMismatchError(
-            f"rank {source} sent {_describe(found)}, but the tensor to receive into "
-            f"holds {self._out.numel()} of {self._out.dtype}; the message is "
-            "still there: receive it with a tensor that fits, or with none"
+            f"rank {source} sent {list(found.shape)} of {dtypes.DTYPES[found.dtype]}, "
+            f"but the tensor to receive into holds {self._out.numel()} of "
+            f"{self._out.dtype}; the message is still there: receive it with a tensor "
+            "that fits, or with none"
         )
 
     def place(self, found: Description) -> Tensor | None:
         return self._out if dtypes.is_plain(self._out) else None
-
-
-def _describe(found: Description) -> str:
-    return f"{list(found.shape)} of {dtypes.DTYPES[found.dtype]}"
 
 
 def _wrong_kind(source: int, found: Description, wanted: str) -> TensorMismatchError:

@@ -150,10 +150,6 @@ def _usage_table(rows: Sequence[UsageSum], *, by_minute: bool) -> Table:
     return table
 
 
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _settings(command: F) -> F:
     """Add the options for the settings of a tenant."""
     options = (
@@ -165,7 +161,9 @@ def _settings(command: F) -> F:
             "default all.",
         ),
         *(
-            click.option(_option(name), type=kind, help=f"{text}; 0: no limit.")
+            click.option(
+                f"--{name.replace('_', '-')}", type=kind, help=f"{text}; 0: no limit."
+            )
             for name, (kind, text) in LIMITS.items()
         ),
         click.option(

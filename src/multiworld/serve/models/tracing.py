@@ -218,15 +218,11 @@ def _run(module: Module, whole: nn.Module, names: Sequence[str]) -> dict[str, fl
     }
     return {
         name: flops.get(name, 0)
-        + sum(p.numel() for p in _parameters(whole, name))
+        + sum(p.numel() for p in whole.get_submodule(name).parameters())
         + 1.0
         for name in order
         if order.count(name) == 1
     }
-
-
-def _parameters(whole: nn.Module, name: str) -> Iterator[nn.Parameter]:
-    return whole.get_submodule(name).parameters()
 
 
 def _begins(

@@ -186,7 +186,8 @@ class Worker:
         peer = outbox.edge.peer
         if self._downstream.get(peer) is outbox:
             del self._downstream[peer]
-            self._drop(self._forwarder.lost(peer))
+            lost = self._forwarder.lost(peer)
+            self._report_outcome(lost, "dropped", inference_messages.WorkDropped)
         elif self._gateways.get(peer) is outbox:
             del self._gateways[peer]
             # A gateway that reconnects sends this work again.
@@ -435,9 +436,6 @@ class Worker:
         self.counts["failed"] += 1
         failed = inference_messages.WorkFailed((key[1], key[2]), RemoteError.of(error))
         self._notify(key[0], failed)
-
-    def _drop(self, keys: Iterable[Key]) -> None:
-        self._report_outcome(keys, "dropped", inference_messages.WorkDropped)
 
     def _return(self, keys: Iterable[Key]) -> None:
         self._report_outcome(keys, "returned", inference_messages.WorkReturned)
