@@ -23,7 +23,7 @@ from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
 from multiworld.serve.generation.replica.sampler import TokenHistory, sample
 from multiworld.serve.models import smollm2
 from multiworld.serve.models.packed_linear import pack_linears
-from multiworld.serve.models.span import Span
+from multiworld.serve.models.partition import Span
 from multiworld.serve.transport.generation_messages import Sampling
 
 DTYPES, STREAMS, THREADS = ("float32", "int8"), (1, 4, 16), 2

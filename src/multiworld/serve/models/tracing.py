@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from multiworld.backends import torch_names
 from multiworld.errors import SpecError
-from multiworld.serve.models.chain_partition import chain_partition
+from multiworld.serve.models.partition import chain_partition
 from multiworld.serve.models.weights import read_weights
 from multiworld.serve.models.wiring import StageInterface, interfaces_of
 from multiworld.serve.spec.datatypes import TORCH_OF

@@ -42,7 +42,7 @@ from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
 from multiworld.serve.generation.replica.layer_trial import check_layers
 from multiworld.serve.generation.replica.scheduler import Scheduler
 from multiworld.serve.models.packed_linear import pack_linears
-from multiworld.serve.models.span import Span
+from multiworld.serve.models.partition import Span
 from tests.tiny_decoder import KINDS, save_decoder
 
 LONG = 150
