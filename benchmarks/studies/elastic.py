@@ -48,7 +48,7 @@ from multiworld.serve.control.client import Service
 from multiworld.serve.load.generator import Load, Target
 from multiworld.serve.load.summary import Sample, quantile
 from multiworld.serve.scaling import default_policy, reference_policies
-from multiworld.serve.simulation.arrival import Arrival
+from multiworld.serve.simulation.engine import Arrival
 from multiworld.serve.simulation.model_builder import pipeline_of, with_fleet
 from multiworld.serve.simulation.replay import simulate
 from multiworld.serve.simulation.score import judge

@@ -31,7 +31,7 @@ from multiworld.serve.control.answers import StatusAnswer
 from multiworld.serve.control.client import Service
 from multiworld.serve.load.summary import quantile
 from multiworld.serve.scaling import reference_policies, token_policy
-from multiworld.serve.simulation.arrival import Arrival
+from multiworld.serve.simulation.engine import Arrival
 from multiworld.serve.simulation.model_builder import pipeline_of, with_fleet
 from multiworld.serve.simulation.replay import simulate
 from multiworld.serve.simulation.traces import generated

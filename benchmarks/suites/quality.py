@@ -23,7 +23,7 @@ from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.models import smollm2
 from multiworld.serve.models.packed_linear import pack_linears
-from multiworld.serve.models.span import Span
+from multiworld.serve.models.partition import Span
 
 FLOAT, INTEGER = "float32", "int8"
 """Names of the contenders."""

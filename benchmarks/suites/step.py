@@ -24,17 +24,15 @@ from multiworld.serve.generation.replica.batch_invariant_attention import (
     PIECE,
     InvariantAttention,
 )
-from multiworld.serve.generation.replica.batch_invariant_elements import (
+from multiworld.serve.generation.replica.batch_invariant_layers import (
     make_elements_invariant,
-)
-from multiworld.serve.generation.replica.batch_invariant_sizes import (
     make_linears_invariant,
 )
 from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
 from multiworld.serve.generation.replica.sampler import TokenHistory, sample
 from multiworld.serve.models import smollm2
 from multiworld.serve.models.packed_linear import pack_linears
-from multiworld.serve.models.span import Span
+from multiworld.serve.models.partition import Span
 from multiworld.serve.transport.generation_messages import Sampling
 
 STREAMS, THREADS = (1, 4, 16), 2

@@ -14,7 +14,6 @@ __all__ = ["WorldConfig"]
 KIB = 1024
 MIB = 1024 * KIB
 
-
 HEARTBEAT_S = 0.1  # default of ``WorldConfig.heartbeat_s``
 
 # Maximum seconds between heartbeats of a service's processes; ``silence_s / 5`` if

@@ -2,28 +2,8 @@
 
 from __future__ import annotations
 
-from multiworld.incarnation.events import (
-    Event,
-    EventsDropped,
-    MemberLeft,
-    MemberLost,
-    MemberResumed,
-    MemberStalled,
-    MemberWaiting,
-    WorldBroken,
-    WorldClosed,
-    WorldReady,
-)
+from multiworld.incarnation import events as _events
+from multiworld.incarnation.events import *  # noqa: F403
 
-__all__ = [
-    "Event",
-    "EventsDropped",
-    "MemberLeft",
-    "MemberLost",
-    "MemberResumed",
-    "MemberStalled",
-    "MemberWaiting",
-    "WorldBroken",
-    "WorldClosed",
-    "WorldReady",
-]
+__all__: list[str] = []
+__all__ += _events.__all__

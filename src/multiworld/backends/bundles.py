@@ -11,14 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multiworld.backends import dtypes
 from multiworld.backends.base import Bundle, Meta
-from multiworld.backends.dtypes import (
-    DTYPES,
-    code_of,
-    memory_of,
-    plain,
-    require_host,
-)
 from multiworld.backends.offload import size_of
 from multiworld.errors import ConfigError, TensorMismatchError
 
@@ -53,12 +47,12 @@ class Layout:
     def pack(self) -> Tensor:
         """Return one uint8 tensor that holds the manifest and all tensors."""
         packed = torch.empty(self.size, dtype=torch.uint8)
-        memory = memory_of(packed)
+        memory = dtypes.memory_of(packed)
         memory[: len(self.manifest)] = self.manifest
         for begin, tensor in self.pieces:
             end = begin + tensor.nbytes
             if tensor.nbytes <= COPIED_BYTES:
-                memory[begin:end] = memory_of(tensor)
+                memory[begin:end] = dtypes.memory_of(tensor)
             else:
                 # Not with a memoryview: its copy would hold the GIL.
                 packed[begin:end].copy_(tensor.view(-1).view(torch.uint8))
@@ -70,8 +64,8 @@ def lay_out(tensors: Mapping[str, Tensor], meta: Meta) -> Layout:
     for name, given in tensors.items():
         if not isinstance(name, str):
             raise ConfigError("a tensor's name", name, "give a str")
-        tensor = plain(require_host(given, f"tensor {name!r}"))
-        entries.append([name, code_of(tensor), list(tensor.shape), offset])
+        tensor = dtypes.plain(dtypes.require_host(given, f"tensor {name!r}"))
+        entries.append([name, dtypes.code_of(tensor), list(tensor.shape), offset])
         pieces.append((offset, tensor))
         offset += aligned(size_of(tensor))
     manifest = encode_object([entries, dict(meta)], "meta")
@@ -87,7 +81,7 @@ def aligned(size: int) -> int:
 def unpack_bundle(packed: Tensor, length: int, source: int) -> Bundle:
     """Return the bundle in ``packed`` (uint8), whose memory its tensors share."""
     start = aligned(length)
-    content = decode_object(bytes(memory_of(packed)[:length]))
+    content = decode_object(bytes(dtypes.memory_of(packed)[:length]))
     try:
         entries, meta = content
         tensors = {
@@ -106,7 +100,7 @@ def tensor_at(packed: Tensor, begin: int, code: int, shape: Sequence[int]) -> Te
     """Return a tensor that lies in ``packed`` (flat, uint8) and shares its memory."""
     # KeyError: unknown dtype. ValueError: not within. RuntimeError: torch refuses.
     size = _size_within(packed.numel(), begin, code, shape)
-    return packed[begin : begin + size].view(DTYPES[code]).view(shape)
+    return packed[begin : begin + size].view(dtypes.DTYPES[code]).view(shape)
 
 
 def tensor_from(
@@ -114,13 +108,13 @@ def tensor_from(
 ) -> Tensor:
     """Return a copy of a tensor in ``memory``; errors are as for ``tensor_at``."""
     size = _size_within(len(memory), begin, code, shape)
-    tensor = torch.empty(shape, dtype=DTYPES[code])
-    memory_of(tensor)[:] = memory[begin : begin + size]
+    tensor = torch.empty(shape, dtype=dtypes.DTYPES[code])
+    dtypes.memory_of(tensor)[:] = memory[begin : begin + size]
     return tensor
 
 
 def _size_within(room: int, begin: int, code: int, shape: Sequence[int]) -> int:
-    size = math.prod(shape) * DTYPES[code].itemsize
+    size = math.prod(shape) * dtypes.DTYPES[code].itemsize
     if any(extent < 0 for extent in shape):
         raise ValueError("a negative extent")
     if begin < 0 or begin + size > room:

@@ -15,27 +15,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from multiworld.backends import dtypes
 from multiworld.backends.arrivals import Description, Receive
 from multiworld.backends.base import WorldView
 from multiworld.backends.channel import Channel
 from multiworld.backends.collective import Call, Operation
 from multiworld.backends.direct import header as wire
-from multiworld.backends.dtypes import (
-    code_of,
-    is_plain,
-    memory_of,
-    plain,
-    require_host,
-    require_matching,
-)
 from multiworld.backends.eager import begin
 from multiworld.backends.offload import offload, size_of
-from multiworld.backends.reduction import (
-    OP_CODES,
-    Combine,
-    finish_average,
-    op_name,
-)
+from multiworld.backends.reduction import OP_CODES, Combine, finish_average, op_name
 from multiworld.errors import MemberLeftError, TensorMismatchError
 from multiworld.incarnation.lifecycle import Failed
 from multiworld.liveness.manager_messages import EndCollectives
@@ -168,7 +156,7 @@ class LaneCollectives:
         operation = Operation(
             self._number,
             call.collective.code,
-            code_of(call.tensor),
+            dtypes.code_of(call.tensor),
             call.tensor.numel(),
             call.root,
             0 if call.op is None else OP_CODES[op_name(call.op)],
@@ -220,7 +208,7 @@ class LaneCollectives:
         return [((rank + i) % size, (rank - i) % size) for i in range(1, size)]
 
     async def send(self, operation: Operation, dst: int, flat: Tensor) -> None:
-        memory = memory_of(flat)
+        memory = dtypes.memory_of(flat)
         description = Description(
             wire.COLLECTIVE,
             operation.dtype,
@@ -324,7 +312,7 @@ class LaneCollectives:
         *,
         is_written: bool = False,
     ) -> list[Tensor]:
-        return require_matching(
+        return dtypes.require_matching(
             tensors, like, self.size, what, checked, is_written=is_written
         )
 
@@ -352,13 +340,13 @@ Target = Tensor | Sum  # a plain tensor is overwritten
 
 def checked(tensor: Tensor) -> Tensor:
     """Return a tensor that a collective can use, or raise ``TensorMismatchError``."""
-    tensor = require_host(tensor, "a collective's tensor")
-    code_of(tensor)
+    tensor = dtypes.require_host(tensor, "a collective's tensor")
+    dtypes.code_of(tensor)
     return tensor
 
 
 def flat_copy(tensor: Tensor) -> Tensor:
-    return plain(tensor).view(-1).clone()
+    return dtypes.plain(tensor).view(-1).clone()
 
 
 async def copy_into(target: Tensor, source: Tensor) -> None:
@@ -377,9 +365,9 @@ class Buffer:
     @classmethod
     async def of(cls, tensor: Tensor) -> Buffer:
         """Return a buffer on the tensor's own memory, or on a contiguous copy."""
-        if is_plain(tensor):
+        if dtypes.is_plain(tensor):
             return cls(tensor, tensor)
-        return cls(tensor, await offload(size_of(tensor), plain, tensor))
+        return cls(tensor, await offload(size_of(tensor), dtypes.plain, tensor))
 
     async def write_back(self) -> None:
         if self._is_copy:

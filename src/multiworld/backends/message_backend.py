@@ -10,39 +10,14 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from multiworld.backends.arrivals import Description, allocate
-from multiworld.backends.base import (
-    Bundle,
-    Handler,
-    Meta,
-    Peek,
-    Received,
-    WorldView,
-)
-from multiworld.backends.bundles import (
-    decode_object,
-    encode_object,
-    lay_out,
-    unpack_bundle,
-)
+from multiworld.backends import bundles, dtypes
+from multiworld.backends.arrivals import Check, Description, allocate
+from multiworld.backends.base import Bundle, Handler, Meta, Peek, Received, WorldView
 from multiworld.backends.channel import Channel, Lane
 from multiworld.backends.direct import header as wire
-from multiworld.backends.dtypes import (
-    DTYPES,
-    UINT8,
-    code_of,
-    is_plain,
-    memory_of,
-    plain,
-    require_host,
-    require_receivable,
-)
 from multiworld.backends.lane_collectives import LaneCollectives
 from multiworld.backends.offload import offload, size_of
-from multiworld.errors import (
-    TensorMismatchError,
-    UnsupportedOperationError,
-)
+from multiworld.errors import TensorMismatchError, UnsupportedOperationError
 from multiworld.incarnation.lifecycle import Failed, Finished
 from multiworld.liveness.manager_messages import (
     BackendMessage,
@@ -93,18 +68,18 @@ class MessageBackend:
     # Point to point.
 
     async def send(self, tensor: Tensor, dst: int, tag: int) -> None:
-        tensor = require_host(tensor, "the tensor to send")
-        code = code_of(tensor)
+        tensor = dtypes.require_host(tensor, "the tensor to send")
+        code = dtypes.code_of(tensor)
         turn = self._turns.get(dst)
-        if turn is None and is_plain(tensor):
+        if turn is None and dtypes.is_plain(tensor):
             await self._send_plain(tensor, code, dst, tag)
             return
         async with self._turn(dst):
-            tensor = await offload(size_of(tensor), plain, tensor)
+            tensor = await offload(size_of(tensor), dtypes.plain, tensor)
             await self._send_plain(tensor, code, dst, tag)
 
     async def _send_plain(self, tensor: Tensor, code: int, dst: int, tag: int) -> None:
-        memory = memory_of(tensor)
+        memory = dtypes.memory_of(tensor)
         shape = tuple(tensor.shape)
         description = Description(wire.TENSOR, code, shape, len(memory), tag, 0)
         await self._p2p.lanes[dst].send(description, memory, tensor)
@@ -128,13 +103,13 @@ class MessageBackend:
             if found is not None:
                 tensor = _target(out, found)
                 if tensor is not None:
-                    self._p2p.lanes[src].take(memory_of(tensor))
+                    self._p2p.lanes[src].take(dtypes.memory_of(tensor))
                     return Received(tensor if out is None else out, src)
         if out is None:
             receive = self._p2p.post(src, tag, _check_tensor, _nowhere)
             arrival = await self._p2p.wait(receive)
             return Received(arrival.tensor, arrival.source)
-        given, out = out, require_host(out, "the tensor to receive into")
+        given, out = out, dtypes.require_host(out, "the tensor to receive into")
         fits = _Fits(out)
         receive = self._p2p.post(src, tag, fits.check, fits.place)
         arrival = await self._p2p.wait(receive, settles=False)
@@ -151,23 +126,25 @@ class MessageBackend:
     async def send_bundle(
         self, tensors: Mapping[str, Tensor], meta: Meta, dst: int, tag: int
     ) -> None:
-        layout = lay_out(tensors, meta)
+        layout = bundles.lay_out(tensors, meta)
         async with self._turn(dst):
             packed = await offload(layout.size, layout.pack)
             size, label = packed.numel(), len(layout.manifest)
-            description = Description(wire.BUNDLE, UINT8, (), size, tag, label)
-            await self._p2p.lanes[dst].send(description, memory_of(packed), packed)
+            description = Description(wire.BUNDLE, dtypes.UINT8, (), size, tag, label)
+            await self._p2p.lanes[dst].send(
+                description, dtypes.memory_of(packed), packed
+            )
 
     async def recv_bundle(self, src: int | None, tag: int) -> Bundle:
         receive = self._p2p.post(src, tag, _check_bundle, _nowhere)
         arrival = await self._p2p.wait(receive)
         length = arrival.description.label
-        return unpack_bundle(arrival.tensor, length, arrival.source)
+        return bundles.unpack_bundle(arrival.tensor, length, arrival.source)
 
     async def send_object(self, obj: Any, dst: int, tag: int) -> None:
-        body = bytearray(encode_object(obj, "the object to send"))
+        body = bytearray(bundles.encode_object(obj, "the object to send"))
         memory = memoryview(body)
-        description = Description(wire.OBJECT, UINT8, (), len(body), tag, 0)
+        description = Description(wire.OBJECT, dtypes.UINT8, (), len(body), tag, 0)
         if dst not in self._turns:
             await self._p2p.lanes[dst].send(description, memory, body)
             return
@@ -177,7 +154,7 @@ class MessageBackend:
     async def recv_object(self, src: int | None, tag: int) -> Any:
         receive = self._p2p.post(src, tag, _check_object, _nowhere)
         arrival = await self._p2p.wait(receive)
-        return decode_object(bytes(arrival.memory))
+        return bundles.decode_object(bytes(arrival.memory))
 
     def handle(
         self, src: int, tag: int, handler: Handler, peek: Peek | None = None
@@ -338,9 +315,9 @@ def _target(out: Tensor | None, found: Description) -> Tensor | None:
         return None
     if out is None:
         return allocate(found)
-    out = require_host(out, "the tensor to receive into")
-    fits = code_of(out) == found.dtype and out.nbytes == found.size
-    return out if fits and is_plain(out) else None
+    out = dtypes.require_host(out, "the tensor to receive into")
+    fits = dtypes.code_of(out) == found.dtype and out.nbytes == found.size
+    return out if fits and dtypes.is_plain(out) else None
 
 
 # Checks of the messages that a receive accepts.
@@ -353,9 +330,9 @@ def _nowhere(_: Description) -> Tensor | None:
 class _Fits:
     def __init__(self, out: Tensor) -> None:
         if not out.is_contiguous():
-            require_receivable(out, "the tensor to receive into")
+            dtypes.require_receivable(out, "the tensor to receive into")
         self._out = out
-        self._code = code_of(out)
+        self._code = dtypes.code_of(out)
         self._size = out.numel() * out.element_size()
 
     def check(self, source: int, found: Description) -> Exception | None:
@@ -364,17 +341,14 @@ class _Fits:
         if (found.dtype, found.size) == (self._code, self._size):
             return None
         return TensorMismatchError(
-            f"rank {source} sent {_describe(found)}, but the tensor to receive into "
-            f"holds {self._out.numel()} of {self._out.dtype}; the message is "
-            "still there: receive it with a tensor that fits, or with none"
+            f"rank {source} sent {list(found.shape)} of {dtypes.DTYPES[found.dtype]}, "
+            f"but the tensor to receive into holds {self._out.numel()} of "
+            f"{self._out.dtype}; the message is still there: receive it with a tensor "
+            "that fits, or with none"
         )
 
     def place(self, found: Description) -> Tensor | None:
-        return self._out if is_plain(self._out) else None
-
-
-def _describe(found: Description) -> str:
-    return f"{list(found.shape)} of {DTYPES[found.dtype]}"
+        return self._out if dtypes.is_plain(self._out) else None
 
 
 def _wrong_kind(source: int, found: Description, wanted: str) -> TensorMismatchError:
@@ -386,15 +360,13 @@ def _wrong_kind(source: int, found: Description, wanted: str) -> TensorMismatchE
     )
 
 
-def _check_tensor(source: int, found: Description) -> Exception | None:
-    return None if found.kind == wire.TENSOR else _wrong_kind(source, found, "a tensor")
+def _check_of(kind: int, what: str) -> Check:
+    def check(source: int, found: Description) -> Exception | None:
+        return None if found.kind == kind else _wrong_kind(source, found, what)
+
+    return check
 
 
-def _check_bundle(source: int, found: Description) -> Exception | None:
-    return None if found.kind == wire.BUNDLE else _wrong_kind(source, found, "a bundle")
-
-
-def _check_object(source: int, found: Description) -> Exception | None:
-    return (
-        None if found.kind == wire.OBJECT else _wrong_kind(source, found, "an object")
-    )
+_check_tensor = _check_of(wire.TENSOR, "a tensor")
+_check_bundle = _check_of(wire.BUNDLE, "a bundle")
+_check_object = _check_of(wire.OBJECT, "an object")

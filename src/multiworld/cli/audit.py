@@ -5,13 +5,7 @@ from __future__ import annotations
 import click
 from rich.markup import escape
 
-from multiworld.cli.options import (
-    local_time,
-    new_table,
-    of_service,
-    print_json,
-    print_table,
-)
+from multiworld.cli import options
 from multiworld.serve.control.client import Service
 from multiworld.serve.tenants.records import AuditEntry
 
@@ -25,18 +19,18 @@ from multiworld.serve.tenants.records import AuditEntry
     show_default=True,
     help="Number of operations to show.",
 )
-@of_service
+@options.of_service
 def audit(service: Service, last: int, as_json: bool) -> None:
     """Show the last administrative operations and their outcomes."""
     found = service.ask("GET", "/audit", list[AuditEntry], params={"last": last})
     if as_json:
-        print_json(found)
+        options.print_json(found)
         return
-    table = new_table("administrative operations", "when")
+    table = options.new_table("administrative operations", "when")
     for title in ("who", "operation", "arguments", "outcome"):
         table.add_column(title)
     for entry in found:
         what = ", ".join(f"{k}={v}" for k, v in entry.what.items())
         texts = entry.who, entry.act, what, entry.outcome
-        table.add_row(local_time(entry.at), *map(escape, texts))
-    print_table(table)
+        table.add_row(options.local_time(entry.at), *map(escape, texts))
+    options.print_table(table)

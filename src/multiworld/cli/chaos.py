@@ -22,12 +22,7 @@ from multiworld.serve.control.client import Service
 )
 @of_service
 def chaos(
-    service: Service,
-    action: str,
-    model: str,
-    stage: str,
-    seconds: float,
-    as_json: bool,
+    service: Service, action: str, model: str, stage: str, seconds: float, as_json: bool
 ) -> None:
     """Inject a fault into a replica of STAGE (its name or number) of MODEL.
 

@@ -9,13 +9,7 @@ from collections.abc import Sequence
 import click
 
 from multiworld.cli.options import of_service
-from multiworld.serve.control.answers import (
-    DecisionsAnswer,
-    DecisionShown,
-    ProcessShown,
-    StatusAnswer,
-    plain,
-)
+from multiworld.serve.control import answers
 from multiworld.serve.control.client import Service
 from multiworld.serve.fleet.entries import Assessment, HistoryEntry
 from multiworld.serve.transport.control_messages import GatewayReport, WorkerReport
@@ -43,7 +37,7 @@ def _show_assessments(assessments: Sequence[Assessment]) -> None:
         click.echo(f"  {assessment.kind}{about} ({ago_s:.0f} s ago): {assessment.what}")
 
 
-def _show_decisions(decisions: Sequence[DecisionShown]) -> None:
+def _show_decisions(decisions: Sequence[answers.DecisionShown]) -> None:
     if not decisions:
         click.echo("\nno decisions about scaling or placement yet")
         return
@@ -54,7 +48,7 @@ def _show_decisions(decisions: Sequence[DecisionShown]) -> None:
         click.echo(f"  {when} {decision.kind}{about}: {decision.what}")
 
 
-def _explained(process: ProcessShown, found: StatusAnswer) -> str:
+def _explained(process: answers.ProcessShown, found: answers.StatusAnswer) -> str:
     if process.phase in ("launching", "joined"):
         return f"{process.phase} for {process.since_s:.1f} s: loading its stage"
     if process.phase == "loaded":
@@ -132,15 +126,17 @@ def explain(service: Service, last: int, snapshots: bool, as_json: bool) -> None
 
     The decisions concern scaling and placement.
     """
-    found = service.ask("GET", "/status", StatusAnswer, params={"reports": True})
+    found = service.ask(
+        "GET", "/status", answers.StatusAnswer, params={"reports": True}
+    )
     params = {"last": last, "snapshots": snapshots}
-    decided = service.ask("GET", "/decisions", DecisionsAnswer, params=params)
+    decided = service.ask("GET", "/decisions", answers.DecisionsAnswer, params=params)
     processes = {p.name: _explained(p, found) for p in found.processes}
     if as_json:
         out = {
             "processes": processes,
-            "decisions": plain(decided.decisions),
-            "thoughts": plain(decided.thoughts),
+            "decisions": answers.plain(decided.decisions),
+            "thoughts": answers.plain(decided.thoughts),
         }
         click.echo(json.dumps(out, indent=2))
         return

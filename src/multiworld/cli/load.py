@@ -17,19 +17,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from multiworld.cli.options import JSON, FiniteRange, new_table, print_table
-from multiworld.serve.load.breakdown import (
-    PhaseSummary,
-    cpu_between,
-    cpu_in,
-    phases_in,
-)
-from multiworld.serve.load.generator import (
-    Load,
-    Target,
-    chats,
-    embeddings,
-    inference,
-)
+from multiworld.serve.load.breakdown import PhaseSummary, cpu_between, cpu_in, phases_in
+from multiworld.serve.load.generator import Load, Target, chats, embeddings, inference
 from multiworld.serve.load.summary import Sample, Summary, summarise
 
 LOOK_S = 0.2
@@ -154,12 +143,7 @@ async def _try(target: Target) -> None:
 
 
 async def _run(
-    target: Target,
-    rate: float,
-    seconds: float,
-    *,
-    is_quiet: bool,
-    metrics: str | None,
+    target: Target, rate: float, seconds: float, *, is_quiet: bool, metrics: str | None
 ) -> tuple[list[Sample], dict[str, float] | None]:
     """Send; return the samples, and the CPU seconds of one request by process."""
     await _try(target)

@@ -10,14 +10,7 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from multiworld.cli.options import (
-    APP,
-    JSON,
-    STATE,
-    new_table,
-    print_json,
-    print_table,
-)
+from multiworld.cli import options
 from multiworld.serve.control.answers import NodeShown
 from multiworld.serve.control.client import Service, running
 from multiworld.serve.resources.amounts import MIB, Gpu, Node, mib
@@ -25,7 +18,7 @@ from multiworld.serve.resources.inventory import this_node
 
 
 def _table(found: Sequence[NodeShown] | Sequence[Node], title: str) -> Table:
-    table = new_table(title, "name")
+    table = options.new_table(title, "name")
     for column in ("address", "cpus", "memory", "GPUs"):
         table.add_column(column)
     table.add_column("replicas", no_wrap=True)
@@ -56,9 +49,9 @@ def _gpu(gpu: Gpu, node: NodeShown | None) -> str:
 
 
 @click.command()
-@STATE
-@APP
-@JSON
+@options.STATE
+@options.APP
+@options.JSON
 def nodes(app: str | None, state: Path | None, as_json: bool) -> None:
     """Show the machines of a service, or this machine if none runs."""
     if app is None and state is None and not running():
@@ -66,10 +59,10 @@ def nodes(app: str | None, state: Path | None, as_json: bool) -> None:
         if as_json:
             click.echo(json.dumps([asdict(here)], indent=2))
         else:
-            print_table(_table([here], "this machine"))
+            options.print_table(_table([here], "this machine"))
         return
     found = Service(app, state).ask("GET", "/nodes", list[NodeShown])
     if as_json:
-        print_json(found)
+        options.print_json(found)
     else:
-        print_table(_table(found, "machines"))
+        options.print_table(_table(found, "machines"))

@@ -37,7 +37,6 @@ STATE = click.option(
     "MULTIWORLD_STATE/APP.",
 )
 
-
 APP = click.option("--app", help="Name of the service; needed only if several run.")
 
 

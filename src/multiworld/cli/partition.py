@@ -161,12 +161,7 @@ def _show(name: str, rows: int, spec: ModelSpec, found: dict[str, Any]) -> None:
 )
 @JSON
 def partition(
-    spec: Path,
-    model: str | None,
-    rows: int,
-    context: int,
-    repeats: int,
-    as_json: bool,
+    spec: Path, model: str | None, rows: int, context: int, repeats: int, as_json: bool
 ) -> None:
     """Measure each part of a model, and propose where to cut it.
 

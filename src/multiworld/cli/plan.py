@@ -36,7 +36,6 @@ from multiworld.serve.spec.schema import AppSpec, ModelSpec
 SHOWN = 6  # maximum number of scaling plans of a model; --json prints all
 SOLVER = "pip install 'multiworld-elastic[placement]'"  # installs the solvers
 
-
 PROVEN_GAP = 1e-6  # relative; up to it a placement counts as optimal
 
 

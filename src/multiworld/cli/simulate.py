@@ -22,8 +22,8 @@ from multiworld.serve.scaling import default_policy, reference_policies, token_p
 from multiworld.serve.scaling.scaling_plans import plan_for, plans_of
 from multiworld.serve.scaling.snapshot import Policy
 from multiworld.serve.simulation import traces
-from multiworld.serve.simulation.arrival import Arrival
 from multiworld.serve.simulation.engine import (
+    Arrival,
     PipelineModel,
     Room,
     SimulationResult,

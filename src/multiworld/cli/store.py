@@ -125,11 +125,7 @@ async def serve(
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
 def store(
-    host: str,
-    port: int,
-    state: Path | None,
-    while_locked: Path | None,
-    as_json: bool,
+    host: str, port: int, state: Path | None, while_locked: Path | None, as_json: bool
 ) -> None:
     """Run the store at which members of worlds meet, until it is stopped.
 

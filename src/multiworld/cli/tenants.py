@@ -39,16 +39,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 Settings = dict[str, object]  # the given settings of a tenant
 
 NAME = click.argument("name")
-# Settings for which 0 means no limit.
-LIMITS = (
-    "rpm_limit",
-    "max_parallel_requests",
-    "bytes_per_s",
-    "tpm_limit",
-    "tokens_per_day",
-    "tokens_per_month",
-)
-
+# Settings for which 0 means no limit: the type and the help of their options.
+LIMITS = {
+    "rpm_limit": (click.IntRange(0), "Most requests in any minute"),
+    "max_parallel_requests": (click.IntRange(0), "Most requests in flight at once"),
+    "bytes_per_s": (FiniteRange(0), "Mean bytes a second of requests and answers"),
+    "tpm_limit": (click.IntRange(0), "Mean tokens a minute of prompts and completions"),
+    "tokens_per_day": (click.IntRange(0), "Budget of tokens for each day (UTC)"),
+    "tokens_per_month": (click.IntRange(0), "Budget of tokens for each month (UTC)"),
+}
 
 VALID = click.option(
     "--valid-s",
@@ -161,35 +160,11 @@ def _settings(command: F) -> F:
             help="Model that it may use (* and ? are wildcards); may be repeated. By "
             "default all.",
         ),
-        click.option(
-            "--rpm-limit",
-            type=click.IntRange(0),
-            help="Most requests in any minute; 0: no limit.",
-        ),
-        click.option(
-            "--max-parallel-requests",
-            type=click.IntRange(0),
-            help="Most requests in flight at once; 0: no limit.",
-        ),
-        click.option(
-            "--bytes-per-s",
-            type=FiniteRange(0),
-            help="Mean bytes a second of requests and answers; 0: no limit.",
-        ),
-        click.option(
-            "--tpm-limit",
-            type=click.IntRange(0),
-            help="Mean tokens a minute of prompts and completions; 0: no limit.",
-        ),
-        click.option(
-            "--tokens-per-day",
-            type=click.IntRange(0),
-            help="Budget of tokens for each day (UTC); 0: no limit.",
-        ),
-        click.option(
-            "--tokens-per-month",
-            type=click.IntRange(0),
-            help="Budget of tokens for each month (UTC); 0: no limit.",
+        *(
+            click.option(
+                f"--{name.replace('_', '-')}", type=kind, help=f"{text}; 0: no limit."
+            )
+            for name, (kind, text) in LIMITS.items()
         ),
         click.option(
             "--weight",
@@ -237,11 +212,7 @@ def tenants() -> None:
 @VALID
 @of_service
 def create(
-    service: Service,
-    name: str,
-    valid_s: float | None,
-    as_json: bool,
-    **options: object,
+    service: Service, name: str, valid_s: float | None, as_json: bool, **options: object
 ) -> None:
     """Create the tenant NAME, and print its API key.
 

@@ -12,16 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from multiworld.errors import MemberLostError, StaleEpochError, WorldBrokenError
-from multiworld.incarnation.events import (
-    Event,
-    MemberLeft,
-    MemberLost,
-    MemberResumed,
-    MemberStalled,
-    WorldBroken,
-    WorldClosed,
-    WorldReady,
-)
+from multiworld.incarnation import events
 
 
 class Phase(enum.Enum):
@@ -221,7 +212,7 @@ class TellLeft:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    event: Event
+    event: events.Event
 
 
 Action = FailOperations | FailMember | TellBroken | TellLeft | Publish
@@ -244,10 +235,10 @@ def handle(life: Life, happening: Happening) -> tuple[Life, tuple[Action, ...]]:
             return _was_accused(life, happening)
         case Stalls(rank, stalled_s, evidence):
             return _noticed(
-                life, MemberStalled, rank, stalled_s=stalled_s, evidence=evidence
+                life, events.MemberStalled, rank, stalled_s=stalled_s, evidence=evidence
             )
         case Resumes(rank):
-            return _noticed(life, MemberResumed, rank)
+            return _noticed(life, events.MemberResumed, rank)
         case Failed():
             return _failed(life, happening)
         case CloseAsked():
@@ -257,7 +248,7 @@ def handle(life: Life, happening: Happening) -> tuple[Life, tuple[Action, ...]]:
 def _opened(life: Life) -> tuple[Life, tuple[Action, ...]]:
     if life.phase is not Phase.JOINING:
         return life, ()
-    ready = WorldReady(
+    ready = events.WorldReady(
         world=life.world, epoch=life.epoch, rank=life.rank, size=life.size
     )
     return replace(life, phase=Phase.READY), (Publish(ready),)
@@ -276,7 +267,7 @@ def _closed_as_broken(life: Life, rank: int) -> tuple[Life, tuple[Action, ...]]:
 def _said_left(life: Life, rank: int) -> tuple[Life, tuple[Action, ...]]:
     if life.is_over or rank in life.left or not _is_other(life, rank):
         return life, ()
-    event = MemberLeft(world=life.world, epoch=life.epoch, rank=rank)
+    event = events.MemberLeft(world=life.world, epoch=life.epoch, rank=rank)
     life = replace(life, left=life.left | {rank})
     return life, (FailMember(rank), Publish(event))
 
@@ -321,8 +312,8 @@ def _breakage_of(life: Life, loss: WasLost) -> Breakage:
     )
 
 
-def _lost_event(life: Life, loss: WasLost) -> MemberLost:
-    return MemberLost(
+def _lost_event(life: Life, loss: WasLost) -> events.MemberLost:
+    return events.MemberLost(
         world=life.world,
         epoch=life.epoch,
         rank=loss.rank,
@@ -354,7 +345,10 @@ def _was_accused(life: Life, accusation: WasAccused) -> tuple[Life, tuple[Action
 
 
 def _noticed(
-    life: Life, event: type[MemberStalled | MemberResumed], rank: int, **fields: Any
+    life: Life,
+    event: type[events.MemberStalled | events.MemberResumed],
+    rank: int,
+    **fields: Any,
 ) -> tuple[Life, tuple[Action, ...]]:
     if life.phase is not Phase.READY or rank in life.left:
         return life, ()
@@ -378,7 +372,7 @@ def _failed(life: Life, failure: Failed) -> tuple[Life, tuple[Action, ...]]:
 
 
 def _break(life: Life, breakage: Breakage) -> tuple[Life, tuple[Action, ...]]:
-    event = WorldBroken(
+    event = events.WorldBroken(
         world=life.world,
         epoch=life.epoch,
         reason=breakage.reason,
@@ -395,7 +389,7 @@ def _break(life: Life, breakage: Breakage) -> tuple[Life, tuple[Action, ...]]:
 def _close_asked(life: Life) -> tuple[Life, tuple[Action, ...]]:
     if life.phase is Phase.CLOSED:
         return life, ()
-    event = Publish(WorldClosed(world=life.world, epoch=life.epoch))
+    event = Publish(events.WorldClosed(world=life.world, epoch=life.epoch))
     closed = replace(life, phase=Phase.CLOSED)
     if life.phase is Phase.JOINING:
         # The others still wait for this member, so to them this is a failure, not a

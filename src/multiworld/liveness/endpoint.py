@@ -27,7 +27,6 @@ logger = logging.getLogger("multiworld.watchdog")
 BACKLOG = 1024  # maximum number of connections in a listening socket's queue
 CROWDED_S = (0.05, 0.2, 0.5)  # seconds before attempts to reach an overloaded listener
 
-
 # Connections in their handshake; a forked child must close them too.
 _dialing: set[socket.socket] = set()
 
@@ -97,11 +96,7 @@ class Endpoint:
     def listen(cls, host: str, acceptor: Acceptor, security: Security) -> Endpoint:
         """Return an endpoint on a free port of ``host`` and a random Unix name."""
         info = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-        tcp = socket.create_server(
-            info[0][4][:2],
-            family=info[0][0],
-            backlog=BACKLOG,
-        )
+        tcp = socket.create_server(info[0][4][:2], family=info[0][0], backlog=BACKLOG)
         tcp.setblocking(False)
         name = f"multiworld-{secrets.token_hex(12)}"
         try:

@@ -30,7 +30,6 @@ START_S = 5.0  # the same for one that has not reported yet: it may be slow to s
 
 Mode = Literal["process", "thread"]
 
-
 OnReport = Callable[[int, "HeartbeatReport"], None]
 
 
@@ -103,9 +102,8 @@ class Heartbeat:
 
     def _send_removals(self) -> None:
         for number in list(self._unremoved):
-            if not self._send_order(
-                heartbeat_helper.encode_order(heartbeat_helper.REMOVE, number)
-            ):
+            order = heartbeat_helper.encode_order(heartbeat_helper.REMOVE, number)
+            if not self._send_order(order):
                 return  # the helper reads too slowly; the next tick tries again
             self._unremoved.discard(number)
 
@@ -121,21 +119,14 @@ class Heartbeat:
                 # The helper ended; the next tick starts another.
                 asyncio.get_running_loop().remove_reader(self._control.fileno())
                 return
-            for (
-                number,
-                state,
-                doing,
-                lag,
-                heard,
-                at,
-            ) in heartbeat_helper.REPORT.iter_unpack(message):
+            for entry in heartbeat_helper.REPORT.iter_unpack(message):
+                number, state, doing, lag, heard, at = entry
                 if number == heartbeat_helper.END_OF_REPORT:
                     self._has_reported = True
                     self._reported.set()
                     continue
-                heard_us_s = (
-                    None if heard == heartbeat_helper.NEVER_MS else heard / 1000
-                )
+                is_heard = heard != heartbeat_helper.NEVER_MS
+                heard_us_s = heard / 1000 if is_heard else None
                 report = HeartbeatReport(state, doing, lag / 1000, heard_us_s, at)
                 self._on_report(number, report)
 
@@ -226,21 +217,15 @@ class Heartbeat:
         # Its own session: Ctrl-C at the terminal must reach the program, not the
         # helper, which exits with the program anyway.
         command = [sys.executable, "-I", "-S", "-E", heartbeat_helper.__file__]
-        thread = str(threading.get_native_id())
+        thread = threading.get_native_id()
         memory = _shared_memory(heartbeat_helper.SIGN.size)
         try:
             self._sign = mmap.mmap(memory, heartbeat_helper.SIGN.size)
             give_sign(self._sign)
             with theirs:
+                numbers = theirs.fileno(), memory, os.getpid(), thread
                 self._process = subprocess.Popen(
-                    [
-                        *command,
-                        str(theirs.fileno()),
-                        str(memory),
-                        str(os.getpid()),
-                        thread,
-                        str(self._heartbeat_s),
-                    ],
+                    [*command, *map(str, (*numbers, self._heartbeat_s))],
                     pass_fds=[theirs.fileno(), memory],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,

@@ -73,10 +73,8 @@ def seal(body: bytes, key: bytes) -> bytes:
 
 
 def encode_heartbeat(heartbeat: HeartbeatFrame, key: bytes) -> bytes:
-    lag_ms, heard_ms = (
-        min(heartbeat.lag_ms, NEVER_MS),
-        min(heartbeat.heard_ms, NEVER_MS),
-    )
+    lag_ms = min(heartbeat.lag_ms, NEVER_MS)
+    heard_ms = min(heartbeat.heard_ms, NEVER_MS)
     body = _FRAME.pack(
         MAGIC, heartbeat.state, heartbeat.doing, heartbeat.sequence, lag_ms, heard_ms
     )
@@ -203,11 +201,8 @@ class HeartbeatTarget:
 
     def _take(self, heartbeat: HeartbeatFrame, now: float) -> None:
         if heartbeat.sequence > self._sequence:
-            self._sequence, self.heard_at, self.latest = (
-                heartbeat.sequence,
-                now,
-                heartbeat,
-            )
+            self._sequence = heartbeat.sequence
+            self.heard_at, self.latest = now, heartbeat
 
 
 class HeartbeatHelper:

@@ -48,13 +48,7 @@ class HeartbeatLinks:
         return key in self._connections
 
     def begin(
-        self,
-        link: Link,
-        sock: socket.socket,
-        seal: bytes,
-        *,
-        dialed: bool,
-        number: int,
+        self, link: Link, sock: socket.socket, seal: bytes, *, dialed: bool, number: int
     ) -> None:
         """Exchange heartbeats on a new connection, and own it; end the previous one."""
         key = link.key

@@ -10,21 +10,9 @@ import time
 from collections import Counter
 
 from multiworld.config import HEARTBEAT_S
+from multiworld.liveness import failure_detector as detector
 from multiworld.liveness import heartbeat_helper
 from multiworld.liveness.control_link import Link, LinkKey, LocalLink
-from multiworld.liveness.failure_detector import (
-    Blinded,
-    DetectionLimits,
-    FailureDetector,
-    Observation,
-    PeerClosed,
-    PeerHeard,
-    PeerJoined,
-    ProcessState,
-    Ticked,
-    Unwatched,
-    Watched,
-)
 from multiworld.liveness.heartbeat import HeartbeatReport, Mode
 from multiworld.liveness.link_table import LinkTable
 from multiworld.liveness.manager_messages import LaneHello, WorldMessage
@@ -71,7 +59,7 @@ class WatchDog:
         self.uid = uid
         self.security = security or Security()
         self._is_enabled, self._heartbeat_s = is_enabled, heartbeat_s
-        self._detector = FailureDetector(heartbeat_s)
+        self._detector = detector.FailureDetector(heartbeat_s)
         self._worlds = WorldTable()
         self._links = LinkTable(uid, mode, heartbeat_s, self.security, self)
         self._keys: dict[str, LinkKey] = {}
@@ -96,7 +84,7 @@ class WatchDog:
         incarnation: Incarnation,
         rank: int,
         port: WorldPort,
-        limits: DetectionLimits,
+        limits: detector.DetectionLimits,
     ) -> None:
         """Connect to every other member of an incarnation, and watch it from now on.
 
@@ -126,7 +114,7 @@ class WatchDog:
         incarnation: Incarnation,
         rank: int,
         member: Member,
-        limits: DetectionLimits,
+        limits: detector.DetectionLimits,
     ) -> None:
         key = self._links.key_of(incarnation.members[rank], member)
         try:
@@ -138,8 +126,8 @@ class WatchDog:
             raise MemberUnreachableError(member.rank, "it ended while joining")
         self._worlds.add(incarnation.nonce, member.rank, key)
         is_judged = self._is_enabled and not isinstance(link, LocalLink)
-        watched = limits if is_judged else DetectionLimits(math.inf)
-        self._observe(Watched(_name(key), incarnation.nonce, watched))
+        watched = limits if is_judged else detector.DetectionLimits(math.inf)
+        self._observe(detector.Watched(_name(key), incarnation.nonce, watched))
         for message in self._worlds.early(incarnation.nonce, key):
             if (link := self._links.link(key)) is not None:
                 self.link_message(link, message)
@@ -159,7 +147,7 @@ class WatchDog:
             nonce: The incarnation.
         """
         for key in self._worlds.remove(nonce):
-            self._observe(Unwatched(_name(key), nonce))
+            self._observe(detector.Unwatched(_name(key), nonce))
 
     def retire(self, nonce: int) -> None:
         """Refuse data for an incarnation that is broken; its messages still arrive.
@@ -278,14 +266,14 @@ class WatchDog:
             try:
                 # Judge nobody before the heartbeats that have arrived are read.
                 is_reported = await self._links.heartbeats.tick()
-                self._observe(Ticked() if is_reported else Blinded())
+                self._observe(detector.Ticked() if is_reported else detector.Blinded())
                 self._purge()
             except Exception:
                 logger.exception("the watchdog continues after an error")
-                self._observe(Blinded())
+                self._observe(detector.Blinded())
                 await asyncio.sleep(self._heartbeat_s)
 
-    def _observe(self, observation: Observation) -> None:
+    def _observe(self, observation: detector.Observation) -> None:
         for finding in self._detector.handle(observation, time.monotonic()):
             if (key := self._keys.get(finding.peer)) is not None:
                 self._worlds.finding(finding, key)
@@ -309,7 +297,7 @@ class WatchDog:
             key: The link.
         """
         self._keys[_name(key)] = key
-        self._observe(PeerJoined(_name(key)))
+        self._observe(detector.PeerJoined(_name(key)))
         self._start_ticking()
 
     def link_closed(self, key: LinkKey, reason: str, evidence: str) -> None:
@@ -319,7 +307,7 @@ class WatchDog:
             key, reason, evidence: As for ``LinkOwner.link_ended``.
         """
         self._worlds.forget_link(key)
-        self._observe(PeerClosed(_name(key), reason, evidence))
+        self._observe(detector.PeerClosed(_name(key), reason, evidence))
         if key not in self._links:
             self._keys.pop(_name(key), None)
 
@@ -338,10 +326,10 @@ class WatchDog:
             key, report: The link of the peer, and the heartbeat.
         """
         self._observe(
-            PeerHeard(
+            detector.PeerHeard(
                 peer=_name(key),
                 at=report.at,
-                state=ProcessState(report.state),
+                state=detector.ProcessState(report.state),
                 lag_s=report.lag_s,
                 is_computing=report.doing == heartbeat_helper.COMPUTING,
                 heard_us_s=report.heard_us_s,

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from multiworld.net import frames
+from multiworld.net import frames, streams
 from multiworld.net.handshake import (
     HELLO_BYTES,
     HELLO_S,
@@ -28,15 +28,6 @@ from multiworld.net.handshake import (
 )
 from multiworld.net.handshake_messages import Hello
 from multiworld.net.security import Security
-from multiworld.net.streams import (
-    Stream,
-    TlsStream,
-    handshaking_filenos,
-    read_exactly,
-    start_tls,
-    wait_readable,
-    write_all,
-)
 from multiworld.net.tcp import tune
 
 ACCEPTS_A_TURN = 16  # connections accepted before the event loop's other tasks run
@@ -57,25 +48,25 @@ class Acceptor(Protocol):
     def refusal(self, hello: Hello) -> str | None:
         """Return why to refuse a connection with this hello, or None."""
 
-    def take(self, stream: Stream, hello: Hello) -> None:
+    def take(self, stream: streams.Stream, hello: Hello) -> None:
         """Take ownership of the connection."""
 
     def turned_away(self, hello: Hello, error: HandshakeError, where: object) -> None:
         """React to a refused connection whose hello could be read."""
 
 
-async def read_frame(stream: Stream, limit: int = HELLO_BYTES) -> bytes:
+async def read_frame(stream: streams.Stream, limit: int = HELLO_BYTES) -> bytes:
     """Return a frame's body; cancelling loses a part of it, so close the stream."""
-    length = frames.decode_length(await read_exactly(stream, 4), limit)
-    return await read_exactly(stream, length)
+    length = frames.decode_length(await streams.read_exactly(stream, 4), limit)
+    return await streams.read_exactly(stream, length)
 
 
-async def shake_hands(stream: Stream, steps: Generator[bytes, bytes, R]) -> R:
+async def shake_hands(stream: streams.Stream, steps: Generator[bytes, bytes, R]) -> R:
     """Follow one side of the handshake; return its outcome."""
     try:
         frame = next(steps)
         while True:
-            await write_all(stream, frame)
+            await streams.write_all(stream, frame)
             frame = steps.send(await read_frame(stream))
     except StopIteration as end:
         outcome: R = end.value
@@ -129,7 +120,7 @@ class Listener:
         """Return the descriptors that a forked child must close."""
         both = (*self._sockets, *self._greeting.values())
         plain = [sock.fileno() for sock in both if sock.fileno() >= 0]
-        return plain + handshaking_filenos()
+        return plain + streams.handshaking_filenos()
 
     def close_nowait(self) -> None:
         if self._is_closed:
@@ -189,14 +180,14 @@ class Listener:
 
     async def _try(self, sock: socket.socket, where: object) -> None:
         """Do the handshake; pass the connection on, or close it."""
-        stream: Stream = sock
+        stream: streams.Stream = sock
         kept = False
         try:
             tune(sock)
             async with asyncio.timeout(HELLO_S):
                 if self._security.tls is not None and await _speaks_tls(sock):
                     context = self._security.tls.context(is_server=True)
-                    stream = await start_tls(sock, context, is_server=True)
+                    stream = await streams.start_tls(sock, context, is_server=True)
                 hello = await self._welcome(stream, where)
             self._acceptor.take(stream, hello)
             kept = True
@@ -214,12 +205,12 @@ class Listener:
             if not kept:
                 stream.close()
 
-    async def _welcome(self, stream: Stream, where: object) -> Hello:
+    async def _welcome(self, stream: streams.Stream, where: object) -> Hello:
         hello: Hello | None = None
         try:
             hello = decode_hello(await read_frame(stream), self._hellos)
             special = self._acceptor.security_for(hello)
-            is_plain = not isinstance(stream, TlsStream)
+            is_plain = not isinstance(stream, streams.TlsStream)
             if special is None and self._security.tls is not None and is_plain:
                 raise HandshakeError("tls", "the peer does not use TLS")
             answer = await shake_hands(
@@ -232,9 +223,9 @@ class Listener:
             if hello is not None:
                 self._acceptor.turned_away(hello, error, where)
             if error.answer is not None:
-                await write_all(stream, frames.encode(error.answer))
+                await streams.write_all(stream, frames.encode(error.answer))
             raise
-        await write_all(stream, frames.encode(answer))
+        await streams.write_all(stream, frames.encode(answer))
         return hello
 
 
@@ -244,4 +235,4 @@ async def _speaks_tls(sock: socket.socket) -> bool:
         try:
             return sock.recv(1, socket.MSG_PEEK) == b"\x16"
         except (BlockingIOError, InterruptedError):
-            await wait_readable(sock)
+            await streams.wait_readable(sock)

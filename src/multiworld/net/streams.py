@@ -112,9 +112,7 @@ class TlsStream:
 
 
 async def _ready(
-    fd: int,
-    add: Callable[..., object],
-    remove: Callable[[int], object],
+    fd: int, add: Callable[..., object], remove: Callable[[int], object]
 ) -> None:
     future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

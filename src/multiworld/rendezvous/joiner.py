@@ -9,16 +9,7 @@ from dataclasses import asdict
 
 import msgspec
 
-from multiworld.errors import (
-    JoinMismatchError,
-    JoinTimeoutError,
-    ProtocolVersionError,
-    RankTakenError,
-    RendezvousError,
-    StaleEpochError,
-    StoreUnreachableError,
-    WrongSecretError,
-)
+from multiworld import errors
 from multiworld.net import frames
 from multiworld.net.security import Security
 from multiworld.rendezvous.membership import Incarnation, Member
@@ -57,7 +48,6 @@ MAX_RETRY_S = 0.5
 # Stores inside this process, by name; each closes with its last session.
 _local_services: dict[str, StoreService] = {}
 
-
 SLACK_S = 1.0  # seconds after the deadline for the store's list of absentees to arrive
 
 
@@ -90,7 +80,9 @@ class Joiner:
     ) -> StoreSession:
         """Return an open session with a store that this manager has entered."""
         if address not in self._users:
-            raise RendezvousError(f"this manager no longer uses the store at {address}")
+            raise errors.RendezvousError(
+                f"this manager no longer uses the store at {address}"
+            )
         async with self._opening.setdefault(address, asyncio.Lock()):
             session = self._sessions.get(address)
             if session is None or not session.is_open:
@@ -123,7 +115,7 @@ class Joiner:
                         world="",
                         deadline=loop.time() + RETURN_S,
                     )
-                except RendezvousError as error:
+                except errors.RendezvousError as error:
                     logger.info("the store at %s is still down: %s", address, error)
                     wait_s = min(2 * wait_s, MAX_RETRY_S)
                 else:
@@ -184,7 +176,7 @@ class Joiner:
             # Not available: the store is on another host.
             if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
                 return
-            raise StoreUnreachableError(
+            raise errors.StoreUnreachableError(
                 f"cannot listen at {address} ({error}); give an address of this host "
                 "and a free port",
                 address=str(address),
@@ -249,7 +241,7 @@ async def meet(
             async with asyncio.timeout_at(deadline + SLACK_S):
                 outcome = await session.claim(claim)
         except TimeoutError as error:
-            raise StoreUnreachableError(
+            raise errors.StoreUnreachableError(
                 f"the store at {session.address} accepted the claim on world "
                 f"{wanted.world!r} but never answered; check that its process runs",
                 address=str(session.address),
@@ -297,7 +289,7 @@ def _unsealed(sealed: SealedMember, world: str, security: Security) -> Member:
     if security.secret and not security.is_proof(
         sealed.proof, "member", world, _lasting(member)
     ):
-        raise WrongSecretError(
+        raise errors.WrongSecretError(
             f"world {world!r}: the record of rank {member.rank} was not made "
             "with our secret; give every member the same MULTIWORLD_SECRET"
         )
@@ -324,7 +316,7 @@ def _refusal(
     where = f"world {claim.world!r}"
     match outcome:
         case JoinTimedOut(present, missing):
-            return JoinTimeoutError(
+            return errors.JoinTimeoutError(
                 f"{where}: rank {', '.join(map(str, missing))} of {claim.size} did not "
                 f"join in time (present: {', '.join(map(str, present))}); start the "
                 "missing members, or raise join_s",
@@ -334,7 +326,7 @@ def _refusal(
             )
         case Stale(current):
             seen = claim.epoch if isinstance(claim, Survivor) else claim.seen
-            return StaleEpochError(
+            return errors.StaleEpochError(
                 claim.world,
                 "the others went on without this process; join again to come back",
                 seen=seen,
@@ -342,25 +334,25 @@ def _refusal(
                 evidence=f"the store is at epoch {current}",
             )
         case RankTaken():
-            return RankTakenError(
+            return errors.RankTakenError(
                 f"{where}: rank {claim.rank} is held by another live process; take a "
                 "free rank, or stop the holder first",
                 world=claim.world,
             )
         case TermsDiffer(detail):
-            return JoinMismatchError(
+            return errors.JoinMismatchError(
                 f"{where}: the members disagree: {detail}; start all of them "
                 "with the same size, backend and options",
                 world=claim.world,
             )
         case Crowded(limit):
-            return RendezvousError(
+            return errors.RendezvousError(
                 f"{where}: the store holds {limit} claims of this process that wait "
                 "for members, and takes no more; start the missing members, or join "
                 "fewer worlds at a time"
             )
         case VersionDiffers(theirs, detail):
-            return ProtocolVersionError(
+            return errors.ProtocolVersionError(
                 f"{where}: {detail}, but this process speaks version "
                 f"{frames.PROTOCOL_VERSION}; use one release of multiworld everywhere",
                 ours=frames.PROTOCOL_VERSION,

@@ -62,7 +62,6 @@ from multiworld.rendezvous.world_claims import (
 # so an answer takes one round trip and one iteration of its event loop.
 ASK_S = 1.0
 
-
 # Epochs below ``MAX_EPOCH`` that nobody can claim to have seen: after a false
 # announcement, this many remain for joins.
 RESERVE = 1 << 40

@@ -13,13 +13,7 @@ from multiworld.net.listener import Listener
 from multiworld.net.security import Security
 from multiworld.net.streams import Stream
 from multiworld.net.tcp import resolve
-from multiworld.rendezvous.store_messages import (
-    StoreHello,
-    StoreMessage,
-    StoreRequest,
-    VersionDiffers,
-    requests,
-)
+from multiworld.rendezvous import store_messages as messages
 from multiworld.rendezvous.store_service import StoreService
 
 logger = logging.getLogger("multiworld.store")
@@ -29,7 +23,7 @@ BACKLOG = 1024  # maximum number of connections in the listening socket's queue
 
 
 class StoreServer:
-    hellos = StoreHello
+    hellos = messages.StoreHello
 
     def __init__(
         self,
@@ -40,7 +34,7 @@ class StoreServer:
         self.port: int = sock.getsockname()[1]
         self._service = service or StoreService()
         self._security = security or Security()
-        self._sessions: dict[int, FramedConnection[StoreRequest]] = {}
+        self._sessions: dict[int, FramedConnection[messages.StoreRequest]] = {}
         self._listener = Listener([sock], self, self._security, logger, "the store")
 
     @classmethod
@@ -96,7 +90,7 @@ class StoreServer:
     def take(self, stream: Stream, hello: Hello) -> None:
         key = 0
 
-        def deliver(message: StoreMessage) -> None:
+        def deliver(message: messages.StoreMessage) -> None:
             try:
                 framed.send(message)
                 is_open = framed.backlog <= MAX_BACKLOG_BYTES
@@ -107,7 +101,7 @@ class StoreServer:
                 framed.close()
                 self._ended(key)
 
-        def received(message: StoreRequest) -> None:
+        def received(message: messages.StoreRequest) -> None:
             self._service.receive(key, message)
 
         def ended(evidence: str, is_broken: bool) -> None:
@@ -115,7 +109,7 @@ class StoreServer:
                 self._listener.count("malformed", "a member", evidence)
             self._ended(key)
 
-        framed = FramedConnection(stream, requests, received, ended)
+        framed = FramedConnection(stream, messages.requests, received, ended)
         key = self._service.open_session(deliver)
         self._sessions[key] = framed
 
@@ -126,8 +120,10 @@ class StoreServer:
             return
         place = where[0] if isinstance(where, tuple) else "this host"
         detail = f"a member at {place} speaks version {error.theirs}"
-        if isinstance(hello, StoreHello):
-            self._service.refuse(hello.world, VersionDiffers(error.theirs, detail))
+        if isinstance(hello, messages.StoreHello):
+            self._service.refuse(
+                hello.world, messages.VersionDiffers(error.theirs, detail)
+            )
 
     def _ended(self, key: int) -> None:
         self._sessions.pop(key, None)

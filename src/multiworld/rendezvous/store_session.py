@@ -14,12 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from multiworld.errors import (
-    ProtocolVersionError,
-    RendezvousError,
-    StoreUnreachableError,
-    WrongSecretError,
-)
+from multiworld import errors
 from multiworld.net import frames
 from multiworld.net.framed_connection import FramedConnection
 from multiworld.net.handshake import HandshakeError, dialing
@@ -27,31 +22,13 @@ from multiworld.net.listener import shake_hands
 from multiworld.net.security import Security
 from multiworld.net.streams import Stream, start_tls
 from multiworld.net.tcp import resolve, tune
+from multiworld.rendezvous import store_messages as messages
 from multiworld.rendezvous.store_address import StoreAddress, StoreAddresses
-from multiworld.rendezvous.store_messages import (
-    Announce,
-    AskHolds,
-    Claim,
-    ClaimOutcome,
-    ClaimReceived,
-    HoldsAnswer,
-    Leave,
-    MemberGaveUp,
-    NewcomerWaits,
-    Reply,
-    StoreHello,
-    StoreMessage,
-    StoreRequest,
-    SurvivorClaim,
-    Withdraw,
-    replies,
-)
 from multiworld.rendezvous.store_service import StoreService
 
 logger = logging.getLogger("multiworld.store")
 
 RETRY_S = 0.05  # seconds between attempts to reach a store that does not answer yet
-
 
 # Seconds to acknowledge a claim. Otherwise the store's process is stopped or its host
 # is down, and the session counts as lost.
@@ -65,13 +42,13 @@ class SessionOwner(Protocol):
     def holds(self, world: str, epoch: int, rank: int) -> bool:
         """Return whether this process holds a rank."""
 
-    def holdings(self, where: StoreAddresses) -> list[Announce]:
+    def holdings(self, where: StoreAddresses) -> list[messages.Announce]:
         """Return each rank that this process holds in worlds of a store."""
 
-    def member_waits(self, note: NewcomerWaits) -> None:
+    def member_waits(self, note: messages.NewcomerWaits) -> None:
         """Handle a newcomer that waits for a rank, or has stopped waiting."""
 
-    def member_gave_up(self, note: MemberGaveUp) -> None:
+    def member_gave_up(self, note: messages.MemberGaveUp) -> None:
         """Handle an admitted member that withdrew its claim."""
 
 
@@ -82,7 +59,7 @@ class SessionLostError(Exception):
 class StoreConnection(Protocol):
     """Transport of a session's messages to the store."""
 
-    def send(self, message: StoreRequest) -> None:
+    def send(self, message: messages.StoreRequest) -> None:
         """Send one message without waiting."""
 
     def close(self) -> None:
@@ -99,7 +76,7 @@ class StoreSession:
         self._on_lost: Callable[[], None] = _ignore
         self._taken: dict[int, asyncio.Future[None]] = {}
         self._wire: StoreConnection | None = None
-        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._waiting: dict[int, asyncio.Future[messages.Reply]] = {}
         self._requests = itertools.count(1)
         self._answered: dict[str, int] = {}
 
@@ -119,7 +96,9 @@ class StoreSession:
         for holding in self._owner.holdings(where):
             self._send(holding)
 
-    async def claim(self, claim: Claim | SurvivorClaim) -> ClaimOutcome:
+    async def claim(
+        self, claim: messages.Claim | messages.SurvivorClaim
+    ) -> messages.ClaimOutcome:
         """Claim a rank and wait for the reply; cancelling withdraws the claim."""
         if self._wire is None:
             raise SessionLostError
@@ -137,12 +116,12 @@ class StoreSession:
                 self.drop()
                 raise SessionLostError
             outcome = (await future).outcome
-            if isinstance(outcome, ClaimOutcome):
+            if isinstance(outcome, messages.ClaimOutcome):
                 self._answered[claim.world] = request
                 return outcome
-            raise RendezvousError(f"the store answered a claim with {outcome}")
+            raise errors.RendezvousError(f"the store answered a claim with {outcome}")
         except asyncio.CancelledError:
-            self._send(Withdraw(request))
+            self._send(messages.Withdraw(request))
             raise
         finally:
             self._waiting.pop(request, None)
@@ -154,33 +133,33 @@ class StoreSession:
         """Withdraw the last claim that was answered, if it was granted."""
         request = self._answered.pop(world, None)
         if request is not None:
-            self._send(Withdraw(request))
+            self._send(messages.Withdraw(request))
 
     def left(
         self, world: str, epoch: int, rank: int, lost: frozenset[int] = frozenset()
     ) -> None:
         """Report a rank that this process no longer holds, and others that are lost."""
         self._answered.pop(world, None)
-        self._send(Leave(world, epoch, rank, tuple(sorted(lost))))
+        self._send(messages.Leave(world, epoch, rank, tuple(sorted(lost))))
 
-    def _send(self, message: StoreRequest) -> None:
+    def _send(self, message: messages.StoreRequest) -> None:
         if self._wire is not None:
             self._wire.send(message)
 
-    def receive(self, message: StoreMessage) -> None:
+    def receive(self, message: messages.StoreMessage) -> None:
         match message:
-            case AskHolds(ask, world, epoch, rank):
+            case messages.AskHolds(ask, world, epoch, rank):
                 holds = self._owner.holds(world, epoch, rank)
-                self._send(HoldsAnswer(ask, holds))
-            case NewcomerWaits():
+                self._send(messages.HoldsAnswer(ask, holds))
+            case messages.NewcomerWaits():
                 self._owner.member_waits(message)
-            case MemberGaveUp():
+            case messages.MemberGaveUp():
                 self._owner.member_gave_up(message)
-            case ClaimReceived(request):
+            case messages.ClaimReceived(request):
                 taken = self._taken.get(request)
                 if taken is not None and not taken.done():
                     taken.set_result(None)
-            case Reply(request):
+            case messages.Reply(request):
                 future = self._waiting.get(request)
                 if future is not None and not future.done():
                     future.set_result(message)
@@ -214,10 +193,10 @@ class LocalConnection:
         self._session = session
         self._key = service.open_session(self._deliver)
 
-    def _deliver(self, message: StoreMessage) -> None:
+    def _deliver(self, message: messages.StoreMessage) -> None:
         self._loop.call_soon(self._session.receive, message)
 
-    def send(self, message: StoreRequest) -> None:
+    def send(self, message: messages.StoreRequest) -> None:
         self._loop.call_soon(self._service.receive, self._key, message)
 
     def close(self) -> None:
@@ -227,9 +206,11 @@ class LocalConnection:
 class TcpConnection:
     def __init__(self, stream: Stream, session: StoreSession) -> None:
         self._session = session
-        self._framed = FramedConnection(stream, replies, session.receive, self._ended)
+        self._framed = FramedConnection(
+            stream, messages.replies, session.receive, self._ended
+        )
 
-    def send(self, message: StoreRequest) -> None:
+    def send(self, message: messages.StoreRequest) -> None:
         self._framed.send(message)
 
     def close(self) -> None:
@@ -271,7 +252,7 @@ async def connect(
                 failures[address] = str(error) or type(error).__name__
         await asyncio.sleep(min(RETRY_S, max(0.0, deadline - loop.time())))
     why = "; ".join(f"{where}: {what}" for where, what in failures.items())
-    raise StoreUnreachableError(
+    raise errors.StoreUnreachableError(
         f"no store answered at {addresses} for world {world!r} in time "
         f"({why or 'no attempt was made'}); start rank 0 or `multiworld store` there, "
         "and check the address, the port and the firewall",
@@ -324,7 +305,7 @@ async def _shake_hands(
     address: StoreAddress, stream: Stream, world: str, security: Security
 ) -> None:
     try:
-        await shake_hands(stream, dialing(StoreHello(world=world), security))
+        await shake_hands(stream, dialing(messages.StoreHello(world=world), security))
     except frames.FrameError as error:
         raise other_version(address, 0) from error
     except HandshakeError as error:
@@ -335,7 +316,7 @@ def refused_by(address: StoreAddress, error: HandshakeError) -> Exception:
     if error.kind == "version":
         return other_version(address, error.theirs)
     if error.kind == "secret":
-        return WrongSecretError(
+        return errors.WrongSecretError(
             f"the store at {address} and this process do not hold the same secret: "
             f"{error}; set the same MULTIWORLD_SECRET or MULTIWORLD_SECRET_FILE "
             "everywhere"
@@ -343,8 +324,8 @@ def refused_by(address: StoreAddress, error: HandshakeError) -> Exception:
     return error
 
 
-def tls_failed(address: StoreAddress, error: ssl.SSLError) -> WrongSecretError:
-    return WrongSecretError(
+def tls_failed(address: StoreAddress, error: ssl.SSLError) -> errors.WrongSecretError:
+    return errors.WrongSecretError(
         f"the TLS handshake with the store at {address} failed: {error}; check that "
         "both sides have certificates of one authority, and that the store has TLS on"
     )
@@ -354,7 +335,7 @@ def _ignore() -> None:
     """Do nothing when the session is lost."""
 
 
-def other_version(address: StoreAddress, theirs: int) -> ProtocolVersionError:
+def other_version(address: StoreAddress, theirs: int) -> errors.ProtocolVersionError:
     """Return the error for a store of another version; 0: not a store at all."""
     ours = frames.PROTOCOL_VERSION
     if theirs == 0:
@@ -364,7 +345,7 @@ def other_version(address: StoreAddress, theirs: int) -> ProtocolVersionError:
             f"the store speaks version {theirs}; use one release of multiworld "
             "everywhere"
         )
-    return ProtocolVersionError(
+    return errors.ProtocolVersionError(
         f"cannot use the store at {address}: this process speaks version {ours}, "
         f"{what}",
         ours=ours,

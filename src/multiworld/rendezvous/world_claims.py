@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from multiworld.rendezvous.claims import (
-    Action,
-    Claimed,
-    Reply,
-    RequestKey,
-    SessionKey,
-)
+from multiworld.rendezvous import store_messages as messages
+from multiworld.rendezvous.claims import Action, Claimed, Reply, RequestKey, SessionKey
 from multiworld.rendezvous.reform import Reform, ReformClaim
-from multiworld.rendezvous.store_messages import (
-    JoinTimedOut,
-    RankTaken,
-    Stale,
-    TermsDiffer,
-)
 
 WaitKey = tuple[str, bool, int]  # world, whether it is a survivor's, and rank
 
@@ -88,22 +77,22 @@ def wait_key(claim: Claimed | ReformClaim) -> WaitKey:
 def timed_out(
     claim: Claimed | ReformClaim, present: list[int], missing: list[int]
 ) -> Reply:
-    outcome = JoinTimedOut(tuple(present), tuple(missing))
+    outcome = messages.JoinTimedOut(tuple(present), tuple(missing))
     return Reply(claim.session, claim.request, outcome)
 
 
 def stale(claim: ReformClaim, current: int) -> Reply:
-    return Reply(claim.session, claim.request, Stale(current))
+    return Reply(claim.session, claim.request, messages.Stale(current))
 
 
 def taken(claim: Claimed) -> Reply:
-    return Reply(claim.session, claim.request, RankTaken())
+    return Reply(claim.session, claim.request, messages.RankTaken())
 
 
-def mismatch(forming: dict[int, Claimed]) -> TermsDiffer:
+def mismatch(forming: dict[int, Claimed]) -> messages.TermsDiffer:
     """Return the outcome of claims that do not agree."""
     asked = "; ".join(
         f"rank {rank} asked for size {claim.size}, {claim.terms}"
         for rank, claim in sorted(forming.items())
     )
-    return TermsDiffer(asked)
+    return messages.TermsDiffer(asked)

@@ -10,26 +10,14 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
+from multiworld import errors
 from multiworld.config import is_int
-from multiworld.errors import (
-    ConfigError,
-    JoinTimeoutError,
-    WorldBrokenError,
-    WorldClosedError,
-)
 from multiworld.incarnation.lifecycle import Phase, WasLost
 from multiworld.liveness.watchdog import WatchDog
+from multiworld.rendezvous import store_messages as messages
 from multiworld.rendezvous.joiner import Joiner, meet
 from multiworld.rendezvous.membership import Incarnation, Member, MemberUnreachableError
 from multiworld.rendezvous.store_address import StoreAddresses
-from multiworld.rendezvous.store_messages import (
-    MAX_SIZE,
-    Announce,
-    MemberGaveUp,
-    Newcomer,
-    NewcomerWaits,
-    Survivor,
-)
 from multiworld.rendezvous.store_session import StoreSession
 from multiworld.world.join_request import JoinRequest
 from multiworld.world.local_member import LocalMember, ManagerServices
@@ -84,7 +72,7 @@ class Admission:
             # A broken world, or one that a member has left, is replaced here.
             if name in self._local_members:
                 await self.end(self._local_members[name])
-            claim = Newcomer(
+            claim = messages.Newcomer(
                 world=name,
                 rank=request.rank,
                 size=request.size,
@@ -139,11 +127,8 @@ class Admission:
             local.report(WasLost(error.rank, "it was lost while joining", str(error)))
             raise local.broken_error() from error
         except OSError as error:
-            raise WorldBrokenError(
-                name,
-                "this member could not open it",
-                epoch=epoch,
-                evidence=str(error),
+            raise errors.WorldBrokenError(
+                name, "this member could not open it", epoch=epoch, evidence=str(error)
             ) from error
 
     # Changing size.
@@ -159,7 +144,7 @@ class Admission:
             local = await self._next(local, admitted, gathering)
             try:
                 await self._open(local, deadline)
-            except WorldBrokenError:
+            except errors.WorldBrokenError:
                 # Another member was lost meanwhile: continue without that one too.
                 if local.phase is not Phase.BROKEN or not local.lost or local.is_stale:
                     self._give_up(local)
@@ -173,14 +158,14 @@ class Admission:
     def _reformable(self, name: str) -> LocalMember:
         local = self._local_members.get(name)
         if local is None or local.phase is Phase.CLOSED:
-            raise WorldClosedError(
+            raise errors.WorldClosedError(
                 f"world {name!r} was closed by this process; join it again", world=name
             )
         if local.is_stale:
             raise local.broken_error()
         if local.phase is not Phase.BROKEN and not local.left:
             rule = "reform() needs a world that is broken or that a member has left"
-            raise ConfigError("world", name, rule)
+            raise errors.ConfigError("world", name, rule)
         return local
 
     async def _next(
@@ -209,9 +194,16 @@ class Admission:
                 lost = local.lost | local.left
                 # A claim with more lost members replaces the previous one. That one is
                 # not withdrawn, because it may already have been granted.
-                claims.append(
-                    self._loop.create_task(self._survive(local, deadline, admitted))
+                wanted = messages.Survivor(
+                    world=local.incarnation.world,
+                    epoch=local.incarnation.epoch,
+                    rank=local.rank,
+                    size=local.incarnation.size,
+                    terms=local.request.terms(),
+                    lost=lost,
                 )
+                claiming = self._claim_next(local, wanted, deadline, admitted)
+                claims.append(self._loop.create_task(claiming))
                 grows = self._loop.create_task(local.wait_more_lost(lost))
                 try:
                     await asyncio.wait(
@@ -227,48 +219,47 @@ class Admission:
                 claim.cancel()
             await asyncio.gather(*claims, return_exceptions=True)
 
-    async def _survive(
-        self, local: LocalMember, deadline: float, admitted: Admittance
+    async def _claim_next(
+        self,
+        local: LocalMember,
+        claim: messages.Newcomer | messages.Survivor,
+        deadline: float,
+        admitted: Admittance,
     ) -> None:
-        request, name = local.request, local.incarnation.world
+        """Claim this member's rank of the next incarnation."""
+        where, name = local.request.where, local.incarnation.world
         session = await self.joiner.reopen(
-            request.where, may_host=False, world=name, deadline=deadline
-        )
-        wanted = Survivor(
-            world=name,
-            epoch=local.incarnation.epoch,
-            rank=local.rank,
-            size=local.incarnation.size,
-            terms=request.terms(),
-            lost=local.lost | local.left,
+            where, may_host=False, world=name, deadline=deadline
         )
         member = self._member(session, local.rank)
         admitted.session, admitted.incarnation = await meet(
-            self.joiner,
-            request.where,
-            session,
-            wanted,
-            member,
-            deadline,
-            may_host=False,
+            self.joiner, where, session, claim, member, deadline, may_host=False
         )
 
     async def grow(self, name: str, to: int) -> World:
         """Admit newcomers to a living world."""
         local = self._local_members.get(name)
         if local is None:
-            raise WorldClosedError(
+            raise errors.WorldClosedError(
                 f"world {name!r} was closed by this process; join it again", world=name
             )
         local.check()
         size = local.incarnation.size
-        if not is_int(to) or not size < to <= MAX_SIZE:
-            rule = f"give an int from {size + 1} to {MAX_SIZE}: the size is {size} now"
-            raise ConfigError("to", to, rule)
+        if not is_int(to) or not size < to <= messages.MAX_SIZE:
+            most = messages.MAX_SIZE
+            rule = f"give an int from {size + 1} to {most}: the size is {size} now"
+            raise errors.ConfigError("to", to, rule)
         deadline = self._loop.time() + local.request.config.join_s
         await self._enter_again(local, deadline)
         admitted = Admittance()
-        claiming = self._claim_again(local, to, deadline, admitted)
+        claim = messages.Newcomer(
+            world=name,
+            rank=local.rank,
+            size=to,
+            terms=local.request.terms(),
+            seen=local.incarnation.epoch,
+        )
+        claiming = self._claim_next(local, claim, deadline, admitted)
         grown = await self._next(local, admitted, local.until_over(claiming))
         try:
             await self._open(grown, deadline)
@@ -276,25 +267,6 @@ class Admission:
             self._give_up(grown)
             raise
         return self._adopt(grown)
-
-    async def _claim_again(
-        self, local: LocalMember, to: int, deadline: float, admitted: Admittance
-    ) -> None:
-        request, name = local.request, local.incarnation.world
-        session = await self.joiner.reopen(
-            request.where, may_host=False, world=name, deadline=deadline
-        )
-        claim = Newcomer(
-            world=name,
-            rank=local.rank,
-            size=to,
-            terms=request.terms(),
-            seen=local.incarnation.epoch,
-        )
-        member = self._member(session, local.rank)
-        admitted.session, admitted.incarnation = await meet(
-            self.joiner, request.where, session, claim, member, deadline, may_host=False
-        )
 
     async def _enter_again(self, local: LocalMember, deadline: float) -> None:
         """Count the next incarnation as a user of the session."""
@@ -384,36 +356,33 @@ class Admission:
             return False
         return (local.incarnation.epoch, local.rank) == (epoch, rank)
 
-    def holdings(self, where: StoreAddresses) -> list[Announce]:
+    def holdings(self, where: StoreAddresses) -> list[messages.Announce]:
         return [
-            Announce(
-                local.incarnation.world,
-                local.incarnation.epoch,
-                local.rank,
-                self._uid,
+            messages.Announce(
+                local.incarnation.world, local.incarnation.epoch, local.rank, self._uid
             )
             for local in self._local_members.values()
             if local.request.where == where
             and local.phase in (Phase.JOINING, Phase.READY)
         ]
 
-    def member_gave_up(self, note: MemberGaveUp) -> None:
+    def member_gave_up(self, note: messages.MemberGaveUp) -> None:
         local = self._local_members.get(note.world)
         if local is not None and local.incarnation.epoch == note.epoch:
             why = "it gave up while it was being admitted"
             local.report(WasLost(note.rank, why, "the store reports it"))
 
-    def member_waits(self, note: NewcomerWaits) -> None:
+    def member_waits(self, note: messages.NewcomerWaits) -> None:
         local = self._local_members.get(note.world)
         if local is not None and local.incarnation.epoch == note.epoch:
             local.member_waits(note.rank, note.size, is_gone=note.is_gone)
 
 
-def _not_connected(local: LocalMember) -> JoinTimeoutError:
+def _not_connected(local: LocalMember) -> errors.JoinTimeoutError:
     missing, size = local.missing, local.incarnation.size
     present = tuple(rank for rank in range(size) if rank not in missing)
     name = local.incarnation.world
-    return JoinTimeoutError(
+    return errors.JoinTimeoutError(
         f"world {name!r}: rank {', '.join(map(str, missing))} was admitted but did not "
         "connect in time; check that its process runs, and the firewall",
         world=name,

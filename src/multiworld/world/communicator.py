@@ -49,8 +49,7 @@ class WorldCommunicator:
             if len(worlds) == 1:
                 return next(iter(worlds.values()))
             raise UnknownWorldError(
-                f"this process is in {len(worlds)} worlds; pass world_name",
-                world=name,
+                f"this process is in {len(worlds)} worlds; pass world_name", world=name
             )
         return self._manager.world(name)
 

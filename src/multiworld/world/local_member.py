@@ -15,15 +15,8 @@ from multiworld.errors import MemberLeftError, UsedAfterForkError, WorldClosedEr
 from multiworld.incarnation import lifecycle
 from multiworld.incarnation.events import Event, MemberWaiting
 from multiworld.incarnation.lifecycle import Phase
+from multiworld.liveness import failure_detector as detector
 from multiworld.liveness import manager_messages as control
-from multiworld.liveness.failure_detector import (
-    DetectionLimits,
-    Finding,
-    Resumed,
-    Stalled,
-    Verdict,
-    describe_thread,
-)
 from multiworld.liveness.watchdog import WatchDog
 from multiworld.net.streams import Stream
 from multiworld.rendezvous.membership import Incarnation
@@ -171,7 +164,7 @@ class LocalMember:
     async def open(self) -> None:
         """Connect to every member and wait for all; if cancelled, it must be closed."""
         config = self.config
-        limits = DetectionLimits(
+        limits = detector.DetectionLimits(
             config.silence_s, config.stall_s, config.stalled_limit_s
         )
         attaching = self._watchdog.attach(self.incarnation, self.rank, self, limits)
@@ -294,15 +287,17 @@ class LocalMember:
             )
         )
 
-    def on_finding(self, rank: int, finding: Finding) -> None:
+    def on_finding(self, rank: int, finding: detector.Finding) -> None:
         match finding:
-            case Verdict(reason=reason, evidence=evidence, silent_s=silent_s):
+            case detector.Verdict(reason=reason, evidence=evidence, silent_s=silent_s):
                 self.report(lifecycle.WasLost(rank, reason, evidence, silent_s))
-            case Stalled(stalled_s=stalled_s, is_computing=is_computing):
+            case detector.Stalled(stalled_s=stalled_s, is_computing=is_computing):
                 self.report(
-                    lifecycle.Stalls(rank, stalled_s, describe_thread(is_computing))
+                    lifecycle.Stalls(
+                        rank, stalled_s, detector.describe_thread(is_computing)
+                    )
                 )
-            case Resumed():
+            case detector.Resumed():
                 self.report(lifecycle.Resumes(rank))
 
     # Deciding and acting.

@@ -15,14 +15,9 @@ from typing import Any
 
 import torch
 
+from multiworld import errors
 from multiworld.backends.base import Lingering
 from multiworld.config import WorldConfig
-from multiworld.errors import (
-    UnknownWorldError,
-    UsedAfterForkError,
-    WorldClosedError,
-    WorldExistsError,
-)
 from multiworld.incarnation.event_hub import EventHub
 from multiworld.incarnation.events import Event
 from multiworld.incarnation.lifecycle import CloseAsked
@@ -143,7 +138,7 @@ class WorldManager:
         world = self.worlds.get(name)
         if world is None:
             known = ", ".join(sorted(self.worlds)) or "none"
-            raise UnknownWorldError(
+            raise errors.UnknownWorldError(
                 f"this process is not in world {name!r} (it is in: {known}); join it "
                 "first",
                 world=name,
@@ -305,7 +300,7 @@ class WorldManager:
 
     def _check_usable(self, name: str) -> None:
         if self._is_forked:
-            raise UsedAfterForkError(
+            raise errors.UsedAfterForkError(
                 "this WorldManager belongs to the parent process; create one in the "
                 "child",
                 world=name,
@@ -313,14 +308,14 @@ class WorldManager:
         if self._is_closed:
             raise self._closed_error(name)
 
-    def _closed_error(self, name: str) -> WorldClosedError:
-        return WorldClosedError(
+    def _closed_error(self, name: str) -> errors.WorldClosedError:
+        return errors.WorldClosedError(
             "this WorldManager is closed; create a new one", world=name
         )
 
     def _check_free(self, name: str) -> None:
         if name in self._joining:
-            raise WorldExistsError(
+            raise errors.WorldExistsError(
                 f"this process is joining or changing world {name!r} already; wait "
                 "until that is done",
                 world=name,
@@ -337,7 +332,7 @@ class WorldManager:
         world = self.worlds.get(name)
         self._check_free(name)
         if world is not None and not _is_spent(world):
-            raise WorldExistsError(
+            raise errors.WorldExistsError(
                 f"this process is in world {name!r} already (rank {world.rank}, epoch "
                 f"{world.epoch}); close it before joining again",
                 world=name,
@@ -462,7 +457,7 @@ class WorldManager:
                 used.
         """
         if world_name in self.worlds or world_name in self._reserved:
-            raise WorldExistsError(
+            raise errors.WorldExistsError(
                 f"this process has a world {world_name!r} already; choose another name",
                 world=world_name,
             )

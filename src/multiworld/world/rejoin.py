@@ -7,13 +7,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from multiworld.errors import (
-    JoinTimeoutError,
-    RankTakenError,
-    StoreUnreachableError,
-    WorldBrokenError,
-    WorldClosedError,
-)
+from multiworld import errors
 from multiworld.world.world import World
 
 logger = logging.getLogger("multiworld.manager")
@@ -24,10 +18,10 @@ LAST_S = 5.0  # pauses double up to this: a store that is down is not flooded
 # Another attempt may succeed: members and stores come back, and a dead process's rank
 # becomes free. Other errors (a wrong secret, another version) are raised.
 RETRIED = (
-    JoinTimeoutError,
-    RankTakenError,
-    StoreUnreachableError,
-    WorldBrokenError,
+    errors.JoinTimeoutError,
+    errors.RankTakenError,
+    errors.StoreUnreachableError,
+    errors.WorldBrokenError,
 )
 
 
@@ -39,9 +33,7 @@ def pause_s(failures: int, chance: float) -> float:
 
 
 async def keep(
-    name: str,
-    join: Callable[[], Awaitable[World]],
-    newest: Callable[[], World | None],
+    name: str, join: Callable[[], Awaitable[World]], newest: Callable[[], World | None]
 ) -> AsyncIterator[World]:
     """Yield a ready world, and its next incarnation whenever the last one has ended."""
     failures = 0
@@ -60,7 +52,7 @@ async def keep(
             )
             await asyncio.sleep(wait_s)
             continue
-        except WorldClosedError:
+        except errors.WorldClosedError:
             return
         failures = 0
         while True:

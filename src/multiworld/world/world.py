@@ -28,7 +28,6 @@ __all__ = ["Bundle", "World", "WorldStatistics"]
 
 MAX_TAG = 2**63 - 1
 
-
 VERDICT_S = 1.0  # seconds beyond ``silence_s`` for the cause of a native group's error
 
 

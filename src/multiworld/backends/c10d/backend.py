@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from multiworld.backends.base import (
-    Bundle,
-    Handler,
-    Meta,
-    Peek,
-    Received,
-    WorldView,
-)
+from multiworld.backends.base import Bundle, Handler, Meta, Peek, Received, WorldView
 from multiworld.backends.c10d.flat import as_bytes, on_device
 from multiworld.backends.c10d.group_collectives import GroupCollectives
 from multiworld.backends.c10d.groups import Group, check_backend

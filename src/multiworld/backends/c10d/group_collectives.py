@@ -219,9 +219,7 @@ class GroupCollectives:
     def _barrier(self, call: Call) -> Native:
         options = self._options(dist.BarrierOptions())
         return Native(
-            prepare=list,
-            start=lambda pg, _: pg.barrier(options),
-            finish=lambda _: None,
+            prepare=list, start=lambda pg, _: pg.barrier(options), finish=lambda _: None
         )
 
     def _options(self, options: Any) -> Any:

@@ -10,16 +10,8 @@ from types import NoneType
 from torch.distributed import Store
 
 from multiworld.config import MAX_WAIT_S
+from multiworld.rendezvous import store_messages as messages
 from multiworld.rendezvous.blocking_values import BlockingValues
-from multiworld.rendezvous.store_messages import (
-    AddAmount,
-    CheckKeys,
-    CompareSet,
-    CountKeys,
-    DeleteKey,
-    GetValues,
-    SetValue,
-)
 
 # Called with each key and value that passes, in either direction.
 Recorder = Callable[[str, bytes], None]
@@ -49,7 +41,7 @@ class C10dStore(Store):
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._record(key, data)
-        request = SetValue(0, self._key(key), data.decode("latin-1"))
+        request = messages.SetValue(0, self._key(key), data.decode("latin-1"))
         self._values.request(request, NoneType)
 
     def get(self, key: str) -> bytes:
@@ -60,7 +52,7 @@ class C10dStore(Store):
     def _get(self, keys: list[str], timeout_s: float) -> list[bytes]:
         wanted = tuple(self._key(key) for key in keys)
         found = self._values.request(
-            GetValues(0, wanted, min(timeout_s, MAX_WAIT_S)), list
+            messages.GetValues(0, wanted, min(timeout_s, MAX_WAIT_S)), list
         )
         return [str(value).encode("latin-1") for value in found]
 
@@ -76,24 +68,26 @@ class C10dStore(Store):
         self._get(keys, limit)
 
     def add(self, key: str, amount: int) -> int:
-        return self._values.request(AddAmount(0, self._key(key), amount), int)
+        return self._values.request(messages.AddAmount(0, self._key(key), amount), int)
 
     def compare_set(
         self, key: str, expected: str | bytes, desired: str | bytes
     ) -> bytes:
-        request = CompareSet(0, self._key(key), _text(expected), _text(desired))
+        request = messages.CompareSet(
+            0, self._key(key), _text(expected), _text(desired)
+        )
         return self._values.request(request, str).encode("latin-1")
 
     def check(self, keys: list[str]) -> bool:
         wanted = tuple(self._key(key) for key in keys)
-        return self._values.request(CheckKeys(0, wanted), bool)
+        return self._values.request(messages.CheckKeys(0, wanted), bool)
 
     def delete_key(self, key: str) -> bool:
-        return self._values.request(DeleteKey(0, self._key(key)), bool)
+        return self._values.request(messages.DeleteKey(0, self._key(key)), bool)
 
     def num_keys(self) -> int:
         """Return the number of keys in the whole store, not only under the prefix."""
-        return self._values.request(CountKeys(0), int)
+        return self._values.request(messages.CountKeys(0), int)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()

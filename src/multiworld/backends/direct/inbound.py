@@ -27,7 +27,6 @@ AHEAD_BYTES = wire.SIZE + 8 * 8
 MAX_ELEMENTS = 2**63 - 1  # torch counts in 64 bits; empty dimensions are left out
 LARGE_BYTES = 32 * 1024  # payload size from which a copy costs more than a system call
 
-
 _NOTHING = memoryview(b"")
 # Staging buffers that no lane uses now: a lane has one only while it holds unparsed
 # bytes, so that a thousand idle worlds need none.

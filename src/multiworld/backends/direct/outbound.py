@@ -11,7 +11,7 @@ from asyncio import Future
 from collections import deque
 from collections.abc import Callable
 
-from multiworld.backends.arrivals import MESSAGE_BYTES, Description
+from multiworld.backends.arrivals import Description
 from multiworld.backends.direct import header as wire
 from multiworld.backends.direct.header import FRAGMENT_BYTES, Header
 from multiworld.backends.direct.lending import Block, Lender
@@ -64,7 +64,6 @@ class Outbound:
         self._current: Outgoing | None = None
         self._frame: list[memoryview] = []
         self._control_frames: deque[int] = deque()
-        self.queued_bytes = 0
 
     @property
     def is_idle(self) -> bool:
@@ -77,7 +76,6 @@ class Outbound:
 
     def put(self, message: Outgoing) -> None:
         self._queue.append(message)
-        self.queued_bytes += message.description.size + MESSAGE_BYTES
 
     def put_bell(self) -> None:
         """Queue a bell, which signals a free slot to the peer, as the next frame."""
@@ -125,7 +123,6 @@ class Outbound:
         message.future = None
         if message in self._queue:
             self._queue.remove(message)
-            self.queued_bytes -= message.description.size + MESSAGE_BYTES
         elif message is self._current:
             if self._frame:
                 self._frame = [memoryview(bytes(piece)) for piece in self._frame]
@@ -141,13 +138,12 @@ class Outbound:
                 message.future.set_exception(make_error())
         self._queue.clear()
         self._control_frames.clear()
-        self._frame, self._current, self.queued_bytes = [], None, 0
+        self._frame, self._current = [], None
         self.is_starving = False
 
     def _done(self, message: Outgoing) -> None:
         self._current = None
         self.is_starving = False
-        self.queued_bytes -= message.description.size + MESSAGE_BYTES
         message.owner = None
         if message.future is not None and not message.future.done():
             message.future.set_result(None)
@@ -249,7 +245,6 @@ class Outbound:
         message.offset = message.description.size
         message.fragment = 1
         self._current = message
-        self.queued_bytes += message.description.size + MESSAGE_BYTES
         self._frame = [memoryview(head)]
         if message.description.size:
             self._frame.append(message.memory)

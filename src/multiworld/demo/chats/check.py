@@ -15,7 +15,7 @@ from multiworld.demo.chats.chats import Chat
 from multiworld.serve.generation.models import decoder_stage
 from multiworld.serve.generation.replica.kv_cache import Rows
 from multiworld.serve.generation.replica.stage_engine import engine_of
-from multiworld.serve.models.span import Span
+from multiworld.serve.models.partition import Span
 from multiworld.serve.spec.stage import Generation
 
 # Difference between the logit of a token and the largest: kernels for one row and for

@@ -78,11 +78,7 @@ async def _play(
 
 
 def _report(
-    console: Console,
-    story: Story,
-    chats: list[Chat],
-    verdict: Verdict,
-    picture: Path,
+    console: Console, story: Story, chats: list[Chat], verdict: Verdict, picture: Path
 ) -> dict[str, Any]:
     gaps = [
         after - before

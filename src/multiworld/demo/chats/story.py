@@ -16,13 +16,7 @@ from typing import Protocol, TypeVar
 import yaml
 
 from multiworld.errors import ServeError
-from multiworld.serve.control.answers import (
-    FaultInjected,
-    ProcessShown,
-    Scaled,
-    StatusAnswer,
-    decode,
-)
+from multiworld.serve.control import answers
 from multiworld.serve.control.client import Service
 from multiworld.serve.fleet.entries import HistoryEntry
 
@@ -106,15 +100,15 @@ class Story:
         self._load: Clock | None = None
         self.scenes: list[Scene] = []
         self.replica_counts: list[ReplicaCounts] = []
-        self._status: StatusAnswer | None = None
+        self._status: answers.StatusAnswer | None = None
 
     @property
-    def status(self) -> StatusAnswer:
+    def status(self) -> answers.StatusAnswer:
         """Latest status of the service, which has been started."""
         assert self._status is not None
         return self._status
 
-    def label_of(self, process: ProcessShown) -> str:
+    def label_of(self, process: answers.ProcessShown) -> str:
         """Return the label of a replica; empty if its model was added later."""
         stages = self._stages.get(process.model)
         return stages[process.stage] if stages else ""
@@ -139,7 +133,7 @@ class Story:
                 f"the service did not start; its log ends with: {self._log_end(5)}"
             )
         self._service = Service(None, state)
-        self._status = decode(text, StatusAnswer)
+        self._status = answers.decode(text, answers.StatusAnswer)
         return self._status.url
 
     async def _first_line(self, output: asyncio.StreamReader) -> bytes:
@@ -200,7 +194,7 @@ class Story:
         self._load = load  # its start is time 0
         while True:
             try:
-                self._status = await self.ask("GET", "/status", StatusAnswer)
+                self._status = await self.ask("GET", "/status", answers.StatusAnswer)
             except ServeError:
                 await asyncio.sleep(POLL_S)
                 continue
@@ -225,7 +219,7 @@ class Story:
         scene = self.begin(f"{action} {stage}")
         since = await self.last_event()
         asked = {"action": action, "model": self._model, "stage": stage}
-        harmed = await self.ask("POST", "/chaos", FaultInjected, json=asked)
+        harmed = await self.ask("POST", "/chaos", answers.FaultInjected, json=asked)
         self.tell(f"[red]{action}[/] {harmed.name} (process {harmed.pid})")
         began = await self.event(since, "chaos", harmed.name)
         lost = await self.event(since, "lost", harmed.name)
@@ -255,7 +249,7 @@ class Story:
         """Scale a stage, and wait until it has this many replicas."""
         scene = self.begin(f"scale stage {stage} to {replicas}")
         asked = {"model": self._model, "stage": stage, "replicas": replicas}
-        answer = await self.ask("POST", "/scale", Scaled, json=asked)
+        answer = await self.ask("POST", "/scale", answers.Scaled, json=asked)
         self.tell(
             f"[cyan]scale[/] stage {stage} from {answer.before} to {answer.replicas}"
         )
@@ -274,7 +268,7 @@ class Story:
     async def _bottleneck(self) -> str:
         """Return the stage with the most computing time per request and replica."""
         params = {"reports": True}
-        found = await self.ask("GET", "/status", StatusAnswer, params=params)
+        found = await self.ask("GET", "/status", answers.StatusAnswer, params=params)
         wanted = found.wanted.models[self._model].replicas
         busy = [0.0] * len(wanted)
         for process in found.processes:

@@ -9,15 +9,8 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from multiworld.errors import ServeError
-from multiworld.serve.control.admin_response import respond
-from multiworld.serve.control.admin_tenants import add_tenants
-from multiworld.serve.control.answers import (
-    Drained,
-    FaultInjected,
-    RefusedByController,
-    ShuttingDown,
-    Updated,
-)
+from multiworld.serve.control import answers
+from multiworld.serve.control.admin_tenants import add_tenants, respond
 from multiworld.serve.control.controller import Controller
 from multiworld.serve.control.status import decisions_of, nodes_of, with_reports
 from multiworld.serve.spec.loader import parse_spec
@@ -64,7 +57,9 @@ def make_admin(controller: Controller, ended: asyncio.Event) -> FastAPI:
 
     @app.exception_handler(ServeError)
     async def problem(request: Request, error: ServeError) -> Response:
-        refused = RefusedByController(str(error), getattr(error, "problems", ()))
+        refused = answers.RefusedByController(
+            str(error), getattr(error, "problems", ())
+        )
         return respond(refused, error.status if error.status != 500 else 409)
 
     add_tenants(app, controller.tenanting)
@@ -75,7 +70,7 @@ def make_admin(controller: Controller, ended: asyncio.Event) -> FastAPI:
     @app.post("/shutdown")
     async def shutdown() -> Response:
         ended.set()
-        return respond(ShuttingDown(controller.app.app))
+        return respond(answers.ShuttingDown(controller.app.app))
 
     return app
 
@@ -121,17 +116,17 @@ def _add_operations(app: FastAPI, controller: Controller) -> None:
         desired = controller.fleet.desired.models
         versions = {name: model.version for name, model in desired.items()}
         starts = [model.start_s or 0.0 for model in desired.values()]
-        return respond(Updated(versions, since, max(spec.ready_s, *starts)))
+        return respond(answers.Updated(versions, since, max(spec.ready_s, *starts)))
 
     @app.post("/drain")
     async def drain(asked: Drain) -> Response:
         operations.drain(asked.name)
         await controller.recorded()
-        return respond(Drained(asked.name))
+        return respond(answers.Drained(asked.name))
 
     @app.post("/chaos")
     async def chaos(asked: Chaos) -> Response:
         broken = operations.inject_fault(
             asked.action, asked.model, asked.stage, asked.seconds
         )
-        return respond(FaultInjected(broken.name, broken.pid, asked.action))
+        return respond(answers.FaultInjected(broken.name, broken.pid, asked.action))

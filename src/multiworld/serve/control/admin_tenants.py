@@ -13,13 +13,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from multiworld.errors import ServeError
-from multiworld.serve.control.admin_response import respond
-from multiworld.serve.control.answers import (
-    RefusedByController,
-    TenantRemoved,
-    TenantShown,
-    TenantWithKey,
-)
+from multiworld.serve.control import answers
 from multiworld.serve.control.client import WHO
 from multiworld.serve.control.tenant_manager import TenantManager
 from multiworld.serve.tenants.directory import Tenant
@@ -28,7 +22,6 @@ from multiworld.serve.tenants.keys import KEY_PATTERN, PREFIX
 logger = logging.getLogger("multiworld.serve")
 
 SHOWN = 400  # maximum characters of a value in the audit log
-
 
 ValidS = Annotated[float, Field(gt=0, le=3_153_600_000)]  # for which a key is valid
 
@@ -81,6 +74,10 @@ class Revocation(BaseModel):
     key: str | None = None
 
 
+def respond(answer: answers.Answer, status: int = 200) -> Response:
+    return Response(answers.encode(answer), status, media_type="application/json")
+
+
 def add_tenants(app: FastAPI, tenanting: TenantManager) -> None:
     """Add the tenant routes, and the audit log for every route that changes state."""
     _add_audit(app, tenanting)
@@ -112,7 +109,7 @@ def add_tenants(app: FastAPI, tenanting: TenantManager) -> None:
     @app.delete("/tenants/{name}")
     async def delete(name: str) -> Response:
         await tenanting.delete(name)
-        return respond(TenantRemoved(name))
+        return respond(answers.TenantRemoved(name))
 
     @app.get("/usage")
     async def usage(
@@ -127,12 +124,12 @@ def add_tenants(app: FastAPI, tenanting: TenantManager) -> None:
         return respond(await asyncio.to_thread(tenanting.registry.audited, last))
 
 
-def _shown(tenant: Tenant) -> TenantShown:
-    return msgspec.convert(tenant, TenantShown, from_attributes=True)
+def _shown(tenant: Tenant) -> answers.TenantShown:
+    return msgspec.convert(tenant, answers.TenantShown, from_attributes=True)
 
 
-def _with_key(tenant: Tenant, key: str) -> TenantWithKey:
-    return TenantWithKey(**msgspec.structs.asdict(_shown(tenant)), key=key)
+def _with_key(tenant: Tenant, key: str) -> answers.TenantWithKey:
+    return answers.TenantWithKey(**msgspec.structs.asdict(_shown(tenant)), key=key)
 
 
 def _add_audit(app: FastAPI, tenanting: TenantManager) -> None:
@@ -150,7 +147,7 @@ def _add_audit(app: FastAPI, tenanting: TenantManager) -> None:
             number = await asyncio.to_thread(registry.audit, who, act, what)
         except ServeError as error:
             text = f"refused, because the audit log cannot be written: {error}"
-            return respond(RefusedByController(text), 503)
+            return respond(answers.RefusedByController(text), 503)
         outcome = "failed"
         try:
             response = await call_next(request)

@@ -14,21 +14,13 @@ from typing import Any
 from multiworld.errors import LaunchError, MemberLostError, PlacementError
 from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.net.rare_log import RareLog
+from multiworld.serve.control import status
 from multiworld.serve.control.answers import StatusAnswer
 from multiworld.serve.control.dtypes import Resolved, resolve
 from multiworld.serve.control.fleet_metrics import FleetMetrics
 from multiworld.serve.control.operations import Operations
 from multiworld.serve.control.process_links import REPORT_S, ProcessLinks
 from multiworld.serve.control.processes import Processes
-from multiworld.serve.control.status import (
-    StatusSources,
-    is_ready,
-    models_order,
-    record_of,
-    records_of,
-    status_of,
-    url_of,
-)
 from multiworld.serve.control.tenant_manager import TenantManager
 from multiworld.serve.control.versions import Versions
 from multiworld.serve.fleet import actions, events
@@ -48,23 +40,7 @@ from multiworld.serve.resources.assignment import assign
 from multiworld.serve.scaling.autoscaler import Autoscaler
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.tenants.database import TenantDatabase
-from multiworld.serve.transport.control_messages import (
-    Finish,
-    FleetReportRequest,
-    MemoryExceeded,
-    ModelNeeded,
-    News,
-    Order,
-    PoisonFound,
-    ProbeReplica,
-    ProbeResult,
-    Report,
-    Reports,
-    StageLoaded,
-    TableApplied,
-    TableChanged,
-    UsageReport,
-)
+from multiworld.serve.transport import control_messages as messages
 from multiworld.serve.transport.process_args import args_of
 from multiworld.world.manager import WorldManager
 
@@ -161,7 +137,7 @@ class Controller:
         if old is None:
             self.placement.admit(desired)
         for process in adopted:
-            self._handle(events.Adopted(process))
+            self.happened(events.Adopted(process))
             self._links.open(process.name)
         self.want(desired)
         self.placement.start()
@@ -221,7 +197,7 @@ class Controller:
             await asyncio.sleep(TICK_S)
             if self._pauses.look(self._clock()):
                 continue  # first read the messages that arrived during the pause
-            self._handle(events.Ticked())
+            self.happened(events.Ticked())
             self.placement.check_memory()
             if number % COLLECT_TICKS == 0:
                 self._spawn(self._collect())
@@ -245,7 +221,7 @@ class Controller:
 
     @property
     def is_ready(self) -> bool:
-        return is_ready(self.fleet)
+        return status.is_ready(self.fleet)
 
     async def shutdown(self) -> None:
         """Shut down, gateways first; if cancelled, a new controller adopts the rest."""
@@ -290,7 +266,7 @@ class Controller:
     # Status.
 
     def status(self) -> StatusAnswer:
-        sources = StatusSources(
+        sources = status.StatusSources(
             app=self.app,
             url=self.url,
             store=self.store.address,
@@ -306,7 +282,7 @@ class Controller:
             stage_name=self._stage_name,
             now=self._clock(),
         )
-        return status_of(sources)
+        return status.status_of(sources)
 
     def _stage_name(self, process: Process) -> str:
         if process.is_gateway:
@@ -315,21 +291,18 @@ class Controller:
 
     @property
     def url(self) -> str:
-        return url_of(self.app.gateway, self.port)
+        return status.url_of(self.app.gateway, self.port)
 
-    async def reports(self, limit_s: float = REPORT_S) -> Reports:
+    async def reports(self, limit_s: float = REPORT_S) -> messages.Reports:
         return await self._links.reports(limit_s)
 
     # Reconciling.
 
     def want(self, desired: DesiredState) -> None:
-        self._handle(events.DesiredStateChanged(desired))
+        self.happened(events.DesiredStateChanged(desired))
         self.placement.wake()
 
     def happened(self, event: events.Event) -> None:
-        self._handle(event)
-
-    def _handle(self, event: events.Event) -> None:
         if self._is_ending or not self._is_started:
             return
         for action in self.fleet.handle(event, self._clock()):
@@ -346,12 +319,12 @@ class Controller:
                 self.processes.forget(name)
                 self._links.close(name)
             case actions.Probe(name, gateway):
-                self._links.send(gateway, ProbeReplica(name))
+                self._links.send(gateway, messages.ProbeReplica(name))
             case actions.Finish(name):
-                self._links.send(name, Finish())
+                self._links.send(name, messages.Finish())
             case actions.Announce(table):
                 for name in self._links.names:
-                    self._links.send(name, TableChanged(table))
+                    self._links.send(name, messages.TableChanged(table))
             case actions.LogEvent(kind, text, name):
                 self.history.say(kind, text, name)
             case actions.GiveUp():
@@ -387,7 +360,7 @@ class Controller:
             try:
                 spot = self._book(name, (model, version, stage), need)
             except PlacementError as error:
-                self._handle(events.Unplaced(name, str(error)))
+                self.happened(events.Unplaced(name, str(error)))
                 return
             update = {"model": model, "stage": stage, "spec": spec, "gpus": spot.gpus}
             args = args.model_copy(update=update)
@@ -415,10 +388,10 @@ class Controller:
     def _launch_failed(self, name: str, error: LaunchError) -> None:
         if trouble := self._launcher.trouble():
             self._links.close(name)
-            self._handle(events.Unplaced(name, trouble))
+            self.happened(events.Unplaced(name, trouble))
         else:
             why = f"it could not be started: {error}"
-            self._handle(events.ProcessGone(name, why))
+            self.happened(events.ProcessGone(name, why))
 
     def exited(self, name: str, code: int | None) -> None:
         why = self.processes.exited(name, code)
@@ -439,7 +412,7 @@ class Controller:
         if process is not None and process.phase in STARTING:
             cause = self.processes.last_words(name)
             why += f" while starting; last line of its log: {cause}"
-        self._handle(events.ProcessGone(name, why, cause=cause))
+        self.happened(events.ProcessGone(name, why, cause=cause))
 
     def nodes_changed(self) -> None:
         self.placement.nodes_changed()
@@ -456,10 +429,10 @@ class Controller:
     def specs(self) -> Specs:
         return self._versions.specs
 
-    def send(self, name: str, order: Order) -> None:
+    def send(self, name: str, order: messages.Order) -> None:
         self._links.send(name, order)
 
-    def send_gateways(self, order: Order) -> None:
+    def send_gateways(self, order: messages.Order) -> None:
         for name in self._joined_gateways():
             self._links.send(name, order)
 
@@ -468,35 +441,35 @@ class Controller:
 
     # News from the links; see ``ProcessLinkOwner``.
 
-    def greeting(self, name: str) -> list[Order]:
-        table = TableChanged(self.fleet.table)
+    def greeting(self, name: str) -> list[messages.Order]:
+        table = messages.TableChanged(self.fleet.table)
         if not _is_gateway(name):
             return [table]
-        versions = models_order(self._versions.specs)
+        versions = status.models_order(self._versions.specs)
         return [versions, *self.tenanting.greeting(), table]
 
     def joined(self, name: str) -> None:
-        self._handle(events.Joined(name))
+        self.happened(events.Joined(name))
 
-    def news(self, name: str, news: News) -> None:
+    def news(self, name: str, news: messages.News) -> None:
         match news:
-            case StageLoaded(fingerprint, weights):
-                self._handle(events.Loaded(name, fingerprint, weights))
-            case TableApplied(number):
-                self._handle(events.Applied(name, number))
-            case UsageReport():
+            case messages.StageLoaded(fingerprint, weights):
+                self.happened(events.Loaded(name, fingerprint, weights))
+            case messages.TableApplied(number):
+                self.happened(events.Applied(name, number))
+            case messages.UsageReport():
                 self.tenanting.used(name, news)
-            case PoisonFound():
+            case messages.PoisonFound():
                 self.tenanting.poisonous(name, news)
-            case ModelNeeded(model):
+            case messages.ModelNeeded(model):
                 self.scaler.wake(model)
-            case MemoryExceeded(used, limit):
+            case messages.MemoryExceeded(used, limit):
                 self.placement.outgrown(name, used, limit)
-            case ProbeResult(replica, error):
-                self._handle(events.Probed(replica, error))
-            case FleetReportRequest(number):
+            case messages.ProbeResult(replica, error):
+                self.happened(events.Probed(replica, error))
+            case messages.FleetReportRequest(number):
                 self._spawn(self._report_fleet(name, number))
-            case Report():
+            case messages.Report():
                 self._metrics.heard(name, news)
 
     # The record.
@@ -511,13 +484,13 @@ class Controller:
         needed |= {(name, model.version) for name, model in self.app.models.items()}
         needed |= {(n, model.version) for n, model in fleet.desired.models.items()}
         self._versions.keep_only(needed | set(fleet.active.items()))
-        record = record_of(
+        record = status.record_of(
             self.app,
             self._versions.specs,
             fleet,
             self.store,
             self.port,
-            records_of(fleet, self.processes.running, self.bookings),
+            status.records_of(fleet, self.processes.running, self.bookings),
         )
         self._record.keep(record)
 

@@ -7,13 +7,7 @@ from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
 
 from multiworld.serve.fleet.history import History
 from multiworld.serve.fleet.state import Process
-from multiworld.serve.transport.control_messages import (
-    Counted,
-    FleetReport,
-    Report,
-    Reports,
-    WorkerReport,
-)
+from multiworld.serve.transport import control_messages as messages
 
 ASK_S = 1.0  # for a process; then its last known counts are used
 
@@ -37,7 +31,7 @@ class Totals:
     def apart_count(self) -> int:
         return len(self._latest)
 
-    def heard(self, name: str, counted: Iterable[Counted]) -> None:
+    def heard(self, name: str, counted: Iterable[messages.Counted]) -> None:
         self._latest[name] = {(kind, labels): value for kind, labels, value in counted}
 
     def keep_apart(self, names: Container[str]) -> None:
@@ -55,7 +49,7 @@ class Totals:
                 if kind in OF_TENANT and labels[0] and labels[0] not in names:
                     del counts[label]
 
-    def sums(self, without: str = "") -> tuple[Counted, ...]:
+    def sums(self, without: str = "") -> tuple[messages.Counted, ...]:
         sums = Counter(self._folded)
         for name, counts in self._latest.items():
             if name != without:
@@ -67,7 +61,7 @@ class Totals:
 class FleetMetrics:
     def __init__(
         self,
-        ask: Callable[[float], Awaitable[Reports]],
+        ask: Callable[[float], Awaitable[messages.Reports]],
         processes: Mapping[str, Process],
         history: History,
     ) -> None:
@@ -75,26 +69,26 @@ class FleetMetrics:
         self._totals = Totals()
         self._stages: dict[str, tuple[str, str, str]] = {}
 
-    async def collect(self) -> Reports:
+    async def collect(self) -> messages.Reports:
         reports = await self._ask(ASK_S)
         for name, worker in reports.workers.items():
-            self.heard(name, Report(0, worker=worker))
+            self.heard(name, messages.Report(0, worker=worker))
         for name, gateway in reports.gateways.items():
             counted = reports.counted[name]
-            self.heard(name, Report(0, gateway=gateway, counted=counted))
+            self.heard(name, messages.Report(0, gateway=gateway, counted=counted))
         self._totals.keep_apart(self._processes)
         while len(self._stages) > len(self._processes) + REMEMBERED:
             del self._stages[next(iter(self._stages))]
         return reports
 
-    async def report(self, name: str, number: int) -> FleetReport:
+    async def report(self, name: str, number: int) -> messages.FleetReport:
         reports = await self.collect()
         gateways = {
             other: report for other, report in reports.gateways.items() if other != name
         }
         counts = self._history.counts.items()
         events = [("fleet_events", labels, count) for labels, count in counts]
-        return FleetReport(
+        return messages.FleetReport(
             number,
             dict(self._history.kinds),
             reports.workers,
@@ -102,7 +96,7 @@ class FleetMetrics:
             (*self._totals.sums(without=name), *events),
         )
 
-    def heard(self, name: str, report: Report) -> None:
+    def heard(self, name: str, report: messages.Report) -> None:
         """Store the counts of a process; the last ones may arrive after its exit."""
         if report.gateway is not None:
             self._totals.heard(name, report.counted)
@@ -120,7 +114,9 @@ class FleetMetrics:
         self._totals.keep_tenants(set(names))
 
 
-def _counted(report: WorkerReport, stage: tuple[str, ...]) -> Iterable[Counted]:
+def _counted(
+    report: messages.WorkerReport, stage: tuple[str, ...]
+) -> Iterable[messages.Counted]:
     for what, count in report.counts.items():
         yield f"stage_{what}", stage, count
     yield "stage_seconds", stage, report.computed_s

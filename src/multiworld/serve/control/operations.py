@@ -12,14 +12,7 @@ from multiworld.serve.control.dtypes import Resolved
 from multiworld.serve.control.processes import Processes
 from multiworld.serve.control.status import models_order
 from multiworld.serve.control.versions import Versions
-from multiworld.serve.fleet import events
-from multiworld.serve.fleet.desired_state import (
-    check_update,
-    desired_state_of,
-    rescaled,
-    stage_number,
-    with_new_versions_started,
-)
+from multiworld.serve.fleet import desired_state, events
 from multiworld.serve.fleet.history import History
 from multiworld.serve.fleet.reconciler import Reconciler
 from multiworld.serve.fleet.state import DesiredState
@@ -77,9 +70,9 @@ class Operations:
     ) -> Scaled:
         """Set a stage's number of replicas; far above the cores only if confirmed."""
         spec = self._versions.desired(self._fleet.desired, model)
-        number = stage_number(spec, model, stage)
+        number = desired_state.stage_number(spec, model, stage)
         desired = self._fleet.desired
-        before, desired = rescaled(desired, spec, model, number, replicas)
+        before, desired = desired_state.rescaled(desired, spec, model, number, replicas)
         if replicas > before:
             self._placement.admit(desired)
             if not is_confirmed:
@@ -106,11 +99,13 @@ class Operations:
             app = app.model_copy(update={"host": owner.app.host})
         resolved = owner.resolve(app)
         app = resolved.app
-        check_update(owner.app, app, self._versions.specs)
+        desired_state.check_update(owner.app, app, self._versions.specs)
         check_policies(app)
         desired = self._fleet.desired
         counts = {n: list(m.replicas) for n, m in desired.models.items()}
-        changed = with_new_versions_started(desired_state_of(app, counts), desired)
+        changed = desired_state.with_new_versions_started(
+            desired_state.desired_state_of(app, counts), desired
+        )
         before, old_app = self._versions.copy(), owner.app
         owner.app = app
         self._versions.add(app)
@@ -145,7 +140,7 @@ class Operations:
     ) -> RunningProcess:
         """Inject "kill", "stop" or "cut" (for `seconds`) into a ready replica."""
         spec = self._versions.desired(self._fleet.desired, model)
-        number = stage_number(spec, model, stage)
+        number = desired_state.stage_number(spec, model, stage)
         name = random.choice(self._fleet.ready_at(model, number))
         running = self._processes.running[name]
         text = f"{action} {name} (process {running.pid})"

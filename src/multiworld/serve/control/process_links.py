@@ -9,16 +9,8 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from multiworld.errors import MemberLostError, WorldBrokenError, WorldClosedError
+from multiworld.serve.transport import control_messages as messages
 from multiworld.serve.transport.control_agent import control_world
-from multiworld.serve.transport.control_messages import (
-    NEWS,
-    ORDERS,
-    News,
-    Order,
-    Report,
-    ReportRequest,
-    Reports,
-)
 from multiworld.serve.transport.process_args import world_config
 from multiworld.serve.transport.protocol import MessageError
 from multiworld.serve.transport.world_messages import receive
@@ -32,13 +24,13 @@ REPORT_S = 2.0  # for the report of a process
 
 
 class ProcessLinkOwner(Protocol):
-    def greeting(self, name: str) -> Iterable[Order]:
+    def greeting(self, name: str) -> Iterable[messages.Order]:
         """Return the first orders for a process that has joined."""
 
     def joined(self, name: str) -> None:
         """Handle a process that has joined and received its first orders."""
 
-    def news(self, name: str, news: News) -> None:
+    def news(self, name: str, news: messages.News) -> None:
         """Handle news from a process."""
 
     def lost(self, name: str, error: MemberLostError) -> None:
@@ -62,7 +54,7 @@ class ProcessLinks:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._worlds: dict[str, World] = {}
         self._sending: set[asyncio.Task[None]] = set()
-        self._asked: dict[int, asyncio.Future[Report]] = {}
+        self._asked: dict[int, asyncio.Future[messages.Report]] = {}
         self._numbers = itertools.count(1)
         self._loop = asyncio.get_running_loop()
 
@@ -86,7 +78,7 @@ class ProcessLinks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def send(self, name: str, order: Order) -> None:
+    def send(self, name: str, order: messages.Order) -> None:
         """Send an order to a process; drop it if the process has not joined."""
         world = self._worlds.get(name)
         if world is not None:
@@ -96,12 +88,12 @@ class ProcessLinks:
 
     async def reports(
         self, limit_s: float = REPORT_S, *, has_counts: bool = False
-    ) -> Reports:
+    ) -> messages.Reports:
         """Return the reports of all processes that answer within ``limit_s``."""
         names = self.names
         asking = (self._ask(name, limit_s, has_counts=has_counts) for name in names)
         answers = await asyncio.gather(*asking)
-        found = Reports()
+        found = messages.Reports()
         for name, answer in zip(names, answers, strict=True):
             if answer is not None and answer.worker is not None:
                 found.workers[name] = answer.worker
@@ -112,13 +104,13 @@ class ProcessLinks:
 
     async def _ask(
         self, name: str, limit_s: float, *, has_counts: bool
-    ) -> Report | None:
+    ) -> messages.Report | None:
         number = next(self._numbers)
         self._asked[number] = future = self._loop.create_future()
-        self.send(name, ReportRequest(number, has_counts))
+        self.send(name, messages.ReportRequest(number, has_counts))
         try:
             async with asyncio.timeout(limit_s):
-                report: Report = await future
+                report: messages.Report = await future
                 return report
         except TimeoutError:
             return None
@@ -151,13 +143,13 @@ class ProcessLinks:
     async def _read(self, name: str, world: World) -> None:
         while True:
             try:
-                news = await receive(world, NEWS, src=1)
+                news = await receive(world, messages.NEWS, src=1)
             except (
                 MessageError
             ) as error:  # from another release; later messages may be readable
                 logger.error("%s: %s", name, error)
                 continue
-            if not isinstance(news, Report) or not news.number:
+            if not isinstance(news, messages.Report) or not news.number:
                 self._owner.news(name, news)
                 continue
             future = self._asked.get(news.number)
@@ -165,8 +157,10 @@ class ProcessLinks:
                 future.set_result(news)
 
 
-async def _send(world: World, order: Order) -> None:
+async def _send(world: World, order: messages.Order) -> None:
     try:
-        await world.send_object(ORDERS.encode(order), dst=1, tag=ORDERS.tag)
+        await world.send_object(
+            messages.ORDERS.encode(order), dst=1, tag=messages.ORDERS.tag
+        )
     except (WorldBrokenError, WorldClosedError):
         pass  # the reader of this world reports the loss

@@ -11,14 +11,7 @@ from pathlib import Path
 import msgspec
 from msgspec import UNSET, Raw
 
-from multiworld.serve.control.answers import (
-    DecisionsAnswer,
-    DecisionShown,
-    FailingStage,
-    NodeShown,
-    ProcessShown,
-    StatusAnswer,
-)
+from multiworld.serve.control import answers
 from multiworld.serve.fleet.decision_log import DecisionLog
 from multiworld.serve.fleet.entries import HistoryEntry
 from multiworld.serve.fleet.reconciler import Reconciler
@@ -62,9 +55,9 @@ class StatusSources:
     now: float
 
 
-def status_of(sources: StatusSources) -> StatusAnswer:
+def status_of(sources: StatusSources) -> answers.StatusAnswer:
     app, fleet = sources.app, sources.fleet
-    return StatusAnswer(
+    return answers.StatusAnswer(
         app=app.app,
         url=sources.url,
         store=sources.store,
@@ -87,13 +80,13 @@ def status_of(sources: StatusSources) -> StatusAnswer:
     )
 
 
-def _failing(fleet: Reconciler, now: float) -> Iterator[FailingStage]:
+def _failing(fleet: Reconciler, now: float) -> Iterator[answers.FailingStage]:
     for name, model in fleet.desired.models.items():
         for stage in range(len(model.replicas)):
             post = name, model.version, stage
             failures = fleet.backoff.failures(post)
             if failures and not _has_ready(fleet, *post):
-                yield FailingStage(
+                yield answers.FailingStage(
                     model=name,
                     version=model.version,
                     stage=stage,
@@ -103,12 +96,12 @@ def _failing(fleet: Reconciler, now: float) -> Iterator[FailingStage]:
                 )
 
 
-def _shown(process: Process, sources: StatusSources) -> ProcessShown:
+def _shown(process: Process, sources: StatusSources) -> answers.ProcessShown:
     name, running = process.name, sources.running
     booking = sources.bookings.ledger.bookings.get(name)
     need = Need() if booking is None else booking.need
     post = process.model, process.version, process.stage
-    return ProcessShown(
+    return answers.ProcessShown(
         name=name,
         model=process.model,
         version=process.version,
@@ -127,18 +120,20 @@ def _shown(process: Process, sources: StatusSources) -> ProcessShown:
     )
 
 
-def with_reports(status: StatusAnswer, reports: Reports) -> StatusAnswer:
+def with_reports(
+    status: answers.StatusAnswer, reports: Reports
+) -> answers.StatusAnswer:
     said = {**reports.workers, **reports.gateways}
     raw = {name: Raw(msgspec.json.encode(report)) for name, report in said.items()}
     return msgspec.structs.replace(status, reports=raw)
 
 
-def nodes_of(ledger: Bookings) -> list[NodeShown]:
+def nodes_of(ledger: Bookings) -> list[answers.NodeShown]:
     found = []
     for name, node in ledger.nodes.items():
         free = ledger.free(name)
         found.append(
-            NodeShown(
+            answers.NodeShown(
                 **{field.name: getattr(node, field.name) for field in fields(node)},
                 free_cpus=free.cpus,
                 free_memory_bytes=free.memory_bytes,
@@ -151,9 +146,9 @@ def nodes_of(ledger: Bookings) -> list[NodeShown]:
 
 def decisions_of(
     journal: DecisionLog, last: int, *, with_snapshots: bool
-) -> DecisionsAnswer:
+) -> answers.DecisionsAnswer:
     decisions = (
-        DecisionShown(
+        answers.DecisionShown(
             number=decided.number,
             at=decided.at,
             kind=decided.kind,
@@ -164,7 +159,7 @@ def decisions_of(
         )
         for decided in journal.last(last)
     )
-    return DecisionsAnswer(tuple(decisions), tuple(journal.reasons()))
+    return answers.DecisionsAnswer(tuple(decisions), tuple(journal.reasons()))
 
 
 def _has_ready(fleet: Reconciler, model: str, version: str, stage: int) -> bool:

@@ -16,34 +16,19 @@ from multiworld.errors import ServeError
 from multiworld.net.rare_log import RareLog
 from multiworld.serve.fleet.history import History
 from multiworld.serve.spec.schema import NAME, PATTERNS
-from multiworld.serve.tenants.budgets import (
-    TokenLedger,
-    TokensUsed,
-    day_of,
-    exhausted,
-    has_budget,
-    month_of,
-)
+from multiworld.serve.tenants import budgets
 from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.directory import Key, Tenant, tenant_from_json
 from multiworld.serve.tenants.keys import make_key, parse_key
 from multiworld.serve.tenants.quarantine import POISON_S
-from multiworld.serve.transport.control_messages import (
-    AllTenants,
-    BudgetsUsed,
-    Order,
-    PoisonFound,
-    TenantsChanged,
-    UsageReport,
-    UsageStored,
-)
+from multiworld.serve.transport import control_messages as messages
 
 logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
 CHUNK = 500  # tenants in one message to a gateway
 POISON = 1024  # poison requests remembered for gateways that start later
-Send = Callable[[str, Order], None]  # to the gateway with this name
+Send = Callable[[str, messages.Order], None]  # to the gateway with this name
 
 
 class UnknownTenantError(ServeError):
@@ -65,13 +50,13 @@ class TenantManager:
         self._history, self._gateways, self._send = history, gateways, send
         self.tenants = registry.tenants()
         now = time.time()
-        in_day = registry.tokens_since(day_of(now))
-        in_month = registry.tokens_since(month_of(now))
-        self._ledger = TokenLedger(in_day, in_month, now)
+        in_day = registry.tokens_since(budgets.day_of(now))
+        in_month = registry.tokens_since(budgets.month_of(now))
+        self._ledger = budgets.TokenLedger(in_day, in_month, now)
         self._exhausted: dict[str, str] = {}
         # If cancelled, an operation may be stored without being in effect; repeat it.
         self._lock = asyncio.Lock()
-        self._poison: deque[tuple[float, PoisonFound]] = deque(maxlen=POISON)
+        self._poison: deque[tuple[float, messages.PoisonFound]] = deque(maxlen=POISON)
         self._writing: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
@@ -85,16 +70,16 @@ class TenantManager:
 
     # To and from gateways.
 
-    def greeting(self) -> Iterator[Order]:
+    def greeting(self) -> Iterator[messages.Order]:
         everybody = tuple(self.tenants.values())
         count = max(1, len(everybody))
         for begin in range(0, count, CHUNK):
-            yield AllTenants(
+            yield messages.AllTenants(
                 everybody[begin : begin + CHUNK],
                 is_first=begin == 0,
                 is_last=begin + CHUNK >= count,
             )
-        yield BudgetsUsed(self._uses(self.tenants.values()))
+        yield messages.BudgetsUsed(self._uses(self.tenants.values()))
         limit = self._clock() - POISON_S
         for at, found in self._poison:
             if at > limit:
@@ -102,27 +87,27 @@ class TenantManager:
 
     def _send_changes(self, tenants: Sequence[Tenant], removed: Sequence[str]) -> None:
         for name in self._gateways():
-            self._send(name, TenantsChanged(tuple(tenants), tuple(removed)))
+            self._send(name, messages.TenantsChanged(tuple(tenants), tuple(removed)))
         self._send_uses(tenants)
 
     def _send_uses(self, tenants: Iterable[Tenant]) -> None:
         uses = self._uses(tenants)
         for name in self._gateways() if uses else ():
-            self._send(name, BudgetsUsed(uses))
+            self._send(name, messages.BudgetsUsed(uses))
 
-    def _uses(self, tenants: Iterable[Tenant]) -> tuple[TokensUsed, ...]:
+    def _uses(self, tenants: Iterable[Tenant]) -> tuple[budgets.TokensUsed, ...]:
         now = time.time()
         return tuple(
             self._ledger.used(tenant.name, now)
             for tenant in tenants
-            if has_budget(tenant)
+            if budgets.has_budget(tenant)
         )
 
-    def used(self, gateway: str, usage: UsageReport) -> None:
+    def used(self, gateway: str, usage: messages.UsageReport) -> None:
         """Store the usage that a gateway reports, then confirm it."""
         self._spawn(self._keep(gateway, usage))
 
-    async def _keep(self, gateway: str, usage: UsageReport) -> None:
+    async def _keep(self, gateway: str, usage: messages.UsageReport) -> None:
         add = self.registry.add_usage
         try:
             is_new = await asyncio.to_thread(add, usage.meter, usage.number, usage.rows)
@@ -131,7 +116,7 @@ class TenantManager:
             return  # not confirmed, so the gateway reports it again
         changed = self._ledger.add(usage.rows, time.time()) if is_new else set()
         known = [self.tenants[name] for name in changed if name in self.tenants]
-        self._send(gateway, UsageStored(usage.number))
+        self._send(gateway, messages.UsageStored(usage.number))
         self._send_uses(known)
         for tenant in known:
             await self._note_exhausted(tenant)
@@ -139,7 +124,7 @@ class TenantManager:
     async def _note_exhausted(self, tenant: Tenant) -> None:
         """Record once each time that a tenant has exhausted a budget."""
         used = self._ledger.used(tenant.name, time.time())
-        limit = exhausted(tenant, used)
+        limit = budgets.exhausted(tenant, used)
         before = self._exhausted.pop(tenant.name, "")
         if not limit:
             return
@@ -170,7 +155,7 @@ class TenantManager:
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
 
-    def poisonous(self, gateway: str, found: PoisonFound) -> None:
+    def poisonous(self, gateway: str, found: messages.PoisonFound) -> None:
         """Remember a poison request, and notify the other gateways."""
         self._poison.append((self._clock(), found))
         whose = found.tenant or "a client without a key"

@@ -17,7 +17,6 @@ from typing import TypeVar
 Of = TypeVar("Of")
 Chance = Callable[[], float]  # random numbers in [0, 1)
 
-
 PROBES = 21  # of a session; the fullest replica gets 1.05 times its share
 BYTES = 8  # of a point
 CIRCLE = 256**BYTES

@@ -2,52 +2,48 @@
 
 from __future__ import annotations
 
-from multiworld.errors import (
-    DeadlineExceededError,
-    NoReplicaError,
-    OverloadedError,
-    QuarantinedError,
-    RequestPoisonedError,
-)
+from multiworld import errors
 
 RETRY_AFTER_S = 1.0  # for the client
 
 
-def overloaded(model: str, own: int) -> OverloadedError:
+def overloaded(model: str, own: int) -> errors.OverloadedError:
     """Refuse a request, shed while ``own`` others of its tenant wait."""
-    return OverloadedError(
+    return errors.OverloadedError(
         f"queue of model {model!r} is full: {own} of your requests wait, which is "
         "max_queued_requests or your fair share of it; retry later",
         retry_after_s=RETRY_AFTER_S,
     )
 
 
-def poisoned(number: int, model: str, isolated_losses: int) -> RequestPoisonedError:
-    return RequestPoisonedError(
+def poisoned(
+    number: int, model: str, isolated_losses: int
+) -> errors.RequestPoisonedError:
+    return errors.RequestPoisonedError(
         f"request {number} to model {model!r} is a poison request: "
         f"{isolated_losses} replicas died while they computed it alone; do not retry it"
     )
 
 
-def without_replica(model: str, stage: int) -> NoReplicaError:
-    return NoReplicaError(
+def without_replica(model: str, stage: int) -> errors.NoReplicaError:
+    return errors.NoReplicaError(
         f"model {model!r} had no replica of stage {stage} before the deadline of "
         "this request; retry later, a replacement is starting",
         retry_after_s=RETRY_AFTER_S,
     )
 
 
-def too_late(model: str, at: str) -> DeadlineExceededError:
+def too_late(model: str, at: str) -> errors.DeadlineExceededError:
     """Refuse a request that was ``at`` there (in words) at its deadline."""
-    return DeadlineExceededError(
+    return errors.DeadlineExceededError(
         f"request to model {model!r} missed its deadline (it was at "
         f"{at}); allow more time, or scale up the model"
     )
 
 
-def quarantined(model: str) -> QuarantinedError:
+def quarantined(model: str) -> errors.QuarantinedError:
     """Refuse a request that waited when its tenant was quarantined."""
-    return QuarantinedError(
+    return errors.QuarantinedError(
         f"your requests to model {model!r} are quarantined: several of them killed "
         "the replicas that computed them; retry later, without those",
         retry_after_s=RETRY_AFTER_S,

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from multiworld.serve.core.load_balancer import HashRing
-from multiworld.serve.transport.routing_table import (
-    Replica,
-    ReplicaState,
-    RoutingTable,
-)
+from multiworld.serve.transport.routing_table import Replica, ReplicaState, RoutingTable
 
 
 class ReplicaView:

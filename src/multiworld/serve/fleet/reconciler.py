@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from multiworld.errors import ServeError
+from multiworld.serve.fleet import events
 from multiworld.serve.fleet.actions import (
     Action,
     Announce,
@@ -23,20 +24,6 @@ from multiworld.serve.fleet.actions import (
     Probe,
 )
 from multiworld.serve.fleet.backoff import CrashBackoff
-from multiworld.serve.fleet.events import (
-    Adopted,
-    Applied,
-    CapacityChanged,
-    DesiredStateChanged,
-    DrainRequested,
-    Event,
-    Joined,
-    Loaded,
-    Probed,
-    ProcessGone,
-    Ticked,
-    Unplaced,
-)
 from multiworld.serve.fleet.routes import routing_table_of
 from multiworld.serve.fleet.start_order import Shortage, StageKey, next_starts
 from multiworld.serve.fleet.state import (
@@ -80,45 +67,45 @@ class Reconciler:
         self.losses: Counter[StageKey] = Counter()  # since the controller started
         self._lost: dict[StageKey, int] = {}
 
-    def handle(self, event: Event, now: float) -> list[Action]:
+    def handle(self, event: events.Event, now: float) -> list[Action]:
         """Apply an event at a monotonic time; return the resulting actions in order."""
         actions = list(self._observe(event, now))
-        if isinstance(event, Adopted):
+        if isinstance(event, events.Adopted):
             return actions  # the desired state is set once all processes are adopted
         return [*actions, *self._reconcile(now)]
 
     # Observing.
 
-    def _observe(self, event: Event, now: float) -> Iterator[Action]:
+    def _observe(self, event: events.Event, now: float) -> Iterator[Action]:
         match event:
-            case DesiredStateChanged(desired):
+            case events.DesiredStateChanged(desired):
                 yield from self._set_desired(desired, now)
-            case Adopted(process):
+            case events.Adopted(process):
                 self.processes[process.name] = process
-            case Joined(name) if name in self.processes:
+            case events.Joined(name) if name in self.processes:
                 yield from self._joined(self.processes[name], now)
-            case Loaded(name, fingerprint, weights) if name in self.processes:
+            case events.Loaded(name, fingerprint, weights) if name in self.processes:
                 self.processes[name].weights = weights
                 yield from self._identified(self.processes[name], fingerprint)
                 if not self.processes[name].is_gateway:
                     self._advance(name, ProcessPhase.JOINED, ProcessPhase.LOADED, now)
                 elif self._advance(name, ProcessPhase.JOINED, ProcessPhase.READY, now):
                     yield LogEvent("ready", f"{name} listens", name)
-            case Probed(name, error):
+            case events.Probed(name, error):
                 yield from self._probed(name, error, now)
-            case Applied(name, number):
+            case events.Applied(name, number):
                 if name in self.processes:
                     self.processes[name].applied = number
-            case ProcessGone():
+            case events.ProcessGone():
                 yield from self._gone(event, now)
-            case Unplaced(name, why) if name in self.processes:
+            case events.Unplaced(name, why) if name in self.processes:
                 yield from self._unplaced(self.processes.pop(name), why, now)
-            case CapacityChanged(starts_at_once):
+            case events.CapacityChanged(starts_at_once):
                 self.starts_at_once = starts_at_once
                 self._retry_at.clear()
-            case DrainRequested(name) if name in self.processes:
+            case events.DrainRequested(name) if name in self.processes:
                 self.processes[name].is_drain_requested = True
-            case Ticked():
+            case events.Ticked():
                 yield from self._check_deadlines(now)
 
     def _advance(
@@ -174,7 +161,7 @@ class Reconciler:
             yield LogEvent("probe failed", f"{name}: {error}", name)
             if probe.failures >= PROBE_FAILURES:
                 why = f"{probe.failures} probes failed in a row, the last: {error}"
-                yield from self._gone(ProcessGone(name, why), now)
+                yield from self._gone(events.ProcessGone(name, why), now)
         elif process.phase is ProcessPhase.LOADED:
             process.phase = ProcessPhase.READY
             took_s = now - process.since
@@ -190,7 +177,7 @@ class Reconciler:
         if version == process.version:
             self._updates[process.model] = version, now
 
-    def _gone(self, event: ProcessGone, now: float) -> Iterator[Action]:
+    def _gone(self, event: events.ProcessGone, now: float) -> Iterator[Action]:
         process = self.processes.pop(event.name, None)
         if process is None:
             return
@@ -236,7 +223,7 @@ class Reconciler:
             late_s = now - process.since
             if process.is_going and late_s > self._drain_s:
                 yield from self._gone(
-                    ProcessGone(
+                    events.ProcessGone(
                         process.name, f"not drained within {self._drain_s:g} s"
                     ),
                     now,
@@ -244,11 +231,11 @@ class Reconciler:
             start_s = self._start_s_of(process.model, process.version)
             if process.is_starting and late_s > start_s:
                 why = f"not ready within {start_s:g} s"
-                yield from self._gone(ProcessGone(process.name, why), now)
+                yield from self._gone(events.ProcessGone(process.name, why), now)
             was_adopted = process.phase is ProcessPhase.READY and not process.is_joined
             if was_adopted and late_s > self._ready_s:
                 why = f"adopted, but did not join within {self._ready_s:g} s"
-                yield from self._gone(ProcessGone(process.name, why), now)
+                yield from self._gone(events.ProcessGone(process.name, why), now)
         for name, (_, began) in list(self._updates.items()):
             model = self.desired.models[name]
             failures = max(

@@ -27,6 +27,7 @@ from multiworld.serve.gateway.http_responses import (
     RENDER_BYTES,
     error_response,
     json_response,
+    openai_error_response,
     respond,
     timeout_of,
 )
@@ -75,6 +76,11 @@ def _errors(app: FastAPI) -> None:
         kind = {"type": "invalid_request_error", "param": None, "code": None}
         return json_response({"error": {"message": text, **kind}}, status, headers)
 
+    @app.exception_handler(ServeError)
+    async def refused(request: Request, error: Any) -> Response:
+        is_openai = request.url.path.startswith("/v1")
+        return openai_error_response(error) if is_openai else error_response(error)
+
 
 def _health(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/", include_in_schema=False)
@@ -118,10 +124,7 @@ def _health(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/metrics", tags=["health"])
     async def metrics(request: Request) -> Response:
         """Return the Prometheus metrics; needs an operator's key if keys are on."""
-        try:
-            gateway.authenticator.check_operator(request.headers)
-        except ServeError as error:
-            return error_response(error)
+        gateway.authenticator.check_operator(request.headers)
         text = await gateway.metrics()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -174,11 +177,7 @@ def _inference(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
     async def infer_active(name: str, request: Request) -> Response:
         """Run inference with the active version of a model."""
         return await respond(
-            gateway,
-            request,
-            name,
-            partial(infer, request, name, None),
-            error_response,
+            gateway, request, name, partial(infer, request, name, None), error_response
         )
 
     @app.post(
@@ -207,10 +206,7 @@ def _inference(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
     @app.get("/v2/models", tags=["inference"])
     async def models(request: Request) -> Response:
         """List the models that the client may use."""
-        try:
-            names = gateway.names(gateway.authenticator.identify(request.headers))
-        except ServeError as error:
-            return error_response(error)
+        names = gateway.names(gateway.authenticator.identify(request.headers))
         return json_response({"models": [{"name": name} for name in names]})
 
     @app.get("/v2/models/{name}", tags=["inference"], openapi_extra=KNOWN_MODEL)
@@ -223,11 +219,8 @@ def _inference(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
         name: str, request: Request, version: str | None = None
     ) -> Response:
         """Return the inputs and outputs of a model."""
-        try:
-            tenant = gateway.authenticator.identify(request.headers)
-            current, model = gateway.model(name, version, tenant)
-        except ServeError as error:
-            return error_response(error)
+        tenant = gateway.authenticator.identify(request.headers)
+        current, model = gateway.model(name, version, tenant)
         inputs, outputs = tensors_of(model)
         return json_response(
             {
@@ -249,11 +242,8 @@ def _inference(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
         name: str, request: Request, version: str | None = None
     ) -> Response:
         """Report whether every stage of a model has a replica."""
-        try:
-            tenant = gateway.authenticator.identify(request.headers)
-            gateway.model(name, version, tenant)
-        except ServeError as error:
-            return error_response(error)
+        tenant = gateway.authenticator.identify(request.headers)
+        gateway.model(name, version, tenant)
         is_ready = gateway.is_ready(gateway.route(name, tenant))
         return json_response(
             {"name": name, "ready": is_ready}, 200 if is_ready else 503

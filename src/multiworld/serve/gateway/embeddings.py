@@ -16,23 +16,11 @@ from torch import Tensor
 
 from multiworld.backends.dtypes import memory_of, plain
 from multiworld.errors import InvalidRequestError, ServeError
+from multiworld.serve.gateway import http_responses as responses
+from multiworld.serve.gateway import json_limits
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.hot_routes import HotRoutes
-from multiworld.serve.gateway.http_responses import (
-    OFFLOAD_BYTES,
-    RENDER_BYTES,
-    json_response,
-    openai_error_response,
-    respond,
-    timeout_of,
-)
-from multiworld.serve.gateway.json_limits import (
-    NOT_JSON,
-    check_objects,
-    check_values,
-    decode,
-)
 from multiworld.serve.gateway.open_inference import NotFiniteError
 from multiworld.serve.gateway.openapi import EMBEDDINGS, OPENAI_KNOWN_MODEL
 from multiworld.serve.gateway.request_body import Body, model_named_in, while_connected
@@ -65,35 +53,27 @@ def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
         ``max_model_len`` is present for models that generate text, and ``parent`` for
         LoRA adapters of another model, as in vLLM.
         """
-        try:
-            tenant = gateway.authenticator.identify(request.headers)
-        except ServeError as error:
-            return openai_error_response(error)
+        tenant = gateway.authenticator.identify(request.headers)
         data = [shown(name, tenant) for name in gateway.names(tenant)]
-        return json_response({"object": "list", "data": data})
+        return responses.json_response({"object": "list", "data": data})
 
     @app.get("/v1/models/{name}", tags=["openai"], openapi_extra=OPENAI_KNOWN_MODEL)
     async def model(name: str, request: Request) -> Response:
         """Return one model."""
-        try:
-            tenant = gateway.authenticator.identify(request.headers)
-            gateway.model(name, None, tenant)
-        except ServeError as error:
-            return openai_error_response(error)
-        return json_response(shown(name, tenant))
+        tenant = gateway.authenticator.identify(request.headers)
+        gateway.model(name, None, tenant)
+        return responses.json_response(shown(name, tenant))
 
     @app.post("/v1/embeddings", tags=["openai"], openapi_extra=EMBEDDINGS)
     async def embeddings(request: Request) -> Response:
         """Embed texts."""
-        parsed: EmbeddingRequest | None = None
 
         async def answer(
             admitted: AdmittedRequest, reservation: Reservation
         ) -> Response:
-            nonlocal parsed
             body = await gateway.read_body(request, admitted, reservation)
             try:
-                if len(body) >= OFFLOAD_BYTES:
+                if len(body) >= responses.OFFLOAD_BYTES:
                     parsed = await asyncio.to_thread(_embedding_request, body)
                 else:
                     parsed = _embedding_request(body)
@@ -101,13 +81,13 @@ def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
                 admitted.model = model_named_in(body)
                 raise
             del body
+            admitted.model = parsed.model
             embedding = _embed(gateway, admitted, request, parsed)
             return await while_connected(request, embedding)
 
-        def name() -> str:
-            return "" if parsed is None else parsed.model
-
-        return await respond(gateway, request, name, answer, openai_error_response)
+        return await responses.respond(
+            gateway, request, "", answer, responses.openai_error_response
+        )
 
     hot.post("/v1/embeddings", embeddings)
 
@@ -137,8 +117,8 @@ class EmbeddingRequest:
 
 
 def _embedding_request(body: Body) -> EmbeddingRequest:
-    check_objects(body)
-    payload = decode(body, _bodies)
+    json_limits.check_objects(body)
+    payload = json_limits.decode(body, _bodies)
     if not isinstance(payload.model, str):
         raise InvalidRequestError(
             'body has no "model"; give the name of a model',
@@ -164,7 +144,7 @@ def _inputs(given: bytes) -> list[str] | list[list[int]]:
             return _not_empty([_string.decode(given)])
         first = given[1:].lstrip(b" \t\r\n")[:1]
         if first == b'"':
-            check_values(given)
+            json_limits.check_values(given)
             return _not_empty(_strings.decode(given))
         if given.count(b",") > MAX_TOKENS or given.count(b"[") > MAX_TEXTS + 1:
             raise _invalid(
@@ -173,7 +153,7 @@ def _inputs(given: bytes) -> list[str] | list[list[int]]:
         if first == b"[":
             return _not_empty(_token_lists.decode(given))
         return _not_empty([_tokens.decode(given)])
-    except NOT_JSON:
+    except json_limits.NOT_JSON:
         raise _invalid(
             "input", "must be a text, an array of token ids, or a list of them"
         ) from None
@@ -218,7 +198,7 @@ async def _embed(
 ) -> Response:
     name = parsed.model
     version, model = gateway.model(name, None, admitted.tenant)
-    deadline_s = timeout_of(request)
+    deadline_s = responses.timeout_of(request)
     if deadline_s is None:
         served = gateway.route(name, admitted.tenant)
         deadline_s = gateway.dispatcher.table.routes[served].deadline_s
@@ -229,7 +209,7 @@ async def _embed(
         raise _invalid("model", "generates text and embeds none; use another model")
     frontend = await gateway.text(name, version, model)
     size = sum(map(len, parsed.inputs))
-    if size >= OFFLOAD_BYTES // 16:
+    if size >= responses.OFFLOAD_BYTES // 16:
         inputs = await asyncio.to_thread(_encoded, frontend, parsed.inputs)
     else:
         inputs = _encoded(frontend, parsed.inputs)
@@ -248,7 +228,7 @@ async def _embed(
     vectors = [answer[model.embedding][0] for answer in answers]
     render = partial(_render, name, vectors, tokens, is_base64=parsed.is_base64)
     size = sum(vector.numel() for vector in vectors)
-    if 4 * size >= RENDER_BYTES:
+    if 4 * size >= responses.RENDER_BYTES:
         return await asyncio.to_thread(render)
     return render()
 
@@ -281,6 +261,6 @@ def _render(
             )
         data.append({"object": "embedding", "index": number, "embedding": shown})
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return json_response(
+    return responses.json_response(
         {"object": "list", "data": data, "model": name, "usage": usage}
     )

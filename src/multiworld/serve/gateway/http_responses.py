@@ -152,12 +152,12 @@ Handler = Callable[[AdmittedRequest, Reservation], Awaitable[Response]]
 async def respond(
     gateway: Gateway,
     request: AnyRequest,
-    name: str | Callable[[], str],
+    name: str,
     handler: Handler,
     error_response: Callable[[ServeError], Response],
 ) -> Response:
     """Admit a request, answer it, and count it, whatever its outcome."""
-    # ``name`` may be a function that returns the model after the answer. An
+    # ``name`` is empty if the body names the model: then ``handler`` notes it. An
     # ``EventStream`` is counted when it ends; a cancelled request as ``CLIENT_CLOSED``.
     number = request_id_of(request)
     try:
@@ -165,9 +165,8 @@ async def respond(
     except ServeError as error:
         refusal = error_response(error)
         refusal.headers[REQUEST_ID] = number
-        is_named = isinstance(name, str) and name in gateway.models
-        is_named &= not isinstance(error, UnauthorizedError)
-        label = str(name) if is_named else "unknown"
+        is_named = name in gateway.models and not isinstance(error, UnauthorizedError)
+        label = name if is_named else "unknown"
         gateway.counts.add(label, "", refusal.status_code, 0.0)
         if gateway.logs_access:
             _log_access(request, number, "-", refusal.status_code, 0.0)
@@ -177,7 +176,7 @@ async def respond(
 
     def end(status: int) -> Phases | None:
         reservation.release()
-        model = (name() if callable(name) else name) or admitted.model
+        model = name or admitted.model
         is_known = gateway.may_use(admitted.tenant, model)
         label = model if is_known else "unknown"
         gateway.authenticator.finish(admitted, label, status)

@@ -21,13 +21,7 @@ from prometheus_client.registry import Collector
 import multiworld
 from multiworld.serve.gateway.request_counts import ENDS
 from multiworld.serve.generation.gateway.stream_counts import ENDS as STREAM_ENDS
-from multiworld.serve.transport.control_messages import (
-    ROWS_BOUNDS,
-    SECONDS_BOUNDS,
-    FleetReport,
-    GatewayReport,
-    WorkerReport,
-)
+from multiworld.serve.transport import control_messages as messages
 from multiworld.serve.transport.routing_table import RoutingTable
 
 Sums = Mapping[tuple[str, tuple[str, ...]], float]  # by kind and labels
@@ -98,8 +92,8 @@ GAUGES = {
 
 def render(
     sums: Sums,
-    gateways: Mapping[str, GatewayReport],
-    fleet: FleetReport,
+    gateways: Mapping[str, messages.GatewayReport],
+    fleet: messages.FleetReport,
     table: RoutingTable,
 ) -> bytes:
     registry = CollectorRegistry()
@@ -117,8 +111,8 @@ class _Families(Collector):
 
 def _families(
     sums: Sums,
-    gateways: Mapping[str, GatewayReport],
-    fleet: FleetReport,
+    gateways: Mapping[str, messages.GatewayReport],
+    fleet: messages.FleetReport,
     table: RoutingTable,
 ) -> Iterator[Metric]:
     yield _build_info()
@@ -183,7 +177,7 @@ def _latencies(sums: Sums) -> Iterator[Metric]:
 
 
 def _gateways(
-    gateways: Mapping[str, GatewayReport], table: RoutingTable
+    gateways: Mapping[str, messages.GatewayReport], table: RoutingTable
 ) -> Iterator[Metric]:
     in_flight = GaugeMetricFamily(
         "multiworld_in_flight",
@@ -217,7 +211,7 @@ def _gateways(
 
 
 def _replicas(
-    reports: Mapping[str, WorkerReport], table: RoutingTable
+    reports: Mapping[str, messages.WorkerReport], table: RoutingTable
 ) -> Iterator[Metric]:
     for what, text in OF_WORK.items():
         counter = CounterMetricFamily(
@@ -239,8 +233,10 @@ def _replicas(
     )
     for name, report in reports.items():
         labels, rows = _labels(name, table), report.counts.get("rows", 0)
-        sizes.add_metric(labels, _buckets(ROWS_BOUNDS, report.batch_rows), rows)
-        seconds = _buckets(SECONDS_BOUNDS, report.batch_seconds)
+        sizes.add_metric(
+            labels, _buckets(messages.ROWS_BOUNDS, report.batch_rows), rows
+        )
+        seconds = _buckets(messages.SECONDS_BOUNDS, report.batch_seconds)
         times.add_metric(labels, seconds, report.computed_s)
     yield sizes
     yield times

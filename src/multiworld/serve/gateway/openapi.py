@@ -42,7 +42,6 @@ _TIMEOUT = {
     "schema": {"type": "number"},
 }
 
-
 # Body of an error in the Open Inference Protocol.
 ERROR = {
     "type": "object",

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from fastapi import FastAPI, Request, Response
 
-from multiworld.errors import ServeError
 from multiworld.serve.gateway.gateway import Gateway
-from multiworld.serve.gateway.http_responses import error_response, json_response
+from multiworld.serve.gateway.http_responses import json_response
 from multiworld.serve.gateway.openapi import KNOWN_MODEL
 from multiworld.serve.spec.stage import Model, TensorSpec
 
@@ -39,11 +38,8 @@ def add_triton(app: FastAPI, gateway: Gateway) -> None:
         name: str, request: Request, version: str | None = None
     ) -> Response:
         """Return the configuration of a model: its inputs, outputs and version."""
-        try:
-            tenant = gateway.authenticator.identify(request.headers)
-            current, model = gateway.model(name, version, tenant)
-        except ServeError as error:
-            return error_response(error)
+        tenant = gateway.authenticator.identify(request.headers)
+        current, model = gateway.model(name, version, tenant)
         inputs, outputs = tensors_of(model)
         fields = {
             key: [
@@ -59,11 +55,8 @@ def add_triton(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v2/repository/index", tags=["inference"])
     async def index(request: Request) -> Response:
         """List the models that the client may use, with their states."""
-        try:
-            tenant = gateway.authenticator.identify(request.headers)
-            found = [gateway.model(n, None, tenant) for n in gateway.names(tenant)]
-        except ServeError as error:
-            return error_response(error)
+        tenant = gateway.authenticator.identify(request.headers)
+        found = [gateway.model(n, None, tenant) for n in gateway.names(tenant)]
         rows = [
             {
                 "name": name,

@@ -137,8 +137,7 @@ class Tokenizer:
         """Return the tokens of a chat."""
         if self._slow.chat_template is None:
             raise InvalidRequestError(
-                "this model has no chat template; use /v1/completions",
-                param="messages",
+                "this model has no chat template; use /v1/completions", param="messages"
             )
         self._check_options(options)
         if tools and "tools" not in self.variables:
@@ -247,8 +246,7 @@ class GrowingText:
     def _give_out(self, *, is_end: bool) -> str:
         stop = self._stop if len(self._tokens) >= self._min_tokens else ()
         at = min(
-            (place for s in stop if (place := self._held.find(s)) >= 0),
-            default=-1,
+            (place for s in stop if (place := self._held.find(s)) >= 0), default=-1
         )
         if at >= 0:
             self.is_stopped = True

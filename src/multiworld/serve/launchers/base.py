@@ -52,12 +52,7 @@ class Launcher(Protocol):
         """Return why no process can start now; empty if one can."""
 
     async def launch(
-        self,
-        name: str,
-        args: ProcessArgs,
-        log: Path,
-        spot: Location | None,
-        need: Need,
+        self, name: str, args: ProcessArgs, log: Path, spot: Location | None, need: Need
     ) -> RunningProcess:
         """Start a process that books ``need`` at ``spot`` (None: at the controller).
 

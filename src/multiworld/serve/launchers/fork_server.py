@@ -19,18 +19,7 @@ import socket
 import sys
 import traceback
 
-from multiworld.serve.launchers.protocol import (
-    FORK_ORDERS,
-    Exited,
-    ForkNews,
-    Launch,
-    Launched,
-    LaunchFailed,
-    LineCodec,
-    Ping,
-    Pong,
-    Warm,
-)
+from multiworld.serve.launchers import protocol
 from multiworld.serve.replica.leash import open_leash, wear_leash
 
 
@@ -43,7 +32,7 @@ class ForkServer:
 
     def run(self) -> None:
         """Fork processes until the controller closes the socket."""
-        self._send(Warm(os.getpid()))
+        self._send(protocol.Warm(os.getpid()))
         while True:
             for key, _ in self._selector.select():
                 if key.data is not None:
@@ -56,20 +45,20 @@ class ForkServer:
         self._inbox += data
         while b"\n" in self._inbox:
             line, _, self._inbox = self._inbox.partition(b"\n")
-            match FORK_ORDERS.decode(line):
-                case Launch() as order:
+            match protocol.FORK_ORDERS.decode(line):
+                case protocol.Launch() as order:
                     self._launch(order)
-                case Ping(number):
-                    self._send(Pong(number))
+                case protocol.Ping(number):
+                    self._send(protocol.Pong(number))
         return bool(data)
 
-    def _send(self, news: ForkNews) -> None:
+    def _send(self, news: protocol.ForkNews) -> None:
         try:
-            self._control.sendall(LineCodec.encode(news))
+            self._control.sendall(protocol.LineCodec.encode(news))
         except OSError:
             pass  # the next read sees that the socket is closed
 
-    def _launch(self, order: Launch) -> None:
+    def _launch(self, order: protocol.Launch) -> None:
         name = order.name
         threads = len(os.listdir("/proc/self/task"))
         if threads != 1:
@@ -77,7 +66,7 @@ class ForkServer:
                 f"the fork server has {threads} threads, so it cannot fork; a module "
                 "that the model imports starts one"
             )
-            self._send(LaunchFailed(name, error))
+            self._send(protocol.LaunchFailed(name, error))
             return
         leash = None
         try:
@@ -87,7 +76,7 @@ class ForkServer:
         except OSError as error:
             if leash is not None:
                 os.close(leash)
-            self._send(LaunchFailed(name, str(error)))
+            self._send(protocol.LaunchFailed(name, str(error)))
             return
         if pid == 0:
             self._child(order, leash)
@@ -95,16 +84,16 @@ class ForkServer:
             os.close(leash)
         pidfd = os.pidfd_open(pid)
         self._selector.register(pidfd, selectors.EVENT_READ, (name, pid))
-        self._send(Launched(name, pid))
+        self._send(protocol.Launched(name, pid))
 
     def _reap(self, pidfd: int, name: str, pid: int) -> None:
         self._selector.unregister(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        self._send(Exited(name, code))
+        self._send(protocol.Exited(name, code))
 
-    def _child(self, order: Launch, leash: int | None) -> None:
+    def _child(self, order: protocol.Launch, leash: int | None) -> None:
         """Run the ordered process in the forked child; never return."""
         code = 1
         try:
@@ -124,7 +113,7 @@ class ForkServer:
             os._exit(code)
 
 
-def _settle(order: Launch) -> None:
+def _settle(order: protocol.Launch) -> None:
     """Give a forked process its own session, log and random seeds."""
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -52,12 +52,7 @@ class LocalLauncher:
         self._on_exit(name, code)
 
     async def launch(
-        self,
-        name: str,
-        args: ProcessArgs,
-        log: Path,
-        spot: Location | None,
-        need: Need,
+        self, name: str, args: ProcessArgs, log: Path, spot: Location | None, need: Need
     ) -> RunningProcess:
         text = args.model_dump_json()
         pid = await self._forks.fork(Launch(name, text, str(log), self._env))

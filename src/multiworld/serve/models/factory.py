@@ -17,7 +17,6 @@ from multiworld.serve.spec.stage import Model, Stage
 HUGGINGFACE = "multiworld.serve.models.huggingface:model"  # of models given by ``path``
 DECODER = "multiworld.serve.generation.models.decoder:model"  # if they generate text
 
-
 # Factory of models that a whole engine computes.
 ENGINE = "multiworld.serve.generation.engines.whole_model:model"
 

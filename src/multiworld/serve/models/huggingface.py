@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from multiworld.errors import InvalidRequestError, SpecError
-from multiworld.serve.models.chain_partition import chain_partition
-from multiworld.serve.models.span import Span
+from multiworld.serve.models.partition import Span, chain_partition
 from multiworld.serve.models.stored_integers import check_config
 from multiworld.serve.spec.stage import Model, Stage, StageContext, Tensors, TensorSpec
 

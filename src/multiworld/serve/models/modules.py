@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING
 
 from multiworld.errors import SpecError
 from multiworld.serve.spec.module import Module
-from multiworld.serve.spec.stage import (
-    Model,
-    Stage,
-    StageContext,
-    Tensors,
-)
+from multiworld.serve.spec.stage import Model, Stage, StageContext, Tensors
 
 if TYPE_CHECKING:
     from multiworld.serve.models.tracing import Cutter, TracedPart

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from multiworld.backends import torch_names
 from multiworld.errors import SpecError
-from multiworld.serve.models.chain_partition import chain_partition
+from multiworld.serve.models.partition import chain_partition
 from multiworld.serve.models.weights import read_weights
 from multiworld.serve.models.wiring import StageInterface, interfaces_of
 from multiworld.serve.spec.datatypes import TORCH_OF
@@ -92,11 +92,7 @@ class Cutter:
 
 @contextlib.contextmanager
 def _tracing() -> Iterator[None]:
-    with (
-        torch.inference_mode(mode=False),
-        torch.no_grad(),
-        warnings.catch_warnings(),
-    ):
+    with torch.inference_mode(mode=False), torch.no_grad(), warnings.catch_warnings():
         # Torch's warnings about its own tracing do not help users.
         warnings.simplefilter("ignore")
         yield
@@ -222,15 +218,11 @@ def _run(module: Module, whole: nn.Module, names: Sequence[str]) -> dict[str, fl
     }
     return {
         name: flops.get(name, 0)
-        + sum(p.numel() for p in _parameters(whole, name))
+        + sum(p.numel() for p in whole.get_submodule(name).parameters())
         + 1.0
         for name in order
         if order.count(name) == 1
     }
-
-
-def _parameters(whole: nn.Module, name: str) -> Iterator[nn.Parameter]:
-    return whole.get_submodule(name).parameters()
 
 
 def _begins(

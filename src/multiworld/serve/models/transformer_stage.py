@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from multiworld.errors import SpecError
 from multiworld.serve.models.integer_linear import is_linear, quantize_linears
-from multiworld.serve.models.span import Span
+from multiworld.serve.models.partition import Span
 from multiworld.serve.models.stored_integers import Stored, read_stored
 from multiworld.serve.models.weights import read_weights
 from multiworld.serve.spec.stage import Tensors

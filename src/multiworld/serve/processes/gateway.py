@@ -32,28 +32,8 @@ from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
 from multiworld.serve.spec.stage import Model
 from multiworld.serve.tenants.authenticator import Authenticator, ModelVersion
 from multiworld.serve.tenants.directory import Tenant
+from multiworld.serve.transport import control_messages as messages
 from multiworld.serve.transport.control_agent import ControlAgent
-from multiworld.serve.transport.control_messages import (
-    AllTenants,
-    BudgetsUsed,
-    Finish,
-    FleetReport,
-    FleetReportRequest,
-    ModelNeeded,
-    ModelsChanged,
-    Order,
-    PoisonFound,
-    ProbeReplica,
-    ProbeResult,
-    Report,
-    ReportRequest,
-    StageLoaded,
-    TableApplied,
-    TableChanged,
-    TenantsChanged,
-    UsageReport,
-    UsageStored,
-)
 from multiworld.serve.transport.edges import EdgeKeeper, Outbox
 from multiworld.serve.transport.frames import Entry
 from multiworld.serve.transport.generation_messages import GenerationMessage
@@ -175,7 +155,7 @@ class GatewayProcess:
         self._usage_kept = asyncio.Event()
         self._meter = secrets.token_hex(8)
         self._incoming_tenants: dict[str, Tenant] = {}
-        self._poison: deque[PoisonFound] = deque(maxlen=POISON)
+        self._poison: deque[messages.PoisonFound] = deque(maxlen=POISON)
         config = args.config()
         self._agent = ControlAgent(
             manager, args.app, args.name, args.store, config, self._obey
@@ -247,7 +227,7 @@ class GatewayProcess:
     async def _announce_when_up(self) -> None:
         while not self._server.started:  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.005)
-        self._agent.fact(StageLoaded())
+        self._agent.fact(messages.StageLoaded())
 
     def _end(self) -> None:
         self._gateway.is_ending = True
@@ -281,49 +261,49 @@ class GatewayProcess:
         self._loading.add(task)
         task.add_done_callback(self._loading.discard)
 
-    async def _obey(self, order: Order) -> None:
+    async def _obey(self, order: messages.Order) -> None:
         match order:
-            case ModelsChanged(specs):
+            case messages.ModelsChanged(specs):
                 self._models_changed(specs)
-            case TableChanged(table):
+            case messages.TableChanged(table):
                 self._table_changed(table)
-            case AllTenants():
+            case messages.AllTenants():
                 self._all_tenants(order)
-            case TenantsChanged(tenants, removed):
+            case messages.TenantsChanged(tenants, removed):
                 self._authenticator.directory.put(tenants)
                 for name in removed:
                     self._authenticator.directory.remove(name)
                 self._gateway.counts.keep_tenants(self._authenticator.directory.tenants)
-            case BudgetsUsed(used):
+            case messages.BudgetsUsed(used):
                 self._authenticator.budgets.set_used(used)
-            case UsageStored(number):
+            case messages.UsageStored(number):
                 self._authenticator.stored(number)
                 self._usage_kept.set()
-            case PoisonFound(tenant, model, version, digest):
+            case messages.PoisonFound(tenant, model, version, digest):
                 self._gateway.poisonous(tenant, (model, version), digest)
-            case ProbeReplica(replica):
+            case messages.ProbeReplica(replica):
                 task = asyncio.ensure_future(self._probe(replica))
                 self._probes.add(task)
                 task.add_done_callback(self._probes.discard)
-            case Finish():
+            case messages.Finish():
                 self._end()
-            case ReportRequest(number, has_counts):
+            case messages.ReportRequest(number, has_counts):
                 self._agent.send(self._report(number, has_counts=has_counts))
-            case FleetReport():
+            case messages.FleetReport():
                 self._gateway.fleet = order
                 if self._fleet is not None and not self._fleet.done():
                     self._fleet.set_result(None)
 
-    def _report(self, number: int, *, has_counts: bool) -> Report:
+    def _report(self, number: int, *, has_counts: bool) -> messages.Report:
         counted = tuple(self._gateway.counted()) if has_counts else ()
-        return Report(number, gateway=self._gateway.report(), counted=counted)
+        return messages.Report(number, gateway=self._gateway.report(), counted=counted)
 
     async def _ask_fleet(self) -> None:
         if self._agent.lost_at is not None:
             return
         if self._fleet is None or self._fleet.done():
             self._fleet = asyncio.get_running_loop().create_future()
-            self._agent.send(FleetReportRequest(next(self._numbers)))
+            self._agent.send(messages.FleetReportRequest(next(self._numbers)))
         try:
             async with asyncio.timeout(FLEET_S):
                 await asyncio.shield(self._fleet)
@@ -343,10 +323,10 @@ class GatewayProcess:
         self._keeper.apply(edges_of(table, self._args.name))
         self._gateway.table_changed()
         self._authenticator.gateways = len(table.gateways)
-        self._agent.fact(TableApplied(table.number))
+        self._agent.fact(messages.TableApplied(table.number))
         self._is_routed.set()
 
-    def _all_tenants(self, part: AllTenants) -> None:
+    def _all_tenants(self, part: messages.AllTenants) -> None:
         """Replace all tenants once the last part has arrived."""
         if part.is_first:
             self._incoming_tenants = {}
@@ -359,7 +339,7 @@ class GatewayProcess:
         self, tenant: str, model_version: ModelVersion, digest: str
     ) -> None:
         """Report a poison request, now or once there is a controller."""
-        self._poison.append(PoisonFound(tenant, *model_version, digest))
+        self._poison.append(messages.PoisonFound(tenant, *model_version, digest))
         self._send_pending_poison()
 
     def _send_pending_poison(self) -> None:
@@ -380,7 +360,7 @@ class GatewayProcess:
 
     def _send_due_usage(self) -> None:
         for number, rows in self._authenticator.meter.take_due(self._clock()):
-            self._agent.send(UsageReport(self._meter, number, rows))
+            self._agent.send(messages.UsageReport(self._meter, number, rows))
 
     async def _flush_usage(self) -> None:
         """Report the remaining usage and wait briefly until it is stored."""
@@ -401,7 +381,7 @@ class GatewayProcess:
         now = self._clock()
         if now - self._asked_at.get(model, -ASK_S) >= ASK_S:
             self._asked_at[model] = now
-            self._agent.send(ModelNeeded(model))
+            self._agent.send(messages.ModelNeeded(model))
 
     async def _probe(self, replica: str) -> None:
         error: str | None = None
@@ -413,7 +393,7 @@ class GatewayProcess:
                 await self._dispatcher.probe(replica, example_of(model), PROBE_S)
         except MultiWorldError as problem:
             error = f"{type(problem).__name__}: {problem}"
-        self._agent.send(ProbeResult(replica, error))
+        self._agent.send(messages.ProbeResult(replica, error))
 
     def _model_of(self, replica: str) -> Model:
         known = self._dispatcher.table.replicas.get(replica)

@@ -38,19 +38,8 @@ from multiworld.serve.resources.amounts import Need, mib, needs_of
 from multiworld.serve.resources.usage import outgrows, usage_of
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec
 from multiworld.serve.spec.stage import Generation, Model, StageContext
+from multiworld.serve.transport import control_messages as messages
 from multiworld.serve.transport.control_agent import ControlAgent
-from multiworld.serve.transport.control_messages import (
-    Finish,
-    InjectPartition,
-    MemoryExceeded,
-    Order,
-    Report,
-    ReportRequest,
-    StageLoaded,
-    TableApplied,
-    TableChanged,
-    WorkerReport,
-)
 from multiworld.serve.transport.edges import EdgeKeeper
 from multiworld.serve.transport.process_args import ProcessArgs
 from multiworld.serve.transport.routing_table import edges_of
@@ -78,7 +67,7 @@ class _Parts(NamedTuple):
 
     runner: Executor | GenerationWorker | EngineWorker
     worker: Worker | GenerationWorker | EngineWorker
-    loaded: Callable[[str], StageLoaded]
+    loaded: Callable[[str], messages.StageLoaded]
 
 
 def _parts_of(args: ProcessArgs, clock: Callable[[], float]) -> _Parts:
@@ -115,7 +104,7 @@ def _engine_of(
 ) -> _Parts:
     settings = settings_of(args.name, spec, facts, args.device, args.gpus)
     worker = EngineWorker(maker_of(engine), settings, settings.hung_s, clock)
-    return _Parts(worker, worker, lambda _: StageLoaded("", facts.weights()))
+    return _Parts(worker, worker, lambda _: messages.StageLoaded("", facts.weights()))
 
 
 def _generation_of(
@@ -151,11 +140,11 @@ def _generation_of(
     scheduler = Scheduler(engine_limits)
     worker = GenerationWorker(settings, engine, scheduler, clock)
 
-    def loaded(device: str) -> StageLoaded:
+    def loaded(device: str) -> messages.StageLoaded:
         is_fixed = generation.deterministic
         kind = [fingerprint(limits.threads, device)] if is_fixed else []
         kind += [facts.dtype] if facts.dtype else []
-        return StageLoaded(", ".join(kind), facts.weights())
+        return messages.StageLoaded(", ".join(kind), facts.weights())
 
     return _Parts(worker, worker, loaded)
 
@@ -203,7 +192,7 @@ class WorkerProcess:
                 for task in done:
                     task.result()
         finally:
-            self._agent.send(Report(0, worker=self._report()))
+            self._agent.send(messages.Report(0, worker=self._report()))
             await self._agent.flush(LAST_S)
             for task in (*tasks, ending):
                 task.cancel()
@@ -233,20 +222,20 @@ class WorkerProcess:
         self._agent.fact(self._loaded(device))
         await self._worker.run()
 
-    async def _obey(self, order: Order) -> None:
+    async def _obey(self, order: messages.Order) -> None:
         match order:
-            case TableChanged(table):
+            case messages.TableChanged(table):
                 self._worker.table_changed(table)
                 self._keeper.apply(edges_of(table, self._args.name))
-                self._agent.fact(TableApplied(table.number))
-            case Finish():
+                self._agent.fact(messages.TableApplied(table.number))
+            case messages.Finish():
                 self._is_finishing.set()
-            case ReportRequest(number):
-                self._agent.send(Report(number, worker=self._report()))
-            case InjectPartition(seconds):
+            case messages.ReportRequest(number):
+                self._agent.send(messages.Report(number, worker=self._report()))
+            case messages.InjectPartition(seconds):
                 cut(seconds)
 
-    def _report(self) -> WorkerReport:
+    def _report(self) -> messages.WorkerReport:
         used = usage_of(os.getpid())
         return msgspec.structs.replace(
             self._worker.report(),
@@ -274,7 +263,7 @@ class WorkerProcess:
         assert self._args.spec is not None
         limit = memory_limit(self._args)
         used = await outgrown(limit)
-        self._agent.send(MemoryExceeded(used, limit))
+        self._agent.send(messages.MemoryExceeded(used, limit))
         await asyncio.sleep(TELL_S)  # the controller kills this process, if it can
         os._exit(OUTGROWN)
 

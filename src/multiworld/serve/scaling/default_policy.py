@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from multiworld.serve.scaling import rules
 from multiworld.serve.scaling.burst_reserve import (
     BurstRecord,
     BurstReserve,
@@ -19,14 +20,6 @@ from multiworld.serve.scaling.burst_reserve import (
 )
 from multiworld.serve.scaling.demand import Demand, demand_of, envelope, sample_at
 from multiworld.serve.scaling.explanation import Findings, describe, facts
-from multiworld.serve.scaling.rules import (
-    MARGIN,
-    for_queue,
-    is_idle,
-    limits_now,
-    look_back_s,
-    settled,
-)
 from multiworld.serve.scaling.scaling_plans import (
     MIN_OBJECTIVE,
     ScalingPlan,
@@ -34,10 +27,7 @@ from multiworld.serve.scaling.scaling_plans import (
     plan_for,
     plans_of,
 )
-from multiworld.serve.scaling.snapshot import (
-    Decision,
-    Snapshot,
-)
+from multiworld.serve.scaling.snapshot import Decision, Snapshot
 from multiworld.serve.scaling.stabilization import PendingChange
 
 PLAN_TOLERANCE = 0.2  # relative change of a service time that recomputes the plans
@@ -67,10 +57,10 @@ class PolicyState:
 def decide(snapshot: Snapshot) -> Decision:
     """Return the replicas of each stage; at least one stage must have limits."""
     old = snapshot.memory if isinstance(snapshot.memory, PolicyState) else PolicyState()
-    period_s = look_back_s(snapshot)
+    period_s = rules.look_back_s(snapshot)
     measured = _times_of(snapshot, period_s, old.measured)
     found = _find(snapshot, old, measured, period_s)
-    replicas, pending = settled(
+    replicas, pending = rules.settled(
         snapshot,
         found.needs,
         old.pending,
@@ -121,7 +111,7 @@ def _find(
 
 
 def _bounds(snapshot: Snapshot) -> tuple[tuple[int, int], ...]:
-    limits = [limits_now(stage) for stage in snapshot.stages]
+    limits = [rules.limits_now(stage) for stage in snapshot.stages]
     return tuple((one.min_replicas, one.max_replicas) for one in limits)
 
 
@@ -170,9 +160,7 @@ def _smoothed(before: Times, now: Times, step: float) -> Times:
 
 
 def _scaling_plans(
-    snapshot: Snapshot,
-    measured: Sequence[Times | None],
-    old: PolicyState,
+    snapshot: Snapshot, measured: Sequence[Times | None], old: PolicyState
 ) -> tuple[tuple[tuple[float, float], ...], tuple[ScalingPlan, ...]]:
     """Return the service times and the plans; both empty if times are unknown."""
     if any(times is None for times in measured):
@@ -182,7 +170,7 @@ def _scaling_plans(
     if old.plans and is_same and not _differ(costs, old.costs):
         return old.costs, old.plans
     stages = [
-        StageCost(item_s=item_s, batch_s=batch_s, limits=limits_now(stage))
+        StageCost(item_s=item_s, batch_s=batch_s, limits=rules.limits_now(stage))
         for (item_s, batch_s), stage in zip(costs, snapshot.stages, strict=True)
     ]
     return costs, plans_of(stages, snapshot.objective_s, snapshot.objective_share)
@@ -208,7 +196,7 @@ def _update_reserve(
     if len(snapshot.samples) < 2 or not _is_reachable(snapshot, costs):
         return before
     one, other = snapshot.samples[-2:]
-    limits = [limits_now(stage) for stage in snapshot.stages]
+    limits = [rules.limits_now(stage) for stage in snapshot.stages]
     max_wait_s = _max_wait_s(snapshot, costs, 0.0)
     record = BurstRecord(
         seconds=other.at - one.at,
@@ -247,8 +235,10 @@ def _reserved(
     is_known = len(burst_reserve.fleets) == len(nothing)
     if not is_known or not _is_reachable(snapshot, costs):
         return nothing
-    is_on_demand = any(limits_now(stage).min_replicas == 0 for stage in snapshot.stages)
-    if is_on_demand and is_idle(snapshot, demand.rate):
+    is_on_demand = any(
+        rules.limits_now(stage).min_replicas == 0 for stage in snapshot.stages
+    )
+    if is_on_demand and rules.is_idle(snapshot, demand.rate):
         return nothing
     item_s = [item for item, _ in costs]
     return reserved_replicas(burst_reserve, item_s, snapshot.objective_share)
@@ -265,23 +255,23 @@ def _needs(
     period_s: float,
 ) -> list[tuple[int, int]]:
     queued = [
-        for_queue(snapshot.samples, k, stage, period_s)
+        rules.for_queue(snapshot.samples, k, stage, period_s)
         for k, stage in enumerate(snapshot.stages)
     ]
-    if is_idle(snapshot, demand.rate):
+    if rules.is_idle(snapshot, demand.rate):
         return [(0, 0) for _ in snapshot.stages]
     if not plans:
         # A request needs every stage, including those that it has not reached yet.
         return [(max(1, count), max(1, count)) for count in queued]
     low = plans[plan_for(plans, demand.expected)].replicas
-    high = plans[plan_for(plans, MARGIN * demand.expected)].replicas
+    high = plans[plan_for(plans, rules.MARGIN * demand.expected)].replicas
     max_wait_s = _max_wait_s(snapshot, costs, period_s)
     burst = envelope(snapshot.samples, period_s, max_wait_s)
     found = []
     for k, (item_s, _) in enumerate(costs):
         waiting = _for_backlog(snapshot, demand, k, item_s, max_wait_s)
         minimum = math.ceil(burst * item_s - 1e-9)
-        with_margin = math.ceil(MARGIN * burst * item_s - 1e-9)
+        with_margin = math.ceil(rules.MARGIN * burst * item_s - 1e-9)
         found.append(
             (max(low[k], minimum, waiting), max(high[k], with_margin, waiting))
         )
@@ -302,7 +292,7 @@ def _for_backlog(
     snapshot: Snapshot, demand: Demand, k: int, item_s: float, max_wait_s: float
 ) -> int:
     """Return the replicas that carry the demand and clear the backlog in time."""
-    limits = limits_now(snapshot.stages[k])
+    limits = rules.limits_now(snapshot.stages[k])
     seen = snapshot.samples[-1].stages[k]
     usual = limits.target_ongoing_requests * max(1, snapshot.stages[k].replicas)
     waiting = max(0.0, seen.ongoing - usual)

@@ -5,12 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from multiworld.serve.scaling.snapshot import (
-    Sample,
-    Snapshot,
-    StageLimits,
-    StageNow,
-)
+from multiworld.serve.scaling.snapshot import Sample, Snapshot, StageLimits, StageNow
 from multiworld.serve.scaling.stabilization import PendingChange, remember, stabilized
 
 MARGIN = 1.15  # multiple of the demand that a smaller fleet must carry

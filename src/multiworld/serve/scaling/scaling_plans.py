@@ -92,10 +92,7 @@ def latency_s(
 
 
 def _is_carried(
-    stages: Sequence[StageCost],
-    counts: Sequence[int],
-    rate: float,
-    aim: _Aim,
+    stages: Sequence[StageCost], counts: Sequence[int], rate: float, aim: _Aim
 ) -> bool:
     loads = [rate * s.item_s / count for s, count in zip(stages, counts, strict=True)]
     if aim.objective_s is not None:

@@ -14,7 +14,6 @@ from multiworld.serve.scaling.snapshot import Snapshot, StageSeen
 # an EPYC; see ``generation.replica.step_planner``.
 USUAL_RATIO = 9.0
 
-
 PRIOR = 0.01  # weight of ``USUAL_RATIO``, in steps per measured step
 MEMORY_PERIODS = 20.0  # look-back periods until a measurement's weight is 1/e
 MIN_STEPS = 20  # measured, for an estimate

@@ -20,21 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from multiworld.serve.generation.replica.step_planner import ROWS
+from multiworld.serve.scaling import rules
 from multiworld.serve.scaling.demand import demand_of, envelope, sample_at
-from multiworld.serve.scaling.rules import (
-    MARGIN,
-    for_queue,
-    is_idle,
-    limits_now,
-    look_back_s,
-    settled,
-)
-from multiworld.serve.scaling.snapshot import (
-    Decision,
-    Sample,
-    Snapshot,
-    TextObjectives,
-)
+from multiworld.serve.scaling.snapshot import Decision, Sample, Snapshot, TextObjectives
 from multiworld.serve.scaling.stabilization import PendingChange
 from multiworld.serve.scaling.step_costs import (
     StepCost,
@@ -44,7 +32,6 @@ from multiworld.serve.scaling.step_costs import (
 )
 
 BUSY = 0.85  # maximum utilization of a stage that is planned for
-
 
 KV_SHARE = 0.9  # maximum share of the KV blocks that is planned for
 MIN_TOKENS = 100  # recent output tokens for a measured round to count
@@ -113,7 +100,7 @@ def decide(snapshot: Snapshot) -> Decision:
         factor = _factor(snapshot, known, lengths, factor)
         needs, why = _token_needs(snapshot, known, lengths, factor)
         is_urgent = _has_missed(snapshot.samples)
-    replicas, pending = settled(snapshot, needs, old.pending, is_urgent=is_urgent)
+    replicas, pending = rules.settled(snapshot, needs, old.pending, is_urgent=is_urgent)
     before = [stage.replicas for stage in snapshot.stages]
     text = why if replicas == before else f"{before} → {replicas}: {why}"
     return Decision(
@@ -147,13 +134,10 @@ def _lengths(samples: Sequence[Sample], before: Lengths | None) -> Lengths | Non
 
 
 def _factor(
-    snapshot: Snapshot,
-    costs: Sequence[StepCost],
-    lengths: Lengths,
-    before: float,
+    snapshot: Snapshot, costs: Sequence[StepCost], lengths: Lengths, before: float
 ) -> float:
     """Return the measured round as a multiple of the predicted one."""
-    begin = snapshot.now - look_back_s(snapshot)
+    begin = snapshot.now - rules.look_back_s(snapshot)
     lately = [sample for sample in snapshot.samples if sample.at >= begin - 1e-9]
     first, last = lately[0], lately[-1]
     tokens, seconds = last.tokens - first.tokens, last.at - first.at
@@ -167,7 +151,7 @@ def _factor(
     if math.isinf(wanted_s):
         return before
     found = min(MAX_FACTOR, max(MIN_FACTOR, sequences * seconds / tokens / wanted_s))
-    step = min(1.0, snapshot.interval_s / look_back_s(snapshot))
+    step = min(1.0, snapshot.interval_s / rules.look_back_s(snapshot))
     return before + step * (found - before)
 
 
@@ -176,10 +160,10 @@ def _has_missed(samples: Sequence[Sample]) -> bool:
 
 
 def _queue_needs(snapshot: Snapshot) -> tuple[list[tuple[int, int]], str]:
-    period_s = look_back_s(snapshot)
-    minimum = int(not is_idle(snapshot, 0.0))
+    period_s = rules.look_back_s(snapshot)
+    minimum = int(not rules.is_idle(snapshot, 0.0))
     found = [
-        max(minimum, for_queue(snapshot.samples, k, stage, period_s))
+        max(minimum, rules.for_queue(snapshot.samples, k, stage, period_s))
         for k, stage in enumerate(snapshot.stages)
     ]
     why = "by queued sequences (times of steps are not known yet)"
@@ -190,17 +174,14 @@ def _queue_needs(snapshot: Snapshot) -> tuple[list[tuple[int, int]], str]:
 
 
 def _token_needs(
-    snapshot: Snapshot,
-    costs: Sequence[StepCost],
-    lengths: Lengths,
-    factor: float,
+    snapshot: Snapshot, costs: Sequence[StepCost], lengths: Lengths, factor: float
 ) -> tuple[list[tuple[int, int]], str]:
     text = snapshot.text or TextObjectives()
-    period_s = look_back_s(snapshot)
+    period_s = rules.look_back_s(snapshot)
     demand = demand_of(
         snapshot.samples, period_s, snapshot.start_s, snapshot.interval_s
     )
-    if is_idle(snapshot, demand.rate):
+    if rules.is_idle(snapshot, demand.rate):
         return [(0, 0) for _ in costs], "idle"
     ttft_s = text.ttft_s or period_s
     ongoing = max(seen.ongoing for seen in snapshot.samples[-1].stages)
@@ -217,7 +198,7 @@ def _token_needs(
         backlog=max(0.0, ongoing - usual) / (2 * ttft_s),
     )
     low = fleet(snapshot, costs, load, text)
-    high = fleet(snapshot, costs, load.times(MARGIN), text)
+    high = fleet(snapshot, costs, load.times(rules.MARGIN), text)
     why = (
         f"{demand.rate:.2f} sequences/s of {lengths.prompt:.0f} + {lengths.answer:.0f} "
         f"tokens, {ongoing:.0f} at once; a round with {list(low)} takes "
@@ -234,13 +215,10 @@ def longest_round_s(text: TextObjectives, costs: Sequence[StepCost]) -> float:
 
 
 def fleet(
-    snapshot: Snapshot,
-    costs: Sequence[StepCost],
-    load: Load,
-    text: TextObjectives,
+    snapshot: Snapshot, costs: Sequence[StepCost], load: Load, text: TextObjectives
 ) -> tuple[int, ...]:
     """Return the smallest fleet that meets the objectives, or else the largest."""
-    limits = [limits_now(stage) for stage in snapshot.stages]
+    limits = [rules.limits_now(stage) for stage in snapshot.stages]
     minimum = max(
         _for_memory(snapshot, load), math.ceil(load.sequences / text.max_num_seqs)
     )
@@ -316,10 +294,7 @@ def _round_with(
 
 
 def _is_first_in_time(
-    counts: Sequence[int],
-    costs: Sequence[StepCost],
-    load: Load,
-    text: TextObjectives,
+    counts: Sequence[int], costs: Sequence[StepCost], load: Load, text: TextObjectives
 ) -> bool:
     """Return whether first tokens are in time, as far as replicas can help."""
     if text.ttft_s is None:

@@ -26,7 +26,17 @@ from multiworld.serve.scaling.snapshot import (
     StageSeen,
     TextObjectives,
 )
-from multiworld.serve.simulation.arrival import Arrival
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Arrival:
+    """One request of a trace, ``at`` seconds after the first."""
+
+    at: float
+    work: float = 1.0  # relative to the mean of its trace
+    model: str = ""
+    prompt: int = 0  # tokens; 0 if unknown
+    answer: int = 0  # tokens; 0 if unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

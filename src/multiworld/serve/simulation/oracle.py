@@ -7,17 +7,14 @@ from dataclasses import replace
 
 from multiworld.serve.core.load_balancer import Chance
 from multiworld.serve.scaling import reference_policies
-from multiworld.serve.simulation.arrival import Arrival
-from multiworld.serve.simulation.engine import PipelineModel
+from multiworld.serve.simulation.engine import Arrival, PipelineModel
 from multiworld.serve.simulation.model_builder import costs_of
 from multiworld.serve.simulation.replay import simulate
 from multiworld.serve.simulation.score import judge
 
 
 def with_foresight(
-    model: PipelineModel,
-    arrivals: Sequence[Arrival],
-    new_chance: Callable[[], Chance],
+    model: PipelineModel, arrivals: Sequence[Arrival], new_chance: Callable[[], Chance]
 ) -> PipelineModel:
     """Return the model with the cheapest oracle that meets the objective."""
     times = [arrival.at for arrival in arrivals]

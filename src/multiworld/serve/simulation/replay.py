@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from multiworld.serve.core.load_balancer import Chance
-from multiworld.serve.simulation.arrival import Arrival
 from multiworld.serve.simulation.engine import (
+    Arrival,
     Pipeline,
     PipelineModel,
     Room,

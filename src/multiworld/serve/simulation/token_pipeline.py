@@ -24,8 +24,8 @@ from multiworld.serve.generation.gateway.moves import AT_ONCE, WORTH
 from multiworld.serve.generation.replica.pipeline_share import adapt
 from multiworld.serve.generation.replica.scheduler import Scheduler
 from multiworld.serve.scaling.snapshot import Sample, StageSeen
-from multiworld.serve.simulation.arrival import Arrival
 from multiworld.serve.simulation.engine import (
+    Arrival,
     Pipeline,
     PipelineModel,
     Replica,

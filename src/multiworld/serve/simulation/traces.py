@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 from multiworld.errors import ServeError
-from multiworld.serve.simulation.arrival import Arrival
+from multiworld.serve.simulation.engine import Arrival
 
 # Titles of columns with the number of prompt tokens.
 CONTEXT = ("ContextTokens", "Request tokens", "context_tokens", "input_tokens")

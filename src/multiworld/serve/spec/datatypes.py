@@ -7,6 +7,7 @@ import torch
 from multiworld.errors import SpecError
 from multiworld.serve.spec.stage import Model, Tensors, TensorSpec
 
+# Torch dtypes by the names of the Open Inference Protocol.
 TORCH_OF = {
     "BOOL": torch.bool,
     "UINT8": torch.uint8,
@@ -22,8 +23,6 @@ TORCH_OF = {
     "FP32": torch.float32,
     "FP64": torch.float64,
 }
-"""Torch dtypes by the names of the Open Inference Protocol."""
-
 NAME_OF = {dtype: name for name, dtype in TORCH_OF.items()}
 
 

@@ -15,14 +15,10 @@ from multiworld.serve.spec.dedicated import with_dedicated
 from multiworld.serve.spec.profiles import with_profiles
 from multiworld.serve.spec.schema import PATTERNS, AppSpec
 
-MAX_BYTES = 1024 * 1024
-"""Maximum bytes of a spec."""
+MAX_BYTES = 1024 * 1024  # of a spec
+MAX_NODES = 100_000  # keys, values and lists of a spec, with aliases expanded
 
-MAX_NODES = 100_000
-"""Maximum number of keys, values and lists of a spec, with aliases expanded."""
-
-KeyPath = tuple[str | int, ...]
-"""Keys and list indices that lead to a value."""
+KeyPath = tuple[str | int, ...]  # keys and list indices that lead to a value
 
 
 def load_spec(path: Path) -> AppSpec:
@@ -38,10 +34,7 @@ def load_spec(path: Path) -> AppSpec:
 
 
 def parse_spec(text: str, where: str = "spec") -> AppSpec:
-    """Read a YAML spec from text.
-
-    ``where`` is the path of the spec, for messages; relative paths start in its folder.
-    """
+    """Read a YAML spec; ``where`` is its path, in whose folder relative paths start."""
     if len(text) > MAX_BYTES:
         raise SpecError(f"{where} is longer than {MAX_BYTES} bytes; split the spec")
     try:
@@ -171,10 +164,8 @@ def _is_form(part: str | int) -> bool:
 
 
 def _is_of_other_form(error: Any) -> bool:
-    """Return whether an error is about the union member that was not meant.
-
-    Pydantic reports one error for each member: the number and the mapping.
-    """
+    """Return whether an error is about the union member that was not meant."""
+    # Pydantic reports one error for each member: the number and the mapping.
     forms = [part for part in error["loc"] if _is_form(part) or part == "int"]
     if not forms:
         return False
@@ -202,19 +193,19 @@ def _describe_validation_error(error: Any) -> str:
     return f"{name}: {what}{shown}"
 
 
+# Remedies for values of the wrong form, by pydantic's error type.
 FORMS = {
     "model_type": "write a mapping of its fields, as `name: value` lines",
     "dict_type": "write a mapping, as `name: value` lines",
     "list_type": "write a list, each item after `- `",
 }
-"""Remedies for values of the wrong form, by pydantic's error type."""
 
+# Remedies for values that are not numbers, by field.
 NUMBERS = {
     "replicas": "write an integer, or {min_replicas: 1, max_replicas: 3}",
     "silence_s": "write seconds as a number, such as 2",
     "deadline_s": "write seconds as a number, such as 30",
 }
-"""Remedies for values that are not numbers, by field."""
 
 
 def _suggestion(at: KeyPath) -> str:

@@ -11,37 +11,24 @@ from multiworld.errors import SpecError
 from multiworld.serve.spec.schema import AppSpec, ModelSpec, StageSpec
 
 MIB = 2**20
-
-MARGIN = 1.25
-"""Bytes booked per byte measured: other requests may need more memory."""
-
-
-WIDE = "float32"
-"""Dtype of a profile that makes the model be served in that dtype."""
+MARGIN = 1.25  # bytes booked per byte measured: other requests may need more memory
+WIDE = "float32"  # a profile in this dtype makes the model be served in it
 
 
 class StageProfile(BaseModel):
-    """Measured costs of one stage.
-
-    Attributes:
-        weight_bytes: Size of the parameters; 0 if the stage is not an ``nn.Module``.
-        loaded_bytes: Growth of the process when it loaded the stage.
-        peak_bytes: Largest growth of the process while it computed, loading included.
-        out_bytes: Bytes sent to the next stage for one item (a row).
-        seconds: Median seconds of one batch, by batch size in rows; for a model that
-            generates text, of one step, by its tokens.
-        kv_bytes: Bytes of the keys and values of one token, if it generates text.
-    """
+    """Measured costs of one stage."""
 
     model_config = ConfigDict(frozen=True)
 
     name: str
-    weight_bytes: int
-    loaded_bytes: int
-    peak_bytes: int
-    out_bytes: float
+    weight_bytes: int  # of the parameters; 0 if the stage is not an ``nn.Module``
+    loaded_bytes: int  # growth of the process when it loaded the stage
+    peak_bytes: int  # largest growth while it computed, loading included
+    out_bytes: float  # sent to the next stage for one item (a row)
+    # Median seconds of one batch, by batch size in rows; for a model that generates
+    # text, of one step, by its tokens.
     seconds: dict[int, float]
-    kv_bytes: float = 0.0
+    kv_bytes: float = 0.0  # keys and values of one token, if it generates text
 
     @property
     def item_s(self) -> float:

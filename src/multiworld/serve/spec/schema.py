@@ -276,7 +276,6 @@ OF_ENGINE_STAGE = (
 )
 """Fields of a stage that stand at a model with an ``engine``."""
 
-
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 """Arguments of an engine whose product is the number of GPUs of a replica."""
 

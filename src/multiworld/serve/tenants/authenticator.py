@@ -9,13 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from multiworld import errors
 from multiworld.backends.dtypes import memory_of, plain
-from multiworld.errors import (
-    OverloadedError,
-    QuarantinedError,
-    RequestPoisonedError,
-    UnauthorizedError,
-)
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.budgets import TokenBudgets
 from multiworld.serve.tenants.directory import ANONYMOUS, Tenant, TenantDirectory
@@ -54,7 +49,7 @@ class AdmittedRequest:
     is_refused: bool = False
     timing: Timing = field(default_factory=Timing)
     id: str = ""
-    model: str = ""  # in its body, if it was refused before it was parsed
+    model: str = ""  # in its body
 
 
 class Authenticator:
@@ -79,7 +74,7 @@ class Authenticator:
         if not key:
             if self.needs_key:
                 self._count_refusal("", "no key")
-                raise UnauthorizedError(NO_KEY)
+                raise errors.UnauthorizedError(NO_KEY)
             return ANONYMOUS
         tenant = self.directory.find(*parse_key(key), time.time())
         if tenant is not None:
@@ -87,7 +82,7 @@ class Authenticator:
         if not self.needs_key and not self.directory.tenants:
             return ANONYMOUS  # OpenAI's clients always send a key
         self._count_refusal("", "wrong key")
-        raise UnauthorizedError(BAD_KEY)
+        raise errors.UnauthorizedError(BAD_KEY)
 
     def admit(self, headers: Mapping[str, str]) -> AdmittedRequest:
         """Admit a request within its tenant's limits; ``finish`` must follow."""
@@ -101,7 +96,7 @@ class Authenticator:
         )
         if refusal is not None:
             self._count_refusal(tenant.name, refusal.limit)
-            raise OverloadedError(
+            raise errors.OverloadedError(
                 refusal.text, retry_after_s=refusal.retry_after_s, limit=refusal.limit
             )
         return AdmittedRequest(tenant, now)
@@ -155,7 +150,7 @@ class Authenticator:
         tenant = self.identify(headers)
         if not tenant.is_operator:
             self._count_refusal(tenant.name, "not an operator")
-            raise UnauthorizedError(NOT_OPERATOR)
+            raise errors.UnauthorizedError(NOT_OPERATOR)
 
     def _count_refusal(self, tenant: str, why: str) -> None:
         self.refused[tenant, why] += 1
@@ -186,7 +181,7 @@ class Authenticator:
         quarantine_s = self.quarantine.remaining_s(tenant.name, model_key, now)
         if quarantine_s:
             self._count_refusal_once(admitted, "quarantined")
-            raise QuarantinedError(
+            raise errors.QuarantinedError(
                 f"your requests to model {model_version[0]!r} are quarantined: "
                 f"several of them killed their replicas; retry in {quarantine_s:.0f} "
                 "s, without those",
@@ -194,7 +189,7 @@ class Authenticator:
             )
         if self.quarantine.is_poison(tenant.name, model_key, digest, now):
             self._count_refusal_once(admitted, "poisonous")
-            raise RequestPoisonedError(
+            raise errors.RequestPoisonedError(
                 f"this request to model {model_version[0]!r} is a poison request: it "
                 "killed the replicas that computed it before; do not retry it"
             )

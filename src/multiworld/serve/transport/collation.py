@@ -8,11 +8,7 @@ import torch
 from torch import Tensor
 
 from multiworld.backends.dtypes import code_of, require_host
-from multiworld.errors import (
-    InvalidRequestError,
-    ModelFailedError,
-    TensorMismatchError,
-)
+from multiworld.errors import InvalidRequestError, ModelFailedError, TensorMismatchError
 from multiworld.serve.spec.stage import Tensors
 
 

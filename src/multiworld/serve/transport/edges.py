@@ -11,15 +11,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from multiworld import errors
 from multiworld.backends.eager import begin
 from multiworld.backends.offload import offload, size_of
 from multiworld.config import WorldConfig
-from multiworld.errors import (
-    MemberLeftError,
-    MultiWorldError,
-    WorldBrokenError,
-    WorldClosedError,
-)
 from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.frames import Entry, lay_out, unpack
@@ -42,7 +37,7 @@ FRAME_MESSAGES = 512  # messages in a frame
 OUTBOX_LIMIT = 4096  # windows and credits bound the senders, so only a bug reaches this
 
 
-class OutboxFullError(MultiWorldError):
+class OutboxFullError(errors.MultiWorldError):
     """Too many messages are queued on an edge; dropping one would be worse."""
 
 
@@ -224,7 +219,7 @@ class EdgeKeeper:
                 config=self._config,
             ):
                 await self._live(edge, world)
-        except (MultiWorldError, OSError):
+        except (errors.MultiWorldError, OSError):
             logger.exception("edge %s: retrying in %g s", edge.world, RETRY_S)
 
     async def _live(self, edge: Edge, world: World) -> None:
@@ -274,14 +269,14 @@ def listen(outbox: Outbox, owner: EdgeOwner) -> None:
 
     try:
         world.handle(handle, src=1 - outbox.edge.rank, tag=FRAMES, peek=handle)
-    except (WorldBrokenError, WorldClosedError):
+    except (errors.WorldBrokenError, errors.WorldClosedError):
         pass  # it has ended already
 
 
 async def _until_over(body: Body, world: World) -> None:
     try:
         await body()
-    except (WorldBrokenError, WorldClosedError, MemberLeftError):
+    except (errors.WorldBrokenError, errors.WorldClosedError, errors.MemberLeftError):
         pass  # the keeper sees it
     except Exception:
         logger.exception(BUG, world.name)

@@ -20,8 +20,7 @@ from multiworld.serve.scaling.burst_reserve import (
     reserved_replicas,
     update,
 )
-from multiworld.serve.simulation.arrival import Arrival
-from multiworld.serve.simulation.engine import PipelineModel, SimulationResult
+from multiworld.serve.simulation.engine import Arrival, PipelineModel, SimulationResult
 from multiworld.serve.simulation.oracle import with_foresight
 from multiworld.serve.simulation.replay import simulate
 from multiworld.serve.simulation.score import judge

@@ -17,8 +17,8 @@ from multiworld.serve.resources.bookings import Bookings
 from multiworld.serve.scaling import default_policy, reference_policies
 from multiworld.serve.scaling.snapshot import Decision, Snapshot, StageLimits
 from multiworld.serve.simulation import traces
-from multiworld.serve.simulation.arrival import Arrival
 from multiworld.serve.simulation.engine import (
+    Arrival,
     PipelineModel,
     SimulationResult,
     StageModel,

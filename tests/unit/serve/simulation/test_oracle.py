@@ -8,8 +8,7 @@ from dataclasses import replace
 from multiworld.serve.core.load_balancer import Chance
 from multiworld.serve.scaling import reference_policies
 from multiworld.serve.scaling.snapshot import StageLimits
-from multiworld.serve.simulation.arrival import Arrival
-from multiworld.serve.simulation.engine import PipelineModel, StageModel
+from multiworld.serve.simulation.engine import Arrival, PipelineModel, StageModel
 from multiworld.serve.simulation.model_builder import seconds_of
 from multiworld.serve.simulation.oracle import with_foresight
 from multiworld.serve.simulation.replay import simulate

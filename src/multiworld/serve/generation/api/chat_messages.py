@@ -21,11 +21,10 @@ def for_template(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Validate the messages of a chat, and convert them for chat templates."""
     found = [_message(message) for message in messages]
     calls = [call for message in found for call in message.get("tool_calls", ())]
-    values = sum(_values(call["function"]["arguments"]) for call in calls)
+    texts = [call["function"]["arguments"] for call in calls]
+    values = sum(text.count(mark) for text in texts for mark in ",[{")
     if values > MAX_ARGUMENTS:
-        raise _wrong(
-            f"has tool calls with {values} values, more than {MAX_ARGUMENTS}",
-        )
+        raise _wrong(f"has tool calls with {values} values, more than {MAX_ARGUMENTS}")
     for call in calls:
         function = call["function"]
         function["arguments"] = _decoded(function["arguments"])
@@ -83,10 +82,6 @@ def _call(given: Any) -> dict[str, Any]:
             "has a tool call that is no function with a name, and arguments as a string"
         )
     return {**given, "function": dict(function)}
-
-
-def _values(arguments: str) -> int:
-    return sum(map(arguments.count, ",[{"))
 
 
 def _decoded(arguments: str) -> Any:

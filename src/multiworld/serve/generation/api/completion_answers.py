@@ -92,11 +92,7 @@ def _usage(ready: Ready) -> dict[str, int]:
 
 
 def _choice(
-    ready: Ready,
-    choice: Choice,
-    text: str,
-    items: Sequence[TokenItem],
-    finish: str,
+    ready: Ready, choice: Choice, text: str, items: Sequence[TokenItem], finish: str
 ) -> dict[str, Any]:
     found: dict[str, Any] = {"index": choice.index, "finish_reason": finish or None}
     if ready.wanted.has_ids:

@@ -145,8 +145,7 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
     is_long = any(len(one) > MAX_STOP for one in stop)
     if len(stop) > MAX_STOPS or not all(stop) or is_long:
         raise wrong_field(
-            "stop",
-            f"must be at most {MAX_STOPS} strings of 1 to {MAX_STOP} characters",
+            "stop", f"must be at most {MAX_STOPS} strings of 1 to {MAX_STOP} characters"
         )
     temperature = _between("temperature", asked.temperature, 0.0, 100.0, 1.0)
     sampling = Sampling(

@@ -94,13 +94,10 @@ async def _tool(
     request: Request,
     answer: Callable[[_Tool, ServedModel], dict[str, Any]],
 ) -> Response:
-    asked: _Tool | None = None
-
     async def handle(admitted: AdmittedRequest, reservation: Reservation) -> Response:
-        nonlocal asked
         body = await gateway.read_body(request, admitted, reservation)
         admitted.model = model_named_in(body)
-        asked = parsed = decoded(body, _tools)
+        parsed: _Tool = decoded(body, _tools)
         if parsed.messages is not None:
             parsed.messages = for_template(parsed.messages)
         served = await served_model(gateway, admitted, parsed.model)
@@ -108,10 +105,7 @@ async def _tool(
         served.tokenizer.check_length(given, served.longest)
         return json_response(await asyncio.to_thread(answer, parsed, served))
 
-    def name() -> str:
-        return "" if asked is None else asked.model
-
-    return await respond(gateway, request, name, handle, openai_error_response)
+    return await respond(gateway, request, "", handle, openai_error_response)
 
 
 def _tokenize(asked: _Tool, served: ServedModel) -> dict[str, Any]:

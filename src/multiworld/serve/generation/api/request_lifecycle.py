@@ -14,11 +14,7 @@ from multiworld.errors import RequestPoisonedError, ServeError
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.http_responses import EventStream, respond, timeout_of
-from multiworld.serve.gateway.request_body import (
-    Body,
-    model_named_in,
-    while_connected,
-)
+from multiworld.serve.gateway.request_body import Body, model_named_in, while_connected
 from multiworld.serve.generation.api.choices import (
     Piece,
     digest_of,
@@ -44,10 +40,8 @@ async def answered(
     gateway: Gateway, request: Request, read: Reader, form: Form
 ) -> Response:
     """Answer a request. Cancelling ends its streams; it counts as ``CLIENT_CLOSED``."""
-    ready: Ready | None = None
 
     async def answer(admitted: AdmittedRequest, reservation: Reservation) -> Response:
-        nonlocal ready
         body = await gateway.read_body(request, admitted, reservation)
         try:
             ready = await read(gateway, admitted, request, body)
@@ -55,6 +49,7 @@ async def answered(
             admitted.model = model_named_in(body)
             raise
         del body
+        admitted.model = ready.wanted.model
         reservation.release()  # a stream may take long
         await gateway.check_poison(
             admitted, (ready.wanted.model, ready.version), partial(_digest, ready)
@@ -82,10 +77,7 @@ async def answered(
             return form.event_stream(form.events(ready, pieces))
         return await while_connected(request, form.whole(ready, pieces))
 
-    def name() -> str:
-        return "" if ready is None else ready.wanted.model
-
-    return await respond(gateway, request, name, answer, form.error)
+    return await respond(gateway, request, "", answer, form.error)
 
 
 async def _watched(

@@ -8,20 +8,13 @@ from typing import Any
 
 import msgspec
 
+from multiworld.serve.generation import grammar as grammars
 from multiworld.serve.generation.api.request_fields import (
     ResponseFormat,
     StructuredOutputs,
     wrong_field,
 )
 from multiworld.serve.generation.api.tools import Calling
-from multiworld.serve.generation.grammar import (
-    grammar_of_calls,
-    grammar_of_choice,
-    grammar_of_lark,
-    grammar_of_marked_calls,
-    grammar_of_regex,
-    grammar_of_schema,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +28,10 @@ class Structure:
     def grammar(self) -> str:
         """Check the structure and return its grammar; this may take a second."""
         makers: dict[str, Callable[[Any, str], str]] = {
-            "json": grammar_of_schema,
-            "regex": grammar_of_regex,
-            "choice": grammar_of_choice,
-            "grammar": grammar_of_lark,
+            "json": grammars.grammar_of_schema,
+            "regex": grammars.grammar_of_regex,
+            "choice": grammars.grammar_of_choice,
+            "grammar": grammars.grammar_of_lark,
             "calls": _grammar_of_calls,
             "marked calls": _grammar_of_marked_calls,
         }
@@ -46,13 +39,13 @@ class Structure:
 
 
 def _grammar_of_calls(calling: Calling, param: str) -> str:
-    return grammar_of_calls(calling.forms(), is_single=calling.is_single)
+    return grammars.grammar_of_calls(calling.forms(), is_single=calling.is_single)
 
 
 def _grammar_of_marked_calls(
     given: tuple[list[tuple[str, Any]], int, int, tuple[int, ...]], param: str
 ) -> str:
-    return grammar_of_marked_calls(*given)
+    return grammars.grammar_of_marked_calls(*given)
 
 
 def structure_of(

@@ -15,14 +15,8 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from multiworld.errors import InvalidRequestError, ServeError
+from multiworld.serve.gateway import http_responses as responses
 from multiworld.serve.gateway.gateway import Gateway
-from multiworld.serve.gateway.http_responses import (
-    EventStream,
-    error_response,
-    event_of,
-    json_response,
-    text_of,
-)
 from multiworld.serve.gateway.openapi import KNOWN_MODEL
 from multiworld.serve.gateway.request_body import Body
 from multiworld.serve.generation.api.choices import Piece
@@ -54,12 +48,12 @@ _bodies = msgspec.json.Decoder(GenerateBody)
 FIXED = ("model", "prompt", "n", "best_of", "echo", "stream", "stream_options")
 
 
-class _Events(EventStream):
+class _Events(responses.EventStream):
     last = b""
 
     @staticmethod
     def error_of(error: ServeError) -> Any:
-        return text_of(error)
+        return responses.text_of(error)
 
 
 def add_generate(app: FastAPI, gateway: Gateway) -> None:
@@ -126,7 +120,7 @@ def _form(name: str) -> Form:
 
     async def whole(ready: Ready, pieces: AsyncGenerator[Piece]) -> Response:
         text = "".join([piece.text async for piece in pieces])
-        return json_response(shown(ready, ready.echoes[0] + text))
+        return responses.json_response(shown(ready, ready.echoes[0] + text))
 
     async def events(
         ready: Ready, pieces: AsyncGenerator[Piece]
@@ -137,7 +131,7 @@ def _form(name: str) -> Form:
                 if piece is None:
                     yield b": still generating\n\n"
                 elif piece.text or piece.finish:
-                    yield event_of(shown(ready, before + piece.text))
+                    yield responses.event_of(shown(ready, before + piece.text))
                     before = ""
 
-    return Form(whole, events, error_response, _Events)
+    return Form(whole, events, responses.error_response, _Events)

@@ -28,17 +28,9 @@ def check_adapter(run: Run, settings: EngineSettings) -> None:
 def gpu_environment(
     settings: EngineSettings, visible: Sequence[str] | None
 ) -> dict[str, str]:
-    """Return the variables that let an engine see the GPUs of its replica only.
-
-    Args:
-        settings: The environment of the engine.
-        visible: The GPUs that this process sees (``inventory.visible_gpus``).
-    """
+    """Return variables that let an engine see only the GPUs of its replica."""
     names = [str(g) if visible is None else visible[g] for g in settings.gpus]
-    return {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_VISIBLE_DEVICES": ",".join(names),
-    }
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(names)}
 
 
 def flags_of(args: Mapping[str, Any]) -> list[str]:

@@ -100,10 +100,7 @@ _EMBEDDINGS = msgspec.json.Decoder(_Embeddings)
 
 
 class EngineEncoder:
-    """The server of this replica, for the thread that computes.
-
-    Raises ``SpecError`` if the arguments cannot be used.
-    """
+    """The server of this replica, for the thread that computes."""
 
     def __init__(self, engine: str, settings: EngineSettings) -> None:
         self._engine, self._settings = engine, settings

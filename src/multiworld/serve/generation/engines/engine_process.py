@@ -21,20 +21,12 @@ from pathlib import Path
 from multiworld.serve.replica import leash
 from multiworld.serve.resources.usage import family_of
 
-END_S = 5.0
-"""Seconds that an engine has to exit before it is killed."""
-
-FAMILY_S = 1.0
-"""Seconds for which the list of an engine's processes is used."""
+END_S = 5.0  # for an engine to exit before it is killed
+FAMILY_S = 1.0  # for which the list of an engine's processes is used
 
 
 class EngineProcess:
-    """A running engine.
-
-    Args:
-        command: Command line; the output goes to the log of the replica.
-        env: Environment variables, beside those of this process.
-    """
+    """A running engine; its output goes to the log of the replica."""
 
     def __init__(
         self,
@@ -63,10 +55,7 @@ class EngineProcess:
         self.pid = self._process.pid
 
     async def wait(self) -> int:
-        """Wait until the engine's first process has exited; return its exit code.
-
-        Cancellation: Safe.
-        """
+        """Wait until the engine's first process has exited; return its exit code."""
         if (code := self._process.poll()) is not None:
             return code
         loop = asyncio.get_running_loop()
@@ -93,10 +82,7 @@ class EngineProcess:
         return now - self._stopped_at
 
     async def close(self) -> None:
-        """Let the engine exit, and kill its process group after ``END_S``.
-
-        Cancellation: Kills it at once.
-        """
+        """Let the engine exit; kill its group after ``END_S``, or if cancelled."""
         self._signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(END_S):

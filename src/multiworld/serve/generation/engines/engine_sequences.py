@@ -35,11 +35,10 @@ from multiworld.serve.transport.generation_messages import (
 )
 from multiworld.serve.transport.protocol import Key, RemoteError
 
-MAX_FAILURES = 8
-"""Runs in a row that may fail without any token before the engine counts as lost."""
+MAX_FAILURES = 8  # runs in a row without any token before the engine counts as lost
 
+# Sampling that prepares a sequence: it fills the engine's prefix cache.
 WARM_UP = Sampling(temperature=0.0, max_tokens=1, ignore_eos=True)
-"""Sampling that prepares a sequence: it fills the engine's prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +87,15 @@ Action = Send | Begin | Abort | GiveUp
 
 @dataclass(slots=True)
 class EngineSequence:
-    """One attempt of a sequence.
-
-    Attributes:
-        tokens: The prompt and the output tokens.
-        arrived: Order of arrival.
-        run: Number of its run; 0 while it does not run.
-        has_ended: It has its last token, and stays until its gateway ends it.
-    """
+    """One attempt of a sequence."""
 
     start: SequenceStart
     ends: tuple[int, ...]
     is_prepared: bool
     arrived: int
-    tokens: list[int] = field(default_factory=list)
-    run: int = 0
-    has_ended: bool = False
+    tokens: list[int] = field(default_factory=list)  # prompt and output
+    run: int = 0  # number of its run; 0 while it does not run
+    has_ended: bool = False  # but stays until its gateway ends it
 
     @property
     def key(self) -> Key:
@@ -127,31 +119,21 @@ class EngineSequence:
 
 
 class EngineSequences:
-    """The sequences of one replica.
-
-    Args:
-        max_num_seqs: Maximum number of runs at once, probes apart.
-        vocabulary: Number of tokens in the vocabulary.
-        end_tokens: Tokens that end a completion.
-        check: Raises InvalidRequestError for parameters that the engine lacks.
-        finish_of: Returns how a token ends a sequence; see ``sampler.finish_of``.
-
-    Attributes:
-        counts: Events since the start, by kind.
-    """
+    """The sequences of one replica."""
 
     def __init__(
         self,
-        max_num_seqs: int,
+        max_num_seqs: int,  # runs at once, probes apart
         vocabulary: int,
         end_tokens: tuple[int, ...],
         check: Callable[[Sampling], None],
+        # How a token ends a sequence; see ``sampler.finish_of``.
         finish_of: Callable[[int, int, Sampling, Sequence[int]], str],
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self._vocabulary, self._end_tokens = vocabulary, end_tokens
         self._check, self._finish_of = check, finish_of
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # events since the start, by kind
         self._known: dict[StreamId, EngineSequence] = {}
         self._runs: dict[int, EngineSequence] = {}
         self._queue: FairQueue[StreamId] = FairQueue()

@@ -20,35 +20,20 @@ from multiworld.serve.transport.edges import SILENT_S
 
 logger = logging.getLogger("multiworld.serve")
 
-HEALTH_S = 0.25
-"""Seconds between looks at a server that starts, or that somebody else runs."""
-
-ANSWER_S = 5.0
-"""Maximum seconds for a server to answer a look."""
-
-MAX_LOOKS = 4
-"""Looks in a row without an answer after which somebody else's server is lost."""
-
-MAX_LINE = 2**22
-"""Maximum bytes of a line of a stream; vLLM's first one repeats the prompt."""
-
-MAX_ANSWER = 2**24
-"""Maximum bytes of an answer that is no stream."""
-
-MAX_ERROR = 500
-"""Maximum reported characters of a server's error."""
+HEALTH_S = 0.25  # between looks at a server that starts, or is somebody else's
+ANSWER_S = 5.0  # for a server to answer a look
+MAX_LOOKS = 4  # in a row without an answer: then somebody else's server is lost
+MAX_LINE = 2**22  # bytes of a line of a stream; vLLM's first one repeats the prompt
+MAX_ANSWER = 2**24  # bytes of an answer that is no stream
+MAX_ERROR = 500  # reported characters of a server's error
 
 
 class EngineServer:
     """A server, and the client of this replica.
 
-    Args:
-        title: Name of the engine, for messages.
-        url: Address of a server that somebody else runs; empty: ``start`` starts one.
-        api_key: Key to send with each request; empty: none.
-        health: Route that answers with 200 once the server serves.
-        silence_s: Seconds without any byte after which a request is given up, to be
-            continued elsewhere; None: no limit.
+    If ``url`` is empty, ``start`` starts the server. A request fails after
+    ``silence_s`` seconds without any byte. Cancelling it closes its connection, which
+    aborts it.
     """
 
     def __init__(
@@ -74,13 +59,7 @@ class EngineServer:
     # Its life.
 
     async def start(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        """Start the server as a child, and wait until it answers.
-
-        Raises:
-            EngineLostError: It exited before, or is stopped.
-
-        Cancellation: Closes it.
-        """
+        """Start the server as a child, and wait until it answers."""
         logger.info("starting %s", " ".join(command))
         self._process = EngineProcess(command, env)
         exited = asyncio.ensure_future(self._process.wait())
@@ -102,24 +81,11 @@ class EngineServer:
             exited.cancel()
 
     async def answers(self) -> bool:
-        """Return whether the health route answers with 200.
-
-        Cancellation: Safe.
-        """
-        limit = aiohttp.ClientTimeout(total=ANSWER_S)
-        try:
-            async with self._client().get(
-                self.url + self._health, headers=self._headers, timeout=limit
-            ) as answer:
-                return answer.status == 200
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return False
+        """Return whether the health route answers with 200."""
+        return await self._get(self._health) is not None
 
     async def wait_lost(self) -> str:
-        """Wait until the server is lost; return why.
-
-        Cancellation: Safe.
-        """
+        """Wait until the server is lost; return why."""
         if self._process is not None:
             return f"{self.title} exited with code {await self._process.wait()}"
         failures = 0
@@ -133,10 +99,7 @@ class EngineServer:
         return 0.0 if self._process is None else self._process.stopped_s()
 
     async def close(self) -> None:
-        """Close the connections, and let a child exit.
-
-        Cancellation: Call ``kill`` afterwards.
-        """
+        """Close the connections, and let a child exit."""
         if self._http is not None:
             await self._http.close()
         if self._process is not None:
@@ -150,28 +113,20 @@ class EngineServer:
     # Requests.
 
     async def get(self, path: str) -> bytes:
-        """Return the answer of a route; nothing if it has none with status 200.
+        """Return the answer of a route; nothing if it has none with status 200."""
+        return await self._get(path) or b""
 
-        Cancellation: Safe.
-        """
+    async def _get(self, path: str) -> bytes | None:
         limit = aiohttp.ClientTimeout(total=ANSWER_S)
         try:
             async with self._client().get(
                 self.url + path, headers=self._headers, timeout=limit
             ) as answer:
-                return await _body(answer) if answer.status == 200 else b""
+                return await _body(answer) if answer.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, OSError, RunFailedError):
-            return b""
+            return None
 
     async def post(self, path: str, body: Mapping[str, Any]) -> bytes:
-        """Return the answer to a request.
-
-        Raises:
-            InvalidRequestError: The server refuses the request.
-            RunFailedError: It failed, or is lost.
-
-        Cancellation: Closes the connection, which aborts the request.
-        """
         try:
             async with self._client().post(
                 self.url + path, data=msgspec.json.encode(body), headers=self._headers
@@ -184,14 +139,7 @@ class EngineServer:
             raise self._broken_off(error) from error
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes]:
-        """Yield the data of each server-sent event of an answer, up to its end.
-
-        Raises:
-            InvalidRequestError: The server refuses the request.
-            RunFailedError: It failed, or is lost.
-
-        Cancellation: Closes the connection, which aborts the request.
-        """
+        """Yield the data of each server-sent event of an answer, up to its end."""
         try:
             async with self._client().post(
                 self.url + path, data=msgspec.json.encode(body), headers=self._headers
@@ -225,11 +173,6 @@ class EngineServer:
 
 
 async def _body(answer: aiohttp.ClientResponse) -> bytes:
-    """Return a body, up to its maximum size.
-
-    Raises:
-        RunFailedError: It is larger.
-    """
     found = bytearray()
     async for part in answer.content.iter_any():
         found += part
@@ -248,11 +191,7 @@ A = TypeVar("A", bound=Answer)
 
 
 def answer_of(decoder: msgspec.json.Decoder[A], data: bytes) -> A:
-    """Return a decoded answer.
-
-    Raises:
-        RunFailedError: It is not valid, or reports an error.
-    """
+    """Return a decoded answer; raise ``RunFailedError`` if it reports an error."""
     try:
         found = decoder.decode(data)
     except msgspec.DecodeError as error:

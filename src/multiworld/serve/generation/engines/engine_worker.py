@@ -15,22 +15,7 @@ from contextlib import aclosing
 from functools import partial
 
 from multiworld.liveness.pause_detector import PauseDetector
-from multiworld.serve.generation.engines.engine_sequences import (
-    Abort,
-    Action,
-    Begin,
-    EngineSequences,
-    Event,
-    Generated,
-    GiveUp,
-    RunEnded,
-)
-from multiworld.serve.generation.engines.whole_engine import (
-    EngineLostError,
-    EngineSettings,
-    Run,
-    WholeEngine,
-)
+from multiworld.serve.generation.engines import engine_sequences, whole_engine
 from multiworld.serve.generation.replica.actions import Send
 from multiworld.serve.generation.replica.events import (
     Disconnected,
@@ -50,34 +35,21 @@ from multiworld.serve.transport.routing_table import RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
 
-LOOK_S = 0.1
-"""Seconds between checks of the engine."""
+LOOK_S = 0.1  # between checks of the engine
+EXIT_LOST = 71  # exit code of a replica whose engine is lost
+NO_SEQUENCES = SequenceTable(is_last=True)  # of a replica that gets no rows
 
-EXIT_LOST = 71
-"""Exit code of a replica whose engine is lost."""
-
-NO_SEQUENCES = SequenceTable(is_last=True)
-"""The sequences of a replica that gets no rows from others: none."""
-
-MakeEngine = Callable[[EngineSettings], WholeEngine]
+MakeEngine = Callable[[whole_engine.EngineSettings], whole_engine.WholeEngine]
 
 
 class EngineWorker:
-    """A replica with a whole engine; it owns the edges of its process.
-
-    Args:
-        make: Makes the adapter.
-        settings: The environment of the engine.
-        hung_s: Seconds without any token, while sequences run, after which the engine
-            counts as hung.
-        exit_process: Ends the process with an exit code, at once.
-    """
+    """A replica with a whole engine; it owns the edges of its process."""
 
     def __init__(
         self,
         make: MakeEngine,
-        settings: EngineSettings,
-        hung_s: float,
+        settings: whole_engine.EngineSettings,
+        hung_s: float,  # without any token of running sequences
         clock: Callable[[], float] = time.monotonic,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
@@ -85,7 +57,7 @@ class EngineWorker:
         self._engine = make(settings)
         self._hung_s, self._clock = hung_s, clock
         self._exit_process = exit_process
-        self.sequences = EngineSequences(
+        self.sequences = engine_sequences.EngineSequences(
             settings.max_num_seqs,
             settings.vocabulary,
             settings.end_tokens,
@@ -102,13 +74,6 @@ class EngineWorker:
     # Life cycle of the process.
 
     async def load(self, context: StageContext) -> None:
-        """Start the engine.
-
-        Raises:
-            EngineLostError: It did not start.
-
-        Cancellation: Call ``close`` afterwards.
-        """
         await self._engine.start()
 
     def close(self) -> None:
@@ -116,10 +81,7 @@ class EngineWorker:
         self._engine.kill()
 
     async def run(self) -> None:
-        """Wait until the engine is lost, and then exit the process.
-
-        Cancellation: Aborts all runs, and lets the engine exit.
-        """
+        """Wait until the engine is lost, and then exit the process."""
         try:
             why = await self._engine.wait_lost()
             self._give_up(f"the engine is lost: {why}", EXIT_LOST)
@@ -131,10 +93,7 @@ class EngineWorker:
             await self._engine.close()
 
     async def look(self) -> None:
-        """Call ``tick`` periodically.
-
-        Cancellation: Safe.
-        """
+        """Call ``tick`` periodically."""
         while True:
             await asyncio.sleep(LOOK_S)
             self.tick()
@@ -180,10 +139,7 @@ class EngineWorker:
         return {**self.sequences.leaks(), **tasks}
 
     async def wait_sent(self) -> None:
-        """Wait until all messages were sent.
-
-        Cancellation: Safe.
-        """
+        """Wait until all messages were sent."""
         await self._outboxes.wait_sent()
 
     def report(self) -> WorkerReport:
@@ -211,11 +167,7 @@ class EngineWorker:
             self._handle(Disconnected(outbox.edge.peer))
 
     def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
-        """Handle the messages of a frame that has arrived.
-
-        Raises:
-            MessageError: A message is invalid, or not from its authorised sender.
-        """
+        """Handle the messages of a frame that has arrived."""
         peer = outbox.edge.peer
         for message, contents in frame:
             check(message, contents, peer, self.name, 0, NO_SEQUENCES)
@@ -223,42 +175,42 @@ class EngineWorker:
 
     # Decisions.
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: engine_sequences.Event) -> None:
         self._act(self.sequences.handle(event))
 
-    def _act(self, actions: Iterable[Action]) -> None:
+    def _act(self, actions: Iterable[engine_sequences.Action]) -> None:
         for action in actions:
             match action:
                 case Send(peer, message, is_urgent):
                     self._outboxes.send(peer, message)
                     if is_urgent:
                         self._outboxes.flush(peer)
-                case Begin(number, run):
+                case engine_sequences.Begin(number, run):
                     if not self._tasks:
                         self._heard_at = self._clock()
                     self.counts["rows"] += len(run.tokens)
                     task = asyncio.ensure_future(self._run(number, run))
                     self._tasks[number] = task
                     task.add_done_callback(partial(self._done, number))
-                case Abort(number):
+                case engine_sequences.Abort(number):
                     self._tasks[number].cancel()
-                case GiveUp(text):
+                case engine_sequences.GiveUp(text):
                     self._give_up(text, EXIT_LOST)
 
-    async def _run(self, number: int, run: Run) -> None:
+    async def _run(self, number: int, run: whole_engine.Run) -> None:
         """Pass on the tokens of a run; cancelling aborts it."""
         error: Exception | None = None
         try:
             async with aclosing(self._engine.generate(run)) as found:
                 async for tokens in found:
                     self._hear(len(tokens))
-                    self._handle(Generated(number, tokens))
-        except EngineLostError as lost:
+                    self._handle(engine_sequences.Generated(number, tokens))
+        except whole_engine.EngineLostError as lost:
             error = lost
         except Exception as failed:
             logger.warning("a run failed: %s: %s", type(failed).__name__, failed)
             error = failed
-        self._handle(RunEnded(number, error))
+        self._handle(engine_sequences.RunEnded(number, error))
 
     def _hear(self, tokens: int) -> None:
         """Count tokens, and the engine's steps: each has one token of every run."""

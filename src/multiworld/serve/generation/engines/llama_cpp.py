@@ -23,6 +23,7 @@ from multiworld.serve.generation.engines.token_servers import LlamaCpp
 from multiworld.serve.generation.engines.whole_engine import EngineSettings
 from multiworld.serve.resources.inventory import visible_gpus
 
+# Arguments that the service sets itself, with the field of the spec to use.
 RESERVED = {
     "host": "",
     "port": "",
@@ -41,10 +42,8 @@ RESERVED = {
     "lora_scaled": "adapters",
     "lora_init_without_apply": "",
 }
-"""Arguments that the service sets itself, with the field of the spec to use."""
 
-ALL_LAYERS = 999
-"""More layers than any model has: all of them are on the GPU."""
+ALL_LAYERS = 999  # more than any model has: all of them are on the GPU
 
 
 class LlamaCppEngine(TokenServerEngine):
@@ -89,11 +88,7 @@ class LlamaCppEngine(TokenServerEngine):
 def server_command(
     settings: EngineSettings, port: int, own: Mapping[str, Any]
 ) -> list[str]:
-    """Return the command line of a server of llama.cpp, with further arguments ``own``.
-
-    Raises:
-        SpecError: There is no GGUF file, or several.
-    """
+    """Return the command line of llama.cpp's server, with further arguments ``own``."""
     every: dict[str, Any] = {
         "host": "127.0.0.1",
         "port": port,
@@ -106,11 +101,7 @@ def server_command(
 
 
 def weights_of(settings: EngineSettings) -> str:
-    """Return the GGUF file: ``engine_args: model``, or the only one in the folder.
-
-    Raises:
-        SpecError: There is none, or there are several.
-    """
+    """Return the GGUF file: ``engine_args: model``, or the only one in the folder."""
     given = settings.args.get("model")
     if given is not None:
         path = Path(str(given)).expanduser()

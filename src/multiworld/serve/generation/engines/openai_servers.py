@@ -16,17 +16,10 @@ from typing import Any
 import msgspec
 
 from multiworld.errors import ServeError
+from multiworld.serve.generation.engines import token_servers
 from multiworld.serve.generation.engines.engine_server import EngineServer
 from multiworld.serve.generation.engines.server_choice import ServerChoice
 from multiworld.serve.generation.engines.token_server_engine import TokenServerEngine
-from multiworld.serve.generation.engines.token_servers import (
-    PIECE,
-    Completions,
-    CompletionsOfText,
-    Dialect,
-    LlamaCpp,
-    check_text,
-)
 from multiworld.serve.generation.engines.whole_engine import (
     EngineLostError,
     EngineSettings,
@@ -35,8 +28,7 @@ from multiworld.serve.generation.tokenizer import Tokenizer
 
 logger = logging.getLogger("multiworld.serve")
 
-PROBE_S = 60.0
-"""Maximum seconds for a server to generate its first token for us."""
+PROBE_S = 60.0  # for a server to generate its first token for us
 
 
 class _Choice(msgspec.Struct):
@@ -80,18 +72,15 @@ class OpenAiEngine(TokenServerEngine):
         """Wait until the server is lost, or another one has no replica; say which."""
         return await self._choice.wait_lost(super().wait_lost())
 
-    async def _dialect_of(self, server: EngineServer, model: str) -> Dialect:
-        """Return the dialect of a server.
-
-        Raises:
-            EngineLostError: It takes or returns no token ids, and the model is exact.
-                Or its adapters have no names.
-        """
+    async def _dialect_of(
+        self, server: EngineServer, model: str
+    ) -> token_servers.Dialect:
+        """Return the dialect of a server that can be used for the model."""
         adapters = self._settings.adapters
         if await self._has_token_ids(server, model):
             is_exact = self._settings.exact
-            piece = PIECE if is_exact else None
-            return Completions(model, adapters, piece=piece)
+            piece = token_servers.PIECE if is_exact else None
+            return token_servers.Completions(model, adapters, piece=piece)
         if await self._is_llama_cpp(server):
             await self._check_slots(server)
             if adapters:
@@ -99,7 +88,7 @@ class OpenAiEngine(TokenServerEngine):
                     f"{server.url} is a llama.cpp server, whose adapters have no "
                     "names; remove `adapters`, or use engine: llama.cpp"
                 )
-            return LlamaCpp()
+            return token_servers.LlamaCpp()
         if self._settings.exact:
             raise EngineLostError(
                 f"{server.url} does not return token ids, so a stream could not "
@@ -107,17 +96,13 @@ class OpenAiEngine(TokenServerEngine):
                 "`exact: false`"
             )
         tokenizer = Tokenizer(Path(self._settings.path))
-        check_text(tokenizer)
+        token_servers.check_text(tokenizer)
         ends = self._settings.end_tokens
         end = ends[0] if ends else 0
-        return CompletionsOfText(model, tokenizer, end, adapters)
+        return token_servers.CompletionsOfText(model, tokenizer, end, adapters)
 
     async def _check_slots(self, server: EngineServer) -> None:
-        """Check that each sequence has a slot of its own, with its keys and values.
-
-        Raises:
-            EngineLostError: There are too few, or another replica uses them.
-        """
+        """Check that each sequence has a slot of its own, with its keys and values."""
         try:
             count = _PROPS.decode(await server.get("/props")).total_slots
         except msgspec.DecodeError:

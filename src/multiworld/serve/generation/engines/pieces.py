@@ -21,29 +21,19 @@ from dataclasses import dataclass
 
 from multiworld.serve.transport.generation_messages import Sampling
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are 0, as in vLLM."""
+GREEDY_BELOW = 1e-5  # temperatures below this are 0, as in vLLM
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One request.
+    """One request."""
 
-    Attributes:
-        tokens: The prompt, and the output tokens before the piece.
-        known: Output tokens of the piece that are known already.
-        count: Maximum number of tokens to generate, ``known`` included.
-        seed: Seed of the request, 32 bits.
-        bias: Numbers to add to logits, by token.
-        min_tokens: Number of tokens of the piece before which no end may come.
-    """
-
-    tokens: tuple[int, ...]
-    known: tuple[int, ...]
-    count: int
-    seed: int
-    bias: dict[int, float]
-    min_tokens: int
+    tokens: tuple[int, ...]  # the prompt, and the output tokens before the piece
+    known: tuple[int, ...]  # output tokens of the piece that are known already
+    count: int  # maximum number of tokens to generate, ``known`` included
+    seed: int  # of the request, 32 bits
+    bias: dict[int, float]  # to add to logits, by token
+    min_tokens: int  # of the piece, before which no end may come
 
 
 def next_piece(
@@ -56,12 +46,9 @@ def next_piece(
 ) -> Piece:
     """Return the request that continues a sequence.
 
-    Args:
-        tokens: The prompt, which is ``prompt`` tokens long, and the output tokens.
-        sampling: Parameters of the sequence.
-        size: Maximum tokens of a piece; None: one request for all that is left, which
-            is not exact if a token is sampled.
-        anew: Begin a piece at the next token, whatever the known ones are.
+    A piece has at most ``size`` tokens; None: one request for all that is left, which
+    is not exact if a token is sampled. ``anew`` begins a piece at the next token,
+    whatever the known ones are.
     """
     index, size = len(tokens) - prompt, size_of(sampling, size)
     start = index

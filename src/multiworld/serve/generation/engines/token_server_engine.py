@@ -9,6 +9,7 @@ from contextlib import aclosing
 
 from multiworld.errors import ServeError
 from multiworld.serve.generation.engines.engine_args import check_adapter
+from multiworld.serve.generation.engines.engine_sequences import WARM_UP
 from multiworld.serve.generation.engines.engine_server import EngineServer
 from multiworld.serve.generation.engines.pieces import Piece, next_piece
 from multiworld.serve.generation.engines.token_servers import Dialect
@@ -23,19 +24,11 @@ from multiworld.serve.transport.generation_messages import Sampling
 
 logger = logging.getLogger("multiworld.serve")
 
-WARM_UP = Sampling(temperature=0.0, max_tokens=1, ignore_eos=True)
-
-
-Owner = tuple[str, str]
-"""The tenant of a sequence, and its adapter."""
+Owner = tuple[str, str]  # the tenant of a sequence, and its adapter
 
 
 class Slots:
-    """Places of sequences in a server, each with the keys and values of the last one.
-
-    Args:
-        count: Number of sequences at once.
-    """
+    """Places of sequences in a server; each keeps the keys and values of the last."""
 
     def __init__(self, count: int) -> None:
         self._kept: dict[int, tuple[Owner | None, Sequence[int]]]
@@ -43,13 +36,10 @@ class Slots:
         self._places = asyncio.Semaphore(count)
 
     async def take(self, run: Run) -> tuple[int, bool]:
-        """Wait for a free slot; return the one with the longest common prefix.
+        """Wait for the free slot with the longest common prefix.
 
-        Returns:
-            The slot, and whether its keys and values may be used: those of another
-            tenant or adapter may not.
-
-        Cancellation: Takes no slot.
+        Also return whether its keys and values may be used: those of another tenant or
+        adapter may not.
         """
         await self._places.acquire()
         wanted = run.tenant, run.adapter
@@ -76,10 +66,6 @@ class TokenServerEngine:
     """One server that continues sequences of tokens.
 
     Subclasses start or find the server, and set ``_server`` and ``_dialect``.
-
-    Args:
-        settings: The environment.
-        capacity: Number of tokens that the server has room for; 0: not known.
     """
 
     has_adapters = True
@@ -89,6 +75,7 @@ class TokenServerEngine:
         self.phase = "waiting"
         self._server: EngineServer | None = None
         self._dialect: Dialect | None = None
+        # Tokens that the server has room for; 0: not known.
         self._capacity, self._tokens = capacity, 0
         # One more for a probe or a preparation, which have no place of their own.
         self._slots = Slots(settings.max_num_seqs + 1)
@@ -99,11 +86,7 @@ class TokenServerEngine:
         return min(1.0, self._tokens / self._capacity) if self._capacity else 0.0
 
     async def warm_up(self) -> None:
-        """Generate a token.
-
-        Raises:
-            EngineLostError: The server cannot.
-        """
+        """Generate a token."""
         self.phase = "warming up"
         try:
             async with aclosing(self.generate(Run((0,), 1, WARM_UP))) as found:
@@ -142,7 +125,6 @@ class TokenServerEngine:
         self._dialect.check(sampling)
 
     async def generate(self, run: Run) -> AsyncGenerator[Sequence[EngineToken]]:
-        """Continue a sequence; see ``WholeEngine.generate``."""
         if run.adapter:
             check_adapter(run, self._settings)
         slot, keep = await self._slots.take(run)

@@ -15,62 +15,34 @@ import msgspec
 from multiworld.errors import InvalidRequestError, SpecError
 from multiworld.serve.generation.engines.engine_server import Answer, answer_of
 from multiworld.serve.generation.engines.pieces import Piece, is_greedy, size_of
-from multiworld.serve.generation.engines.whole_engine import (
-    EngineToken,
-    Run,
-)
+from multiworld.serve.generation.engines.whole_engine import EngineToken, Run
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.transport.generation_messages import Sampling
 
+# Tokens of a piece: this many requests fewer, and at most this many tokens that are
+# computed again after a loss.
 PIECE = 32
-"""Tokens of a piece: this many requests fewer, and at most this many tokens that are
-computed again after a loss."""
-
+# Biases of a request: with more, an error ends the engine of vLLM's GPU runner.
 MAX_BIASES = 1024
-"""Biases of a request: with more, an error ends the engine of vLLM's GPU runner."""
-
-TOKEN = "token_id:"
-"""Prefix of tokens in vLLM's log-probabilities."""
+TOKEN = "token_id:"  # prefix of tokens in vLLM's log-probabilities
 
 
 class Dialect(Protocol):
-    """The requests and answers of one kind of server.
+    """The requests and answers of one kind of server."""
 
-    Attributes:
-        title: Name of the server, for messages.
-        path: The route.
-        piece: Maximum number of tokens of a piece; None: as many as there are.
-        is_streamed: Answers are server-sent events, each with some tokens.
-    """
-
-    title: str
-    path: str
-    piece: int | None
-    is_streamed: bool
+    title: str  # name of the server, for messages
+    path: str  # the route
+    piece: int | None  # maximum number of tokens of a piece; None: no maximum
+    is_streamed: bool  # answers are server-sent events, each with some tokens
 
     def check(self, sampling: Sampling) -> None:
-        """Check that the server covers the parameters.
-
-        Raises:
-            InvalidRequestError: It does not; the text names the parameter.
-        """
+        """Raise ``InvalidRequestError`` for parameters that the server lacks."""
 
     def body(self, run: Run, piece: Piece, slot: int, keep: bool) -> dict[str, Any]:
-        """Return the body of a request.
-
-        Args:
-            run: The sequence.
-            piece: The part of it to request.
-            slot: Number of the sequence among those that run.
-            keep: Cached keys and values of the slot may be used.
-        """
+        """Return the body of a request; ``keep``: use the slot's keys and values."""
 
     def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
-        """Return the tokens of an event, or of the answer.
-
-        Raises:
-            RunFailedError: It is not valid, or reports an error.
-        """
+        """Return the tokens of an event, or of the answer."""
 
 
 def refuse(title: str, name: str, remedy: str) -> InvalidRequestError:
@@ -80,11 +52,7 @@ def refuse(title: str, name: str, remedy: str) -> InvalidRequestError:
 
 
 def check_common(title: str, sampling: Sampling) -> None:
-    """Check what no server that samples itself covers.
-
-    Raises:
-        InvalidRequestError: A parameter is not covered.
-    """
+    """Refuse what no server that samples itself covers."""
     if sampling.grammar:
         remedy = "a structure that was begun cannot be continued after a loss"
         raise refuse(title, "structured output", remedy)
@@ -124,7 +92,6 @@ class LlamaCpp:
         check_common(self.title, sampling)
 
     def body(self, run: Run, piece: Piece, slot: int, keep: bool) -> dict[str, Any]:
-        """Return the body of a request; see ``Dialect.body``."""
         given = run.sampling
         bias: list[tuple[int, float | bool]] = [
             (token, value if value > -math.inf else False)
@@ -161,7 +128,6 @@ class LlamaCpp:
         }
 
     def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
-        """Return the tokens of the answer; see ``Dialect.tokens``."""
         found = answer_of(self._decoder, data)
         count, scores = run.sampling.logprobs, found.completion_probabilities
         if count is None or len(scores) < len(found.tokens):
@@ -201,15 +167,10 @@ class _Chunk(Answer):
 
 @dataclass
 class Completions:
-    """``/v1/completions`` with token ids in and out, as vLLM has them.
+    """``/v1/completions`` with token ids in and out, as vLLM has them."""
 
-    Attributes:
-        model: Name of the model at the server.
-        adapters: Names of its adapters there, by ours.
-    """
-
-    model: str
-    adapters: Mapping[str, str] = field(default_factory=dict)
+    model: str  # its name at the server
+    adapters: Mapping[str, str] = field(default_factory=dict)  # there, by our names
     title: str = "a server with OpenAI's API"
     path: str = "/v1/completions"
     piece: int | None = PIECE
@@ -219,7 +180,6 @@ class Completions:
         check_common(self.title, sampling)
 
     def body(self, run: Run, piece: Piece, slot: int, keep: bool) -> dict[str, Any]:
-        """Return the body of a request; see ``Dialect.body``."""
         given = run.sampling
         body: dict[str, Any] = {
             "model": self.adapters.get(run.adapter, self.model),
@@ -256,7 +216,6 @@ class Completions:
         return body
 
     def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
-        """Return the tokens of an event; see ``Dialect.tokens``."""
         found: list[EngineToken] = []
         for choice in answer_of(_CHUNK, data).choices[:1]:
             scores = choice.logprobs or _Scores()
@@ -299,17 +258,11 @@ def _scored(token: int, place: int, scores: _Scores, count: int | None) -> Engin
 
 @dataclass
 class CompletionsOfText:
-    """``/v1/completions`` with text in and out: OpenAI's fields only, not exact.
+    """``/v1/completions`` with text in and out: OpenAI's fields only, not exact."""
 
-    Attributes:
-        model: Name of the model at the server.
-        tokenizer: Tokenizer of the model.
-        end: Token that stands for the server's end of a text.
-    """
-
-    model: str
+    model: str  # its name at the server
     tokenizer: Tokenizer
-    end: int
+    end: int  # token that stands for the server's end of a text
     adapters: Mapping[str, str] = field(default_factory=dict)
     title: str = "a server that returns text only"
     path: str = "/v1/completions"
@@ -322,7 +275,6 @@ class CompletionsOfText:
             raise refuse(self.title, "logprobs", "leave it out")
 
     def body(self, run: Run, piece: Piece, slot: int, keep: bool) -> dict[str, Any]:
-        """Return the body of a request; see ``Dialect.body``."""
         given = run.sampling
         body: dict[str, Any] = {
             "model": self.adapters.get(run.adapter, self.model),
@@ -347,7 +299,6 @@ class CompletionsOfText:
         return body
 
     def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
-        """Return the tokens of an event; see ``Dialect.tokens``."""
         found: list[EngineToken] = []
         for choice in answer_of(_CHUNK, data).choices[:1]:
             tokens = self.tokenizer.encode(choice.text, has_special=False)
@@ -359,9 +310,8 @@ class CompletionsOfText:
     def _text_of(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without what the server adds in front itself.
 
-        Raises:
-            InvalidRequestError: The server would read control tokens in it that are
-                not there, such as one that a user has written.
+        It is refused if the server would read control tokens in it that are not there,
+        such as one that a user has written.
         """
         first = self.tokenizer.encode("")[:1]
         if first and list(tokens[:1]) == first:
@@ -378,11 +328,7 @@ class CompletionsOfText:
 
 
 def check_text(tokenizer: Tokenizer) -> None:
-    """Check that texts can be encoded in parts.
-
-    Raises:
-        SpecError: The text of the parts is another.
-    """
+    """Check that texts can be encoded in parts."""
     text = "Begin, a middle; end."
     parts = [text[:5], text[5:11], text[11:]]
     tokens = [t for part in parts for t in tokenizer.encode(part, has_special=False)]

@@ -53,11 +53,12 @@ from multiworld.serve.transport.generation_messages import Sampling
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}  # the model's folder is here already
 
+# Names of the modules that vLLM imports; see ``write_modules``.
 MODULE, SAMPLER = "multiworld_vllm_sampling", "multiworld_sampler"
-"""Names of the modules that vLLM imports; see ``_write_modules``."""
 
 SCALE_OUT = "enable_scale_out"
 
+# Arguments that the service sets itself, with the field of the spec to use.
 RESERVED = {
     "model": "path",
     "host": "",
@@ -75,23 +76,17 @@ RESERVED = {
     "enable_lora": "adapters",
     "lora_modules": "adapters",
 }
-"""Arguments that the service sets itself, with the field of the spec to use."""
 
-USAGE_S = 1.0
-"""Seconds between measurements of the used KV memory."""
+USAGE_S = 1.0  # between measurements of the used KV memory
 
+# vLLM's metric of the used fraction.
 USAGE = re.compile(rb"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.e+-]+)", re.M)
-"""vLLM's metric of the used fraction."""
 
+# Maximum number of adapters in one step on a GPU, unless ``engine_args`` says
+# otherwise; vLLM reserves memory for each.
 MAX_LORAS = 8
-"""Maximum number of adapters in one step on a GPU, unless ``engine_args`` says
-otherwise; vLLM reserves memory for each."""
-
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks of adapters that vLLM can be told to expect."""
-
-STRUCTURE = "structured output failed"
-"""Beginning of reports about a structure that cannot be fulfilled."""
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM can expect
+STRUCTURE = "structured output failed"  # starts reports of an unfulfillable structure
 
 
 class _Logprob(msgspec.Struct):
@@ -228,7 +223,6 @@ class VllmEngine:
             )
 
     async def generate(self, run: Run) -> AsyncGenerator[Sequence[EngineToken]]:
-        """Continue a sequence; see ``WholeEngine.generate``."""
         assert self._server is not None
         self._number += 1
         name = f"{self._settings.replica}-{self._number}"
@@ -315,11 +309,7 @@ def has_argument(python: str, name: str) -> bool:
 
 
 def lora_arguments(adapters: Mapping[str, str], *, is_cpu: bool) -> dict[str, Any]:
-    """Return vLLM's arguments for LoRA adapters; none if there are none.
-
-    Raises:
-        SpecError: One is not in its folder, or has a rank that vLLM does not take.
-    """
+    """Return vLLM's arguments for LoRA adapters; none if there are none."""
     if not adapters:
         return {}
     folders = {name: Path(path).expanduser() for name, path in adapters.items()}

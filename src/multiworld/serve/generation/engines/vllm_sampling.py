@@ -23,11 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from multiworld.serve.generation.replica.sampler import (
-        Choice,
-        TokenHistory,
-        sample,
-    )
+    from multiworld.serve.generation.replica.sampler import Choice, TokenHistory, sample
 
     class LogitsProcessor:
         """vLLM's class."""
@@ -43,21 +39,16 @@ else:
 
 HERE = Path(__file__).parent
 
-KEPT_GRAMMARS = 64
-"""Number of compiled grammars that are kept."""
+KEPT_GRAMMARS = 64  # compiled
+COMPILE_S = 30.0  # for a grammar to compile, while all sequences wait
+SWAP = "SWAP"  # vLLM's direction in which two sequences change places
 
-COMPILE_S = 30.0
-"""Maximum seconds for a grammar to compile, while all sequences wait."""
-
-SWAP = "SWAP"
-"""Name of vLLM's direction in which two sequences change places."""
-
+# Limits of llguidance's parser, as in the engine of this project.
 LIMITS: dict[str, Any] = {
     "step_max_items": 3000,
     "max_items_in_row": 10_000,
     "verbose_errors": False,
 }
-"""Limits of llguidance's parser, as in the engine of this project."""
 
 
 class Failure(Exception):
@@ -65,11 +56,7 @@ class Failure(Exception):
 
 
 class Structure:
-    """The matcher of one sequence.
-
-    Args:
-        made: Its compiled grammar.
-    """
+    """The matcher of one sequence."""
 
     def __init__(self, made: Future[Any]) -> None:
         self._made, self._matcher, self._consumed = made, None, 0

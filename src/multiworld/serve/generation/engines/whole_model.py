@@ -25,29 +25,19 @@ from multiworld.serve.spec.stage import (
     StageFunction,
 )
 
-HUNG_S = 30.0
-"""Seconds without any token after which an engine counts as hung, by default."""
-
+HUNG_S = 30.0  # without any token: then an engine counts as hung, by default
 HERE = "multiworld.serve.generation.engines"
 
+# Functions that make the adapters of known engines, by the engine's name.
 ENGINES = {
     "vllm": f"{HERE}.vllm:VllmEngine",
     "llama.cpp": f"{HERE}.llama_cpp:LlamaCppEngine",
     "openai": f"{HERE}.openai_servers:OpenAiEngine",
 }
-"""Functions that make the adapters of known engines, by the engine's name."""
 
 
 def model(path: str, spec: ModelSpec) -> Model:
-    """Return the model in a folder, as the only stage of a whole engine.
-
-    Args:
-        path: The folder.
-        spec: The model's spec.
-
-    Raises:
-        SpecError: The engine is not known, or refuses its arguments.
-    """
+    """Return the model in a folder, as the only stage of a whole engine."""
     assert spec.engine is not None
     folder = Path(path).expanduser()
     if spec.embeddings:
@@ -105,11 +95,7 @@ def _name_of(folder: Path, what: str) -> str:
 
 
 def maker_of(engine: str) -> Callable[[EngineSettings], WholeEngine]:
-    """Return the function that makes an engine's adapter.
-
-    Raises:
-        SpecError: No engine has this name, or its adapter cannot be imported.
-    """
+    """Return the function that makes an engine's adapter."""
     name = ENGINES.get(engine, engine)
     if ":" not in name:
         known = ", ".join(ENGINES)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+# Parameters of xllamacpp that are called otherwise than the flags.
 NAMES = {
     "ctx_size": "n_ctx",
     "parallel": "n_parallel",
@@ -19,7 +20,6 @@ NAMES = {
     "ubatch_size": "n_ubatch",
     "embeddings": "embedding",
 }
-"""Parameters of xllamacpp that are called otherwise than the flags."""
 
 
 def parameters_of(made: Any, flags: list[str], adapter: Callable[[str], Any]) -> Any:

@@ -16,35 +16,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
-from multiworld.errors import (
-    DeadlineExceededError,
-    OverloadedError,
-    ServeError,
-    UnknownModelError,
-)
+from multiworld import errors
 from multiworld.serve.core import refusals
 from multiworld.serve.core.attainment import Attainment
 from multiworld.serve.core.replica_view import ReplicaView
-from multiworld.serve.generation.gateway.actions import (
-    Action,
-    Deliver,
-    Log,
-    Refuse,
-    RequestReplicas,
-    Send,
-)
+from multiworld.serve.generation.gateway import actions as act
+from multiworld.serve.generation.gateway import events
 from multiworld.serve.generation.gateway.chain_selection import ChainSelection
-from multiworld.serve.generation.gateway.events import (
-    Closed,
-    Connected,
-    Disconnected,
-    Event,
-    Opened,
-    Received,
-    TableChanged,
-    TenantQuarantined,
-    Ticked,
-)
 from multiworld.serve.generation.gateway.moves import Moves
 from multiworld.serve.generation.gateway.stream import (
     Chain,
@@ -92,28 +70,28 @@ class StreamRouter:
             self._log,
             self.counts,
         )
-        self._actions: list[Action] = []
+        self._actions: list[act.Action] = []
         self._now = 0.0
 
-    def handle(self, event: Event, now: float) -> list[Action]:
+    def handle(self, event: events.Event, now: float) -> list[act.Action]:
         """Update the state by an event; return the actions to carry out, in order."""
         self._now = now
         match event:
-            case Opened(stream):
+            case events.Opened(stream):
                 self._open(stream)
-            case Closed(number, error):
+            case events.Closed(number, error):
                 self._close(self.streams[number], error)
-            case TableChanged(table):
+            case events.TableChanged(table):
                 self._table_changed(table)
-            case Connected(replica):
+            case events.Connected(replica):
                 self._connected(replica)
-            case Disconnected(replica, is_polite):
+            case events.Disconnected(replica, is_polite):
                 self._disconnected(replica, is_polite=is_polite)
-            case Received(replica, messages):
+            case events.Received(replica, messages):
                 self._received(replica, messages)
-            case Ticked(silent, resumed_at):
+            case events.Ticked(silent, resumed_at):
                 self._ticked(silent, resumed_at)
-            case TenantQuarantined(tenant, model):
+            case events.TenantQuarantined(tenant, model):
                 self._quarantine(tenant, model)
         actions, self._actions = self._actions, []
         return actions
@@ -133,7 +111,7 @@ class StreamRouter:
     def route(self, model: str) -> Route:
         route = self.view.table.routes.get(model)
         if route is None:
-            raise UnknownModelError(f"no model {model!r} is served here")
+            raise errors.UnknownModelError(f"no model {model!r} is served here")
         return route
 
     def check_room(self, model: str) -> None:
@@ -141,7 +119,7 @@ class StreamRouter:
         waiting = self._without_token[model]
         if waiting >= self.route(model).max_queued_requests + 1:
             self.attainment.arrived[model] += 1
-            error = OverloadedError(
+            error = errors.OverloadedError(
                 f"{waiting} streams of model {model!r} wait for their first token, "
                 "which is max_queued_requests; retry later",
                 retry_after_s=refusals.RETRY_AFTER_S,
@@ -169,7 +147,7 @@ class StreamRouter:
         is_late = self._is_late(stream)
         self.attainment.count(stream.model, error, is_late=is_late)
 
-    def _end(self, stream: Stream, error: ServeError | None = None) -> None:
+    def _end(self, stream: Stream, error: errors.ServeError | None = None) -> None:
         if stream.has_ended:
             return
         self._leave_chain(stream)
@@ -177,7 +155,7 @@ class StreamRouter:
         self._without_token[stream.model] -= stream.first_at is None
         stream.become(Phase.ENDED)
         if error is not None:
-            self._actions.append(Deliver(stream.number, error))
+            self._actions.append(act.Deliver(stream.number, error))
 
     def _is_late(self, stream: Stream) -> bool:
         route = self.view.table.routes.get(stream.model)
@@ -248,7 +226,7 @@ class StreamRouter:
             for message in messages:
                 self._message(replica, message)
         except protocol.MessageError as error:
-            self._actions.append(Refuse(error))
+            self._actions.append(act.Refuse(error))
         for stream in self._retried:
             if stream.number in self._waiting and stream.not_before <= self._now:
                 self._place(stream)
@@ -307,7 +285,7 @@ class StreamRouter:
             if not stream.via:
                 self.timed.first(stream.model, stream.first_at - stream.began_at)
         self.counts["tokens"] += 1
-        self._actions.append(Deliver(stream.number, item))
+        self._actions.append(act.Deliver(stream.number, item))
         if item.finish:
             self._end(stream)
 
@@ -413,7 +391,7 @@ class StreamRouter:
 
     def _send(self, replica: str, message: EdgeMessage) -> None:
         if replica in self.view.connected:
-            self._actions.append(Send(replica, message))
+            self._actions.append(act.Send(replica, message))
 
     def _place_waiting(self) -> None:
         hopeless: set[Kind] = set()
@@ -431,7 +409,7 @@ class StreamRouter:
         if chain is None:
             route = self.view.table.routes.get(stream.model)
             if route is not None and route.on_demand:
-                self._actions.append(RequestReplicas(stream.model))
+                self._actions.append(act.RequestReplicas(stream.model))
             return False
         gone = [name for name in stream.kept if name not in chain.replicas]
         is_kept = len(gone) < len(stream.kept)
@@ -482,7 +460,7 @@ class StreamRouter:
                     f"its tokens may differ: {found or 'unknown'} in place of "
                     f"{before or 'unknown'}"
                 )
-                self._actions.append(Log(text, is_warning=True))
+                self._actions.append(act.Log(text, is_warning=True))
 
     # Time.
 
@@ -492,7 +470,7 @@ class StreamRouter:
                 continue
             late = stream.late(self._now, resumed_at)
             if late:
-                self._end(stream, DeadlineExceededError(late))
+                self._end(stream, errors.DeadlineExceededError(late))
             else:
                 self._timers.watch(stream, resumed_at)
         self.view.set_silent(silent)  # all, before any stream is placed again
@@ -509,7 +487,7 @@ class StreamRouter:
         self._place_waiting()
 
     def _log(self, text: str) -> None:
-        self._actions.append(Log(text))
+        self._actions.append(act.Log(text))
 
 
 def _require(is_theirs: bool, key: Key, replica: str) -> None:

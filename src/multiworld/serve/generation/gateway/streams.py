@@ -13,27 +13,10 @@ from contextlib import aclosing, asynccontextmanager
 
 from multiworld.errors import ServeError, UnknownModelError
 from multiworld.liveness.pause_detector import PauseDetector
-from multiworld.serve.generation.gateway.actions import (
-    Deliver,
-    Log,
-    Refuse,
-    RequestReplicas,
-    Send,
-)
+from multiworld.serve.generation.gateway import actions, events
 from multiworld.serve.generation.gateway.chain_selection import (
     PREFIX_BLOCK,
     PREFIX_TOKENS,
-)
-from multiworld.serve.generation.gateway.events import (
-    Closed,
-    Connected,
-    Disconnected,
-    Event,
-    Opened,
-    Received,
-    TableChanged,
-    TenantQuarantined,
-    Ticked,
 )
 from multiworld.serve.generation.gateway.stream import NO_LIMITS, Stream, TimeLimits
 from multiworld.serve.generation.gateway.stream_router import StreamRouter
@@ -116,7 +99,7 @@ class Streams:
             stream.session = session and f"{whose}\0{session}"
         client = self._clients[stream.number] = _Client()
         self._has_streams.set()
-        self._handle(Opened(stream))
+        self._handle(events.Opened(stream))
         failed: BaseException | None = None
         try:
             async with aclosing(client.items()) as found:
@@ -126,7 +109,7 @@ class Streams:
             raise
         finally:
             del self._clients[stream.number]
-            self._handle(Closed(stream.number, failed))
+            self._handle(events.Closed(stream.number, failed))
 
     async def probe(self, replica: str, prompt: Sequence[int], limit_s: float) -> None:
         """Generate two tokens through a replica; ServeError if it fails or is late."""
@@ -158,7 +141,7 @@ class Streams:
 
     def quarantine(self, tenant: str, model: str) -> None:
         """End a tenant's streams without a token that wait for a chain, of any kind."""
-        self._handle(TenantQuarantined(tenant, model))
+        self._handle(events.TenantQuarantined(tenant, model))
 
     def load(self) -> dict[str, int]:
         return self.router.load()
@@ -169,21 +152,21 @@ class Streams:
     # The table and the edges.
 
     def table_changed(self, table: RoutingTable) -> None:
-        self._handle(TableChanged(table))
+        self._handle(events.TableChanged(table))
 
     def edge_up(self, outbox: Outbox) -> None:
         self._edges[outbox.edge.peer] = outbox
-        self._handle(Connected(outbox.edge.peer))
+        self._handle(events.Connected(outbox.edge.peer))
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
         peer = outbox.edge.peer
         if self._edges.get(peer) is outbox:
             del self._edges[peer]
-            self._handle(Disconnected(peer, is_polite))
+            self._handle(events.Disconnected(peer, is_polite))
 
     def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
         messages = [message for message, _ in frame]
-        self._handle(Received(outbox.edge.peer, messages))
+        self._handle(events.Received(outbox.edge.peer, messages))
 
     # Time.
 
@@ -204,26 +187,26 @@ class Streams:
         if not self._pauses.look(now):
             edges = self._edges.items()
             silent = {name for name, outbox in edges if outbox.silent_s() > SILENT_S}
-            self._handle(Ticked(frozenset(silent), self._pauses.resumed_at))
+            self._handle(events.Ticked(frozenset(silent), self._pauses.resumed_at))
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         """Pass an event to the router, and carry out its actions."""
         refused: MessageError | None = None
         for action in self.router.handle(event, self._clock()):
             match action:
-                case Send(replica, message):
+                case actions.Send(replica, message):
                     outbox = self._edges.get(replica)
                     if outbox is not None:  # else it failed meanwhile
                         outbox.put(message)
-                case Deliver(number, item):
+                case actions.Deliver(number, item):
                     client = self._clients.get(number)
                     if client is not None:
                         client.put(item)
-                case RequestReplicas(model):
+                case actions.RequestReplicas(model):
                     self.on_missing(model)
-                case Log(text, is_warning):
+                case actions.Log(text, is_warning):
                     logger.log(logging.WARNING if is_warning else logging.INFO, text)
-                case Refuse(error):
+                case actions.Refuse(error):
                     refused = error
         if refused is not None:
             raise refused  # closes the edge of its sender

@@ -11,7 +11,7 @@ from typing import Any
 from multiworld.errors import SpecError
 from multiworld.serve.generation.models import folder_facts
 from multiworld.serve.models import huggingface, stored_integers, weights
-from multiworld.serve.models.span import Span
+from multiworld.serve.models.partition import Span
 from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
 
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes per number

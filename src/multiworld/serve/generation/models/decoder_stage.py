@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from multiworld.errors import SpecError
 from multiworld.serve.generation.replica.kv_cache import Attention
 from multiworld.serve.models import transformer_stage
-from multiworld.serve.models.span import Span
+from multiworld.serve.models.partition import Span
 
 ATTENTION = "multiworld"  # its name in transformers
 

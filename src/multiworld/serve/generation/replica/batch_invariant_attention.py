@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from multiworld.serve.generation.replica.batch_invariant_sizes import OUTPUTS, cover
+from multiworld.serve.generation.replica.batch_invariant_layers import OUTPUTS, cover
 from multiworld.serve.generation.replica.hardware_fingerprint import known
 from multiworld.serve.generation.replica.kv_cache import Batch, KvCache, Rows
 from multiworld.serve.generation.replica.kv_memory import SLOTS

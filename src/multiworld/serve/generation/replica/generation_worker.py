@@ -15,27 +15,10 @@ import torch
 from torch import Tensor
 
 from multiworld.liveness.pause_detector import PauseDetector
-from multiworld.serve.generation.replica.actions import (
-    Action,
-    DropComputed,
-    Forget,
-    Open,
-    Rebuild,
-    Send,
-    SendLogged,
-    Warn,
-)
+from multiworld.serve.generation.replica import actions as act
+from multiworld.serve.generation.replica import events
 from multiworld.serve.generation.replica.activation_log import ActivationLog
 from multiworld.serve.generation.replica.engine import Engine
-from multiworld.serve.generation.replica.events import (
-    Compiled,
-    Connected,
-    Disconnected,
-    Event,
-    GatewaysChanged,
-    Received,
-    Ticked,
-)
 from multiworld.serve.generation.replica.kv_cache import MissingTokensError
 from multiworld.serve.generation.replica.message_validation import check
 from multiworld.serve.generation.replica.outboxes import Outboxes
@@ -141,7 +124,7 @@ class GenerationWorker:
 
     def tick(self) -> None:
         """Return overdue sequences to their gateways; retry full replicas."""
-        self._handle(Ticked(self._pauses.look(self._clock())))
+        self._handle(events.Ticked(self._pauses.look(self._clock())))
         if self._scheduler.pool.full.names:
             self._has_work.set()
 
@@ -149,7 +132,7 @@ class GenerationWorker:
         """Use a new routing table; end the sequences of gateways that are gone."""
         self._outboxes.table_changed(table)
         adapt_to(self._scheduler, table, self.name)
-        self._handle(GatewaysChanged({*table.gateways, *self._outboxes}))
+        self._handle(events.GatewaysChanged({*table.gateways, *self._outboxes}))
 
     @property
     def has_gateway(self) -> bool:
@@ -178,34 +161,32 @@ class GenerationWorker:
         await self._outboxes.wait_sent()
 
     def report(self) -> WorkerReport:
+        pool = self._scheduler.pool
         waiting, running = len(self._queue), len(self._table)
         if self._stage == 0:
-            waiting, running = (
-                self._scheduler.pool.waiting,
-                len(self._scheduler.pool.running),
-            )
+            waiting, running = pool.waiting, len(pool.running)
         began = self._engine.began_at
         return WorkerReport(
             queued=waiting,
             computing=running,
             computing_s=0.0 if began is None else self._clock() - began,
             computed_s=self._engine.computed_s,
-            counts={**self.counts, "preemptions": self._scheduler.pool.preemptions},
+            counts={**self.counts, "preemptions": pool.preemptions},
             upstream=self._outboxes.of_stage(self._stage - 1),
             gateways=self._outboxes.gateways(),
             downstream=self._outboxes.of_stage(self._stage + 1),
-            kv_usage=self._scheduler.pool.usage,
+            kv_usage=pool.usage,
         )
 
     # Edges.
 
     def edge_up(self, outbox: Outbox) -> None:
         self._outboxes.up(outbox)
-        self._handle(Connected(outbox.edge.peer))
+        self._handle(events.Connected(outbox.edge.peer))
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
         if self._outboxes.down(outbox):
-            self._handle(Disconnected(outbox.edge.peer))
+            self._handle(events.Disconnected(outbox.edge.peer))
 
     def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
         """Handle the messages of a frame; MessageError if one is not allowed here."""
@@ -221,41 +202,41 @@ class GenerationWorker:
                 case generation_messages.PreemptSequences():
                     self._queue.add(message)
                 case _:
-                    self._handle(Received(peer, message))
+                    self._handle(events.Received(peer, message))
         self._has_work.set()
 
     # Decisions.
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         self._act(self.recovery.handle(event, self._clock()))
 
-    def _act(self, actions: Iterable[Action]) -> None:
+    def _act(self, actions: Iterable[act.Action]) -> None:
         for action in actions:
             match action:
-                case Warn(text):
+                case act.Warn(text):
                     logger.warning(text)
-                case Send(peer, message, is_urgent):
+                case act.Send(peer, message, is_urgent):
                     self._outboxes.send(peer, message)
                     if is_urgent:
                         self._outboxes.flush(peer)
-                case SendLogged(peer, key, begin, end, is_end):
+                case act.SendLogged(peer, key, begin, end, is_end):
                     replay = generation_messages.ActivationRows(key, begin, is_end)
                     rows = NO_ROWS
                     if begin < end:
                         rows = self._log.rows(key[:2], begin, end)
                     self._outboxes.send(peer, replay, rows)
-                case Rebuild(key, begin, tokens):
+                case act.Rebuild(key, begin, tokens):
                     rows = torch.tensor(tokens, dtype=torch.int64)
                     replay = generation_messages.ActivationRows(key, begin, True)
                     self._queue.rebuild(replay, rows)
-                case Open(start):
+                case act.Open(start):
                     self._open(start)
-                case Forget(stream):
+                case act.Forget(stream):
                     self._log.drop(stream)
                     self._prefixes.forget(stream)
                     self._engine.free(stream)
                     self._has_work.set()
-                case DropComputed(stream):
+                case act.DropComputed(stream):
                     self._prefixes.release(stream)
                     self._log.drop(stream)
                     self._engine.drop(stream)
@@ -270,7 +251,7 @@ class GenerationWorker:
         made.add_done_callback(lambda _: loop.call_soon_threadsafe(compiled))
 
     def _compiled(self, key: Key) -> None:
-        self._handle(Compiled(key))
+        self._handle(events.Compiled(key))
         self._has_work.set()
 
     # Computing.
@@ -363,7 +344,7 @@ class GenerationWorker:
             self._deliver(found.tokens)
             done = outcome(number, parts, found.tokens, self.recovery.sampled)
             if origin == self.name:
-                self._handle(Received(self.name, done))
+                self._handle(events.Received(self.name, done))
                 self._has_work.set()
             else:
                 self._outboxes.send(origin, done)

@@ -19,6 +19,9 @@ from torch.nn import functional
 
 from multiworld.serve.generation.replica.kv_memory import SLOTS, KvMemory, Run
 
+# Keys and values by layer, [key heads, tokens, size] each, on the host.
+Layers = dict[int, tuple[Tensor, Tensor]]
+
 # Rows at least, for fast matmul kernels. bfloat16 on an EPYC, 300 keys: 292 us with one
 # row, 46 with four.
 MIN_ROWS = 4
@@ -48,6 +51,37 @@ class Attention(Protocol):
         softcap: float | None = None,  # ``softcap * tanh(score / softcap)``
     ) -> Tensor:
         """Append keys and values of the rows; return [rows, heads, size of values]."""
+
+
+class KvStore(Protocol):
+    """Keys and values of the sequences of one stage."""
+
+    @property
+    def granule(self) -> int:
+        """Tokens in multiples of which memory is allocated."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use."""
+
+    @property
+    def lengths(self) -> dict[Hashable, int]:
+        """Number of tokens of each sequence."""
+
+    def step(self, rows: Sequence[Rows]) -> Attention:
+        """Return the attention of one step; sequences at position 0 start anew."""
+        # MissingTokensError: tokens before those of the step were never computed.
+
+    def free(self, sequence: Hashable) -> None:
+        """Free the memory of a sequence, if it has any."""
+
+    def copied(self, sequence: Hashable, begin: int, end: int) -> Layers:
+        """Return a copy of the keys and values at positions [begin, end)."""
+
+    def restore(
+        self, sequence: Hashable, pieces: Sequence[Layers], tokens: int
+    ) -> None:
+        """Start a sequence with ``pieces`` that were computed before."""
 
 
 class MissingTokensError(Exception):
@@ -170,9 +204,7 @@ class KvCache:
         keys, values = (whole[batch.run.slot : end] for whole in memory)
         return keys, values
 
-    def copied(
-        self, sequence: Hashable, begin: int, end: int
-    ) -> dict[int, tuple[Tensor, Tensor]]:
+    def copied(self, sequence: Hashable, begin: int, end: int) -> Layers:
         return {
             layer: (keys[:, begin:end].clone(), values[:, begin:end].clone())
             for layer, (keys, values) in self._memory.all_of(sequence).items()
@@ -180,10 +212,7 @@ class KvCache:
 
     @torch.inference_mode()
     def restore(
-        self,
-        sequence: Hashable,
-        pieces: Sequence[dict[int, tuple[Tensor, Tensor]]],
-        tokens: int,
+        self, sequence: Hashable, pieces: Sequence[Layers], tokens: int
     ) -> None:
         self._memory.free(sequence)
         self._memory.make_room(sequence, tokens)

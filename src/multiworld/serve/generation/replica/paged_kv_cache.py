@@ -21,12 +21,12 @@ from torch.nn import functional
 
 from multiworld.serve.generation.replica.kv_cache import (
     Attention,
+    Layers,
     MissingTokensError,
     Rows,
     capped,
     of_single_rows,
 )
-from multiworld.serve.generation.replica.kv_store import Layers
 from multiworld.serve.generation.replica.transfers import HOST, Transfers
 
 logger = logging.getLogger("multiworld.serve")

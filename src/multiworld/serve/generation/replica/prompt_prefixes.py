@@ -24,7 +24,7 @@ class PromptPrefixes:
     """The prompts of one replica, and its prefix cache of at most ``limit`` bytes."""
 
     def __init__(self, limit: int, block: int) -> None:
-        self._cache = PrefixCache(limit) if limit else None
+        self._cache, self._is_on = PrefixCache(limit), limit > 0
         self._block = block
         self.counts: Counter[str] = Counter()
         self._names: dict[StreamId, list[Digest]] = {}
@@ -32,17 +32,17 @@ class PromptPrefixes:
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._cache is None else self._cache.nbytes
+        return self._cache.nbytes
 
     @property
     def in_use(self) -> int:
         """Number of cached blocks that sequences may begin with."""
-        return len(self._found) + (0 if self._cache is None else self._cache.in_use)
+        return len(self._found) + self._cache.in_use
 
     def find(self, state: SequenceState) -> None:
         """Look up the cached prefix of a sequence's prompt."""
         start = state.start
-        if self._cache is None or start.is_probe:
+        if not self._is_on or start.is_probe:
             return
         self.release(state.stream)
         names = list(digests(start.tokens, self._block, start.share.tenant))
@@ -75,14 +75,11 @@ class PromptPrefixes:
 
     def release(self, stream: StreamId) -> None:
         found = self._found.pop(stream, ())
-        if self._cache is not None:
-            self._cache.release(self._names.get(stream, [])[: len(found)])
+        self._cache.release(self._names.get(stream, [])[: len(found)])
 
     def spans(self, parts: Iterable[StepPart]) -> list[BlockSpan]:
         """Return the blocks of prompts that a step completes and no cache has."""
         found: dict[Digest, BlockSpan] = {}
-        if self._cache is None:
-            return []
         for part in parts:
             names = self._names.get(part.key[:2], ())
             end = min(len(names), (part.begin + part.count) // self._block)
@@ -97,8 +94,6 @@ class PromptPrefixes:
         self, state: SequenceState, span: BlockSpan, block: Block, log: ActivationLog
     ) -> None:
         """Cache a copy of a block; rows of earlier steps are still in the log."""
-        if self._cache is None:
-            return
         if block.rows is not None:
             missing = self._block - len(block.rows)
             if missing and span.begin < state.logged:

@@ -19,31 +19,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
-from multiworld.serve.generation.replica.actions import (
-    Action,
-    DropComputed,
-    Forget,
-    Open,
-    Rebuild,
-    Send,
-    SendLogged,
-    Warn,
-)
-from multiworld.serve.generation.replica.events import (
-    Compiled,
-    Connected,
-    Disconnected,
-    Event,
-    GatewaysChanged,
-    Received,
-    Ticked,
-)
+from multiworld.serve.generation.replica import actions as act
+from multiworld.serve.generation.replica import events
 from multiworld.serve.generation.replica.kv_budget import KvBudget
 from multiworld.serve.generation.replica.sample_costs import sample_rows_of
-from multiworld.serve.generation.replica.scheduler import (
-    Scheduler,
-    TooManyTokensError,
-)
+from multiworld.serve.generation.replica.scheduler import Scheduler, TooManyTokensError
 from multiworld.serve.generation.replica.sequence_state import (
     SequenceState,
     SequenceTable,
@@ -87,35 +67,35 @@ class Recovery:
         self._watched: set[Key] = set()
         self._alone: Key | None = None
         self._evicted: list[generation_messages.KvEvicted] = []
-        self._actions: list[Action] = []
+        self._actions: list[act.Action] = []
         self._now = 0.0
 
-    def handle(self, event: Event, now: float) -> list[Action]:
+    def handle(self, event: events.Event, now: float) -> list[act.Action]:
         """Update the state by an event; return the actions to carry out, in order."""
         self._now = now
         match event:
-            case Received(peer, message):
+            case events.Received(peer, message):
                 self._received(peer, message)
-            case Compiled(key):
+            case events.Compiled(key):
                 self._compiled(key)
-            case Connected(peer):
+            case events.Connected(peer):
                 self._connected.add(peer)
-            case Disconnected(peer):
+            case events.Disconnected(peer):
                 self._disconnected(peer)
-            case GatewaysChanged(names):
+            case events.GatewaysChanged(names):
                 for state in self.table:
                     if state.key[0] not in names:
                         self._end(state.key)
-            case Ticked(was_paused):
+            case events.Ticked(was_paused):
                 if was_paused:
                     self._scheduler.steps.excuse(now)
                 for key in self._scheduler.steps.overdue(now, self._overdue_s):
                     text = f"later stages did not return sequence {key} in time"
-                    self._actions.append(Warn(text))
+                    self._actions.append(act.Warn(text))
                     self.return_to_gateway([key])
         return self.take()
 
-    def take(self) -> list[Action]:
+    def take(self) -> list[act.Action]:
         """Return the actions since the last call, in order."""
         actions, self._actions = self._actions, []
         return actions
@@ -123,7 +103,7 @@ class Recovery:
     def _send(
         self, peer: str, message: EdgeMessage, *, is_urgent: bool = False
     ) -> None:
-        self._actions.append(Send(peer, message, is_urgent))
+        self._actions.append(act.Send(peer, message, is_urgent))
 
     # Messages.
 
@@ -168,7 +148,7 @@ class Recovery:
         self._watched.difference_update(state.earlier)
         if start.is_watched:
             self._watched.add(start.key)
-        self._actions.append(Open(start))
+        self._actions.append(act.Open(start))
         if not state.held:
             self._find_prefix(state)
         if self._stage == 0 and not self._schedule(state):
@@ -228,7 +208,7 @@ class Recovery:
         is_moved = self._scheduler.pool.knows(key)
         if begin < end or is_moved:
             peer = state.start.chain[self._stage + 1]
-            self._actions.append(SendLogged(peer, key, begin, end, is_moved))
+            self._actions.append(act.SendLogged(peer, key, begin, end, is_moved))
             state.sent = end
         self._resolve(state)
 
@@ -271,7 +251,7 @@ class Recovery:
             fetch = generation_messages.FetchActivations(key, start.previous, held)
             self._send(start.chain[self._stage - 1], fetch)
         else:
-            self._actions.append(Rebuild(key, held, start.tokens[held:]))
+            self._actions.append(act.Rebuild(key, held, start.tokens[held:]))
 
     def _fetch(self, peer: str, key: Key, previous: int, begin: int) -> None:
         """Send a prepared replica of the next stage the rows that it lacks."""
@@ -280,7 +260,7 @@ class Recovery:
             self._send(key[0], generation_messages.SequenceFailed(key))
             return
         end = max(begin, state.held)
-        self._actions.append(SendLogged(peer, key, begin, end, True))
+        self._actions.append(act.SendLogged(peer, key, begin, end, True))
 
     def _end(self, key: Key) -> None:
         state = self.table.end(key)
@@ -291,7 +271,7 @@ class Recovery:
         self.sampled.pop(key, None)
         self._watched.discard(key)
         self._memory.free(state.stream)
-        self._actions.append(Forget(state.stream))
+        self._actions.append(act.Forget(state.stream))
 
     def return_to_gateway(self, keys: Iterable[Key]) -> None:
         """Return sequences to their gateways: they cannot continue as they are."""
@@ -351,7 +331,7 @@ class Recovery:
         state.reset()
         self.sampled.pop(state.key, None)
         self._memory.free(state.stream)
-        self._actions.append(DropComputed(state.stream))
+        self._actions.append(act.DropComputed(state.stream))
 
     def _pass_back(self, evicted: generation_messages.KvEvicted) -> None:
         """Report an eviction to stage 0, through the stages between."""

@@ -18,7 +18,6 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from multiworld.serve.generation.engine_limits import EngineLimits
-from multiworld.serve.generation.replica.full_replicas import FullReplicas
 from multiworld.serve.generation.replica.scheduled_sequence import ScheduledSequence
 from multiworld.serve.generation.replica.step_budget import STEP_ROWS
 from multiworld.serve.generation.replica.steps_in_flight import StepsInFlight
@@ -26,6 +25,31 @@ from multiworld.serve.generation.replica.tenant_use import TenantUse
 from multiworld.serve.generation.replica.token_shares import TokenShares
 from multiworld.serve.generation.replica.waiting_queue import WaitingQueue
 from multiworld.serve.transport.protocol import Key
+
+# Minimum and maximum seconds for which nothing is sent to a replica that had no KV
+# blocks for a sequence; the time doubles while it has none.
+FULL_S, LONGEST_FULL_S = 0.1, 2.0
+
+
+class FullReplicas:
+    """Replicas that receive nothing for a while; ``names``: those of now."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._pauses: dict[str, tuple[float, float]] = {}
+
+    def add(self, replica: str, now: float) -> None:
+        until, pause_s = self._pauses.get(replica, (now, 0.0))
+        if now >= until:  # otherwise the message concerns what was sent earlier
+            pause_s = min(LONGEST_FULL_S, max(FULL_S, 2 * pause_s))
+            self._pauses[replica] = now + pause_s, pause_s
+        self.update(now)
+
+    def update(self, now: float) -> None:
+        """Forget replicas that have had memory for as long as they were avoided."""
+        pauses = self._pauses.items()
+        self._pauses = {name: (t, p) for name, (t, p) in pauses if now < t + p}
+        self.names = {name for name, (t, _) in self._pauses.items() if now < t}
 
 
 class SequencePool:

@@ -16,18 +16,16 @@ from multiworld.serve.generation.replica.batch_invariant_attention import (
     PIECE,
     InvariantAttention,
 )
-from multiworld.serve.generation.replica.batch_invariant_elements import (
+from multiworld.serve.generation.replica.batch_invariant_layers import (
     make_elements_invariant,
-)
-from multiworld.serve.generation.replica.batch_invariant_sizes import (
     make_linears_invariant,
 )
 from multiworld.serve.generation.replica.kv_cache import (
     KvCache,
+    KvStore,
     MissingTokensError,
     Rows,
 )
-from multiworld.serve.generation.replica.kv_store import KvStore
 from multiworld.serve.generation.replica.layer_trial import check_layers
 from multiworld.serve.generation.replica.paged_kv_cache import PagedKvCache
 from multiworld.serve.generation.replica.prefix_cache import Block, BlockSpan

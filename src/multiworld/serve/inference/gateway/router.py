@@ -21,15 +21,10 @@ from __future__ import annotations
 import heapq
 
 from multiworld.errors import ServeError, UnknownModelError
+from multiworld.serve.core import refusals
 from multiworld.serve.core.load_balancer import Chance, choose
-from multiworld.serve.core.refusals import (
-    overloaded,
-    poisoned,
-    quarantined,
-    too_late,
-    without_replica,
-)
 from multiworld.serve.core.replica_view import ReplicaView
+from multiworld.serve.inference.gateway import events
 from multiworld.serve.inference.gateway.actions import (
     Action,
     Cancel,
@@ -38,29 +33,9 @@ from multiworld.serve.inference.gateway.actions import (
     Reject,
     Replayed,
 )
-from multiworld.serve.inference.gateway.events import (
-    Answered,
-    Begun,
-    Connected,
-    Dropped,
-    Event,
-    Failed,
-    Lost,
-    Silent,
-    Stuck,
-    Submitted,
-    TableChanged,
-    TenantQuarantined,
-    Ticked,
-    Withdrawn,
-)
 from multiworld.serve.inference.gateway.records import AttemptState, Queue, Request
 from multiworld.serve.transport.inference_messages import Attempt
-from multiworld.serve.transport.routing_table import (
-    Replica,
-    Route,
-    first_ready,
-)
+from multiworld.serve.transport.routing_table import Replica, Route, first_ready
 
 # Seconds after a poison request during which its tenant's requests to the model run in
 # isolation, behind other suspects.
@@ -100,7 +75,7 @@ class Router:
         route = self._view.table.routes.get(model)
         return [] if route is None else self._missing(model, route)
 
-    def sent(self, number: int) -> tuple[Submitted, int] | None:
+    def sent(self, number: int) -> tuple[events.Submitted, int] | None:
         """Return a request and its number of attempts; None if it has ended."""
         request = self._requests.get(number)
         return None if request is None else (request.job, request.attempted)
@@ -124,53 +99,53 @@ class Router:
         for queue in self._queues.values():
             assert queue.unsent == queue.unsent_by_tenant.total() >= 0
 
-    def handle(self, event: Event, now: float) -> list[Action]:
+    def handle(self, event: events.Event, now: float) -> list[Action]:
         """Update the state by ``event``; return the actions to carry out, in order."""
         self._now = now
         match event:
-            case Submitted():
+            case events.Submitted():
                 return self._submitted(event)
-            case Begun():
+            case events.Begun():
                 return self._begun(event)
-            case Dropped():
+            case events.Dropped():
                 return self._dropped(event)
-            case Stuck(attempts):
+            case events.Stuck(attempts):
                 return self._stuck(attempts)
-            case Answered(attempt, is_last):
+            case events.Answered(attempt, is_last):
                 return self._answered(attempt, is_last)
-            case Failed((number, attempt), error):
+            case events.Failed((number, attempt), error):
                 return self._failed(number, attempt, error)
-            case TenantQuarantined(tenant, model):
+            case events.TenantQuarantined(tenant, model):
                 return self._tenant_quarantined(tenant, model)
-            case Withdrawn(number):
+            case events.Withdrawn(number):
                 return self._end(number)
-            case Connected(replica):
+            case events.Connected(replica):
                 self._view.connect(replica)
                 return self._pump_all()
-            case Lost():
+            case events.Lost():
                 return self._lost(event)
-            case Silent(replica, is_silent):
+            case events.Silent(replica, is_silent):
                 return self._silence_changed(replica, is_silent)
-            case TableChanged(table):
+            case events.TableChanged(table):
                 self._view.table_changed(table)
                 return [*self._reject_unserved(), *self._pump_all()]
-            case Ticked():
+            case events.Ticked():
                 return self._expire(now)
 
     # Submission and completion.
 
-    def _submitted(self, job: Submitted) -> list[Action]:
+    def _submitted(self, job: events.Submitted) -> list[Action]:
         queue = self._queues.setdefault(job.model, Queue())
         if job.via is None and self._is_full(queue, job):
             own = queue.unsent_by_tenant[job.share.tenant]
-            return [Reject(job.number, overloaded(job.model, own))]
+            return [Reject(job.number, refusals.overloaded(job.model, own))]
         self._requests[job.number] = request = Request(job)
         request.is_suspect = job.via is None and self._is_isolated(queue, job)
         heapq.heappush(self._deadlines, (job.deadline_at, job.number))
         self._enqueue(request)
         return self._pump(job.model)
 
-    def _is_full(self, queue: Queue, job: Submitted) -> bool:
+    def _is_full(self, queue: Queue, job: events.Submitted) -> bool:
         """Return whether a request is shed because too many wait."""
         # One tenant may fill the queue up to ``limit``. Others then share as much again
         # by weight, at least one request each.
@@ -184,7 +159,7 @@ class Router:
         weights = sum({**queue.weights, share.tenant: share.weight}.values())
         return own >= max(1.0, limit * share.weight / weights)
 
-    def _has_room(self, job: Submitted) -> bool:
+    def _has_room(self, job: events.Submitted) -> bool:
         queue, route = self._queues[job.model], self._view.table.routes[job.model]
         can_send = not queue.unsent and not self._missing(job.model, route)
         return can_send and self._target(Request(job), route, can_send=True) is not None
@@ -251,13 +226,13 @@ class Router:
         route = self._view.table.routes.get(job.model)
         missing = [] if route is None else self._missing(job.model, route)
         if missing and not request.attempts:
-            return without_replica(job.model, missing[0])
+            return refusals.without_replica(job.model, missing[0])
         at = ", ".join(self.locations(job.number)).replace("waiting", "the gateway")
-        return too_late(job.model, at)
+        return refusals.too_late(job.model, at)
 
     # Progress.
 
-    def _begun(self, event: Begun) -> list[Action]:
+    def _begun(self, event: events.Begun) -> list[Action]:
         models: dict[str, None] = {}
         for number, nth in event.attempts:
             request = self._requests.get(number)
@@ -272,10 +247,10 @@ class Router:
         self._note_done(event)
         if event.replica not in self._view.connected:
             # The replica was lost before its message arrived.
-            return self._lost(Lost(event.replica))
+            return self._lost(events.Lost(event.replica))
         return [action for model in models for action in self._pump(model)]
 
-    def _note_done(self, event: Begun) -> None:
+    def _note_done(self, event: events.Begun) -> None:
         """Mark the previous batch as done: a replica computes one batch at a time."""
         for number, nth in self._computing.get(event.replica, ()):
             request = self._requests.get(number)
@@ -297,7 +272,7 @@ class Router:
 
     # Failures.
 
-    def _lost(self, event: Lost) -> list[Action]:
+    def _lost(self, event: events.Lost) -> list[Action]:
         self._view.disconnect(event.replica)
         self._computing.pop(event.replica, None)
         actions: list[Action] = []
@@ -310,7 +285,7 @@ class Router:
                 job, losses = request.job, request.losses.isolated
                 self._isolate_tenant(job)
                 actions += [
-                    Reject(number, poisoned(number, job.model, losses)),
+                    Reject(number, refusals.poisoned(number, job.model, losses)),
                     *self._end(number),
                 ]
             else:
@@ -318,7 +293,7 @@ class Router:
                 actions += self._replay(request, event.replica, why)
         return actions + self._pump_all()
 
-    def _isolate_tenant(self, job: Submitted) -> None:
+    def _isolate_tenant(self, job: events.Submitted) -> None:
         """Isolate a tenant's requests for ``ISOLATION_S``, behind other suspects."""
         tenant = job.share.tenant
         if not tenant:
@@ -336,7 +311,7 @@ class Router:
             job = request.job
             if not request.attempts:
                 actions += [
-                    Reject(job.number, quarantined(model)),
+                    Reject(job.number, refusals.quarantined(model)),
                     *self._end(job.number),
                 ]
         return actions
@@ -350,7 +325,7 @@ class Router:
             and request.job.via is None
         ]
 
-    def _is_isolated(self, queue: Queue, job: Submitted) -> bool:
+    def _is_isolated(self, queue: Queue, job: events.Submitted) -> bool:
         return queue.isolated_until.get(job.share.tenant, 0.0) > self._now
 
     def _record_loss(self, request: Request, state: AttemptState) -> None:
@@ -364,7 +339,7 @@ class Router:
         request.losses.add(self._now, is_alone=is_computed and is_alone)
         request.is_suspect |= request.losses.is_suspect
 
-    def _dropped(self, event: Dropped) -> list[Action]:
+    def _dropped(self, event: events.Dropped) -> list[Action]:
         actions: list[Action] = []
         models: dict[str, None] = {}
         for number, nth in event.attempts:
@@ -549,7 +524,7 @@ class Router:
         return self._load(replica.name)
 
     def _probe_target(
-        self, job: Submitted, via: dict[int, str], route: Route
+        self, job: events.Submitted, via: dict[int, str], route: Route
     ) -> str | None:
         probed = [self._view.table.replicas.get(name) for name in via.values()]
         version = next((r.version for r in probed if r is not None), route.version)

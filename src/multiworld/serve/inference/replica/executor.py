@@ -9,14 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from multiworld.errors import (
-    InvalidRequestError,
-    MemberLeftError,
-    ModelFailedError,
-    ServeError,
-    WorldBrokenError,
-    WorldClosedError,
-)
+from multiworld import errors
 from multiworld.serve.inference.replica.batch_queue import Work
 from multiworld.serve.replica.compute_thread import ComputeThread
 from multiworld.serve.spec.stage import Stage, StageContext, StageFunction, Tensors
@@ -25,9 +18,9 @@ from multiworld.serve.transport.collation import collate, length_of, split
 logger = logging.getLogger("multiworld.serve")
 
 # Errors after which the ranks of a replica can no longer work together.
-LOST = (WorldBrokenError, WorldClosedError, MemberLeftError)
+LOST = (errors.WorldBrokenError, errors.WorldClosedError, errors.MemberLeftError)
 
-Outcome = Tensors | ServeError  # outputs of one request, by name; or its error
+Outcome = Tensors | errors.ServeError  # outputs of one request, by name; or its error
 WARM = 20  # minimum number of measured batches of a quick stage
 QUICK_S = 0.0005  # maximum mean time of a quick stage's batch
 SLOW_S = 0.005  # of a batch; then the stage counts as slow for ``WARM`` more
@@ -160,15 +153,15 @@ class Executor:
             self._quickness.add(time.perf_counter() - began_at)
             return split(outputs, rows, lengths, ragged, self._name)
 
-    def _translated(self, error: Exception) -> ServeError:
-        if isinstance(error, InvalidRequestError | ModelFailedError):
+    def _translated(self, error: Exception) -> errors.ServeError:
+        if isinstance(error, errors.InvalidRequestError | errors.ModelFailedError):
             return error
         logger.warning(
             "stage %s raised for one request:\n%s",
             self._name,
             "".join(traceback.format_exception(error)),
         )
-        return ModelFailedError(
+        return errors.ModelFailedError(
             f"stage {self._name!r} raised {type(error).__name__}: {error}",
             stage=self._name,
         )

@@ -24,14 +24,9 @@ from multiworld.serve.inference.replica.executor import Executor, Outcome
 from multiworld.serve.inference.replica.forwarder import FinishedWork, Forwarder
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
 from multiworld.serve.spec.stage import Stage, Tensors
+from multiworld.serve.transport import control_messages as messages
 from multiworld.serve.transport import inference_messages
 from multiworld.serve.transport.collation import group_of, rows_of
-from multiworld.serve.transport.control_messages import (
-    ROWS_BOUNDS,
-    SECONDS_BOUNDS,
-    StageLoaded,
-    WorkerReport,
-)
 from multiworld.serve.transport.edges import SILENT_S, Outbox
 from multiworld.serve.transport.frames import Entry
 from multiworld.serve.transport.inference_messages import (
@@ -102,8 +97,8 @@ class Worker:
         self._running_since = 0.0
         self.counts: Counter[str] = Counter()
         self.computed_s = 0.0
-        self._batch_rows = [0] * (len(ROWS_BOUNDS) + 1)
-        self._batch_seconds = [0] * (len(SECONDS_BOUNDS) + 1)
+        self._batch_rows = [0] * (len(messages.ROWS_BOUNDS) + 1)
+        self._batch_seconds = [0] * (len(messages.SECONDS_BOUNDS) + 1)
 
     # Interface to the process.
 
@@ -130,13 +125,13 @@ class Worker:
         for outbox in {*outboxes, *self._downstream.values()}:
             await outbox.wait_sent()
 
-    def loaded(self, device: str) -> StageLoaded:
-        return StageLoaded()
+    def loaded(self, device: str) -> messages.StageLoaded:
+        return messages.StageLoaded()
 
-    def report(self) -> WorkerReport:
+    def report(self) -> messages.WorkerReport:
         """Return the replica's state; the process adds its CPU time and memory."""
         now = self._clock()
-        return WorkerReport(
+        return messages.WorkerReport(
             queued=len(self._batcher),
             computing=len(self._running),
             probing=self._batcher.probes
@@ -191,7 +186,8 @@ class Worker:
         peer = outbox.edge.peer
         if self._downstream.get(peer) is outbox:
             del self._downstream[peer]
-            self._drop(self._forwarder.lost(peer))
+            lost = self._forwarder.lost(peer)
+            self._report_outcome(lost, "dropped", inference_messages.WorkDropped)
         elif self._gateways.get(peer) is outbox:
             del self._gateways[peer]
             # A gateway that reconnects sends this work again.
@@ -339,8 +335,8 @@ class Worker:
         self.counts["batches"] += 1
         self.counts["rows"] += rows
         self.counts["requests"] += len(batch)
-        self._batch_rows[bisect_left(ROWS_BOUNDS, rows)] += 1
-        self._batch_seconds[bisect_left(SECONDS_BOUNDS, took_s)] += 1
+        self._batch_rows[bisect_left(messages.ROWS_BOUNDS, rows)] += 1
+        self._batch_seconds[bisect_left(messages.SECONDS_BOUNDS, took_s)] += 1
 
     async def _announce(self, batch: list[Work]) -> None:
         """Announce a batch to its gateways, in case it kills this process."""
@@ -440,9 +436,6 @@ class Worker:
         self.counts["failed"] += 1
         failed = inference_messages.WorkFailed((key[1], key[2]), RemoteError.of(error))
         self._notify(key[0], failed)
-
-    def _drop(self, keys: Iterable[Key]) -> None:
-        self._report_outcome(keys, "dropped", inference_messages.WorkDropped)
 
     def _return(self, keys: Iterable[Key]) -> None:
         self._report_outcome(keys, "returned", inference_messages.WorkReturned)

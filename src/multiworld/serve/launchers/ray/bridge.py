@@ -29,25 +29,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from multiworld.serve.launchers.protocol import (
-    ACTOR_ORDERS,
-    ActorOrder,
-    AdoptActor,
-    BridgeNews,
-    ClusterNode,
-    ClusterNodes,
-    ClusterReady,
-    Exited,
-    KillActor,
-    LaunchActor,
-    Launched,
-    LaunchFailed,
-    LineCodec,
-    Ping,
-    Pong,
-    Sweep,
-    WarmNodes,
-)
+from multiworld.serve.launchers import protocol
 from multiworld.serve.launchers.ray.actor import (
     NodeLauncher,
     ReplicaHolder,
@@ -89,12 +71,12 @@ class WarmNodePool:
         remote: Any = ray.remote  # Ray's overloads lack a keyword-only call
         self._class = remote(NodeLauncher)
         self._lock = threading.Lock()
-        self._order: WarmNodes | None = None
+        self._order: protocol.WarmNodes | None = None
         # Not detached: they and their fork servers exit with the bridge. Replicas run
         # on, because their holders are detached.
         self._launchers: dict[str, Any] = {}
 
-    def configure(self, order: WarmNodes) -> None:
+    def configure(self, order: protocol.WarmNodes) -> None:
         """Set what the fork servers import; no machine is warmed before that."""
         with self._lock:
             self._order = order
@@ -135,7 +117,7 @@ class Bridge:
 
     def __init__(self, control: socket.socket, namespace: str, app: str) -> None:
         self._control, self._namespace, self._app = control, namespace, app
-        self._news: queue.SimpleQueue[BridgeNews] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[protocol.BridgeNews] = queue.SimpleQueue()
         self._starters = ThreadPoolExecutor(STARTERS)
         self._remote: Any = ray.remote  # Ray's overloads lack a keyword-only call
         self._class = self._remote(ReplicaHolder)
@@ -167,7 +149,7 @@ class Bridge:
     def run(self) -> None:
         """Carry out orders until the controller closes the socket."""
         nodes = self._nodes()
-        self._news.put(ClusterReady(nodes))
+        self._news.put(protocol.ClusterReady(nodes))
         self._start(self._write)
         self._start(self._look, nodes)
         buffer = b""
@@ -175,13 +157,13 @@ class Bridge:
             buffer += data
             while b"\n" in buffer:
                 line, _, buffer = buffer.partition(b"\n")
-                order = ACTOR_ORDERS.decode(line)
+                order = protocol.ACTOR_ORDERS.decode(line)
                 match order:
-                    case Ping(number):
-                        self._news.put(Pong(number))
-                    case Sweep(known):
+                    case protocol.Ping(number):
+                        self._news.put(protocol.Pong(number))
+                    case protocol.Sweep(known):
                         self._sweep(known)  # must precede all later orders
-                    case WarmNodes():
+                    case protocol.WarmNodes():
                         self._warm.configure(order)
                         self._warm.keep(node.key for node in nodes)
                     case _:
@@ -189,13 +171,13 @@ class Bridge:
         self._start(_exit_after, DRAIN_S)
         self._starters.shutdown(wait=True)
 
-    def _carry_out(self, order: ActorOrder) -> None:
+    def _carry_out(self, order: protocol.ActorOrder) -> None:
         match order:
-            case LaunchActor():
+            case protocol.LaunchActor():
                 self._launch(order)
-            case AdoptActor(name, ranks, must_be_known):
+            case protocol.AdoptActor(name, ranks, must_be_known):
                 self._adopt(name, ranks, must_be_known)
-            case KillActor(name, ranks):
+            case protocol.KillActor(name, ranks):
                 self._kill(name, ranks)
 
     def _start(self, body: Callable[..., None], *args: Any) -> None:
@@ -205,13 +187,13 @@ class Bridge:
         while True:
             news = self._news.get()
             try:
-                self._control.sendall(LineCodec.encode(news))
+                self._control.sendall(protocol.LineCodec.encode(news))
             except OSError:
                 return  # the reader sees that the socket is closed
 
     # Machines.
 
-    def _look(self, before: tuple[ClusterNode, ...]) -> None:
+    def _look(self, before: tuple[protocol.ClusterNode, ...]) -> None:
         while True:
             time.sleep(LOOK_S)
             try:
@@ -222,19 +204,19 @@ class Bridge:
                 os._exit(1)  # the launcher starts another bridge
             self._warm.keep(node.key for node in found)
             # Sent even without changes, to show that the head answers.
-            self._news.put(ClusterNodes(found, found == before))
+            self._news.put(protocol.ClusterNodes(found, found == before))
             before = found
 
-    def _nodes(self) -> tuple[ClusterNode, ...]:
+    def _nodes(self) -> tuple[protocol.ClusterNode, ...]:
         return tuple(self._node(node) for node in self._ask() if node["Alive"])
 
-    def _node(self, node: dict[str, Any]) -> ClusterNode:
+    def _node(self, node: dict[str, Any]) -> protocol.ClusterNode:
         has, key = node["Resources"], node["NodeID"]
         if key not in self._asked:
             self._asked.add(key)
             self._starters.submit(self._ask_facts, key)
         gpus, bfloat16 = self._facts.get(key, ((), None))
-        return ClusterNode(
+        return protocol.ClusterNode(
             name=_name(node),
             key=key,
             address=node["NodeManagerAddress"],
@@ -255,7 +237,7 @@ class Bridge:
 
     # Replicas.
 
-    def _launch(self, order: LaunchActor) -> None:
+    def _launch(self, order: protocol.LaunchActor) -> None:
         name, ranks, bundle = order.name, len(order.args), order.bundle
         try:
             group = placement_group(
@@ -273,13 +255,15 @@ class Bridge:
             self._end(name, ranks)
             self._let_go(order)  # a rank that has started nevertheless exits
             why = f"Ray did not start it: {_message(error)}"
-            self._news.put(LaunchFailed(name, why))
+            self._news.put(protocol.LaunchFailed(name, why))
             return
         pid, began, _ = started[0]
-        self._news.put(Launched(name, pid, began))
+        self._news.put(protocol.Launched(name, pid, began))
         self._hand_over(order, holders, started)
 
-    def _start_ranks(self, order: LaunchActor, holders: list[Any]) -> list[Started]:
+    def _start_ranks(
+        self, order: protocol.LaunchActor, holders: list[Any]
+    ) -> list[Started]:
         """Start the ranks of a replica; meanwhile Ray starts their holders."""
         launcher = self._warm.launcher(order.key)
         calls = []
@@ -294,7 +278,7 @@ class Bridge:
         return started
 
     def _hand_over(
-        self, order: LaunchActor, holders: list[Any], started: list[Started]
+        self, order: protocol.LaunchActor, holders: list[Any], started: list[Started]
     ) -> None:
         """Tie each rank to its holder instead of the launcher of its machine."""
         launcher = self._warm.launcher(order.key)
@@ -314,7 +298,7 @@ class Bridge:
         self._let_go(order)
         self._await(order.name, len(holders), waiting[0], launcher)
 
-    def _let_go(self, order: LaunchActor) -> None:
+    def _let_go(self, order: protocol.LaunchActor) -> None:
         launcher = self._warm.launcher(order.key)
         for rank in range(len(order.args)):
             launcher.let_go.remote(self._named(order.name, rank))
@@ -348,7 +332,7 @@ class Bridge:
                 with contextlib.suppress(Exception):  # its machine is lost
                     answer = launcher.exit_code.remote(self._named(name))
                     code = ray.get(answer, timeout=CODE_S)
-            self._news.put(Exited(name, code))
+            self._news.put(protocol.Exited(name, code))
             self._end(name, ranks)
 
         ref.future().add_done_callback(lambda _: self._starters.submit(report))
@@ -361,14 +345,14 @@ class Bridge:
             # processes notice when such a replica exits.
             if must_be_known:
                 self._end(name, ranks)
-                self._news.put(Exited(name, None))
+                self._news.put(protocol.Exited(name, None))
             return
         self._await(name, ranks, actor.ended.remote())
 
     def _kill(self, name: str, ranks: int) -> None:
         if not self._end(name, ranks):
             # Ray does not know the replica, so nothing else reports its exit.
-            self._news.put(Exited(name, None))
+            self._news.put(protocol.Exited(name, None))
 
     def _sweep(self, known: Sequence[str]) -> None:
         """Kill the replicas that an earlier bridge left behind, except ``known``."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from multiworld.errors import LaunchError, ServeError
-from multiworld.serve.launchers import local
+from multiworld.serve.launchers import local, protocol
 from multiworld.serve.launchers.base import (
     LauncherContext,
     OnExit,
@@ -22,21 +22,6 @@ from multiworld.serve.launchers.base import (
 )
 from multiworld.serve.launchers.helper_process import HelperProcess
 from multiworld.serve.launchers.local import LocalLauncher
-from multiworld.serve.launchers.protocol import (
-    BRIDGE_NEWS,
-    AdoptActor,
-    BridgeNews,
-    ClusterNode,
-    ClusterNodes,
-    ClusterReady,
-    Exited,
-    KillActor,
-    LaunchActor,
-    Launched,
-    LaunchFailed,
-    Sweep,
-    WarmNodes,
-)
 from multiworld.serve.resources.amounts import Gpu, Location, Need, Node
 from multiworld.serve.spec.schema import RaySpec
 from multiworld.serve.transport.process_args import ProcessArgs
@@ -81,7 +66,7 @@ class RayLauncher:
         self._bridge = HelperProcess(
             BRIDGE,
             log,
-            BRIDGE_NEWS,
+            protocol.BRIDGE_NEWS,
             self._on_news,
             self._bridge_ended,
             self._bridge_hangs,
@@ -116,9 +101,11 @@ class RayLauncher:
         await _check_reachable(self._spec.address)
         words = [self._spec.address, self._spec.namespace, self._app]
         first = await self._bridge.start(words, {}, limit_s)
-        if isinstance(first, ClusterReady):
+        if isinstance(first, protocol.ClusterReady):
             self._set_nodes(first.nodes)
-        self._bridge.send(WarmNodes(self._preload, os.getcwd(), str(self._log.parent)))
+        self._bridge.send(
+            protocol.WarmNodes(self._preload, os.getcwd(), str(self._log.parent))
+        )
         self._heard_at = self._clock()
 
     async def _monitor(self) -> None:
@@ -159,23 +146,23 @@ class RayLauncher:
 
     # News of the bridge.
 
-    def _on_news(self, news: BridgeNews) -> None:
+    def _on_news(self, news: protocol.BridgeNews) -> None:
         match news:
-            case ClusterNodes(nodes, is_same):
+            case protocol.ClusterNodes(nodes, is_same):
                 self._heard_at = self._clock()
                 if self._trouble:
                     self._set_trouble("")
                 if not is_same:
                     self._set_nodes(nodes)
                     self._on_nodes()
-            case Launched(name, pid, began):
+            case protocol.Launched(name, pid, began):
                 if name not in self._starting:
                     self._end(name)  # its launch has timed out
                 self._resolve(name, RunningProcess(name, pid, began))
-            case LaunchFailed(name, error):
+            case protocol.LaunchFailed(name, error):
                 self._ranks.pop(name, None)
                 self._resolve(name, LaunchError(f"{name}: {error}"))
-            case Exited(name, code):
+            case protocol.Exited(name, code):
                 self._exited(name, code)
 
     def _exited(self, name: str, code: int | None) -> None:
@@ -186,7 +173,7 @@ class RayLauncher:
     def _end(self, name: str) -> None:
         if name in self._ranks:
             self._ending.add(name)
-            self._bridge.send(KillActor(name, self._ranks[name]))
+            self._bridge.send(protocol.KillActor(name, self._ranks[name]))
 
     def _resolve(self, name: str, outcome: RunningProcess | LaunchError) -> None:
         future = self._starting.pop(name, None)
@@ -205,7 +192,7 @@ class RayLauncher:
     def _bridge_ended(self) -> None:
         self._set_trouble("the connection to the Ray cluster was lost; reconnecting")
 
-    def _set_nodes(self, found: Sequence[ClusterNode]) -> None:
+    def _set_nodes(self, found: Sequence[protocol.ClusterNode]) -> None:
         self._nodes = {
             node.name: Node(
                 name=node.name,
@@ -228,12 +215,7 @@ class RayLauncher:
         return self._trouble
 
     async def launch(
-        self,
-        name: str,
-        args: ProcessArgs,
-        log: Path,
-        spot: Location | None,
-        need: Need,
+        self, name: str, args: ProcessArgs, log: Path, spot: Location | None, need: Need
     ) -> RunningProcess:
         """Start a replica in a placement group of its own; Ray chooses its GPUs."""
         if spot is None:
@@ -254,7 +236,7 @@ class RayLauncher:
             for k in range(need.ranks)
         ]
         self._bridge.send(
-            LaunchActor(
+            protocol.LaunchActor(
                 name=name,
                 key=node.key,
                 address=node.address,
@@ -308,11 +290,11 @@ class RayLauncher:
         return True
 
     def _adopt(self, name: str, *, must_be_known: bool) -> None:
-        self._bridge.send(AdoptActor(name, self._ranks[name], must_be_known))
+        self._bridge.send(protocol.AdoptActor(name, self._ranks[name], must_be_known))
 
     def settle(self) -> None:
         known = tuple(name for name in self._ranks if name not in self._ending)
-        self._bridge.send(Sweep(known))
+        self._bridge.send(protocol.Sweep(known))
 
     async def close(self) -> None:
         """Shut the bridge down; replicas that are still starting are killed."""

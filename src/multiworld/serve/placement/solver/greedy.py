@@ -125,9 +125,6 @@ class _Placing:
             self._ledger.release(d, stage, rate, is_last=self._is_last(k))
         return []
 
-    def _memory(self, k: int) -> int:
-        return self._model.stages[k].memory_bytes
-
     def _is_last(self, k: int) -> bool:
         return k + 1 == len(self._model.stages)
 
@@ -148,7 +145,7 @@ class _Placing:
             d
             for d in self._slots[self._m, k]
             if on.count(d) < stage.per_device
-            and self._memory(k) <= self._ledger.memory[d]
+            and stage.memory_bytes <= self._ledger.memory[d]
             and stage.cores <= self._ledger.cores[d] + ENOUGH
             and self._is_in_time(k, d)
         ]

@@ -14,7 +14,7 @@ from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
 from multiworld.serve.models.factory import build_model
 from multiworld.serve.models.integer_linear import IntegerLinear
 from multiworld.serve.models.packed_linear import pack_linears
-from multiworld.serve.models.span import Span
+from multiworld.serve.models.partition import Span
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec, StageSpec
 from multiworld.serve.spec.stage import Model, StageContext
 from tests.tiny_decoder import KINDS, greedy, save_decoder

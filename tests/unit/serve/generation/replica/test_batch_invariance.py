@@ -26,25 +26,23 @@ from multiworld.serve.generation.replica.batch_invariant_attention import (
     largest_step,
     padded,
 )
-from multiworld.serve.generation.replica.batch_invariant_elements import (
+from multiworld.serve.generation.replica.batch_invariant_layers import (
     GRAIN,
+    REFERENCE,
     VECTORS,
     InvariantElements,
-    make_elements_invariant,
-    whole_slices,
-)
-from multiworld.serve.generation.replica.batch_invariant_sizes import (
-    REFERENCE,
     InvariantRows,
     cover,
     invariant_rows,
+    make_elements_invariant,
     make_linears_invariant,
+    whole_slices,
 )
 from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
 from multiworld.serve.generation.replica.layer_trial import check_layers
 from multiworld.serve.generation.replica.scheduler import Scheduler
 from multiworld.serve.models.packed_linear import pack_linears
-from multiworld.serve.models.span import Span
+from multiworld.serve.models.partition import Span
 from tests.tiny_decoder import KINDS, save_decoder
 
 LONG = 150
