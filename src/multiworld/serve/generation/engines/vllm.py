@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import socket
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from multiworld.errors import (
     InvalidRequestError,
@@ -48,6 +50,7 @@ from multiworld.serve.generation.engines.whole_engine import (
 )
 from multiworld.serve.generation.replica import sampler
 from multiworld.serve.models.huggingface import read_json
+from multiworld.serve.resources.amounts import MIB
 from multiworld.serve.resources.inventory import visible_gpus
 from multiworld.serve.transport.generation_messages import Sampling
 
@@ -56,6 +59,8 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}  # the model's folder is here already
 # Names of the modules that vLLM imports; see ``write_modules``.
 MODULE, SAMPLER = "multiworld_vllm_sampling", "multiworld_sampler"
 
+CPU_KV_BYTES = 4 * 2**30  # on a CPU, for keys and values, unless memory is booked
+CPU_SHARE = 0.75  # of booked memory; the rest is for vLLM's other processes
 SCALE_OUT = "enable_scale_out"
 
 # Arguments that the service sets itself, with the field of the spec to use.
@@ -289,11 +294,27 @@ def server_command(
         "model": settings.path,
         "host": "127.0.0.1",
         "port": port,
-        "gpu_memory_utilization": settings.gpu_memory_share,
+        **memory_arguments(settings),
     }
     flags = flags_of({**every, **own, **settings.args})
     python = settings.python or sys.executable
     return [python, "-m", "vllm.entrypoints.openai.api_server", *flags]
+
+
+def memory_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """Return vLLM's arguments for the memory that a replica may take."""
+    given = {name.replace("-", "_") for name in settings.args}
+    if given & {"gpu_memory_utilization", "kv_cache_memory_bytes"}:
+        return {}
+    if settings.device != "cpu":
+        return {"gpu_memory_utilization": settings.gpu_memory_share}
+    if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        return {}
+    # By default vLLM takes nearly all memory of a machine, whose replicas are several.
+    if settings.memory_mb is None:
+        return {"kv_cache_memory_bytes": CPU_KV_BYTES}
+    share = CPU_SHARE * settings.memory_mb * MIB / psutil.virtual_memory().total
+    return {"gpu_memory_utilization": round(min(0.95, share), 4)}
 
 
 def has_argument(python: str, name: str) -> bool:

@@ -50,6 +50,7 @@ class EngineSettings:
             at a server, as the spec has them.
         gpu_memory_share: Share of each GPU's memory that the replica has booked; None:
             its GPUs are its alone.
+        memory_mb: Memory that the replica has booked, in MiB; None: it books none.
         max_model_len: Maximum number of tokens of a sequence; None: the engine's own.
         max_num_seqs: Maximum number of sequences that run at once.
         dtype: Dtype to compute in; None: the engine's own choice.
@@ -68,6 +69,7 @@ class EngineSettings:
     gpus: tuple[int, ...] = ()
     adapters: Mapping[str, str] = field(default_factory=dict)
     gpu_memory_share: float | None = None
+    memory_mb: float | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
     dtype: str | None = None

@@ -6,7 +6,10 @@ import itertools
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 from pydantic import ValidationError
 
@@ -16,6 +19,7 @@ from multiworld.serve.generation.engines.vllm import (
     VllmEngine,
     has_argument,
     lora_arguments,
+    memory_arguments,
 )
 from multiworld.serve.generation.engines.whole_engine import (
     EngineLostError,
@@ -177,6 +181,31 @@ async def test_vllm_gets_the_booked_gpus_and_their_memory(
     flags = dict(itertools.pairwise(argv))
     assert flags["--gpu-memory-utilization"] == "0.25"
     assert flags["--tensor-parallel-size"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("more", "variable", "wanted"),
+    [
+        ({}, "", {"kv_cache_memory_bytes": 4 * 2**30}),
+        ({"memory_mb": 4000.0}, "", {"gpu_memory_utilization": 0.3}),
+        ({"memory_mb": 4000.0}, "2", {}),
+        ({"args": {"gpu-memory-utilization": 0.5}}, "", {}),
+        ({"args": {"kv_cache_memory_bytes": 5}, "memory_mb": 9.0}, "", {}),
+        ({"device": "cuda:0"}, "", {"gpu_memory_utilization": None}),
+    ],
+)
+def test_replicas_of_vllm_on_cpus_leave_memory_to_others(
+    more: dict[str, Any],
+    variable: str,
+    wanted: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By default one would take nearly all of the machine's."""
+    total = SimpleNamespace(total=10_000 * 2**20)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: total)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", variable)
+    settings = EngineSettings(replica="m/0/1", path="/m", vocabulary=9, **more)
+    assert memory_arguments(settings) == wanted
 
 
 @pytest.mark.parametrize(
