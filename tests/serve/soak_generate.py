@@ -304,8 +304,9 @@ class Soak:
             self._pause()
         elif fault == "drain":
             names = [p.name for p in service.status().processes if p.model]
-            name = self._random.choice(names)
-            service.ask("POST", "/drain", Drained, json={"name": name})
+            if names:  # otherwise all are starting
+                name = self._random.choice(names)
+                service.ask("POST", "/drain", Drained, json={"name": name})
         elif fault == "scale":
             service.scale(stage, self._random.randint(1, 3))
         else:
@@ -315,8 +316,11 @@ class Soak:
 
     def _break_engine(self, number: signal.Signals) -> None:
         """Send a signal to a process of an engine, below its replica."""
-        found = [p.pid for p in self._service.status().processes if p.model]
-        family = family_of(self._random.choice([pid for pid in found if pid]))
+        shown = self._service.status().processes
+        found = [p.pid for p in shown if p.model and p.pid]
+        if not found:
+            return
+        family = family_of(self._random.choice(found))
         processes = [pid for pid in family[1:] if b"heartbeat" not in command_of(pid)]
         if processes:
             with contextlib.suppress(ProcessLookupError):

@@ -123,7 +123,7 @@ class ProcessShown(msgspec.Struct, frozen=True):
     stage: int
     stage_name: str
     phase: ProcessPhase
-    since_s: float  # launch, readiness or start of draining, whichever was last
+    since_s: float  # in its phase
     pid: int | None
     node: str
     booked_cpus: float

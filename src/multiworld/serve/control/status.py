@@ -108,7 +108,7 @@ def _shown(process: Process, sources: StatusSources) -> answers.ProcessShown:
         stage=process.stage,
         stage_name=sources.stage_name(process),
         phase=process.phase,
-        since_s=sources.now - process.since,
+        since_s=sources.now - process.entered.get(process.phase, process.since),
         pid=running[name].pid if name in running else None,
         node=sources.bookings.node_of(name),
         booked_cpus=need.cpus,

@@ -49,11 +49,10 @@ class Piece:
 def digest_of(choices: Sequence[Choice], sampling: Sampling) -> str:
     """Return a digest of prompts and sampling, except for the seed."""
     found = hashlib.blake2b(digest_size=16)
-    found.update(
-        msgspec.msgpack.encode(
-            msgspec.structs.replace(sampling, seed=0), order="sorted"
-        )
-    )
+    # Sorted apart: msgspec sorts names only.
+    biases = sorted(sampling.logit_bias.items())
+    rest = msgspec.structs.replace(sampling, seed=0, logit_bias={})
+    found.update(msgspec.msgpack.encode((rest, biases), order="sorted"))
     for choice in choices:
         found.update(array("q", (len(choice.prompt), *choice.prompt)))
     return found.hexdigest()

@@ -449,6 +449,8 @@ class StreamRouter:
             self._send(replica, generation_messages.BeginSequences((start,)))
 
     def _note_fingerprints(self, stream: Stream) -> None:
+        if stream.via:
+            return  # a probe, whose tokens nobody reads
         for stage, name in enumerate(stream.chain):
             found = self.view.table.replicas[name].fingerprint
             before = stream.fingerprints.setdefault(stage, found)

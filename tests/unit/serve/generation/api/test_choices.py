@@ -1,0 +1,17 @@
+"""Digests of requests, by which poison requests are known."""
+
+from __future__ import annotations
+
+from multiworld.serve.generation.api.choices import digest_of
+from multiworld.serve.transport.generation_messages import Sampling
+
+
+def test_digest_is_of_all_parameters_but_the_seed() -> None:
+    """Biases count in any order."""
+    biases = {28: -5.0, 3: 1.0}
+    first = digest_of([], Sampling(seed=1, logit_bias=biases))
+    swapped = dict(reversed(biases.items()))
+    assert digest_of([], Sampling(seed=2, logit_bias=swapped)) == first
+    for other in ({}, {28: -5.0}, {28: 1.0, 3: -5.0}):
+        assert digest_of([], Sampling(logit_bias=other)) != first
+    assert digest_of([], Sampling(logit_bias=biases, top_k=3)) != first
