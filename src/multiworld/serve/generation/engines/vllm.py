@@ -325,8 +325,8 @@ def has_argument(python: str, name: str) -> bool:
     """
     lib = Path(python or sys.executable).absolute().parent.parent / "lib"
     pattern = "python*/site-packages/vllm/entrypoints/*/cli_args.py"
-    texts = [path.read_text(errors="replace") for path in lib.glob(pattern)]
-    return not texts or any(name in text for text in texts)
+    sources = [path.read_text(errors="replace") for path in lib.glob(pattern)]
+    return not sources or any(name in source for source in sources)
 
 
 def lora_arguments(adapters: Mapping[str, str], *, is_cpu: bool) -> dict[str, Any]:
