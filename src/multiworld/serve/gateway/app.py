@@ -23,7 +23,6 @@ from multiworld.serve.gateway.embeddings import add_openai
 from multiworld.serve.gateway.gateway import Gateway, require_tensors
 from multiworld.serve.gateway.hot_routes import HotRoutes
 from multiworld.serve.gateway.http_responses import (
-    OFFLOAD_BYTES,
     RENDER_BYTES,
     error_response,
     json_response,
@@ -32,7 +31,11 @@ from multiworld.serve.gateway.http_responses import (
     timeout_of,
 )
 from multiworld.serve.gateway.openapi import INFER, KNOWN_MODEL
-from multiworld.serve.gateway.request_body import JSON_LENGTH, while_connected
+from multiworld.serve.gateway.request_body import (
+    JSON_LENGTH,
+    off_loop,
+    while_connected,
+)
 from multiworld.serve.gateway.triton_routes import PLATFORM, add_triton, tensors_of
 from multiworld.serve.spec.dedicated import is_dedicated
 from multiworld.serve.tenants.authenticator import AdmittedRequest
@@ -142,11 +145,9 @@ def _inference(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
         current, model = gateway.model(name, version, admitted.tenant)
         require_tensors(name, model)
         length = request.headers.get(JSON_LENGTH)
-        if len(body) >= OFFLOAD_BYTES:
-            parsed = await asyncio.to_thread(open_inference.parse, body, length, model)
-        else:
-            parsed = open_inference.parse(body, length, model)
-        del body  # the tensors are copies
+        parse = partial(open_inference.parse, body, length, model)
+        parsed = await off_loop(len(body), parse)
+        del body, parse  # the tensors are copies
         answer = await while_connected(
             request,
             gateway.infer(

@@ -23,7 +23,12 @@ from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.hot_routes import HotRoutes
 from multiworld.serve.gateway.open_inference import NotFiniteError
 from multiworld.serve.gateway.openapi import EMBEDDINGS, OPENAI_KNOWN_MODEL
-from multiworld.serve.gateway.request_body import Body, model_named_in, while_connected
+from multiworld.serve.gateway.request_body import (
+    Body,
+    model_named_in,
+    off_loop,
+    while_connected,
+)
 from multiworld.serve.spec.stage import Model, Tensors
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 from multiworld.serve.tenants.directory import Tenant
@@ -73,10 +78,7 @@ def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
         ) -> Response:
             body = await gateway.read_body(request, admitted, reservation)
             try:
-                if len(body) >= responses.OFFLOAD_BYTES:
-                    parsed = await asyncio.to_thread(_embedding_request, body)
-                else:
-                    parsed = _embedding_request(body)
+                parsed = await off_loop(len(body), partial(_embedding_request, body))
             except ServeError:
                 admitted.model = model_named_in(body)
                 raise
@@ -208,11 +210,8 @@ async def _embed(
     if model.generation is not None:
         raise _invalid("model", "generates text and embeds none; use another model")
     frontend = await gateway.text(name, version, model)
-    size = sum(map(len, parsed.inputs))
-    if size >= responses.OFFLOAD_BYTES // 16:
-        inputs = await asyncio.to_thread(_encoded, frontend, parsed.inputs)
-    else:
-        inputs = _encoded(frontend, parsed.inputs)
+    size = 16 * sum(map(len, parsed.inputs))  # that is as slow to parse
+    inputs = await off_loop(size, partial(_encoded, frontend, parsed.inputs))
     window = asyncio.Semaphore(WINDOW)
 
     async def one(tensors: Tensors) -> Tensors:

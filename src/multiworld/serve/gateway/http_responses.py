@@ -38,7 +38,6 @@ GIVEN_ID = re.compile(r"[!-~]{1,128}")
 # Request header that asks for ``Server-Timing`` in the response.
 ASK_TIMING = "x-timing"
 
-OFFLOAD_BYTES = 64 * 1024  # from this size on, a body is parsed in a thread
 RENDER_BYTES = 32 * 1024  # from this size on, an answer is rendered in a thread
 
 BUG = "internal error of the gateway; see its log"

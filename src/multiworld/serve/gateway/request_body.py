@@ -36,6 +36,7 @@ MAX_MEMBERS = 16  # of a gzip body; each copies a part of it
 # Packed or unpacked bytes that the event loop decompresses: below 1 ms.
 FIRST_BYTES = 64 * 1024
 
+OFFLOAD_BYTES = 64 * 1024  # from this size on, a body is parsed in a thread
 STEP_BYTES = 1024 * 1024  # packed or unpacked; of one step in a thread
 JSON_LENGTH = "inference-header-content-length"  # length of the JSON part
 MAX_DIGITS = 18  # at this many digits a length is too large, without being parsed
@@ -199,6 +200,11 @@ async def while_connected(request: AnyRequest, work: Coroutine[Any, Any, T]) -> 
         raise
     finally:
         connection.on_lost.discard(gone)
+
+
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """Return ``work()``; in a thread if what it parses has ``OFFLOAD_BYTES``."""
+    return await asyncio.to_thread(work) if size >= OFFLOAD_BYTES else work()
 
 
 class _Named(msgspec.Struct):

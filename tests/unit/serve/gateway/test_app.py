@@ -24,7 +24,7 @@ from multiworld.errors import (
     ServeError,
     UnknownModelError,
 )
-from multiworld.serve.gateway import app as module
+from multiworld.serve.gateway import request_body
 from multiworld.serve.load.breakdown import phases_of
 from multiworld.serve.spec.stage import Model, Tensors
 from multiworld.serve.tenants.directory import Tenant
@@ -139,7 +139,7 @@ async def test_large_body_is_parsed_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In a thread, compressed or not."""
-    monkeypatch.setattr(module, "OFFLOAD_BYTES", 10)
+    monkeypatch.setattr(request_body, "OFFLOAD_BYTES", 10)
     content = json.dumps(body(4.0)).encode()
     async with Fake().client() as client:
         plain = await client.post(INFER, content=content)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
-from multiworld.serve.gateway import http_responses
+from multiworld.serve.gateway import request_body
 from multiworld.serve.gateway.embeddings import MAX_TEXTS, WINDOW
 from multiworld.serve.spec.stage import Model, Tensors
 from tests.unit.serve.edges import HANG_S, until
@@ -65,7 +65,7 @@ async def test_many_letters_are_encoded_in_a_thread(
             threads.add(threading.get_ident())
             return super().encode(text)
 
-    monkeypatch.setattr(http_responses, "OFFLOAD_BYTES", 64)
+    monkeypatch.setattr(request_body, "OFFLOAD_BYTES", 64)
     fake = Fake()
     fake.gateway.texts["t", "1"] = Watched()
     assert (await embed(fake, input="abc")).status_code == 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from multiworld.serve.gateway.http_responses import (
     openai_error_response,
     respond,
 )
-from multiworld.serve.gateway.request_body import Body, model_named_in
+from multiworld.serve.gateway.request_body import Body, model_named_in, off_loop
 from multiworld.serve.generation.api.chat_messages import characters_of, for_template
 from multiworld.serve.generation.api.completion_answers import Ready, events, whole
 from multiworld.serve.generation.api.completions import chat_of, completion_of
@@ -62,13 +63,15 @@ def add_generation(app: FastAPI, gateway: Gateway) -> None:
 async def _read_chat(
     gateway: Gateway, admitted: AdmittedRequest, request: Request, body: Body
 ) -> Ready:
-    return await prepare_chat(gateway, admitted, *chat_of(body))
+    parsed = await off_loop(len(body), partial(chat_of, body))
+    return await prepare_chat(gateway, admitted, *parsed)
 
 
 async def _read_completion(
     gateway: Gateway, admitted: AdmittedRequest, request: Request, body: Body
 ) -> Ready:
-    return await prepare_completion(gateway, admitted, *completion_of(body))
+    parsed = await off_loop(len(body), partial(completion_of, body))
+    return await prepare_completion(gateway, admitted, *parsed)
 
 
 # Tokens.
@@ -97,7 +100,7 @@ async def _tool(
     async def handle(admitted: AdmittedRequest, reservation: Reservation) -> Response:
         body = await gateway.read_body(request, admitted, reservation)
         admitted.model = model_named_in(body)
-        parsed: _Tool = decoded(body, _tools)
+        parsed: _Tool = await off_loop(len(body), partial(decoded, body, _tools))
         if parsed.messages is not None:
             parsed.messages = for_template(parsed.messages)
         served = await served_model(gateway, admitted, parsed.model)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.serve.gateway import http_responses as responses
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.openapi import KNOWN_MODEL
-from multiworld.serve.gateway.request_body import Body
+from multiworld.serve.gateway.request_body import Body, off_loop
 from multiworld.serve.generation.api.choices import Piece
 from multiworld.serve.generation.api.completion_answers import Ready, kept_alive
 from multiworld.serve.generation.api.completions import wanted_of
@@ -84,7 +85,7 @@ def _reader(name: str, version: str | None, is_streamed: bool) -> Reader:
         gateway: Gateway, admitted: AdmittedRequest, request: Request, body: Body
     ) -> Ready:
         gateway.model(name, version, admitted.tenant)
-        asked: GenerateBody = decoded(body, _bodies)
+        asked: GenerateBody = await off_loop(len(body), partial(decoded, body, _bodies))
         given = dict(asked.parameters)
         is_excluded = given.pop(EXCLUDES, False)
         for field in FIXED:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 
 from multiworld.errors import RequestPoisonedError, ServeError
+from multiworld.serve.gateway import request_body
 from multiworld.serve.gateway.http_responses import event_of
-from multiworld.serve.generation.api import completion_answers
+from multiworld.serve.generation.api import completion_answers, openai_routes
 from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec, StageSpec
@@ -150,6 +152,39 @@ class Played:
         assert events[-1] == "data: [DONE]"
         chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
         return [choice for chunk in chunks for choice in chunk["choices"]]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "parses"),
+    [
+        (CHAT, {"messages": PROMPT}, "chat_of"),
+        ("/v1/completions", {"prompt": "hi"}, "completion_of"),
+        ("/tokenize", {"prompt": "hi"}, "decoded"),
+    ],
+)
+async def test_large_body_is_parsed_in_a_thread(
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    asked: dict[str, Any],
+    parses: str,
+) -> None:
+    """The streams of this gateway go on meanwhile."""
+    threads: list[int] = []
+    parse = getattr(openai_routes, parses)
+
+    def watched(*given: Any) -> Any:
+        threads.append(threading.get_ident())
+        return parse(*given)
+
+    monkeypatch.setattr(openai_routes, parses, watched)
+    played = Played(tokenizer)
+    played.streams.text = [7]
+    assert (await played.post(path, asked))[0] == 200
+    monkeypatch.setattr(request_body, "OFFLOAD_BYTES", 10)
+    assert (await played.post(path, asked))[0] == 200
+    here = threading.get_ident()
+    assert [thread == here for thread in threads] == [True, False]
 
 
 # Poison.
