@@ -250,10 +250,10 @@ def _title(options: SimulationOptions) -> str:
 
 
 def _whole(
-    verdicts: Sequence[Score], outcomes: Mapping[str, Sequence[SimulationResult]]
+    scores: Sequence[Score], outcomes: Mapping[str, Sequence[SimulationResult]]
 ) -> dict[str, Any]:
     return {
-        "verdicts": [asdict(verdict) for verdict in verdicts],
+        "scores": [asdict(score) for score in scores],
         "decisions": {
             name: {o.model: [asdict(d) for d in o.decided] for o in found}
             for name, found in outcomes.items()
@@ -261,7 +261,7 @@ def _whole(
     }
 
 
-def _table(verdicts: Sequence[Score], app: AppSpec) -> Table:
+def _table(scores: Sequence[Score], app: AppSpec) -> Table:
     several = len(app.models) > 1
     names = ("model", "policy") if several else ("policy",)
     table = new_table("results by policy", *names)
@@ -278,7 +278,7 @@ def _table(verdicts: Sequence[Score], app: AppSpec) -> Table:
         "flaps",
     ):
         table.add_column(title, justify="right")
-    for v in sorted(verdicts, key=lambda v: list(app.models).index(v.model)):
+    for v in sorted(scores, key=lambda v: list(app.models).index(v.model)):
         row = [
             v.policy,
             f"{v.attained:.2%}",
@@ -382,11 +382,11 @@ def simulate(**given: Any) -> None:
             _model(options, app, model, name, arrivals[model]) for model in app.models
         ]
         outcomes[name] = _simulated(options, app, name, models, arrivals)
-    verdicts = [judge(n, o) for n, found in outcomes.items() for o in found]
+    scores = [judge(n, o) for n, found in outcomes.items() for o in found]
     if options.as_json:
-        whole = _finite(_whole(verdicts, outcomes))
+        whole = _finite(_whole(scores, outcomes))
         click.echo(json.dumps(whole, indent=2, default=str))
     else:
-        print_table(_table(verdicts, app))
+        print_table(_table(scores, app))
     if options.plot is not None:
         _draw(options, options.plot, outcomes)

@@ -79,10 +79,10 @@ def _check_limits(model: Model, spec: ModelSpec) -> None:
     """Raise SpecError if sequences may be longer than the model supports."""
     if model.generation is None or spec.generation is None:
         return
-    asked, most = spec.generation.max_model_len, model.generation.max_tokens
-    if asked is not None and asked > most:
+    asked, maximum = spec.generation.max_model_len, model.generation.max_tokens
+    if asked is not None and asked > maximum:
         raise SpecError(
-            f"`max_model_len: {asked}`, but the model takes {most} tokens at most"
+            f"`max_model_len: {asked}`, but the model takes {maximum} tokens at most"
         )
 
 

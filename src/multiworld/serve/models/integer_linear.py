@@ -143,9 +143,9 @@ class OneDnn:
         self._scale, self._zeros = scale, torch.zeros(len(scale), dtype=torch.int64)
 
     def size(self, count: int) -> int:
-        most = SIZES[-1]
-        if count > most:
-            return -(-count // most) * most
+        largest = SIZES[-1]
+        if count > largest:
+            return -(-count // largest) * largest
         return SIZES[bisect_left(SIZES, count)]
 
     def sums(self, given: Tensor) -> Tensor:
@@ -231,10 +231,12 @@ def quantized(weight: Tensor) -> Stored:
     scale = torch.empty(len(weight))
     for begin in range(0, len(weight), 4096):  # the head of a model is large
         part = weight[begin : begin + 4096].float()
-        most = part.abs().amax(1) / 127
-        most[most == 0] = 1.0
-        scale[begin : begin + 4096] = most
-        integers[begin : begin + 4096] = (part / most[:, None]).round().clamp(-127, 127)
+        largest = part.abs().amax(1) / 127
+        largest[largest == 0] = 1.0
+        scale[begin : begin + 4096] = largest
+        integers[begin : begin + 4096] = (
+            (part / largest[:, None]).round().clamp(-127, 127)
+        )
     return integers, scale
 
 

@@ -103,7 +103,7 @@ def _in_parts(module: Module, stages: int) -> Model:
     """Return the module in as many stages as it can be cut into."""
     from multiworld.serve.models import tracing
 
-    cutter = tracing.Cutter(module, None, least=stages)
+    cutter = tracing.Cutter(module, None, min_parts=stages)
     return Model(
         stages=[
             Stage(load=functools.partial(_part, cutter, number), name=name)

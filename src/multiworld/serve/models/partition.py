@@ -43,7 +43,7 @@ def chain_partition(
     if not 1 <= parts <= count:
         raise ValueError(f"{count} layers cannot be cut into {parts} stages")
     total = [0.0, *itertools.accumulate(costs)]
-    others, most = within or ([0.0] * count, 0.0)
+    others, limit = within or ([0.0] * count, 0.0)
     other = [0.0, *itertools.accumulate(others)]
     # best[i]: the minimal largest cost of the first i items, with the parts so far
     best = [0.0] + [float("inf")] * count
@@ -52,7 +52,7 @@ def chain_partition(
         fresh, cut = [float("inf")] * (count + 1), [0] * (count + 1)
         for end in range(1, count + 1):
             for begin in range(end):
-                if other[end] - other[begin] > most:
+                if other[end] - other[begin] > limit:
                     continue
                 worst = max(best[begin], total[end] - total[begin])
                 if worst < fresh[end]:
@@ -94,9 +94,9 @@ def cut(parts: Sequence[Part], stages: int) -> Cut:
     # All stages have the same memory for KV blocks, so the one with most bytes per
     # token limits the sequences: among cuts of about equal speed, keep it small.
     if any(part.kv_bytes for part in parts):
-        most = SLACK * max(sum(seconds[begin:end]) for begin, end in spans)
+        limit = SLACK * max(sum(seconds[begin:end]) for begin, end in spans)
         memory = [part.kv_bytes for part in parts]
-        spans = chain_partition(memory, stages, within=(seconds, most))
+        spans = chain_partition(memory, stages, within=(seconds, limit))
     return Cut(
         tuple(begin for begin, _ in spans),
         tuple(sum(seconds[begin:end]) for begin, end in spans),

@@ -47,7 +47,7 @@ class Cutter:
         stages: int | None,  # None: one stage per part
         # First parts of later stages; by default about equal operations.
         cut: Sequence[int] | None = None,
-        least: int = 1,  # number of parts, if ``stages`` is None
+        min_parts: int = 1,  # number of parts, if ``stages`` is None
     ) -> None:
         torch_names.check("tracing")
         self._module = module
@@ -56,7 +56,7 @@ class Cutter:
             if stages == 1:
                 self.begins = [""]
                 return
-            costs = _part_costs(module, self._whole, stages or least)
+            costs = _part_costs(module, self._whole, stages or min_parts)
             if stages is None:
                 stages, cut = len(costs), range(1, len(costs))
             self.begins = [next(iter(costs)), *_begins(costs, stages, cut)]
@@ -157,18 +157,18 @@ def _mode_of(whole: nn.Module) -> Any:
 # Finding parts.
 
 
-def _part_costs(module: Module, whole: nn.Module, least: int) -> dict[str, float]:
+def _part_costs(module: Module, whole: nn.Module, min_parts: int) -> dict[str, float]:
     """Return the approximate operations of each part, in execution order."""
     depth, previous = 0, -1
     while True:
         names = list(_candidates(whole, depth))
         found = _run(module, whole, names)
-        if len(found) >= least:
+        if len(found) >= min_parts:
             return found
         if len(names) == previous:
             raise SpecError(
                 f"{type(whole).__name__} has {len(found)} parts that run once each "
-                f"({', '.join(found) or 'none'}), so it cannot be cut into {least} "
+                f"({', '.join(found) or 'none'}), so it cannot be cut into {min_parts} "
                 "stages; use fewer stages"
             )
         depth, previous = depth + 1, len(names)

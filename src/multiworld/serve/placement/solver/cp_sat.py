@@ -50,7 +50,8 @@ def solve(
 
 def _variables(model: Any, formulation: Formulation) -> dict[int, Any]:
     found = {
-        n: model.new_int_var(0, most, f"n{n}") for n, most in formulation.highs.items()
+        n: model.new_int_var(0, largest, f"n{n}")
+        for n, largest in formulation.highs.items()
     }
     for number in [*formulation.share.values(), *formulation.served.values()]:
         found[number] = model.new_int_var(0, UNITS, f"s{number}")

@@ -86,8 +86,8 @@ class Formulation:
         self.integers = next(numbers)
         self.highs = dict.fromkeys(range(self.integers), 1)
         for slot in many:
-            most = self._stage(slot).per_device
-            self.highs |= {self.has[slot]: most, self.new[slot]: most}
+            maximum = self._stage(slot).per_device
+            self.highs |= {self.has[slot]: maximum, self.new[slot]: maximum}
         self._running = Counter(problem.running)
         self.share = {slot: self.integers + i for i, slot in enumerate(self.slots)}
         after = itertools.count(self.integers + len(self.slots))
@@ -133,11 +133,13 @@ class Formulation:
                 shares = {self.share[slot]: 1.0 for slot in slots}
                 self.rows.add(shares | {self.served[m]: -1.0}, low=0.0)
                 has = {self.has[slot]: 1.0 for slot in slots}
-                least = float(max(1, stage.min_replicas))
-                self.rows.add(has | {self.on[m]: -least}, low=0.0)
+                minimum = float(max(1, stage.min_replicas))
+                self.rows.add(has | {self.on[m]: -minimum}, low=0.0)
                 room = len(slots) * stage.per_device
-                most = float(room if stage.max_replicas is None else stage.max_replicas)
-                self.rows.add(has | {self.on[m]: -most}, high=0.0)
+                maximum = float(
+                    room if stage.max_replicas is None else stage.max_replicas
+                )
+                self.rows.add(has | {self.on[m]: -maximum}, high=0.0)
                 if spread_of(self.problem, stage) > 1:
                     self._spread(m, slots)
                 for slot in slots:
@@ -147,8 +149,8 @@ class Formulation:
 
     def _constrain_counts(self) -> None:
         for slot, new in self.new.items():
-            most = float(self._stage(slot).per_device)
-            self.rows.add({self.has[slot]: 1.0, self.here[slot]: -most}, high=0.0)
+            maximum = float(self._stage(slot).per_device)
+            self.rows.add({self.has[slot]: 1.0, self.here[slot]: -maximum}, high=0.0)
             runs = float(self.runs(slot))
             self.rows.add({self.has[slot]: 1.0, new: -1.0}, high=runs)
 
@@ -250,8 +252,8 @@ class Formulation:
     ) -> tuple[np.ndarray | None, float]:
         """Return the best variables found (1-D, float64) and an upper bound."""
         low, high = np.zeros(self.count), np.full(self.count, 1.0)
-        for number, most in self.highs.items():
-            high[number] = float(most)
+        for number, maximum in self.highs.items():
+            high[number] = float(maximum)
         for number in self.longest.values():
             high[number] = np.inf
         if self.peak is not None:

@@ -110,11 +110,11 @@ def worth_of(problem: Problem) -> float:
     """Return the value of a model's whole demand per unit of weight."""
     places = places_of(problem)
     prices = sum(place.device.price for place in places)
-    most = sum(s.per_device for m in problem.models for s in m.stages) * len(places)
-    costs = prices + most * (problem.move_cost + REPLICA_COST)
-    least = min((m.weight for m in problem.models if m.weight > 0), default=1.0)
+    replicas = sum(s.per_device for m in problem.models for s in m.stages) * len(places)
+    costs = prices + replicas * (problem.move_cost + REPLICA_COST)
+    min_weight = min((m.weight for m in problem.models if m.weight > 0), default=1.0)
     # So great that no saving outweighs a thousandth of a demand.
-    return 1000.0 * max(1.0, costs) / least
+    return 1000.0 * max(1.0, costs) / min_weight
 
 
 def objective(
@@ -203,14 +203,14 @@ def _impossible(problem: Problem, model: ModelNeed) -> Iterator[str]:
             if not stage.nodes or problem.nodes[p.node].name in stage.nodes
         ]
         kinds = ", ".join(sorted(stage.seconds))
-        most = max((p.device.memory_bytes for p in allowed), default=0)
+        largest = max((p.device.memory_bytes for p in allowed), default=0)
         if not allowed:
             names = ", ".join(sorted(stage.nodes))
             yield f"stage {k} may only be on {names}: no such node"
-        elif stage.memory_bytes > most:
+        elif stage.memory_bytes > largest:
             yield (
                 f"stage {k} takes {in_mib(stage.memory_bytes)}; the largest device it "
-                f"may use has {in_mib(most)}"
+                f"may use has {in_mib(largest)}"
             )
         else:
             yield (

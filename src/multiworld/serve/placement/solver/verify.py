@@ -114,9 +114,9 @@ def _of_stage(
     books: _Books, model: str, k: int, stage: StageNeed, served: float
 ) -> Iterator[str]:
     used, rate, name = books.where[model, k], books.rates[model, k], f"{model}/{k}"
-    most = max(Counter(used).values(), default=0)
-    if most > stage.per_device:
-        yield f"{name}: {most} replicas on one device"
+    count = max(Counter(used).values(), default=0)
+    if count > stage.per_device:
+        yield f"{name}: {count} replicas on one device"
     if served > rate * (1 + SLACK) + SLACK:
         yield f"{name}: serves {rate}, less than {served}"
     if stage.max_replicas is not None and len(used) > stage.max_replicas:
