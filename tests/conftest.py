@@ -88,11 +88,12 @@ def fork_server() -> None:
     asyncio.run(start())
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Exclude imported objects from garbage collection.
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> None:
+    """Exclude what is imported by now from garbage collection.
 
-    There are over a million of them, and a collection takes a quarter of a second. The
-    leak checks would pay that each time, and it would stop event loops under test.
+    There are millions of objects, and a collection takes most of a second. The leak
+    checks would pay that each time, and it would stop event loops under test.
     """
     gc.collect()
     gc.freeze()

@@ -58,6 +58,8 @@ WARM_SHARE = 0.25
 """Share of that until replicas are measured first, so that they have all warmed up."""
 PAUSE_S = (0.3, 2.5)
 """Least and most seconds between two faults."""
+ENGINE_PAUSE_S = (2.0, 40.0)
+"""The same with real engines, which take half a minute to start."""
 STAGES = ("front", "middle", "back")
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0, "ignore_eos": True},
@@ -173,6 +175,7 @@ class Soak:
         self._service, self._outcome = service, outcome
         self._engine = engine
         self._stages = ("0",) if engine else STAGES
+        self._pause_s = PAUSE_S if engine in ("", "stand-in") else ENGINE_PAUSE_S
         lacks = {"structured"} if engine == "llama.cpp" else set()
         self._kinds = sorted(KINDS.keys() - lacks)
         self._random = random.Random(outcome.seed)
@@ -284,7 +287,7 @@ class Soak:
         counts: Counter[str] = Counter()
         names, weights = zip(*FAULTS.items(), strict=True)
         while not self._is_over:
-            await asyncio.sleep(self._random.uniform(*PAUSE_S))
+            await asyncio.sleep(self._random.uniform(*self._pause_s))
             (fault,) = self._random.choices(names, weights)
             stage = self._random.choice(self._stages)
             try:
@@ -334,8 +337,11 @@ class Soak:
             assert self._service.process is not None
             pid = self._service.process.pid
         else:
-            found = [p.pid for p in processes if p.is_gateway == (kind == "gateway")]
-            pid = self._random.choice([pid for pid in found if pid])
+            named = [p.pid for p in processes if p.is_gateway == (kind == "gateway")]
+            found = [pid for pid in named if pid]
+            if not found:
+                return  # all are starting
+            pid = self._random.choice(found)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)
             time.sleep(self._random.uniform(*PAUSED_S))

@@ -18,6 +18,7 @@ from multiworld.serve.resources.usage import family_of
 from tests import fake_token_server, fake_vllm
 from tests.serve.harness import WAIT_S, Served, served, wait_for_exit
 from tests.serve.texts import PROMPT, client
+from tests.tiers import some
 from tests.tiny_decoder import save_decoder
 
 pytestmark = pytest.mark.timeout(240)
@@ -186,8 +187,18 @@ async def changed(service: Served, change: Any, model: str = "m") -> None:
     service.until(lambda: ready(service, model) == 2, "two replicas are ready")
 
 
-@pytest.mark.parametrize("model", ["m", "l"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("number", "model"),
+    some(
+        [
+            (signal.SIGKILL, "m"),
+            (signal.SIGSTOP, "l"),
+            (signal.SIGKILL, "l"),
+            (signal.SIGSTOP, "m"),
+        ],
+        2,
+    ),
+)
 async def test_streams_survive_the_loss_of_an_engine(
     service: Served, number: signal.Signals, model: str
 ) -> None:
@@ -218,7 +229,7 @@ def lose(service: Served) -> None:
     os.kill(engine(service), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", some([signal.SIGSTOP, signal.SIGKILL], 1))
 async def test_embeddings_survive_the_loss_of_an_engine(
     service: Served, number: signal.Signals
 ) -> None:
@@ -239,6 +250,7 @@ async def test_embeddings_survive_the_loss_of_an_engine(
     service.until(lambda: ready(service, "e") == 2, "two replicas are ready")
 
 
+@pytest.mark.heavy  # as a stage: test_nothing_runs_while_nobody_asks
 async def test_engine_is_scaled_from_zero_and_to_zero_again(service: Served) -> None:
     """Requests wait for a replica, more of them for more; then none is left."""
     assert ready(service, "z") == 0
