@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from multiworld.cli.main import COMMANDS, GROUPS, cli
+from tests.tiers import some
 
 BIN = Path(sys.executable).parent
 
@@ -105,7 +106,9 @@ def test_log_level_is_honoured_by_the_command() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", some([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], 2)
+)
 def test_command_ends_on_interrupt(number: signal.Signals) -> None:
     """Ctrl-C, ``timeout`` and a closed terminal end the demo and its workers."""
     process = subprocess.Popen(

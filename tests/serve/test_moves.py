@@ -104,7 +104,10 @@ async def test_streams_of_other_weights_end_on_the_old_version_while_it_drains(
     tmp_path: Path, drain_s: float
 ) -> None:
     """New ones are of the new version; after ``drain_s`` old ones move there."""
-    folders = [save_decoder(tmp_path / kind, kind) for kind in ("llama", "qwen3")]
+    folders = [
+        save_decoder(tmp_path / f"{width}", intermediate_size=width)
+        for width in (64, 80)
+    ]
     spec = spec_of(folders[0]) | {"drain_s": drain_s}
     with served(tmp_path / "service", spec) as service:
         async with client(service) as api:

@@ -28,6 +28,7 @@ from tests.serve.harness import (
     wait_for_exit,
 )
 from tests.serve.models import DIE, HANG, RAISE, SLEEP, SLOW, expected
+from tests.tiers import some
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -338,7 +339,7 @@ async def test_lost_store_hurts_nobody_and_comes_back(service: Served) -> None:
     assert service.events("store")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", some([signal.SIGTERM, signal.SIGHUP], 1))
 async def test_shutdown_answers_what_was_accepted(
     tmp_path: Path, number: signal.Signals
 ) -> None:
