@@ -18,13 +18,17 @@ from multiworld.serve.transport.protocol import Key
 # time between two checks.
 GRACE_S = 1.0
 
+# Most seconds between two checks for which a step is held responsible: a process that
+# was stopped has not read what arrived, and one that is late all the time still judges.
+COUNTED_S = 2 * GRACE_S
+
 
 @dataclass(slots=True)
 class _Step:
     waits_for: set[Key]
     samples: Collection[Key]
     cost: float = 0.0
-    seen_at: float | None = None
+    waited_s: float | None = None  # None: until the first check
 
 
 class StepsInFlight:
@@ -34,6 +38,7 @@ class StepsInFlight:
         self.max_steps = max_steps
         self._steps: dict[int, _Step] = {}
         self._missing: dict[Key, float | None] = {}
+        self._checked_at = 0.0
         self.last_number = 0
 
     def __len__(self) -> int:
@@ -94,11 +99,9 @@ class StepsInFlight:
                 self._missing[key] = None
 
     def excuse(self, now: float) -> None:
-        """Restart all timers at ``now``."""
+        """Wait for missing sequences from ``now`` on: this process was stopped."""
         for key, since in self._missing.items():
             self._missing[key] = None if since is None else now
-        for step in self._steps.values():
-            step.seen_at = None if step.seen_at is None else now
 
     def overdue(self, now: float, max_s: float) -> list[Key]:
         """Return sequences that are missing or overdue; call it periodically."""
@@ -108,9 +111,13 @@ class StepsInFlight:
                 self._missing[key] = now
             elif now - since >= GRACE_S:
                 found.append(key)
+        counted_s = min(now - self._checked_at, COUNTED_S)
+        self._checked_at = now
         for step in self._steps.values():
-            if step.seen_at is None:
-                step.seen_at = now
-            elif now - step.seen_at > max_s:
+            if step.waited_s is None:
+                step.waited_s = 0.0
+                continue
+            step.waited_s += counted_s
+            if step.waited_s > max_s:
                 found += step.waits_for
         return found
