@@ -458,10 +458,7 @@ async def test_model_that_never_ends_ends_its_process(
     is_hung: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At its limit, or when nobody can be waiting any more (here: after 60 s).
-
-    A pause of the process itself does not count.
-    """
+    """At its limit, or when nobody can be waiting any more (here: after 60 s)."""
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     monkeypatch.setattr(faulthandler, "dump_traceback", lambda file: None)
@@ -489,3 +486,33 @@ async def test_model_that_never_ends_ends_its_process(
         is_paused, seen = True, looks
         await until(lambda: looks > seen + 2)
         assert (EXIT_HUNG in codes) == is_hung
+
+
+@pytest.mark.parametrize("compute_s", [5.0, None])
+async def test_pause_of_the_process_is_no_hang_of_its_model(
+    compute_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was stopped for long while it computed, and the deadlines are over."""
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(faulthandler, "dump_traceback", lambda file: None)
+    async with bench(compute_s=compute_s) as b:
+        g = await b.connect("g")
+        b.model.gate.clear()
+        await send(g, [item(1, remaining_s=50.0)], 1.0)
+        await until(b.model.is_computing.is_set)
+        looks, real = 0, b.pauses.look
+
+        def counted(now: float) -> bool:
+            nonlocal looks
+            looks += 1
+            return real(now)
+
+        monkeypatch.setattr(b.pauses, "look", counted)
+        await until(lambda: looks > 0)
+        b.clock.advance(1000.0)
+        seen = looks
+        await until(lambda: looks > seen + 2)
+        assert codes == []
+        b.model.gate.set()
+        assert await answers(g) == {1: 2.0}
