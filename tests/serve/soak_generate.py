@@ -60,6 +60,8 @@ PAUSE_S = (0.3, 2.5)
 """Least and most seconds between two faults."""
 ENGINE_PAUSE_S = (2.0, 40.0)
 """The same with real engines, which take half a minute to start."""
+READY_S = 900.0
+"""Seconds after which all replicas must be ready again, however slow an engine is."""
 STAGES = ("front", "middle", "back")
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0, "ignore_eos": True},
@@ -151,7 +153,9 @@ def engine_spec(engine: str, folder: Path) -> dict[str, Any]:
         install(name, default_folder(), print)
         python = python_of(name, default_folder())
         more = {"engine": engine, "engine_python": str(python)}
-        if engine == "llama.cpp":
+        if engine == "vllm":
+            more["engine_args"] = {"enforce_eager": True}  # compiling takes 80 s
+        else:
             (weights,) = python.parents[1].rglob("*.gguf")
             # Prompts are computed as tokens are, so that no rounding differs.
             more["engine_args"] = {
@@ -200,7 +204,9 @@ class Soak:
                     continue  # its logits are not transformers' own
                 self._outcome.different += made != greedy(self._folder, prompt, TOKENS)
             await self._for(self._outcome.minutes, session, self._faults())
-            await asyncio.to_thread(self._service.until, self._is_ready, "the end")
+            await asyncio.to_thread(
+                self._service.until, self._is_ready, "the end", READY_S
+            )
             quiet = QUIET_SHARE * self._outcome.minutes
             await self._for(WARM_SHARE * quiet, session)
             await self._for((1 - WARM_SHARE) * quiet, session, replicas=True)
