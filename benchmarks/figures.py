@@ -456,6 +456,14 @@ FIGURES: dict[str, Callable[[], str]] = {
     "soak_different": lambda: soak("soak_generate", "different"),
     "soak_pause_p99": lambda: number(results("soak_generate")["pause_p99_s"]),
     "soak_pause_worst": lambda: number(results("soak_generate")["pause_p100_s"]),
+    "soak_vllm_minutes": lambda: f"{results('soak_vllm')['minutes']:g}",
+    "soak_vllm_faults": lambda: faults("soak_vllm"),
+    "soak_vllm_streams": lambda: soak("soak_vllm", "streams"),
+    "soak_vllm_tokens": lambda: soak("soak_vllm", "tokens"),
+    "soak_vllm_cut": lambda: soak("soak_vllm", "cut"),
+    "soak_vllm_different": lambda: soak("soak_vllm", "different"),
+    "soak_vllm_pause": lambda: number(results("soak_vllm")["pause_p50_s"]),
+    "soak_vllm_worst": lambda: number(results("soak_vllm")["pause_p100_s"]),
 }
 """Each figure that a page may have within a sentence, by name."""
 
