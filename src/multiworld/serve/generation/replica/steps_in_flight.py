@@ -18,8 +18,8 @@ from multiworld.serve.transport.protocol import Key
 # time between two checks.
 GRACE_S = 1.0
 
-# Most seconds between two checks for which a step is held responsible: a process that
-# was stopped has not read what arrived, and one that is late all the time still judges.
+# Maximum time between two checks that counts: a process that was stopped has not read
+# what arrived, and one that is late all the time still judges.
 COUNTED_S = 2 * GRACE_S
 
 

@@ -442,6 +442,22 @@ async def test_message_that_is_not_understood_closes_its_edge(
 # A model that hangs.
 
 
+@asynccontextmanager
+async def computing(
+    monkeypatch: pytest.MonkeyPatch, compute_s: float | None
+) -> AsyncIterator[tuple[Bench, Peer, list[int]]]:
+    """Yield a worker that computes until its gate is set, and its exit codes."""
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(faulthandler, "dump_traceback", lambda file: None)
+    async with bench(compute_s=compute_s) as b:
+        g = await b.connect("g")
+        b.model.gate.clear()
+        await send(g, [item(1, remaining_s=50.0)], 1.0)
+        await until(b.model.is_computing.is_set)
+        yield b, g, codes
+
+
 @pytest.mark.parametrize(
     ("compute_s", "advance_s", "is_hung"),
     [
@@ -459,14 +475,7 @@ async def test_model_that_never_ends_ends_its_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At its limit, or when nobody can be waiting any more (here: after 60 s)."""
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
-    monkeypatch.setattr(faulthandler, "dump_traceback", lambda file: None)
-    async with bench(compute_s=compute_s) as b:
-        g = await b.connect("g")
-        b.model.gate.clear()
-        await send(g, [item(1, remaining_s=50.0)], 1.0)
-        await until(b.model.is_computing.is_set)
+    async with computing(monkeypatch, compute_s) as (b, _, codes):
         looks, is_paused, is_late = 0, False, False
         real = b.pauses.look
 
@@ -493,14 +502,7 @@ async def test_pause_of_the_process_is_no_hang_of_its_model(
     compute_s: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was stopped for long while it computed, and the deadlines are over."""
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
-    monkeypatch.setattr(faulthandler, "dump_traceback", lambda file: None)
-    async with bench(compute_s=compute_s) as b:
-        g = await b.connect("g")
-        b.model.gate.clear()
-        await send(g, [item(1, remaining_s=50.0)], 1.0)
-        await until(b.model.is_computing.is_set)
+    async with computing(monkeypatch, compute_s) as (b, g, codes):
         looks, real = 0, b.pauses.look
 
         def counted(now: float) -> bool:
