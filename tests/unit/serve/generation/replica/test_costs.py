@@ -130,9 +130,9 @@ def comparisons_beside(suspects: int) -> int:
     for number in range(suspects):
         begin(number, is_suspect=True)
     before = CountedName.comparisons
-    begin(-1, is_suspect=False)
-    begin(-2, is_suspect=True)
-    for number in (-1, -2):
+    begin(suspects, is_suspect=False)
+    begin(suspects + 1, is_suspect=True)
+    for number in (suspects, suspects + 1):
         ended = EndSequences(((CountedName("g"), number, 0),))
         sequences.handle(Received("g", ended))
     return CountedName.comparisons - before
