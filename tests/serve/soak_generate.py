@@ -5,11 +5,11 @@ Kills, stops, drains, scales and updates at random, and pauses of the gateway, t
 controller and replicas, while streams of a small decoder run all the time, in
 deterministic mode: the most likely tokens are compared with
 transformers' own; sampled and structured texts, with the probability of every token,
-with an undisturbed run. Prompts begin alike, so that they are found in caches. Then
-streams run for a fifth of that time without faults. Prints the streams that were cut
+with an undisturbed run. Prompts begin alike, so that they are found in caches. Before
+and after, streams run for a while without faults. Prints the streams that were cut
 and the texts that were different, the longest pauses, and what has grown: the gateway
-and the controller over the whole time, replicas over the part without faults. Exits
-with 1 if there was any.
+and the controller with faults and without, replicas at the end without. Exits with 1 if
+there was any.
 
 With ``--engine vllm`` or ``llama.cpp`` (``ENGINE=``), two to three replicas of that
 engine compute SmolLM2, in environments that are made once; ``stand-in`` is a small
@@ -55,7 +55,7 @@ TOKENS = 120
 QUIET_SHARE = 0.2
 """Time without faults, as a share of the time with them."""
 WARM_SHARE = 0.25
-"""Share of that until replicas are measured first, so that they have all warmed up."""
+"""Share of that until processes are measured first, so that they have warmed up."""
 PAUSE_S = (0.3, 2.5)
 """Least and most seconds between two faults."""
 ENGINE_PAUSE_S = (2.0, 40.0)
@@ -203,13 +203,15 @@ class Soak:
                 if self._engine:
                     continue  # its logits are not transformers' own
                 self._outcome.different += made != greedy(self._folder, prompt, TOKENS)
+            warm = WARM_SHARE * QUIET_SHARE * self._outcome.minutes
+            await self._for(warm, session, compares=False)
             await self._for(self._outcome.minutes, session, self._faults())
             await asyncio.to_thread(
                 self._service.until, self._is_ready, "the end", READY_S
             )
-            quiet = QUIET_SHARE * self._outcome.minutes
-            await self._for(WARM_SHARE * quiet, session)
-            await self._for((1 - WARM_SHARE) * quiet, session, replicas=True)
+            await self._for(warm, session)
+            quiet = QUIET_SHARE * self._outcome.minutes - warm
+            await self._for(quiet, session, replicas=True)
 
     async def _for(
         self,
@@ -217,6 +219,7 @@ class Soak:
         session: aiohttp.ClientSession,
         *more: Awaitable[None],
         replicas: bool = False,
+        compares: bool = True,
     ) -> None:
         """Stream for some minutes; compare the sizes of processes then."""
         before = await asyncio.to_thread(sizes_of, self._service, replicas=replicas)
@@ -225,7 +228,8 @@ class Soak:
         await asyncio.gather(*more, *streams)
         after = await asyncio.to_thread(sizes_of, self._service, replicas=True)
         self._outcome.sizes += [before, after]
-        self._outcome.grown += grown(before, after)
+        if compares:
+            self._outcome.grown += grown(before, after)
 
     def _is_ready(self) -> bool:
         return self._service.status().is_ready

@@ -15,7 +15,6 @@ import re
 import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
@@ -37,6 +36,7 @@ from multiworld.serve.generation.engines.engine_args import (
     gpu_environment,
     refuse_reserved,
 )
+from multiworld.serve.generation.engines.engine_folder import EngineFolder
 from multiworld.serve.generation.engines.engine_server import (
     Answer,
     EngineServer,
@@ -81,6 +81,9 @@ RESERVED = {
     "enable_lora": "adapters",
     "lora_modules": "adapters",
 }
+
+# Bytes of a folder for vLLM's own sockets: 107 bytes of a path, less "/" and a UUID.
+MAX_SOCKETS = 70
 
 USAGE_S = 1.0  # between measurements of the used KV memory
 
@@ -130,7 +133,7 @@ class VllmEngine:
         self._lora = lora_arguments(settings.adapters, is_cpu=settings.device == "cpu")
         self.usage, self.phase = 0.0, "waiting"
         self._server: EngineServer | None = None
-        self._folder: Path | None = None
+        self._folder: EngineFolder | None = None
         self._failures: dict[str, str] = {}
         self._socket: socket.socket | None = None
         self._number = 0
@@ -142,11 +145,11 @@ class VllmEngine:
         """Start vLLM, and wait until it answers."""
         silence_s = 2 * self._settings.hung_s
         self._server = EngineServer("vLLM", silence_s=silence_s)
-        self._folder = Path(tempfile.mkdtemp(prefix="multiworld-vllm-"))
+        self._folder = EngineFolder()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
-        self._socket.bind(str(self._folder / "failures"))
-        write_modules(self._folder, self._settings)
+        self._socket.bind(str(self._folder.path / "failures"))
+        write_modules(self._folder.path, self._settings)
         self.phase = "loading"
         command = self._command(self._server.port)
         try:
@@ -179,7 +182,10 @@ class VllmEngine:
 
     def _environment(self) -> dict[str, str]:
         assert self._folder is not None
-        found = {"PYTHONPATH": str(self._folder), **OFFLINE}
+        folder = str(self._folder.path)
+        found = {"PYTHONPATH": folder, **OFFLINE}
+        if len(os.fsencode(folder)) <= MAX_SOCKETS:
+            found["VLLM_RPC_BASE_PATH"] = folder  # it leaves them if it is killed
         return {**found, **gpu_environment(self._settings, visible_gpus())}
 
     async def wait_lost(self) -> str:
@@ -215,7 +221,7 @@ class VllmEngine:
         if self._socket is not None:
             self._socket.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
     # Sequences.
 

@@ -1,0 +1,54 @@
+"""The temporary folder of an engine; the folders of killed replicas are removed.
+
+A replica that is killed cannot remove its folder. Its lock, however, ends with it: so
+the next replica on the host finds which folders nobody uses any more.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+PREFIX = "multiworld-engine-"
+FRESH_S = 60.0  # for which an unlocked folder may be one that is just being made
+
+
+class EngineFolder:
+    """A new folder, which this process holds locked until ``remove``."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._lock = _open(self.path)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        _remove_unused(self.path.parent)
+
+    def remove(self) -> None:
+        """Remove it with its files; repeated calls do nothing."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+
+
+def _remove_unused(parent: Path) -> None:
+    for path in parent.glob(f"{PREFIX}*"):
+        try:
+            lock = _open(path)
+        except OSError:
+            continue  # another user's, or gone
+        try:
+            if time.time() - os.fstat(lock).st_mtime > FRESH_S:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:
+            pass  # its replica lives
+        finally:
+            os.close(lock)

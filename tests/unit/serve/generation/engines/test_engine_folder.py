@@ -1,0 +1,76 @@
+"""Folders of engines, and the removal of those that killed replicas left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from multiworld.serve.generation.engines.engine_folder import PREFIX, EngineFolder
+
+KILLED = """
+import os, signal
+from multiworld.serve.generation.engines.engine_folder import EngineFolder
+print(EngineFolder().path, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(autouse=True)
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let temporary folders be made in a folder of the test."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+def age(path: Path) -> None:
+    """Let a folder have been changed an hour ago."""
+    then = path.stat().st_mtime - 3600
+    os.utime(path, (then, then))
+
+
+def test_folder_is_removed_with_its_files() -> None:
+    """A second removal does nothing."""
+    folder = EngineFolder()
+    (folder.path / "file").write_text("x")
+    folder.remove()
+    folder.remove()
+    assert not folder.path.exists()
+
+
+def test_folder_of_a_killed_process_is_removed_by_the_next_one() -> None:
+    """The folder of one that lives stays, however old it is."""
+    living = EngineFolder()
+    command = [sys.executable, "-c", KILLED]
+    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    left = Path(found.stdout.strip())
+    (left / "file").write_text("x")
+    age(living.path)
+    EngineFolder().remove()
+    assert left.exists()  # it may be one that is just being made
+    age(left)
+    EngineFolder().remove()
+    assert not left.exists()
+    assert living.path.exists()
+    living.remove()
+
+
+def test_what_is_no_folder_of_an_engine_is_left_alone(
+    parent: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Links are not followed, and other names are not looked at."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "file").write_text("x")
+    (parent / f"{PREFIX}link").symlink_to(elsewhere)
+    (parent / f"{PREFIX}file").write_text("x")
+    (parent / "other").mkdir()
+    age(elsewhere)
+    age(parent / "other")
+    EngineFolder().remove()
+    assert (elsewhere / "file").exists()
+    assert len(list(parent.iterdir())) == 3
