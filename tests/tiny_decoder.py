@@ -63,6 +63,22 @@ def _gemma3() -> Any:
     return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **WINDOWED, layer_types=kinds))
 
 
+def _mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
+    return MixtralForCausalLM(config)
+
+
+def _qwen3_moe() -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3}
+    heads: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 16}
+    config = Qwen3MoeConfig(**SIZES, **heads, **experts, moe_intermediate_size=32)
+    return Qwen3MoeForCausalLM(config)
+
+
 def _gpt_neox() -> Any:
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
@@ -87,6 +103,8 @@ KINDS: dict[str, Callable[..., Any]] = {
     "mistral": _mistral,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
     "gpt_neox": _gpt_neox,
     "gpt2": _gpt2,
 }

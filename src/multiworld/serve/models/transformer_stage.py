@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from multiworld.errors import SpecError
+from multiworld.serve.models.experts import split_experts
 from multiworld.serve.models.integer_linear import is_linear, quantize_linears
 from multiworld.serve.models.partition import Span
 from multiworld.serve.models.stored_integers import Stored, read_stored
-from multiworld.serve.models.weights import read_weights
+from multiworld.serve.models.weights import LAYER, names_in
 from multiworld.serve.spec.stage import Tensors
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -157,7 +158,7 @@ def load_owned(
         dtype=(config.dtype or wanted) if is_int8 else wanted,
         output_loading_info=True,
     )
-    stored = _stored(folder, whole) if is_int8 else {}
+    stored = _stored(folder, whole, span) if is_int8 else {}
     by_module = {whole.get_submodule(name): stored[name] for name in stored}
     # If a folder has no weights for the pooler, the pooler's output is not used.
     known = ("pooler.", *(f"{name}.weight" for name in stored))
@@ -169,12 +170,13 @@ def load_owned(
     base = whole.base_model
     _drop_other_layers(base, span, _anatomy(base, folder).chain)
     if is_int8:
+        split_experts(whole)
         quantize_linears(whole, by_module)
         whole.to(wanted)
     return whole
 
 
-def _stored(folder: Path, whole: Any) -> dict[str, Stored]:
+def _stored(folder: Path, whole: Any, span: Span) -> dict[str, Stored]:
     """Return weights that the folder has in int8, by module; others are refused."""
     # A model without a head has the names of the folder without their prefix.
     prefix = f"{whole.base_model_prefix}."
@@ -183,12 +185,17 @@ def _stored(folder: Path, whole: Any) -> dict[str, Stored]:
     for name, module in whole.named_modules():
         names = linears if is_linear(module) else others
         names += [name, prefix + name]
-    known = read_weights(folder, {f"{name}.weight_scale" for name in others})
-    if known:
-        raise SpecError(
-            f"{folder}: {min(known)} is of no matrix product; only weights of those "
-            "may be int8"
-        )
+    known = {*linears}
+    for name in names_in(folder):
+        module, _, last = name.rpartition(".")
+        if last != "weight_scale" or module in known:
+            continue
+        layer = LAYER.search(name)
+        if module in others or (layer and span.begin <= int(layer[1]) < span.end):
+            raise SpecError(
+                f"{folder}: {name} is of no matrix product that can be loaded in int8 "
+                "(experts of a mixture cannot); use the model with float weights"
+            )
     found = read_stored(folder, linears)
     return {
         name: found.get(name) or found[prefix + name]

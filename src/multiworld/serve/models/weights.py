@@ -34,6 +34,15 @@ def read_weights(path: Path, wanted: Set[str]) -> dict[str, Tensor]:
     return found
 
 
+def names_in(folder: Path) -> list[str]:
+    """Return the names of all tensors of a folder."""
+    try:
+        headers = [_header(file) for file in files_of(folder)]
+    except (OSError, ValueError, struct.error) as error:
+        raise SpecError(f"{folder}: {error}; give safetensors files") from error
+    return [name for name, *_ in itertools.chain.from_iterable(headers)]
+
+
 def files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]

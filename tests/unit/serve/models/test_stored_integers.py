@@ -151,3 +151,11 @@ def test_integers_of_anything_but_products_are_refused(
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(SpecError, match=reason):
         decoder_stage.load(folder, Span(0, 2, 4), "float32", "cpu", "int8")
+
+
+def test_experts_that_are_integers_are_refused(tmp_path: Path) -> None:
+    """transformers would put the integers into its tensor of floats."""
+    folder = save_decoder(tmp_path, "qwen3_moe")
+    quantize_folder(folder, "int-quantized")
+    with pytest.raises(SpecError, match=r"layers\.[01]\..*experts of a mixture cannot"):
+        decoder_stage.load(folder, Span(0, 2, 4), "float32", "cpu", "int8")

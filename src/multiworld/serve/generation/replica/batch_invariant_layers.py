@@ -14,7 +14,7 @@ threads. Here every slice is a multiple of ``VECTORS`` numbers, without a remain
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,18 @@ def invariant_rows(function: Callable[[Tensor], Tensor], example: Tensor) -> lis
     return sizes or [REFERENCE]
 
 
+def _filled_up(rows: Tensor, sizes: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
+    """Yield parts of tried sizes, and how many rows of zeros fill each up."""
+    begin = 0
+    for size in cover(sizes, len(rows)):
+        part = rows[begin : begin + size]
+        lacking = size - len(part)
+        if lacking:
+            part = torch.cat([part, part.new_zeros(lacking, part.shape[1])])
+        yield part, lacking
+        begin += size
+
+
 class InvariantRows:
     """A batch-invariant version of a function that maps rows one by one."""
 
@@ -82,19 +94,60 @@ class InvariantRows:
     def __call__(self, given: Tensor) -> Tensor:
         rows = given.reshape(-1, given.shape[-1])
         found = []
-        begin = 0
-        for size in cover(self._sizes, len(rows)):
-            part = rows[begin : begin + size]
-            lacking = size - len(part)
-            if lacking:
-                part = torch.cat([part, part.new_zeros(lacking, part.shape[1])])
+        for part, lacking in _filled_up(rows, self._sizes):
             out = self._function(part)
-            found.append(out[: size - lacking] if lacking else out)
-            begin += size
+            found.append(out[:-lacking] if lacking else out)
         if not found:  # no rows, for instance if a step needs no logits
             found.append(self._function(rows))
         out = found[0] if len(found) == 1 else torch.cat(found)
         return out.reshape(*given.shape[:-1], out.shape[-1])
+
+
+class InvariantRouter:
+    """A batch-invariant version of what chooses the experts of each row."""
+
+    def __init__(
+        self, function: Callable[[Tensor], tuple[Tensor, ...]], sizes: Sequence[int]
+    ) -> None:
+        self._function, self._sizes = function, list(sizes)
+
+    def __call__(self, given: Tensor) -> tuple[Tensor, ...]:
+        rows = given.reshape(-1, given.shape[-1])
+        found = [
+            [out[: len(out) - lacking] for out in self._function(part)]
+            for part, lacking in _filled_up(rows, self._sizes)
+        ]
+        return tuple(map(torch.cat, zip(*found, strict=True)))
+
+
+def make_routers_invariant(module: nn.Module) -> None:
+    """Make a module's choices of experts batch-invariant, in place."""
+    for found in module.modules():
+        if type(found).__name__.endswith("Router"):
+            each: Any = found
+            function, weight = found.forward, each.weight
+            sizes = _sizes_of(
+                f"{type(found).__name__} {tuple(weight.shape)} {weight.dtype}",
+                functools.partial(_numbers, function),
+                weight.new_zeros(1, weight.shape[1]),
+            )
+            each.forward = InvariantRouter(function, sizes)
+
+
+def _numbers(router: Callable[[Tensor], tuple[Tensor, ...]], given: Tensor) -> Tensor:
+    return torch.cat([out.float() for out in router(given)], -1)
+
+
+def _sizes_of(
+    key: str, function: Callable[[Tensor], Tensor], example: Tensor
+) -> list[int]:
+    """Return ``invariant_rows``, as they were found on this machine if they were."""
+    with torch.inference_mode():
+        return known(
+            f"rows of {key}, of {ROWS}",
+            torch.get_num_threads(),
+            functools.partial(invariant_rows, function, example),
+        )
 
 
 def make_linears_invariant(module: nn.Module) -> None:
@@ -113,15 +166,8 @@ def make_linears_invariant(module: nn.Module) -> None:
             shape = str(tuple(weight.shape))
         kind = f"{type(found).__name__} {shape} {weight.dtype} on {weight.device.type}"
         key = f"{kind}, bias {found.bias is not None}"
-        with torch.inference_mode():
-            if key not in sizes:
-                sizes[key] = known(
-                    f"rows of {key}, of {ROWS}",
-                    torch.get_num_threads(),
-                    functools.partial(
-                        invariant_rows, found.forward, weight.new_zeros(1, width)
-                    ),
-                )
+        if key not in sizes:
+            sizes[key] = _sizes_of(key, found.forward, weight.new_zeros(1, width))
         found.forward = InvariantRows(found.forward, sizes[key])
 
 

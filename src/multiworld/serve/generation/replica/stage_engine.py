@@ -19,6 +19,7 @@ from multiworld.serve.generation.replica.batch_invariant_attention import (
 from multiworld.serve.generation.replica.batch_invariant_layers import (
     make_elements_invariant,
     make_linears_invariant,
+    make_routers_invariant,
 )
 from multiworld.serve.generation.replica.kv_cache import (
     KvCache,
@@ -37,6 +38,7 @@ from multiworld.serve.generation.replica.sampler import (
 )
 from multiworld.serve.generation.replica.sequence_state import StreamId
 from multiworld.serve.generation.replica.transfers import HOST, Transfers
+from multiworld.serve.models.experts import split_experts
 from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.transport.generation_messages import (
@@ -140,9 +142,11 @@ def engine_of(
     is_module = isinstance(function, nn.Module)
     with torch.inference_mode():
         if isinstance(function, nn.Module):
+            split_experts(function)
             pack_linears(function)
             if is_deterministic:
                 make_linears_invariant(function)
+                make_routers_invariant(function)
                 make_elements_invariant(function)
     if not is_deterministic:
         cache = KvCache(attention=model.attention)

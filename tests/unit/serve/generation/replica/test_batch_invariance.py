@@ -36,11 +36,13 @@ from multiworld.serve.generation.replica.batch_invariant_layers import (
     invariant_rows,
     make_elements_invariant,
     make_linears_invariant,
+    make_routers_invariant,
     whole_slices,
 )
 from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
 from multiworld.serve.generation.replica.layer_trial import check_layers
 from multiworld.serve.generation.replica.scheduler import Scheduler
+from multiworld.serve.models.experts import split_experts
 from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.models.partition import Span
 from tests.tiers import some
@@ -49,6 +51,9 @@ from tests.tiny_decoder import KINDS, save_decoder
 LONG = 150
 CAPPED = "gemma2"
 """Its scores are capped, which torch's kernel does not do."""
+HEAVY = ("mixtral",)
+"""Like others, which always run."""
+RUN = [kind for kind in KINDS if kind not in (CAPPED, *HEAVY)]
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -65,13 +70,17 @@ class Chain:
 
     def __init__(self, folder: Path, dtype: str, *, is_packed: bool) -> None:
         spans = [Span(0, 2, 4), Span(2, 4, 4)]
+        is_int8 = dtype == "int8"
+        how = ("float32", "cpu", "int8") if is_int8 else (dtype, "cpu", None)
         self._stages: list[Any] = [
-            decoder_stage.load(folder, span, dtype, "cpu") for span in spans
+            decoder_stage.load(folder, span, *how) for span in spans
         ]
         for stage in self._stages:
+            split_experts(stage)
             if is_packed:
                 pack_linears(stage)
             make_linears_invariant(stage)
+            make_routers_invariant(stage)
             make_elements_invariant(stage)
             check_layers(stage, lambda: KvCache(attention=InvariantAttention))
         self._caches = [KvCache(attention=InvariantAttention) for _ in spans]
@@ -96,10 +105,17 @@ def chunks(chance: random.Random, count: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("kind", "is_packed"),
-    [*((kind, True) for kind in KINDS if kind != CAPPED), ("llama", False)],
+    ("kind", "dtype", "is_packed"),
+    some(
+        [
+            *product(RUN, ("float32", "bfloat16"), (True,)),
+            *product(("llama",), ("float32", "bfloat16"), (False,)),
+            ("qwen3_moe", "int8", True),
+            *product(HEAVY, ("float32", "bfloat16"), (True,)),
+        ],
+        2 * len(RUN) + 3,
+    ),
 )
 def test_logits_do_not_depend_on_parts_and_neighbours(
     kind: str, dtype: str, is_packed: bool, threads: int, tmp_path: Path
