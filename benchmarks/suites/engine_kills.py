@@ -8,7 +8,7 @@ round a process that computes is killed, at a drawn time, and the tokens are com
 with those of undisturbed streams of the same front. As many rounds without a kill show
 what an engine does differently by itself. Our fronts also lose a replica as planned, by
 scaling in while the streams run. The proxy is part of the client, so
-it costs no time of its own.
+it costs no time of its own. Each server of vLLM has half of the cores.
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ from multiworld.serve.models import smollm2
 PLAIN, PROXY = "vLLM", "vLLM, naive proxy"
 BEHIND, STAGES = "vLLM behind multiworld", "multiworld, three stages"
 """Names of the fronts."""
+
+CORES = sorted(os.sched_getaffinity(0))
+HALVES = CORES[: max(1, len(CORES) // 2)], CORES[len(CORES) // 2 :]
+"""Cores of the two servers of vLLM."""
 
 
 def run(options: Options, on_step: OnStep) -> None:
@@ -103,6 +107,7 @@ def _engine(folder: Path, python: Path) -> dict[str, Any]:
         "engine": "vllm",
         "engine_python": str(python),
         "generation": {"dtype": "float32", "max_model_len": 2048},
+        "cpus": len(HALVES[0]),
         "replicas": 2,
     }
 
@@ -150,17 +155,21 @@ class Servers:
         self._stack, self._draw, self._starts = stack, draw, 0
         self._processes: list[subprocess.Popen[bytes]] = []
         self.urls: list[str] = []
-        for _ in range(2):
-            url, process = self._start()
+        for place in range(2):
+            url, process = self._start(place)
             self.urls.append(url)
             self._processes.append(process)
 
-    def _start(self) -> tuple[str, subprocess.Popen[bytes]]:
+    def _start(self, place: int) -> tuple[str, subprocess.Popen[bytes]]:
         self._starts += 1
         scratch = self._scratch / f"vllm-{self._starts}"
         scratch.mkdir()
         running = others.running(VLLM, self._python, self._folder, scratch)
-        return self._stack.enter_context(running)
+        os.sched_setaffinity(0, HALVES[place])  # of this thread, and its children
+        try:
+            return self._stack.enter_context(running)
+        finally:
+            os.sched_setaffinity(0, CORES)
 
     async def kill(self) -> None:
         """Kill the process of one of them that computes; its server then exits."""
@@ -172,7 +181,7 @@ class Servers:
         for place, process in enumerate(self._processes):
             if not await asyncio.to_thread(_is_alive, self.urls[place]):
                 await asyncio.to_thread(process.wait, BACK_S)
-                url, again = await asyncio.to_thread(self._start)
+                url, again = await asyncio.to_thread(self._start, place)
                 self.urls[place], self._processes[place] = url, again
 
 

@@ -350,7 +350,8 @@ class ModelSpec(_Strict):
     many GPUs as `tensor_parallel_size` times `pipeline_parallel_size` in `engine_args`,
     and the engine sees only these."""
     cpus: Annotated[float, Field(gt=0, le=4096)] | None = None
-    """With an `engine`: cores to book for a replica."""
+    """With an `engine`: cores to book for a replica. Its engine runs on as many whole
+    cores, which no other engine of the service's user on that machine has."""
     memory_mb: Annotated[float, Field(gt=0, le=1e8)] | None = None
     """With an `engine`: main memory to book for a replica, all processes of the engine
     together, in MiB. A replica that uses more is killed."""

@@ -149,7 +149,8 @@ class EngineEncoder:
         server = EngineServer(self._engine, silence_s=silence_s)
         command = _command_of(self._engine, self._settings, server.port)
         env = gpu_environment(self._settings, visible_gpus())
-        await server.start(command, {**env, **vllm.OFFLINE})
+        env |= vllm.OFFLINE
+        await server.start(command, env, self._settings.cpus)
         return server
 
     async def _connect(self, server: EngineServer, choice: ServerChoice) -> None:

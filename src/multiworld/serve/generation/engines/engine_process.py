@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from multiworld.serve.generation.engines.held_cores import HeldCores
 from multiworld.serve.replica import leash
 from multiworld.serve.resources.usage import family_of
 
@@ -32,6 +33,7 @@ class EngineProcess:
         self,
         command: Sequence[str],
         env: Mapping[str, str],
+        cores: int = 0,  # that no other engine has; 0: it has all
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -40,16 +42,21 @@ class EngineProcess:
         self._family_at = -math.inf
         reader, self._leash = os.pipe()
         wearing = [sys.executable, "-I", "-S", leash.__file__, str(reader), *command]
+        self._cores = HeldCores(cores)
         try:
-            self._process = subprocess.Popen(
-                wearing,
-                env={**os.environ, **env},
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                stderr=2,
-                start_new_session=True,
-                pass_fds=(reader,),
-            )
+            with self._cores.of_children():
+                self._process = subprocess.Popen(
+                    wearing,
+                    env={**os.environ, **env},
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,
+                    stderr=2,
+                    start_new_session=True,
+                    pass_fds=(reader,),
+                )
+        except BaseException:
+            self._cores.release()
+            raise
         finally:
             os.close(reader)
         self.pid = self._process.pid
@@ -99,6 +106,7 @@ class EngineProcess:
         if self._leash >= 0:
             os.close(self._leash)
             self._leash = -1
+        self._cores.release()
 
     def _signal(self, number: signal.Signals) -> None:
         if self._leash < 0:

@@ -58,10 +58,12 @@ class EngineServer:
 
     # Its life.
 
-    async def start(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+    async def start(
+        self, command: Sequence[str], env: Mapping[str, str], cpus: float | None
+    ) -> None:
         """Start the server as a child, and wait until it answers."""
         logger.info("starting %s", " ".join(command))
-        self._process = EngineProcess(command, env)
+        self._process = EngineProcess(command, env, int(cpus or 0))
         exited = asyncio.ensure_future(self._process.wait())
         try:
             while not exited.done() and not await self.answers():

@@ -66,7 +66,8 @@ class LlamaCppEngine(TokenServerEngine):
         self._server = EngineServer("llama.cpp", silence_s=silence_s)
         self.phase = "loading"
         env = gpu_environment(self._settings, visible_gpus())
-        await self._server.start(self._command(self._server.port), env)
+        command = self._command(self._server.port)
+        await self._server.start(command, env, self._settings.cpus)
         await self.warm_up()
 
     def _command(self, port: int) -> list[str]:
@@ -92,6 +93,7 @@ def server_command(
     every: dict[str, Any] = {
         "host": "127.0.0.1",
         "port": port,
+        "threads": int(settings.cpus or 0) or None,
         "n_gpu_layers": ALL_LAYERS if settings.device != "cpu" else 0,
     }
     flags = flags_of({**every, **own, **settings.args, "model": weights_of(settings)})

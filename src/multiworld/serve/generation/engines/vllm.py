@@ -153,7 +153,8 @@ class VllmEngine:
         self.phase = "loading"
         command = self._command(self._server.port)
         try:
-            await self._server.start(command, self._environment())
+            env = self._environment()
+            await self._server.start(command, env, self._settings.cpus)
             self.phase = "warming up"
             warm_up = Run(
                 (0,), 1, Sampling(temperature=0.0, max_tokens=2, ignore_eos=True)

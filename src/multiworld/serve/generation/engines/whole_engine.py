@@ -50,6 +50,8 @@ class EngineSettings:
             at a server, as the spec has them.
         gpu_memory_share: Share of each GPU's memory that the replica has booked; None:
             its GPUs are its alone.
+        cpus: Cores that the replica has booked; None: it books none, and has all. An
+            engine on a CPU should use as many threads.
         memory_mb: Memory that the replica has booked, in MiB; None: it books none.
         max_model_len: Maximum number of tokens of a sequence; None: the engine's own.
         max_num_seqs: Maximum number of sequences that run at once.
@@ -69,6 +71,7 @@ class EngineSettings:
     gpus: tuple[int, ...] = ()
     adapters: Mapping[str, str] = field(default_factory=dict)
     gpu_memory_share: float | None = None
+    cpus: float | None = None
     memory_mb: float | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64

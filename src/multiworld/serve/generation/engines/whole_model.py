@@ -126,6 +126,7 @@ def settings_of(
         device=device,
         gpus=gpus,
         adapters=spec.adapters,
+        cpus=spec.stages[0].cpus,
         memory_mb=spec.stages[0].memory_mb,
         gpu_memory_share=_share_of_gpus(spec, gpus),
         max_model_len=generation.max_model_len,

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ def make() -> Iterator[Make]:
     """Return a function that starts an engine, which ends with the test."""
     made: list[EngineProcess] = []
 
-    def start(program: str, **options: Callable[[], float]) -> EngineProcess:
+    def start(program: str, **options: Any) -> EngineProcess:
         made.append(EngineProcess(["sh", "-c", program], {"WORD": "hello"}, **options))
         return made[-1]
 

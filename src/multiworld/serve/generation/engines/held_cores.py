@@ -1,0 +1,72 @@
+"""Cores that engines on this host hold, so that no two of them compute on one.
+
+Two engines on one core wait for each other's time slices in every step; and vLLM binds
+its threads to the first cores, those of all replicas to the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+logger = logging.getLogger("multiworld.serve")
+
+
+class HeldCores:
+    """``numbers`` of whole cores, held until ``release`` or the end of this process.
+
+    None are held if fewer than ``count`` are free.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.numbers: list[int] = []
+        self._locks: list[int] = []
+        try:
+            for number in sorted(os.sched_getaffinity(0)) if count else ():
+                lock = _lock(number)
+                if lock is not None:
+                    self._locks.append(lock)
+                    self.numbers.append(number)
+                if len(self.numbers) == count:
+                    return
+        except OSError as error:
+            logger.warning("cores are not held: %s", error)
+        if count:
+            found = len(self.numbers)
+            logger.warning("%d of %d cores are free; the engine has all", found, count)
+        self.release()
+
+    @contextlib.contextmanager
+    def of_children(self) -> Iterator[None]:
+        """Let processes that this thread starts meanwhile run on these cores."""
+        before = os.sched_getaffinity(0)
+        if self.numbers:
+            os.sched_setaffinity(0, self.numbers)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
+
+    def release(self) -> None:
+        for lock in self._locks:
+            os.close(lock)
+        self._locks, self.numbers = [], []
+
+
+def _lock(number: int) -> int | None:
+    """Return a descriptor that holds a core, or None if another process holds it."""
+    folder = Path(tempfile.gettempdir()) / f"multiworld-cores-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    lock = os.open(folder / str(number), flags, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock
