@@ -24,7 +24,10 @@ from multiworld.serve.transport.generation_messages import (
 )
 from multiworld.serve.transport.protocol import Key
 
-AT_ONCE = 4  # streams being moved at once, at most: preparation slows others
+# Streams being moved at once, at most, and their tokens unless it is one stream: what
+# computes them also computes other streams, which wait meanwhile.
+AT_ONCE = 4
+TOKENS_AT_ONCE = 128
 # Tokens that the new replicas may lack when a stream moves, at most: one step computes
 # them in hardly more time than one token.
 LAG = 8
@@ -72,6 +75,7 @@ class Moves:
         """Begin moves from draining replicas, of the oldest streams first."""
         if len(self._moving) >= AT_ONCE:
             return
+        tokens = sum(len(stream.tokens) for stream in self._moving.values())
         draining = self._chains.draining
         there = {s.number: s for name in draining for s in self._index.at(name)}
         stuck: set[tuple[str, ...]] = set()
@@ -82,6 +86,9 @@ class Moves:
             if chain is None:
                 stuck.add(stream.chain)  # a stage has no other replica
                 continue
+            tokens += len(stream.tokens)
+            if self._moving and tokens > TOKENS_AT_ONCE:
+                return
             self._begin(stream, chain, now)
             if len(self._moving) >= AT_ONCE:
                 return
