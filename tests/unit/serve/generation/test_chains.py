@@ -634,6 +634,7 @@ async def test_replica_that_cannot_be_prepared_leaves_the_stream_where_it_is() -
 @example(212906137)  # a text begins with a part of a known block
 @example(2025488)  # a replica of stage 0 has no room for what is prepared there
 @example(597)  # a probe is longer than a step
+@example(5263954)  # the only one that runs is preempted, and another is prepared
 def test_streams_survive_whatever_happens(seed: int) -> None:
     """Kills, broken edges, scaling, little memory, dropped logs, clients that leave."""
     asyncio.run(survive(random.Random(seed)))

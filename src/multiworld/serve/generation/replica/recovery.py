@@ -375,13 +375,13 @@ class Recovery:
     def next_step(self, now: float) -> PlannedStep | None:
         """Return the next step that the scheduler plans, if there is one now."""
         planned = self._scheduler.next_step(now)
+        # Also without a step: the blocks count as free, and a rebuild may take them.
+        preempted = self._scheduler.pool.take_preempted()
+        self.preempt(preempted)
+        # Later stages may be waiting for rows of a paused one, which are dropped now.
+        self.return_to_gateway(filter(self._scheduler.pool.is_paused, preempted))
         if planned is None:
             return None
-        self.preempt(planned.preempted)
-        # Later stages may be waiting for rows of a paused one, which are dropped now.
-        self.return_to_gateway(
-            filter(self._scheduler.pool.is_paused, planned.preempted)
-        )
         self._note_alone(planned.parts[0].key if planned.is_alone else None)
         return planned
 

@@ -74,7 +74,7 @@ class SequencePool:
         self._use = TenantUse(limits.max_num_seqs, limits.blocks)
         self._free = limits.blocks
         self._reserved: dict[Key, int] = {}
-        self.preempted: list[Key] = []  # since the last step was planned
+        self.preempted: list[Key] = []  # since they were taken
         self._arrivals = 0
 
     def knows(self, key: Key) -> bool:
@@ -126,10 +126,8 @@ class SequencePool:
         self.suspects.pop(sequence.number, None)
 
     def rename(self, sequence: ScheduledSequence, key: Key) -> None:
-        old = sequence.key
-        self.known[key] = self.known.pop(old)
+        self.known[key] = self.known.pop(sequence.key)
         sequence.key = key
-        self.preempted = [key if each == old else each for each in self.preempted]
 
     def remove(self, key: Key) -> None:
         self._free += self._reserved.pop(key, 0)

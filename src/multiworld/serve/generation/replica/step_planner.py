@@ -31,7 +31,6 @@ from multiworld.serve.generation.replica.step_budget import (
 from multiworld.serve.generation.replica.steps_in_flight import StepsInFlight
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.generation_messages import StepPart
-from multiworld.serve.transport.protocol import Key
 
 # Tokens of a prefill chunk when a prompt is split over the pipeline. A step also costs
 # about as much as nine tokens, so chunks of 32 take 28 % more time in all.
@@ -50,7 +49,6 @@ SHARED_S, SHARED_TOKENS = 60.0, 32
 class PlannedStep:
     number: int
     parts: tuple[StepPart, ...]
-    preempted: tuple[Key, ...] = ()
     is_alone: bool = False  # nothing else may be in flight
 
 
@@ -83,8 +81,7 @@ class StepPlanner:
             return None
         self._was_alone = is_alone
         number = self._steps.begin(parts, cost_of(sum(map(self._rows, parts))))
-        preempted = self._pool.take_preempted()
-        return PlannedStep(number, tuple(parts), preempted, is_alone=is_alone)
+        return PlannedStep(number, tuple(parts), is_alone=is_alone)
 
     def _plan(self, parts: list[StepPart], now: float) -> bool:
         """Add parts of sequences that are not suspects; return whether any exist."""

@@ -413,8 +413,8 @@ def test_sequence_with_nothing_to_compute_is_refused() -> None:
     assert scheduler.pool.is_idle
 
 
-def test_preempted_sequence_that_is_renamed_frees_its_blocks_in_all_stages() -> None:
-    """They receive its new key; they no longer know another."""
+def test_blocks_are_taken_from_a_sequence_although_no_step_is_planned() -> None:
+    """They count as free at once, and may be reserved for another."""
     scheduler = Scheduler(limits(tokens=64, block=2, blocks=8))
     scheduler.add(key(1), [1, 2])
     scheduler.add(key(2), [1, 2])
@@ -424,7 +424,6 @@ def test_preempted_sequence_that_is_renamed_frees_its_blocks_in_all_stages() -> 
     scheduler.remove(key(2))
     scheduler.add(key(3), [1, 2])
     scheduler.pool.withheld = 7  # one of them loses its blocks
-    renamed = ("gateway/1", 3, 1)
     step = scheduler.next_step()
     assert step is not None
     scheduler.sampled(step.number, [(p.key, 5) for p in step.parts])
@@ -434,13 +433,11 @@ def test_preempted_sequence_that_is_renamed_frees_its_blocks_in_all_stages() -> 
     assert step is not None
     scheduler.sampled(step.number, [(p.key, 5) for p in step.parts])
     scheduler.pause(key(1))
+    scheduler.pool.take_preempted()
     scheduler.pool.withheld = 7
     assert scheduler.next_step() is None, "it is planned without the one that is paused"
-    scheduler.move(key(3), renamed, [1, 2, 5], 2)
-    scheduler.resume(key(1), 7)
-    step = scheduler.next_step()
-    assert step is not None
-    assert renamed in step.preempted
+    assert {*scheduler.pool.take_preempted()} == {key(3), key(4)}
+    assert scheduler.pool.take_preempted() == ()
 
 
 def test_probe_waits_for_nobody() -> None:
@@ -612,7 +609,8 @@ def test_tenant_below_its_share_preempts_for_slots_and_for_blocks() -> None:
         step = pipeline.plan()
         assert step is not None
         assert {part.key[1] for part in step.parts} == {0, 1, 6, 7, 8, 9}
-        assert {which[1] for which in step.preempted} == {2, 3, 4, 5}
+        preempted = scheduler.pool.take_preempted()
+        assert {which[1] for which in preempted} == {2, 3, 4, 5}
         pipeline.finish_one(wanted)
         pipeline.run(wanted)
         assert scheduler.pool.preemptions == 4, "nobody is preempted in turns"
@@ -672,7 +670,7 @@ def test_higher_priority_preempts_a_lower_one_for_its_slot() -> None:
     step = pipeline.plan()
     assert step is not None
     assert {part.key for part in step.parts} == {key(1), key(3)}
-    assert step.preempted == (key(2),)
+    assert scheduler.pool.take_preempted() == (key(2),)
     pipeline.finish_one(wanted)
     pipeline.run(wanted)
     assert scheduler.pool.preemptions == 1
