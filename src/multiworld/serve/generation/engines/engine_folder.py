@@ -10,21 +10,21 @@ import fcntl
 import os
 import shutil
 import tempfile
-import time
 from pathlib import Path
 
 PREFIX = "multiworld-engine-"
-FRESH_S = 60.0  # for which an unlocked folder may be one that is just being made
 
 
 class EngineFolder:
     """A new folder, which this process holds locked until ``remove``."""
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        self._lock = _open(self.path)
+        made = Path(tempfile.mkdtemp(prefix="multiworld-new-"))
+        self._lock = _open(made)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        _remove_unused(self.path.parent)
+        # It has this name only once it is locked.
+        self.path = made.rename(made.with_name(PREFIX + made.name.rpartition("-")[2]))
+        _remove_unused(made.parent)
 
     def remove(self) -> None:
         """Remove it with its files; repeated calls do nothing."""
@@ -45,9 +45,8 @@ def _remove_unused(parent: Path) -> None:
         except OSError:
             continue  # another user's, or gone
         try:
-            if time.time() - os.fstat(lock).st_mtime > FRESH_S:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
         except BlockingIOError:
             pass  # its replica lives
         finally:
