@@ -60,6 +60,8 @@ PAUSE_S = (0.3, 2.5)
 """Least and most seconds between two faults."""
 ENGINE_PAUSE_S = (2.0, 40.0)
 """The same with real engines, which take half a minute to start."""
+KV = 2**29
+"""Bytes for keys and values of each vLLM."""
 READY_S = 900.0
 """Seconds after which all replicas must be ready again, however slow an engine is."""
 STAGES = ("front", "middle", "back")
@@ -105,13 +107,14 @@ class Outcome:
     different: int = 0
     pauses_s: list[float] = field(default_factory=list)
     grown: list[str] = field(default_factory=list)
+    ended_early: str = ""
     sizes: list[dict[str, Size]] = field(default_factory=list)
 
     @property
     def is_good(self) -> bool:
         """Tell whether every stream was whole and right, and nothing has grown."""
         is_whole = not self.cut and not self.different and self.streams > 0
-        return is_whole and not self.grown
+        return is_whole and not self.grown and not self.ended_early
 
 
 def spec_of(folder: Path, threads: int) -> dict[str, Any]:
@@ -154,7 +157,8 @@ def engine_spec(engine: str, folder: Path) -> dict[str, Any]:
         python = python_of(name, default_folder())
         more = {"engine": engine, "engine_python": str(python)}
         if engine == "vllm":
-            more["engine_args"] = {"enforce_eager": True}  # compiling takes 80 s
+            # Compiling takes 80 s, and five replicas must fit at an update.
+            more["engine_args"] = {"enforce_eager": True, "kv_cache_memory_bytes": KV}
         else:
             (weights,) = python.parents[1].rglob("*.gguf")
             # Prompts are computed as tokens are, so that no rounding differs.
@@ -379,7 +383,10 @@ def soak(
         (model / "generation_config.json").write_text('{"eos_token_id": 0}')
     spec = engine_spec(engine, model) if engine else spec_of(model, threads)
     with served(folder / "service", spec) as service:
-        asyncio.run(Soak(service, model, outcome, engine).run())
+        try:
+            asyncio.run(Soak(service, model, outcome, engine).run())
+        except (ServeError, AssertionError, OSError, aiohttp.ClientError) as error:
+            outcome.ended_early = f"{type(error).__name__}: {error}"
     return outcome
 
 
