@@ -14,6 +14,7 @@ threads. Here every slice is a multiple of ``VECTORS`` numbers, without a remain
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -103,29 +104,40 @@ class InvariantRows:
         return out.reshape(*given.shape[:-1], out.shape[-1])
 
 
+Routed = Tensor | tuple[Tensor, ...]
+
+
 class InvariantRouter:
     """A batch-invariant version of what chooses the experts of each row."""
 
     def __init__(
-        self, function: Callable[[Tensor], tuple[Tensor, ...]], sizes: Sequence[int]
+        self, function: Callable[[Tensor], Routed], sizes: Sequence[int]
     ) -> None:
         self._function, self._sizes = function, list(sizes)
 
-    def __call__(self, given: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, given: Tensor) -> Routed:
         rows = given.reshape(-1, given.shape[-1])
-        found = [
-            [out[: len(out) - lacking] for out in self._function(part)]
-            for part, lacking in _filled_up(rows, self._sizes)
-        ]
-        return tuple(map(torch.cat, zip(*found, strict=True)))
+        found, is_one = [], False
+        for part, lacking in _filled_up(rows, self._sizes):
+            outs = self._function(part)
+            is_one = isinstance(outs, Tensor)
+            found.append([out[: len(out) - lacking] for out in _each(outs)])
+        outs = tuple(map(torch.cat, zip(*found, strict=True)))
+        return outs[0] if is_one else outs
+
+
+def _each(outs: Routed) -> tuple[Tensor, ...]:
+    return (outs,) if isinstance(outs, Tensor) else outs
 
 
 def make_routers_invariant(module: nn.Module) -> None:
     """Make a module's choices of experts batch-invariant, in place."""
     for found in module.modules():
-        if type(found).__name__.endswith("Router"):
-            each: Any = found
-            function, weight = found.forward, each.weight
+        each: Any = found
+        function, weight = found.forward, getattr(found, "weight", None)
+        if not type(found).__name__.endswith("Router") or not _is_of_rows(function):
+            continue  # ``check_layers`` decides on routers of rows and more
+        if isinstance(weight, Tensor) and weight.ndim == 2:
             sizes = _sizes_of(
                 f"{type(found).__name__} {tuple(weight.shape)} {weight.dtype}",
                 functools.partial(_numbers, function),
@@ -134,8 +146,12 @@ def make_routers_invariant(module: nn.Module) -> None:
             each.forward = InvariantRouter(function, sizes)
 
 
-def _numbers(router: Callable[[Tensor], tuple[Tensor, ...]], given: Tensor) -> Tensor:
-    return torch.cat([out.float() for out in router(given)], -1)
+def _is_of_rows(function: Callable[..., object]) -> bool:
+    return len(inspect.signature(function).parameters) == 1
+
+
+def _numbers(router: Callable[[Tensor], Routed], given: Tensor) -> Tensor:
+    return torch.cat([out.float() for out in _each(router(given))], -1)
 
 
 def _sizes_of(

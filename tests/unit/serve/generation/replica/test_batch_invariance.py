@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional
 
 from multiworld.errors import ModelFailedError
 from multiworld.serve.generation.engine_limits import GROWTH, EngineLimits
@@ -335,3 +336,50 @@ def test_products_without_bias_and_conv1d_are_changed() -> None:
     assert isinstance(module[2].forward, InvariantRows)
     assert module(torch.zeros(2, 3, 8)).shape == (2, 3, 4)
     assert module(torch.zeros(1, 0, 8)).shape == (1, 0, 4)
+
+
+class TopKRouter(nn.Module):
+    """A router that returns its scores alone, as DeepSeek's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 96, generator=seeded()))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return functional.linear(rows, self.weight)
+
+
+class HashRouter(nn.Module):
+    """A router of more than rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 96, generator=seeded()))
+
+    def forward(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return functional.linear(rows, self.weight) + ids
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+@pytest.mark.parametrize("count", [1, 5, 33])
+def test_a_router_of_scores_alone_gives_each_row_the_same_bits(count: int) -> None:
+    router = TopKRouter()
+    rows = torch.randn(count, 96, generator=seeded())
+    plain = router(rows)
+    make_routers_invariant(router)
+    with torch.inference_mode():
+        scores = router(rows)
+        alone = torch.cat([router(row[None]) for row in rows])
+    torch.testing.assert_close(scores, plain)
+    assert torch.equal(scores, alone)
+
+
+def test_other_routers_stay_as_they_are() -> None:
+    modules = nn.ModuleList([HashRouter(), type("NoRouter", (nn.Module,), {})()])
+    rows, ids = torch.randn(3, 96, generator=seeded()), torch.ones(3, 8)
+    plain = modules[0](rows, ids)
+    make_routers_invariant(modules)
+    assert torch.equal(modules[0](rows, ids), plain)
