@@ -220,7 +220,7 @@ class Served:
         found: list[int] = [
             child.pid
             for child in psutil.Process(self.process.pid).children()
-            if "multiworld.serve.launchers.fork_server" in child.cmdline()
+            if child.cmdline()[:1] == ["multiworld fork server"]
         ]
         return found[0]
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 import torch
 import yaml
@@ -100,6 +101,8 @@ def test_tensor_parallel_stage_survives_the_loss_of_either_rank(tmp_path: Path) 
         for is_leader in (False, True):
             name, leader = next(iter(workers(service).items()))
             (follower,) = followers_of(leader)
+            title = psutil.Process(follower).cmdline()[:1]
+            assert title == [f"multiworld {name} rank 1"]
             os.kill(leader if is_leader else follower, signal.SIGKILL)
             for _ in range(4):
                 answer(service)

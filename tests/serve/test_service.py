@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import yaml
 
@@ -112,6 +113,14 @@ async def test_cut_replica_is_replaced_and_comes_to_an_end(service: Served) -> N
         name = await harm(service, "cut", "add", seconds=3.5)
         await gone(service, name)
     await asyncio.to_thread(wait_for_exit, helpers[name])
+
+
+async def test_processes_have_their_names_as_titles(service: Served) -> None:
+    """So ``ps`` tells them apart, and ``pkill -f "multiworld serve"`` hits none."""
+    for process in service.status().processes:
+        if process.pid:
+            title = psutil.Process(process.pid).cmdline()[0]
+            assert title == f"multiworld {process.name}"
 
 
 def helper_of(pid: int) -> int:

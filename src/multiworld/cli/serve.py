@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,8 +46,11 @@ def serve(spec: Path, state: Path | None, verbose: bool, as_json: bool) -> None:
     if not as_json:
         console.print(f"starting {app.app} …")
     # Imported late, because importing torch takes a second or more.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # so that this process can be forked
     from multiworld.serve.control.answers import plain
     from multiworld.serve.control.service import run_service
+    from multiworld.serve.launchers.fork_server import fork_waiting
+    from multiworld.serve.launchers.registry import LAUNCHERS
 
     def up(controller: Controller, startup: Startup) -> None:
         if as_json:
@@ -76,4 +80,5 @@ def serve(spec: Path, state: Path | None, verbose: bool, as_json: bool) -> None:
         if not as_json and not verbose:
             console.print(f"  {text}", soft_wrap=True, markup=False, highlight=False)
 
-    sys.exit(asyncio.run(run_service(app, folder, up, progress)))
+    waiting = fork_waiting() if app.launcher in LAUNCHERS else None
+    sys.exit(asyncio.run(run_service(app, folder, up, progress, waiting)))

@@ -11,6 +11,7 @@ import socket
 import ssl
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import uvicorn
 
@@ -35,6 +36,7 @@ from multiworld.serve.fleet.state import ProcessPhase
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
 from multiworld.serve.generation.replica.matmul_speed import bfloat16_cost
 from multiworld.serve.launchers.base import Launcher, LauncherContext
+from multiworld.serve.launchers.fork_server import WaitingServer
 from multiworld.serve.launchers.registry import check_launcher, make_launcher
 from multiworld.serve.models.factory import build_model, check_policies, modules_of
 from multiworld.serve.processes.gateway import allowed_connections, listen
@@ -67,8 +69,11 @@ async def run_service(
     folder: StateFolder,
     on_up: OnUp,
     on_progress: OnProgress = lambda text: None,
+    waiting: WaitingServer | None = None,
 ) -> int:
     """Serve until a signal or ``multiworld shutdown``; return the exit code.
+
+    ``waiting`` is a fork server for the first processes.
 
     SIGHUP counts unless it is ignored, as with ``nohup``. Cancelling ends the
     controller only: the next one adopts the processes. If the service cannot start, the
@@ -78,13 +83,17 @@ async def run_service(
     folder.lock()
     held = folder.hold()
     try:
-        return await _run(app, folder, on_up, on_progress)
+        return await _run(app, folder, on_up, on_progress, waiting)
     finally:
         os.close(held)
 
 
 async def _run(
-    app: AppSpec, folder: StateFolder, on_up: OnUp, on_progress: OnProgress
+    app: AppSpec,
+    folder: StateFolder,
+    on_up: OnUp,
+    on_progress: OnProgress,
+    waiting: WaitingServer | None,
 ) -> int:
     startup = Startup(process_began(), on_phase=on_progress)
     startup.end("to import torch")
@@ -95,7 +104,7 @@ async def _run(
         app = app.model_copy(update={"host": old.app.host if old else own_address()})
     check_policies(app)
     check_launcher(app.launcher)
-    preload = _preload(app)
+    preload = Preload(_preload(app), waiting)
     startup.end("to build the models")
     env = {
         "MULTIWORLD_SECRET": folder.secret(),
@@ -114,6 +123,13 @@ async def _run(
             await end_store(store)  # no other process of this service is left
         raise
     return 0
+
+
+class Preload(NamedTuple):
+    """Modules of all processes, and a fork server that has not imported them yet."""
+
+    modules: list[str]
+    waiting: WaitingServer | None
 
 
 class Progress:
@@ -143,7 +159,7 @@ async def _control(
     app: AppSpec,
     folder: StateFolder,
     on_up: Callable[[Controller], None],
-    preload: list[str],
+    preload: Preload,
     env: dict[str, str],
     port: int,
     store: StoreRecord,
@@ -236,7 +252,7 @@ async def _until_ended(
 async def _launcher(
     app: AppSpec,
     folder: StateFolder,
-    preload: list[str],
+    preload: Preload,
     env: dict[str, str],
     holder: list[Controller],
     *,
@@ -253,7 +269,8 @@ async def _launcher(
 
     context = LauncherContext(
         app=app,
-        preload=preload,
+        preload=preload.modules,
+        waiting=preload.waiting,
         env=env,
         logs=folder.logs,
         node=await asyncio.to_thread(measured_machine_of, app),

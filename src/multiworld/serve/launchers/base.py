@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from multiworld.serve.launchers.fork_server import WaitingServer
 from multiworld.serve.resources.amounts import Location, Need, Node
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.transport.process_args import ProcessArgs
@@ -34,6 +35,7 @@ class LauncherContext:
 
     app: AppSpec
     preload: Sequence[str]
+    waiting: WaitingServer | None = None  # for the first processes
     env: dict[str, str]  # added to the environment of every process
     logs: Path  # folder for the launcher's own output
     node: Node  # the controller's, with the resources that the service may use

@@ -9,6 +9,8 @@ import os
 import sys
 from pathlib import Path
 
+from setproctitle import setproctitle
+
 from multiworld.serve.inference.replica.rank_group import LEADER, fork_ranks
 from multiworld.serve.processes.replica import run_follower, run_worker
 from multiworld.serve.transport.process_args import ProcessArgs
@@ -25,6 +27,8 @@ def main(text: str) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     args = ProcessArgs.model_validate_json(text)
+    rank = args.rank
+    setproctitle(f"multiworld {args.name}" + (f" rank {rank}" if rank else ""))
     if args.alive and Path(args.alive).exists():
         # Held until this process exits; the store exits when no process holds it.
         fcntl.flock(os.open(args.alive, os.O_RDONLY), fcntl.LOCK_SH)
@@ -35,9 +39,10 @@ def main(text: str) -> int:
         return asyncio.run(run_gateway(args))
     assert args.spec is not None
     _offer_to_oom_killer()
-    rank = args.rank
     if rank is None:
         rank = fork_ranks(args.spec.stages[args.stage].ranks)
+        if rank != LEADER:
+            setproctitle(f"multiworld {args.name} rank {rank}")
     if rank != LEADER:
         return asyncio.run(run_follower(args, rank))
     return asyncio.run(run_worker(args))

@@ -1,7 +1,8 @@
 """Fork server: ``python -m multiworld.serve.launchers.fork_server FD MODULE...``
 imports a service's modules once and forks its processes, on orders from the socket FD.
 
-Importing torch and a model's code takes seconds, a fork about 10 ms. The fork server
+Importing torch and a model's code takes seconds, a fork about 10 ms. A service's first
+fork server is a fork of the controller, which has imported most of it. The fork server
 has a single thread, because a fork copies no other, and runs no torch operation:
 torch's thread pool would hang in every child. It exits with its parent; the forked
 processes keep running.
@@ -18,6 +19,10 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from setproctitle import setproctitle
 
 from multiworld.serve.launchers import protocol
 from multiworld.serve.replica.leash import open_leash, wear_leash
@@ -113,17 +118,22 @@ class ForkServer:
             os._exit(code)
 
 
-def _settle(order: protocol.Launch) -> None:
-    """Give a forked process its own session, log and random seeds."""
-    os.setsid()
+def _redirect(path: str) -> None:
+    """Read nothing, and write to a log unless ``path`` is empty."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    if order.log:
-        log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    if path:
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
+
+
+def _settle(order: protocol.Launch) -> None:
+    """Give a forked process its own session, log and random seeds."""
+    os.setsid()
+    _redirect(order.log)
     os.environ.update(order.env)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
@@ -136,12 +146,59 @@ def _settle(order: protocol.Launch) -> None:
         torch.seed()
 
 
+class WaitingServer(NamedTuple):
+    """A forked fork server that waits for ``Begin``; it exits with the socket."""
+
+    pid: int
+    control: socket.socket
+
+
+def fork_waiting() -> WaitingServer | None:
+    """Fork a fork server from this process; None if that has several threads."""
+    if len(os.listdir("/proc/self/task")) != 1:
+        return None
+    ours, theirs = socket.socketpair()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    gc.collect()
+    gc.freeze()
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return WaitingServer(pid, ours)
+    try:
+        ours.close()
+        _begin(theirs)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _begin(control: socket.socket) -> None:
+    line = b""
+    while not line.endswith(b"\n"):
+        data = control.recv(1 << 20)
+        if not data:
+            return
+        line += data
+    begin = protocol.FORK_BEGIN.decode(line)
+    _redirect(begin.log)
+    os.environ.update(begin.env)
+    _serve(control, begin.modules)
+
+
 def main() -> None:
-    # Ctrl-C in the terminal is for the controller, which closes the socket.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    for module in sys.argv[2:]:
+    _serve(control, sys.argv[2:])
+
+
+def _serve(control: socket.socket, modules: Sequence[str]) -> None:
+    setproctitle("multiworld fork server")
+    # Ctrl-C in the terminal is for the controller, which closes the socket.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for module in modules:
         try:
             importlib.import_module(module)
         except Exception:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from multiworld.errors import LaunchError
+from multiworld.serve.launchers.fork_server import WaitingServer
 from multiworld.serve.launchers.helper_process import HelperProcess
 from multiworld.serve.launchers.protocol import (
     FORK_NEWS,
@@ -34,12 +35,13 @@ class Forks:
         env: dict[str, str],
         log: Path | None,
         on_exit: Callable[[str, int | None], None],
+        waiting: WaitingServer | None = None,  # the first fork server
     ) -> None:
         self.trouble = ""
         self._preload = list(preload)
         # A forked process must not inherit a thread pool.
         self._env = {"OPENBLAS_NUM_THREADS": "1", **env}
-        self._on_exit = on_exit
+        self._on_exit, self._waiting = on_exit, waiting
         self._server = HelperProcess(
             FORK_SERVER, log, FORK_NEWS, self._on_news, self._ended, self._hangs
         )
@@ -51,7 +53,8 @@ class Forks:
         """Start the fork server unless it runs, and wait until it is ready."""
         async with self._warming:
             if not self._server.is_running:
-                await self._server.start(self._preload, self._env, WARM_S)
+                waiting, self._waiting = self._waiting, None
+                await self._server.start(self._preload, self._env, WARM_S, waiting)
                 self.trouble = ""
 
     async def fork(self, order: Launch) -> int:
@@ -98,4 +101,6 @@ class Forks:
         """Shut the fork server down; the forked processes keep running."""
         if self._replacing is not None:
             self._replacing.cancel()
+        if self._waiting is not None:
+            self._waiting.control.close()
         await self._server.close()

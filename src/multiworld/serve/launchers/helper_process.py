@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import IO, Generic, TypeVar
 
 from multiworld.errors import LaunchError
-from multiworld.serve.launchers.protocol import Line, LineCodec, Ping, Pong
+from multiworld.serve.launchers.fork_server import WaitingServer
+from multiworld.serve.launchers.forked_child import ForkedChild
+from multiworld.serve.launchers.protocol import Begin, Line, LineCodec, Ping, Pong
 
 logger = logging.getLogger("multiworld.serve")
 
 M = TypeVar("M")
+Child = asyncio.subprocess.Process | ForkedChild
 
 END_S = 5.0  # for a helper process to exit before it is killed
 PING_S = 1.0  # between pings
@@ -46,7 +49,7 @@ class HelperProcess(Generic[M]):
         self._unanswered = 0
         self._socket: socket.socket | None = None
         self._pinging: asyncio.Task[None] | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Child | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
 
@@ -54,9 +57,40 @@ class HelperProcess(Generic[M]):
     def is_running(self) -> bool:
         return self._reading is not None and not self._reading.done()
 
-    async def start(self, words: list[str], env: dict[str, str], limit_s: float) -> M:
+    async def start(
+        self,
+        words: list[str],
+        env: dict[str, str],
+        limit_s: float,
+        waiting: WaitingServer | None = None,  # a process to be used, if it is there
+    ) -> M:
         """Start the process; return its first message, due within ``limit_s``."""
         # If cancelled, it runs until its socket is closed, by ``close`` or ``start``.
+        if waiting is None:
+            ours = await self._spawn(words, env)
+        else:
+            ours = self._begin(waiting, words, env)
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = ours.dup()
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=LINE)
+        try:
+            async with asyncio.timeout(limit_s):
+                line = await reader.readline()
+        except OSError:  # late, or it has exited
+            line = b""
+        if not line:
+            await self.close(limit_s=0.0)
+            where = self._log or "the output of its starter"
+            raise LaunchError(f"{self._module} did not start; see {where}")
+        loop = asyncio.get_running_loop()
+        self._unanswered = 0
+        self._reading = loop.create_task(self._read(reader))
+        assert self._process is not None
+        self._pinging = loop.create_task(self._ping(self._process))
+        return self._codec.decode(line)
+
+    async def _spawn(self, words: list[str], env: dict[str, str]) -> socket.socket:
         ours, theirs = socket.socketpair()
         with _output(self._log) as log:
             self._process = await asyncio.create_subprocess_exec(
@@ -72,26 +106,18 @@ class HelperProcess(Generic[M]):
                 env={**os.environ, **env},
             )
         theirs.close()
-        if self._socket is not None:
-            self._socket.close()
-        self._socket = ours.dup()
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=LINE)
-        try:
-            async with asyncio.timeout(limit_s):
-                line = await reader.readline()
-        except TimeoutError:
-            line = b""
-        if not line:
-            await self.close(limit_s=0.0)
-            where = self._log or "the output of its starter"
-            raise LaunchError(f"{self._module} did not start; see {where}")
-        loop = asyncio.get_running_loop()
-        self._unanswered = 0
-        self._reading = loop.create_task(self._read(reader))
-        self._pinging = loop.create_task(self._ping(self._process))
-        return self._codec.decode(line)
+        return ours
 
-    async def _ping(self, process: asyncio.subprocess.Process) -> None:
+    def _begin(
+        self, waiting: WaitingServer, words: list[str], env: dict[str, str]
+    ) -> socket.socket:
+        self._process = ForkedChild(waiting.pid)
+        begin = Begin(tuple(words), env, str(self._log or ""))
+        with contextlib.suppress(OSError):  # it has exited
+            waiting.control.sendall(LineCodec.encode(begin))
+        return waiting.control
+
+    async def _ping(self, process: Child) -> None:
         while self.is_running:
             if self._unanswered == MISSED_LIMIT:
                 logger.error(

@@ -15,6 +15,7 @@ from multiworld.serve.launchers.base import (
     RunningProcess,
     began_at,
 )
+from multiworld.serve.launchers.fork_server import WaitingServer
 from multiworld.serve.launchers.forks import Forks
 from multiworld.serve.launchers.protocol import Launch
 from multiworld.serve.resources.amounts import Location, Need, Node
@@ -32,10 +33,11 @@ class LocalLauncher:
         log: Path,
         on_exit: OnExit,
         node: Node,
+        waiting: WaitingServer | None = None,
     ) -> None:
         self._node, self._env, self._on_exit = node, env, on_exit
         self._loop = asyncio.get_running_loop()
-        self._forks = Forks(preload, env, log, self._exited)
+        self._forks = Forks(preload, env, log, self._exited, waiting)
         self._watched: dict[str, int] = {}
 
     def nodes(self) -> tuple[Node, ...]:
@@ -108,5 +110,10 @@ async def make(context: LauncherContext) -> LocalLauncher:
     """Return a launcher; its fork server starts with the first process."""
     log = context.logs / "launcher.log"
     return LocalLauncher(
-        context.preload, context.env, log, context.on_exit, context.node
+        context.preload,
+        context.env,
+        log,
+        context.on_exit,
+        context.node,
+        context.waiting,
     )

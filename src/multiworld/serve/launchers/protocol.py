@@ -63,6 +63,14 @@ class Pong(Line, frozen=True, tag="Pong"):
 # Messages of the fork server.
 
 
+class Begin(Line, frozen=True, tag="Begin"):
+    """First order to a fork server that was forked itself: what it needs."""
+
+    modules: tuple[str, ...]
+    env: dict[str, str]
+    log: str  # file for its output; empty: its starter's output
+
+
 class Warm(Line, frozen=True, tag="Warm"):
     """First line of the fork server: all modules are imported."""
 
@@ -165,6 +173,7 @@ class LineCodec(Generic[M]):
 
 _ENCODER = msgspec.json.Encoder()
 
+FORK_BEGIN: LineCodec[Begin] = LineCodec(Begin)
 FORK_ORDERS: LineCodec[ForkOrder] = LineCodec(ForkOrder)
 FORK_NEWS: LineCodec[ForkNews] = LineCodec(ForkNews)
 ACTOR_ORDERS: LineCodec[ActorOrder] = LineCodec(ActorOrder)

@@ -15,6 +15,7 @@ import pytest
 
 from multiworld.errors import LaunchError
 from multiworld.serve.launchers.base import RunningProcess, began_at
+from multiworld.serve.launchers.fork_server import WaitingServer
 from multiworld.serve.launchers.helper_process import HelperProcess
 from multiworld.serve.launchers.local import LocalLauncher
 from multiworld.serve.launchers.protocol import Line
@@ -49,7 +50,9 @@ class Launched:
         told: Set at each.
     """
 
-    def __init__(self, folder: Path, *more: str) -> None:
+    def __init__(
+        self, folder: Path, *more: str, waiting: WaitingServer | None = None
+    ) -> None:
         self.folder = folder
         self.exits: list[tuple[str, int | None]] = []
         self.told = asyncio.Event()
@@ -60,6 +63,7 @@ class Launched:
             folder / "launcher.log",
             self._exited,
             Node("here", 2.0, 10),
+            waiting,
         )
 
     def _exited(self, name: str, code: int | None) -> None:

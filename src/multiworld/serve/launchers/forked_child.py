@@ -1,0 +1,34 @@
+"""A child process of ``os.fork``, as the event loop sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+
+class ForkedChild:
+    """A child; like ``asyncio.subprocess.Process``, it is reaped when it exits."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._exited = asyncio.Event()
+        self._pidfd = os.pidfd_open(pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
+
+    def _reap(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        _, status = os.waitpid(self.pid, 0)
+        self.returncode = os.waitstatus_to_exitcode(status)
+        self._exited.set()
+
+    def kill(self) -> None:
+        """Kill it; do nothing if it has exited."""
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    async def wait(self) -> None:
+        """Wait until it has exited."""
+        await self._exited.wait()

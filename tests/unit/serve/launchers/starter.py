@@ -1,0 +1,58 @@
+"""A program for tests: forks a fork server from itself, and does what a word says."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import click
+
+from multiworld.errors import LaunchError
+from multiworld.serve.launchers.base import began_at
+from multiworld.serve.launchers.fork_server import WaitingServer, fork_waiting
+from tests.unit.serve.launchers.test_local_launcher import Launched, parent_of
+
+
+async def start(folder: Path, word: str, waiting: WaitingServer) -> None:
+    """Launch a process, with the waiting server if it can be used."""
+    if word == "dies":
+        os.kill(waiting.pid, signal.SIGKILL)
+    launched = Launched(folder, waiting=waiting)
+    if word == "goes unused":
+        await launched.launcher.close()
+        return
+    try:
+        running = await launched.launch("a", "says")
+    except LaunchError as error:
+        click.echo(error)
+        running = await launched.launch("b", "says")
+    said = await launched.log_of(running.name)
+    click.echo(said == f"hello {running.pid} {running.pid}\n")
+    click.echo(parent_of(running.pid) == waiting.pid)
+    click.echo(await launched.end(running))
+    await launched.launcher.close()
+    click.echo(began_at(waiting.pid))
+
+
+def main() -> None:
+    """Do it."""
+    folder, word = Path(sys.argv[1]), sys.argv[2]
+    sys.stdout.write("before the fork\n")  # and not flushed
+    if word == "has threads":
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        click.echo(fork_waiting())
+        return
+    waiting = fork_waiting()
+    assert waiting is not None
+    click.echo(waiting.pid)
+    if word == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    asyncio.run(start(folder, word, waiting))
+
+
+if __name__ == "__main__":
+    main()
