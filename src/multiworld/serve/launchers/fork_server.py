@@ -26,6 +26,7 @@ from setproctitle import setproctitle
 
 from multiworld.serve.launchers import protocol
 from multiworld.serve.replica.leash import open_leash, wear_leash
+from multiworld.serve.resources.open_files import raise_limit
 
 
 class ForkServer:
@@ -198,6 +199,7 @@ def _serve(control: socket.socket, modules: Sequence[str]) -> None:
     setproctitle("multiworld fork server")
     # Ctrl-C in the terminal is for the controller, which closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise_limit()
     for module in modules:
         try:
             importlib.import_module(module)

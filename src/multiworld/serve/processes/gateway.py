@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import resource
 import secrets
 import signal
 import socket
@@ -27,6 +26,7 @@ from multiworld.serve.generation.api.triton_generate import add_generate
 from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.inference.gateway.dispatcher import Dispatcher
 from multiworld.serve.models.factory import build_model
+from multiworld.serve.resources.open_files import raise_limit
 from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
 from multiworld.serve.spec.stage import Model
@@ -81,8 +81,7 @@ def listen(spec: GatewaySpec, port: int) -> socket.socket:
 
 def allowed_connections(wanted: int) -> int:
     """Raise the limit of open files; return how many of ``wanted`` it allows."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    hard = raise_limit()
     room = hard - OTHER_FILES
     if room < MIN_CONNECTIONS:
         raise ServeError(

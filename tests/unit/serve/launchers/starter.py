@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import sys
 import threading
@@ -33,9 +34,11 @@ async def start(folder: Path, word: str, waiting: WaitingServer) -> None:
     said = await launched.log_of(running.name)
     click.echo(said == f"hello {running.pid} {running.pid}\n")
     click.echo(parent_of(running.pid) == waiting.pid)
+    limits = resource.prlimit(running.pid, resource.RLIMIT_NOFILE)
+    click.echo(len(set(limits)))
     click.echo(await launched.end(running))
     await launched.launcher.close()
-    click.echo(began_at(waiting.pid))
+    click.echo(str(began_at(waiting.pid)))
 
 
 def main() -> None:
@@ -44,8 +47,10 @@ def main() -> None:
     sys.stdout.write("before the fork\n")  # and not flushed
     if word == "has threads":
         threading.Thread(target=threading.Event().wait, daemon=True).start()
-        click.echo(fork_waiting())
+        click.echo(str(fork_waiting()))
         return
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
     waiting = fork_waiting()
     assert waiting is not None
     click.echo(waiting.pid)
