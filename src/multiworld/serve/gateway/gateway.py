@@ -24,6 +24,7 @@ from multiworld.serve.gateway.request_counts import RequestCounts
 from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.generation.limits import longest_of
 from multiworld.serve.inference.gateway.dispatcher import NO_MODEL, Dispatcher
+from multiworld.serve.resources.freed_memory import give_back
 from multiworld.serve.spec.dedicated import is_dedicated, route_of
 from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.spec.stage import Model, Tensors
@@ -319,6 +320,7 @@ def _loaded(load: Callable[[], Any]) -> Any:
     prepare = getattr(made, "prepare", None)
     if prepare is not None:
         prepare()
+    give_back()
     return made
 
 

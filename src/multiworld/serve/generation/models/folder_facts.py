@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from multiworld.errors import SpecError
 from multiworld.serve.models import huggingface
@@ -69,7 +70,21 @@ def end_tokens(config: dict[str, Any], folder: Path) -> tuple[int, ...]:
     return tuple(ends) if isinstance(ends, list) else (int(ends),)
 
 
+# Tokenizers in use, by folder and its files: versions of a model may share one.
+_tokenizers: WeakValueDictionary[Any, Any] = WeakValueDictionary()
+
+
 def tokenizer(folder: Path) -> Any:
+    """Return a folder's tokenizer: one while it is used and no file changes."""
     from multiworld.serve.generation.tokenizer import Tokenizer
 
-    return Tokenizer(folder)
+    key = folder, _files(folder)
+    found = _tokenizers.get(key)
+    if found is None:
+        found = _tokenizers[key] = Tokenizer(folder)
+    return found
+
+
+def _files(folder: Path) -> frozenset[tuple[str, int, int, int]]:
+    stats = ((f.name, f.stat()) for f in folder.iterdir() if f.is_file())
+    return frozenset((n, s.st_ino, s.st_size, s.st_mtime_ns) for n, s in stats)
