@@ -52,9 +52,11 @@ def test_stage_is_quick_once_enough_batches_took_little_time() -> None:
 
 
 def quicken(b: Bench) -> None:
-    """Make the worker take its stage for a quick one."""
+    """Make the worker take its stage for a quick one, however busy the machine is."""
     for _ in range(WARM):
         b.quickness.add(0.0)
+    measured: Any = b.quickness
+    measured.add = lambda took_s: None
 
 
 async def test_quick_batch_is_computed_on_the_loop_and_not_announced() -> None:
@@ -149,7 +151,6 @@ async def test_request_that_fails_at_a_quick_stage_fails_alone() -> None:
         assert isinstance(failed, inference_messages.WorkFailed)
         assert failed.attempt == (1, 1)
         assert await answers(g) == {2: 8.0}
-        quicken(b)  # it may have taken long, on a busy machine
         assert b.executor.is_quick
 
 
