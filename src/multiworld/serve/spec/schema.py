@@ -111,17 +111,21 @@ class StageSpec(_Strict):
     autoscaling_config: AutoscalingConfig | None = None
     """Autoscaling, in place of `replicas`: the number of replicas follows the load."""
     max_batch_size: Count = 16
-    """Maximum number of rows in a batch."""
+    """Maximum number of rows in a batch. Generated text has `max_num_seqs` and
+    `max_num_batched_tokens` instead."""
     max_wait_ms: Annotated[float, Field(ge=0, le=10_000)] = 0.0
     """Maximum milliseconds that the oldest request waits for others to fill its batch.
-    0: a batch takes what has arrived while the previous one was computed."""
+    0: a batch takes what has arrived while the previous one was computed. Without
+    effect on generated text."""
     compute_s: Seconds | None = None
     """Maximum seconds to compute one batch; a replica that takes longer exits and is
     replaced. By default a replica exits once a batch has taken 30 s and all its
-    requests are more than 10 s past their deadlines."""
+    requests are more than 10 s past their deadlines; one that generates text, once a
+    step has taken 30 s."""
     max_ongoing_requests: Count = 32
     """Maximum number of requests that one sender (a gateway, or a replica of the
-    previous stage) may have outstanding at a replica."""
+    previous stage) may have outstanding at a replica. Without effect on generated
+    text."""
     threads: Count = 1
     """Threads that torch uses for one operation, in each replica."""
     ranks: Annotated[int, Field(ge=1, le=64, strict=True)] = 1
@@ -134,10 +138,10 @@ class StageSpec(_Strict):
     memory_mb: Annotated[float, Field(gt=0, le=1e8)] | None = None
     """Main memory to book for each rank, in MiB. A replica that uses more is killed,
     and an event names it. By default no memory is booked, and there is no limit. The
-    memory that `generation` declares is added to it (on a GPU, to `gpu_memory_mb`)."""
+    memory that `generation` declares is added to it."""
     gpu_memory_mb: Annotated[float, Field(gt=0, le=1e8)] | None = None
     """GPU memory to book for each rank, in MiB; torch can allocate no more than this.
-    Needs a GPU as `device`."""
+    Needs a GPU as `device`. Keys and values of `generation` must fit, too."""
     item_ms: Annotated[float, Field(ge=0)] | None = None
     """Milliseconds that a replica takes to compute one row of a full batch. Placement
     and autoscaling plan with it; `multiworld profile` measures it."""
@@ -307,8 +311,8 @@ class ModelSpec(_Strict):
     """Folder of a Hugging Face model on disk, or its name on the hub (`OWNER/NAME`),
     from which it is fetched once; the model is cut between layers."""
     revision: str | None = Field(default=None, pattern=REVISION)
-    """Commit, tag or branch of a model on the hub. A commit is best: replicas that
-    start later then load the same weights."""
+    """Commit, tag or branch of a model on the hub, which needs it. A commit is best:
+    replicas that start later then load the same weights."""
     generation: GenerationSpec | None = None
     """Makes the model generate text, behind the chat and completion routes of the
     OpenAI API. `generation: {}` uses all defaults. A `path` must be that of a
@@ -367,7 +371,8 @@ class ModelSpec(_Strict):
     """Maximum seconds for a replica to become ready, for a model that takes long to
     load; by default the service's `ready_s`, and 600 with an `engine`."""
     stages: Annotated[list[StageSpec], Field(min_length=1, max_length=64)]
-    """The stages in order, as many as the factory returns."""
+    """The stages in order, as many as the factory returns, or as a model given by
+    `path` is to be cut into. Required without an `engine`, and refused with one."""
     cut: list[Annotated[int, Field(ge=1, strict=True)]] | None = None
     """Numbers of the first layer (of a `path`) or part (of a Module) of every stage but
     the first; `multiworld partition` proposes them. By default the model is cut into
@@ -375,7 +380,8 @@ class ModelSpec(_Strict):
     deadline_s: Seconds = 30.0
     """Seconds that a request may take, unless it sets its own deadline."""
     max_queued_requests: Annotated[int, Field(ge=0, le=1_000_000)] = 512
-    """Maximum number of requests waiting at a gateway; others are answered with 429."""
+    """Maximum number of requests waiting at a gateway (streams without a first token);
+    others are answered with 429."""
     profile: str | None = None
     """File written by `multiworld profile`, relative to the spec. It supplies
     `memory_mb`, `item_ms` and `out_kb` where a stage does not declare them."""
@@ -390,13 +396,15 @@ class ModelSpec(_Strict):
     declare. Each copy is a model of its own, named `NAME@TENANT`."""
     objective_ms: Annotated[float, Field(gt=0, le=8.64e7)] | None = None
     """Latency objective: milliseconds within which an answer should come, queueing
-    included. Autoscaling works towards it; SLO attainment is measured against it."""
+    included. Autoscaling works towards it; SLO attainment is measured against it. For
+    generated text, see `ttft_ms` and `tpot_ms`."""
     objective_share: Annotated[float, Field(ge=0.5, lt=1)] = 0.99
     """Share of answers that should meet `objective_ms`. A lower share needs a smaller
     burst reserve."""
     scaling: str | None = Field(default=None, pattern=FACTORY)
     """`package.module:function` that decides the number of replicas of each stage, in
-    place of `multiworld.serve.scaling.default_policy:decide`."""
+    place of `multiworld.serve.scaling.default_policy:decide` (generated text:
+    `token_policy:decide`)."""
     latency_ms: Annotated[float, Field(gt=0)] | None = None
     """Maximum milliseconds for a row through all stages, without queueing: a constraint
     on the placement."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import jsonschema_rs
 import pytest
 
 from multiworld.errors import SpecError
@@ -161,6 +163,22 @@ def test_unreadable_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SpecError, match="cannot read"):
         load_spec(tmp_path / "binary.yaml")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"path": "x", "engine": "vllm", "replicas": 3, "device": "cuda"},
+        {"factory": "a:b", "stages": [{"name": "front"}, {}]},
+    ],
+)
+def test_schema_has_models_with_stages_and_with_an_engine(
+    model: dict[str, Any],
+) -> None:
+    """Editors mark neither as wrong."""
+    validator = jsonschema_rs.validator_for(schema())
+    assert validator.is_valid({"app": "a", "models": {"m": model}})
+    assert not validator.is_valid({"app": "a", "models": {"m": {**model, "x": 1}}})
 
 
 def test_schema_describes_every_field() -> None:
