@@ -168,12 +168,28 @@ def fork_waiting() -> WaitingServer | None:
         theirs.close()
         return WaitingServer(pid, ours)
     try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         ours.close()
+        _close_inherited()
         _begin(theirs)
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(0)
+
+
+def _close_inherited() -> None:
+    """Close what the controller's starter left open, such as a lock of its own.
+
+    The processes of a service outlive the controller. ``subprocess`` closes it, too.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        try:
+            if number > 2 and os.get_inheritable(number):
+                os.close(number)
+        except OSError:
+            pass  # that of the listed folder
 
 
 def _begin(control: socket.socket) -> None:

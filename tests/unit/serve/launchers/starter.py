@@ -18,6 +18,12 @@ from multiworld.serve.launchers.fork_server import WaitingServer, fork_waiting
 from tests.unit.serve.launchers.test_local_launcher import Launched, parent_of
 
 
+def inherited(pid: int) -> list[str]:
+    """Return the files in the folder of the test that a process has open."""
+    links = Path(f"/proc/{pid}/fd").iterdir()
+    return [f for f in map(os.readlink, links) if f.endswith("/inherited")]
+
+
 async def start(folder: Path, word: str, waiting: WaitingServer) -> None:
     """Launch a process, with the waiting server if it can be used."""
     if word == "dies":
@@ -34,6 +40,7 @@ async def start(folder: Path, word: str, waiting: WaitingServer) -> None:
     said = await launched.log_of(running.name)
     click.echo(said == f"hello {running.pid} {running.pid}\n")
     click.echo(parent_of(running.pid) == waiting.pid)
+    click.echo(len(inherited(running.pid)))
     limits = resource.prlimit(running.pid, resource.RLIMIT_NOFILE)
     click.echo(len(set(limits)))
     click.echo(await launched.end(running))
@@ -51,6 +58,8 @@ def main() -> None:
         return
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
+    kept = os.open(folder / "inherited", os.O_CREAT | os.O_RDWR)
+    os.set_inheritable(kept, True)  # as by a shell that holds a lock
     waiting = fork_waiting()
     assert waiting is not None
     click.echo(waiting.pid)

@@ -35,7 +35,7 @@ def test_first_processes_are_forked_from_it(tmp_path: Path) -> None:
     and ends with the launcher.
     """
     _, *lines = starter(tmp_path, "runs")
-    assert lines == ["True", "True", "1", "7", "None"]
+    assert lines == ["True", "True", "0", "1", "7", "None"]
     assert "No module named 'no'" in (tmp_path / "launcher.log").read_text()
 
 
@@ -43,7 +43,7 @@ def test_another_is_started_if_it_has_died(tmp_path: Path) -> None:
     """As after the loss of any fork server, one launch fails."""
     _, error, *lines = starter(tmp_path, "dies")
     assert "did not start" in error
-    assert lines == ["True", "False", "1", "7", "None"]
+    assert lines == ["True", "False", "0", "1", "7", "None"]
 
 
 def test_it_ends_with_a_controller_that_never_uses_it(tmp_path: Path) -> None:

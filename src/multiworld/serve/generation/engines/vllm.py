@@ -13,10 +13,9 @@ import json
 import os
 import re
 import shutil
-import socket
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +93,7 @@ USAGE = re.compile(rb"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.e+-]+)", re.
 # otherwise; vLLM reserves memory for each.
 MAX_LORAS = 8
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM can expect
+FAILURES = "failures"  # folder of the reports of failed sequences
 STRUCTURE = "structured output failed"  # starts reports of an unfulfillable structure
 
 
@@ -134,8 +134,6 @@ class VllmEngine:
         self.usage, self.phase = 0.0, "waiting"
         self._server: EngineServer | None = None
         self._folder: EngineFolder | None = None
-        self._failures: dict[str, str] = {}
-        self._socket: socket.socket | None = None
         self._number = 0
         refuse_reserved(settings.args, RESERVED)
 
@@ -146,9 +144,6 @@ class VllmEngine:
         silence_s = 2 * self._settings.hung_s
         self._server = EngineServer("vLLM", silence_s=silence_s)
         self._folder = EngineFolder()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
-        self._socket.bind(str(self._folder.path / "failures"))
         write_modules(self._folder.path, self._settings)
         self.phase = "loading"
         command = self._command(self._server.port)
@@ -219,8 +214,6 @@ class VllmEngine:
         self._remove_files()
 
     def _remove_files(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
         if self._folder is not None:
             self._folder.remove()
 
@@ -236,15 +229,22 @@ class VllmEngine:
 
     async def generate(self, run: Run) -> AsyncGenerator[Sequence[EngineToken]]:
         assert self._server is not None
+        assert self._folder is not None
         self._number += 1
-        name = f"{self._settings.replica}-{self._number}"
+        name = f"{self._settings.replica.replace('/', '-')}-{self._number}"
+        report = self._folder.path / FAILURES / name
         events = self._server.events("/inference/v1/generate", self._body(run, name))
-        async with aclosing(events):
-            async for data in events:
-                tokens = tokens_of(answer_of(_CHUNK, data), run)
-                self._raise_if_failed(name)
-                if tokens:
-                    yield tokens
+        try:
+            async with aclosing(events):
+                async for data in events:
+                    tokens = tokens_of(answer_of(_CHUNK, data), run)
+                    # The logits processor reports before vLLM returns a token.
+                    if report.exists():
+                        raise failure_of(report)
+                    if tokens:
+                        yield tokens
+        finally:
+            report.unlink(missing_ok=True)
 
     def _body(self, run: Run, name: str) -> dict[str, Any]:
         given = run.sampling
@@ -273,24 +273,13 @@ class VllmEngine:
             body["cache_salt"] = run.tenant
         return body
 
-    def _raise_if_failed(self, name: str) -> None:
-        """Raise what the logits processor reported of a sequence.
 
-        It reports before it returns a token, so the report is here before the token.
-        """
-        assert self._socket is not None
-        with suppress(BlockingIOError):
-            while True:
-                report = json.loads(self._socket.recv(65536))
-                self._failures[report["name"]] = report["error"]
-                while len(self._failures) > self._settings.max_num_seqs:
-                    del self._failures[next(iter(self._failures))]
-        failure = self._failures.pop(name, None)
-        if failure is None:
-            return
-        if failure.startswith(STRUCTURE):
-            raise InvalidRequestError(failure)
-        raise ModelFailedError(failure)
+def failure_of(report: Path) -> ServeError:
+    """Return the error that the logits processor reported of a sequence."""
+    text = report.read_text(errors="replace")
+    if text.startswith(STRUCTURE):
+        return InvalidRequestError(text)
+    return ModelFailedError(text or "sampling failed")
 
 
 def server_command(
@@ -371,6 +360,7 @@ def write_modules(folder: Path, settings: EngineSettings) -> None:
     """
     from multiworld.serve.generation.tokenizer import Tokenizer
 
+    (folder / FAILURES).mkdir()
     for name, module in ((MODULE, vllm_sampling), (SAMPLER, sampler)):
         assert module.__file__ is not None
         shutil.copyfile(module.__file__, folder / f"{name}.py")

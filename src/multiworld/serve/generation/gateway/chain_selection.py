@@ -170,6 +170,17 @@ class ChainSelection:
                 if surplus:
                     yield Uneven(busiest[stage], name, surplus)
 
+    def relieved(self, stream: Stream, uneven: Uneven) -> Chain | None:
+        """Return a stream's chain with the new replica in place of the busiest one;
+        None if that is of another kind than the stream's, or another is gone."""
+        new = self.view.table.replicas[uneven.new]
+        if stream.fingerprints.get(new.stage) not in (None, new.fingerprint):
+            return None
+        swap = {uneven.busiest: uneven.new}
+        names = tuple(swap.get(name, name) for name in stream.chain)
+        chain = Chain(stream.version, names)
+        return chain if self.is_there(chain) else None
+
     def is_there(self, chain: Chain) -> bool:
         known, connected = self.view.table.replicas, self.view.connected
         return all(name in known and name in connected for name in chain.replicas)

@@ -64,12 +64,11 @@ class Moves:
         for uneven in self._chains.uneven(now) if not self._moving else ():
             there = (s for s in self._index.at(uneven.busiest) if is_free(s, now))
             worth = [s for s in there if _left(s) >= WORTH and s.first_at is not None]
-            if worth:
-                stream = min(worth, key=lambda s: (len(s.tokens), s.number))
-                swap = {uneven.busiest: uneven.new}
-                names = tuple(swap.get(name, name) for name in stream.chain)
-                self._begin(stream, Chain(stream.version, names), now)
-                return
+            for stream in sorted(worth, key=lambda s: (len(s.tokens), s.number)):
+                chain = self._chains.relieved(stream, uneven)
+                if chain is not None:
+                    self._begin(stream, chain, now)
+                    return
 
     def _leave_draining(self, now: float) -> None:
         """Begin moves from draining replicas, of the oldest streams first."""
@@ -98,9 +97,10 @@ class Moves:
             if stream.move is not None and replica in stream.move.chain.replicas:
                 self.give_up(stream, now)
 
-    def to_restart(self, now: float) -> list[Stream]:
-        """Return streams to start over instead of waiting for a busy replica."""
-        found: list[Stream] = []
+    def to_restart(self, now: float) -> list[tuple[Stream, Chain]]:
+        """Return streams to start over elsewhere instead of waiting for a busy replica,
+        with their new chains."""
+        found: list[tuple[Stream, Chain]] = []
         for uneven in self._chains.uneven(now):
             there = [
                 s
@@ -110,8 +110,10 @@ class Moves:
             # The latest without a token: hardly anything was computed for them.
             there.sort(key=lambda s: (-s.began_at, s.number))
             for stream in there[: uneven.surplus]:
-                stream.stays_until = now + RETRY_S
-                found.append(stream)
+                chain = self._chains.relieved(stream, uneven)
+                if chain is not None:
+                    stream.stays_until = now + RETRY_S
+                    found.append((stream, chain))
         return found
 
     def _begin(self, stream: Stream, chain: Chain, now: float) -> None:

@@ -481,10 +481,11 @@ class StreamRouter:
                 for stream in self._index.at(name):
                     if not stream.via:
                         self._retry(stream, f"{name} is silent")
-        for stream in self._moves.to_restart(self._now):
+        for stream, chain in self._moves.to_restart(self._now):
             self.counts["moved"] += 1
             self._leave_chain(stream)
-            self._place(stream)
+            self._waiting.remove(stream)
+            self._begin(stream, chain, previous=-1)
         self._moves.tick(silent, self._now)
         self._place_waiting()
 
