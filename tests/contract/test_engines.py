@@ -353,6 +353,27 @@ async def test_replica_leaves_for_a_server_that_serves_again(
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_replica_stays_at_its_server_when_the_others_leave_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after every update: the new one began beside the old one."""
+    monkeypatch.setattr(server_choice, "LOOK_S", 0.1)
+    args = {"urls": [server_of_somebody_else(folder)]}
+    old, new, last = (whole(OpenAiEngine, folder, args=args) for _ in range(3))
+    await load(old)
+    await load(new)
+    async with Bench(new) as staying:
+        async with Bench(old) as leaving:
+            assert len(await leaving.whole(leaving.begin(KINDS["greedy"]))) == COUNT
+        await asyncio.sleep(1.0)  # ten looks
+        assert len(await staying.whole(staying.begin(KINDS["greedy"]))) == COUNT
+        await load(last)
+        async with Bench(last) as beside:
+            assert len(await beside.whole(beside.begin(KINDS["greedy"]))) == COUNT
+        assert len(await staying.whole(staying.begin(KINDS["greedy"]))) == COUNT
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_llama_cpp_needs_a_slot_for_each_sequence(folder: Path) -> None:
     """Its server says how many it has; another replica may not use them."""
     args = {"urls": [server_of_somebody_else(folder, "--llama")]}

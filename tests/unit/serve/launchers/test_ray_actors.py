@@ -113,3 +113,18 @@ def test_holder_names_the_gpus_that_ray_has_chosen(
     """And no others of its variables."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert ReplicaHolder().gpu_variables() == {"CUDA_VISIBLE_DEVICES": "3"}
+
+
+async def test_rank_that_is_let_go_before_it_starts_never_does(
+    launcher: NodeLauncher, tmp_path: Path
+) -> None:
+    """Its leash could have the path of that of another rank by then."""
+    starting = asyncio.ensure_future(start(launcher, "says", tmp_path / "rank.log"))
+    await asyncio.sleep(0)
+    await launcher.let_go("app/rank")
+    with pytest.raises(LaunchError, match="given up"):
+        await asyncio.wait_for(starting, WAIT_S)
+    assert not (tmp_path / "rank.log").exists()
+    pid, _, _ = await start(launcher, "says", tmp_path / "rank.log")
+    await launcher.let_go("app/rank")
+    assert pid

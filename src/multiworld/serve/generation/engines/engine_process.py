@@ -8,6 +8,7 @@ reason, the kernel kills the group at once, stopped or not.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import signal
@@ -23,6 +24,7 @@ from multiworld.serve.replica import leash
 from multiworld.serve.resources.usage import family_of
 
 END_S = 5.0  # for an engine to exit before it is killed
+KILLED_S = 1.0  # for a killed one to be gone; it may wait in a driver for ever
 FAMILY_S = 1.0  # for which the list of an engine's processes is used
 
 
@@ -102,7 +104,8 @@ class EngineProcess:
     def kill(self) -> None:
         """Kill all of its processes at once, and release the leash."""
         self._signal(signal.SIGKILL)
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILLED_S)
         if self._leash >= 0:
             os.close(self._leash)
             self._leash = -1
@@ -131,3 +134,22 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+class HeldPort:
+    """A free port that no other engine gets, until it is released.
+
+    vLLM listens on its port long after that was chosen, and beside others that do.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        while not self.number:
+            number = free_port()
+            with contextlib.suppress(OSError):  # another engine's, which still starts
+                self._claim.bind(f"\0multiworld engine port {number}")
+                self.number = number
+
+    def release(self) -> None:
+        self._claim.close()

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.generation.engines.engine_process import EngineProcess, free_port
+from multiworld.serve.generation.engines.engine_process import EngineProcess, HeldPort
 from multiworld.serve.generation.engines.whole_engine import (
     EngineLostError,
     RunFailedError,
@@ -51,10 +51,14 @@ class EngineServer:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._process: EngineProcess | None = None
         self._http: aiohttp.ClientSession | None = None
-        self.port = 0
-        if not url:
-            self.port = free_port()
-            self.url = f"http://127.0.0.1:{self.port}"
+        self._port = None if url else HeldPort()
+        if self._port is not None:
+            self.url = f"http://127.0.0.1:{self._port.number}"
+
+    @property
+    def port(self) -> int:
+        """Its port on this host, if it is a child."""
+        return 0 if self._port is None else self._port.number
 
     # Its life.
 
@@ -106,11 +110,17 @@ class EngineServer:
             await self._http.close()
         if self._process is not None:
             await self._process.close()
+        self._release()
 
     def kill(self) -> None:
         """Kill a child at once."""
         if self._process is not None:
             self._process.kill()
+        self._release()
+
+    def _release(self) -> None:
+        if self._port is not None:
+            self._port.release()
 
     # Requests.
 

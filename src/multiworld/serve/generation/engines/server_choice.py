@@ -52,6 +52,7 @@ class ServerChoice:
     def __init__(self, settings: EngineSettings) -> None:
         self.args = _arguments(settings.args)
         self._silence_s = 2 * settings.hung_s
+        self._url = ""  # of its server
         self._claim: socket.socket | None = None
         self._number = 0  # among the replicas on this host that use the server
 
@@ -96,7 +97,8 @@ class ServerChoice:
         except OSError:
             claim.close()
             return False
-        self._claim, self._number = claim, number
+        self.release()
+        self._url, self._claim, self._number = url, claim, number
         return True
 
     async def model_at(self, server: EngineServer) -> str:
@@ -131,8 +133,15 @@ class ServerChoice:
             await asyncio.gather(lost, return_exceptions=True)
 
     async def _deserted(self) -> str:
-        """Return a server that answers and that no replica uses; empty: none."""
+        """Return a server that answers and that no replica uses; empty: none.
+
+        If the others have left its own server, the replica has that for itself.
+        """
+        if self._claimed(self._url, 0):
+            return ""
         for url in self.args.urls:
+            if url.rstrip("/") == self._url:
+                continue
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim:
                 try:
                     claim.bind(_claim_of(url.rstrip("/"), 0))

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from multiworld.errors import LaunchError
 from multiworld.serve.launchers.base import began_at
 from multiworld.serve.launchers.forks import Forks
 from multiworld.serve.launchers.protocol import Launch
@@ -42,6 +43,7 @@ class NodeLauncher:
         log = Path(logs, f"launcher-{number}.log") if Path(logs).is_dir() else None
         self._forks = Forks(preload, env, log, self._exited)
         self._leashes: dict[str, Leash] = {}
+        self._waiting: set[str] = set()  # for the fork server
         self._codes: dict[str, asyncio.Future[int | None]] = {}
 
     async def warm(self) -> None:
@@ -51,6 +53,12 @@ class NodeLauncher:
         self, name: str, args: str, env: dict[str, str], log: str
     ) -> tuple[int, int, str]:
         """Start a rank; return its process id, its start time, and its leash's path."""
+        self._waiting.add(name)
+        await self._forks.warm()
+        if name not in self._waiting:
+            raise LaunchError(f"{name} was given up while the fork server started")
+        self._waiting.remove(name)
+        # Only now: another's leash could get the path of one that was let go.
         leash = self._leashes[name] = Leash()
         self._codes[name] = asyncio.get_running_loop().create_future()
         kept = log if Path(log).parent.is_dir() else ""
@@ -64,6 +72,7 @@ class NodeLauncher:
 
     async def let_go(self, name: str) -> None:
         """Let go of a rank's leash: it exits, unless its holder has taken the leash."""
+        self._waiting.discard(name)
         leash = self._leashes.pop(name, None)
         if leash is not None:
             leash.let_go()

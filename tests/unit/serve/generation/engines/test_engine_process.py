@@ -16,7 +16,11 @@ from typing import Any
 import pytest
 
 from multiworld.serve.generation.engines import engine_process
-from multiworld.serve.generation.engines.engine_process import EngineProcess, free_port
+from multiworld.serve.generation.engines.engine_process import (
+    EngineProcess,
+    HeldPort,
+    free_port,
+)
 from tests.until import until
 
 WAIT_S = 30.0
@@ -216,3 +220,34 @@ async def test_seconds_are_counted_while_a_process_of_the_group_is_stopped(
 def test_free_port_is_not_taken() -> None:
     """Somebody can listen on it."""
     assert 0 < free_port() < 65536
+
+
+def test_killing_waits_for_no_process_that_cannot_exit(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be in a driver for ever, and its replica would never exit."""
+    engine, limits = make("sleep 60"), []
+
+    def wait(process: object, timeout: float | None = None) -> int:
+        limits.append(timeout)
+        raise subprocess.TimeoutExpired("sh", timeout or 0.0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess.Popen, "wait", wait)
+        engine.kill()
+    assert limits == [engine_process.KILLED_S]
+
+
+def test_engines_that_start_together_get_different_ports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system would give a port again until an engine listens on it."""
+    drawn = iter([5000, 5000, 5001, 5000])
+    monkeypatch.setattr(engine_process, "free_port", lambda: next(drawn))
+    first, second = HeldPort(), HeldPort()
+    assert (first.number, second.number) == (5000, 5001)
+    first.release()
+    third = HeldPort()
+    assert third.number == 5000
+    second.release()
+    third.release()
