@@ -34,7 +34,6 @@ from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 SHOWN = 6  # maximum number of scaling plans of a model; --json prints all
-SOLVER = "pip install 'multiworld-elastic[placement]'"  # installs the solvers
 
 PROVEN_GAP = 1e-6  # relative; up to it a placement counts as optimal
 
@@ -140,7 +139,6 @@ def _rows(app: AppSpec) -> list[PlannedStage]:
 
 
 def _placed(app: AppSpec, machines: Sequence[Node], limit_s: float) -> Outlook:
-    """Place all replicas; raise ModuleNotFoundError without the solvers."""
     from multiworld.serve.placement.solver import place
 
     problem = problem_of(machines, asks_in(app.models))
@@ -163,8 +161,8 @@ def _placed(app: AppSpec, machines: Sequence[Node], limit_s: float) -> Outlook:
     return Outlook(stages, models, found.solver, gap)
 
 
-def _placed_stage(row: PlannedStage, found: Outlook | None) -> PlannedStage:
-    for stage in found.stages if found else ():
+def _placed_stage(row: PlannedStage, found: Outlook) -> PlannedStage:
+    for stage in found.stages:
         if (stage.model, stage.stage) == (row.model, row.stage):
             replicas = sum(stage.where.values()) or row.replicas
             return msgspec.structs.replace(
@@ -177,7 +175,7 @@ def _plan(
     app: AppSpec,
     rows: list[PlannedStage],
     machines: Sequence[Node],
-    found: Outlook | None,
+    found: Outlook,
 ) -> PlanShown:
     gateway = app.gateway
     workers = sum(row.replicas * row.ranks for row in rows)
@@ -190,9 +188,9 @@ def _plan(
             name: _scaling_plans(name, spec) for name, spec in app.models.items()
         },
         notes={name: list(build_model(m).notes) for name, m in app.models.items()},
-        models=found.models if found else [],
-        solver=found.solver if found else None,
-        gap=found.gap if found else None,
+        models=found.models,
+        solver=found.solver,
+        gap=found.gap,
         gateways=gateway.replicas,
         listens=f"{gateway.host}:{gateway.port or '(a free port)'}",
         processes=workers + gateway.replicas + 3,
@@ -203,7 +201,7 @@ def _plan(
 UNTRIED = "text generation has not been run on a GPU yet; see the documentation"
 
 
-def _show(app: AppSpec, plan: PlanShown, found: Outlook | None) -> None:
+def _show(app: AppSpec, plan: PlanShown, found: Outlook) -> None:
     print_table(_table(plan))
     console = Console()
     console.print(
@@ -224,9 +222,6 @@ def _show(app: AppSpec, plan: PlanShown, found: Outlook | None) -> None:
     for name, scaling_plans in plan.scaling_plans.items():
         if scaling_plans:
             console.print(_scaled(name, scaling_plans), soft_wrap=True, markup=False)
-    if found is None:
-        console.print(f"no placement planned: the solvers are missing; {SOLVER}")
-        return
     for model in found.models:
         console.print(_expected(app, model), soft_wrap=True)
     console.print(f"placed by {found.solver}, {_quality(found.gap)}")
@@ -336,10 +331,7 @@ def plan(spec: Path, nodes: Path | None, limit: float, as_json: bool) -> None:
     resolved = resolve(app, machines, {})
     app = resolved.app
     rows = _rows(app)
-    try:
-        found = _placed(app, machines, limit)
-    except ModuleNotFoundError:
-        found = None
+    found = _placed(app, machines, limit)
     planned = _plan(app, [_placed_stage(row, found) for row in rows], machines, found)
     planned = msgspec.structs.replace(planned, dtypes=resolved.why)
     if as_json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -87,13 +86,9 @@ class Replanner:
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    @staticmethod
-    def is_able() -> bool:
-        return importlib.util.find_spec("scipy") is not None
-
     def start(self) -> None:
-        """Start planning in the background; do nothing without solvers."""
-        if self._task is None and self.is_able():
+        """Start planning in the background."""
+        if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     def wake(self) -> None:
@@ -115,8 +110,8 @@ class Replanner:
                 self._on_plan(planned)
 
     async def plan(self, snapshot: PlacementSnapshot) -> PlanReady | None:
-        """Plan at once; return None if there is only one machine or no solver."""
-        if len(snapshot.nodes) < 2 or not self.is_able():
+        """Plan at once; return None if there is only one machine."""
+        if len(snapshot.nodes) < 2:
             return None
         return await asyncio.to_thread(_plan, snapshot)
 
