@@ -80,7 +80,7 @@ class PlanShown(msgspec.Struct, frozen=True):
     scaling_plans: dict[str, list[ScalingPlan]]
     notes: dict[str, list[str]]
     models: list[PlannedModel]
-    solver: str | None
+    solver: str
     gap: float | None
     gateways: int
     listens: str

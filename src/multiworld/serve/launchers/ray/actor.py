@@ -54,10 +54,12 @@ class NodeLauncher:
     ) -> tuple[int, int, str]:
         """Start a rank; return its process id, its start time, and its leash's path."""
         self._waiting.add(name)
-        await self._forks.warm()
-        if name not in self._waiting:
-            raise LaunchError(f"{name} was given up while the fork server started")
-        self._waiting.remove(name)
+        try:
+            await self._forks.warm()
+            if name not in self._waiting:
+                raise LaunchError(f"{name} was given up while the fork server started")
+        finally:
+            self._waiting.discard(name)
         # Only now: another's leash could get the path of one that was let go.
         leash = self._leashes[name] = Leash()
         self._codes[name] = asyncio.get_running_loop().create_future()
