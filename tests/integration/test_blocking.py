@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import select
+import signal
 import threading
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from multiworld import ConfigError, MemberLeftError, WorldReady
+from multiworld import ConfigError, MemberLeftError, WorldClosedError, WorldReady
+from multiworld import World as WorldOnLoop
 from multiworld.testing import no_leaks
 from multiworld.world import blocking
 from tests.ports import free_port
@@ -81,6 +88,73 @@ def _collectives(world: blocking.World) -> None:
     world.all_to_all([torch.zeros(2), torch.zeros(2)], both)
     world.barrier()
     assert world.statistics().phase == "ready"
+
+
+def test_message_that_comes_as_the_time_is_over_is_returned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is not dropped, although the caller's time ends before the loop's turn."""
+    store = f"tcp://127.0.0.1:{free_port()}"
+    recv = WorldOnLoop.recv
+
+    async def slow(self: WorldOnLoop, *args: Any, **options: Any) -> torch.Tensor:
+        found = await recv(self, *args, **options)
+        asyncio.get_running_loop().call_soon(time.sleep, 0.5)
+        return found
+
+    def receiver() -> None:
+        with blocking.WorldManager() as manager:
+            world = manager.join("w", rank=0, size=2, store=store)
+            monkeypatch.setattr(WorldOnLoop, "recv", slow)
+            world.send(torch.ones(1), dst=1)
+            assert world.recv(src=1, timeout_s=0.3).tolist() == [5.0]
+
+    def sender() -> None:
+        with blocking.WorldManager() as manager:
+            world = manager.join("w", rank=1, size=2, store=store)
+            world.recv_any()
+            time.sleep(0.1)
+            world.send(torch.tensor([5.0]), dst=0)
+            world.barrier(timeout_s=20)
+
+    with pytest.raises(WorldClosedError):  # of the sender's barrier
+        in_threads(receiver, sender)
+
+
+def test_forked_child_is_refused_at_once() -> None:
+    """It has no thread that runs the loop, and nothing waits for that."""
+    store = f"tcp://127.0.0.1:{free_port()}"
+
+    def member(rank: int) -> None:
+        with blocking.WorldManager() as manager:
+            world = manager.join("w", rank=rank, size=2, store=store)
+            if rank == 0:
+                text = in_a_fork(manager, lambda: world.recv(src=1, timeout_s=1))
+                assert text.startswith("UsedAfterForkError"), text
+            world.barrier(timeout_s=20)
+
+    in_threads(lambda: member(0), lambda: member(1))
+
+
+def in_a_fork(manager: blocking.WorldManager, call: Callable[[], object]) -> str:
+    """Return the error of a call in a forked child, which closes the manager, too."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            call()
+        except Exception as error:
+            manager.close()
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        there, _, _ = select.select([pipe], [], [], 20.0)
+        text = pipe.read() if there else b"it hangs"
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return text.decode()
 
 
 async def test_inside_an_event_loop_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
@@ -14,6 +15,7 @@ from multiworld import (
     ConfigError,
     JoinMismatchError,
     JoinTimeoutError,
+    MultiWorldError,
     ProtocolVersionError,
     RankTakenError,
     StoreUnreachableError,
@@ -27,7 +29,7 @@ from multiworld import (
 from multiworld.net import frames
 from multiworld.net.handshake_messages import Answer
 from multiworld.rendezvous.store_server import StoreServer
-from multiworld.testing import ProcessFleet, no_leaks
+from multiworld.testing import Arena, ProcessFleet, no_leaks
 from tests import bodies
 from tests.ports import free_port
 from tests.traffic import Traffic
@@ -419,3 +421,20 @@ async def test_world_of_one(store: str) -> None:
             assert torch.equal(await world.all_reduce(torch.ones(2)), torch.ones(2))
             assert len(await world.all_gather(torch.ones(2))) == 1
             await world.barrier()
+
+
+async def test_join_after_one_without_heartbeats_is_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No link stays that never beats, and that breaks each world that uses it."""
+    config = WorldConfig(join_s=5, silence_s=1.0, heartbeat="process")
+    async with Arena("direct", config) as arena:
+        with monkeypatch.context() as broken:
+            broken.setattr(sys, "executable", "/no/python")
+            with pytest.raises((MultiWorldError, OSError)):
+                await arena.world(2, "first")
+        world, _ = await arena.world(2, "second")
+        over = asyncio.ensure_future(world.wait_over())
+        done, _ = await asyncio.wait((over,), timeout=3.0)
+        assert not done
+        over.cancel()

@@ -174,12 +174,12 @@ class Channel:
         if arrival.received > OFFLOAD_BYTES:
             await self.lanes[arrival.source].paused(arrival.own)
 
-    async def next_from(self, source: int, tag: int) -> Description | None:
+    def next_from(self, source: int, tag: int) -> Description | None:
         """Describe the message that a receive would get, if all of it has arrived."""
         # The caller then calls ``lanes[source].take``, without an ``await`` between.
-        if self._received >= TURN_MESSAGES:
-            await self._yield_to_loop()
         lane = self.lanes.get(source)
+        if self._received >= TURN_MESSAGES:
+            return None  # a posted receive lets other tasks run, and keeps its place
         if lane is None or not self.mailbox.is_clear(source, tag):
             return None
         self._received += 1

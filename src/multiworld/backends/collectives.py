@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from multiworld.backends import dtypes
 from multiworld.backends.collective import Call, Operation, Steps, declare
 from multiworld.backends.lane_collectives import (
     Buffer,
@@ -326,10 +327,11 @@ def SCATTER(lanes: LaneCollectives, call: Call) -> Steps:
     async def steps(operation: Operation) -> None:
         buffer = await Buffer.of(out)
         if is_root:
-            await copy_into(buffer.flat, parts[call.root])
             for rank in lanes.others():
                 part = await Buffer.of(parts[rank])
                 await lanes.send(operation, rank, part.flat)
+            # The last step, because ``out`` may be one of the parts.
+            await copy_into(buffer.flat, parts[call.root])
         else:
             await lanes.receive_into(operation, call.root, buffer.flat)
         await buffer.write_back()
@@ -363,14 +365,22 @@ def ALL_TO_ALL(lanes: LaneCollectives, call: Call) -> Steps:
 
     async def steps(operation: Operation) -> None:
         takes = [await Buffer.of(target) for target in targets]
-        await copy_into(takes[lanes.rank].flat, gives[lanes.rank])
+        apart = [await _apart_from(targets, give) for give in gives]
+        await copy_into(takes[lanes.rank].flat, apart[lanes.rank])
         for dst, src in lanes.pairs():
-            give = await Buffer.of(gives[dst])
+            give = await Buffer.of(apart[dst])
             await lanes.exchange(operation, dst, give.flat, src, takes[src].flat)
         for take in takes:
             await take.write_back()
 
     return steps
+
+
+async def _apart_from(targets: list[Tensor], give: Tensor) -> Tensor:
+    """Return a copy of what receiving into ``targets`` would overwrite."""
+    if any(dtypes.share_memory(target, give) for target in targets):
+        return await offload(size_of(give), torch.clone, give)
+    return give
 
 
 @declare(8)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from multiworld.errors import TensorMismatchError
+
+_AS_IT_IS = nullcontext()
 
 # In the order of their wire codes. Only append: any other change needs a new version.
 _NAMES = (
@@ -150,9 +153,35 @@ def _require_apart(tensors: list[Tensor], what: str) -> None:
             )
 
 
+def share_memory(first: Tensor, second: Tensor) -> bool:
+    """Return whether the ranges of memory that two tensors reach overlap."""
+    (begin, end), (other, other_end) = _span(first), _span(second)
+    return begin < other_end and other < end
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    begin = tensor.data_ptr()
+    if not tensor.numel():
+        return begin, begin
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((count - 1) * step for count, step in steps)
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor's memory holds its elements in order, as they are."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def written(target: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which ``target`` can be written: torch lets an inference
+    tensor be written in inference mode only, which is a state of the thread."""
+    return torch.inference_mode() if target.is_inference() else _AS_IT_IS
+
+
+def overwrite(target: Tensor, source: Tensor) -> None:
+    with written(target):
+        target.copy_(source)
 
 
 def plain(tensor: Tensor) -> Tensor:

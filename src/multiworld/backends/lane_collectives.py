@@ -24,7 +24,7 @@ from multiworld.backends.direct import header as wire
 from multiworld.backends.eager import begin
 from multiworld.backends.offload import offload, size_of
 from multiworld.backends.reduction import OP_CODES, Combine, finish_average, op_name
-from multiworld.errors import MemberLeftError, TensorMismatchError
+from multiworld.errors import MemberLeftError, TensorMismatchError, WorldError
 from multiworld.incarnation.lifecycle import Failed
 from multiworld.liveness.manager_messages import EndCollectives
 
@@ -182,6 +182,13 @@ class LaneCollectives:
                 note = EndCollectives(nonce, operation.number, error.rank)
                 self._view.notify(rank, note)
             raise
+        except WorldError:
+            raise
+        except Exception as error:  # such as no memory: the others would wait for it
+            self._view.report(
+                Failed(f"rank {self.rank} failed in {operation}: {error}")
+            )
+            raise
 
     def end_from(self, number: int, left: int) -> None:
         """Fail collective ``number`` and all later ones: member ``left`` has left."""
@@ -247,7 +254,8 @@ class LaneCollectives:
             if not arrival.is_merged:
                 await offload(source.numel(), target.add, 0, source)
         elif not arrival.is_borrowed:
-            await offload(source.numel(), target.view(torch.uint8).copy_, source)
+            target = target.view(torch.uint8)
+            await offload(source.numel(), dtypes.overwrite, target, source)
 
     async def receive_into(
         self, operation: Operation, src: int, target: Target
@@ -351,7 +359,8 @@ def flat_copy(tensor: Tensor) -> Tensor:
 
 async def copy_into(target: Tensor, source: Tensor) -> None:
     """Copy all elements of ``source`` into ``target``; large copies in a thread."""
-    await offload(size_of(target), target.copy_, source.reshape(target.shape))
+    source = source.reshape(target.shape)
+    await offload(size_of(target), dtypes.overwrite, target, source)
 
 
 class Buffer:

@@ -261,6 +261,7 @@ class Mailbox:
         return (
             tag not in self._posted
             and (source, tag) not in self._queues
+            and (source, tag) not in self._served
             and (source, tag) not in self._handlers
             and self._broken is None
         )

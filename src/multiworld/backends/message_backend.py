@@ -99,7 +99,7 @@ class MessageBackend:
 
     async def recv(self, out: Tensor | None, src: int | None, tag: int) -> Received:
         if src is not None:
-            found = await self._p2p.next_from(src, tag)
+            found = self._p2p.next_from(src, tag)
             if found is not None:
                 tensor = _target(out, found)
                 if tensor is not None:
@@ -116,8 +116,8 @@ class MessageBackend:
         try:
             if not arrival.is_borrowed:
                 tensor = arrival.tensor.view(out.shape)
-                await offload(size_of(out), out.copy_, tensor)
-        except asyncio.CancelledError:
+                await offload(size_of(out), dtypes.overwrite, out, tensor)
+        except BaseException:
             self._p2p.mailbox.cancel(receive)
             raise
         self._p2p.mailbox.settle(receive)

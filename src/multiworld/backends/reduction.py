@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from multiworld.backends import dtypes
 from multiworld.errors import UnsupportedOperationError
 
 Combine = Callable[[Tensor, Tensor], object]  # reduces its second tensor into its first
@@ -56,10 +57,16 @@ def _checked(name: str, dtype: torch.dtype) -> Combine:
             f"{name} does not exist for {dtype} ({error}); convert the tensor, or "
             "use another operation"
         ) from error
-    return combine
+
+    def reduced(total: Tensor, other: Tensor) -> object:
+        with dtypes.written(total):
+            return combine(total, other)
+
+    return reduced
 
 
 def finish_average(op: ReduceOp, total: Tensor, size: int) -> None:
     """Divide a sum over all members in place by the world size if ``op`` is AVG."""
     if op_name(op) == "AVG":
-        total.div_(size)
+        with dtypes.written(total):
+            total.div_(size)

@@ -61,7 +61,8 @@ class TensorPool:
 
 def _new(size: int) -> mmap.mmap:
     try:
-        return mmap.mmap(-1, size)
+        # Private: a forked child must not share what its parent goes on receiving into.
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise MemoryError(f"{size} bytes: {error}") from error
 

@@ -199,7 +199,11 @@ class LinkTable:
             raise
         peer = self._add(SocketLink(key, control, self), seal)
         peer.address = address
-        self.heartbeats.begin(peer.link, sock, seal, dialed=True, number=1)
+        try:
+            self.heartbeats.begin(peer.link, sock, seal, dialed=True, number=1)
+        except OSError as error:
+            self.give_up(key, "no heartbeats can be exchanged", str(error))
+            raise
 
     async def _dial_heartbeat(
         self, key: LinkKey, address: Address, seal: bytes, *, number: int
@@ -227,17 +231,19 @@ class LinkTable:
                 sock = await self._dial_heartbeat(
                     key, peer.address, peer.seal, number=number
                 )
+                if self._peers.get(key) is peer:
+                    self.heartbeats.begin(
+                        peer.link, sock, peer.seal, dialed=True, number=number
+                    )
+                else:
+                    sock.close()
             except OSError as error:
                 logger.info("no heartbeat connection to %s: %s", key.peer, error)
                 await asyncio.sleep(pause_s)
                 continue
-            if self._peers.get(key) is peer:
-                self.heartbeats.begin(
-                    peer.link, sock, peer.seal, dialed=True, number=number
-                )
-            else:
-                sock.close()
             return
+        # A link that stayed without heartbeats would break every world that uses it.
+        self.give_up(key, "its heartbeat connection ended", "and cannot be opened")
 
     def _heartbeat_ended(self, key: LinkKey) -> None:
         """Open another connection: its end does not prove that the process ended."""
@@ -368,11 +374,17 @@ class LinkTable:
                 if peer is None:  # the link ended during this handshake
                     sock.close()
                 else:
-                    self.heartbeats.begin(
-                        peer.link, sock, peer.seal, dialed=False, number=hello.number
-                    )
+                    self._begin_accepted(peer, sock, hello.number)
             case _:
                 sock.close()  # the probe has its answer: this manager is alive
+
+    def _begin_accepted(self, peer: Peer, sock: socket.socket, number: int) -> None:
+        try:
+            self.heartbeats.begin(
+                peer.link, sock, peer.seal, dialed=False, number=number
+            )
+        except OSError as error:  # the peer sees its end, and dials again
+            logger.warning("no heartbeats from %s: %s", peer.link.key.peer, error)
 
 
 def _inbound_key(hello: LinkHello | HeartbeatHello) -> LinkKey:

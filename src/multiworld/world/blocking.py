@@ -21,16 +21,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, wait
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 
 from multiworld.config import WorldConfig
-from multiworld.errors import ConfigError
+from multiworld.errors import ConfigError, MultiWorldError, UsedAfterForkError
 from multiworld.incarnation.events import Event
 from multiworld.net.security import Security
 from multiworld.world import manager as _manager
@@ -46,7 +47,7 @@ class _Loop:
     """An event loop in a daemon thread."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._process = asyncio.new_event_loop(), os.getpid()
         self._thread = threading.Thread(
             target=self._run, name="multiworld-loop", daemon=True
         )
@@ -60,36 +61,82 @@ class _Loop:
         name = getattr(step, "__qualname__", "the operation")
         try:
             _check_outside_a_loop()
-        except ConfigError:
+            self._check_process()
+        except MultiWorldError:
             step.close()
             raise
-        future = asyncio.run_coroutine_threadsafe(step, self._loop)
+        operation = _Operation(step, self._loop)
         try:
-            return future.result(timeout_s)
+            return operation.ended.result(_bounded(timeout_s))
         except TimeoutError:
-            if future.done() or not self._cancel(future):
-                return future.result()  # it ended at the last moment, or raised this
-            raise TimeoutError(
-                f"{name} was not done within {timeout_s:g} s, and was cancelled; "
-                "give a larger timeout_s"
-            ) from None
-        except BaseException:
-            if not future.done():
-                self._cancel(future)
+            operation.cancel()
+            try:
+                # It may end in spite of that, or have raised this error itself.
+                return operation.ended.result()
+            except CancelledError:
+                raise TimeoutError(
+                    f"{name} was not done within {timeout_s:g} s, and was cancelled; "
+                    "give a larger timeout_s"
+                ) from None
+        except BaseException:  # such as KeyboardInterrupt
+            operation.cancel()
+            wait([operation.ended])
             raise
 
-    def _cancel(self, future: Future[Any]) -> bool:
-        """Cancel the operation and wait for that; return False if it had ended."""
-        is_cancelled = future.cancel()
-        settled = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
-        settled.result()
-        return is_cancelled
+    @property
+    def is_inherited(self) -> bool:
+        """True in a forked child, which has no thread that runs the loop."""
+        return os.getpid() != self._process
+
+    def _check_process(self) -> None:
+        if self.is_inherited:
+            raise UsedAfterForkError(
+                "this WorldManager belongs to the parent process; create one in the "
+                "child"
+            )
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
+
+
+class _Operation(Generic[T]):
+    """A coroutine that runs as a task of the loop; ``ended`` settles when that ends."""
+
+    # Not ``run_coroutine_threadsafe``: cancelling its future drops a result that the
+    # task has already, and does not wait for the task.
+    def __init__(
+        self, step: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.ended: Future[T] = Future()
+        self._loop = loop
+        self._task: asyncio.Task[T] | None = None
+        loop.call_soon_threadsafe(self._begin, step)
+
+    def cancel(self) -> None:
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    def _begin(self, step: Coroutine[Any, Any, T]) -> None:
+        self._task = self._loop.create_task(step)
+        self._task.add_done_callback(self._end)
+
+    def _cancel(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
+
+    def _end(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            self.ended.set_exception(CancelledError())
+        elif (error := task.exception()) is not None:
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(task.result())
+
+
+def _bounded(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)
 
 
 def _check_outside_a_loop() -> None:
@@ -282,7 +329,7 @@ class WorldManager:
 
     def close(self) -> None:
         """Leave every world politely, free all resources, and end the thread."""
-        if self._is_closed:
+        if self._is_closed or self._loop.is_inherited:
             return
         self._is_closed = True
         try:

@@ -262,6 +262,22 @@ async def exchanges_all_to_all(arena: Arena) -> None:
 
 
 @check
+async def exchanges_in_place(arena: Arena) -> None:
+    """Check that what is received does not overwrite what is still to be sent."""
+    worlds = await arena.world(3)
+    parts = [[torch.tensor([rank, i]) for i in range(3)] for rank in range(3)]
+    await every(worlds, lambda w: w.all_to_all(parts[w.rank], parts[w.rank]))
+    for rank in range(3):
+        assert [t.tolist() for t in parts[rank]] == [[i, rank] for i in range(3)]
+    given = [torch.tensor([i]) for i in range(3)]
+    outs = [given[1], torch.zeros(1, dtype=torch.int64), torch.tensor([9])]
+    await every(
+        worlds, lambda w: w.scatter(outs[w.rank], [] if w.rank else given, src=0)
+    )
+    assert [int(out) for out in outs] == [0, 1, 2]
+
+
+@check
 async def waits_at_a_barrier(arena: Arena) -> None:
     """Check that no member passes a barrier before the last one has reached it."""
     worlds = await arena.world(3)

@@ -122,6 +122,20 @@ async def serves_receives_in_call_order(arena: Arena) -> None:
 
 
 @check
+async def serves_receives_in_call_order_while_messages_wait(arena: Arena) -> None:
+    """Check the same of receives that find their messages there."""
+    left, right = await arena.world(2)
+    count = 200 if arena.config.host_p2p == "direct" else 20
+    sending = asyncio.gather(*(left.send(torch.tensor(i), dst=1) for i in range(count)))
+    got: list[int] = []
+    while len(got) < count:
+        pair = await asyncio.gather(right.recv(src=0), right.recv(src=0))
+        got += [int(tensor) for tensor in pair]
+    await sending
+    assert got == list(range(count))
+
+
+@check
 async def receives_from_whoever_is_first(arena: Arena) -> None:
     """Check that ``recv_any`` returns the first message, and its sender's rank."""
     if arena.config.host_p2p == "backend":

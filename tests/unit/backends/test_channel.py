@@ -193,13 +193,13 @@ async def test_message_held_by_its_lane_is_described_not_copied() -> None:
     bench = Bench()
     lane = bench.lanes[1]
     lane.holds, lane.is_held = describe(), True
-    assert await bench.channel.next_from(1, 0) == describe()
-    assert await bench.channel.next_from(1, 5) is None
-    assert await bench.channel.next_from(3, 0) is None
+    assert bench.channel.next_from(1, 0) == describe()
+    assert bench.channel.next_from(1, 5) is None
+    assert bench.channel.next_from(3, 0) is None
     receive = bench.post()
-    assert await bench.channel.next_from(1, 0) is None
+    assert bench.channel.next_from(1, 0) is None
     bench.channel.mailbox.cancel(receive)
-    assert await bench.channel.next_from(1, 0) == describe()
+    assert bench.channel.next_from(1, 0) == describe()
 
 
 async def test_member_that_left_fails_what_it_cannot_complete() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Callable
 
@@ -13,6 +14,18 @@ from multiworld.backends.arrivals import Description, allocate
 from multiworld.backends.tensor_pool import STEP_BYTES, TensorPool
 
 MIB = 1024 * 1024
+
+
+def test_forked_child_shares_nothing_with_its_parent() -> None:
+    """Neither sees what the other writes."""
+    tensor = TensorPool().empty(MIB, torch.uint8)
+    tensor.fill_(1)
+    pid = os.fork()
+    if pid == 0:
+        tensor.fill_(2)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert bool((tensor == 1).all())
 
 
 KEEPERS: dict[str, Callable[[torch.Tensor], object]] = {

@@ -21,7 +21,7 @@ from multiworld.backends.c10d.store import C10dStore
 from multiworld.backends.c10d.threads import in_thread
 from multiworld.backends.c10d.work_runner import WorkRunner
 from multiworld.backends.direct.backend import DirectBackend
-from multiworld.backends.dtypes import CODES, DTYPES
+from multiworld.backends.dtypes import CODES, DTYPES, overwrite
 from multiworld.errors import TensorMismatchError, UnsupportedOperationError
 from multiworld.incarnation.lifecycle import Failed
 from multiworld.liveness.manager_messages import BackendMessage
@@ -135,7 +135,7 @@ class C10dBackend:
                 lambda native: native.recv([as_bytes(target)], src, tag)
             )
         if out is not None and target is not out:
-            out.copy_(target.view(out.shape))
+            overwrite(out, target.view(out.shape))
         return Received(target if out is None else out, src)
 
     async def _next_header(self, src: int, tag: int) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from multiworld.backends.dtypes import overwrite
 from multiworld.errors import TensorMismatchError
 
 
@@ -37,7 +38,7 @@ def as_bytes(flat: Tensor) -> Tensor:
 def write_back(tensor: Tensor, flat: Tensor) -> None:
     """Copy ``flat`` into ``tensor``, unless ``flat`` is a view of it."""
     if tensor.data_ptr() != flat.data_ptr() or not tensor.is_contiguous():
-        tensor.detach().copy_(flat.view(tensor.shape))
+        overwrite(tensor.detach(), flat.view(tensor.shape))
 
 
 def write_back_all(tensors: Sequence[Tensor], flats: Sequence[Tensor]) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from multiworld.backends.dtypes import overwrite, written
 from multiworld.backends.reduction import combiner, op_name
 from multiworld.errors import UnsupportedOperationError
 
@@ -75,6 +76,7 @@ class Reduction:
     def finish(self, work: Tensor, flat: Tensor) -> None:
         """Write the result from ``work``, which Gloo reduced, into ``flat``."""
         if self._name == "AVG":
-            work.div_(self._size)
+            with written(work):
+                work.div_(self._size)
         if self._wider is not None:
-            flat.copy_(work)
+            overwrite(flat, work)

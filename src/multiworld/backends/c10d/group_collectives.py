@@ -27,7 +27,13 @@ from multiworld.backends.c10d.work_runner import WorkRunner
 from multiworld.backends.collective import Call, name_of
 from multiworld.backends.collectives import ALL_GATHER
 from multiworld.backends.direct.backend import DirectBackend
-from multiworld.backends.dtypes import CODES, DTYPES, require_matching
+from multiworld.backends.dtypes import (
+    CODES,
+    DTYPES,
+    overwrite,
+    require_matching,
+    share_memory,
+)
 from multiworld.backends.offload import offload, size_of
 from multiworld.backends.reduction import OP_CODES, OP_NAMES, op_name
 from multiworld.errors import TensorMismatchError
@@ -167,12 +173,18 @@ class GroupCollectives:
         options = self._options(dist.ScatterOptions())
         options.rootRank = src
 
+        def prepare() -> list[Tensor]:
+            flat = flat_of(out)
+            if any(share_memory(out, part) for part in parts):
+                flat = torch.empty_like(flat)  # Gloo writes it before it has sent all
+            return [flat, *map(flat_of, parts)]
+
         def start(pg: Any, work: list[Tensor]) -> Any:
             views = [[as_bytes(flat) for flat in work[1:]]] if is_root else []
             return pg.scatter([as_bytes(work[0])], views, options)
 
         return Native(
-            prepare=lambda: [flat_of(out), *map(flat_of, parts)],
+            prepare=prepare,
             start=start,
             finish=lambda work: write_back(out, work[0]),
         )
@@ -187,7 +199,7 @@ class GroupCollectives:
         def finish(work: list[Tensor]) -> None:
             plan.finish(work[1], work[0])
             mine = work[0].view(self._size, -1)[self._rank]
-            out.detach().copy_(mine.view(out.shape))
+            overwrite(out.detach(), mine.view(out.shape))
 
         return Native(
             prepare=lambda: plan.prepare(torch.cat([flat_of(part) for part in parts])),
@@ -208,7 +220,7 @@ class GroupCollectives:
 
         def finish(work: list[Tensor]) -> None:
             for out, part in zip(outs, work[1].view(self._size, -1), strict=True):
-                out.detach().copy_(part.view(out.dtype).view(out.shape))
+                overwrite(out.detach(), part.view(out.dtype).view(out.shape))
 
         return Native(
             prepare=prepare,

@@ -383,8 +383,7 @@ class Inbound:
             if arrival.merge is None:
                 arrival.memory[begin : begin + count] = payload
             else:
-                arrival.merge(begin, payload)
-                arrival.is_merged = True
+                _merge(arrival, begin, payload)
         finally:
             payload.release()
         if self._window.free(header.slot):
@@ -404,8 +403,7 @@ class Inbound:
         try:
             self._update_checksum(payload)
             if arrival.merge is not None:
-                arrival.merge(begin, payload)
-                arrival.is_merged = True
+                _merge(arrival, begin, payload)
             elif not arrival.is_lent:
                 arrival.memory[begin : begin + count] = payload
         finally:
@@ -418,3 +416,12 @@ class Inbound:
         """Free the block of a message that was copied or withdrawn."""
         if header.flags & wire.LENT and not arrival.is_lent:  # else its tensor frees it
             self._block(header, 0).free()
+
+
+def _merge(arrival: Arrival, begin: int, payload: memoryview) -> None:
+    assert arrival.merge is not None
+    try:
+        arrival.merge(begin, payload)
+    except Exception as error:  # the lane could not go on behind this part
+        raise HeaderError(f"a payload cannot be reduced: {error}") from error
+    arrival.is_merged = True

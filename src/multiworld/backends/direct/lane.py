@@ -82,6 +82,7 @@ class Lane:
         )
         self._drained: asyncio.Future[None] | None = None
         self._is_dead = False  # the connection ended: nothing more can arrive
+        self._is_paused = False
         self._is_leaving = False  # our fin is queued: what arrives is dropped
         self._refusal: ErrorMaker | None = None  # why nothing more can be sent
         self._closed = self._loop.create_future()
@@ -211,6 +212,8 @@ class Lane:
             return
         if self._inbound.is_held:
             self._hold()
+        elif self._inbound.is_stalled:
+            self._stall()
         else:
             self._socket.poll_again()
 
@@ -248,6 +251,8 @@ class Lane:
 
     def take_in(self) -> None:
         """Read what the kernel holds, which its sender considers sent."""
+        if self._is_paused:
+            return  # a message is being moved to other memory
         moved = 0
         try:
             self._let_go()
@@ -377,8 +382,9 @@ class Lane:
             and not self._socket.is_mute
             and not self._outbound.is_idle
         ):
-            self._drained = self._loop.create_future()
-            await self._drained
+            if self._drained is None or self._drained.done():
+                self._drained = self._loop.create_future()
+            await asyncio.shield(self._drained)  # several may wait
 
     def finish_close(self, linger_s: float) -> bool:
         is_needed = not self._socket.is_local and self._outbound.is_idle
@@ -401,9 +407,11 @@ class Lane:
     async def paused(self, call: Callable[[], object]) -> None:
         was_reading = self._socket.is_reading
         self._socket.read_off()
+        self._is_paused = True
         try:
             await in_thread(call)
         finally:
+            self._is_paused = False
             if was_reading and not self.is_dead:
                 self._socket.read_on()
 

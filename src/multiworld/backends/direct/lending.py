@@ -8,6 +8,7 @@ tensor outlives its sender. Without a free block, the ring of ``shared_memory`` 
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import threading
@@ -25,10 +26,14 @@ from multiworld.backends.direct.shared_memory import check_sealed, make_sealed
 # the ring. To read it from memory again costs what the second copy would.
 MIN_LENT_BYTES, MAX_LENT_BYTES = 256 * 1024, 8 * 1024 * 1024
 STEP_BYTES = 256 * 1024  # unit of the sizes of blocks, so that similar messages fit
-MARK_BYTES = mmap.PAGESIZE  # mark behind the message, 1 while the receiver has it
+MARK_BYTES = mmap.PAGESIZE  # marks behind the message, 1 while the receiver has it
 MAX_BLOCKS = 8  # maximum number of a lane's blocks: few stay in the cache
 LANE_BYTES = 32 * 1024 * 1024  # maximum in the blocks of a lane
 PROCESS_BYTES = 256 * 1024 * 1024  # maximum in the blocks of all lanes
+
+# The first bytes of the mark: the receiver's, and those of its forks.
+MARKS = 8
+MAP_FIXED = 0x10  # of Linux; Python's mmap has no name for it
 
 _lent_bytes = 0
 _lock = threading.Lock()
@@ -57,7 +62,7 @@ class Mapping:
     """Memory of a ``memfd``, unmapped when nothing refers to this object."""
 
     def __init__(self, fd: int, size: int) -> None:
-        self._size = size
+        self.size = size
         # Populated at once: a fault for each page would cost more than the copy.
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         access = mmap.PROT_READ | mmap.PROT_WRITE
@@ -72,13 +77,60 @@ class Mapping:
 
     def __del__(self) -> None:
         if self.address is not None:
-            _munmap(self.address, self._size)
+            _munmap(self.address, self.size)
+
+    def keep_copy(self, mark: int) -> None:
+        """Put a private copy in the place of the shared memory, and clear a mark."""
+        content = bytes(self.memory)
+        self.memory[mark] = 0
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        if _mmap(self.address, self.size, access, flags, -1, 0) == self.address:
+            self.memory[:] = content
 
 
 class _Mapped:
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
         self._mapping = Mapping(fd, size + MARK_BYTES)
+
+
+# Mappings of received tensors by address, for ``fork``.
+_received: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()
+
+
+def _live() -> list[Mapping]:
+    found = [reference() for reference in _received.valuerefs()]
+    return [mapping for mapping in found if mapping is not None]
+
+
+class _Forks:
+    """A forked child takes a copy of the tensors that lie in lent memory: the parent
+    frees that, and its sender reuses it. Until then the block has a second mark."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        os.register_at_fork(before=self._pin, after_in_child=self._copy)
+
+    @property
+    def _slot(self) -> int:
+        """Which mark is this fork's: another thread may fork before the child is done.
+        One that dies before leaves its mark, and the block is not used again."""
+        return 1 + self._count % (MARKS - 1)
+
+    def _pin(self) -> None:
+        self._count += 1
+        for mapping in _live():
+            mapping.memory[mapping.size - MARK_BYTES + self._slot] = 1
+
+    def _copy(self) -> None:
+        for mapping in _live():
+            mapping.keep_copy(mapping.size - MARK_BYTES + self._slot)
+
+
+@functools.cache
+def _watch_forks() -> _Forks:
+    return _Forks()
 
 
 class Block(_Mapped):
@@ -96,7 +148,8 @@ class Block(_Mapped):
     @property
     def is_free(self) -> bool:
         """True if the receiver has no tensor in it."""
-        return not self._mapping.memory[self.size]
+        marks = self._mapping.memory[self.size : self.size + MARKS]
+        return not any(marks)
 
     def take(self) -> None:
         self._mapping.memory[self.size] = 1
@@ -119,6 +172,8 @@ class Borrowed(_Mapped):
             is_possible = 0 < size <= MAX_LENT_BYTES
             check_sealed(fd, size + MARK_BYTES if is_possible else -1, f"{size} bytes")
             super().__init__(fd, size)
+            _watch_forks()
+            _received[self._mapping.address] = self._mapping
         except OSError as error:
             raise HeaderError(f"the lent memory cannot be used: {error}") from error
         finally:

@@ -60,6 +60,35 @@ def ends() -> tuple[Block, Borrowed]:
     return block, borrowed
 
 
+def test_forked_child_has_a_copy(ends: tuple[Block, Borrowed]) -> None:
+    """The parent's tensor stays; the block is free once both have what they need."""
+    block, borrowed = ends
+    block.take()
+    block.write(0, memoryview(bytes(200)))
+    tensor = borrowed.tensor(describe(200))
+    go, gone = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        tensor.fill_(1)
+        os.write(go[1], b"x")
+        os.read(gone[0], 1)  # now the sender has another message in the block
+        is_its_own = bool((tensor == 1).all())
+        del tensor
+        os._exit(0 if is_its_own else 1)
+    os.read(go[0], 1)
+    assert bool((tensor == 0).all())
+    del tensor
+    assert block.is_free
+    block.take()
+    block.write(0, memoryview(bytes([9]) * 200))
+    os.write(gone[1], b"x")
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert not block.is_free, "the child has freed what it no longer had"
+    for end in (*go, *gone):
+        os.close(end)
+
+
 def test_block_is_free_when_the_last_view_of_its_tensor_is_gone(
     ends: tuple[Block, Borrowed],
 ) -> None:
