@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import os
 import random
 import sys
@@ -17,7 +18,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
 from aiohttp import web
 from tokenizers import Tokenizer
 
@@ -72,45 +72,54 @@ class Sampler:
         """Return the next token, and the log-probabilities of all."""
         body = self._body
         logits = logits_of(self.tokens, adapter_of(body))
-        scores = torch.log_softmax(logits, -1).tolist()
+        scores = [math.log(weight) for weight in softmax(logits)]
         ranked = sorted(enumerate(scores), key=lambda pair: -pair[1])
         bias = body.get("logit_bias") or []
         pairs = bias.items() if isinstance(bias, dict) else bias
         for token, value in pairs:
-            logits[int(token)] += -torch.inf if value is False else value
+            logits[int(token)] += -math.inf if value is False else value
         repeat = body.get("repetition_penalty", body.get("repeat_penalty", 1.0))
         for token in set(self.tokens) if repeat != 1.0 else ():
-            value = float(logits[token])
+            value = logits[token]
             logits[token] = value / repeat if value > 0 else value * repeat
         for token, times in Counter(self.made).items():
             logits[token] -= body.get("frequency_penalty", 0.0) * times
             logits[token] -= body.get("presence_penalty", 0.0)
         if len(self.made) < body.get("min_tokens", 0):
-            logits[list(body.get("stop_token_ids", ()))] = -torch.inf
+            for token in body.get("stop_token_ids", ()):
+                logits[token] = -math.inf
         token = self._chosen(logits)
         self.tokens.append(token)
         self.made.append(token)
         return token, ranked
 
-    def _chosen(self, logits: torch.Tensor) -> int:
+    def _chosen(self, logits: list[float]) -> int:
         body = self._body
         temperature = body.get("temperature", 1.0)
+        order = sorted(range(len(logits)), key=lambda token: -logits[token])
         if temperature <= 0.0:
-            return int(logits.argmax())
-        found = torch.softmax(logits / temperature, -1)
-        found[found < body.get("min_p", 0.0) * found.max()] = 0.0
-        if body.get("top_k", 0) > 0:
-            found[found < found.topk(body["top_k"]).values[-1]] = 0.0
-        weights = (found / found.sum()).tolist()
-        order = sorted(range(len(weights)), key=lambda t: -weights[t])
+            return order[0]
+        weights = softmax([logit / temperature for logit in logits])
+        least = body.get("min_p", 0.0) * weights[order[0]]
+        top_k = body.get("top_k", 0)
         kept, total = [], 0.0
-        for token in order:
+        for token in order[:top_k] if top_k > 0 else order:
+            if weights[token] < least:
+                break
             kept.append(token)
             total += weights[token]
             if total >= body.get("top_p", 1.0):
                 break
         (token,) = self._draw.choices(kept, [weights[t] for t in kept])
         return token
+
+
+def softmax(logits: list[float]) -> list[float]:
+    """Return the probabilities of words."""
+    most = max(logits)
+    weights = [math.exp(logit - most) for logit in logits]
+    total = sum(weights)
+    return [weight / total for weight in weights]
 
 
 class Server:

@@ -20,7 +20,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from aiohttp import web
 
 VOCABULARY, HIDDEN = 300, 64
@@ -49,10 +48,10 @@ def adapter(path: Path) -> Path:
     return path
 
 
-def logits_of(tokens: list[int], adapter: str = "") -> torch.Tensor:
+def logits_of(tokens: list[int], adapter: str = "") -> list[float]:
     """Return logits that depend on all tokens, and on the adapter."""
     draw = random.Random(f"{tokens!r}{adapter}")
-    return torch.tensor([draw.gauss(0.0, 2.0) for _ in range(VOCABULARY)])
+    return [draw.gauss(0.0, 2.0) for _ in range(VOCABULARY)]
 
 
 def vector_of(ids: list[int]) -> bytes:
@@ -65,6 +64,10 @@ class Sampling:
     """The logits processor, with one sequence at a time."""
 
     def __init__(self, name: str) -> None:
+        import torch  # as the processor does; it takes seconds
+
+        torch.set_num_threads(1)
+        self._tensor = torch.tensor
         module, _, kind = name.partition(":")
         made = getattr(importlib.import_module(module), kind)
         assert "multiworld" not in sys.modules, "vLLM must not import the package"
@@ -78,7 +81,9 @@ class Sampling:
         added = [(0, params, tokens, made)]
         update = SimpleNamespace(removed=[0], added=added, moved=[])
         self._processor.update_state(update)
-        found = self._processor.apply(logits_of([*tokens, *made], adapter)[None])
+        found = self._processor.apply(
+            self._tensor([logits_of([*tokens, *made], adapter)])
+        )
         return int(found[0].argmax())
 
 

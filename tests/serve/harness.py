@@ -33,6 +33,7 @@ from multiworld.serve.fleet.entries import HistoryEntry
 from multiworld.serve.launchers.base import began_at
 from multiworld.serve.load.generator import Load, inference
 from multiworld.serve.load.summary import Sample
+from tests.serve import warm
 from tests.serve.models import FINE, expected
 
 T = TypeVar("T")
@@ -115,7 +116,7 @@ class Served:
         self.folder, self.spec, self.cwd = folder, spec, cwd
         self.path = folder / "app.yaml"
         self.state = folder / "state"
-        self.process: subprocess.Popen[str] | None = None
+        self.process: subprocess.Popen[str] | warm.Command | None = None
         self.url = ""
         self.pids: set[tuple[int, int]] = set()
 
@@ -124,16 +125,9 @@ class Served:
         if self.process is not None and self.process.stdout is not None:
             self.process.stdout.close()
         self.path.write_text(yaml.safe_dump(self.spec, sort_keys=False))
-        command = [sys.executable, "-m", "multiworld.cli.main", "serve", "-v", "--json"]
+        words = ["serve", "-v", "--json", str(self.path), "--state", str(self.state)]
         with open(self.folder / "serve.log", "ab") as log:
-            self.process = subprocess.Popen(
-                [*command, str(self.path), "--state", str(self.state)],
-                cwd=self.cwd,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-            )
+            self.process = warm.start(words, self.cwd, log)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, (self.folder / "serve.log").read_text()[-2000:]

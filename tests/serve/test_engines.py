@@ -23,7 +23,7 @@ from tests.tiny_decoder import save_decoder
 
 pytestmark = pytest.mark.timeout(240)
 
-COUNT = 150
+COUNT = 100
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0, "seed": 7},

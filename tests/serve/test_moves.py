@@ -55,7 +55,7 @@ async def moves(service: Served, change: Callable[[], object]) -> int:
     end = asyncio.Event()
     async with client(service) as api, asyncio.TaskGroup() as group:
         pieces = await Stream(api, LONG).end()
-        for _ in range(6):
+        for _ in range(3):
             group.create_task(flow(api, pieces, end))
         await asyncio.sleep(0.5)
         await asyncio.to_thread(change)

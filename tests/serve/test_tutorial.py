@@ -38,7 +38,7 @@ PORT = "8000"
 BLOCK_S = 90.0
 """Seconds that the commands of one block, and then their output, may take."""
 
-LAYERS = 24
+LAYERS = 16
 """Layers of the small decoder: a token then takes some tens of milliseconds."""
 
 END_S = 30.0

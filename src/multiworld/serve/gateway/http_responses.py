@@ -8,6 +8,7 @@ import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import orjson
@@ -107,6 +108,8 @@ class EventStream(StreamingResponse):
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
         # Called once, with the status to count.
         self.on_end: Callable[[int], object] = lambda status: None
+        # Called with the number of bytes of each event.
+        self.on_bytes: Callable[[int], object] = lambda count: None
         super().__init__(
             self._all(events), headers=SSE_HEADERS, media_type="text/event-stream"
         )
@@ -121,6 +124,7 @@ class EventStream(StreamingResponse):
         try:
             async with aclosing(events):
                 async for event in events:
+                    self.on_bytes(len(event))
                     yield event
             status = 200
         except ServeError as error:
@@ -199,8 +203,10 @@ async def respond(
     finally:
         if isinstance(response, EventStream):
             response.on_end = end
+            response.on_bytes = partial(gateway.authenticator.count_sent, admitted)
         else:
-            admitted.bytes_out = 0 if response is None else len(response.body)
+            if response is not None:
+                gateway.authenticator.count_sent(admitted, len(response.body))
             phases = end(status)
     if phases is not None and ASK_TIMING in request.headers:
         response.headers["Server-Timing"] = phases.header

@@ -128,21 +128,10 @@ def grammar_of_choice(choices: Sequence[str], param: str) -> str:
 
 def grammar_of_calls(tools: Sequence[tuple[str, Any]], *, is_single: bool) -> str:
     """Return a grammar of a list of tool calls, as JSON."""
-    for _, parameters in tools:
-        grammar_of_schema(parameters, "tools")
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, "parameters": parameters},
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for name, parameters in tools
-    ]
-    schema = json.dumps({"x-guidance": SPACES, "anyOf": calls})
     more = "" if is_single else '(", " call)* '
     # It may end after each call, so that a small model need not invent more.
-    text = f'start: "[" call {more}"]"?\ncall: %json {schema}\n'
+    forms = _forms_of(tools, "parameters")
+    text = f'start: "[" call {more}"]"?\ncall: {forms}\n'
     return _checked(_matcher().grammar_from_lark(text), "tools")
 
 
@@ -150,21 +139,28 @@ def grammar_of_marked_calls(
     tools: Sequence[tuple[str, Any]], begin: int, end: int, ends: Sequence[int]
 ) -> str:
     """Return a grammar of free text with tool calls between two tokens."""
-    for _, parameters in tools:
-        grammar_of_schema(parameters, "tools")
     others = ",".join(map(str, sorted({begin, *ends})))
-    forms = [
-        f'"\\n{{\\"name\\": {_quoted(name)}, \\"arguments\\": " '
-        f"%json {json.dumps({'x-guidance': SPACES, **parameters})} "
-        f'"}}\\n"'
-        for name, parameters in tools
-    ]
-    inside = "\n    | ".join(forms)
+    forms = _forms_of(tools, "arguments")
     text = (
         f"start: free (call free)*\nfree: (<[^{others}]>)*\n"
-        f"call: <[{begin}]> inside <[{end}]>\ninside: {inside}\n"
+        f'call: <[{begin}]> "\\n" inside "\\n" <[{end}]>\ninside: {forms}\n'
     )
     return _checked(_matcher().grammar_from_lark(text), "tools")
+
+
+def _forms_of(tools: Sequence[tuple[str, Any]], key: str) -> str:
+    """Return the right side of a rule: a call of any tool, as a JSON object.
+
+    Each schema stands alone: its references (``#/$defs/…``) count from its root.
+    """
+    for _, parameters in tools:
+        grammar_of_schema(parameters, "tools")
+    return "\n    | ".join(
+        f'"{{\\"name\\": {_quoted(name)}, \\"{key}\\": " '
+        f"%json {json.dumps({'x-guidance': SPACES, **parameters})} "
+        '"}"'
+        for name, parameters in tools
+    )
 
 
 def _quoted(name: str) -> str:

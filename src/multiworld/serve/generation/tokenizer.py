@@ -1,4 +1,4 @@
-"""Tokenizer, chat template, and text that grows token by token."""
+"""Tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.decoders import DecodeStream
 
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.generation.control_tokens import ControlTokens
@@ -56,6 +55,11 @@ class Tokenizer:
         added = self.fast.get_added_tokens_decoder()
         found = {number: t.content for number, t in added.items() if t.special}
         return ControlTokens({*found.values()}), frozenset(found)
+
+    @property
+    def special(self) -> frozenset[int]:
+        """The control tokens."""
+        return self._controls[1]
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:
@@ -105,9 +109,20 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int], *, skips_special: bool = True) -> str:
         return str(self.fast.decode(list(tokens), skip_special_tokens=skips_special))
 
+    @functools.cached_property
+    def _anchor(self) -> tuple[list[int], int]:
+        # A token to decode another behind, and the length of its text: some decoders
+        # drop the space that a text begins with.
+        tokens = self.encode("a", has_special=False)[-1:]
+        return tokens, len(self.decode(tokens, skips_special=False))
+
+    def _text_of(self, token: int) -> str:
+        before, length = self._anchor
+        return self.decode([*before, token], skips_special=False)[length:]
+
     def piece(self, token: int) -> str:
         """Return a token's text; of a partial character ``bytes:…``, as OpenAI."""
-        text = self.decode([token], skips_special=False)
+        text = self._text_of(token)
         if "\ufffd" in text:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.raw(token))
         return text
@@ -118,7 +133,7 @@ class Tokenizer:
         byte = BYTE_TOKEN.fullmatch(name)
         if byte is not None:
             return bytes([int(byte[1], 16)])
-        text = self.decode([token], skips_special=False)
+        text = self._text_of(token)
         if "\ufffd" in text and all(letter in BYTE_OF for letter in name):
             return bytes(BYTE_OF[letter] for letter in name)
         return text.encode()
@@ -196,78 +211,3 @@ class Tokenizer:
                     param="chat_template_kwargs",
                     code="invalid_value",
                 )
-
-
-class GrowingText:
-    """Text that grows token by token, without splitting a character, up to a stop
-    string, which is not part of it."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
-        *,
-        skips_special: bool = True,
-        min_tokens: int = 0,
-    ) -> None:
-        self._tokenizer, self._fast = tokenizer, tokenizer.fast
-        self._skips_special, self._min_tokens = skips_special, min_tokens
-        self._tokens: list[int] = []
-        self._stream = DecodeStream(skip_special_tokens=skips_special)
-        self._stop = tuple(filter(None, stop))
-        self._held = ""
-        self._given: list[str] = []
-        self.length = 0
-        self.is_stopped = False
-
-    @property
-    def text(self) -> str:
-        """All text that was emitted; ``length`` is its number of characters."""
-        return "".join(self._given)
-
-    def add(self, token: int) -> str:
-        """Add a token; return the text that can be emitted now."""
-        if self.is_stopped:
-            return ""
-        self._tokens.append(token)
-        self._held += self._stream.step(self._fast, token) or ""
-        return self._give_out(is_end=False)
-
-    def end(self) -> str:
-        """Return what was held back; an incomplete character becomes U+FFFD."""
-        if self.is_stopped:
-            return ""
-        whole = self._tokenizer.decode(self._tokens, skips_special=self._skips_special)
-        shown = self.text + self._held
-        if whole.startswith(shown):
-            self._held += whole[len(shown) :]
-        return self._give_out(is_end=True)
-
-    def _give_out(self, *, is_end: bool) -> str:
-        stop = self._stop if len(self._tokens) >= self._min_tokens else ()
-        at = min(
-            (place for s in stop if (place := self._held.find(s)) >= 0), default=-1
-        )
-        if at >= 0:
-            self.is_stopped = True
-            given, self._held = self._held[:at], ""
-        else:
-            # A possible start of a stop string is held back.
-            keep = 0 if is_end else _held_back(self._held, stop)
-            cut = len(self._held) - keep
-            given, self._held = self._held[:cut], self._held[cut:]
-        self._given.append(given)
-        self.length += len(given)
-        return given
-
-
-def _held_back(text: str, stop: Sequence[str]) -> int:
-    return max(
-        (
-            length
-            for each in stop
-            for length in range(1, min(len(each), len(text) + 1))
-            if text.endswith(each[:length])
-        ),
-        default=0,
-    )

@@ -410,7 +410,8 @@ class GatewayProcess:
             await asyncio.sleep(LOOK_S)
             now = self._clock()
             is_busy = self._dispatcher.in_flight or self._streams.in_flight
-            asked_at = now if is_busy else self._dispatcher.asked_at
+            latest = max(self._dispatcher.asked_at, self._streams.asked_at)
+            asked_at = now if is_busy else latest
             lost_at = self._agent.lost_at
             factor = ORPHAN_FACTOR if self._agent.was_joined else 1
             if lost_at is None:

@@ -111,12 +111,12 @@ class StageSpec(_Strict):
     autoscaling_config: AutoscalingConfig | None = None
     """Autoscaling, in place of `replicas`: the number of replicas follows the load."""
     max_batch_size: Count = 16
-    """Maximum number of rows in a batch. Generated text has `max_num_seqs` and
-    `max_num_batched_tokens` instead."""
+    """Maximum number of rows in a batch. Not for generated text, which has
+    `max_num_seqs` and `max_num_batched_tokens`."""
     max_wait_ms: Annotated[float, Field(ge=0, le=10_000)] = 0.0
     """Maximum milliseconds that the oldest request waits for others to fill its batch.
-    0: a batch takes what has arrived while the previous one was computed. Without
-    effect on generated text."""
+    0: a batch takes what has arrived while the previous one was computed. Not for
+    generated text."""
     compute_s: Seconds | None = None
     """Maximum seconds to compute one batch; a replica that takes longer exits and is
     replaced. By default a replica exits once a batch has taken 30 s and all its
@@ -124,8 +124,8 @@ class StageSpec(_Strict):
     step has taken 30 s."""
     max_ongoing_requests: Count = 32
     """Maximum number of requests that one sender (a gateway, or a replica of the
-    previous stage) may have outstanding at a replica. Without effect on generated
-    text."""
+    previous stage) may have outstanding at a replica. Not for generated text, which has
+    `max_num_seqs`."""
     threads: Count = 1
     """Threads that torch uses for one operation, in each replica."""
     ranks: Annotated[int, Field(ge=1, le=64, strict=True)] = 1
@@ -279,6 +279,9 @@ OF_ENGINE_STAGE = (
     "nodes",
 )
 """Fields of a stage that stand at a model with an ``engine``."""
+
+OF_BATCHES = ("max_batch_size", "max_wait_ms", "max_ongoing_requests")
+"""Fields of a stage that have no meaning for generated text."""
 
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 """Arguments of an engine whose product is the number of GPUs of a replica."""
@@ -466,6 +469,12 @@ class ModelSpec(_Strict):
                 raise ValueError(rule)
             if stage.device != "cpu" and self.engine is None:
                 self._check_on_gpu()
+            for name in OF_BATCHES:
+                if getattr(stage, name) != StageSpec.model_fields[name].default:
+                    raise ValueError(
+                        f"{name} has no effect on generated text; see max_num_seqs and "
+                        "max_num_batched_tokens of generation"
+                    )
         return self
 
     def _check_on_gpu(self) -> None:

@@ -104,7 +104,6 @@ class Authenticator:
     def finish(self, admitted: AdmittedRequest, model: str, status: int) -> None:
         """Count a finished request, and release its share of the limits."""
         self.limiter.release(admitted.tenant)
-        self.limiter.spend(admitted.tenant, admitted.bytes_out)
         sums = self.meter.at(admitted.tenant.name, model, time.time())
         sums.requests += 1
         sums.answered += status == 200
@@ -119,6 +118,11 @@ class Authenticator:
     def count_bytes(self, admitted: AdmittedRequest, size: int) -> None:
         """Count bytes of a body that have arrived, whatever the outcome."""
         admitted.bytes_in += size
+        self.limiter.spend(admitted.tenant, size)
+
+    def count_sent(self, admitted: AdmittedRequest, size: int) -> None:
+        """Count bytes of an answer, as they are sent."""
+        admitted.bytes_out += size
         self.limiter.spend(admitted.tenant, size)
 
     def count_prompt(self, admitted: AdmittedRequest, tokens: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import orjson
@@ -19,6 +20,7 @@ from multiworld.errors import (
 )
 from multiworld.serve.gateway.body_budget import Reservation, TooLargeError
 from multiworld.serve.gateway.http_responses import (
+    EventStream,
     error_response,
     json_response,
     openai_error_response,
@@ -155,6 +157,29 @@ async def test_answer_is_counted_for_its_model_and_its_tenant() -> None:
     by_model = {row.model: (row.requests, row.bytes_in, row.bytes_out) for row in rows}
     assert by_model == {"m": (1, 5, 7), "unknown": (2, 10, 14)}
     assert door.limiter.in_flight("acme") == 0
+
+
+async def test_bytes_of_a_stream_are_counted_as_they_are_sent() -> None:
+    """For the limit and for the usage of its tenant."""
+    fake = Fake(Tenant(name="acme", models=("m",), bytes_per_s=0.1))
+    door = fake.gateway.authenticator
+    asked = request(authorization=f"Bearer {fake.keys['acme']}")
+
+    async def events() -> AsyncGenerator[bytes]:
+        yield b"12345"
+        with pytest.raises(OverloadedError, match="bytes"):
+            door.admit(asked.headers)
+        yield b"123"
+
+    async def handler(admitted: AdmittedRequest, body: Reservation) -> Response:
+        return EventStream(events())
+
+    answer = await respond(fake.gateway, asked, "m", handler, error_response)
+    assert isinstance(answer, EventStream)
+    async for _ in answer.body_iterator:
+        pass
+    rows = [row for _, told in door.meter.take_due(1e9) for row in told]
+    assert {row.model: row.bytes_out for row in rows}["m"] == 8
 
 
 async def test_name_of_the_model_may_be_known_after_the_answer_only() -> None:

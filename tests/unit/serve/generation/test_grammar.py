@@ -338,6 +338,34 @@ def test_text_may_end_after_each_required_call(
     assert not allows(after, tokenizer.encode(",", has_special=False)[0])
 
 
+@pytest.mark.parametrize("kind", ["calls", "marked"])
+def test_schema_of_a_tool_refers_to_its_own_root(
+    matchers: Matchers, tokenizer: Tokenizer, kind: str
+) -> None:
+    """To definitions, as Pydantic writes them, and to itself."""
+    node = {
+        "type": "object",
+        "properties": {
+            "v": {"$ref": "#/$defs/Value"},
+            "child": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+        },
+        "required": ["v"],
+        "additionalProperties": False,
+        "$defs": {"Value": {"type": "integer"}},
+    }
+    tools = [("f", node), ("g", {"type": "object", "additionalProperties": False})]
+    call = '[{"name": "f", "parameters": {"v": 1, "child": {"v": 2}}}]'
+    if kind == "calls":
+        grammar = grammars.grammar_of_calls(tools, is_single=False)
+        accepted(matchers.begin(grammar), tokenizer, call)
+        wrong = '[{"name": "f", "parameters": {"v": 1, "child": {"n'
+        tokens = tokenizer.encode(wrong, has_special=False)
+        allowed = matchers.begin(grammar).allowed(tokens[:-1])
+        assert not allows(allowed, tokens[-1])
+    else:
+        assert grammars.grammar_of_marked_calls(tools, 1, 2, [0])
+
+
 def test_marked_calls_have_their_schema_and_the_rest_is_free(tmp_path: Path) -> None:
     """Only between the tokens that mark a call."""
     save_tokenizer(tmp_path, "<tool_call>", "</tool_call>")

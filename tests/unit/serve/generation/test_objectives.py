@@ -10,6 +10,7 @@ import pytest
 
 from multiworld.errors import OverloadedError
 from multiworld.serve.generation.engine_limits import EngineLimits
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from tests.unit.serve.generation.simulated_chains import Client, Net
 
 LIMITS = EngineLimits(
@@ -36,6 +37,30 @@ async def test_stream_attains_its_objectives_or_not(
     assert (found.attained["m"], found.missed["m"]) == (attained, 1 - attained)
 
 
+async def test_tenant_that_fills_the_queue_leaves_room_for_others() -> None:
+    """As much again, which they share."""
+    net = Net(random.Random(0), [1, 1], LIMITS)
+    for name in net.alive():
+        net.kill(name)
+    net.table.routes["m"] = replace(net.table.routes["m"], max_queued_requests=3)
+    flood, other = Share("flood"), Share("other")
+    clients = [Client(net, [1], 5, share=flood) for _ in range(4)]
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError, match="4 of your requests"):
+        net.streams.check_room("m", flood)
+    for _ in range(2):
+        net.streams.check_room("m", other)
+        clients.append(Client(net, [1], 5, share=other))
+        await asyncio.sleep(0)
+    with pytest.raises(OverloadedError, match="2 of your requests"):
+        net.streams.check_room("m", other)
+    net.streams.check_room("m", Share("third"))
+    for client in clients:
+        client.task.cancel()
+    await asyncio.gather(*(c.task for c in clients), return_exceptions=True)
+    net.streams.check_room("m", flood)
+
+
 async def test_full_queue_and_client_that_leaves_late_have_missed() -> None:
     """One that leaves in time has neither attained nor missed."""
     net = Net(random.Random(0), [1, 1], LIMITS)
@@ -46,7 +71,7 @@ async def test_full_queue_and_client_that_leaves_late_have_missed() -> None:
     client = Client(net, [1], 5)
     await asyncio.sleep(0)
     with pytest.raises(OverloadedError):
-        net.streams.check_room("m")
+        net.streams.check_room("m", DEFAULT_SHARE)
     found = net.streams.attainment
     assert (found.arrived["m"], found.refused["m"], found.missed["m"]) == (2, 1, 1)
     client.task.cancel()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.generation.tokenizer import GrowingText, Tokenizer
+from multiworld.serve.generation.growing_text import PENDING, GrowingText
+from multiworld.serve.generation.tokenizer import Tokenizer
 from tests.tiny_decoder import save_tokenizer
 
 
@@ -109,6 +113,95 @@ def test_character_that_is_not_complete_is_shown_at_the_end(
     assert b"".join(map(tokenizer.raw, tokens)).decode() == "🎉"
     assert tokenizer.piece(tokens[0]) == "bytes:\\xf0"
     assert tokenizer.raw(tokenizer.encode("a")[0]) == b"a"
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Return a tokenizer like Llama 2's: spaces are letters, and bytes have tokens."""
+    folder = tmp_path_factory.mktemp("pieces")
+    words = ["<unk>", "▁Hello", "▁world", "world", "▁", "a", "▁a", "▁▁▁", "▁return"]
+    vocabulary = [*words, *(f"<0x{byte:02X}>" for byte in range(256))]
+    made = FastTokenizer(
+        models.BPE(
+            {word: number for number, word in enumerate(vocabulary)},
+            [],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    made.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
+
+
+def ids(tokenizer: Tokenizer, *names: str) -> list[int]:
+    """Return tokens by name."""
+    found = [tokenizer.fast.token_to_id(name) for name in names]
+    assert None not in found
+    return [number for number in found if number is not None]
+
+
+def grown(growing: GrowingText, tokens: list[int]) -> list[str]:
+    """Return the text that each token adds, and the rest."""
+    return [*map(growing.add, tokens), growing.end()]
+
+
+def test_text_behind_a_prompt_keeps_its_first_space(pieces: Tokenizer) -> None:
+    """A text of its own has none, as the decoder has it."""
+    tokens = ids(pieces, "▁world", "▁▁▁", "▁return")
+    behind = GrowingText(pieces, before=ids(pieces, "▁Hello"))
+    assert grown(behind, tokens) == [" world", "   ", " return", ""]
+    assert grown(GrowingText(pieces), tokens) == ["world", "   ", " return", ""]
+
+
+def test_tokens_that_differ_by_a_space_are_shown_apart(pieces: Tokenizer) -> None:
+    """And their bytes are their own."""
+    spaced, plain = ids(pieces, "▁world", "world")
+    assert (pieces.piece(spaced), pieces.piece(plain)) == (" world", "world")
+    assert (pieces.raw(spaced), pieces.raw(plain)) == (b" world", b"world")
+    (part,) = ids(pieces, "<0xC3>")
+    assert (pieces.piece(part), pieces.raw(part)) == ("bytes:\\xc3", b"\xc3")
+
+
+def test_byte_that_is_no_character_does_not_end_the_text(pieces: Tokenizer) -> None:
+    """Even behind a byte that was shown already."""
+    tokens = ids(pieces, "<0x0A>", "<0xC3>", "▁Hello", "<0xC3>", "<0xA9>")
+    assert "".join(grown(GrowingText(pieces), tokens)) == "\n\ufffd Hello\u00e9"
+
+
+@pytest.mark.parametrize("name", ["<0xC3>", "<0xF0>"])
+def test_tokens_that_show_nothing_cost_the_same_each(
+    pieces: Tokenizer, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not all decoded again for each further one."""
+    decode, seen = Tokenizer.decode, list[int]()
+
+    def counted(self: Tokenizer, tokens: Sequence[int], **options: Any) -> str:
+        seen.append(len(tokens))
+        return decode(self, tokens, **options)
+
+    growing = GrowingText(pieces)
+    monkeypatch.setattr(Tokenizer, "decode", counted)
+    text = "".join(grown(growing, ids(pieces, name) * 2000))
+    assert text == "\ufffd" * 2000
+    assert sum(seen) < 2000 * 4 * PENDING
+
+
+def test_control_tokens_that_are_left_out_cost_nothing(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not even decoded."""
+    growing = GrowingText(tokenizer)
+    assert tokenizer.special == {0}
+    monkeypatch.setattr(Tokenizer, "decode", lambda *_: pytest.fail("decoded"))
+    assert [growing.add(0) for _ in range(100)] == [""] * 100
 
 
 def test_stop_string_counts_from_the_least_length_on(tokenizer: Tokenizer) -> None:

@@ -20,6 +20,7 @@ from multiworld.config import WorldConfig
 from multiworld.errors import ServeError, SpecError
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
 from multiworld.serve.gateway.gateway import Gateway
+from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.inference.gateway.dispatcher import Dispatcher
 from multiworld.serve.processes import gateway as module
 from multiworld.serve.processes.gateway import (
@@ -59,6 +60,7 @@ from multiworld.serve.transport.control_messages import (
     UsageReport,
     UsageStored,
 )
+from multiworld.serve.transport.generation_messages import Sampling
 from multiworld.serve.transport.inference_messages import AnswerItem, Answers, Work
 from multiworld.serve.transport.process_args import ProcessArgs
 from multiworld.serve.transport.routing_table import (
@@ -142,6 +144,7 @@ class Running:
         self._others: list[WorldManager] = []
         with (
             recorded(module, Dispatcher) as dispatchers,
+            recorded(module, Streams) as streams,
             recorded(module, Gateway) as gateways,
             recorded(module, ControlAgent) as agents,
             recorded(module, EmbeddedServer) as servers,
@@ -149,6 +152,7 @@ class Running:
             self.process = GatewayProcess(args, self._manager)
         (self.dispatcher,), (self.gateway,) = dispatchers, gateways
         (self.agent,), (self.server,) = agents, servers
+        (self.streams,) = streams
         self.running = asyncio.ensure_future(self.process.run())
         self.heard: list[News] = []
 
@@ -289,6 +293,24 @@ async def test_gateway_that_nobody_needs_ends_by_itself(
         await asyncio.sleep(0.1)  # twice as long as an orphan may live
         assert not g.running.done()
         await g.controller.world.close()
+        await ended(g)
+
+
+async def test_gateway_that_is_asked_for_text_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a controller, and though no stream is open when it looks."""
+    monkeypatch.setattr(module, "ORPHAN_FACTOR", 0.005)  # half a second
+    monkeypatch.setattr(module, "LOOK_S", 0.05)
+    async with gateway(orphan_s=100.0) as g:
+        await g.up()
+        await g.controller.world.close()
+        for _ in range(60):  # the last of them after a second
+            sampling = Sampling(max_tokens=1)
+            async with g.streams.stream("m", [1], sampling):
+                pass
+            await asyncio.sleep(0.02)
+        assert not g.running.done()
         await ended(g)
 
 

@@ -113,6 +113,12 @@ def test_good_spec_is_read() -> None:
             3,
             "one rank in each stage",
         ),
+        (
+            "    stages:\n      - name: one",
+            "    generation: {}\n    stages:\n      - max_batch_size: 8",
+            3,
+            "max_batch_size has no effect on generated text; see max_num_seqs",
+        ),
     ],
 )
 def test_mistake_is_reported_with_line_and_remedy(

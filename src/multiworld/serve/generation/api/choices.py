@@ -14,7 +14,8 @@ import msgspec
 from multiworld.errors import ServeError
 from multiworld.serve.generation.gateway.stream import TimeLimits
 from multiworld.serve.generation.gateway.streams import Streams
-from multiworld.serve.generation.tokenizer import GrowingText, Tokenizer
+from multiworld.serve.generation.growing_text import GrowingText
+from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.generation_messages import Sampling, TokenItem
 

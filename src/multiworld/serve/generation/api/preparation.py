@@ -26,8 +26,9 @@ from multiworld.serve.generation.api.request_fields import ChatBody, CompletionB
 from multiworld.serve.generation.api.structure import Structure
 from multiworld.serve.generation.api.tools import BEGIN, END, Family
 from multiworld.serve.generation.gateway.stream import TimeLimits
+from multiworld.serve.generation.growing_text import GrowingText
 from multiworld.serve.generation.limits import longest_of
-from multiworld.serve.generation.tokenizer import GrowingText, Tokenizer
+from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 
@@ -217,6 +218,7 @@ async def _ready(
                 wanted.stop,
                 skips_special=wanted.skips_special,
                 min_tokens=wanted.sampling.min_tokens,
+                before=() if is_chat else prompts[index // wanted.n],
             ),
             wanted.is_prompt_only,
         )

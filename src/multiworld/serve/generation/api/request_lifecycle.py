@@ -54,6 +54,9 @@ async def answered(
         await gateway.check_poison(
             admitted, (ready.wanted.model, ready.version), partial(_digest, ready)
         )
+        timeout_s = timeout_of(request, ready.wanted.timeout_s)
+        # A refused request is not charged, and its status can still say so.
+        gateway.streams.check_room(ready.served, admitted.tenant.share)
         sampling, n = ready.wanted.sampling, ready.wanted.n
         prompts = ready.choices[::n]
         gateway.authenticator.count_prompt(
@@ -64,7 +67,7 @@ async def answered(
             ready.served,
             ready.choices,
             [sampling_of(sampling, choice.index % n) for choice in ready.choices],
-            timeout_of(request, ready.wanted.timeout_s),
+            timeout_s,
             ready.limits,
             admitted.tenant.share,
             gateway.adapter(ready.wanted.model),
@@ -73,7 +76,6 @@ async def answered(
         )
         pieces = _watched(gateway, admitted, ready, generated)
         if ready.wanted.is_streamed:
-            gateway.streams.check_room(ready.served)  # the status can still report it
             return form.event_stream(form.events(ready, pieces))
         return await while_connected(request, form.whole(ready, pieces))
 

@@ -60,6 +60,10 @@ MODULE, SAMPLER = "multiworld_vllm_sampling", "multiworld_sampler"
 
 CPU_KV_BYTES = 4 * 2**30  # on a CPU, for keys and values, unless memory is booked
 CPU_SHARE = 0.75  # of booked memory; the rest is for vLLM's other processes
+# Tokens of a KV block on a CPU, unless ``engine_args`` says otherwise; the kernels want
+# multiples of 32. With vLLM's own 128, the prefix cache lacks up to 127 tokens of a
+# sequence that continues here.
+CPU_BLOCK = 32
 SCALE_OUT = "enable_scale_out"
 
 # Arguments that the service sets itself, with the field of the spec to use.
@@ -172,6 +176,7 @@ class VllmEngine:
             "max_num_seqs": settings.max_num_seqs,
             "max_model_len": settings.max_model_len,
             "dtype": settings.dtype,
+            "block_size": CPU_BLOCK if settings.device == "cpu" else None,
             **self._lora,
         }
         return server_command(settings, port, own)

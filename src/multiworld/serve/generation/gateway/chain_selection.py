@@ -230,6 +230,9 @@ class ChainSelection:
         ready = [r for r in found if r.state is ReplicaState.READY]
         if stream.via:  # a probe also goes through replicas that are starting
             ready = ready or found
+        elif stream.made and not ready:
+            # Rather than with another version, it goes on with one that drains.
+            ready = [r for r in found if r.state is ReplicaState.DRAINING]
         return [r for r in ready if r.name not in self.view.silent] or ready
 
     def _replica(

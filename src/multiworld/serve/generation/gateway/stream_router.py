@@ -13,13 +13,14 @@ A failure shows as a lost edge (``Disconnected``), a stream that a neighbour ret
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 
 from multiworld import errors
 from multiworld.serve.core import refusals
 from multiworld.serve.core.attainment import Attainment
 from multiworld.serve.core.replica_view import ReplicaView
+from multiworld.serve.core.waiting_tenants import WaitingTenants
 from multiworld.serve.generation.gateway import actions as act
 from multiworld.serve.generation.gateway import events
 from multiworld.serve.generation.gateway.chain_selection import ChainSelection
@@ -34,6 +35,7 @@ from multiworld.serve.generation.gateway.stream import (
     WaitingStreams,
 )
 from multiworld.serve.generation.gateway.stream_counts import StreamCounts
+from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport import generation_messages, protocol
 from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.generation_messages import SequenceStart, TokenItem
@@ -58,7 +60,10 @@ class StreamRouter:
         self.streams = self._index.all
         self._waiting, self._timers = WaitingStreams(), StreamTimers()
         self._retried: list[Stream] = []
-        self._without_token: Counter[str] = Counter()
+        # Streams without a token, by model.
+        self._without_token: defaultdict[str, WaitingTenants] = defaultdict(
+            WaitingTenants
+        )
         self._owed: dict[str, deque[Key]] = {}
         self._chains = ChainSelection(self.view, chance)
         self._moves = Moves(
@@ -106,7 +111,7 @@ class StreamRouter:
         return self._waiting.count(model)
 
     def without_token(self, model: str) -> int:
-        return self._without_token[model]
+        return self._without_token[model].count
 
     def route(self, model: str) -> Route:
         route = self.view.table.routes.get(model)
@@ -114,16 +119,12 @@ class StreamRouter:
             raise errors.UnknownModelError(f"no model {model!r} is served here")
         return route
 
-    def check_room(self, model: str) -> None:
-        """Raise OverloadedError if too many streams of a model wait."""
+    def check_room(self, model: str, share: Share) -> None:
+        """Raise OverloadedError if too many streams, of a tenant too, lack a token."""
         waiting = self._without_token[model]
-        if waiting >= self.route(model).max_queued_requests + 1:
+        if waiting.is_full(share, self.route(model).max_queued_requests + 1):
             self.attainment.arrived[model] += 1
-            error = errors.OverloadedError(
-                f"{waiting} streams of model {model!r} wait for their first token, "
-                "which is max_queued_requests; retry later",
-                retry_after_s=refusals.RETRY_AFTER_S,
-            )
+            error = refusals.overloaded(model, waiting.of(share.tenant))
             self.attainment.count(model, error, is_late=True)
             raise error
 
@@ -133,7 +134,7 @@ class StreamRouter:
         self.streams[stream.number] = stream
         self._waiting.add(stream)
         self._timers.watch(stream)
-        self._without_token[stream.model] += 1
+        self._without_token[stream.model].add(stream.share)
         self.attainment.arrived[stream.model] += not stream.via
         self._place(stream)
 
@@ -152,7 +153,8 @@ class StreamRouter:
             return
         self._leave_chain(stream)
         self._waiting.remove(stream)
-        self._without_token[stream.model] -= stream.first_at is None
+        if stream.first_at is None:
+            self._without_token[stream.model].remove(stream.share.tenant)
         stream.become(Phase.ENDED)
         if error is not None:
             self._actions.append(act.Deliver(stream.number, error))
@@ -279,7 +281,7 @@ class StreamRouter:
         stream.last_at = self._now
         if stream.first_at is None:
             stream.first_at = self._now
-            self._without_token[stream.model] -= 1
+            self._without_token[stream.model].remove(stream.share.tenant)
             if stream.limits.between_tokens_s is not None:
                 self._timers.watch(stream)
             if not stream.via:
@@ -425,6 +427,8 @@ class StreamRouter:
         """Begin the current attempt of a stream at a chain."""
         # ``previous``: the attempt whose KV some replicas keep; ``prepared``: the one
         # that the others were prepared for; -1: none.
+        if stream.made and chain.version != stream.version:
+            self._log(f"{stream.name} continues with version {chain.version}")
         stream.version, stream.chain = chain.version, chain.replicas
         stream.become(Phase.COMPUTING)
         start = SequenceStart(

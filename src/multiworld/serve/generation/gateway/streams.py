@@ -46,6 +46,7 @@ class Streams:
         self.router = StreamRouter(name, chance)
         self.counts, self.timed = self.router.counts, self.router.timed
         self.attainment = self.router.attainment
+        self.asked_at = self._clock()  # monotonic time of the latest stream
         # Called repeatedly with a model that may scale to zero, while a stream waits.
         self.on_missing: Callable[[str], None] = lambda model: None
         self._clients: dict[int, _Client] = {}
@@ -74,7 +75,8 @@ class Streams:
     ) -> AsyncIterator[AsyncIterator[TokenItem]]:
         """Generate tokens; the stream ends with the block; replicas are notified."""
         if via is None:
-            self.check_room(model)
+            self.check_room(model, share)
+            self.asked_at = self._clock()
         route = self.router.route(model)
         now = self._clock()
         stream = Stream(
@@ -136,8 +138,8 @@ class Streams:
     def in_flight(self) -> int:
         return len(self.router.streams)
 
-    def check_room(self, model: str) -> None:
-        self.router.check_room(model)
+    def check_room(self, model: str, share: Share) -> None:
+        self.router.check_room(model, share)
 
     def quarantine(self, tenant: str, model: str) -> None:
         """End a tenant's streams without a token that wait for a chain, of any kind."""

@@ -22,7 +22,7 @@ from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.generation.replica import actions as act
 from multiworld.serve.generation.replica import events
 from multiworld.serve.generation.replica.kv_budget import KvBudget
-from multiworld.serve.generation.replica.sample_costs import sample_rows_of
+from multiworld.serve.generation.replica.sample_costs import costs_of
 from multiworld.serve.generation.replica.scheduler import Scheduler, TooManyTokensError
 from multiworld.serve.generation.replica.sequence_state import (
     SequenceState,
@@ -185,7 +185,7 @@ class Recovery:
                     state.held,
                     state.start.share,
                     route,
-                    sample_rows_of(state.start.sampling),
+                    costs_of(state.start.sampling, state.start.prompt),
                 )
         return True
 
@@ -239,7 +239,7 @@ class Recovery:
                 is_probe=start.is_probe,
                 is_suspect=start.is_suspect,
                 route=start.chain,
-                sample_rows=sample_rows_of(start.sampling),
+                costs=costs_of(start.sampling, start.prompt),
             )
         except TooManyTokensError as error:
             self.fail(state.key, InvalidRequestError(str(error)))

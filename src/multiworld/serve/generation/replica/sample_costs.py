@@ -7,6 +7,8 @@ step).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from multiworld.serve.transport.generation_messages import Sampling
 
 SMALL = 64  # ``top_k`` below which few words are considered: ``sampler.FEW``
@@ -18,6 +20,34 @@ STRUCTURED = 0.5  # a mask of the allowed words: 0.02, but an intricate one take
 # The probability of the token, and of each of the most likely ones.
 REPORTED, EACH_REPORTED = 0.02, 0.001
 EACH_BIASED = 0.0001  # one word of ``logit_bias``
+
+
+HEAD = 0.2  # the logits of a token of the prompt, which need not be computed otherwise
+
+
+class SampleCosts(NamedTuple):
+    """Costs of one sequence, in rows, beside the rows themselves."""
+
+    token: float = 0.0  # to sample a token
+    scored: float = 0.0  # to score a token of the prompt
+    prompt: int = 0  # tokens of the prompt, if they are scored
+
+    def of(self, begin: int, count: int, *, samples: bool) -> float:
+        """Return the cost of a part of ``count`` tokens."""
+        scored = max(0, min(count, self.prompt - 1 - begin))
+        return self.token * samples + self.scored * scored
+
+
+FREE = SampleCosts()
+
+
+def costs_of(sampling: Sampling, prompt: int) -> SampleCosts:
+    """Return the costs of a sequence with so many tokens in its prompt."""
+    token = sample_rows_of(sampling)
+    if sampling.prompt_logprobs is None:
+        return SampleCosts(token)
+    scored = HEAD + REPORTED + EACH_REPORTED * sampling.prompt_logprobs
+    return SampleCosts(token, scored, prompt)
 
 
 def sample_rows_of(sampling: Sampling) -> float:

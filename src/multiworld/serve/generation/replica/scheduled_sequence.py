@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from multiworld.serve.generation.replica.sample_costs import FREE, SampleCosts
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.protocol import Key
 
@@ -28,7 +29,7 @@ class ScheduledSequence:
     is_paused: bool = False  # a stage of its chain is being replaced
     route: tuple[str, ...] = ()  # replicas by stage that compute it
     last_step: int = 0
-    sample_rows: float = 0.0  # cost of sampling one of its tokens, in rows
+    costs: SampleCosts = FREE
 
     @property
     def lacking(self) -> int:

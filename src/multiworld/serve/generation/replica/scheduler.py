@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from multiworld.serve.generation.engine_limits import EngineLimits
+from multiworld.serve.generation.replica.sample_costs import FREE, SampleCosts
 from multiworld.serve.generation.replica.sequence_pool import SequencePool
 from multiworld.serve.generation.replica.step_planner import PlannedStep, StepPlanner
 from multiworld.serve.generation.replica.steps_in_flight import StepsInFlight
@@ -36,7 +37,7 @@ class Scheduler:
         is_probe: bool = False,
         is_suspect: bool = False,
         route: Sequence[str] = (),
-        sample_rows: float = 0.0,
+        costs: SampleCosts = FREE,
     ) -> None:
         """Add a sequence of which at least one token is to be computed."""
         if computed >= len(tokens):
@@ -56,7 +57,7 @@ class Scheduler:
             is_probe=is_probe,
             is_suspect=is_suspect,
             route=tuple(route),
-            sample_rows=sample_rows,
+            costs=costs,
         )
         self.pool.wait(sequence)
 
@@ -68,7 +69,7 @@ class Scheduler:
         computed: int,
         share: Share,
         route: Sequence[str] = (),
-        sample_rows: float = 0.0,
+        costs: SampleCosts = FREE,
     ) -> None:
         """Add a paused sequence from another replica; ``old`` has its reservation."""
         sequence = self.pool.enter(
@@ -77,7 +78,7 @@ class Scheduler:
             computed=computed,
             share=share,
             route=tuple(route),
-            sample_rows=sample_rows,
+            costs=costs,
         )
         sequence.is_paused = True
         self.pool.run_reserved(sequence, old)

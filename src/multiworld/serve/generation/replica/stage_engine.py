@@ -50,6 +50,8 @@ from multiworld.serve.transport.protocol import Key
 
 logger = logging.getLogger("multiworld.serve")
 
+SCORED_AT_ONCE = 32  # rows of a prompt; each takes the memory of its logits again
+
 # (Rows, positions, attention, wanted) to hidden states or logits:
 # ``DecoderStage.forward``. Sampling overwrites the logits.
 StageFunction = Callable[[Tensor, Tensor, object, Tensor], Tensor]
@@ -297,12 +299,16 @@ class StageEngine:
         del tail.scored[part.begin :]  # they are recomputed
         most = tail.start.sampling.prompt_logprobs or 0
         end = min(part.begin + part.count, tail.start.prompt - 1)
-        for place in range(part.begin, end):
-            logprobs = logits[place - part.begin].log_softmax(-1)
-            top = logprobs.topk(most)
+        for begin in range(part.begin, end, SCORED_AT_ONCE):
+            stop = min(begin + SCORED_AT_ONCE, end)
+            rows = logits[begin - part.begin : stop - part.begin].log_softmax(-1)
+            tokens = torch.tensor(tail.history.tokens[begin + 1 : stop + 1])
+            own = rows.gather(-1, tokens[:, None])[:, 0].tolist()
+            top = rows.topk(most)
             pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-            token = tail.history.tokens[place + 1]
-            tail.scored.append((float(logprobs[token]), tuple(pairs)))
+            for logprob, (ids, values) in zip(own, pairs, strict=True):
+                likeliest = tuple(zip(ids, values, strict=True))
+                tail.scored.append((logprob, likeliest))
 
 
 def _log(error: Exception) -> None:

@@ -113,7 +113,10 @@ class StepPlanner:
         for sequence in self._pool.running.values():
             if not sequence.is_paused and not sequence.is_suspect:
                 rows = max(1, sequence.lacking)
-                cost = rows_of(rows, sequence.computed) + sequence.sample_rows
+                begin = sequence.computed
+                cost = rows_of(rows, begin) + sequence.costs.of(
+                    begin, rows, samples=True
+                )
                 found[sequence.share] = found.get(sequence.share, 0.0) + cost
         return found
 
@@ -370,12 +373,14 @@ class StepPlanner:
         sequence.is_in_flight = samples
         sequence.last_step = self._steps.last_number + 1
         self._pool.planned.add(sequence.key)
-        self._pool.shares.charge(sequence.share, count + samples * sequence.sample_rows)
+        cost = sequence.costs.of(begin, count, samples=samples)
+        self._pool.shares.charge(sequence.share, count + cost)
         return StepPart(sequence.key, begin, count, samples)
 
     def _rows(self, part: StepPart) -> float:
-        sample_rows = self._pool.known[part.key].sample_rows if part.samples else 0.0
-        return rows_of(part.count, part.begin) + sample_rows
+        costs = self._pool.known[part.key].costs
+        extra = costs.of(part.begin, part.count, samples=part.samples)
+        return rows_of(part.count, part.begin) + extra
 
     def _rank(self, sequence: ScheduledSequence) -> tuple[int, float, int]:
         priority, served = self._pool.shares.rank(sequence.share)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from multiworld.serve.core.loss_ledger import REQUEST_RULE, LossLedger
+from multiworld.serve.core.waiting_tenants import WaitingTenants
 from multiworld.serve.inference.gateway.events import Submitted
 from multiworld.serve.tenants.fair_queue import FairQueue
 
@@ -42,9 +42,8 @@ class Queue:
     suspects: FairQueue[int] = field(default_factory=FairQueue)
     # Probes skip the queue: it may wait for the replica that they make ready.
     probes: list[int] = field(default_factory=list)
-    unsent: int = 0  # waiting requests that were never sent; load shedding counts these
-    unsent_by_tenant: Counter[str] = field(default_factory=Counter)
-    weights: dict[str, float] = field(default_factory=dict)
+    # Waiting requests that were never sent; load shedding counts these.
+    unsent: WaitingTenants = field(default_factory=WaitingTenants)
     isolated: int | None = None  # the suspect in flight; at most one
     # End of isolation, on the router's clock, by tenant that sent poison.
     isolated_until: dict[str, float] = field(default_factory=dict)

@@ -64,7 +64,7 @@ class Router:
     def waiting(self, model: str) -> int:
         """Return the number of requests that were never sent."""
         queue = self._queues.get(model)
-        return 0 if queue is None else queue.unsent
+        return 0 if queue is None else queue.unsent.count
 
     def pending(self, model: str) -> int:
         """Return the number of waiting requests with replays, without probes."""
@@ -97,7 +97,7 @@ class Router:
             for number, nth in held:
                 assert self._requests[number].attempts[nth].replica == replica
         for queue in self._queues.values():
-            assert queue.unsent == queue.unsent_by_tenant.total() >= 0
+            queue.unsent.validate()
 
     def handle(self, event: events.Event, now: float) -> list[Action]:
         """Update the state by ``event``; return the actions to carry out, in order."""
@@ -137,7 +137,7 @@ class Router:
     def _submitted(self, job: events.Submitted) -> list[Action]:
         queue = self._queues.setdefault(job.model, Queue())
         if job.via is None and self._is_full(queue, job):
-            own = queue.unsent_by_tenant[job.share.tenant]
+            own = queue.unsent.of(job.share.tenant)
             return [Reject(job.number, refusals.overloaded(job.model, own))]
         self._requests[job.number] = request = Request(job)
         request.is_suspect = job.via is None and self._is_isolated(queue, job)
@@ -147,21 +147,12 @@ class Router:
 
     def _is_full(self, queue: Queue, job: events.Submitted) -> bool:
         """Return whether a request is shed because too many wait."""
-        # One tenant may fill the queue up to ``limit``. Others then share as much again
-        # by weight, at least one request each.
         limit = self._view.table.routes[job.model].max_queued_requests
-        if queue.unsent < limit or self._has_room(job):
-            return False
-        share = job.share
-        own = queue.unsent_by_tenant[share.tenant]
-        if own == queue.unsent or (own and queue.unsent >= 2 * limit):
-            return True
-        weights = sum({**queue.weights, share.tenant: share.weight}.values())
-        return own >= max(1.0, limit * share.weight / weights)
+        return queue.unsent.is_full(job.share, limit) and not self._has_room(job)
 
     def _has_room(self, job: events.Submitted) -> bool:
         queue, route = self._queues[job.model], self._view.table.routes[job.model]
-        can_send = not queue.unsent and not self._missing(job.model, route)
+        can_send = not queue.unsent.count and not self._missing(job.model, route)
         return can_send and self._target(Request(job), route, can_send=True) is not None
 
     def _reject_unserved(self) -> list[Action]:
@@ -413,21 +404,15 @@ class Router:
             waiting = queue.suspects if request.is_suspect else queue.regular
             waiting.put(number, job.share, job.rows, number)
         if request.attempted == 0 and not was_waiting:
-            queue.unsent += 1
-            queue.unsent_by_tenant[job.share.tenant] += 1
-            queue.weights[job.share.tenant] = job.share.weight
+            queue.unsent.add(job.share)
 
     def _dequeue(self, request: Request) -> None:
         request.is_waiting = False
         queue, tenant = self._queues[request.job.model], request.job.share.tenant
         queue.regular.drop(request.job.number)
         queue.suspects.drop(request.job.number)
-        if request.attempted:
-            return
-        queue.unsent -= 1
-        queue.unsent_by_tenant[tenant] -= 1
-        if not queue.unsent_by_tenant[tenant]:
-            del queue.unsent_by_tenant[tenant], queue.weights[tenant]
+        if not request.attempted:
+            queue.unsent.remove(tenant)
 
     def _pump_all(self) -> list[Action]:
         return [action for model in self._queues for action in self._pump(model)]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from multiworld.errors import RequestPoisonedError, ServeError
+from multiworld.errors import OverloadedError, RequestPoisonedError, ServeError
 from multiworld.serve.gateway import request_body
 from multiworld.serve.gateway.http_responses import event_of
 from multiworld.serve.generation.api import completion_answers, openai_routes
@@ -23,6 +23,7 @@ from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec, StageSpec
 from multiworld.serve.spec.stage import Generation, Model, Stage
 from multiworld.serve.tenants.directory import Tenant
+from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.generation_messages import Sampling, TokenItem
 from tests.tiny_decoder import save_tokenizer
 from tests.unit.serve.gateway.fakes import Fake
@@ -53,14 +54,17 @@ class PlayedStreams(Streams):
         self.error: ServeError | None = None
         self.finish: Any = "length"
         self.wait_s = self.first_s = 0.0
+        self.has_room = True
         self.prompts: list[list[int]] = []
         self.samplings: list[Sampling] = []
         self.sessions: list[str] = []
         self.requests: list[str] = []
         self.quarantined: list[tuple[str, str]] = []
 
-    def check_room(self, model: str) -> None:
-        """Have room."""
+    def check_room(self, model: str, share: Share) -> None:
+        """Have room, unless the test says otherwise."""
+        if not self.has_room:
+            raise OverloadedError("the queue is full")
 
     def quarantine(self, tenant: str, model: str) -> None:
         """Take note."""
@@ -152,6 +156,22 @@ class Played:
         assert events[-1] == "data: [DONE]"
         chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
         return [choice for chunk in chunks for choice in chunk["choices"]]
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_prompt_that_is_refused_is_not_charged(
+    tokenizer: Tokenizer, is_streamed: bool
+) -> None:
+    """Neither for a full queue nor for a time limit that cannot be."""
+    played = Played(tokenizer)
+    body = {"prompt": "hi", "stream": is_streamed}
+    played.streams.has_room = False
+    assert (await played.post("/v1/completions", body))[0] == 429
+    played.streams.has_room = True
+    assert (await played.post("/v1/completions", {**body, "timeout_s": -1}))[0] == 400
+    assert not played.streams.prompts
+    rows = played.fake.gateway.authenticator.meter.take_due(1e9)
+    assert sum(row.prompt_tokens for _, told in rows for row in told) == 0
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ HEAVY = ("mixtral",)
 RUN = [kind for kind in KINDS if kind not in (CAPPED, *HEAVY)]
 
 
-@pytest.fixture(params=[1, 2, 3])
+@pytest.fixture(params=some([3, 1, 2], 2))
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     """Let torch use so many threads."""
     before = torch.get_num_threads()

@@ -12,6 +12,7 @@ from multiworld.serve.generation.engines.engine_sequences import EngineSequences
 from multiworld.serve.generation.replica import prefix_cache
 from multiworld.serve.generation.replica.events import Received
 from multiworld.serve.generation.replica.prefix_cache import Block, PrefixCache
+from multiworld.serve.generation.replica.sample_costs import costs_of
 from multiworld.serve.generation.replica.scheduler import Scheduler
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.generation_messages import (
@@ -45,6 +46,24 @@ def step(scheduler: Scheduler) -> None:
     assert planned is not None
     tokens = [(part.key, 5 if part.samples else None) for part in planned.parts]
     scheduler.sampled(planned.number, tokens)
+
+
+def test_tenant_whose_prompts_are_scored_gets_a_smaller_part_of_a_step() -> None:
+    """The probabilities of its tokens are work for the others' step, too."""
+    scheduler = scheduler_of(4, 0)
+    scored = Sampling(prompt_logprobs=20)
+    for number, sampling in enumerate((scored, Sampling())):
+        costs = costs_of(sampling, prompt=4000)
+        share = Share(f"t{number}")
+        scheduler.add(("g", number, 0), [1] * 4000, share=share, costs=costs)
+    counts = [0, 0]
+    for _ in range(40):
+        planned = scheduler.next_step(1.0)
+        assert planned is not None
+        for part in planned.parts:
+            counts[part.key[1]] += part.count
+        scheduler.sampled(planned.number, [(part.key, None) for part in planned.parts])
+    assert 0 < 1.1 * counts[0] < counts[1]
 
 
 def work_beside_waiting(waiting: int, tenants: int = 1) -> int:

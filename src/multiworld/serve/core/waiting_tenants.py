@@ -1,0 +1,44 @@
+"""What waits for a model, by tenant, and whose further requests are refused. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from multiworld.serve.tenants.fair_queue import Share
+
+
+class WaitingTenants:
+    """One tenant may fill a queue up to its limit. Others then share as much room again
+    by weight, at least one request each."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._by_tenant: Counter[str] = Counter()
+        self._weights: dict[str, float] = {}
+
+    def of(self, tenant: str) -> int:
+        return self._by_tenant[tenant]
+
+    def add(self, share: Share) -> None:
+        self.count += 1
+        self._by_tenant[share.tenant] += 1
+        self._weights[share.tenant] = share.weight
+
+    def remove(self, tenant: str) -> None:
+        self.count -= 1
+        self._by_tenant[tenant] -= 1
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant], self._weights[tenant]
+
+    def is_full(self, share: Share, limit: int) -> bool:
+        """Return whether another request of a tenant is refused."""
+        if self.count < limit:
+            return False
+        own = self._by_tenant[share.tenant]
+        if own == self.count or (own and self.count >= 2 * limit):
+            return True
+        weights = sum({**self._weights, share.tenant: share.weight}.values())
+        return own >= max(1.0, limit * share.weight / weights)
+
+    def validate(self) -> None:
+        assert self.count == self._by_tenant.total() >= 0

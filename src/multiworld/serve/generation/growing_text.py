@@ -1,0 +1,141 @@
+"""Text that grows token by token, as a stream shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from multiworld.serve.generation.tokenizer import Tokenizer
+
+CONTEXT = 8  # tokens of a prompt, before the text
+PENDING = 16  # tokens that show nothing yet, before they are looked at more closely
+PARTIAL = "\ufffd"  # shown for the bytes of an incomplete character
+
+
+class GrowingText:
+    """Text that grows token by token, without splitting a character, up to a stop
+    string, which is not part of it."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        skips_special: bool = True,
+        min_tokens: int = 0,
+        before: Sequence[int] = (),  # the prompt, if the text continues it
+    ) -> None:
+        self._window = _Window(tokenizer, before[-CONTEXT:], skips_special)
+        self._min_tokens = min_tokens
+        self._count = 0
+        self._stop = tuple(filter(None, stop))
+        self._held = ""
+        self._given: list[str] = []
+        self.length = 0
+        self.is_stopped = False
+
+    @property
+    def text(self) -> str:
+        """All text that was emitted; ``length`` is its number of characters."""
+        return "".join(self._given)
+
+    def add(self, token: int) -> str:
+        """Add a token; return the text that can be emitted now."""
+        if self.is_stopped:
+            return ""
+        self._count += 1
+        self._held += self._window.add(token)
+        return self._give_out(is_end=False)
+
+    def end(self) -> str:
+        """Return what was held back; an incomplete character becomes U+FFFD."""
+        if self.is_stopped:
+            return ""
+        self._held += self._window.rest()
+        return self._give_out(is_end=True)
+
+    def _give_out(self, *, is_end: bool) -> str:
+        stop = self._stop if self._count >= self._min_tokens else ()
+        at = min(
+            (place for s in stop if (place := self._held.find(s)) >= 0), default=-1
+        )
+        if at >= 0:
+            self.is_stopped = True
+            given, self._held = self._held[:at], ""
+        else:
+            # A possible start of a stop string is held back.
+            keep = 0 if is_end else _held_back(self._held, stop)
+            cut = len(self._held) - keep
+            given, self._held = self._held[:cut], self._held[cut:]
+        self._given.append(given)
+        self.length += len(given)
+        return given
+
+
+def _held_back(text: str, stop: Sequence[str]) -> int:
+    return max(
+        (
+            length
+            for each in stop
+            for length in range(1, min(len(each), len(text) + 1))
+            if text.endswith(each[:length])
+        ),
+        default=0,
+    )
+
+
+class _Window:
+    """The latest tokens, which are decoded together: what one shows depends on the one
+    before, such as a space that is dropped at the beginning of a text."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, before: Sequence[int], skips_special: bool
+    ) -> None:
+        self._tokenizer, self._skips_special = tokenizer, skips_special
+        self._tokens = list(before)
+        self._settled = len(before)  # tokens whose text is out
+        self._shown = len(self._decoded(self._tokens))  # characters of theirs
+        self._limit = PENDING
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skips_special=self._skips_special)
+
+    def add(self, token: int) -> str:
+        """Add a token; return the text that no later token changes."""
+        if self._skips_special and token in self._tokenizer.special:
+            return ""
+        self._tokens.append(token)
+        text = self._decoded(self._tokens)
+        found = text[self._shown :]
+        if found and not text.endswith(PARTIAL):
+            self._advance()
+            return found
+        if len(self._tokens) - self._settled > self._limit:
+            return self._split(text)
+        return ""
+
+    def rest(self) -> str:
+        """Return what is not out yet; an incomplete character becomes U+FFFD."""
+        return self._decoded(self._tokens)[self._shown :]
+
+    def _advance(self) -> None:
+        """Record that the text of all tokens is out; keep the latest as context."""
+        del self._tokens[: self._settled]
+        self._settled, self._limit = len(self._tokens), PENDING
+        self._shown = len(self._decoded(self._tokens))
+
+    def _split(self, text: str) -> str:
+        """Let go of tokens that are complete although the last ones are not.
+
+        Without this, tokens that never become a character would all be decoded again
+        for each further one.
+        """
+        for cut in range(len(self._tokens) - 1, self._settled, -1):
+            first = self._decoded(self._tokens[:cut])
+            if first + self._decoded(self._tokens[cut:]) == text:
+                found = first[self._shown :]
+                del self._tokens[:cut]
+                self._settled = self._shown = 0
+                self._limit = PENDING
+                return found
+        self._limit *= 2
+        return ""
