@@ -97,6 +97,23 @@ def _gpt2() -> Any:
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes))
 
 
+def _lfm2() -> Any:
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    kinds = ["conv", "full_attention"] * 2
+    config = Lfm2Config(**SIZES, num_key_value_heads=2, layer_types=kinds)
+    return Lfm2ForCausalLM(config)
+
+
+def _codegen() -> Any:
+    from transformers import CodeGenConfig, CodeGenForCausalLM
+
+    sizes: dict[str, Any] = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_ctx": 256}
+    return CodeGenForCausalLM(
+        CodeGenConfig(vocab_size=VOCABULARY, rotary_dim=8, n_positions=256, **sizes)
+    )
+
+
 KINDS: dict[str, Callable[..., Any]] = {
     "llama": _llama,
     "qwen3": _qwen3,
@@ -110,6 +127,9 @@ KINDS: dict[str, Callable[..., Any]] = {
 }
 """Makers of the architectures, by name."""
 
+REFUSED: dict[str, Callable[..., Any]] = {"lfm2": _lfm2, "codegen": _codegen}
+"""Makers of those that are not served."""
+
 
 def save_decoder(
     folder: Path,
@@ -119,7 +139,7 @@ def save_decoder(
 ) -> Path:
     """Save a decoder with random weights and a tokenizer; return the folder."""
     torch.manual_seed(7)
-    model = KINDS[kind](**sizes).eval()
+    model = {**KINDS, **REFUSED}[kind](**sizes).eval()
     for weight in model.parameters():
         if weight.dim() > 1:  # larger than by default, so that tokens differ
             weight.data = torch.randn_like(weight) * 0.2

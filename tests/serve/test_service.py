@@ -303,6 +303,29 @@ async def test_service_outlives_its_controller_and_a_new_one_adopts_it(
             await gone(service, name)
 
 
+def test_controller_that_is_started_again_goes_on_with_the_same_spec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one for the same version is refused; what was scaled by hand stays.
+
+    The secret stands in a file, as for programs with worlds of their own.
+    """
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef" * 2)
+    monkeypatch.setenv("MULTIWORLD_SECRET_FILE", str(secret))
+    with served(tmp_path / "service", spec_with(orphan_s=20.0)) as service:
+        service.scale("add", 1)
+        service.until(lambda: service.stages() == [1, 1, 1], "it has shrunk")
+        service.kill_controller()
+        service.spec["models"]["m"]["stages"][0]["max_batch_size"] = 3
+        with pytest.raises(AssertionError, match="give it a new version"):
+            service.start()
+        service.spec = spec_with(orphan_s=20.0)
+        service.start()
+        assert service.stages() == [1, 1, 1]
+        assert service.infer(2.0).status_code == 200
+
+
 def gateway_of(service: Served) -> tuple[str, int]:
     """Return the name and the process id of a gateway."""
     gateway = next(p for p in service.status().processes if p.is_gateway)

@@ -50,6 +50,8 @@ def shutdown(service: Service, as_json: bool) -> None:
     try:
         service.ask("POST", "/shutdown", ShuttingDown)
     except ServeError:
+        if service.folder.is_controlled():  # it would start everything again
+            raise
         _end_without_controller(service.folder, record)
     limit = time.monotonic() + END_S + record.app.gateway.shutdown_s
     while service.folder.load() is not None and time.monotonic() < limit:

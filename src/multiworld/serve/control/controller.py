@@ -25,7 +25,7 @@ from multiworld.serve.control.tenant_manager import TenantManager
 from multiworld.serve.control.versions import Versions
 from multiworld.serve.fleet import actions, events
 from multiworld.serve.fleet.decision_log import DecisionLog
-from multiworld.serve.fleet.desired_state import desired_state_of
+from multiworld.serve.fleet.desired_state import check_update, desired_state_of
 from multiworld.serve.fleet.history import History
 from multiworld.serve.fleet.reconciler import Reconciler
 from multiworld.serve.fleet.record import Record, RecordKeeper, StateFolder, StoreRecord
@@ -129,8 +129,14 @@ class Controller:
     def start(self, old: Record | None) -> None:
         self._is_started = True
         adopted = [] if old is None else self._adopt(old)
+        if old is not None and adopted:
+            check_update(old.app, self.app, old.specs)
         self._launcher.settle()
-        desired = desired_state_of(self.app, None if old is None else old.replicas)
+        desired = (
+            desired_state_of(self.app)
+            if old is None
+            else desired_state_of(self.app, old.replicas, old.app)
+        )
         if old is not None:
             self._remember_old_versions(old, desired)
         self._versions.add(self.app)

@@ -17,7 +17,7 @@ from multiworld.serve.fleet.history import History
 from multiworld.serve.fleet.reconciler import Reconciler
 from multiworld.serve.fleet.state import DesiredState
 from multiworld.serve.launchers.base import RunningProcess
-from multiworld.serve.models.factory import check_policies
+from multiworld.serve.models.factory import check_policies, check_sources
 from multiworld.serve.placement.manager import PlacementManager
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.transport.control_messages import InjectPartition, Order
@@ -101,10 +101,13 @@ class Operations:
         app = resolved.app
         desired_state.check_update(owner.app, app, self._versions.specs)
         check_policies(app)
+        for name, model in app.models.items():
+            if model.version not in self._versions.specs.get(name, {}):
+                check_sources(model)
         desired = self._fleet.desired
         counts = {n: list(m.replicas) for n, m in desired.models.items()}
         changed = desired_state.with_new_versions_started(
-            desired_state.desired_state_of(app, counts), desired
+            desired_state.desired_state_of(app, counts, owner.app), desired
         )
         before, old_app = self._versions.copy(), owner.app
         owner.app = app

@@ -70,6 +70,7 @@ class Processes:
                     record.stage,
                     ProcessPhase(record.phase),
                     now,
+                    is_drain_requested=record.is_drain_requested,
                 )
                 found.append((record, process))
         return found

@@ -60,6 +60,8 @@ OnUp = Callable[[Controller, Startup], None]  # of a service that is ready
 logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
+ADMIN_LOOK_S = 0.02  # between looks whether the server of commands has started
+
 # An address in another network that no host has (RFC 5737: for documentation).
 ELSEWHERE = "198.51.100.1"
 
@@ -108,6 +110,7 @@ async def _run(
     startup.end("to build the models")
     env = {
         "MULTIWORLD_SECRET": folder.secret(),
+        "MULTIWORLD_SECRET_FILE": "",  # its content is the secret above
         "HF_HUB_OFFLINE": "1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order in which GPUs are booked
     }
@@ -186,6 +189,7 @@ async def _control(
         serving = loop.create_task(admin.serve())
         minding = loop.create_task(_mind_store(controller, folder, env, security))
         try:
+            await _serves(admin, serving)
             await controller.decide_dtypes()
             if old is None:
                 await controller.plan_first()
@@ -198,6 +202,15 @@ async def _control(
             await asyncio.gather(serving, minding, return_exceptions=True)
             await controller.abandon()
             await launcher.close()
+
+
+async def _serves(admin: EmbeddedServer, serving: asyncio.Task[None]) -> None:
+    """Wait until the controller can be managed."""
+    while not admin.started:
+        await asyncio.wait({serving}, timeout=ADMIN_LOOK_S)
+        if serving.done():
+            error = serving.exception()
+            raise ServeError(f"the service cannot be managed: {error or 'it ended'}")
 
 
 async def _mind_store(

@@ -25,6 +25,7 @@ from multiworld.serve.spec.schema import AppSpec, GatewaySpec
 from multiworld.serve.transport.control_messages import ModelsChanged, Reports
 
 LAST_WORDS = 300  # maximum characters shown of a last log line
+LOG_END = 4096  # bytes of a log that are looked at for it
 
 
 def is_ready(fleet: Reconciler) -> bool:
@@ -212,6 +213,7 @@ def records_of(
                 began=running[p.name].began,
                 node="" if booking is None else booking.spot.node,
                 gpus=() if booking is None else booking.spot.gpus,
+                is_drain_requested=p.is_drain_requested,
             )
         )
     return found
@@ -236,7 +238,9 @@ def models_order(specs: Specs) -> ModelsChanged:
 
 def last_words(log: Path) -> str:
     try:
-        text = log.read_text(errors="replace").strip()
+        with open(log, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_END))
+            text = file.read(LOG_END).decode(errors="replace").strip()
     except OSError:
         text = ""
     return text.splitlines()[-1][-LAST_WORDS:] if text else "none"

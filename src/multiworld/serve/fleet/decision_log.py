@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
 KEPT = 200  # decisions in memory
+WAITING = 100  # decisions that wait for the disk; later ones are not written
 FORMAT = 1  # of a line; lines of releases before formats have none, and are the same
 FILE_BYTES = 8 * 2**20  # beyond which the file is rotated; one old file is kept
 
@@ -37,11 +40,50 @@ class LoggedDecision:
     snapshot: dict[str, Any] = field(default_factory=dict)
 
 
+class _Lines:
+    """Appends lines to a file in a thread: a disk that hangs blocks nothing else."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waiting: queue.Queue[str] = queue.Queue(WAITING)
+        threading.Thread(
+            target=self._run, name="multiworld decisions", daemon=True
+        ).start()
+
+    def put(self, line: str) -> None:
+        try:
+            self._waiting.put_nowait(line)
+        except queue.Full:
+            error = OSError(f"{self._path}: the disk takes too long")
+            rare_log.error("cannot write the decision log", error)
+
+    def settle(self, limit_s: float) -> None:
+        done = self._waiting.all_tasks_done
+        with done:
+            done.wait_for(lambda: not self._waiting.unfinished_tasks, limit_s)
+
+    def _run(self) -> None:
+        while True:
+            line = self._waiting.get()
+            try:
+                self._append(line)
+            except Exception as error:
+                rare_log.error("cannot write the decision log", error)
+            self._waiting.task_done()
+
+    def _append(self, line: str) -> None:
+        if self._path.exists() and self._path.stat().st_size > FILE_BYTES:
+            self._path.replace(self._path.with_suffix(".old.jsonl"))
+        with open(self._path, "a") as file:
+            file.write(line)
+
+
 class DecisionLog:
     """Log of effective decisions (JSON lines at `path`), and the latest reasons."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
+        self._lines: _Lines | None = None
         self._decided: deque[LoggedDecision] = deque(maxlen=KEPT)
         self._number = 0
         self._reasons: dict[tuple[str, str], Assessment] = {}
@@ -83,15 +125,21 @@ class DecisionLog:
         if self._path is None:
             return
         try:
-            if self._path.exists() and self._path.stat().st_size > FILE_BYTES:
-                self._path.replace(self._path.with_suffix(".old.jsonl"))
-            with open(self._path, "a") as file:
-                names = [f.name for f in fields(LoggedDecision)]
-                entry = {"format": FORMAT}
-                entry |= {name: getattr(decided, name) for name in names}
-                file.write(json.dumps(entry, default=str, skipkeys=True) + "\n")
-        except Exception as error:  # a policy's facts may fail too; the log is optional
+            names = [f.name for f in fields(LoggedDecision)]
+            entry = {"format": FORMAT}
+            entry |= {name: getattr(decided, name) for name in names}
+            line = json.dumps(entry, default=str, skipkeys=True) + "\n"
+        except Exception as error:  # of a policy's facts; the log is optional
             rare_log.error("cannot write the decision log", error)
+            return
+        if self._lines is None:
+            self._lines = _Lines(self._path)
+        self._lines.put(line)
+
+    def settle(self, limit_s: float) -> None:
+        """Wait until the file has all decisions."""
+        if self._lines is not None:
+            self._lines.settle(limit_s)
 
 
 def read_decisions(path: Path) -> Iterator[LoggedDecision]:

@@ -10,11 +10,18 @@ from multiworld.errors import ServeError, UnknownModelError
 from multiworld.serve.fleet.state import DesiredModel, DesiredState
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
+MAX_REPLICAS = 4096  # of a stage
+
 
 def desired_state_of(
-    app: AppSpec, old: Mapping[str, Sequence[int]] | None = None
+    app: AppSpec,
+    old: Mapping[str, Sequence[int]] | None = None,
+    old_app: AppSpec | None = None,
 ) -> DesiredState:
-    """Return the desired state of a spec; scaled stages keep their size if in range."""
+    """Return the desired state of a spec; scaled stages keep their size if in range.
+
+    A fixed number is the start: a stage keeps its size until that number changes.
+    """
     models = {}
     for name, model in app.models.items():
         before = (old or {}).get(name, ())
@@ -23,6 +30,8 @@ def desired_state_of(
             count = stage.initial_count
             if len(before) == len(model.stages):
                 low, high = bounds_of(model, number)
+                if low == high and _fixed(old_app, name, number) == low:
+                    low, high = 1, MAX_REPLICAS
                 count = min(max(before[number], low), high)
             replicas.append(count)
         models[name] = DesiredModel(
@@ -42,6 +51,16 @@ def desired_state_of(
             start_s=model.start_s,
         )
     return DesiredState(models, app.gateway.replicas)
+
+
+def _fixed(app: AppSpec | None, name: str, stage: int) -> int | None:
+    """Return the fixed number of replicas of a stage, if it has one."""
+    model = None if app is None else app.models.get(name)
+    if model is None or stage >= len(model.stages):
+        return None
+    found = model.stages[stage].replicas
+    is_scaled = model.stages[stage].autoscaling_config is not None
+    return found if isinstance(found, int) and not is_scaled else None
 
 
 def _text_objectives(model: ModelSpec) -> tuple[float | None, float | None]:
@@ -80,7 +99,7 @@ def rescaled(
     low, high = bounds_of(spec, stage)
     stage_spec = spec.stages[stage]
     if stage_spec.autoscaling_config is None and isinstance(stage_spec.replicas, int):
-        low, high = 1, 4096  # a fixed number in the spec only sets the start
+        low, high = 1, MAX_REPLICAS  # a fixed number in the spec only sets the start
     if not low <= replicas <= high:
         raise ServeError(
             f"stage {stage_spec.name or stage} of {model!r} may have {low} to "

@@ -25,7 +25,13 @@ from multiworld.serve.fleet.actions import (
 )
 from multiworld.serve.fleet.backoff import CrashBackoff
 from multiworld.serve.fleet.routes import routing_table_of
-from multiworld.serve.fleet.start_order import Shortage, StageKey, next_starts
+from multiworld.serve.fleet.start_order import (
+    SLOW_START_S,
+    Shortage,
+    StageKey,
+    lost_stages,
+    next_starts,
+)
 from multiworld.serve.fleet.state import (
     DesiredModel,
     DesiredState,
@@ -321,7 +327,14 @@ class Reconciler:
             for p in self.processes.values()
             if not p.is_gateway
         )
-        for key in next_starts(shortages, self.starts_at_once - starting):
+        chosen = next_starts(shortages, self.starts_at_once - starting)
+        # A slow start may be a hung one: what serves is not to wait for it.
+        slow = sum(
+            p.is_starting and not p.is_gateway and now - p.since > SLOW_START_S
+            for p in self.processes.values()
+        )
+        chosen += lost_stages(shortages, chosen, slow)
+        for key in chosen:
             yield self._launch(key, now)
 
     def ready_at(self, model: str, stage: int) -> list[str]:

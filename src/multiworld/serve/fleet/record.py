@@ -15,11 +15,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from multiworld.errors import ServeError
+from multiworld.errors import ConfigError, ServeError
 from multiworld.net.rare_log import RareLog
+from multiworld.net.security import Security
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 FORMAT = 1  # of ``record.json``; releases before formats wrote none, and count as 1
+MAX_SOCKET_PATH = 107  # bytes, on Linux
 
 
 class ProcessRecord(BaseModel):
@@ -36,6 +38,7 @@ class ProcessRecord(BaseModel):
     began: int  # start in the kernel's ticks, guards against a reused ``pid``
     node: str = ""  # empty beside the controller
     gpus: tuple[int, ...] = ()
+    is_drain_requested: bool = False
 
 
 class StoreRecord(BaseModel):
@@ -111,6 +114,12 @@ class StateFolder:
 
     def make(self) -> None:
         """Create the folder, readable by this user only."""
+        size = len(os.fsencode(self.socket))
+        if size > MAX_SOCKET_PATH:
+            raise ServeError(
+                f"{self.socket} has {size} bytes, and a socket's path at most "
+                f"{MAX_SOCKET_PATH}; give a shorter --state"
+            )
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
             self.path.chmod(0o700)
@@ -159,10 +168,14 @@ class StateFolder:
         return held
 
     def secret(self) -> str:
-        """Return ``MULTIWORLD_SECRET``, else the folder's secret (created once)."""
-        given = os.environ.get("MULTIWORLD_SECRET")
+        """Return the environment's secret, else the folder's own (created once)."""
+        given = Security.from_environment(os.environ).secret
         if given:
-            return given
+            try:
+                return given.decode()
+            except UnicodeDecodeError:
+                rule = "a service needs a secret that is UTF-8"
+                raise ConfigError("MULTIWORLD_SECRET_FILE", "...", rule) from None
         path = self.path / "secret"
         try:
             content = _kept_secret(path)

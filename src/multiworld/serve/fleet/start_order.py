@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from multiworld.serve.resources.amounts import Node
 
 StageKey = tuple[str, str, int]  # model, version and stage; ("", "", …) for gateways
+# Seconds after which a start counts as slow: it takes the place of no lost replica.
+SLOW_START_S = 10.0
 PER_CORE = 2  # starts per core; one spends half of its time waiting for others
 
 
@@ -35,6 +37,20 @@ def next_starts(shortages: Sequence[Shortage], free: int) -> list[StageKey]:
     gateways = [key for _, key in found if not key[0]]
     workers = [key for _, key in found if key[0]]
     return gateways + workers[: max(0, free)]
+
+
+def lost_stages(
+    shortages: Sequence[Shortage], chosen: Sequence[StageKey], most: int
+) -> list[StageKey]:
+    """Return stages that have lost all of their replicas, and start none."""
+    found = [
+        shortage.key
+        for shortage in shortages
+        if shortage.lost
+        and shortage.missing == shortage.count
+        and shortage.key not in chosen
+    ]
+    return found[:most]
 
 
 def _urgency(shortage: Shortage, nth: int) -> tuple[int, float]:

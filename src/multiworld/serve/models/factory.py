@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 from multiworld.errors import SpecError
@@ -121,7 +125,9 @@ def import_factory(factory: str) -> Callable[..., Any]:
     """Import a function by its name, ``package.module:function``."""
     module, _, name = factory.partition(":")
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        imported = importlib.import_module(module)
+        found: Callable[..., Any] = getattr(imported, name)
+        _note_sources(imported)
     except Exception as error:  # importing runs the user's code
         raise SpecError(
             f"factory {factory!r} cannot be imported: {error}; give "
@@ -130,6 +136,45 @@ def import_factory(factory: str) -> Callable[..., Any]:
     if not callable(found):
         raise SpecError(f"factory {factory!r} is not a function; name one")
     return found
+
+
+# Size and time of modification of source files when they were imported, by path.
+_sources: dict[str, tuple[int, int]] = {}
+
+
+def _note_sources(module: ModuleType) -> None:
+    """Note the module's file, and those of the modules beside or below it."""
+    folder = _folder_of(module)
+    for other in list(sys.modules.values()) if folder else ():
+        path = getattr(other, "__file__", None)
+        if isinstance(path, str) and path.startswith(folder):
+            with contextlib.suppress(OSError):
+                _sources.setdefault(path, _stat_of(path))
+
+
+def check_sources(spec: ModelSpec) -> None:
+    """Raise SpecError if a factory's code has changed since it was imported."""
+    module = sys.modules.get((spec.factory or "").partition(":")[0])
+    folder = "" if module is None else _folder_of(module)
+    for path, known in _sources.items() if folder else ():
+        with contextlib.suppress(OSError):
+            if path.startswith(folder) and _stat_of(path) != known:
+                raise SpecError(
+                    f"{path} has changed, but new replicas would run the code that was "
+                    "imported when the service started; give the new code another "
+                    "module, or restart the service"
+                )
+
+
+def _folder_of(module: ModuleType) -> str:
+    """Return the folder of a module's file; empty if it has none."""
+    path = getattr(module, "__file__", None)
+    return os.path.join(os.path.dirname(path), "") if isinstance(path, str) else ""
+
+
+def _stat_of(path: str) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_size, found.st_mtime_ns
 
 
 def check_policies(app: AppSpec) -> None:

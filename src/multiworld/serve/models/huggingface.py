@@ -92,7 +92,7 @@ def model(
         check=functools.partial(
             check_ids,
             int(config.get("vocab_size", 2**31)),
-            int(config.get("max_position_embeddings") or 2**31),
+            longest_of(config, 2**31),
         ),
         text=functools.partial(Tokenizer, folder, tokens) if pooling else None,
         notes=_notes(config),
@@ -206,6 +206,25 @@ def number_of(config: dict[str, Any], names: Sequence[str], folder: Path) -> int
     raise SpecError(f"{folder}/config.json has none of {', '.join(names)}; add one")
 
 
+# Rotary embeddings that are others for all rows of a step once one of its sequences is
+# longer than the original maximum.
+CHANGING = ("longrope", "su", "dynamic")
+
+
+def longest_of(config: dict[str, Any], default: int) -> int:
+    """Return the maximum length of a sequence that no other one can change, in tokens,
+    or ``default`` if the config has none."""
+    found = int(
+        config.get("max_position_embeddings") or config.get("n_positions") or default
+    )
+    ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for rope in (ropes, *(r for r in ropes.values() if isinstance(r, dict))):
+        if rope.get("rope_type", rope.get("type")) in CHANGING:
+            name = "original_max_position_embeddings"
+            found = min(found, int(rope.get(name) or config.get(name) or found))
+    return found
+
+
 def _datatype(dtype: str, folder: Path) -> str:
     if dtype not in DATATYPES:
         known = ", ".join(DATATYPES)
@@ -215,16 +234,24 @@ def _datatype(dtype: str, folder: Path) -> str:
 
 def _pooling(folder: Path) -> str | None:
     """Return how a sentence encoder pools tokens, "mean" or "cls", or None."""
-    if not (folder / "modules.json").exists():
-        return None
-    path = folder / "1_Pooling" / "config.json"
+    path = folder / "modules.json"
     if not path.exists():
         return None
+    modules: Any = read_json(path)
+    kinds = {str(m.get("type", "")).rpartition(".")[2]: m for m in modules}
+    others = sorted(kinds.keys() - {"Transformer", "Pooling", "Normalize"})
+    if others:
+        raise SpecError(
+            f"{path}: {', '.join(others)} after the transformer cannot be computed; "
+            "write a factory that returns the stages of this model"
+        )
+    if "Pooling" not in kinds:
+        return None
+    path = folder / str(kinds["Pooling"].get("path", "1_Pooling")) / "config.json"
     settings = read_json(path)
-    if settings.get("pooling_mode_mean_tokens"):
-        return "mean"
-    if settings.get("pooling_mode_cls_token"):
-        return "cls"
+    modes = [n for n, v in settings.items() if n.startswith("pooling_mode_") and v]
+    if modes in (["pooling_mode_mean_tokens"], ["pooling_mode_cls_token"]):
+        return modes[0].split("_")[2]
     raise SpecError(f"{path}: this pooling is not supported; use mean or cls pooling")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import pytest
 from multiworld.serve.fleet import decision_log as module
 from multiworld.serve.fleet.decision_log import KEPT, DecisionLog
 
+HANG_S = 20.0
+
 
 def decide(log: DecisionLog, what: str, **facts: Any) -> None:
     """Log one decision about model ``m``."""
     log.record("scaling", "m", what, facts, {"now": 5})
+    log.settle(HANG_S)
 
 
 def test_decisions_are_kept_and_reasons_replace_each_other() -> None:
@@ -89,8 +93,25 @@ def test_service_does_not_depend_on_the_file(
         facts["circle"] = facts
     log = DecisionLog(path)
     log.record("scaling", "m", "more", facts, {})
+    log.settle(HANG_S)
     assert len(log.last(1)) == 1
     assert "cannot write the decision log" in caplog.text
+
+
+def test_disk_that_hangs_blocks_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Decisions wait for it, some hundred at most; the log says so."""
+    path = tmp_path / "decisions.jsonl"
+    os.mkfifo(path)  # opening it hangs until somebody reads
+    log = DecisionLog(path)
+    for number in range(KEPT + 3):
+        log.record("scaling", "m", str(number), {}, {})
+    assert log.last(1)[0].what == str(KEPT + 2)
+    assert "takes too long" in caplog.text
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as reader:
+        log.settle(HANG_S)
+        assert json.loads(reader.readline())["what"] == "0"
 
 
 def test_fact_that_cannot_be_shown_does_not_fail_the_decision(tmp_path: Path) -> None:

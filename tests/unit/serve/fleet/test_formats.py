@@ -65,7 +65,9 @@ def test_database_of_an_older_release_is_read_and_a_newer_one_refused(
 def test_decisions_are_read_back_and_newer_ones_refused(tmp_path: Path) -> None:
     """Lines without a format are those of older releases."""
     path = tmp_path / "decisions.jsonl"
-    DecisionLog(path).record("scaling", "m", "1 -> 2", {"n": 1}, {"at": 0})
+    log = DecisionLog(path)
+    log.record("scaling", "m", "1 -> 2", {"n": 1}, {"at": 0})
+    log.settle(20.0)
     (decision,) = read_decisions(path)
     assert (decision.about, decision.facts) == ("m", {"n": 1})
     older = json.loads(path.read_text())

@@ -29,6 +29,7 @@ from multiworld.serve.fleet.events import (
     Unplaced,
 )
 from multiworld.serve.fleet.reconciler import Reconciler
+from multiworld.serve.fleet.start_order import SLOW_START_S
 from multiworld.serve.fleet.state import (
     DesiredModel,
     DesiredState,
@@ -406,6 +407,21 @@ def test_adopted_processes_are_kept_and_not_started_again() -> None:
     assert fleet.table.number > old.fleet.table.number
 
 
+def test_adopted_drain_goes_on() -> None:
+    """Its replacement stays, and it exits once that is ready."""
+    fleet = Reconciler(first=9, number=5)
+    asked = Process("m/0/1", "m", "1", 0, ProcessPhase.READY, is_drain_requested=True)
+    fresh = Process("m/0/2", "m", "1", 0, ProcessPhase.LOADED)
+    gateway = Process("gateway/3", phase=ProcessPhase.READY, is_joined=True)
+    for process in (asked, fresh, gateway):
+        fleet.handle(Adopted(process), 0.0)
+    actions = fleet.handle(DesiredStateChanged(desired(1)), 0.0)
+    assert not any(isinstance(a, Launch | Kill | Finish) for a in actions)
+    fleet.handle(Probed("m/0/2"), 1.0)
+    assert fresh.phase is ProcessPhase.READY
+    assert asked.is_going
+
+
 def test_model_that_is_no_longer_desired_is_drained() -> None:
     """Its route disappears from the table."""
     service = Service(1, 1, 1)
@@ -515,6 +531,25 @@ def test_only_so_many_start_at_once_and_one_of_each_stage_first() -> None:
     slow.handle(Joined(first[1]))
     slow.handle(Loaded(first[1]))
     assert slow.stages() == ["m/0"]
+
+
+def test_stage_that_was_lost_does_not_wait_for_starts_that_hang() -> None:
+    """One replica of it starts beside them; what only grows waits."""
+    slow = Slow(1, 1, 1, starts_at_once=8)
+    for name in slow.launched[1:]:
+        slow.finish(name)
+    slow.stages()
+    slow.handle(CapacityChanged(2))
+    slow.handle(DesiredStateChanged(desired(4, 2, 1)))
+    assert len(slow.stages()) == 2  # they hang
+    lost = next(n for n in slow.fleet.processes if n.startswith("m/2/"))
+    slow.handle(ProcessGone(lost, "killed"))
+    assert slow.stages() == []
+    slow.now += SLOW_START_S
+    slow.handle(Ticked())
+    assert slow.stages() == ["m/2"]
+    slow.handle(Ticked())
+    assert slow.stages() == []
 
 
 def test_replacement_is_started_before_what_grows() -> None:

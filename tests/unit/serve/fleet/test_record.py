@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from multiworld.errors import ServeError
+from multiworld.errors import ConfigError, ServeError
 from multiworld.net.rare_log import RareLog
 from multiworld.serve.fleet.record import (
     AlreadyServedError,
@@ -216,8 +216,8 @@ def test_secret_of_the_environment_goes_before(
     folder: StateFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not written to the disk."""
-    monkeypatch.setenv("MULTIWORLD_SECRET", "theirs")
-    assert folder.secret() == "theirs"
+    monkeypatch.setenv("MULTIWORLD_SECRET", "theirs, of 16 bytes")
+    assert folder.secret() == "theirs, of 16 bytes"
     assert not (folder.path / "secret").exists()
 
 
@@ -324,3 +324,30 @@ async def test_record_that_could_not_be_written_is_tried_again(
     disk.is_full = False
     keeper.keep(record(number=1))
     await until(lambda: disk.found == [1])
+
+
+def test_folder_whose_socket_cannot_be_is_refused(tmp_path: Path) -> None:
+    """Nobody could manage its service."""
+    deep = tmp_path / ("d" * 60) / ("e" * 60)
+    with pytest.raises(ServeError, match=r"107; give a shorter --state"):
+        StateFolder(deep).make()
+    assert not deep.exists()
+
+
+@pytest.mark.parametrize("content", [b"0123456789abcdef0123\n", b"\xff" * 20])
+def test_secret_may_stand_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    """Of text: the processes of a service get it in a variable."""
+    path = tmp_path / "given"
+    path.write_bytes(content)
+    monkeypatch.delenv("MULTIWORLD_SECRET", raising=False)
+    monkeypatch.setenv("MULTIWORLD_SECRET_FILE", str(path))
+    folder = StateFolder(tmp_path / "state")
+    folder.make()
+    if content[0] == 0xFF:
+        with pytest.raises(ConfigError, match="UTF-8"):
+            folder.secret()
+    else:
+        assert folder.secret() == content.decode().strip()
+    assert not (tmp_path / "state" / "secret").exists()

@@ -223,6 +223,7 @@ async def test_decision_is_carried_out_reported_and_recorded(
         await until(lambda: s.owner.wanted)
         assert s.replicas() == (3, 1)
         assert s.said() == [("scaled", "m: needed")]
+        s.journal.settle(20.0)
         (line,) = (tmp_path / "decisions.jsonl").read_text().splitlines()
         recorded = json.loads(line)
         assert (recorded["about"], recorded["what"]) == ("m", "needed")

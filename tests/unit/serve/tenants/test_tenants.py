@@ -517,6 +517,7 @@ def test_decision_log_keeps_decisions_with_their_snapshots(tmp_path: Path) -> No
     last = journal.last(2)
     assert [d.what for d in last] == ["what 1", "what 2"]
     assert journal.reasons()[0].what == "nothing new"
+    journal.settle(20.0)
     lines = (tmp_path / "d.jsonl").read_text().splitlines()
     assert json.loads(lines[2])["snapshot"] == {"now": 1.0}
 

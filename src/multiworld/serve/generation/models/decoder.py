@@ -43,6 +43,7 @@ def model(
             f"{folder}: the model caps the scores of its attention, which cannot be "
             "deterministic here; remove `deterministic: true`"
         )
+    folder_facts.check_kinds(config.get("layer_types") or (), folder)
     folder_facts.check_tokenizer(folder)
     token = _kv_numbers(config, folder) * SIZES[dtype]
     return Model(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from multiworld.errors import SpecError
+from multiworld.serve.generation.models import folder_facts
 from multiworld.serve.generation.replica.kv_cache import Attention
 from multiworld.serve.models import transformer_stage
 from multiworld.serve.models.partition import Span
@@ -41,11 +42,42 @@ def load(
         ) from error
     if config.is_encoder_decoder:
         raise SpecError(f"{folder}: {config.model_type} is no decoder with one chain")
+    folder_facts.check_kinds(getattr(config, "layer_types", None) or (), folder)
     config._attn_implementation = ATTENTION
     whole = transformer_stage.load_owned(
         folder, kind, config, span, dtype, quantization
     )
-    return DecoderStage(whole, span).to(device).eval()
+    stage = DecoderStage(whole, span).to(device).eval()
+    _check_attention(stage, span, folder)
+    return stage
+
+
+def _check_attention(stage: DecoderStage, span: Span, folder: Path) -> None:
+    """Refuse layers that attend without our attention: they would see no KV cache."""
+    seen = _Seen()
+    device = stage.device
+    rows, positions = stage.example(2, 0).to(device), torch.arange(2, device=device)
+    with torch.inference_mode():
+        stage(rows, positions, seen, positions)
+    if len(seen.layers) != span.end - span.begin:
+        raise SpecError(
+            f"{folder}: {len({*seen.layers})} of {span.end - span.begin} layers use "
+            "transformers' interface of attention, so text cannot be generated in "
+            "steps; use `engine: vllm`, or another model"
+        )
+
+
+class _Seen:
+    """Attention that notes which layers use it."""
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **_: Any
+    ) -> Tensor:
+        self.layers.append(layer)
+        return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
 
 
 def _register() -> None:
@@ -95,6 +127,10 @@ class DecoderStage(nn.Module):
     def __init__(self, whole: nn.Module, span: Span) -> None:
         super().__init__()
         self.whole, self._span = whole, span
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
 
     def example(self, count: int, seed: int) -> Tensor:
         """Return random rows as the previous stage sends them; see ``forward``."""

@@ -3,6 +3,7 @@ process of the service imports this module, so it imports nothing heavy."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -31,10 +32,22 @@ def check_tokenizer(folder: Path) -> None:
         )
 
 
+LAYER_KINDS = ("full_attention", "sliding_attention")
+
+
+def check_kinds(kinds: Sequence[str], folder: Path) -> None:
+    """Refuse layers with a state that is not keys and values of each token."""
+    others = sorted({*kinds} - {*LAYER_KINDS})
+    if others:
+        raise SpecError(
+            f"{folder}: layers of kind {', '.join(others)} are not supported; use "
+            "`engine: vllm`, or another model"
+        )
+
+
 def max_tokens(config: dict[str, Any]) -> int:
     """Return the maximum number of tokens of a sequence."""
-    found = config.get("max_position_embeddings") or config.get("n_positions")
-    return int(found or 2**20)
+    return huggingface.longest_of(config, 2**20)
 
 
 def defaults(folder: Path, source: str) -> dict[str, float]:

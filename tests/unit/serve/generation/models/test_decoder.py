@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from multiworld.errors import SpecError
-from multiworld.serve.generation.models import decoder, decoder_stage
+from multiworld.serve.generation.models import decoder, decoder_stage, folder_facts
 from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
 from multiworld.serve.models.factory import build_model
 from multiworld.serve.models.integer_linear import IntegerLinear
@@ -150,6 +151,46 @@ def test_encoder_generates_nothing_and_says_so(tmp_path: Path) -> None:
     )
     with pytest.raises(SpecError, match="no language model for vit"):
         decoder_stage.load(tmp_path, span, "float32", "cpu")
+
+
+def test_layers_with_another_state_are_refused(tmp_path: Path) -> None:
+    """They would mix what is computed together, and forget the steps before."""
+    folder = save_decoder(tmp_path, "lfm2")
+    with pytest.raises(SpecError, match=r"of kind conv are not supported.*vllm"):
+        decoder.model(str(folder))
+    config = json.loads((folder / "config.json").read_text())
+    del config["layer_types"]  # transformers then has its own
+    (folder / "config.json").write_text(json.dumps({**config, "full_attn_idxs": [1]}))
+    with pytest.raises(SpecError, match="of kind conv are not supported"):
+        decoder_stage.load(folder, Span(0, 4, 4), "float32", "cpu")
+
+
+def test_layers_with_an_attention_of_their_own_are_refused(tmp_path: Path) -> None:
+    """When a stage is loaded: it would see no token of an earlier step."""
+    folder = save_decoder(tmp_path, "codegen")
+    with pytest.raises(SpecError, match="0 of 2 layers use transformers' interface"):
+        decoder_stage.load(folder, Span(0, 2, 4), "float32", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"rope_type": "longrope", "original_max_position_embeddings": 64}, 64),
+        ({"type": "su", "original_max_position_embeddings": 64}, 64),
+        ({"full_attention": {"rope_type": "longrope"}}, 99),
+        ({"rope_type": "dynamic", "factor": 2.0}, 500),
+        ({"rope_type": "llama3", "original_max_position_embeddings": 64}, 500),
+        (None, 500),
+    ],
+)
+def test_sequences_end_before_their_length_changes_others(
+    rope: dict[str, Any] | None, longest: int
+) -> None:
+    """Such rotary embeddings depend on the longest sequence of a step."""
+    config = {"max_position_embeddings": 500, "rope_scaling": rope}
+    if longest == 99:
+        config["original_max_position_embeddings"] = 99
+    assert folder_facts.max_tokens(config) == longest
 
 
 def test_unknown_dtype_is_refused(tmp_path: Path) -> None:

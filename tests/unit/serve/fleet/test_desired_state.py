@@ -1,0 +1,38 @@
+"""Numbers of replicas that a spec, a controller before it and its users want."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from multiworld.serve.fleet.desired_state import desired_state_of
+from multiworld.serve.spec.schema import AppSpec
+
+
+def app(**stage: Any) -> AppSpec:
+    """Return a spec with one stage."""
+    model = {"factory": "a:b", "stages": [stage]}
+    return AppSpec.model_validate({"models": {"m": model}})
+
+
+RANGE = {"min_replicas": 1, "max_replicas": 4}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "recorded", "wanted"),
+    [
+        ({"replicas": 2}, {"replicas": 2}, 3, 3),  # scaled by hand
+        ({"replicas": 2}, {"replicas": 2, "cpus": 1.0}, 1, 1),
+        ({"replicas": 2}, {"replicas": 5}, 3, 5),  # the spec has changed
+        ({"replicas": RANGE}, {"replicas": 2}, 3, 2),
+        ({"replicas": 2}, {"replicas": RANGE}, 7, 4),
+        ({"replicas": RANGE}, {"replicas": RANGE}, 3, 3),
+    ],
+)
+def test_stage_keeps_its_size_until_the_spec_gives_another(
+    old: dict[str, Any], new: dict[str, Any], recorded: int, wanted: int
+) -> None:
+    """Also in a controller that is started again."""
+    found = desired_state_of(app(**new), {"m": [recorded]}, app(**old))
+    assert found.models["m"].replicas == (wanted,)

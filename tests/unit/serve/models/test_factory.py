@@ -1,0 +1,43 @@
+"""Factories: functions of modules that a service has imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from multiworld.errors import SpecError
+from multiworld.serve.models.factory import check_sources, import_factory
+from multiworld.serve.spec.schema import ModelSpec, StageSpec
+
+
+@pytest.mark.parametrize("changed", ["shop_of_tests.py", "parts_of_tests.py"])
+def test_code_that_has_changed_since_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    """New replicas would run the old one, which is imported already."""
+    (tmp_path / "shop_of_tests.py").write_text(
+        "import parts_of_tests\ndef model(): pass\n"
+    )
+    (tmp_path / "parts_of_tests.py").write_text("RATE = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec = ModelSpec(factory="shop_of_tests:model", stages=[StageSpec()])
+    try:
+        import_factory("shop_of_tests:model")
+        check_sources(spec)
+        (tmp_path / "unrelated.txt").write_text("new")
+        check_sources(spec)
+        os.utime(tmp_path / changed, (1, 1))
+        with pytest.raises(SpecError, match=f"{changed} has changed"):
+            check_sources(spec)
+    finally:
+        for name in ("shop_of_tests", "parts_of_tests"):
+            sys.modules.pop(name, None)
+
+
+def test_models_without_code_of_their_own_are_not_looked_at() -> None:
+    """Their factory is the package's."""
+    check_sources(ModelSpec(path="/nowhere", stages=[StageSpec()]))
+    check_sources(ModelSpec(factory="never_imported:f", stages=[StageSpec()]))

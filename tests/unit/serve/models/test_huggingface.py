@@ -1,0 +1,65 @@
+"""What a Hugging Face folder says about a model, read without its weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multiworld.errors import SpecError
+from multiworld.serve.models import huggingface
+
+TRANSFORMER, POOLING, NORMALIZE = "Transformer", "Pooling", "Normalize"
+
+
+def encoder(folder: Path, modules: list[str], **pooling: bool) -> str:
+    """Write what describes a sentence encoder; return its folder."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 8, "model_type": "bert"}
+    (folder / "config.json").write_text(json.dumps(sizes))
+    listed = [
+        {
+            "idx": n,
+            "path": f"{n}_{kind}",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for n, kind in enumerate(modules)
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    at = folder / "1_Pooling"
+    at.mkdir()
+    modes = {f"pooling_mode_{name}": value for name, value in pooling.items()}
+    (at / "config.json").write_text(
+        json.dumps({"word_embedding_dimension": 8, **modes})
+    )
+    return str(folder)
+
+
+@pytest.mark.parametrize("mode", ["mean_tokens", "cls_token"])
+def test_tokens_are_pooled_as_the_folder_says(tmp_path: Path, mode: str) -> None:
+    """By their mean, or by the first of them."""
+    modules = [TRANSFORMER, POOLING, NORMALIZE]
+    both = {"mean_tokens": False, "cls_token": False}
+    made = huggingface.model(encoder(tmp_path, modules, **{**both, mode: True}))
+    assert [output.name for output in made.outputs or ()] == ["embedding"]
+
+
+@pytest.mark.parametrize(
+    ("modules", "pooling", "said"),
+    [
+        ([TRANSFORMER, POOLING, "Dense"], {"mean_tokens": True}, "Dense after the"),
+        ([TRANSFORMER, POOLING], {"max_tokens": True}, "pooling is not supported"),
+        (
+            [TRANSFORMER, POOLING],
+            {"mean_tokens": True, "max_tokens": True},
+            "pooling is not supported",
+        ),
+    ],
+)
+def test_encoder_that_would_embed_otherwise_is_refused(
+    tmp_path: Path, modules: list[str], pooling: dict[str, Any], said: str
+) -> None:
+    """Its vectors would not be those of the model."""
+    with pytest.raises(SpecError, match=said):
+        huggingface.model(encoder(tmp_path, modules, **pooling))
