@@ -10,7 +10,7 @@ MINUTES ?= 5
 SEED ?= 1
 
 # How many processes `make test` runs its tests in.
-LANES ?= 2
+LANES ?= 3
 SIDE_BY_SIDE = --numprocesses=$(LANES) --dist=loadfile --no-loadscope-reorder
 
 .PHONY: setup demo demo-cluster test test-all coverage lint types faults soak soak-serve soak-generate bench bench-detection bench-serving matrix docs release-check release-build release-smoke clean

@@ -23,6 +23,9 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).parents[2]
+END_S = 5.0
+"""Seconds that the process may take to exit."""
+
 PASSING = ("PYTEST_CURRENT_TEST",)
 """Variables of the environment that no command looks at."""
 
@@ -95,9 +98,17 @@ def _warm_process() -> tuple[socket.socket, dict[str, str]]:
             cwd=ROOT,
             stdin=theirs.fileno(),
         )
-    atexit.register(process.wait)
+    atexit.register(_end, process)
     atexit.register(ours.close)  # first: it exits then
     return ours, _environment()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:  # a forked child has the socket, too
+        process.kill()
+        process.wait()
 
 
 def main() -> None:

@@ -131,12 +131,12 @@ class Channel:
         try:
             if not future.done():
                 self._poll(receive.source)
-            if future.done():
+            if not future.done() and not self._poll_for(receive):
+                await self._park(future)
+            else:
                 self._received += 1
                 if self._received >= TURN_MESSAGES:
                     await self._yield_to_loop()
-            elif not self._poll_for(receive):
-                await self._park(future)
             future.result()
             while (earlier := self.mailbox.earlier(receive)) is not None:
                 await self._settled(earlier)

@@ -365,7 +365,12 @@ def ALL_TO_ALL(lanes: LaneCollectives, call: Call) -> Steps:
 
     async def steps(operation: Operation) -> None:
         takes = [await Buffer.of(target) for target in targets]
-        apart = [await _apart_from(targets, give) for give in gives]
+        apart = [  # what is received must not overwrite what is still to be sent
+            await offload(size_of(give), torch.clone, give) if is_reached else give
+            for give, is_reached in zip(
+                gives, dtypes.reached_by(gives, targets), strict=True
+            )
+        ]
         await copy_into(takes[lanes.rank].flat, apart[lanes.rank])
         for dst, src in lanes.pairs():
             give = await Buffer.of(apart[dst])
@@ -374,13 +379,6 @@ def ALL_TO_ALL(lanes: LaneCollectives, call: Call) -> Steps:
             await take.write_back()
 
     return steps
-
-
-async def _apart_from(targets: list[Tensor], give: Tensor) -> Tensor:
-    """Return a copy of what receiving into ``targets`` would overwrite."""
-    if any(dtypes.share_memory(target, give) for target in targets):
-        return await offload(size_of(give), torch.clone, give)
-    return give
 
 
 @declare(8)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -153,10 +154,19 @@ def _require_apart(tensors: list[Tensor], what: str) -> None:
             )
 
 
-def share_memory(first: Tensor, second: Tensor) -> bool:
-    """Return whether the ranges of memory that two tensors reach overlap."""
-    (begin, end), (other, other_end) = _span(first), _span(second)
-    return begin < other_end and other < end
+def reached_by(tensors: Iterable[Tensor], targets: Iterable[Tensor]) -> list[bool]:
+    """Return for each tensor whether its memory overlaps that of one of ``targets``."""
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted(span for t in targets if (span := _span(t))[0] < span[1]):
+        if merged and begin < merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    found = []
+    for begin, end in map(_span, tensors):
+        at = bisect.bisect_left(merged, (end,)) - 1  # the last that begins before
+        found.append(at >= 0 and begin < merged[at][1] and begin < end)
+    return found
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -37,7 +37,11 @@ def target_of(
         return inference(url, model, [body.read_bytes()])
     lines = [text]
     if texts is not None:
-        lines = [line for line in texts.read_text().splitlines() if line.strip()]
+        try:
+            text = texts.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise click.ClickException(f"cannot read {texts}: {error}") from error
+        lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         raise click.ClickException(f"{texts} has no line with text")
     if max_tokens is not None:

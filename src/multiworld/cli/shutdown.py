@@ -51,7 +51,11 @@ def shutdown(service: Service, as_json: bool) -> None:
         service.ask("POST", "/shutdown", ShuttingDown)
     except ServeError:
         if service.folder.is_controlled():  # it would start everything again
-            raise
+            pid = service.folder.controller()
+            raise click.ClickException(
+                f"the controller (process {pid}) runs, but does not answer; kill it, "
+                "and repeat this"
+            ) from None
         _end_without_controller(service.folder, record)
     limit = time.monotonic() + END_S + record.app.gateway.shutdown_s
     while service.folder.load() is not None and time.monotonic() < limit:

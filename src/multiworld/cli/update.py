@@ -32,8 +32,9 @@ def update(service: Service, spec: Path, no_wait: bool, as_json: bool) -> None:
     """
     try:
         text = spec.read_text()
-    except OSError as error:
-        raise click.ClickException(f"cannot read {spec}: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise click.ClickException(f"cannot read {spec}: {reason}") from error
     body = {"text": text, "where": str(spec.resolve())}
     answer = service.ask("POST", "/update", Updated, json=body)
     wanted = ", ".join(f"{name} {v}" for name, v in answer.versions.items())
@@ -55,7 +56,8 @@ def update(service: Service, spec: Path, no_wait: bool, as_json: bool) -> None:
 
 def _wait(service: Service, answer: Updated) -> str:
     """Wait until the update is done; return the reason of a failure, or ""."""
-    limit = time.monotonic() + answer.ready_s + EXTRA_S
+    patience_s = answer.ready_s + EXTRA_S
+    limit, started = time.monotonic() + patience_s, set[str]()
     while True:
         params = {"since": answer.since}
         events = service.ask("GET", "/events", list[HistoryEntry], params=params)
@@ -64,6 +66,9 @@ def _wait(service: Service, answer: Updated) -> str:
                 return f"rolled back: {event.text}"
         status = service.ask("GET", "/status", StatusAnswer)
         active, versions = status.active, answer.versions
+        ready = {p.name for p in status.processes if p.phase == "ready"}
+        if ready - started:  # the next one has as long again
+            limit, started = time.monotonic() + patience_s, started | ready
         is_active = all(active.get(name) == v for name, v in versions.items())
         if is_active and status.is_ready:
             return ""

@@ -31,12 +31,12 @@ from multiworld.backends.dtypes import (
     CODES,
     DTYPES,
     overwrite,
+    reached_by,
     require_matching,
-    share_memory,
 )
 from multiworld.backends.offload import offload, size_of
 from multiworld.backends.reduction import OP_CODES, OP_NAMES, op_name
-from multiworld.errors import TensorMismatchError
+from multiworld.errors import MultiWorldError, TensorMismatchError
 from multiworld.incarnation.lifecycle import Failed
 
 
@@ -77,6 +77,12 @@ class GroupCollectives:
         except asyncio.CancelledError:  # others cannot know how far it took part
             name = call.collective.name
             reason = f"rank {self._rank} cancelled {name} before it was complete"
+            self._view.report(Failed(reason))
+            raise
+        except MultiWorldError:
+            raise
+        except Exception as error:  # such as no memory: the others would wait for it
+            reason = f"rank {self._rank} failed in {call.collective.name}: {error}"
             self._view.report(Failed(reason))
             raise
         finally:
@@ -175,7 +181,7 @@ class GroupCollectives:
 
         def prepare() -> list[Tensor]:
             flat = flat_of(out)
-            if any(share_memory(out, part) for part in parts):
+            if any(reached_by(parts, [out])):
                 flat = torch.empty_like(flat)  # Gloo writes it before it has sent all
             return [flat, *map(flat_of, parts)]
 

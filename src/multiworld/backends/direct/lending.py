@@ -32,7 +32,8 @@ LANE_BYTES = 32 * 1024 * 1024  # maximum in the blocks of a lane
 PROCESS_BYTES = 256 * 1024 * 1024  # maximum in the blocks of all lanes
 
 # The first bytes of the mark: the receiver's, and those of its forks.
-MARKS = 8
+MARKS = 64
+NO_MARKS = bytes(MARKS)
 MAP_FIXED = 0x10  # of Linux; Python's mmap has no name for it
 
 _lent_bytes = 0
@@ -72,12 +73,10 @@ class Mapping:
             self.address = None
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
+        # Not ``__del__``: in the midst of it a fork would still find the mapping.
+        weakref.finalize(self, _munmap, self.address, size).atexit = False
         array = (ctypes.c_ubyte * size).from_address(self.address)
         self.memory = memoryview(array).cast("B")  # valid as long as this object
-
-    def __del__(self) -> None:
-        if self.address is not None:
-            _munmap(self.address, self.size)
 
     def keep_copy(self, mark: int) -> None:
         """Put a private copy in the place of the shared memory, and clear a mark."""
@@ -149,7 +148,7 @@ class Block(_Mapped):
     def is_free(self) -> bool:
         """True if the receiver has no tensor in it."""
         marks = self._mapping.memory[self.size : self.size + MARKS]
-        return not any(marks)
+        return marks.tobytes() == NO_MARKS
 
     def take(self) -> None:
         self._mapping.memory[self.size] = 1

@@ -127,10 +127,12 @@ class Controller:
     # Start and shutdown.
 
     def start(self, old: Record | None) -> None:
-        self._is_started = True
         adopted = [] if old is None else self._adopt(old)
         if old is not None and adopted:
-            check_update(old.app, self.app, old.specs)
+            # As a record has it: JSON knows fewer types than YAML.
+            app = AppSpec.model_validate_json(self.app.model_dump_json())
+            check_update(old.app, app, old.specs)
+        self._is_started = True
         self._launcher.settle()
         desired = (
             desired_state_of(self.app)
@@ -155,8 +157,10 @@ class Controller:
         for name, versions in old.specs.items():
             for version, spec in versions.items():
                 if name in desired.models and version != desired.models[name].version:
-                    app = AppSpec(app=self.app.app, models={name: spec})
-                    self.fleet.remember(name, desired_state_of(app).models[name])
+                    # Not validated: a copy for a tenant needs its model beside it.
+                    app = self.app.model_copy(update={"models": {name: spec}})
+                    before = desired_state_of(app, old.replicas, app)
+                    self.fleet.remember(name, before.models[name])
 
     def _adopt(self, old: Record) -> list[Process]:
         found = self.processes.adopt(old.processes, self._versions.specs, self._clock())

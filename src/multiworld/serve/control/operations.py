@@ -97,13 +97,12 @@ class Operations:
         owner = self._owner
         if app.host == "auto":
             app = app.model_copy(update={"host": owner.app.host})
+        self._check_sources(app)
         resolved = owner.resolve(app)
         app = resolved.app
         desired_state.check_update(owner.app, app, self._versions.specs)
         check_policies(app)
-        for name, model in app.models.items():
-            if model.version not in self._versions.specs.get(name, {}):
-                check_sources(model)
+        self._check_sources(app)  # also what has been imported for it
         desired = self._fleet.desired
         counts = {n: list(m.replicas) for n, m in desired.models.items()}
         changed = desired_state.with_new_versions_started(
@@ -127,6 +126,12 @@ class Operations:
         owner.send_gateways(models_order(self._versions.specs))
         owner.want(changed)
         return last
+
+    def _check_sources(self, app: AppSpec) -> None:
+        """Refuse new versions whose code was imported before it was changed."""
+        for name, model in app.models.items():
+            if model.version not in self._versions.specs.get(name, {}):
+                check_sources(model)
 
     def drain(self, name: str) -> None:
         """Replace one process; it drains once its replacement is ready."""

@@ -30,15 +30,15 @@ class WaitingTenants:
         if not self._by_tenant[tenant]:
             del self._by_tenant[tenant], self._weights[tenant]
 
-    def is_full(self, share: Share, limit: int) -> bool:
-        """Return whether another request of a tenant is refused."""
-        if self.count < limit:
+    def is_full(self, share: Share, limit: int, count: int = 1) -> bool:
+        """Return whether ``count`` more requests of a tenant are refused."""
+        if self.count + count <= limit:
             return False
         own = self._by_tenant[share.tenant]
         if own == self.count or (own and self.count >= 2 * limit):
             return True
         weights = sum({**self._weights, share.tenant: share.weight}.values())
-        return own >= max(1.0, limit * share.weight / weights)
+        return own + count - 1 >= max(1.0, limit * share.weight / weights)
 
     def validate(self) -> None:
         assert self.count == self._by_tenant.total() >= 0

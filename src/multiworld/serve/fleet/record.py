@@ -149,7 +149,16 @@ class StateFolder:
                 f"a controller already runs in {self.path}; end it with `multiworld "
                 "shutdown`, or give this service another name (app:)"
             ) from None
+        os.truncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         return lock
+
+    def controller(self) -> str:
+        """Return the process id of the latest controller; empty if it is unknown."""
+        try:
+            return (self.path / "controller").read_text().strip()
+        except OSError:
+            return ""
 
     def is_controlled(self) -> bool:
         """Return whether a controller runs, without taking its lock even briefly."""

@@ -141,7 +141,9 @@ def _inference(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
         reservation: Reservation,
     ) -> Response:
         gateway.model(name, version, admitted.tenant)
-        body = await gateway.read_body(request, admitted, reservation)
+        body = await gateway.read_body(
+            request, admitted, reservation, may_be_binary=True
+        )
         current, model = gateway.model(name, version, admitted.tenant)
         require_tensors(name, model)
         length = request.headers.get(JSON_LENGTH)

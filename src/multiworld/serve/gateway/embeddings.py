@@ -17,7 +17,7 @@ from torch import Tensor
 from multiworld.backends.dtypes import memory_of, plain
 from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.serve.gateway import http_responses as responses
-from multiworld.serve.gateway import json_limits
+from multiworld.serve.gateway import json_limits, open_inference
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.hot_routes import HotRoutes
@@ -37,7 +37,7 @@ MAX_TEXTS = 2048  # texts in one request; OpenAI's limit
 MAX_TOKENS = 300_000  # token ids in one request; OpenAI's limit
 WINDOW = 32  # texts of one request in flight; more would fill the queue
 
-Token = Annotated[int, msgspec.Meta(ge=0)]
+Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
@@ -192,6 +192,16 @@ def _encoded(frontend: Any, inputs: list[str] | list[list[int]]) -> list[Tensors
     return [encode(tokens) for tokens in inputs]
 
 
+def _checked(
+    frontend: Any, model: Model, inputs: list[str] | list[list[int]]
+) -> list[Tensors]:
+    """Return the tensors of inputs; refuse token ids that the model does not take."""
+    found = _encoded(frontend, inputs)
+    for tensors in found:
+        open_inference.check(tensors, model)
+    return found
+
+
 async def _embed(
     gateway: Gateway,
     admitted: AdmittedRequest,
@@ -209,9 +219,10 @@ async def _embed(
     _check_dimensions(parsed.dimensions, model)
     if model.generation is not None:
         raise _invalid("model", "generates text and embeds none; use another model")
-    frontend = await gateway.text(name, version, model)
+    served = gateway.route(name, admitted.tenant)
+    frontend = await gateway.text(served, version, model)
     size = 16 * sum(map(len, parsed.inputs))  # that is as slow to parse
-    inputs = await off_loop(size, partial(_encoded, frontend, parsed.inputs))
+    inputs = await off_loop(size, partial(_checked, frontend, model, parsed.inputs))
     window = asyncio.Semaphore(WINDOW)
 
     async def one(tensors: Tensors) -> Tensors:

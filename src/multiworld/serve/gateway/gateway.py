@@ -75,7 +75,12 @@ class Gateway:
         self.is_ending = self.logs_access = False
 
     async def read_body(
-        self, request: AnyRequest, admitted: AdmittedRequest, reservation: Reservation
+        self,
+        request: AnyRequest,
+        admitted: AdmittedRequest,
+        reservation: Reservation,
+        *,
+        may_be_binary: bool = False,
     ) -> Body:
         return await read_body(
             request,
@@ -83,6 +88,7 @@ class Gateway:
             reservation,
             lambda size: self.authenticator.count_bytes(admitted, size),
             lambda size: self.authenticator.charge(admitted, size),
+            may_be_binary=may_be_binary,
         )
 
     def counted(self) -> Iterator[Counted]:

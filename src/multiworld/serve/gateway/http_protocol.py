@@ -6,7 +6,10 @@ import asyncio
 from typing import Any
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
 from multiworld.serve.gateway.http_request import CONNECTION, IS_COMPLETE, Connection
@@ -24,6 +27,8 @@ CREDENTIALS = (b"authorization", b"x-api-key")
 
 # Reply to a client that waits to send its body; it must not be held back.
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+PIPELINED = 64  # requests on a connection whose answers are not complete
 
 STALL_S = 30.0  # for a client to read some of an answer that is waiting for it
 
@@ -83,6 +88,7 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             self._credentials: set[bytes] = set()
             self._stall_timer: asyncio.TimerHandle | None = None
             self._connection = Connection()
+            self._cycles: list[RequestResponseCycle] = []  # requests without an end
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -98,6 +104,10 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             self._stop_late_timer()
             self._stop_stall_timer()
             super().connection_lost(exc)
+            for cycle in self._cycles:  # uvicorn tells the latest one only
+                if not cycle.response_complete:
+                    cycle.disconnected = True
+                    cycle.message_event.set()
             self._connection.lost()
 
         def pause_writing(self) -> None:
@@ -135,9 +145,14 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
         def on_headers_complete(self) -> None:
             self._has_progress = True
             self._stop_timer()
+            if len(self._cycles) >= PIPELINED:
+                self._cycles = [c for c in self._cycles if not c.response_complete]
+            if len(self._cycles) >= PIPELINED:
+                self.transport.close()
             if self._head_bytes <= HEAD_BYTES and not self.transport.is_closing():
                 super().on_headers_complete()
                 if self.cycle is not None:
+                    self._cycles.append(self.cycle)
                     self.cycle.transport = self._heads  # type: ignore[assignment]
 
         def on_response_complete(self) -> None:
@@ -151,6 +166,7 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             super().data_received(data)
             self._count_unused(len(data))
             self._limit_late_body()
+            self._limit_idle()
 
         def on_body(self, body: bytes) -> None:
             self._has_progress = True
@@ -204,6 +220,16 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             is_late = cycle is not None and cycle.response_complete and cycle.more_body
             if is_late and self._late_timer is None:
                 self._late_timer = self.loop.call_later(head_s, self.transport.close)
+
+        def _limit_idle(self) -> None:
+            """Limit the time after an empty line, which is of no request."""
+            cycle = self.cycle
+            is_between = cycle is None or (
+                cycle.response_complete and not cycle.more_body
+            )
+            has_timer = self._timer or self.timeout_keep_alive_task
+            if is_between and not has_timer and not self.transport.is_closing():
+                self._start_timer()
 
         def _stop_late_timer(self) -> None:
             if self._late_timer is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import reprlib
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -221,7 +222,8 @@ def request_id_of(request: AnyRequest) -> str:
 def _log_access(
     request: AnyRequest, number: str, tenant: str, status: int, took_s: float
 ) -> None:
-    method, path = request.scope["method"], request.scope["path"]
+    # As it was sent: decoded, it could have lines of its own.
+    method, path = request.scope["method"], request.scope["raw_path"].decode("ascii")
     text = "%s %s %s %s %d %.3f s"
     access_logger.info(text, number, tenant, method, path, status, took_s)
 
@@ -250,16 +252,18 @@ def timeout_of(
     given = timeout_s
     if given is None:
         given = request.headers.get("x-timeout-s")
+    per_s = 1.0
     if given is None:
-        given = timeout_us / 1e6 if type(timeout_us) is int else timeout_us
+        given, per_s = timeout_us, 1e6 if type(timeout_us) is int else 1.0
     if given is None:
         return None
     try:
-        seconds = -1.0 if isinstance(given, bool) else float(given)
-    except (TypeError, ValueError):
+        seconds = -1.0 if isinstance(given, bool) else float(given) / per_s
+    except (TypeError, ValueError, OverflowError):
         seconds = -1.0
     if not 0 < seconds <= 86400:
         raise InvalidRequestError(
-            f"timeout {given!r} is not valid; give seconds, above 0 and at most 86400"
+            f"timeout {reprlib.repr(given)} is not valid; give seconds, above 0 and at "
+            "most 86400"
         )
     return seconds

@@ -64,10 +64,11 @@ async def read_body(
     reservation: Reservation,
     on_bytes: Callable[[int], None] = lambda size: None,
     on_unpacked: Callable[[int], None] = lambda size: None,
+    *,
+    may_be_binary: bool = False,  # behind JSON of a declared length
 ) -> Body:
     """Read and decompress the body of a request, within limits."""
-    json_length = request.headers.get(JSON_LENGTH)
-    is_binary = json_length is not None
+    is_binary = may_be_binary and JSON_LENGTH in request.headers
     check = partial(limits.check, is_binary=is_binary)
     for header in ("content-length", *([JSON_LENGTH] if is_binary else [])):
         declared = request.headers.get(header, "")

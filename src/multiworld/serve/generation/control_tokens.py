@@ -23,13 +23,12 @@ class ControlTokens:
     """Finds and marks the texts of control tokens in what users write."""
 
     def __init__(self, tokens: Collection[str]) -> None:
-        # Also match names without brackets, in case a template adds those.
+        # Also match names without brackets, where a template may add those.
         cores = {t[1:-1] for t in tokens if len(t) > 2 and not t[1:-1].isalnum()}
-        found = sorted({*filter(None, tokens), *cores}, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, found)) or r"(?!)")
-        self._tokens = re.compile(
-            "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)"
-        )
+        whole, inner = _either({*filter(None, tokens)}), _either(cores)
+        self._pattern = re.compile(rf"{whole}|\A{inner}|{inner}\Z")
+        self._inside = f"{whole}|{inner}"
+        self._tokens = re.compile(whole)
 
     def check(self, text: str, made: int) -> None:
         """Raise InvalidRequestError if ``made`` exceeds the text's control tokens."""
@@ -42,15 +41,23 @@ class ControlTokens:
             str(secrets.randbelow(9 * 10 ** (DIGITS - 1)) + 10 ** (DIGITS - 1))
             for _ in range(2)
         )
-        return Marks(self._pattern, begin, end)
+        return Marks(self._pattern, self._inside, begin, end)
+
+
+def _either(texts: Collection[str]) -> str:
+    """Return an expression of any of some texts, of the longest that fits."""
+    found = map(re.escape, sorted(texts, key=len, reverse=True))
+    return f"(?:{'|'.join(found) or '(?!)'})"
 
 
 class Marks:
     """The marks of one chat, put before and after each match of ``pattern``."""
 
-    def __init__(self, pattern: re.Pattern[str], begin: str, end: str) -> None:
+    def __init__(
+        self, pattern: re.Pattern[str], inside: str, begin: str, end: str
+    ) -> None:
+        # ``inside``: an expression of the texts that stand between marks.
         self._pattern, self._begin, self._end = pattern, begin, end
-        inside = pattern.pattern
         self._split = re.compile(f"{begin}({inside}){end}|{begin}|{end}", re.IGNORECASE)
         self.is_used = False
 

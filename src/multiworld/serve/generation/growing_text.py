@@ -92,8 +92,12 @@ class _Window:
     ) -> None:
         self._tokenizer, self._skips_special = tokenizer, skips_special
         self._tokens = list(before)
-        self._settled = len(before)  # tokens whose text is out
-        self._shown = len(self._decoded(self._tokens))  # characters of theirs
+        text = self._decoded(self._tokens)
+        while text.startswith(PARTIAL):  # the first ones were cut from a character
+            del self._tokens[0]
+            text = self._decoded(self._tokens)
+        self._settled = len(self._tokens)  # tokens whose text is out
+        self._shown = len(text)  # characters of theirs
         self._limit = PENDING
 
     def _decoded(self, tokens: list[int]) -> str:

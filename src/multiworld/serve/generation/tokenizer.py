@@ -190,8 +190,28 @@ class Tokenizer:
         return found
 
     def _encode_all(self, texts: list[str]) -> list[list[int]]:
-        made = self.fast.encode_batch(texts, add_special_tokens=False)
-        return [each.ids for each in made]
+        """Return the tokens of the parts of one text."""
+        anchor = self._anchor_of_parts
+        given = [*texts[:1], *(anchor + text for text in texts[1:])]
+        made = self.fast.encode_batch(given, add_special_tokens=False)
+        found = [each.ids for each in made]
+        before = self.encode(anchor, has_special=False) if anchor else []
+        for number in range(1, len(found) if anchor else 0):
+            ids = found[number]
+            if ids[: len(before)] == before:
+                found[number] = ids[len(before) :]
+            else:
+                found[number] = self.encode(texts[number], has_special=False)
+        return found
+
+    @functools.cached_property
+    def _anchor_of_parts(self) -> str:
+        # Some tokenizers begin each text with a space; a part does not, behind this.
+        before, both, alone = (
+            self.encode(text, has_special=False) for text in ("\n", "\na", "a")
+        )
+        is_same = both[: len(before)] == before and both[len(before) :] == alone
+        return "" if is_same else "\n"
 
     def _known_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if "developer" in str(self._slow.chat_template):

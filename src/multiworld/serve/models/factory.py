@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from multiworld.errors import SpecError
+from multiworld.errors import MultiWorldError, SpecError
 from multiworld.serve.models import hub
 from multiworld.serve.models.modules import Module, cut_module
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
@@ -143,22 +143,18 @@ _sources: dict[str, tuple[int, int]] = {}
 
 
 def _note_sources(module: ModuleType) -> None:
-    """Note the module's file, and those of the modules beside or below it."""
-    folder = _folder_of(module)
-    for other in list(sys.modules.values()) if folder else ():
-        path = getattr(other, "__file__", None)
-        if isinstance(path, str) and path.startswith(folder):
-            with contextlib.suppress(OSError):
-                _sources.setdefault(path, _stat_of(path))
+    """Note the files of a factory's code."""
+    for path in _files_of(module):
+        with contextlib.suppress(OSError):
+            _sources.setdefault(path, _stat_of(path))
 
 
 def check_sources(spec: ModelSpec) -> None:
     """Raise SpecError if a factory's code has changed since it was imported."""
     module = sys.modules.get((spec.factory or "").partition(":")[0])
-    folder = "" if module is None else _folder_of(module)
-    for path, known in _sources.items() if folder else ():
+    for path in () if module is None else _files_of(module):
         with contextlib.suppress(OSError):
-            if path.startswith(folder) and _stat_of(path) != known:
+            if path in _sources and _stat_of(path) != _sources[path]:
                 raise SpecError(
                     f"{path} has changed, but new replicas would run the code that was "
                     "imported when the service started; give the new code another "
@@ -166,10 +162,30 @@ def check_sources(spec: ModelSpec) -> None:
                 )
 
 
-def _folder_of(module: ModuleType) -> str:
-    """Return the folder of a module's file; empty if it has none."""
-    path = getattr(module, "__file__", None)
-    return os.path.join(os.path.dirname(path), "") if isinstance(path, str) else ""
+def _files_of(module: ModuleType) -> list[str]:
+    """Return the files of a module, and of those in its folder whose names it uses."""
+    first = getattr(module, "__file__", None)
+    if not isinstance(first, str):
+        return []
+    folder = os.path.join(os.path.dirname(first), "")
+    found, waiting = {first: module}, [module]
+    while waiting:
+        for value in list(vars(waiting.pop()).values()):
+            other = value if isinstance(value, ModuleType) else _module_of(value)
+            path = getattr(other, "__file__", None)
+            if isinstance(path, str) and path.startswith(folder) and path not in found:
+                assert other is not None
+                found[path] = other
+                waiting.append(other)
+    return list(found)
+
+
+def _module_of(value: object) -> ModuleType | None:
+    """Return the module that defines a function, a class or the class of an object."""
+    try:
+        return sys.modules.get(str(getattr(value, "__module__", None)))
+    except Exception:  # of an object with attributes of its own
+        return None
 
 
 def _stat_of(path: str) -> tuple[int, int]:
@@ -197,9 +213,12 @@ def _call_factory(
 ) -> Any:
     try:
         return function(**options)
-    except TypeError as error:
+    except MultiWorldError:
+        raise
+    except Exception as error:  # of the user's code
         raise SpecError(
-            f"factory {factory!r} failed with {dict(options)}: {error}"
+            f"factory {factory!r} failed with {dict(options)}: "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 

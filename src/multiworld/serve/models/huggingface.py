@@ -206,17 +206,26 @@ def number_of(config: dict[str, Any], names: Sequence[str], folder: Path) -> int
     raise SpecError(f"{folder}/config.json has none of {', '.join(names)}; add one")
 
 
+# Architectures whose positions begin after the number of the padding token.
+COUNTED_FROM_PADDING = ("roberta", "xlm-roberta", "mpnet", "camembert")
+
+
+def configured_length(config: dict[str, Any], default: int) -> int:
+    """Return the maximum length of a sequence in tokens, or ``default``."""
+    found = config.get("max_position_embeddings") or config.get("n_positions")
+    if found and config.get("model_type") in COUNTED_FROM_PADDING:
+        return int(found) - int(config.get("pad_token_id") or 1) - 1
+    return int(found or default)
+
+
 # Rotary embeddings that are others for all rows of a step once one of its sequences is
 # longer than the original maximum.
 CHANGING = ("longrope", "su", "dynamic")
 
 
 def longest_of(config: dict[str, Any], default: int) -> int:
-    """Return the maximum length of a sequence that no other one can change, in tokens,
-    or ``default`` if the config has none."""
-    found = int(
-        config.get("max_position_embeddings") or config.get("n_positions") or default
-    )
+    """Return the maximum length of a sequence that no other one can change."""
+    found = configured_length(config, default)
     ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
     for rope in (ropes, *(r for r in ropes.values() if isinstance(r, dict))):
         if rope.get("rope_type", rope.get("type")) in CHANGING:
@@ -258,7 +267,8 @@ def _pooling(folder: Path) -> str | None:
 def max_length_of(folder: Path, config: dict[str, Any]) -> int:
     path = folder / "sentence_bert_config.json"
     length = read_json(path).get("max_seq_length") if path.exists() else None
-    return int(length or config.get("max_position_embeddings") or 512)
+    longest = configured_length(config, 512)
+    return min(int(length), longest) if length else longest
 
 
 # Characters passed to the tokenizer per token of the maximum length. It would otherwise

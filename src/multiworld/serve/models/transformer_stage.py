@@ -172,7 +172,8 @@ def load_owned(
     if is_int8:
         split_experts(whole)
         quantize_linears(whole, by_module)
-        whole.to(wanted)
+        for parameter in whole.parameters():  # not buffers, such as rotary frequencies
+            parameter.data = parameter.data.to(wanted)
     return whole
 
 

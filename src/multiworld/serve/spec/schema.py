@@ -280,6 +280,9 @@ OF_ENGINE_STAGE = (
 )
 """Fields of a stage that stand at a model with an ``engine``."""
 
+GATEWAYS = "gateway"
+"""Begins the names of gateways, as a model's name begins those of its replicas."""
+
 OF_BATCHES = ("max_batch_size", "max_wait_ms", "max_ongoing_requests")
 """Fields of a stage that have no meaning for generated text."""
 
@@ -682,6 +685,11 @@ class AppSpec(_Strict):
             base, mark, tenant = name.partition("@")
             if not re.match(NAME, base) or (mark and not re.match(NAME, tenant)):
                 raise ValueError(f"model name {name!r}: {PATTERNS[NAME]}")
+            if base == GATEWAYS:
+                raise ValueError(
+                    f"model name {name!r}: that is what the service calls its own "
+                    "gateways; rename the model"
+                )
             if mark and base not in models:
                 raise ValueError(
                     f"model name {name!r}: there is no model {base!r}; write the name "

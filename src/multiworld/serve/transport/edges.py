@@ -59,6 +59,8 @@ class Outbox:
     def put(self, message: EdgeMessage, contents: Sequence[Tensors] = ()) -> None:
         """Queue a message for this loop turn; drop it if the edge has failed."""
         self._queue(message, contents)
+        if len(self._pending) >= FRAME_MESSAGES:
+            self.flush()
         if self._pending and not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._turn)

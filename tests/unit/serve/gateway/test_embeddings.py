@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import struct
 import threading
 from typing import Any
@@ -72,6 +73,30 @@ async def test_many_letters_are_encoded_in_a_thread(
     assert threads == {threading.get_ident()}
     assert (await embed(fake, input="abcde")).status_code == 200
     assert len(threads) == 2
+
+
+@pytest.mark.parametrize("tokens", [[11], [1] * 6, [2**31], [2**63]])
+async def test_token_ids_that_the_model_does_not_take_are_refused(
+    tokens: list[int],
+) -> None:
+    """As on the other routes, and nothing is computed."""
+
+    class Ids(FakeText):
+        def encode_tokens(self, ids: list[int]) -> Tensors:
+            return {"ids": torch.tensor([ids])}
+
+    def check(tensors: Tensors) -> None:
+        if int(tensors["ids"].max()) > 10 or tensors["ids"].numel() > 5:
+            raise InvalidRequestError("too large", param="input")
+
+    fake = Fake()
+    fake.serve(t=dataclasses.replace(TEXT, check=check))
+    fake.gateway.texts["t", "1"] = Ids()
+    for given in (tokens, [[1], tokens]):
+        answer = await embed(fake, input=given)
+        assert answer.status_code == 400, answer.text
+    assert fake.dispatcher.calls == []
+    assert (await embed(fake, input=[1, 10])).status_code == 200
 
 
 CODES = {'no "model"': "missing_required_parameter", "takes no text": None}

@@ -26,8 +26,18 @@ LARGE = 20_000_000
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
+WAITING = set[int]()
+"""Requests at ``/wait``, which end with their client."""
+
+
 async def app(scope: Any, receive: Any, send: Any) -> None:
     """Read the body and answer with its length, or with much; refuse ``/early``."""
+    if scope["path"] == "/wait":
+        WAITING.add(id(scope))
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        WAITING.discard(id(scope))
+        return
     size, is_more = 0, scope["path"] != "/early"
     while is_more:
         message = await receive()
@@ -209,6 +219,35 @@ async def test_time_for_a_later_head_begins_with_its_first_byte() -> None:
         assert (await client.ask())[0] == 200
         client.send(GET[:5])
         assert (await client.answer())[0] == 408
+
+
+async def test_empty_line_does_not_keep_a_connection_open() -> None:
+    """It begins no request, but ends the wait for one."""
+    async with serving(head_s=0.1) as server:
+        client = await server.connect()
+        assert (await client.ask())[0] == 200
+        client.send(b"\r\n")
+        assert (await client.answer())[0] == 408
+        assert await client.is_closed()
+
+
+async def test_requests_that_wait_behind_each_other_are_bounded() -> None:
+    """All of those that come in one read, too."""
+    async with serving() as server:
+        client = await server.connect()
+        client.send(GET.replace(b"GET / ", b"GET /wait ") + GET * 5000)
+        assert await client.is_closed()
+        await until(lambda: server.connections == 0)
+
+
+async def test_client_that_leaves_ends_the_requests_before_its_last_one() -> None:
+    """Though uvicorn tells the last one only."""
+    async with serving() as server:
+        client = await server.connect()
+        client.send(GET.replace(b"GET / ", b"GET /wait ") + GET)
+        await until(lambda: WAITING)
+        await client.close()
+        await until(lambda: not WAITING)
 
 
 async def test_body_may_take_longer_than_a_head() -> None:

@@ -9,6 +9,7 @@ import random
 import threading
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -158,15 +159,20 @@ async def test_json_has_a_lower_limit_than_binary_tensors() -> None:
     limits = BodyLimits(json_bytes=100, body_bytes=1000)
     binary = [("inference-header-content-length", "50")]
     client = FakeClient(b"x" * 600)
-    got = await read_body(client.request(binary), limits, room())
+    read_any = partial(read_body, may_be_binary=True)
+    got = await read_any(client.request(binary), limits, room())
     assert len(got) == 600
+    with pytest.raises(
+        TooLargeError, match="max_json_mb"
+    ):  # of a route without tensors
+        await read_body(FakeClient(b"x" * 600).request(binary), limits, room())
     with pytest.raises(TooLargeError, match="max_json_mb"):
         await read_body(FakeClient(b"x" * 101).request(), limits, room())
     with pytest.raises(TooLargeError, match="max_body_mb"):
-        await read_body(FakeClient(b"x" * 1001).request(binary), limits, room())
+        await read_any(FakeClient(b"x" * 1001).request(binary), limits, room())
     much = [("inference-header-content-length", "101")]
     with pytest.raises(TooLargeError, match="max_json_mb"):
-        await read_body(FakeClient(b"x" * 600).request(much), limits, room())
+        await read_any(FakeClient(b"x" * 600).request(much), limits, room())
 
 
 async def test_bodies_of_all_requests_share_a_budget() -> None:

@@ -8,9 +8,19 @@ from dataclasses import replace
 
 import pytest
 
-from multiworld.errors import OverloadedError
+from multiworld.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    UnknownModelError,
+)
 from multiworld.serve.generation.engine_limits import EngineLimits
+from multiworld.serve.generation.gateway.actions import Action, Log, Send, merged
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
+from multiworld.serve.transport.generation_messages import (
+    EndSequences,
+    PauseSequences,
+)
+from multiworld.serve.transport.routing_table import RoutingTable
 from tests.unit.serve.generation.simulated_chains import Client, Net
 
 LIMITS = EngineLimits(
@@ -59,6 +69,61 @@ async def test_tenant_that_fills_the_queue_leaves_room_for_others() -> None:
         client.task.cancel()
     await asyncio.gather(*(c.task for c in clients), return_exceptions=True)
     net.streams.check_room("m", flood)
+
+
+async def test_request_of_many_completions_needs_room_for_all() -> None:
+    """It is refused before any of them begins; for good, if there never is."""
+    net = Net(random.Random(0), [1, 1], LIMITS)
+    for name in net.alive():
+        net.kill(name)
+    net.table.routes["m"] = replace(net.table.routes["m"], max_queued_requests=3)
+    with pytest.raises(InvalidRequestError, match="5 completions in one request"):
+        net.streams.check_room("m", DEFAULT_SHARE, 5)
+    net.streams.check_room("m", DEFAULT_SHARE, 4)
+    client = Client(net, [1], 5)
+    await asyncio.sleep(0)
+    net.streams.check_room("m", DEFAULT_SHARE, 3)
+    with pytest.raises(OverloadedError):
+        net.streams.check_room("m", DEFAULT_SHARE, 4)
+    client.task.cancel()
+    await asyncio.gather(client.task, return_exceptions=True)
+
+
+async def test_streams_of_a_model_that_is_removed_end() -> None:
+    """Those that wait, and those that lose a replica."""
+    net = Net(random.Random(0), [1, 1], LIMITS)
+    await net.connected()
+    running = Client(net, [1, 2], 50)
+    await net.settle(lambda: len(running.items) > 3)
+    lost = net.alive()[1]
+    table = RoutingTable(99, net.table.gateways, {}, net.table.replicas)
+    net.streams.table_changed(table)
+    await asyncio.sleep(0)
+    assert not running.task.done()
+    net.kill(lost)
+    net.streams.table_changed(table)
+    await net.settle(running.task.done)
+    with pytest.raises(UnknownModelError, match="no longer served"):
+        await running.task
+
+
+def test_messages_about_many_streams_are_few() -> None:
+    """Those that follow each other to a replica, in their order."""
+    keys = [("g", number, 0) for number in range(100)]
+    given: list[Action] = []
+    for key in keys:
+        given += [Send("a", EndSequences((key,))), Send("b", PauseSequences((key,)))]
+    given += [Log("x"), Send("a", PauseSequences(tuple(keys[:1])))]
+    given.append(Send("a", EndSequences(tuple(keys[:1]))))
+    found = merged(given)
+    assert len(found) == 2 * 2 + 3
+    to_a = [a.message for a in found if isinstance(a, Send) and a.replica == "a"]
+    assert [type(m) for m in to_a] == [EndSequences] * 2 + [
+        PauseSequences,
+        EndSequences,
+    ]
+    ended = [key for m in to_a if isinstance(m, EndSequences) for key in m.keys]
+    assert ended == [*keys, keys[0]]
 
 
 async def test_full_queue_and_client_that_leaves_late_have_missed() -> None:

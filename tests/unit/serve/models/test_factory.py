@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from multiworld.errors import SpecError
-from multiworld.serve.models.factory import check_sources, import_factory
+from multiworld.serve.models.factory import build_model, check_sources, import_factory
 from multiworld.serve.spec.schema import ModelSpec, StageSpec
 
 
@@ -35,6 +35,18 @@ def test_code_that_has_changed_since_is_refused(
     finally:
         for name in ("shop_of_tests", "parts_of_tests"):
             sys.modules.pop(name, None)
+
+
+def fails() -> None:
+    """Fail as a factory may."""
+    raise KeyError("weights")
+
+
+def test_factory_that_fails_is_named() -> None:
+    """Whatever it raises: it is the user's."""
+    spec = ModelSpec(factory=f"{__name__}:fails", stages=[StageSpec()])
+    with pytest.raises(SpecError, match=r"failed with \{\}: KeyError: 'weights'"):
+        build_model(spec)
 
 
 def test_models_without_code_of_their_own_are_not_looked_at() -> None:

@@ -63,3 +63,13 @@ def test_encoder_that_would_embed_otherwise_is_refused(
     """Its vectors would not be those of the model."""
     with pytest.raises(SpecError, match=said):
         huggingface.model(encoder(tmp_path, modules, **pooling))
+
+
+@pytest.mark.parametrize(
+    ("kind", "longest"), [("roberta", 512), ("xlm-roberta", 512), ("bert", 514)]
+)
+def test_positions_that_padding_takes_are_not_counted(kind: str, longest: int) -> None:
+    """A longer text would be beyond the table of positions."""
+    sizes = {"max_position_embeddings": 514, "pad_token_id": 1, "model_type": kind}
+    assert huggingface.longest_of(sizes, 7) == longest
+    assert huggingface.max_length_of(Path("/nowhere"), sizes) == longest

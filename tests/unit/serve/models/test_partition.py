@@ -92,14 +92,14 @@ def test_command_prints_profile_cut_and_bottleneck(tmp_path: Path) -> None:
     path = tmp_path / "app.yaml"
     path.write_text(
         "models:\n  minilm:\n    factory: multiworld.serve.models.minilm:model\n"
-        "    options: {stages: 2}\n    stages: [{replicas: 2}, {}]\n"
+        "    options: {stages: 2}\n    stages: [{replicas: 8}, {}]\n"
     )
     done = CliRunner().invoke(cli, ["partition", str(path), "--repeats", "2", "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert len(found["stages"]) == 2
     assert len(found["parts"]) == 6
-    assert found["bottleneck"] == 1  # the other one has two replicas
+    assert found["bottleneck"] == 1  # the other one has eight replicas
     assert len(found["cut"]) == 1
     shown = CliRunner().invoke(cli, ["partition", str(path), "--repeats", "1"])
     assert "the bottleneck" in shown.stdout

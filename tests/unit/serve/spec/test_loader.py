@@ -74,6 +74,7 @@ def test_good_spec_is_read() -> None:
         ("port: 0", "prot: 0", 12, "did you mean port?"),
         ("port: 0", "tls_key: k.pem", 11, "tls_certificate and tls_key together"),
         ("  m:\n", "  Mo del:\n", 2, "model name 'Mo del'"),
+        ("  m:\n", "  gateway:\n", 2, "calls its own gateways; rename the model"),
         ("gateway:\n", "gateway\n", 12, "check indentation"),
         ("app: demo", "app: 'demo", 1, "not valid YAML"),
         ("    stages:\n", "   stages:\n", 6, "not valid YAML"),

@@ -55,7 +55,7 @@ async def served_model(
             f"model {name!r} generates no text; use /v1/embeddings or /v2",
             param="model",
         )
-    name = gateway.base(name)
+    name = gateway.route(name, admitted.tenant)
     tokenizer: Tokenizer = await gateway.text(name, version, model)
     spec = gateway.specs[name, version].generation
     assert spec is not None

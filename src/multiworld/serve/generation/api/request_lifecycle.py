@@ -56,7 +56,8 @@ async def answered(
         )
         timeout_s = timeout_of(request, ready.wanted.timeout_s)
         # A refused request is not charged, and its status can still say so.
-        gateway.streams.check_room(ready.served, admitted.tenant.share)
+        share, count = admitted.tenant.share, len(ready.choices)
+        gateway.streams.check_room(ready.served, share, count)
         sampling, n = ready.wanted.sampling, ready.wanted.n
         prompts = ready.choices[::n]
         gateway.authenticator.count_prompt(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -122,7 +123,7 @@ def settings_of(
         vocabulary=0 if facts is None else facts.vocabulary,
         end_tokens=() if facts is None else facts.end_tokens,
         args=spec.engine_args,
-        python=spec.engine_python or "",
+        python=os.path.expanduser(spec.engine_python or ""),
         device=device,
         gpus=gpus,
         adapters=spec.adapters,

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from multiworld.errors import ServeError
 from multiworld.serve.transport.edge_messages import EdgeMessage
-from multiworld.serve.transport.generation_messages import TokenItem
+from multiworld.serve.transport.generation_messages import (
+    BeginSequences,
+    EndSequences,
+    PauseSequences,
+    TokenItem,
+)
 from multiworld.serve.transport.protocol import MessageError
 
 
@@ -39,3 +45,33 @@ class Refuse:
 
 
 Action = Send | Deliver | RequestReplicas | Log | Refuse
+
+
+# Messages about several sequences, and the most of them in one: a frame has a limit.
+Several = BeginSequences | EndSequences | PauseSequences
+AT_ONCE = 64
+
+
+def merged(actions: list[Action]) -> list[Action]:
+    """Merge messages of a kind that follow each other to a replica."""
+    found: list[Action | tuple[str, type[Several], list[Any]]] = []
+    latest: dict[str, tuple[str, type[Several], list[Any]]] = {}
+    for action in actions:
+        if not isinstance(action, Send):
+            found.append(action)
+            continue
+        message = action.message
+        if not isinstance(message, Several):
+            latest.pop(action.replica, None)
+            found.append(action)
+            continue
+        items = message.starts if isinstance(message, BeginSequences) else message.keys
+        group = latest.get(action.replica)
+        if group is None or group[1] is not type(message) or len(group[2]) >= AT_ONCE:
+            group = latest[action.replica] = action.replica, type(message), []
+            found.append(group)
+        group[2].extend(items)
+    return [
+        Send(each[0], each[1](tuple(each[2]))) if isinstance(each, tuple) else each
+        for each in found
+    ]

@@ -205,8 +205,9 @@ class StreamTimers:
         return [streams[number] for number in sorted(found) if number in streams]
 
 
-# Model, version and kept replicas of a waiting stream, and a probe's number.
-Kind = tuple[str, str, tuple[str, ...], int]
+# Model, version and kept replicas of a waiting stream, whether it has a token, and a
+# probe's number.
+Kind = tuple[str, str, tuple[str, ...], bool, int]
 
 
 class WaitingStreams:
@@ -229,7 +230,8 @@ class WaitingStreams:
     def add(self, stream: Stream) -> None:
         """Record that a stream waits; what it keeps must not change meanwhile."""
         probe = stream.number if stream.via else -1
-        kind = stream.model, stream.version, stream.kept, probe
+        has_token = stream.made > 0
+        kind = stream.model, stream.version, stream.kept, has_token, probe
         self._all[stream.number] = stream, kind
         self.kinds[kind] += 1
 

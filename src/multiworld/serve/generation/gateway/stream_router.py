@@ -42,6 +42,7 @@ from multiworld.serve.transport.generation_messages import SequenceStart, TokenI
 from multiworld.serve.transport.protocol import Key
 from multiworld.serve.transport.routing_table import Route, RoutingTable
 
+MANY = 64  # actions of one event from which messages to a replica are merged
 OWED = 65536  # ended sequences reported to a replica when it reconnects, at most
 KEPT_RETURNS = 3  # attempts in a row that may fail before a stream starts over
 # Seconds between a failed attempt and the next one; doubles until one produces a token.
@@ -99,7 +100,7 @@ class StreamRouter:
             case events.TenantQuarantined(tenant, model):
                 self._quarantine(tenant, model)
         actions, self._actions = self._actions, []
-        return actions
+        return act.merged(actions) if len(actions) > MANY else actions
 
     # Queries.
 
@@ -119,10 +120,17 @@ class StreamRouter:
             raise errors.UnknownModelError(f"no model {model!r} is served here")
         return route
 
-    def check_room(self, model: str, share: Share) -> None:
+    def check_room(self, model: str, share: Share, count: int = 1) -> None:
         """Raise OverloadedError if too many streams, of a tenant too, lack a token."""
         waiting = self._without_token[model]
-        if waiting.is_full(share, self.route(model).max_queued_requests + 1):
+        limit = self.route(model).max_queued_requests + 1
+        if count > limit:
+            raise errors.InvalidRequestError(
+                f"{count} completions in one request, but max_queued_requests of model "
+                f"{model!r} allows {limit}; ask for fewer",
+                param="n",
+            )
+        if waiting.is_full(share, limit, count):
             self.attainment.arrived[model] += 1
             error = refusals.overloaded(model, waiting.of(share.tenant))
             self.attainment.count(model, error, is_late=True)
@@ -410,7 +418,10 @@ class StreamRouter:
         chain = self._chains.choose(stream)
         if chain is None:
             route = self.view.table.routes.get(stream.model)
-            if route is not None and route.on_demand:
+            if route is None and not stream.via:
+                text = f"model {stream.model!r} is no longer served"
+                self._end(stream, errors.UnknownModelError(text))
+            elif route is not None and route.on_demand:
                 self._actions.append(act.RequestReplicas(stream.model))
             return False
         gone = [name for name in stream.kept if name not in chain.replicas]

@@ -138,8 +138,8 @@ class Streams:
     def in_flight(self) -> int:
         return len(self.router.streams)
 
-    def check_room(self, model: str, share: Share) -> None:
-        self.router.check_room(model, share)
+    def check_room(self, model: str, share: Share, count: int = 1) -> None:
+        self.router.check_room(model, share, count)
 
     def quarantine(self, tenant: str, model: str) -> None:
         """End a tenant's streams without a token that wait for a chain, of any kind."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import threading
@@ -25,6 +26,7 @@ from multiworld.serve.spec.stage import Generation, Model, Stage
 from multiworld.serve.tenants.directory import Tenant
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.generation_messages import Sampling, TokenItem
+from multiworld.serve.transport.routing_table import Route, RoutingTable
 from tests.tiny_decoder import save_tokenizer
 from tests.unit.serve.gateway.fakes import Fake
 
@@ -61,7 +63,7 @@ class PlayedStreams(Streams):
         self.requests: list[str] = []
         self.quarantined: list[tuple[str, str]] = []
 
-    def check_room(self, model: str, share: Share) -> None:
+    def check_room(self, model: str, share: Share, count: int = 1) -> None:
         """Have room, unless the test says otherwise."""
         if not self.has_room:
             raise OverloadedError("the queue is full")
@@ -156,6 +158,28 @@ class Played:
         assert events[-1] == "data: [DONE]"
         chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
         return [choice for chunk in chunks for choice in chunk["choices"]]
+
+
+async def test_tenant_with_replicas_of_its_own_has_their_tokenizer_and_limits(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Also while these are of another version than the shared ones."""
+    save_tokenizer(tmp_path, "<own>")
+    played = Played(tokenizer, "acme", "beta")
+    gateway, dispatcher = played.fake.gateway, played.fake.dispatcher
+    shared = gateway.models["g"]["1"]
+    assert shared.generation is not None
+    own = dataclasses.replace(
+        shared.generation, tokenizer=lambda: Tokenizer(tmp_path), max_tokens=50
+    )
+    gateway.models["g@acme"] = {"2": dataclasses.replace(shared, generation=own)}
+    gateway.specs["g@acme", "2"] = gateway.specs["g", "1"]
+    routes = {**dispatcher.table.routes, "g@acme": Route("2", {"2": 1})}
+    dispatcher.table = RoutingTable(1, ("gateway/1",), routes)
+    for tenant, longest, count in (("acme", 50, 1), ("beta", 200, 5)):
+        status, answer = await played.post("/tokenize", {"prompt": "<own>"}, tenant)
+        assert (status, answer["max_model_len"]) == (200, longest)
+        assert answer["count"] == count
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])

@@ -12,6 +12,7 @@ import torch
 from multiworld.errors import SpecError
 from multiworld.serve.generation.models import decoder, decoder_stage, folder_facts
 from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
+from multiworld.serve.models import huggingface
 from multiworld.serve.models.factory import build_model
 from multiworld.serve.models.integer_linear import IntegerLinear
 from multiworld.serve.models.packed_linear import pack_linears
@@ -153,6 +154,19 @@ def test_encoder_generates_nothing_and_says_so(tmp_path: Path) -> None:
         decoder_stage.load(tmp_path, span, "float32", "cpu")
 
 
+def test_rotary_frequencies_are_not_rounded_in_int8(tmp_path: Path) -> None:
+    """They stay float32 whatever the rest is computed in, as without quantization."""
+    folder, span = save_decoder(tmp_path), Span(0, 4, 4)
+
+    def frequencies(*how: str) -> torch.Tensor:
+        stage = decoder_stage.load(folder, span, "bfloat16", "cpu", *how)
+        (found,) = (b for n, b in stage.named_buffers() if n.endswith(".inv_freq"))
+        return found
+
+    assert frequencies("int8").dtype is torch.float32
+    assert torch.equal(frequencies("int8"), frequencies())
+
+
 def test_layers_with_another_state_are_refused(tmp_path: Path) -> None:
     """They would mix what is computed together, and forget the steps before."""
     folder = save_decoder(tmp_path, "lfm2")
@@ -190,7 +204,8 @@ def test_sequences_end_before_their_length_changes_others(
     config = {"max_position_embeddings": 500, "rope_scaling": rope}
     if longest == 99:
         config["original_max_position_embeddings"] = 99
-    assert folder_facts.max_tokens(config) == longest
+    assert huggingface.longest_of(config, 7) == longest
+    assert folder_facts.max_tokens(config) == 500  # engines of others
 
 
 def test_unknown_dtype_is_refused(tmp_path: Path) -> None:
