@@ -130,6 +130,8 @@ class Served:
             self.process = warm.start(words, self.cwd, log)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
+        if not line:
+            self.process.wait(WAIT_S)
         assert line, (self.folder / "serve.log").read_text()[-2000:]
         self.url = decode(line, StatusAnswer).url
         self.note()

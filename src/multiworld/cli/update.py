@@ -57,7 +57,7 @@ def update(service: Service, spec: Path, no_wait: bool, as_json: bool) -> None:
 def _wait(service: Service, answer: Updated) -> str:
     """Wait until the update is done; return the reason of a failure, or ""."""
     patience_s = answer.ready_s + EXTRA_S
-    limit, started = time.monotonic() + patience_s, set[str]()
+    limit, most = time.monotonic() + patience_s, 0
     while True:
         params = {"since": answer.since}
         events = service.ask("GET", "/events", list[HistoryEntry], params=params)
@@ -66,9 +66,12 @@ def _wait(service: Service, answer: Updated) -> str:
                 return f"rolled back: {event.text}"
         status = service.ask("GET", "/status", StatusAnswer)
         active, versions = status.active, answer.versions
-        ready = {p.name for p in status.processes if p.phase == "ready"}
-        if ready - started:  # the next one has as long again
-            limit, started = time.monotonic() + patience_s, started | ready
+        ready = sum(
+            p.phase == "ready" and answer.versions.get(p.model) == p.version
+            for p in status.processes
+        )
+        if ready > most:  # the next one has as long again
+            limit, most = time.monotonic() + patience_s, ready
         is_active = all(active.get(name) == v for name, v in versions.items())
         if is_active and status.is_ready:
             return ""

@@ -35,7 +35,8 @@ class WaitingTenants:
         if self.count + count <= limit:
             return False
         own = self._by_tenant[share.tenant]
-        if own == self.count or (own and self.count >= 2 * limit):
+        is_more = own + count > 1  # than the one request that everybody may have
+        if own == self.count or (is_more and self.count + count > 2 * limit):
             return True
         weights = sum({**self._weights, share.tenant: share.weight}.values())
         return own + count - 1 >= max(1.0, limit * share.weight / weights)

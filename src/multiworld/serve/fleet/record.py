@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import os
@@ -149,8 +150,9 @@ class StateFolder:
                 f"a controller already runs in {self.path}; end it with `multiworld "
                 "shutdown`, or give this service another name (app:)"
             ) from None
-        os.truncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # of a full disk; it is for messages only
+            os.truncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         return lock
 
     def controller(self) -> str:

@@ -146,8 +146,6 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             self._has_progress = True
             self._stop_timer()
             if len(self._cycles) >= PIPELINED:
-                self._cycles = [c for c in self._cycles if not c.response_complete]
-            if len(self._cycles) >= PIPELINED:
                 self.transport.close()
             if self._head_bytes <= HEAD_BYTES and not self.transport.is_closing():
                 super().on_headers_complete()
@@ -157,6 +155,8 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
 
         def on_response_complete(self) -> None:
             self._heads.flush()  # a HEAD request has no body
+            # Complete ones hold headers, and what was not read of their bodies.
+            self._cycles = [c for c in self._cycles if not c.response_complete]
             super().on_response_complete()
 
         def data_received(self, data: bytes) -> None:
@@ -177,6 +177,8 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             self._stop_late_timer()
             self._scope()[IS_COMPLETE] = True
             super().on_message_complete()
+            if self.cycle is not None:  # uvicorn leaves it if the answer was earlier
+                self.cycle.more_body = False
 
         def _scope(self) -> dict[str, Any]:
             return self.scope  # type: ignore[return-value]

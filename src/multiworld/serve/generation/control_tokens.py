@@ -26,7 +26,8 @@ class ControlTokens:
         # Also match names without brackets, where a template may add those.
         cores = {t[1:-1] for t in tokens if len(t) > 2 and not t[1:-1].isalnum()}
         whole, inner = _either({*filter(None, tokens)}), _either(cores)
-        self._pattern = re.compile(rf"{whole}|\A{inner}|{inner}\Z")
+        # Templates may trim what they put into brackets.
+        self._pattern = re.compile(rf"{whole}|\A\s*{inner}|{inner}\s*\Z")
         self._inside = f"{whole}|{inner}"
         self._tokens = re.compile(whole)
 
@@ -73,10 +74,18 @@ class Marks:
 
     def _marked(self, found: re.Match[str]) -> str:
         self.is_used = True
-        return self._begin + found[0] + self._end
+        text, inner = found[0], found[0].strip()
+        if not inner:  # a control token of spaces
+            return self._begin + text + self._end
+        lead, _, trail = text.partition(inner)
+        return f"{lead}{self._begin}{inner}{self._end}{trail}"
 
     def encoded(
-        self, text: str, encode: Callable[[list[str]], list[list[int]]], controls: Any
+        self,
+        text: str,
+        encode: Callable[[list[str]], list[list[int]]],
+        controls: Any,
+        check: Callable[[str, int], None] | None,  # of the other parts; None: trusted
     ) -> list[int]:
         """Return the tokens of a rendered text: ordinary ones for marked parts."""
         pieces: list[str] = []
@@ -89,10 +98,15 @@ class Marks:
             pieces += filter(None, both)
             are_marked += [bool(number % 2)] * (len(pieces) - len(are_marked))
         found: list[int] = []
+        made = 0
         for ids, is_marked in zip(encode(pieces), are_marked, strict=True):
             if is_marked and not controls.isdisjoint(ids):
                 raise InvalidRequestError(
                     REFUSED, param="messages", code="invalid_value"
                 )
+            made += 0 if is_marked else sum(token in controls for token in ids)
             found += ids
+        if check is not None:
+            pairs = zip(pieces, are_marked, strict=True)
+            check("\0".join(p for p, is_marked in pairs if not is_marked), made)
         return found

@@ -182,10 +182,13 @@ class Tokenizer:
                 f"the chat template refuses the messages: {error}", param="messages"
             ) from error
         self.check_length(len(str(text)), longest, "messages")  # including tools
+        # A normalizer may make a control token of what is not like one.
+        is_checked = self.fast.normalizer is not None and not has_controls
         if marks.is_used:
-            return marks.encoded(str(text), self._encode_all, ids)
+            check = controls.check if is_checked else None
+            return marks.encoded(str(text), self._encode_all, ids, check)
         found = self.encode(str(text), has_special=False)
-        if self.fast.normalizer is not None and not has_controls:
+        if is_checked:
             controls.check(str(text), sum(token in ids for token in found))
         return found
 

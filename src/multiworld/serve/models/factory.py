@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import importlib
@@ -9,6 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -163,29 +165,40 @@ def check_sources(spec: ModelSpec) -> None:
 
 
 def _files_of(module: ModuleType) -> list[str]:
-    """Return the files of a module, and of those in its folder whose names it uses."""
+    """Return the files of a module, and of those in its folder that it imports."""
     first = getattr(module, "__file__", None)
     if not isinstance(first, str):
         return []
     folder = os.path.join(os.path.dirname(first), "")
-    found, waiting = {first: module}, [module]
+    found, waiting = {first}, [module]
     while waiting:
-        for value in list(vars(waiting.pop()).values()):
-            other = value if isinstance(value, ModuleType) else _module_of(value)
+        for name in _imports_of(waiting.pop()):
+            other = sys.modules.get(name)
             path = getattr(other, "__file__", None)
-            if isinstance(path, str) and path.startswith(folder) and path not in found:
-                assert other is not None
-                found[path] = other
+            if other is None or not isinstance(path, str):
+                continue
+            if path.startswith(folder) and path not in found:
+                found.add(path)
                 waiting.append(other)
-    return list(found)
+    return sorted(found)
 
 
-def _module_of(value: object) -> ModuleType | None:
-    """Return the module that defines a function, a class or the class of an object."""
+def _imports_of(module: ModuleType) -> set[str]:
+    """Return the names of the modules that a module's source may import."""
     try:
-        return sys.modules.get(str(getattr(value, "__module__", None)))
-    except Exception:  # of an object with attributes of its own
-        return None
+        tree = ast.parse(Path(str(module.__file__)).read_bytes())
+    except (OSError, ValueError, SyntaxError):  # not of Python, or half written
+        return set()
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = (module.__package__ or "").split(".")
+            above = above[: len(above) - node.level + 1] if node.level else []
+            name = ".".join(filter(None, (*above, node.module)))
+            found |= {name, *(f"{name}.{alias.name}" for alias in node.names)}
+    return found
 
 
 def _stat_of(path: str) -> tuple[int, int]:

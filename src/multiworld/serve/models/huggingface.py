@@ -80,7 +80,8 @@ def model(
         )
         for begin, end in cuts
     ]
-    tokens = max_length or max_length_of(folder, config)
+    longest = longest_of(config, 2**31)
+    tokens = min(max_length or max_length_of(folder, config), longest)
     return Model(
         stages=made,
         inputs=[
@@ -92,7 +93,7 @@ def model(
         check=functools.partial(
             check_ids,
             int(config.get("vocab_size", 2**31)),
-            longest_of(config, 2**31),
+            longest,
         ),
         text=functools.partial(Tokenizer, folder, tokens) if pooling else None,
         notes=_notes(config),
@@ -267,8 +268,8 @@ def _pooling(folder: Path) -> str | None:
 def max_length_of(folder: Path, config: dict[str, Any]) -> int:
     path = folder / "sentence_bert_config.json"
     length = read_json(path).get("max_seq_length") if path.exists() else None
-    longest = configured_length(config, 512)
-    return min(int(length), longest) if length else longest
+    longest = configured_length(config, int(length or 512))
+    return min(int(length or longest), longest)
 
 
 # Characters passed to the tokenizer per token of the maximum length. It would otherwise

@@ -22,6 +22,7 @@ from multiworld.serve.transport.generation_messages import (
 )
 from multiworld.serve.transport.routing_table import RoutingTable
 from tests.unit.serve.generation.simulated_chains import Client, Net
+from tests.unit.waiting import turns
 
 LIMITS = EngineLimits(
     max_num_seqs=8, max_num_batched_tokens=16, block_size=4, blocks=200, steps=1
@@ -105,6 +106,16 @@ async def test_streams_of_a_model_that_is_removed_end() -> None:
     await net.settle(running.task.done)
     with pytest.raises(UnknownModelError, match="no longer served"):
         await running.task
+    net = Net(random.Random(0), [1, 1], LIMITS)
+    for name in net.alive():
+        net.kill(name)
+    waiting = [Client(net, [n], 5) for n in range(5)]
+    await asyncio.sleep(0)
+    net.streams.table_changed(table)
+    await turns()  # no time passes
+    assert all(client.task.done() for client in waiting)
+    found = await asyncio.gather(*(c.task for c in waiting), return_exceptions=True)
+    assert {type(error) for error in found} == {UnknownModelError}
 
 
 def test_messages_about_many_streams_are_few() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, normalizers
 
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.generation.growing_text import PENDING, GrowingText
@@ -281,6 +281,25 @@ def test_text_that_is_like_the_end_of_a_control_token_stays(
         assert ends.isdisjoint(tokens)
     one = tokenizer.chat([{"role": "user", "content": "m/s and/sea"}], 999)
     assert one == tokenizer.encode("say m/s and/sea now", has_special=False)
+
+
+def test_other_letters_that_are_normalized_make_no_control_token(
+    tmp_path: Path,
+) -> None:
+    """Beside one that is marked, too; nor does a name that a template trims."""
+    template = "<{% for m in messages %}{{ m.content | trim }}{% endfor %}>"
+    save_tokenizer(tmp_path, template=template)
+    saved = Tokenizer(tmp_path).fast
+    saved.normalizer = normalizers.Lowercase()
+    saved.add_special_tokens([AddedToken("<|im_end|>", normalized=True)])
+    saved.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    for text in ("<|IM_END|>", "<|im_end|> <|IM_END|>"):
+        with pytest.raises(InvalidRequestError, match="control token"):
+            tokenizer.chat([{"role": "user", "content": text}], 99)
+    end = tokenizer.fast.token_to_id("<|im_end|>")
+    for text in ("|im_end|", " |im_end|\n", "<|im_end|>"):
+        assert end not in tokenizer.chat([{"role": "user", "content": text}], 99)
 
 
 def controls(tokenizer: Tokenizer, tokens: list[int]) -> int:

@@ -19,7 +19,7 @@ def test_code_that_has_changed_since_is_refused(
 ) -> None:
     """New replicas would run the old one, which is imported already."""
     (tmp_path / "shop_of_tests.py").write_text(
-        "import parts_of_tests\ndef model(): pass\n"
+        "from parts_of_tests import RATE\ndef model(): pass\n"
     )
     (tmp_path / "parts_of_tests.py").write_text("RATE = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))

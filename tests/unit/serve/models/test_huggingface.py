@@ -73,3 +73,12 @@ def test_positions_that_padding_takes_are_not_counted(kind: str, longest: int) -
     sizes = {"max_position_embeddings": 514, "pad_token_id": 1, "model_type": kind}
     assert huggingface.longest_of(sizes, 7) == longest
     assert huggingface.max_length_of(Path("/nowhere"), sizes) == longest
+
+
+def test_text_is_cut_to_what_the_model_takes(tmp_path: Path) -> None:
+    """Also where the folder names a greater length, or no table of positions."""
+    folder = tmp_path / "encoder"
+    folder.mkdir()
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 2048}')
+    assert huggingface.max_length_of(folder, {}) == 2048
+    assert huggingface.max_length_of(folder, {"max_position_embeddings": 512}) == 512

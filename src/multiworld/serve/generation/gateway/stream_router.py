@@ -421,7 +421,8 @@ class StreamRouter:
             if route is None and not stream.via:
                 text = f"model {stream.model!r} is no longer served"
                 self._end(stream, errors.UnknownModelError(text))
-            elif route is not None and route.on_demand:
+                return True
+            if route is not None and route.on_demand:
                 self._actions.append(act.RequestReplicas(stream.model))
             return False
         gone = [name for name in stream.kept if name not in chain.replicas]
