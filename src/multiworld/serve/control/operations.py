@@ -17,7 +17,8 @@ from multiworld.serve.fleet.history import History
 from multiworld.serve.fleet.reconciler import Reconciler
 from multiworld.serve.fleet.state import DesiredState
 from multiworld.serve.launchers.base import RunningProcess
-from multiworld.serve.models.factory import check_policies, check_sources
+from multiworld.serve.models import imported_sources
+from multiworld.serve.models.factory import check_policies
 from multiworld.serve.placement.manager import PlacementManager
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.transport.control_messages import InjectPartition, Order
@@ -131,7 +132,7 @@ class Operations:
         """Refuse new versions whose code was imported before it was changed."""
         for name, model in app.models.items():
             if model.version not in self._versions.specs.get(name, {}):
-                check_sources(model)
+                imported_sources.check(model.factory or "")
 
     def drain(self, name: str) -> None:
         """Replace one process; it drains once its replacement is ready."""

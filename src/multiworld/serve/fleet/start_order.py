@@ -40,7 +40,7 @@ def next_starts(shortages: Sequence[Shortage], free: int) -> list[StageKey]:
 
 
 def lost_stages(
-    shortages: Sequence[Shortage], chosen: Sequence[StageKey], most: int
+    shortages: Sequence[Shortage], chosen: Sequence[StageKey], limit: int
 ) -> list[StageKey]:
     """Return stages that have lost all of their replicas, and start none."""
     found = [
@@ -50,7 +50,7 @@ def lost_stages(
         and shortage.missing == shortage.count
         and shortage.key not in chosen
     ]
-    return found[:most]
+    return found[:limit]
 
 
 def _urgency(shortage: Shortage, nth: int) -> tuple[int, float]:

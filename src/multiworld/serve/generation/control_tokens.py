@@ -45,9 +45,9 @@ class ControlTokens:
         return Marks(self._pattern, self._inside, begin, end)
 
 
-def _either(texts: Collection[str]) -> str:
-    """Return an expression of any of some texts, of the longest that fits."""
-    found = map(re.escape, sorted(texts, key=len, reverse=True))
+def _either(strings: Collection[str]) -> str:
+    """Return an expression of any of some strings, of the longest that fits."""
+    found = map(re.escape, sorted(strings, key=len, reverse=True))
     return f"(?:{'|'.join(found) or '(?!)'})"
 
 
@@ -57,7 +57,7 @@ class Marks:
     def __init__(
         self, pattern: re.Pattern[str], inside: str, begin: str, end: str
     ) -> None:
-        # ``inside``: an expression of the texts that stand between marks.
+        # ``inside``: an expression of what stands between marks.
         self._pattern, self._begin, self._end = pattern, begin, end
         self._split = re.compile(f"{begin}({inside}){end}|{begin}|{end}", re.IGNORECASE)
         self.is_used = False

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import dataclasses
 import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from multiworld.errors import MultiWorldError, SpecError
-from multiworld.serve.models import hub
+from multiworld.serve.models import hub, imported_sources
 from multiworld.serve.models.modules import Module, cut_module
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 from multiworld.serve.spec.stage import Model, Stage
@@ -129,7 +123,7 @@ def import_factory(factory: str) -> Callable[..., Any]:
     try:
         imported = importlib.import_module(module)
         found: Callable[..., Any] = getattr(imported, name)
-        _note_sources(imported)
+        imported_sources.note(imported)
     except Exception as error:  # importing runs the user's code
         raise SpecError(
             f"factory {factory!r} cannot be imported: {error}; give "
@@ -138,72 +132,6 @@ def import_factory(factory: str) -> Callable[..., Any]:
     if not callable(found):
         raise SpecError(f"factory {factory!r} is not a function; name one")
     return found
-
-
-# Size and time of modification of source files when they were imported, by path.
-_sources: dict[str, tuple[int, int]] = {}
-
-
-def _note_sources(module: ModuleType) -> None:
-    """Note the files of a factory's code."""
-    for path in _files_of(module):
-        with contextlib.suppress(OSError):
-            _sources.setdefault(path, _stat_of(path))
-
-
-def check_sources(spec: ModelSpec) -> None:
-    """Raise SpecError if a factory's code has changed since it was imported."""
-    module = sys.modules.get((spec.factory or "").partition(":")[0])
-    for path in () if module is None else _files_of(module):
-        with contextlib.suppress(OSError):
-            if path in _sources and _stat_of(path) != _sources[path]:
-                raise SpecError(
-                    f"{path} has changed, but new replicas would run the code that was "
-                    "imported when the service started; give the new code another "
-                    "module, or restart the service"
-                )
-
-
-def _files_of(module: ModuleType) -> list[str]:
-    """Return the files of a module, and of those in its folder that it imports."""
-    first = getattr(module, "__file__", None)
-    if not isinstance(first, str):
-        return []
-    folder = os.path.join(os.path.dirname(first), "")
-    found, waiting = {first}, [module]
-    while waiting:
-        for name in _imports_of(waiting.pop()):
-            other = sys.modules.get(name)
-            path = getattr(other, "__file__", None)
-            if other is None or not isinstance(path, str):
-                continue
-            if path.startswith(folder) and path not in found:
-                found.add(path)
-                waiting.append(other)
-    return sorted(found)
-
-
-def _imports_of(module: ModuleType) -> set[str]:
-    """Return the names of the modules that a module's source may import."""
-    try:
-        tree = ast.parse(Path(str(module.__file__)).read_bytes())
-    except (OSError, ValueError, SyntaxError):  # not of Python, or half written
-        return set()
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = (module.__package__ or "").split(".")
-            above = above[: len(above) - node.level + 1] if node.level else []
-            name = ".".join(filter(None, (*above, node.module)))
-            found |= {name, *(f"{name}.{alias.name}" for alias in node.names)}
-    return found
-
-
-def _stat_of(path: str) -> tuple[int, int]:
-    found = os.stat(path)
-    return found.st_size, found.st_mtime_ns
 
 
 def check_policies(app: AppSpec) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from multiworld.errors import SpecError
-from multiworld.serve.models.factory import build_model, check_sources, import_factory
+from multiworld.serve.models import imported_sources
+from multiworld.serve.models.factory import build_model, import_factory
 from multiworld.serve.spec.schema import ModelSpec, StageSpec
 
 
@@ -23,15 +24,15 @@ def test_code_that_has_changed_since_is_refused(
     )
     (tmp_path / "parts_of_tests.py").write_text("RATE = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    spec = ModelSpec(factory="shop_of_tests:model", stages=[StageSpec()])
+    factory = "shop_of_tests:model"
     try:
-        import_factory("shop_of_tests:model")
-        check_sources(spec)
+        import_factory(factory)
+        imported_sources.check(factory)
         (tmp_path / "unrelated.txt").write_text("new")
-        check_sources(spec)
+        imported_sources.check(factory)
         os.utime(tmp_path / changed, (1, 1))
         with pytest.raises(SpecError, match=f"{changed} has changed"):
-            check_sources(spec)
+            imported_sources.check(factory)
     finally:
         for name in ("shop_of_tests", "parts_of_tests"):
             sys.modules.pop(name, None)
@@ -51,5 +52,5 @@ def test_factory_that_fails_is_named() -> None:
 
 def test_models_without_code_of_their_own_are_not_looked_at() -> None:
     """Their factory is the package's."""
-    check_sources(ModelSpec(path="/nowhere", stages=[StageSpec()]))
-    check_sources(ModelSpec(factory="never_imported:f", stages=[StageSpec()]))
+    imported_sources.check("")
+    imported_sources.check("never_imported:f")

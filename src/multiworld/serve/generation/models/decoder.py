@@ -72,7 +72,7 @@ def model(
             tokenizer=functools.partial(folder_facts.tokenizer, folder),
             end_tokens=folder_facts.end_tokens(config, folder),
             vocabulary=huggingface.number_of(config, ("vocab_size",), folder),
-            max_tokens=huggingface.longest_of(config, folder_facts.MOST_TOKENS),
+            max_tokens=huggingface.longest_of(config, folder_facts.MAX_TOKENS),
             kv_bytes=[(end - begin) * token for begin, end in cuts],
             weights=functools.partial(
                 weights.name_of, folder, dtype, deterministic, quantization
