@@ -12,6 +12,7 @@ import base64
 import importlib
 import itertools
 import json
+import math
 import os
 import random
 import struct
@@ -52,6 +53,13 @@ def logits_of(tokens: list[int], adapter: str = "") -> list[float]:
     """Return logits that depend on all tokens, and on the adapter."""
     draw = random.Random(f"{tokens!r}{adapter}")
     return [draw.gauss(0.0, 2.0) for _ in range(VOCABULARY)]
+
+
+def scores_of(tokens: list[int], adapter: str) -> dict[int, float]:
+    """Return the log-probabilities of all tokens."""
+    logits = logits_of(tokens, adapter)
+    total = math.log(sum(map(math.exp, logits)))
+    return {token: logit - total for token, logit in enumerate(logits)}
 
 
 def vector_of(ids: list[int]) -> bytes:
@@ -151,8 +159,13 @@ class Server:
                 token = 10**6
             logprobs = None
             if asked.get("logprobs") is not None:
-                one = {"token_id": token, "logprob": -0.5}
-                logprobs = {"content": [{**one, "top_logprobs": [one]}]}
+                scores = scores_of([*tokens, *made], adapter)
+                top = sorted(scores, key=scores.__getitem__, reverse=True)
+                one, *best = (
+                    {"token_id": each, "logprob": scores[each]}
+                    for each in (token % VOCABULARY, *top[: asked["logprobs"]])
+                )
+                logprobs = {"content": [{**one, "top_logprobs": best}]}
             choice = {"index": 0, "token_ids": [token], "logprobs": logprobs}
             data = json.dumps({"request_id": "", "choices": [choice]})
             if kind == GARBAGE:

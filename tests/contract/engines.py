@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import pytest
 
 from multiworld.serve.generation.grammar import grammar_of_regex
 from multiworld.serve.tenants.fair_queue import Share
@@ -254,6 +255,24 @@ async def every_kind_continues_from_every_token(bench: Bench) -> None:
             assert bench.items(start)[0].index == cut
 
 
+async def every_token_has_log_probabilities(bench: Bench) -> None:
+    """Of it and of the likeliest ones; asking for them changes no token."""
+    for name in ("greedy", "sampled"):
+        sampling = bench.kinds[name]
+        plain = await bench.whole(bench.begin(sampling))
+        start = bench.begin(replace_sampling(sampling, logprobs=3))
+        assert await bench.whole(start) == plain
+        for item in bench.items(start):
+            assert item.logprob is not None, (name, item.index)
+            values = [value for _, value in item.top]
+            assert len(values) == 3
+            assert values == sorted(values, reverse=True)
+            assert item.logprob <= values[0] + 1e-6
+            known = dict(item.top).get(item.token, item.logprob)
+            assert item.logprob == pytest.approx(known, abs=1e-6)
+            assert name != "greedy" or item.token == item.top[0][0]
+
+
 async def adapters_compute_otherwise(bench: Bench) -> None:
     """Each has its own tokens for one prompt, beside and after the others."""
     sampling = bench.kinds["sampled"]
@@ -350,6 +369,7 @@ CHECKS: tuple[EngineCheck, ...] = (
     tokens_come_in_order,
     sequences_do_not_depend_on_others,
     every_kind_continues_from_every_token,
+    every_token_has_log_probabilities,
     adapters_compute_otherwise,
     ended_sequences_leave_nothing,
     more_than_fit_wait,

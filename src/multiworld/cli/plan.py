@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import click
 import msgspec
@@ -14,18 +18,23 @@ from rich.console import Console
 from rich.table import Table
 
 from multiworld.cli.options import JSON, SPEC, FiniteRange, new_table, print_table
+from multiworld.errors import PlacementError
 from multiworld.serve.control.dtypes import resolve
 from multiworld.serve.control.service import measured_machine_of
-from multiworld.serve.fleet.desired_state import bounds_of
+from multiworld.serve.fleet.desired_state import bounds_of, desired_state_of
 from multiworld.serve.models.factory import build_model, stage_name
 from multiworld.serve.placement.problem_builder import (
     StageOutlook,
     asks_in,
     bottleneck,
+    device_name,
     outlook,
+    plan_of,
     problem_of,
 )
-from multiworld.serve.resources.amounts import Node
+from multiworld.serve.placement.replica_bookings import ReplicaBookings, asks_of
+from multiworld.serve.placement.solver.problem import Placement
+from multiworld.serve.resources.amounts import Location, Node
 from multiworld.serve.scaling.default_policy import decide
 from multiworld.serve.scaling.limits import is_scaled
 from multiworld.serve.scaling.scaling_plans import ScalingPlan, plans_of
@@ -64,7 +73,7 @@ class PlannedModel(msgspec.Struct, frozen=True):
 
     model: str
     demand: float | None
-    served: float
+    served: float | None  # None: not known
     bottleneck: int | None
     at_most: float | None
     short: str
@@ -158,7 +167,56 @@ def _placed(app: AppSpec, machines: Sequence[Node], limit_s: float) -> Outlook:
             )
         )
     gap = None if found.gap == float("inf") else found.gap
+    apart = [name for name in app.models if name not in found.served]
+    if apart:
+        spread, short = _admitted(app, machines, found)
+        stages += [
+            StageOutlook(name, k, {}, 0.0, math.inf)
+            for name in apart
+            for k in range(len(app.models[name].stages))
+        ]
+        if not short:
+            stages = [replace(s, where=spread[s.model, s.stage]) for s in stages]
+        models += [
+            PlannedModel(name, app.models[name].demand, None, None, None, short)
+            for name in apart
+        ]
     return Outlook(stages, models, found.solver, gap)
+
+
+Spread = dict[tuple[str, int], Counter[str]]  # replicas of each stage, by location
+
+
+def _admitted(
+    app: AppSpec, machines: Sequence[Node], placement: Placement
+) -> tuple[Spread, str]:
+    """Return where all replicas fit, and why they do not.
+
+    The solvers leave out models with several GPUs a replica; the service gives them
+    what is free, before the others.
+    """
+    specs = {name: {model.version: model} for name, model in app.models.items()}
+    bookings = ReplicaBookings(machines)
+    bookings.plan = plan_of(placement, {n: m.version for n, m in app.models.items()})
+    desired = desired_state_of(app)
+    models = {
+        name: replace(model, replicas=tuple(max(1, n) for n in model.replicas))
+        for name, model in desired.models.items()
+    }
+    spread: Spread = {}
+    try:
+        placed = bookings.admit(asks_of(replace(desired, models=models), specs))
+    except PlacementError as error:
+        return spread, str(error)
+    for booking in placed.bookings.values():
+        model, _, stage = cast("tuple[str, str, int]", booking.post)
+        spread.setdefault((model, stage), Counter())[_in_words(booking.spot)] += 1
+    return spread, ""
+
+
+def _in_words(spot: Location) -> str:
+    gpus = "+".join(map(str, spot.gpus))
+    return f"{spot.node}/gpu{gpus}" if gpus else device_name(spot.node, None)
 
 
 def _placed_stage(row: PlannedStage, found: Outlook) -> PlannedStage:
@@ -288,9 +346,12 @@ def _rate(rate: float) -> str:
 
 def _expected(app: AppSpec, model: PlannedModel) -> str:
     said = f"{model.model}: "
-    if model.demand:
+    if model.demand and model.served is not None:
         said += f"serves {_rate(model.served)} of {_rate(model.demand)} rows/s; "
-    if model.bottleneck is None or model.at_most is None:
+    is_engine = app.models[model.model].engine is not None
+    if (model.bottleneck is None or model.at_most is None) and is_engine:
+        said += "the computing time of an engine is not known"
+    elif model.bottleneck is None or model.at_most is None:
         said += (
             "no stage has a computing time, so the bottleneck is not known; run "
             "`multiworld profile SPEC --out FILE`, and add `profile: FILE` to the model"

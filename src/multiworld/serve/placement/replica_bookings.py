@@ -44,8 +44,12 @@ class ReplicaBookings:
         fewest = "none of its stage is there" if not here else "few of its stage are"
         return spot, f"{fewest}, and there is room"
 
-    def admit(self, asks: Iterable[PlaceRequest]) -> None:
-        """Raise ``PlacementError`` unless all requests fit beside running replicas."""
+    def admit(self, asks: Iterable[PlaceRequest]) -> Bookings:
+        """Return the bookings with all requests beside the running replicas.
+
+        Raises:
+            PlacementError: Not all of them fit.
+        """
         trial = self.ledger.copy()
         missing = []
         for post, title, count, need in asks:
@@ -63,6 +67,7 @@ class ReplicaBookings:
                     short=error.short,
                 ) from None
             trial.book(f"\0{number}", post, spot, need)
+        return trial
 
     def runs(
         self, versions: Mapping[str, str], names: Iterable[str]

@@ -163,8 +163,11 @@ class TokenServerEngine:
 
         It ends at once if the known ones come differently.
         """
-        known = 0
-        async with aclosing(self._answers(run, piece, slot, keep)) as found:
+        assert self._server is not None
+        assert self._dialect is not None
+        known, body = 0, self._dialect.body(run, piece, slot, keep)
+        answers = self._dialect.answers(self._server, body, run)
+        async with aclosing(answers) as found:
             async for some in found:
                 expected = piece.known[known : known + len(some)]
                 if [each.token for each in some[: len(expected)]] != [*expected]:
@@ -177,18 +180,3 @@ class TokenServerEngine:
                 known += len(expected)
                 if some := some[len(expected) :]:
                     yield some
-
-    async def _answers(
-        self, run: Run, piece: Piece, slot: int, keep: bool
-    ) -> AsyncGenerator[list[EngineToken]]:
-        assert self._server is not None
-        assert self._dialect is not None
-        dialect = self._dialect
-        body = dialect.body(run, piece, slot, keep)
-        if not dialect.is_streamed:
-            yield dialect.tokens(await self._server.post(dialect.path, body), run)
-            return
-        async with aclosing(self._server.events(dialect.path, body)) as events:
-            async for data in events:
-                if tokens := dialect.tokens(data, run):
-                    yield tokens

@@ -1,19 +1,25 @@
 """Dialects of servers that continue sequences of tokens and sample themselves.
 
-A dialect writes the body of a request for a piece, and reads the tokens of an answer.
+A dialect writes the body of a request for a piece, sends it, and reads the tokens of
+the answers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
 from multiworld.errors import InvalidRequestError, SpecError
-from multiworld.serve.generation.engines.engine_server import Answer, answer_of
+from multiworld.serve.generation.engines.engine_server import (
+    Answer,
+    EngineServer,
+    answer_of,
+)
 from multiworld.serve.generation.engines.pieces import Piece, is_greedy, size_of
 from multiworld.serve.generation.engines.whole_engine import EngineToken, Run
 from multiworld.serve.generation.tokenizer import Tokenizer
@@ -24,6 +30,10 @@ from multiworld.serve.transport.generation_messages import Sampling
 PIECE = 32
 # Biases of a request: with more, an error ends the engine of vLLM's GPU runner.
 MAX_BIASES = 1024
+# Log-probabilities of a request for that of a token that llama.cpp's answer lacks: it
+# is mostly among the first; otherwise those of nearly all are read, some megabytes.
+MANY, ALL = 256, 100_000
+TRIES = 16  # requests at most; each excludes one more such token
 TOKEN = "token_id:"  # prefix of tokens in vLLM's log-probabilities
 
 
@@ -33,7 +43,6 @@ class Dialect(Protocol):
     title: str  # name of the server, for messages
     path: str  # the route
     piece: int | None  # maximum number of tokens of a piece; None: no maximum
-    is_streamed: bool  # answers are server-sent events, each with some tokens
 
     def check(self, sampling: Sampling) -> None:
         """Raise ``InvalidRequestError`` for parameters that the server lacks."""
@@ -41,14 +50,34 @@ class Dialect(Protocol):
     def body(self, run: Run, piece: Piece, slot: int, keep: bool) -> dict[str, Any]:
         """Return the body of a request; ``keep``: use the slot's keys and values."""
 
-    def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
-        """Return the tokens of an event, or of the answer."""
+    def answers(
+        self, server: EngineServer, body: dict[str, Any], run: Run
+    ) -> AsyncGenerator[list[EngineToken]]:
+        """Send a request, and yield its tokens as they arrive."""
 
 
 def refuse(title: str, name: str, remedy: str) -> InvalidRequestError:
     """Return the error for a parameter that a server does not cover."""
     text = f"this model's engine, {title}, does not support {name}; {remedy}"
     return InvalidRequestError(text, param=name)
+
+
+class _Streamed:
+    """Answers are server-sent events, each with some tokens."""
+
+    path: str
+
+    def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
+        """Return the tokens of an event."""
+        raise NotImplementedError
+
+    async def answers(
+        self, server: EngineServer, body: dict[str, Any], run: Run
+    ) -> AsyncGenerator[list[EngineToken]]:
+        async with aclosing(server.events(self.path, body)) as events:
+            async for data in events:
+                if tokens := self.tokens(data, run):
+                    yield tokens
 
 
 def check_common(title: str, sampling: Sampling) -> None:
@@ -78,10 +107,11 @@ class LlamaCpp:
     """``/completion`` of llama.cpp's server: token ids in, token ids out.
 
     Its stream leaves out tokens that end within a character. So each token is one
-    request, which finds the keys and values of the others in its slot.
+    request, which finds the keys and values of the others in its slot. Its answers
+    leave out the log-probabilities of such tokens: those come from another request.
     """
 
-    title, path, is_streamed = "llama.cpp", "/completion", False
+    title, path = "llama.cpp", "/completion"
     piece: int | None = 1
 
     def __init__(self, adapters: Sequence[str] = ()) -> None:
@@ -127,15 +157,44 @@ class LlamaCpp:
             "response_fields": ["tokens", "completion_probabilities"],
         }
 
-    def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
-        found = answer_of(self._decoder, data)
+    async def answers(
+        self, server: EngineServer, body: dict[str, Any], run: Run
+    ) -> AsyncGenerator[list[EngineToken]]:
+        found = answer_of(self._decoder, await server.post(self.path, body))
         count, scores = run.sampling.logprobs, found.completion_probabilities
-        if count is None or len(scores) < len(found.tokens):
-            return [EngineToken(token) for token in found.tokens]
-        return [
-            EngineToken(token, score.logprob, pairs_of(score.top_logprobs, count))
-            for token, score in zip(found.tokens, scores, strict=False)
-        ]
+        if count is None or len(scores) < len(found.tokens) != 1:
+            yield [EngineToken(token) for token in found.tokens]
+        elif not scores and found.tokens:
+            yield [await self._scored(server, body, found.tokens[0], count)]
+        else:
+            yield [
+                EngineToken(token, score.logprob, pairs_of(score.top_logprobs, count))
+                for token, score in zip(found.tokens, scores, strict=False)
+            ]
+
+    async def _scored(
+        self, server: EngineServer, body: dict[str, Any], token: int, count: int
+    ) -> EngineToken:
+        """Find the log-probability of a token among those of a request without it.
+
+        Log-probabilities are those before sampling, so neither the biases nor the
+        token that is sampled there change them.
+        """
+        banned, many = [token], max(count, MANY)
+        for _ in range(TRIES):
+            bias = [(each, False) for each in banned]
+            other = {"temperature": -1.0, "logit_bias": bias, "n_probs": many}
+            data = await server.post(self.path, {**body, **other})
+            found = answer_of(self._decoder, data)
+            if not found.completion_probabilities:
+                banned += found.tokens  # it ends within a character, too
+                continue
+            scores = found.completion_probabilities[0].top_logprobs
+            for one in scores:
+                if one.id == token:
+                    return EngineToken(token, one.logprob, pairs_of(scores, count))
+            many = ALL
+        return EngineToken(token)
 
 
 def pairs_of(
@@ -166,7 +225,7 @@ class _Chunk(Answer):
 
 
 @dataclass
-class Completions:
+class Completions(_Streamed):
     """``/v1/completions`` with token ids in and out, as vLLM has them."""
 
     model: str  # its name at the server
@@ -174,7 +233,6 @@ class Completions:
     title: str = "a server with OpenAI's API"
     path: str = "/v1/completions"
     piece: int | None = PIECE
-    is_streamed: bool = True
 
     def check(self, sampling: Sampling) -> None:
         check_common(self.title, sampling)
@@ -257,7 +315,7 @@ def _scored(token: int, place: int, scores: _Scores, count: int | None) -> Engin
 
 
 @dataclass
-class CompletionsOfText:
+class CompletionsOfText(_Streamed):
     """``/v1/completions`` with text in and out: OpenAI's fields only, not exact."""
 
     model: str  # its name at the server
@@ -267,7 +325,6 @@ class CompletionsOfText:
     title: str = "a server that returns text only"
     path: str = "/v1/completions"
     piece: int | None = None
-    is_streamed: bool = True
 
     def check(self, sampling: Sampling) -> None:
         check_common(self.title, sampling)

@@ -1,0 +1,63 @@
+"""``multiworld plan`` for engines with several GPUs a replica."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from multiworld.cli.main import cli
+from tests.tiny_decoder import save_decoder
+
+SPEC = """
+models:
+  small:
+    factory: tests.serve.models:model
+    stages:
+    - {device: cuda, gpu_memory_mb: 20}
+    - {}
+    - {}
+  wide:
+    path: FOLDER
+    engine: vllm
+    engine_args: {tensor_parallel_size: 2}
+    device: cuda
+    replicas: REPLICAS
+    generation: {}
+"""
+GPUS = [{"index": n, "kind": "L4", "memory_bytes": 2**34} for n in range(5)]
+NODE = {"name": "g", "cpus": 8, "memory_bytes": 2**35, "gpus": GPUS}
+
+
+def planned(folder: Path, replicas: int) -> tuple[int, dict[str, Any]]:
+    """Return the exit code and the output of the command."""
+    model, spec, nodes = folder / "model", folder / "app.yaml", folder / "nodes.json"
+    save_decoder(model)
+    spec.write_text(
+        SPEC.replace("FOLDER", str(model)).replace("REPLICAS", str(replicas))
+    )
+    nodes.write_text(json.dumps([NODE]))
+    done = CliRunner().invoke(cli, ["plan", str(spec), "--nodes", str(nodes), "--json"])
+    return done.exit_code, json.loads(done.stdout)
+
+
+def test_replicas_with_several_gpus_have_them_for_themselves(tmp_path: Path) -> None:
+    """Others go to the GPUs that are left, as when the service starts."""
+    code, shown = planned(tmp_path, 2)
+    where = {(s["model"], s["stage"]): s["where"] for s in shown["stages"]}
+    assert code == 0
+    assert where["wide", 0] == {"g/gpu0+1": 1, "g/gpu2+3": 1}
+    assert where["small", 0] == {"g/gpu4": 1}
+    assert where["small", 1] == {"g/cpu": 1}
+
+
+@pytest.mark.parametrize("replicas", [3, 4])
+def test_too_many_replicas_with_several_gpus(tmp_path: Path, replicas: int) -> None:
+    code, shown = planned(tmp_path, replicas)
+    (wide,) = (model for model in shown["models"] if model["model"] == "wide")
+    assert code == 1
+    assert f"2 of {replicas} replicas" in wide["short"]
+    assert "1 of 2 GPUs have room" in wide["short"]
