@@ -21,6 +21,7 @@ from multiworld.serve.gateway.body_budget import BodyBudget, BodyLimits
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.http_protocol import bounded
+from multiworld.serve.gateway.tls_handshake import context_of, with_tls
 from multiworld.serve.generation.api.openai_routes import add_generation
 from multiworld.serve.generation.api.triton_generate import add_generate
 from multiworld.serve.generation.gateway.streams import Streams
@@ -98,6 +99,14 @@ def allowed_connections(wanted: int) -> int:
     return min(wanted, room)
 
 
+def _protocol_of(spec: GatewaySpec, max_connections: int) -> type[asyncio.Protocol]:
+    protocol = bounded(spec.head_s, max_connections)
+    if spec.tls_certificate is None or spec.tls_key is None:
+        return protocol
+    context = context_of(spec.tls_certificate, spec.tls_key)
+    return with_tls(protocol, context, spec.head_s, max_connections)
+
+
 class _Edges:
     """An ``EdgeOwner`` that passes edge events to the dispatcher and the streams."""
 
@@ -168,7 +177,7 @@ class GatewayProcess:
         self._server = EmbeddedServer(
             uvicorn.Config(
                 make_app(self._gateway, ROUTES),
-                http=bounded(self._spec.head_s, connections),
+                http=_protocol_of(self._spec, connections),
                 ws="none",
                 log_config=None,
                 access_log=False,
@@ -176,8 +185,6 @@ class GatewayProcess:
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=int(self._spec.shutdown_s) or 1,
-                ssl_certfile=self._spec.tls_certificate,
-                ssl_keyfile=self._spec.tls_key,
                 server_header=False,
                 proxy_headers=False,
             )

@@ -595,10 +595,11 @@ class GatewaySpec(_Strict):
     """Maximum size of the bodies of all requests in flight in a gateway, in MiB; beyond
     it, requests are answered with 503."""
     max_connections: Annotated[int, Field(ge=1, le=1_000_000, strict=True)] = 4096
-    """Maximum number of connections to a gateway; others are answered with 503."""
+    """Maximum number of connections to a gateway; others are answered with 503, or
+    closed if others are in their TLS handshakes."""
     head_s: Seconds = 10.0
     """Maximum seconds for a client to send the headers of a request; a slower one is
-    answered with 408."""
+    answered with 408. A TLS handshake has as long; then its connection is closed."""
     shutdown_s: Seconds = 30.0
     """Seconds that accepted requests have to finish at a shutdown."""
     access_log: bool = False
