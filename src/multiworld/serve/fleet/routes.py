@@ -35,11 +35,16 @@ def routing_table_of(
                 STATE_OF[p.phase],
                 p.fingerprint,
                 p.weights,
+                _stages(versions.get((p.model, p.version))),
             )
             for p in processes
             if not p.is_gateway and p.is_there
         },
     )
+
+
+def _stages(known: DesiredModel | None) -> int:
+    return len(known.replicas) if known is not None and known.generates else 0
 
 
 def _route(name: str, active: str, desired: DesiredModel, versions: Versions) -> Route:

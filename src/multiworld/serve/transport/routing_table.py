@@ -25,6 +25,9 @@ class Replica:
     state: ReplicaState
     fingerprint: str = ""
     weights: str = ""
+    # For text: stages of its version, the last of which also sends to stage 0. Not in
+    # the route, which ends when a model is removed: its streams are still answered.
+    stages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class Route:
     objective_s: float | None = None  # for SLO attainment
     # Stages that may scale to zero; requests wait for a replica.
     on_demand: tuple[int, ...] = ()
-    generates: bool = False  # text: its last stage also sends to stage 0
+    generates: bool = False  # text
     ttft_s: float | None = None
     tpot_s: float | None = None
 
@@ -89,15 +92,13 @@ def edges_of(table: RoutingTable, process: str) -> dict[str, Edge]:
         edges[other.name] = _edge(other.name, process, 1)
     for other in table.stage(me.model, me.version, me.stage + 1):
         edges[other.name] = _edge(process, other.name, 0)
-    route = table.routes.get(me.model)
-    if route is not None and route.generates:
-        last = route.stages.get(me.version, 0) - 1
-        if me.stage == 0 and last > 1:
-            for other in table.stage(me.model, me.version, last):
-                edges[other.name] = _edge(process, other.name, 0)
-        elif me.stage == last and last > 1:
-            for other in table.stage(me.model, me.version, 0):
-                edges[other.name] = _edge(other.name, process, 1)
+    last = me.stages - 1
+    if me.stage == 0 and last > 1:
+        for other in table.stage(me.model, me.version, last):
+            edges[other.name] = _edge(process, other.name, 0)
+    elif me.stage == last and last > 1:
+        for other in table.stage(me.model, me.version, 0):
+            edges[other.name] = _edge(other.name, process, 1)
     return edges
 
 

@@ -422,6 +422,26 @@ def test_adopted_drain_goes_on() -> None:
     assert asked.is_going
 
 
+class Unfinished(Service):
+    """A fleet whose replicas finish later."""
+
+    def carry_out(self, action: Action) -> list[Event]:
+        """Carry out an action, but do not let a replica finish."""
+        return [] if isinstance(action, Finish) else super().carry_out(action)
+
+
+def test_replicas_of_removed_text_keep_the_edge_from_the_last_stage() -> None:
+    """The streams that they have are still answered."""
+    service = Unfinished(1, 1, 1)
+    text = DesiredModel("1", (1, 1, 1), generates=True)
+    service.handle(DesiredStateChanged(DesiredState({"m": text})))
+    service.handle(DesiredStateChanged(DesiredState({})))
+    table = service.fleet.table
+    assert table.routes == {}
+    assert {r.state for r in table.replicas.values()} == {ReplicaState.DRAINING}
+    assert {r.stages for r in table.replicas.values()} == {3}
+
+
 def test_model_that_is_no_longer_desired_is_drained() -> None:
     """Its route disappears from the table."""
     service = Service(1, 1, 1)

@@ -236,7 +236,13 @@ class Net:
             settings, engine, scheduler, lambda: self.now
         )
         self._replicas[name] = Replica(
-            name, "m", self.version, stage, state, weights=self.weights
+            name,
+            "m",
+            self.version,
+            stage,
+            state,
+            weights=self.weights,
+            stages=self.stages,
         )
         self._table_changed()
         for peer in edges_of(self.table, name):

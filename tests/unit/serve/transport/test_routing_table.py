@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from multiworld.serve.transport.control_messages import ORDERS, TableChanged
 from multiworld.serve.transport.routing_table import (
+    Edge,
     Replica,
     ReplicaState,
     Route,
@@ -50,6 +53,17 @@ def test_edges_when_versions_differ_then_none() -> None:
     newer = Replica("m/1/9", "m", "2", 1, READY)
     both = RoutingTable(4, (), table.routes, {**table.replicas, newer.name: newer})
     assert edges_of(both, newer.name) == {}
+
+
+def test_last_stage_of_text_reaches_the_first_while_its_model_is_removed() -> None:
+    """The route is gone then, but streams are still answered."""
+    replicas = {n: replace(r, stages=3) for n, r in a_table().replicas.items()}
+    table = RoutingTable(4, ("g/1",), {}, replicas)
+    name = "edge:m/0/0>m/2/3"
+    last, first = edges_of(table, "m/2/3"), edges_of(table, "m/0/0")
+    assert last["m/0/0"] == Edge(name, "m/0/0", 1, is_upstream=True)
+    assert first["m/2/3"] == Edge(name, "m/2/3", 0, is_upstream=False)
+    assert "m/0/0" not in edges_of(RoutingTable(4, (), {}, a_table().replicas), "m/2/3")
 
 
 def test_table_survives_the_wire() -> None:
