@@ -209,7 +209,7 @@ def sample(
     asking = [row for row in asking if row in tokens]
     if asking:
         for places, values in reversed(before):
-            logits.view(-1)[places] = values
+            logits.view(-1).scatter_(0, places, values)
         for row, copy in copies.items():
             logits[row] = copy
         for begin in range(0, len(asking), size):
@@ -248,12 +248,14 @@ def _adjust(
     for row, mask in zip(logits, masks, strict=False):
         if mask is not None:
             row += _BITS[mask.to(torch.int32)].flatten()[: len(row)]
+    # index_select and scatter_ are ten times as fast as an index here.
     flat, width = logits.view(-1), logits.shape[-1]
     biased = [(n * width, h.bias) for n, h in enumerate(histories) if h.bias]
     if biased:  # before the penalties, as in vLLM
         places = torch.cat([at + words for at, (words, _) in biased])
-        changes.append((places, flat[places]))
-        flat[places] += torch.cat([values for _, (_, values) in biased])
+        changes.append((places, found := flat.index_select(0, places)))
+        found = found + torch.cat([values for _, (_, values) in biased])
+        flat.scatter_(0, places, found)
     counted = [(n, words) for n, h in enumerate(histories) if (words := h.words)]
     if counted:
         places = torch.cat([row * width + words for row, (words, _) in counted])
@@ -264,11 +266,11 @@ def _adjust(
         present = torch.tensor([p.presence_penalty for p in asked])
         frequent = torch.tensor([p.frequency_penalty for p in asked])
         repeated = repeated.repeat_interleave(counts)
-        changes.append((places, found := flat[places]))
+        changes.append((places, found := flat.index_select(0, places)))
         found = torch.where(found > 0, found / repeated, found * repeated)
         found -= present.repeat_interleave(counts) * (times > 0)
         found -= frequent.repeat_interleave(counts) * times
-        flat[places] = found
+        flat.scatter_(0, places, found)
     for n, history in enumerate(histories):
         if history.is_too_short:
             ends = [token for token in history.ends if token < width]
@@ -316,8 +318,9 @@ def _likeliest(blocks: Tensor, maxima: Tensor, rows: Sequence[int]) -> dict[int,
 def _largest(blocks: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
     """Return the FEW largest values of each row, descending, and their words."""
     which = maxima.topk(min(FEW, maxima.shape[-1]), sorted=False).indices
-    at = torch.arange(len(blocks))[:, None]
-    found = blocks[at, which].flatten(1).topk(FEW)
+    at = which + torch.arange(len(blocks))[:, None] * blocks.shape[1]
+    largest = blocks.reshape(-1, BLOCK).index_select(0, at.flatten())
+    found = largest.view(len(blocks), -1).topk(FEW)
     words = which.gather(1, found.indices // BLOCK) * BLOCK + found.indices % BLOCK
     return found.values, words
 
