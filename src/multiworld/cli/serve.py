@@ -58,10 +58,15 @@ def serve(spec: Path, state: Path | None, verbose: bool, as_json: bool) -> None:
             return
         console.print(f"[green]{app.app} is ready[/] at {controller.url}")
         console.print(f"  after {startup}", soft_wrap=True)
-        for name, model in app.models.items():
-            counts = controller.fleet.desired.models[name].replicas
+        # Not those of the file: an update may have changed them before.
+        for name, model in controller.fleet.desired.models.items():
+            counts = zip(
+                controller.specs[name][model.version].stages,
+                model.replicas,
+                strict=True,
+            )
             stages = " → ".join(
-                f"{s.name or n} x{counts[n]}" for n, s in enumerate(model.stages)
+                f"{stage.name or n} x{count}" for n, (stage, count) in enumerate(counts)
             )
             line = f"  model {name} (version {model.version}): {stages}"
             if name in controller.dtypes:

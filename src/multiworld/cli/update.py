@@ -15,6 +15,7 @@ from multiworld.serve.control.client import Service
 from multiworld.serve.fleet.entries import HistoryEntry
 
 LOOK_S = 0.3  # seconds between checks of the progress
+FETCH_S = 3600.0  # seconds for the controller to fetch models, before it answers
 EXTRA_S = 10.0  # seconds to wait beyond the spec's ready_s
 
 
@@ -36,7 +37,7 @@ def update(service: Service, spec: Path, no_wait: bool, as_json: bool) -> None:
         reason = getattr(error, "strerror", None) or error
         raise click.ClickException(f"cannot read {spec}: {reason}") from error
     body = {"text": text, "where": str(spec.resolve())}
-    answer = service.ask("POST", "/update", Updated, json=body)
+    answer = service.ask("POST", "/update", Updated, json=body, limit_s=FETCH_S)
     wanted = ", ".join(f"{name} {v}" for name, v in answer.versions.items())
     if no_wait:
         show(plain(answer), as_json=as_json, text=f"accepted: {wanted}")

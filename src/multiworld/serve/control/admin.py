@@ -13,6 +13,7 @@ from multiworld.serve.control import answers
 from multiworld.serve.control.admin_tenants import add_tenants, respond
 from multiworld.serve.control.controller import Controller
 from multiworld.serve.control.status import decisions_of, nodes_of, with_reports
+from multiworld.serve.models.factory import fetch
 from multiworld.serve.spec.loader import parse_spec
 
 
@@ -111,6 +112,7 @@ def _add_operations(app: FastAPI, controller: Controller) -> None:
     @app.post("/update")
     async def update(asked: Update) -> Response:
         spec = await asyncio.to_thread(parse_spec, asked.text, asked.where)
+        await asyncio.to_thread(fetch, spec)
         since = operations.update(spec)
         await controller.recorded()
         desired = controller.fleet.desired.models

@@ -42,6 +42,7 @@ class Service:
         *,
         json: Mapping[str, object] | None = None,
         params: Mapping[str, str | float | bool] | None = None,
+        limit_s: float = ASK_S,
     ) -> T:
         """Send a request; a refusal is a ``ServeError`` with its HTTP ``status``."""
         words = {False: "false", True: "true"}
@@ -52,7 +53,7 @@ class Service:
         target = f"{path}?{urlencode(query)}" if query else path  # ``path`` is quoted
         body = None if json is None else orjson.dumps(json)
         try:
-            status, content = self._exchange(method, target, body)
+            status, content = self._exchange(method, target, body, limit_s)
         except (OSError, HTTPException) as error:
             raise ServeError(
                 f"no controller answers in {self.folder.path} ({error}); start it with "
@@ -71,12 +72,12 @@ class Service:
             ) from error
 
     def _exchange(
-        self, method: str, target: str, body: bytes | None
+        self, method: str, target: str, body: bytes | None, limit_s: float
     ) -> tuple[int, bytes]:
         headers = {WHO: _who()}
         if body is not None:
             headers["content-type"] = "application/json"
-        connection = _UnixConnection(self.folder.socket)
+        connection = _UnixConnection(self.folder.socket, limit_s)
         try:
             connection.request(method, target, body, headers)
             response = connection.getresponse()
@@ -86,13 +87,13 @@ class Service:
 
 
 class _UnixConnection(HTTPConnection):
-    def __init__(self, path: Path) -> None:
-        super().__init__("controller", timeout=ASK_S)
+    def __init__(self, path: Path, limit_s: float) -> None:
+        super().__init__("controller", timeout=limit_s)
         self._path = path
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(ASK_S)
+        self.sock.settimeout(self.timeout)
         self.sock.connect(str(self._path))
 
 

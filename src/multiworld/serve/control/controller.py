@@ -25,10 +25,21 @@ from multiworld.serve.control.tenant_manager import TenantManager
 from multiworld.serve.control.versions import Versions
 from multiworld.serve.fleet import actions, events
 from multiworld.serve.fleet.decision_log import DecisionLog
-from multiworld.serve.fleet.desired_state import check_update, desired_state_of
+from multiworld.serve.fleet.desired_state import (
+    Sizes,
+    check_update,
+    desired_state_of,
+    with_new_versions_started,
+)
 from multiworld.serve.fleet.history import History
 from multiworld.serve.fleet.reconciler import Reconciler
-from multiworld.serve.fleet.record import Record, RecordKeeper, StateFolder, StoreRecord
+from multiworld.serve.fleet.record import (
+    Record,
+    RecordKeeper,
+    StateFolder,
+    StoreRecord,
+    sizes_before,
+)
 from multiworld.serve.fleet.start_order import starts_at_once
 from multiworld.serve.fleet.state import DesiredState, Process, ProcessPhase
 from multiworld.serve.launchers.base import Launcher, RunningProcess
@@ -39,7 +50,7 @@ from multiworld.serve.resources.amounts import Location, Need, needs_of
 from multiworld.serve.resources.assignment import assign
 from multiworld.serve.scaling.autoscaler import Autoscaler
 from multiworld.serve.spec.schema import AppSpec
-from multiworld.serve.tenants.database import TenantDatabase
+from multiworld.serve.tenants.database import REGISTRY, TenantDatabase
 from multiworld.serve.transport import control_messages as messages
 from multiworld.serve.transport.process_args import args_of
 from multiworld.world.manager import WorldManager
@@ -51,6 +62,7 @@ TICK_S = 0.25  # between checks of deadlines and of memory
 FACTS_S = 10.0  # for a cluster's machines to report their bfloat16 speed
 COLLECT_TICKS = 20  # ticks between collections of the counts of all processes
 RECORDED_S = 5.0  # for the disk, before an operation is confirmed
+LAST_USAGE_S = 3.0  # for a gateway to report its usage, after its last answer
 END_S = 10.0  # for workers to exit on shutdown
 OPERATIONS_SHOWN = 10  # by ``status``
 
@@ -103,7 +115,7 @@ class Controller:
             self.history,
         )
         self.scaler = Autoscaler(self.fleet, self.history, self.journal, self)
-        registry = TenantDatabase(folder.path / "registry.db")
+        registry = TenantDatabase(folder.path / REGISTRY)
         if old is None:
             registry.forget_meters()
         self.tenanting = TenantManager(
@@ -134,12 +146,11 @@ class Controller:
             check_update(old.app, app, old.specs)
         self._is_started = True
         self._launcher.settle()
-        desired = (
-            desired_state_of(self.app)
-            if old is None
-            else desired_state_of(self.app, old.replicas, old.app)
-        )
+        desired = desired_state_of(self.app)
         if old is not None:
+            desired = with_new_versions_started(
+                desired_state_of(self.app, sizes_before(old, self.app)), old.active
+            )
             self._remember_old_versions(old, desired)
         self._versions.add(self.app)
         if old is None:
@@ -159,7 +170,9 @@ class Controller:
                 if name in desired.models and version != desired.models[name].version:
                     # Not validated: a copy for a tenant needs its model beside it.
                     app = self.app.model_copy(update={"models": {name: spec}})
-                    before = desired_state_of(app, old.replicas, app)
+                    sizes = old.sizes.get(name, {})
+                    replicas = sizes.get(version, old.replicas.get(name, ()))
+                    before = desired_state_of(app, {name: Sizes(replicas, spec)})
                     self.fleet.remember(name, before.models[name])
 
     def _adopt(self, old: Record) -> list[Process]:
@@ -178,15 +191,22 @@ class Controller:
         return [process for _, process in found]
 
     async def decide_dtypes(self) -> None:
-        """Choose the dtype of each model before memory is booked."""
+        """Choose the dtype of each model before memory is booked.
+
+        The machines of a cluster tell late how fast bfloat16 is there, and which GPUs.
+        """
         models = self.app.models.values()
-        is_asked = any(m.generation and m.generation.dtype is None for m in models)
+        is_asked = any(
+            (m.generation and m.generation.dtype is None)
+            or any(stage.device != "cpu" for stage in m.stages)
+            for m in models
+        )
         if is_asked and self.app.launcher == "ray":
             try:
                 async with asyncio.timeout(FACTS_S):
                     await self._nodes_measured()
             except TimeoutError:
-                logger.warning("not all machines have said how fast bfloat16 is there")
+                logger.warning("not all machines have said what they have")
         resolved = self.resolve(self.app)
         self.app, self.dtypes = resolved.app, resolved.why
 
@@ -203,9 +223,12 @@ class Controller:
         await self.placement.plan_first(desired_state_of(self.app))
 
     async def _tick(self) -> None:
+        now = self._clock()
         for number in itertools.count():
             await asyncio.sleep(TICK_S)
-            if self._pauses.look(self._clock()):
+            before, now = now, self._clock()
+            if self._pauses.look(now):
+                self.happened(events.Paused(now - before - TICK_S))
                 continue  # first read the messages that arrived during the pause
             self.happened(events.Ticked())
             self.placement.check_memory()
@@ -245,7 +268,8 @@ class Controller:
         everybody = list(self.fleet.processes.values())
         gateways = [p.name for p in everybody if p.is_gateway]
         workers = [p.name for p in everybody if not p.is_gateway]
-        await self.processes.end_all(gateways, self.app.gateway.shutdown_s)
+        gateways_s = self.app.gateway.shutdown_s + LAST_USAGE_S
+        await self.processes.end_all(gateways, gateways_s)
         await self.processes.end_all(workers, END_S)
         await self.abandon()
         store = RunningProcess("store", self.store.pid, self.store.began)

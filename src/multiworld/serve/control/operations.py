@@ -13,6 +13,7 @@ from multiworld.serve.control.processes import Processes
 from multiworld.serve.control.status import models_order
 from multiworld.serve.control.versions import Versions
 from multiworld.serve.fleet import desired_state, events
+from multiworld.serve.fleet.desired_state import Sizes
 from multiworld.serve.fleet.history import History
 from multiworld.serve.fleet.reconciler import Reconciler
 from multiworld.serve.fleet.state import DesiredState
@@ -105,9 +106,13 @@ class Operations:
         check_policies(app)
         self._check_sources(app)  # also what has been imported for it
         desired = self._fleet.desired
-        counts = {n: list(m.replicas) for n, m in desired.models.items()}
+        sizes = {
+            name: Sizes(m.replicas, self._versions.get(name, m.version))
+            for name, m in desired.models.items()
+        }
         changed = desired_state.with_new_versions_started(
-            desired_state.desired_state_of(app, counts, owner.app), desired
+            desired_state.desired_state_of(app, sizes),
+            {name: model.version for name, model in desired.models.items()},
         )
         before, old_app = self._versions.copy(), owner.app
         owner.app = app
@@ -123,6 +128,7 @@ class Operations:
                 short=error.short,
             ) from None
         owner.dtypes = resolved.why
+        self._fleet.ready_s, self._fleet.drain_s = app.ready_s, app.drain_s
         last = self._history.last_number
         owner.send_gateways(models_order(self._versions.specs))
         owner.want(changed)

@@ -121,9 +121,10 @@ async def _run(
             startup.end("to start the store")
             up = partial(_say_up, startup, on_up)
             await _control(app, folder, up, preload, env, port, store, old, on_progress)
-    except ServeError:
-        if old is None:
-            await end_store(store)  # no other process of this service is left
+    except Exception:
+        kept = folder.load()
+        if kept is None or kept.store != store:
+            await end_store(store)  # no process uses it, and no controller would
         raise
     return 0
 
@@ -233,7 +234,7 @@ async def _mind_store(
             store = await start_store(
                 folder, env, controller.store, controller.app.host
             )
-        except ServeError as error:
+        except (ServeError, OSError) as error:
             controller.store_trouble = str(error)
             rare_log.error("the store is lost and cannot be replaced", error)
             continue

@@ -190,6 +190,10 @@ def record_of(
         replicas={
             name: list(model.replicas) for name, model in fleet.desired.models.items()
         },
+        sizes={
+            name: {v: list(n) for (m, v), n in fleet.sizes.items() if m == name}
+            for name, _ in fleet.sizes
+        },
         processes=processes,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from multiworld.errors import ServeError, UnknownModelError
@@ -13,10 +13,16 @@ from multiworld.serve.spec.schema import AppSpec, ModelSpec
 MAX_REPLICAS = 4096  # of a stage
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Numbers of replicas of a model's stages, and the spec of that version."""
+
+    replicas: Sequence[int]
+    spec: ModelSpec
+
+
 def desired_state_of(
-    app: AppSpec,
-    old: Mapping[str, Sequence[int]] | None = None,
-    old_app: AppSpec | None = None,
+    app: AppSpec, before: Mapping[str, Sizes] | None = None
 ) -> DesiredState:
     """Return the desired state of a spec; scaled stages keep their size if in range.
 
@@ -24,15 +30,15 @@ def desired_state_of(
     """
     models = {}
     for name, model in app.models.items():
-        before = (old or {}).get(name, ())
+        old = (before or {}).get(name)
         replicas = []
         for number, stage in enumerate(model.stages):
             count = stage.initial_count
-            if len(before) == len(model.stages):
+            if old is not None and len(old.replicas) == len(model.stages):
                 low, high = bounds_of(model, number)
-                if low == high and _fixed(old_app, name, number) == low:
+                if low == high and _fixed(old.spec, number) == low:
                     low, high = 1, MAX_REPLICAS
-                count = min(max(before[number], low), high)
+                count = min(max(old.replicas[number], low), high)
             replicas.append(count)
         models[name] = DesiredModel(
             model.version,
@@ -53,10 +59,9 @@ def desired_state_of(
     return DesiredState(models, app.gateway.replicas)
 
 
-def _fixed(app: AppSpec | None, name: str, stage: int) -> int | None:
+def _fixed(model: ModelSpec, stage: int) -> int | None:
     """Return the fixed number of replicas of a stage, if it has one."""
-    model = None if app is None else app.models.get(name)
-    if model is None or stage >= len(model.stages):
+    if stage >= len(model.stages):
         return None
     found = model.stages[stage].replicas
     is_scaled = model.stages[stage].autoscaling_config is not None
@@ -71,13 +76,17 @@ def _text_objectives(model: ModelSpec) -> tuple[float | None, float | None]:
     return ttft_s, spec.tpot_ms / 1000 if spec.tpot_ms else None
 
 
-def with_new_versions_started(desired: DesiredState, old: DesiredState) -> DesiredState:
-    """Return a desired state with a replica of each stage of new versions."""
+def with_new_versions_started(
+    desired: DesiredState, old: Mapping[str, str]
+) -> DesiredState:
+    """Return a desired state with a replica of each stage of new versions.
+
+    ``old``: versions before, by model.
+    """
     # Without, a new version would be active before a probe has passed through it.
     models = dict(desired.models)
     for name, model in desired.models.items():
-        before = old.models.get(name)
-        if before is not None and before.version != model.version:
+        if old.get(name, model.version) != model.version:
             counts = tuple(max(1, count) for count in model.replicas)
             models[name] = replace(model, replicas=counts)
     return replace(desired, models=models)

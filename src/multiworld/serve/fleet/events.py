@@ -80,6 +80,13 @@ class Ticked:
 
 
 @dataclass(frozen=True, slots=True)
+class Paused:
+    """The controller was stopped; it has not seen what happened in that time."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class DrainRequested:
     """A process is to be drained once a replacement is ready."""
 
@@ -97,5 +104,6 @@ Event = (
     | ProcessGone
     | Unplaced
     | CapacityChanged
+    | Paused
     | Ticked
 )

@@ -56,7 +56,7 @@ class Reconciler:
         starts_at_once: int = 64,
     ) -> None:
         self.starts_at_once = starts_at_once
-        self._ready_s, self._drain_s = ready_s, drain_s
+        self.ready_s, self.drain_s = ready_s, drain_s
         self.next_number = first
         self.table = RoutingTable(number=number)
         self.desired = DesiredState()
@@ -111,6 +111,8 @@ class Reconciler:
                 self._retry_at.clear()
             case events.DrainRequested(name) if name in self.processes:
                 self.processes[name].is_drain_requested = True
+            case events.Paused(seconds):
+                self._postpone(seconds)
             case events.Ticked():
                 yield from self._check_deadlines(now)
 
@@ -133,6 +135,11 @@ class Reconciler:
         for other in self.processes.values():
             if other.probe.gateway == process.name:
                 other.probe.gateway = ""
+
+    @property
+    def sizes(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        """Numbers of replicas of all versions that are desired or run."""
+        return {key: model.replicas for key, model in self._versions.items()}
 
     def remember(self, name: str, model: DesiredModel) -> None:
         """Record a version that is no longer desired but may still run."""
@@ -227,10 +234,10 @@ class Reconciler:
     def _check_deadlines(self, now: float) -> Iterator[Action]:
         for process in list(self.processes.values()):
             late_s = now - process.since
-            if process.is_going and late_s > self._drain_s:
+            if process.is_going and late_s > self.drain_s:
                 yield from self._gone(
                     events.ProcessGone(
-                        process.name, f"not drained within {self._drain_s:g} s"
+                        process.name, f"not drained within {self.drain_s:g} s"
                     ),
                     now,
                 )
@@ -239,8 +246,8 @@ class Reconciler:
                 why = f"not ready within {start_s:g} s"
                 yield from self._gone(events.ProcessGone(process.name, why), now)
             was_adopted = process.phase is ProcessPhase.READY and not process.is_joined
-            if was_adopted and late_s > self._ready_s:
-                why = f"adopted, but did not join within {self._ready_s:g} s"
+            if was_adopted and late_s > self.ready_s:
+                why = f"adopted, but did not join within {self.ready_s:g} s"
                 yield from self._gone(events.ProcessGone(process.name, why), now)
         for name, (_, began) in list(self._updates.items()):
             model = self.desired.models[name]
@@ -252,9 +259,16 @@ class Reconciler:
             if now - began > start_s or failures >= ROLL_BACK_FAILURES:
                 yield from self._roll_back(name, model.version)
 
+    def _postpone(self, seconds: float) -> None:
+        """Move all deadlines."""
+        for process in self.processes.values():
+            process.since += seconds
+            process.probe.asked_at += seconds
+        self._updates = {n: (v, at + seconds) for n, (v, at) in self._updates.items()}
+
     def _start_s_of(self, model: str, version: str) -> float:
         found = self._versions.get((model, version))
-        return self._ready_s if found is None else found.start_s or self._ready_s
+        return self.ready_s if found is None else found.start_s or self.ready_s
 
     def _roll_back(self, name: str, version: str) -> Iterator[Action]:
         del self._updates[name]
@@ -448,11 +462,22 @@ class Reconciler:
                 process.phase is not ProcessPhase.LOADED
                 or is_asked
                 or now < probe.not_before
+                or not self._is_complete(process.model, process.version)
             ):
                 continue
             turn = _number(process.name) + probe.failures
             probe.gateway, probe.asked_at = gateways[turn % len(gateways)], now
             yield Probe(process.name, probe.gateway)
+
+    def _is_complete(self, model: str, version: str) -> bool:
+        """Return whether a probe can pass through all stages of a version."""
+        key = model, version
+        known = self._versions.get(key)
+        return known is None or all(
+            not count
+            or any(p.phase in LOADED_PHASES for p in self._processes_of((*key, stage)))
+            for stage, count in enumerate(known.replicas)
+        )
 
     def _finish(self) -> Iterator[Action]:
         """Finish draining processes that receive no more work, earlier stages first."""
@@ -486,6 +511,8 @@ class Reconciler:
                 process.phase = ProcessPhase.FINISHING
                 yield Finish(process.name)
 
+
+LOADED_PHASES = (ProcessPhase.LOADED, ProcessPhase.READY, ProcessPhase.DRAINING)
 
 PLACEMENT_RETRY_S = 1.0  # before placing it again; a new machine ends the wait
 PROBE_PAUSE_S = 0.1  # before repeating a failed probe; doubles each time, up to 3.2 s

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from multiworld.errors import ConfigError, ServeError
 from multiworld.net.rare_log import RareLog
 from multiworld.net.security import Security
+from multiworld.serve.fleet.desired_state import Sizes
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 FORMAT = 1  # of ``record.json``; releases before formats wrote none, and count as 1
@@ -62,8 +63,28 @@ class Record(BaseModel):
     port: int = 0
     number: int = 0  # of the last routing table
     next_number: int = 1  # in the name of the next process
-    replicas: dict[str, list[int]] = {}
+    replicas: dict[str, list[int]] = {}  # of the desired versions
+    # Of all versions, by model and version; empty in older releases.
+    sizes: dict[str, dict[str, list[int]]] = {}
     processes: list[ProcessRecord] = []
+
+
+def sizes_before(old: Record, app: AppSpec) -> dict[str, Sizes]:
+    """Return the sizes that models had under the controller before.
+
+    They are those of the same version, or else of the one that was active.
+    """
+    found = {}
+    for name, model in app.models.items():
+        sizes, specs = old.sizes.get(name, {}), old.specs.get(name, {})
+        for version in (model.version, old.active.get(name, "")):
+            if version in sizes and version in specs:
+                found[name] = Sizes(sizes[version], specs[version])
+                break
+        else:
+            if name in old.replicas and name in old.app.models:
+                found[name] = Sizes(old.replicas[name], old.app.models[name])
+    return found
 
 
 # Linux's ``struct flock``: a write lock on the whole file. The lock belongs to the open

@@ -68,6 +68,7 @@ class Gateway:
         # Text frontends, by name and version.
         self.texts: dict[tuple[str, str], Any] = {}
         self._bases: dict[str, str] = {}
+        self._dedicated = set[str]()  # models of one tenant that were ready here
         self._loading: dict[tuple[str, str], asyncio.Future[Any]] = {}
         self.counts = RequestCounts()
         self.fleet = FleetReport()
@@ -157,9 +158,16 @@ class Gateway:
     def route(self, name: str, tenant: Tenant) -> str:
         """Return the name of a tenant's dedicated model, or of the shared one.
 
-        For an adapter it is that of its model.
+        For an adapter it is that of its model. Dedicated replicas that start for the
+        first time are not waited for.
         """
-        return route_of(self.base(name), tenant.name, self.dispatcher.table.routes)
+        base = self.base(name)
+        own = route_of(base, tenant.name, self.dispatcher.table.routes)
+        if own != base and own not in self._dedicated:
+            if base in self.dispatcher.table.routes and self.missing_stages(own):
+                return base
+            self._dedicated.add(own)
+        return own
 
     def model(
         self, name: str, version: str | None = None, tenant: Tenant = ANONYMOUS
@@ -210,6 +218,7 @@ class Gateway:
                 del versions[version]
                 self.texts.pop((name, version), None)
                 self.specs.pop((name, version), None)
+        self._dedicated &= routes.keys()
         self._find_adapters()
 
     def _find_adapters(self) -> None:

@@ -25,6 +25,9 @@ FORK_SERVER = "multiworld.serve.launchers.fork_server"
 
 WARM_S = 120.0  # for the fork server to import its modules
 
+# Before the start of a fork server is repeated; doubles each time.
+RETRY_S, RETRY_MAX_S = 1.0, 30.0
+
 
 class Forks:
     """The fork server of one machine; it is replaced when it hangs or exits."""
@@ -91,11 +94,15 @@ class Forks:
 
     async def _replace(self) -> None:
         """Start another fork server at once, before a process needs it."""
-        try:
-            await self.warm()
-        except LaunchError as error:
-            logger.error("%s", error)
-            self.trouble = f"{error}; the next start of a process tries again"
+        pause_s = RETRY_S
+        while True:
+            try:
+                return await self.warm()
+            except (LaunchError, OSError) as error:
+                logger.error("the fork server cannot be replaced: %s", error)
+                self.trouble = f"{error}; it is tried again in {pause_s:g} s"
+            await asyncio.sleep(pause_s)
+            pause_s = min(RETRY_MAX_S, 2 * pause_s)
 
     async def close(self) -> None:
         """Shut the fork server down; the forked processes keep running."""

@@ -70,6 +70,8 @@ class HelperProcess(Generic[M]):
             ours = await self._spawn(words, env)
         else:
             ours = self._begin(waiting, words, env)
+        if self._writer is not None:
+            self._writer.close()  # of the process before
         if self._socket is not None:
             self._socket.close()
         self._socket = ours.dup()

@@ -96,6 +96,12 @@ def _with_attention(model: Model, spec: ModelSpec) -> Model:
     return dataclasses.replace(model, generation=facts)
 
 
+def fetch(app: AppSpec) -> None:
+    """Fetch all models that are on a hub: processes of a service do not."""
+    for spec in app.models.values():
+        folder_of(spec)
+
+
 def folder_of(spec: ModelSpec) -> str | None:
     """Return the folder of a model given by ``path``; fetch it if needed."""
     return None if spec.path is None else hub.folder_of(spec.path, spec.revision)

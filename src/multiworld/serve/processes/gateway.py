@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import secrets
@@ -11,6 +12,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import get_args
 
 import uvicorn
@@ -32,7 +34,9 @@ from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
 from multiworld.serve.spec.stage import Model
 from multiworld.serve.tenants.authenticator import Authenticator, ModelVersion
+from multiworld.serve.tenants.database import REGISTRY
 from multiworld.serve.tenants.directory import Tenant
+from multiworld.serve.tenants.last_usage import store_rest
 from multiworld.serve.transport import control_messages as messages
 from multiworld.serve.transport.control_agent import ControlAgent
 from multiworld.serve.transport.edges import EdgeKeeper, Outbox
@@ -370,17 +374,21 @@ class GatewayProcess:
 
     async def _flush_usage(self) -> None:
         """Report the remaining usage and wait briefly until it is stored."""
-        if self._agent.lost_at is not None:
-            return
-        self._authenticator.meter.resend_all()
-        try:
+        meter = self._authenticator.meter
+        meter.resend_all()
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(USAGE_S):
-                while not self._authenticator.meter.is_all_confirmed:
+                while self._agent.lost_at is None and not meter.is_all_confirmed:
                     self._usage_kept.clear()
                     self._send_due_usage()
                     await self._usage_kept.wait()
-        except TimeoutError:
-            logger.warning("the controller did not confirm the last usage report")
+        registry = Path(self._args.alive or "").with_name(REGISTRY)
+        if meter.is_all_confirmed or not self._args.alive or not registry.exists():
+            return
+        try:
+            await store_rest(meter, self._meter, registry, self._clock())
+        except ServeError as error:
+            logger.warning("the last usage cannot be stored: %s", error)
 
     def _ask_for(self, model: str) -> None:
         """Report to the controller that a request needs a model without replicas."""

@@ -20,6 +20,7 @@ from multiworld.serve.tenants.usage_meter import FIELDS, MAX_UNCONFIRMED, UsageR
 
 logger = logging.getLogger("multiworld.serve")
 
+REGISTRY = "registry.db"  # its name in the folder of a service
 FORMAT = 2  # SQLite's user_version; formats 0 and 1 have no tokens
 
 SCHEMA = f"""

@@ -22,7 +22,7 @@ class CannedService(Service):
         self.asked: list[tuple[str, str, bytes | None]] = []
 
     def _exchange(
-        self, method: str, target: str, body: bytes | None
+        self, method: str, target: str, body: bytes | None, limit_s: float
     ) -> tuple[int, bytes]:
         self.asked.append((method, target, body))
         return self._status, json.dumps(self._answers[target]).encode()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from multiworld.serve.fleet.desired_state import desired_state_of
+from multiworld.serve.fleet.desired_state import Sizes, desired_state_of
 from multiworld.serve.spec.schema import AppSpec
 
 
@@ -14,6 +14,13 @@ def app(**stage: Any) -> AppSpec:
     """Return a spec with one stage."""
     model = {"factory": "a:b", "stages": [stage]}
     return AppSpec.model_validate({"models": {"m": model}})
+
+
+def test_size_of_a_version_that_was_rolled_back_counts_no_more() -> None:
+    """The next one that wants as many gets them: 2 run, and not its 4."""
+    running = Sizes([2], app(replicas=2).models["m"])
+    found = desired_state_of(app(replicas=4), {"m": running})
+    assert found.models["m"].replicas == (4,)
 
 
 RANGE = {"min_replicas": 1, "max_replicas": 4}
@@ -34,5 +41,6 @@ def test_stage_keeps_its_size_until_the_spec_gives_another(
     old: dict[str, Any], new: dict[str, Any], recorded: int, wanted: int
 ) -> None:
     """Also in a controller that is started again."""
-    found = desired_state_of(app(**new), {"m": [recorded]}, app(**old))
+    before = Sizes([recorded], app(**old).models["m"])
+    found = desired_state_of(app(**new), {"m": before})
     assert found.models["m"].replicas == (wanted,)

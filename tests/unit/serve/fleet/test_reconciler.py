@@ -23,6 +23,7 @@ from multiworld.serve.fleet.events import (
     Event,
     Joined,
     Loaded,
+    Paused,
     Probed,
     ProcessGone,
     Ticked,
@@ -360,6 +361,24 @@ def test_model_that_takes_long_to_load_has_a_limit_of_its_own() -> None:
     assert service.ready("1") == [1, 1, 1]
 
 
+def test_pause_of_the_controller_is_nobodys_fault() -> None:
+    """A start, an update and a drain have as long as without it."""
+    service = Service(1, 1, 1)
+    name = service.a_worker(1)
+    service.fleet.processes[name].phase = ProcessPhase.FINISHING
+    service.fleet.processes[name].since = 0.0
+    service.answers_probes = False
+    service.handle(DesiredStateChanged(desired(1, 1, 1, version="2")))
+    service.now += 1000.0
+    service.handle(Paused(1000.0))
+    service.tick(10.0)
+    assert name in service.alive
+    assert "rolled back" not in service.kinds()
+    assert "lost" not in service.kinds()
+    service.tick(45.0)
+    assert "rolled back" in service.kinds()
+
+
 def test_third_version_replaces_one_that_is_not_ready() -> None:
     """Nothing of the second version is left."""
     service = Service(1, 1, 1)
@@ -519,14 +538,17 @@ class Slow:
         self.fleet = Reconciler(starts_at_once=starts_at_once, ready_s=ready_s)
         self.now = 0.0
         self.launched: list[str] = []
+        self.probed: list[str] = []
         self.handle(DesiredStateChanged(desired(*replicas)))
 
     def handle(self, event: Event) -> None:
-        """Pass an event to the reconciler, and note what it launches."""
+        """Pass an event to the reconciler; note what it launches and probes."""
         self.now += 0.01
         for action in self.fleet.handle(event, self.now):
             if isinstance(action, Launch):
                 self.launched.append(action.name)
+            if isinstance(action, Probe):
+                self.probed.append(action.name)
 
     def finish(self, name: str) -> None:
         """Let a replica start, load and be probed."""
@@ -551,6 +573,21 @@ def test_only_so_many_start_at_once_and_one_of_each_stage_first() -> None:
     slow.handle(Joined(first[1]))
     slow.handle(Loaded(first[1]))
     assert slow.stages() == ["m/0"]
+
+
+def test_replica_is_probed_once_all_stages_have_loaded() -> None:
+    """Before, no probe could pass, and five that fail end a replica."""
+    slow = Slow(1, 1, 1)
+    gateway, first, second = slow.launched
+    for name in (gateway, first, second):
+        slow.handle(Joined(name))
+        slow.handle(Loaded(name))
+    assert slow.probed == []
+    third = slow.launched[-1]
+    slow.handle(Joined(third))
+    assert slow.probed == []
+    slow.handle(Loaded(third))
+    assert sorted(slow.probed) == sorted([first, second, third])
 
 
 def test_stage_that_was_lost_does_not_wait_for_starts_that_hang() -> None:

@@ -24,6 +24,7 @@ from multiworld.serve.fleet.record import (
     RecordKeeper,
     StateFolder,
     StoreRecord,
+    sizes_before,
     state_root,
 )
 from multiworld.serve.spec.schema import AppSpec
@@ -55,6 +56,33 @@ def record(**more: Any) -> Record:
         "processes": processes,
     }
     return Record(**{**given, **more})
+
+
+def version(number: str, replicas: int) -> AppSpec:
+    """Return a spec with a version of the model."""
+    model = {"factory": "x:y", "version": number, "stages": [{"replicas": replicas}]}
+    return AppSpec.model_validate({"models": {"m": model}})
+
+
+def test_size_before_is_that_of_the_same_version_or_of_the_active_one() -> None:
+    """A controller that ends in an update to fewer replicas has recorded both."""
+    specs = {"m": {n: version(n, k).models["m"] for n, k in (("1", 4), ("2", 1))}}
+    old = record(
+        app=version("2", 1),
+        specs=specs,
+        replicas={"m": [1]},
+        sizes={"m": {"1": [5], "2": [1]}},
+    )
+    for number, size in (("1", 5), ("2", 1), ("3", 5)):
+        found = sizes_before(old, version(number, 4))["m"]
+        assert found.replicas == [size]
+        assert found.spec == specs["m"]["2" if number == "2" else "1"]
+
+
+def test_record_of_an_older_release_has_one_size() -> None:
+    """That of the desired version."""
+    assert sizes_before(record(), APP)["m"].replicas == [2]
+    assert sizes_before(record(replicas={}), APP) == {}
 
 
 @pytest.fixture

@@ -504,6 +504,17 @@ async def test_dedicated_replicas_serve_their_tenant_until_they_are_removed() ->
     assert direct.status_code == 404
 
 
+async def test_shared_replicas_serve_until_dedicated_ones_have_been_ready() -> None:
+    """Once they were, their tenant waits for them."""
+    fake = Fake(Tenant(name="acme"))
+    fake.serve(m=MODEL, m__acme=MODEL)
+    for stages, served in (([0], "m"), ([], "m@acme"), ([0], "m@acme")):
+        fake.dispatcher.lacking["m@acme"] = stages
+        fake.dispatcher.calls.clear()
+        assert (await infer(fake, 1.0, tenant="acme")).status_code == 200
+        assert [c["model"] for c in fake.dispatcher.calls] == [served]
+
+
 async def test_poison_request_is_reported_once_and_not_retried() -> None:
     """Other requests of the tenant, and the same of another one, are."""
     fake = Fake(Tenant(name="acme"), Tenant(name="beta"))

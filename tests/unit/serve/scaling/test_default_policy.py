@@ -508,9 +508,8 @@ def test_steady_needs_take_no_room() -> None:
 
 def test_new_version_is_tried_before_it_is_let_sleep() -> None:
     """Otherwise the first request would find a broken version."""
-    old = DesiredState({"m": DesiredModel("1", (0, 0)), "n": DesiredModel("1", (0,))})
     new = DesiredState({"m": DesiredModel("2", (0, 3)), "n": DesiredModel("1", (0,))})
-    found = with_new_versions_started(new, old).models
+    found = with_new_versions_started(new, {"m": "1", "n": "1"}).models
     assert found["m"].replicas == (1, 3)
     assert found["n"].replicas == (0,)
 

@@ -232,8 +232,9 @@ class Bridge:
         probe = self._remote(num_cpus=0, scheduling_strategy=there)(probe_machine)
         try:
             self._facts[key] = ray.get(probe.remote(), timeout=GPU_S)
-        except Exception as error:  # its GPUs stay unused
-            sys.stderr.write(f"cannot find out what {key} has: {error}\n")
+        except Exception as error:  # its GPUs are unused until then
+            sys.stderr.write(f"cannot find out yet what {key} has: {error}\n")
+            self._asked.discard(key)
 
     # Replicas.
 

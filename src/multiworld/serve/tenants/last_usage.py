@@ -1,0 +1,26 @@
+"""The last usage of a gateway that ends without a controller."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from multiworld.serve.tenants.database import TenantDatabase
+from multiworld.serve.tenants.usage_meter import UsageMeter
+
+
+async def store_rest(usage: UsageMeter, meter: str, path: Path, now: float) -> None:
+    """Store what no controller has confirmed; one that did store it adds it once.
+
+    Raises:
+        ServeError: The database cannot be used.
+    """
+    database = await asyncio.to_thread(TenantDatabase, path)
+    try:
+        while not usage.is_all_confirmed:
+            usage.resend_all()
+            for number, rows in usage.take_due(now):
+                await asyncio.to_thread(database.add_usage, meter, number, rows)
+                usage.confirmed(number)
+    finally:
+        await asyncio.to_thread(database.close)

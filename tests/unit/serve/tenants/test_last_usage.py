@@ -1,0 +1,27 @@
+"""The last usage of a gateway without a controller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from multiworld.serve.tenants.database import REGISTRY, TenantDatabase
+from multiworld.serve.tenants.last_usage import store_rest
+from multiworld.serve.tenants.usage_meter import UsageMeter
+
+
+async def test_what_no_controller_confirmed_is_stored_once(tmp_path: Path) -> None:
+    """A batch that one has stored, but not confirmed, is not added again."""
+    controller = TenantDatabase(tmp_path / REGISTRY)
+    usage = UsageMeter()
+    usage.at("acme", "m", 60.0).requests += 2
+    ((number, rows),) = usage.take_due(0.0)
+    assert controller.add_usage("meter", number, rows)
+    for _ in range(100):  # more batches than may be unconfirmed
+        usage.at("acme", "m", 120.0).requests += 1
+        usage.take_due(0.0)
+    usage.at("acme", "m", 180.0).requests += 1
+    await store_rest(usage, "meter", tmp_path / REGISTRY, 0.0)
+    assert usage.is_all_confirmed
+    found = controller.usage(None, 0.0, by_minute=False)
+    assert sum(row.requests for row in found) == 103
+    controller.close()
