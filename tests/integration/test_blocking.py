@@ -157,6 +157,44 @@ def in_a_fork(manager: blocking.WorldManager, call: Callable[[], object]) -> str
     return text.decode()
 
 
+def test_closed_manager_says_so() -> None:
+    """With the errors of a world, and not with those of an event loop."""
+    store = f"tcp://127.0.0.1:{free_port()}"
+    with blocking.WorldManager() as manager:
+        world = manager.join("w", rank=0, size=1, store=store)
+    manager.close()
+    for call in (
+        lambda: world.send(torch.ones(1), dst=0),
+        lambda: manager.join("x", rank=0, size=1, store=store),
+    ):
+        with pytest.raises(WorldClosedError, match="closed"):
+            call()
+
+
+def test_operation_of_another_thread_ends_with_the_manager() -> None:
+    """It is told so, and waits no longer."""
+    store = f"tcp://127.0.0.1:{free_port()}"
+    manager = blocking.WorldManager()
+    others: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            while True:
+                manager.join("never", rank=0, size=2, store=store, timeout_s=0.05)
+        except BaseException as error:
+            if isinstance(error, TimeoutError):
+                return wait()
+            others.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.1)
+    manager.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert len(others) == 1
+
+
 async def test_inside_an_event_loop_is_refused() -> None:
     """A call inside an event loop is refused, because it would wait for itself."""
     with pytest.raises(ConfigError, match="event loop"):

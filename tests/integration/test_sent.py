@@ -55,6 +55,22 @@ async def test_sent_messages_arrive(backend: str, size: int, fate: str) -> None:
     await server.close()
 
 
+async def test_budget_for_held_messages_hides_none_from_a_broken_world() -> None:
+    """Its sends have returned, though only some had room when it was killed."""
+    server = await StoreServer.listen("127.0.0.1", 0)
+    store = f"tcp://127.0.0.1:{server.port}"
+    config = WorldConfig(join_s=30, unexpected_bytes=100_000)
+    async with ProcessFleet() as fleet, WorldManager(config=config) as manager:
+        child = fleet.start(sender, store, "direct", 4_000, "killed")
+        world = await manager.join("w", rank=0, size=2, store=store)
+        assert await child.report(HANG_S) == "sent"
+        async with asyncio.timeout(HANG_S):
+            await world.wait_over()
+            for number in range(SIZES[4_000]):
+                assert (await world.recv(src=1))[0] == number
+    await server.close()
+
+
 async def test_late_receiver_still_gets_what_was_sent_before_the_loss() -> None:
     """The world is broken long before the first receive."""
     server = await StoreServer.listen("127.0.0.1", 0)

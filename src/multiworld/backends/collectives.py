@@ -234,19 +234,21 @@ class CollectiveMethods:
 
 @declare(0, has_root=True)
 def BROADCAST(lanes: LaneCollectives, call: Call) -> Steps:
-    tensor = checked(call.tensor)
+    is_root = lanes.rank == call.root
+    tensor = checked(call.tensor, is_written=not is_root)
 
     async def steps(operation: Operation) -> None:
         buffer = await Buffer.of(tensor)
         await lanes.binomial_down(operation, buffer.flat, call.root)
-        await buffer.write_back()
+        if not is_root:
+            await buffer.write_back()
 
     return steps
 
 
 @declare(1)
 def ALL_REDUCE(lanes: LaneCollectives, call: Call) -> Steps:
-    tensor, op = checked(call.tensor), call.op
+    tensor, op = checked(call.tensor, is_written=True), call.op
     combine = combiner(op, tensor)
 
     async def steps(operation: Operation) -> None:
@@ -264,9 +266,9 @@ def ALL_REDUCE(lanes: LaneCollectives, call: Call) -> Steps:
 
 @declare(2, has_root=True)
 def REDUCE(lanes: LaneCollectives, call: Call) -> Steps:
-    tensor, op = checked(call.tensor), call.op
-    combine = combiner(op, tensor)
     is_root = lanes.rank == call.root
+    tensor, op = checked(call.tensor, is_written=is_root), call.op
+    combine = combiner(op, tensor)
 
     async def steps(operation: Operation) -> None:
         buffer = await Buffer.of(tensor)
@@ -320,7 +322,7 @@ def GATHER(lanes: LaneCollectives, call: Call) -> Steps:
 
 @declare(5, has_root=True)
 def SCATTER(lanes: LaneCollectives, call: Call) -> Steps:
-    out = checked(call.tensor)
+    out = checked(call.tensor, is_written=True)
     is_root = lanes.rank == call.root
     parts = lanes.matching(call.tensors, out, "tensors") if is_root else []
 
@@ -341,7 +343,7 @@ def SCATTER(lanes: LaneCollectives, call: Call) -> Steps:
 
 @declare(6)
 def REDUCE_SCATTER(lanes: LaneCollectives, call: Call) -> Steps:
-    out, op = checked(call.tensor), call.op
+    out, op = checked(call.tensor, is_written=True), call.op
     combine = combiner(op, out)
     given = lanes.matching(call.tensors, out, "tensors")
 

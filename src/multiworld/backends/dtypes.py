@@ -15,6 +15,8 @@ from multiworld.errors import TensorMismatchError
 
 _AS_IT_IS = nullcontext()
 
+MAX_NDIM = 64  # dimensions that a frame has room for; torch rarely allows more
+
 # In the order of their wire codes. Only append: any other change needs a new version.
 _NAMES = (
     "uint8",
@@ -93,7 +95,25 @@ def require_host(tensor: object, what: str) -> Tensor:
             f"{what} is nested, quantized or {tensor.layout}; send a dense tensor "
             "(.to_padded_tensor(), .dequantize(), .to_dense())"
         )
-    return tensor.detach() if tensor.requires_grad else tensor
+    if tensor.ndim > MAX_NDIM:
+        raise TensorMismatchError(
+            f"{what} has {tensor.ndim} dimensions; {MAX_NDIM} can be sent"
+        )
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    if not _has_memory(tensor):
+        raise TensorMismatchError(
+            f"{what} is a {type(tensor).__name__} without memory of its own; use what "
+            "it stands for (.wait(), .to_local(), .full_tensor())"
+        )
+    return tensor
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Return whether the elements of a host tensor can be read where it points to."""
+    try:
+        return bool(tensor.data_ptr()) or not tensor.numel()
+    except RuntimeError:  # a tensor that was made to be traced
+        return False
 
 
 def require_matching(

@@ -346,10 +346,12 @@ class Sum:
 Target = Tensor | Sum  # a plain tensor is overwritten
 
 
-def checked(tensor: Tensor) -> Tensor:
+def checked(tensor: Tensor, *, is_written: bool = False) -> Tensor:
     """Return a tensor that a collective can use, or raise ``TensorMismatchError``."""
     tensor = dtypes.require_host(tensor, "a collective's tensor")
     dtypes.code_of(tensor)
+    if is_written:
+        dtypes.require_receivable(tensor, "a collective's tensor")
     return tensor
 
 

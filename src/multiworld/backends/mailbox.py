@@ -4,6 +4,7 @@ Per source and tag, messages match in the order sent, receives in the order post
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import defaultdict, deque
 from collections.abc import Callable
 
@@ -19,6 +20,8 @@ from multiworld.backends.arrivals import (
 from multiworld.backends.base import Handler, Peek
 from multiworld.backends.direct.header import TENSOR
 from multiworld.backends.dtypes import UINT8
+
+logger = logging.getLogger("multiworld")
 
 SourceErrorMaker = Callable[[int], Exception]  # the error for receives from a source
 
@@ -41,6 +44,7 @@ class Mailbox:
         self._peeks: dict[tuple[int, int], Peek] = {}
         self._numbers = itertools.count(1)
         self._broken: Callable[[], Exception] | None = None
+        self._is_ending = False  # then what was sent is taken, whatever the budget
 
     # The receiver's side.
 
@@ -77,7 +81,7 @@ class Mailbox:
             if arrival.on_taken is not None:
                 arrival.on_taken()
             if arrival.is_complete:
-                handler(arrival.tensor)
+                _pass(arrival.tensor, handler)
         if self._stalled:
             self._make_room()
 
@@ -307,7 +311,8 @@ class Mailbox:
             self._unpost(receive)
             receive.fail(error)
         # The lane stops reading until its ``on_room`` is called: see ``stall``.
-        if self._held[source] + _weight(description) > self._budget:
+        over = self._held[source] + _weight(description) > self._budget
+        if over and not self._is_ending:
             return None
         arrival = self._own(source, description, lent)
         self._hold(arrival)
@@ -321,7 +326,7 @@ class Mailbox:
         """Complete a message whose last byte has arrived; wake its receive."""
         arrival.is_complete = True
         if arrival.handler is not None:
-            arrival.handler(arrival.tensor)
+            _pass(arrival.tensor, arrival.handler)
             return
         receive = arrival.receive
         if receive is not None:
@@ -366,7 +371,7 @@ class Mailbox:
         arrival.is_complete = True
         arrival.handler = self._handler_of(source, description)
         if arrival.handler is not None:
-            arrival.handler(tensor)
+            _pass(tensor, arrival.handler)
             return arrival
         self._hold(arrival)
         self._rematch(arrival)
@@ -380,6 +385,10 @@ class Mailbox:
         stalled, self._stalled = self._stalled, {}
         for on_room in stalled.values():
             on_room()
+
+    def lift_budget(self) -> None:
+        """Take all that comes from now on: little more can."""
+        self._is_ending = True
 
     def end(self, source: int, make_error: SourceErrorMaker) -> None:
         """Mark that ``source`` sends no more; complete messages stay receivable."""
@@ -441,6 +450,14 @@ class Mailbox:
     @property
     def waiting_count(self) -> int:
         return sum(map(len, self._posted.values())) + len(self._taken)
+
+
+def _pass(tensor: Tensor, handler: Handler) -> None:
+    """Pass on a tensor; an error must not end what carries other messages."""
+    try:
+        handler(tensor)
+    except Exception:
+        logger.exception("a handler of messages raised an error, and must not")
 
 
 def _weight(description: Description) -> int:

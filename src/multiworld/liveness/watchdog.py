@@ -275,8 +275,12 @@ class WatchDog:
 
     def _observe(self, observation: detector.Observation) -> None:
         for finding in self._detector.handle(observation, time.monotonic()):
-            if (key := self._keys.get(finding.peer)) is not None:
+            if (key := self._keys.get(finding.peer)) is None:
+                continue
+            try:
                 self._worlds.finding(finding, key)
+            except Exception:  # the other worlds must learn of it
+                logger.exception("world %x continues after an error", finding.world)
 
     def _purge(self) -> None:
         now = time.monotonic()

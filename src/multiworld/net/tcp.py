@@ -47,12 +47,17 @@ def tune(sock: socket.socket) -> None:
         persist(sock)
 
 
-async def resolve(host: str, port: int) -> tuple[int, Any]:
-    """Return the family and address of ``host``; cancelling leaves the look-up."""
+async def resolve_all(host: str, port: int) -> list[tuple[int, Any]]:
+    """Return the families and addresses of ``host``, in the order to try them."""
     try:
         version = ipaddress.ip_address(host).version
     except ValueError:
         loop = asyncio.get_running_loop()
         info = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        return info[0][0], info[0][4]
-    return (socket.AF_INET6 if version == 6 else socket.AF_INET), (host, port)
+        return [(family, where) for family, _, _, _, where in info]
+    return [((socket.AF_INET6 if version == 6 else socket.AF_INET), (host, port))]
+
+
+async def resolve(host: str, port: int) -> tuple[int, Any]:
+    """Return the family and the first address of ``host``."""
+    return (await resolve_all(host, port))[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import socket
 from dataclasses import asdict
 
 import msgspec
@@ -12,8 +13,9 @@ import msgspec
 from multiworld import errors
 from multiworld.net import frames
 from multiworld.net.security import Security
+from multiworld.net.tcp import resolve_all
 from multiworld.rendezvous.membership import Incarnation, Member
-from multiworld.rendezvous.store_address import StoreAddresses
+from multiworld.rendezvous.store_address import StoreAddress, StoreAddresses
 from multiworld.rendezvous.store_messages import (
     Admitted,
     Claim,
@@ -32,11 +34,13 @@ from multiworld.rendezvous.store_messages import (
 from multiworld.rendezvous.store_server import StoreServer
 from multiworld.rendezvous.store_service import StoreService
 from multiworld.rendezvous.store_session import (
+    CONNECT_S,
     RETRY_S,
     LocalConnection,
     SessionLostError,
     SessionOwner,
     StoreSession,
+    check_store,
     connect,
 )
 
@@ -47,6 +51,8 @@ RETURN_S = 2.0  # maximum seconds for one attempt to reconnect to a lost store
 MAX_RETRY_S = 0.5
 # Stores inside this process, by name; each closes with its last session.
 _local_services: dict[str, StoreService] = {}
+
+PREFER_S = 5.0  # seconds between looks whether an earlier store is back
 
 SLACK_S = 1.0  # seconds after the deadline for the store's list of absentees to arrive
 
@@ -61,6 +67,8 @@ class Joiner:
         self._opening: dict[StoreAddresses, asyncio.Lock] = {}
         self._users: dict[StoreAddresses, int] = {}
         self._returning: dict[StoreAddresses, asyncio.Task[None]] = {}
+        # They look whether earlier stores are back.
+        self._looking: dict[StoreAddresses, asyncio.Task[None]] = {}
 
     async def enter(
         self, address: StoreAddresses, *, may_host: bool, world: str, deadline: float
@@ -83,16 +91,59 @@ class Joiner:
             raise errors.RendezvousError(
                 f"this manager no longer uses the store at {address}"
             )
-        async with self._opening.setdefault(address, asyncio.Lock()):
+        opening = self._opening.setdefault(address, asyncio.Lock())
+        try:
+            async with asyncio.timeout_at(deadline):
+                await opening.acquire()
+        except TimeoutError as error:
+            raise errors.StoreUnreachableError(
+                f"no store answered at {address} for world {world!r} in time; another "
+                "join still waits for it",
+                address=str(address),
+            ) from error
+        try:
             session = self._sessions.get(address)
             if session is None or not session.is_open:
                 if may_host:
-                    await self._host(address)
+                    await self._host(address, deadline)
                 session = await self._open(address, world, deadline)
                 self._sessions[address] = session
                 session.watch(lambda: self._lost(address))
                 session.announce(address)
+                self._prefer_earlier(address, session)
+        finally:
+            opening.release()
         return session
+
+    def _prefer_earlier(self, addresses: StoreAddresses, session: StoreSession) -> None:
+        """Go back to an earlier store once it answers: new processes go there."""
+        if not session.address.place[0]:
+            return
+
+        async def look() -> None:
+            while session.is_open:
+                await asyncio.sleep(PREFER_S)
+                for earlier in addresses.stores[: session.address.place[0]]:
+                    if session.is_open and await self._is_served(earlier):
+                        logger.info("the store at %s is back", earlier)
+                        session.drop()
+                        return
+
+        self._look_no_more(addresses)
+        self._looking[addresses] = asyncio.get_running_loop().create_task(look())
+
+    def _look_no_more(self, addresses: StoreAddresses) -> None:
+        looking = self._looking.pop(addresses, None)
+        if looking is not None:
+            looking.cancel()
+
+    async def _is_served(self, address: StoreAddress) -> bool:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await check_store(address, self.security)
+        except (OSError, errors.MultiWorldError):
+            return False
+        return True
 
     def _lost(self, address: StoreAddresses) -> None:
         """Reconnect: a store must know the held ranks before it admits anybody."""
@@ -133,6 +184,7 @@ class Joiner:
         del self._users[address]
         self._opening.pop(address, None)
         self._stay_away(address)
+        self._look_no_more(address)
         session = self._sessions.pop(address, None)
         if session is not None:
             session.close()
@@ -150,6 +202,8 @@ class Joiner:
         self._users.clear()
         for address in list(self._returning):
             self._stay_away(address)
+        for address in list(self._looking):
+            self._look_no_more(address)
         for session in self._sessions.values():
             session.close()
         for address in list(self._stores):
@@ -161,13 +215,17 @@ class Joiner:
         wires = [getattr(s._wire, "fileno", None) for s in self._sessions.values()]
         return found + [wire() for wire in wires if wire is not None]
 
-    async def _host(self, addresses: StoreAddresses) -> None:
+    async def _host(self, addresses: StoreAddresses, deadline: float) -> None:
         # With several addresses no store is embedded: different members could embed
         # different ones.
         if addresses.is_local or addresses in self._stores or len(addresses.stores) > 1:
             return
         (address,) = addresses.stores
         try:
+            # The first of several may be free, though the store listens on another.
+            several = await self._has_several(address, deadline)
+            if several and await self._is_served(address):
+                return
             store = await StoreServer.listen(
                 address.host, address.port, security=self.security
             )
@@ -182,6 +240,17 @@ class Joiner:
                 address=str(address),
             ) from error
         self._stores[addresses] = store
+
+    async def _has_several(self, address: StoreAddress, deadline: float) -> bool:
+        """Return whether a name has several addresses; wait for one that has none."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                return len(await resolve_all(address.host, address.port)) > 1
+            except socket.gaierror as error:
+                if error.errno != socket.EAI_AGAIN or loop.time() > deadline:
+                    raise
+            await asyncio.sleep(RETRY_S)
 
     def _close_store(self, address: StoreAddresses) -> None:
         store = self._stores.pop(address, None)

@@ -9,8 +9,8 @@ import itertools
 import logging
 import socket
 import ssl
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -21,7 +21,7 @@ from multiworld.net.handshake import HandshakeError, dialing
 from multiworld.net.listener import shake_hands
 from multiworld.net.security import Security
 from multiworld.net.streams import Stream, start_tls
-from multiworld.net.tcp import resolve, tune
+from multiworld.net.tcp import resolve_all, tune
 from multiworld.rendezvous import store_messages as messages
 from multiworld.rendezvous.store_address import StoreAddress, StoreAddresses
 from multiworld.rendezvous.store_service import StoreService
@@ -33,7 +33,8 @@ RETRY_S = 0.05  # seconds between attempts to reach a store that does not answer
 # Seconds to acknowledge a claim. Otherwise the store's process is stopped or its host
 # is down, and the session counts as lost.
 TAKEN_S = 2.0
-CONNECT_S = 2.0  # seconds for one of several stores to answer before the next is tried
+# Seconds for one of several stores, or addresses of one, before the next is tried.
+CONNECT_S = 2.0
 
 
 class SessionOwner(Protocol):
@@ -280,13 +281,9 @@ async def _open(
     address: StoreAddress, world: str, security: Security
 ) -> tuple[Stream, str]:
     """Return a connection after its handshake, and this side's address."""
-    loop = asyncio.get_running_loop()
-    family, where = await resolve(address.host, address.port)
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock = await _dial(await resolve_all(address.host, address.port))
     stream: Stream = sock
     try:
-        tune(sock)
-        await loop.sock_connect(sock, where)
         local_host: str = sock.getsockname()[0]
         if security.tls is not None:
             context = security.tls.context(is_server=False)
@@ -299,6 +296,26 @@ async def _open(
         stream.close()
         raise
     return stream, local_host
+
+
+async def _dial(places: Sequence[tuple[int, Any]]) -> socket.socket:
+    """Connect to the first address that takes the connection."""
+    loop = asyncio.get_running_loop()
+    for number, (family, where) in enumerate(places, 1):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            tune(sock)
+            limit_s = CONNECT_S if number < len(places) else None
+            async with asyncio.timeout(limit_s):
+                await loop.sock_connect(sock, where)
+        except BaseException as error:
+            sock.close()
+            is_last = number == len(places)
+            if is_last or not isinstance(error, OSError):  # TimeoutError is one
+                raise
+        else:
+            return sock
+    raise OSError("the name has no address")
 
 
 async def _shake_hands(

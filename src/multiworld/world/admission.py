@@ -46,7 +46,7 @@ class Admission:
         self._local_members: dict[str, LocalMember] = {}
         self._met: set[LocalMember] = set()  # those that count as users of a session
         self._seen: dict[str, int] = {}
-        services.over = self._over
+        services.over, services.closed = self._over, self.release
 
     @property
     def worlds(self) -> dict[str, World]:

@@ -31,7 +31,12 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 
 from multiworld.config import WorldConfig
-from multiworld.errors import ConfigError, MultiWorldError, UsedAfterForkError
+from multiworld.errors import (
+    ConfigError,
+    MultiWorldError,
+    UsedAfterForkError,
+    WorldClosedError,
+)
 from multiworld.incarnation.events import Event
 from multiworld.net.security import Security
 from multiworld.world import manager as _manager
@@ -42,12 +47,17 @@ __all__ = ["World", "WorldManager"]
 
 T = TypeVar("T")
 
+END_S = 10.0  # for operations of other threads to end when a manager closes
+
 
 class _Loop:
     """An event loop in a daemon thread."""
 
     def __init__(self) -> None:
         self._loop, self._process = asyncio.new_event_loop(), os.getpid()
+        self._lock = threading.Lock()
+        self._operations: set[_Operation[Any]] = set()
+        self._is_closed = False
         self._thread = threading.Thread(
             target=self._run, name="multiworld-loop", daemon=True
         )
@@ -65,7 +75,7 @@ class _Loop:
         except MultiWorldError:
             step.close()
             raise
-        operation = _Operation(step, self._loop)
+        operation = self._begin(step)
         try:
             return operation.ended.result(_bounded(timeout_s))
         except TimeoutError:
@@ -95,7 +105,25 @@ class _Loop:
                 "child"
             )
 
+    def _begin(self, step: Coroutine[Any, Any, T]) -> _Operation[T]:
+        with self._lock:
+            if self._is_closed:
+                step.close()
+                raise WorldClosedError("this WorldManager is closed; create another")
+            operation = _Operation(step, self._loop)
+            self._operations.add(operation)
+        operation.ended.add_done_callback(lambda _: self._operations.discard(operation))
+        return operation
+
     def close(self) -> None:
+        with self._lock:  # no operation begins from here on
+            is_first, self._is_closed = not self._is_closed, True
+        if not is_first:
+            return
+        # Those of other threads end with the worlds; none may wait for ever.
+        for operation in list(self._operations):
+            operation.cancel()
+        wait([operation.ended for operation in list(self._operations)], END_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.run_until_complete(self._loop.shutdown_default_executor())

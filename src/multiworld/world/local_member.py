@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,6 +30,8 @@ T = TypeVar("T")
 # when a process dies, so it has only to be read.
 LINK_GRACE_S = 1.0
 
+logger = logging.getLogger("multiworld")
+
 
 def _nothing(_: LocalMember) -> None:
     """Do nothing at the end of an incarnation."""
@@ -45,6 +48,8 @@ class ManagerServices:
     closing: set[asyncio.Task[None]]  # they close incarnations in the background
     # Called when an incarnation can carry no more traffic.
     over: Callable[[LocalMember], None] = _nothing
+    # Called when it is closed later than that.
+    closed: Callable[[LocalMember], None] = _nothing
 
 
 class LocalMember:
@@ -218,6 +223,7 @@ class LocalMember:
         self.report(lifecycle.CloseAsked())
         if self._over.done():
             self._free()
+            self._services.closed(self)
             return
         try:
             with contextlib.suppress(TimeoutError):
@@ -229,7 +235,10 @@ class LocalMember:
     def close_nowait(self) -> None:
         """Leave politely, without waiting for data that the network has not taken."""
         self.report(lifecycle.CloseAsked())
+        is_over = self._over.done()
         self._free()
+        if is_over:
+            self._services.closed(self)
 
     def abandon_after_fork(self) -> None:
         """Make every operation fail in this forked child's copy."""
@@ -315,7 +324,7 @@ class LocalMember:
                     self._cancel_grace(None)  # the failed connection may be its own
                     self.backend.member_left(rank)
                 case lifecycle.FailOperations():
-                    self.backend.abort()
+                    self._abort()
                     self._end_data()
                     self._watchdog.retire(self.incarnation.nonce)
                 case lifecycle.TellBroken(breakage):
@@ -332,6 +341,12 @@ class LocalMember:
                     if not is_broken:
                         self.backend.begin_close()
                     self._tell_all(control.Left(self.incarnation.nonce, is_broken))
+
+    def _abort(self) -> None:
+        try:
+            self.backend.abort()
+        except Exception:  # the connections are closed, and the others told
+            logger.exception("world %r ends after an error", self._life.world)
 
     def _tell_all(self, message: control.WorldMessage) -> None:
         for rank in self._others():

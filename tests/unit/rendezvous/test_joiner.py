@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -182,6 +183,85 @@ async def test_one_of_several_stores_is_never_embedded(joiners: list[Joiner]) ->
     with pytest.raises(StoreUnreachableError):
         await joiners[0].enter(where, may_host=True, world="w", deadline=later(0.1))
     assert joiners[0].filenos() == []
+
+
+async def test_session_returns_to_an_earlier_store(
+    joiners: list[Joiner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New processes use the first that answers, so the others must be there, too."""
+    monkeypatch.setattr(joiner_module, "PREFER_S", 0.01)
+    first = await StoreServer.listen("127.0.0.1", 0)
+    second = await StoreServer.listen("127.0.0.1", 0)
+    ports = first.port, second.port
+    where = parse_store(",".join(f"tcp://127.0.0.1:{port}" for port in ports))
+    await enter(joiners[0], where)
+    await first.close()
+    await until(lambda: second.session_count == 1)
+    first = await StoreServer.listen("127.0.0.1", ports[0])
+    await until(lambda: first.session_count == 1 and second.session_count == 0)
+    joiners[0].leave(where)
+    await first.close()
+    await second.close()
+
+
+async def test_short_wait_for_a_store_is_kept_beside_a_long_one(
+    joiners: list[Joiner],
+) -> None:
+    """Both wait for one store that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = parse_store(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        long = asyncio.ensure_future(enter(joiners[0], where))
+        await turns(3)
+        with pytest.raises(StoreUnreachableError, match="another join"):
+            await joiners[0].enter(
+                where, may_host=False, world="w", deadline=later(0.1)
+            )
+        assert not long.done()
+        long.cancel()
+        await asyncio.gather(long, return_exceptions=True)
+
+
+def names(
+    monkeypatch: pytest.MonkeyPatch, *found: str | socket.gaierror
+) -> list[str | socket.gaierror]:
+    """Let names have these addresses; an error goes before, once."""
+    answers, loop = list(found), asyncio.get_running_loop()
+
+    async def look_up(host: str, port: int, **_: object) -> list[object]:
+        if answers and isinstance(answers[0], socket.gaierror):
+            error = answers.pop(0)
+            assert isinstance(error, socket.gaierror)
+            raise error
+        kind = socket.SOCK_STREAM
+        return [(socket.AF_INET, kind, 6, "", (answer, port)) for answer in answers]
+
+    monkeypatch.setattr(loop, "getaddrinfo", look_up)
+    return answers
+
+
+@pytest.mark.parametrize("may_host", [False, True])
+async def test_all_addresses_of_a_name_are_tried(
+    joiners: list[Joiner], monkeypatch: pytest.MonkeyPatch, may_host: bool
+) -> None:
+    """No second store is embedded at the first, which nobody serves."""
+    server = await StoreServer.listen("127.0.0.1", 0)
+    names(monkeypatch, "127.0.0.2", "127.0.0.1")
+    where = parse_store(f"tcp://store.example:{server.port}")
+    await enter(joiners[0], where, may_host=may_host)
+    assert server.session_count == 1
+    joiners[0].leave(where)
+    await server.close()
+
+
+async def test_name_that_is_not_published_yet_is_looked_up_again(
+    joiners: list[Joiner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 embeds the store then."""
+    soon = socket.gaierror(socket.EAI_AGAIN, "temporary failure")
+    names(monkeypatch, soon, soon, "127.0.0.1")
+    where = parse_store(f"tcp://store.example:{free_port()}")
+    assert (await enter(joiners[0], where, may_host=True)).is_open
+    joiners[0].leave(where)
 
 
 async def test_cancelled_entry_leaves_nothing(joiners: list[Joiner]) -> None:

@@ -24,6 +24,8 @@ def test_valid_address_is_shown_as_it_was_read(text: str) -> None:
         "tcp://host",
         "tcp://:80",
         "tcp://h:99999",
+        "tcp://a..b:1",
+        "tcp://" + 64 * "a" + ":1",
         "udp://h:1",
         "memory://",
     ],

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from multiworld.backends.base import Bundle, Handler, Meta, Peek, Received, WorldView
-from multiworld.backends.c10d.flat import as_bytes, on_device
+from multiworld.backends.c10d.flat import as_bytes, flat_of, on_device
 from multiworld.backends.c10d.group_collectives import GroupCollectives
 from multiworld.backends.c10d.groups import Group, check_backend
 from multiworld.backends.c10d.store import C10dStore
@@ -101,10 +101,9 @@ class C10dBackend:
             await self._direct.send(tensor, dst, tag)
             return
         self._check_tag(tag)
-        contiguous = on_device(
-            tensor, self._view.device, "the tensor to send"
-        ).contiguous()
-        header = [CODES[contiguous.dtype], list(contiguous.shape)]
+        tensor = on_device(tensor, self._view.device, "the tensor to send")
+        data = as_bytes(flat_of(tensor))
+        header = [CODES[tensor.dtype], list(tensor.shape)]
         async with self._sending[dst, tag]:
             try:
                 await self._direct.send_object(header, dst, HEADER_TAG_BASE + tag)
@@ -115,7 +114,7 @@ class C10dBackend:
                 self._view.report(Failed(reason))
                 raise
             await self._runner.wait_in_thread(
-                lambda native: native.send([as_bytes(contiguous)], dst, tag)
+                lambda native: native.send([data], dst, tag)
             )
 
     async def recv(self, out: Tensor | None, src: int | None, tag: int) -> Received:
@@ -130,9 +129,10 @@ class C10dBackend:
         async with self._receiving[src, tag]:
             code, shape = await self._next_header(src, tag)
             target = self._target(out, src, code, shape)
+            data = as_bytes(target)
             self._headers[src, tag].popleft()
             await self._runner.wait_in_thread(
-                lambda native: native.recv([as_bytes(target)], src, tag)
+                lambda native: native.recv([data], src, tag)
             )
         if out is not None and target is not out:
             overwrite(out, target.view(out.shape))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from multiworld.backends.dtypes import overwrite
+from multiworld.backends.dtypes import overwrite, require_host
 from multiworld.errors import TensorMismatchError
 
 
@@ -22,6 +22,8 @@ def on_device(tensor: Tensor, device: torch.device, what: str) -> Tensor:
             f"{what} is {tensor.layout} on {tensor.device}; this world carries dense "
             f"tensors on {device.type!r}"
         )
+    if device.type == "cpu":
+        return require_host(tensor, what)
     return tensor.detach()
 
 

@@ -33,6 +33,7 @@ from multiworld.backends.dtypes import (
     overwrite,
     reached_by,
     require_matching,
+    require_receivable,
 )
 from multiworld.backends.offload import offload, size_of
 from multiworld.backends.reduction import OP_CODES, OP_NAMES, op_name
@@ -91,18 +92,20 @@ class GroupCollectives:
     # One method for each collective that the group has.
 
     def _broadcast(self, call: Call) -> Native:
-        tensor, src = self._checked(call.tensor), call.root
+        src = call.root
+        is_root = self._rank == src
+        tensor = self._checked(call.tensor, is_written=not is_root)
         options = self._options(dist.BroadcastOptions())
         options.rootRank = src
         return Native(
             prepare=lambda: [flat_of(tensor)],
             start=lambda pg, work: pg.broadcast([as_bytes(work[0])], options),
-            finish=lambda work: write_back(tensor, work[0]),
+            finish=lambda work: None if is_root else write_back(tensor, work[0]),
         )
 
     def _all_reduce(self, call: Call) -> Native:
         tensor, op = call.tensor, call.op
-        plan = Reduction(self._checked(tensor), op, self._size)
+        plan = Reduction(self._checked(tensor, is_written=True), op, self._size)
         options = self._options(dist.AllreduceOptions())
         options.reduceOp = plan.native_op
 
@@ -118,10 +121,10 @@ class GroupCollectives:
 
     def _reduce(self, call: Call) -> Native:
         tensor, dst, op = call.tensor, call.root, call.op
-        plan = Reduction(self._checked(tensor), op, self._size)
+        is_root = self._rank == dst
+        plan = Reduction(self._checked(tensor, is_written=is_root), op, self._size)
         options = self._options(dist.ReduceOptions())
         options.reduceOp, options.rootRank = plan.native_op, dst
-        is_root = self._rank == dst
 
         def prepare() -> list[Tensor]:
             flat = flat_of(tensor)
@@ -173,7 +176,7 @@ class GroupCollectives:
 
     def _scatter(self, call: Call) -> Native:
         out, tensors, src = call.tensor, call.tensors, call.root
-        self._checked(out)
+        self._checked(out, is_written=True)
         is_root = self._rank == src
         parts = self._matching(tensors, out, "tensors") if is_root else []
         options = self._options(dist.ScatterOptions())
@@ -197,7 +200,7 @@ class GroupCollectives:
 
     def _reduce_scatter(self, call: Call) -> Native:
         out, tensors, op = call.tensor, call.tensors, call.op
-        plan = Reduction(self._checked(out), op, self._size)
+        plan = Reduction(self._checked(out, is_written=True), op, self._size)
         parts = self._matching(tensors, out, "tensors")
         options = self._options(dist.AllreduceOptions())
         options.reduceOp = plan.native_op
@@ -244,10 +247,12 @@ class GroupCollectives:
         options.timeout = self._limit
         return options
 
-    def _checked(self, tensor: Tensor) -> Tensor:
+    def _checked(self, tensor: Tensor, *, is_written: bool = False) -> Tensor:
         tensor = on_device(tensor, self._view.device, "a collective's tensor")
         if tensor.dtype not in CODES:
             raise TensorMismatchError(f"tensors of {tensor.dtype} cannot be sent")
+        if is_written:
+            require_receivable(tensor, "a collective's tensor")
         return tensor
 
     def _matching(

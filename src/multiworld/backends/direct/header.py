@@ -41,6 +41,8 @@ MAGIC = b"MWD1"
 
 VERSION = 1
 
+MAX_NDIM = 64  # as `dtypes` has it, which loads torch
+
 TENSOR, BUNDLE, OBJECT, COLLECTIVE, FIN, WITHDRAW, MEMORY, BELL, LEND = range(9)
 KIND_NAMES = ("a tensor", "a bundle", "an object", "a collective")
 
@@ -52,7 +54,6 @@ LENT = 8
 # Maximum payload of one frame. A cancelled send still finishes its frame, and a lane
 # moves about this much before it lets other tasks run.
 FRAGMENT_BYTES = 256 * 1024
-MAX_NDIM = 64  # torch's own limit
 
 _LEAD = struct.Struct("<4sI")
 _FIELDS = "<BBBBBBxxQQqIIQII"

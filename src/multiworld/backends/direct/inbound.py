@@ -6,6 +6,7 @@ The lane reads into ``buffers``, a large payload straight into its tensor, and c
 
 from __future__ import annotations
 
+import logging
 import math
 import zlib
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from multiworld.backends.direct.lending import MAX_BLOCKS, Borrowed
 from multiworld.backends.direct.shared_memory import SLOT_BYTES, Window
 from multiworld.backends.dtypes import SIZES, UINT8
 from multiworld.backends.mailbox import Mailbox
+
+logger = logging.getLogger("multiworld")
 
 STAGE_BYTES = 128 * 1024
 
@@ -283,7 +286,10 @@ class Inbound:
         if peek is None:
             return False
         self._start = end
-        peek(self._stage[begin:end])
+        try:
+            peek(self._stage[begin:end])
+        except Exception:
+            logger.exception("a function of messages raised an error, and must not")
         return True
 
     def _handle_memory_frame(self, header: Header) -> None:

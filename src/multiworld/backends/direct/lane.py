@@ -253,6 +253,7 @@ class Lane:
         """Read what the kernel holds, which its sender considers sent."""
         if self._is_paused:
             return  # a message is being moved to other memory
+        self._mailbox.lift_budget()
         moved = 0
         try:
             self._let_go()
@@ -274,8 +275,8 @@ class Lane:
             return  # it ends here, or is corrupt: nothing more can be read
 
     def _let_go(self) -> None:
-        """Put held messages into the mailbox, as far as it has room."""
-        while self._inbound.is_held and not self._is_leaving:
+        """Put messages that wait for a receive, or for room, into the mailbox."""
+        while self._inbound.is_stalled and not self._is_leaving:
             self._inbound.retry()
 
     def _drain(self) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import os
 import socket
 import struct
+from collections import deque
 from collections.abc import Callable
 
 from multiworld.backends.direct import shared_memory
@@ -18,6 +19,10 @@ from multiworld.backends.direct.outbound import Outbound
 LOOK_S = 0.002  # seconds between looks for a free slot while the bell cannot be heard
 
 RIGHTS_BYTES = socket.CMSG_SPACE(4)
+
+# Descriptors whose frames have not been parsed. A read takes one, and leaves at most
+# the frame of the one before incomplete.
+MAX_DESCRIPTORS = 8
 
 
 class LaneMemory:
@@ -36,7 +41,7 @@ class LaneMemory:
         # The peer's shared memory is accepted whatever this side's own setting is.
         self.is_usable = shared_memory.is_usable(connection.sock)
         self._slots = shared_memory.slots_in(ring_bytes) if self.is_usable else 0
-        self._descriptors: list[int] = []  # arrived, and not mapped yet
+        self._descriptors: deque[int] = deque()  # arrived, and not mapped yet
         self._looking: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -112,8 +117,8 @@ class LaneMemory:
 
     def _keep(self, data: bytes) -> None:
         for (fd,) in struct.iter_unpack("i", data[: len(data) // 4 * 4]):
-            if self._descriptors:
-                os.close(fd)  # no frame has announced it
+            if len(self._descriptors) >= MAX_DESCRIPTORS:
+                os.close(fd)  # no frame has announced the others
             else:
                 self._descriptors.append(fd)
 
@@ -123,13 +128,13 @@ class LaneMemory:
         """Map the shared memory whose descriptor has arrived."""
         if not self._descriptors:
             raise HeaderError("the frame announces shared memory but passes none")
-        return shared_memory.Window(self._descriptors.pop(), slots)
+        return shared_memory.Window(self._descriptors.popleft(), slots)
 
     def open_block(self, size: int) -> Borrowed:
         """Map the lent block whose descriptor has arrived."""
         if not self._descriptors:
             raise HeaderError("the frame lends memory but passes none")
-        return Borrowed(self._descriptors.pop(), size)
+        return Borrowed(self._descriptors.popleft(), size)
 
     def ring_bell(self) -> None:
         """Notify the waiting peer that a slot of its ring is free."""
@@ -150,5 +155,5 @@ class LaneMemory:
             self._outbound.lender.close()
             self._outbound.lender = None
         while self._descriptors:
-            os.close(self._descriptors.pop())
+            os.close(self._descriptors.popleft())
         self._stop_looking()

@@ -237,8 +237,9 @@ class Outbound:
             label,
             total,
         )
+        head = wire.encode(header, shape)
         self._sequence += 1
-        return wire.encode(header, shape)
+        return head
 
     def resume(self, message: Outgoing, head: bytes, written: int) -> None:
         """Continue a one-frame message whose first ``written`` bytes are sent."""

@@ -1,0 +1,165 @@
+"""Messages, tensors and handlers that once broke a world, or hid what broke it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from multiworld import (
+    MemberLostError,
+    TensorMismatchError,
+    World,
+    WorldConfig,
+    WorldManager,
+)
+from multiworld.backends.direct.backend import DirectBackend
+from multiworld.rendezvous.store_server import StoreServer
+from multiworld.testing import Arena, ProcessFleet, Role
+from tests.until import until
+
+HANG_S = 20.0
+
+
+@pytest.mark.parametrize("elements", [1, 2, 7, 8, 9, 13, 14, 30])
+async def test_two_announcements_of_memory_in_one_read(elements: int) -> None:
+    """The first is cut by the end of a read, and each passes a descriptor."""
+    sizes = (25_600, 25_600, elements, 262_144, 300_000)
+    async with Arena("direct") as arena, asyncio.timeout(HANG_S):
+        left, right = await arena.world(2)
+        for size in sizes:
+            await left.send(torch.full((size,), float(size)), dst=1)
+        for size in sizes:
+            assert torch.equal(await right.recv(src=0), torch.full((size,), size))
+
+
+@pytest.mark.parametrize("backend", ["direct", "gloo", "memory"])
+async def test_tensor_without_memory_is_refused(backend: str) -> None:
+    """Reading where it points to would end the process."""
+    async with Arena(backend) as arena, asyncio.timeout(HANG_S):
+        left, right = await arena.world(2)
+        stand = AsyncCollectiveTensor(torch.ones(8))
+        for call in (
+            left.send(stand, dst=1),
+            left.recv(stand, src=1),
+            left.send_bundle({"x": stand}, dst=1),
+            left.all_reduce(stand),
+        ):
+            with pytest.raises(TensorMismatchError, match="without memory"):
+                await call
+        await left.send(torch.ones(3), dst=1)
+        assert torch.equal(await right.recv(src=0), torch.ones(3))
+
+
+@pytest.mark.parametrize("backend", ["direct", "gloo", "memory"])
+async def test_arguments_that_cannot_be_carried_out_break_nothing(backend: str) -> None:
+    """Too many dimensions, and results that overlap themselves."""
+    async with Arena(backend) as arena, asyncio.timeout(HANG_S):
+        left, right = await arena.world(2)
+        for sent in (torch.ones((1,) * 65), torch.ones((1,) * 64 + (100_000,))):
+            with pytest.raises(TensorMismatchError, match="65 dimensions"):
+                await left.send(sent, dst=1)
+        wide = torch.tensor(3.0).expand(4)
+        for call in (
+            left.all_reduce(wide),
+            left.broadcast(wide, src=1),
+            left.reduce(wide, dst=0),
+            left.scatter(wide, src=1),
+        ):
+            with pytest.raises(TensorMismatchError, match="overlaps itself"):
+                await call
+        await asyncio.gather(
+            left.broadcast(wide, src=0), right.broadcast(found := torch.zeros(4), src=0)
+        )
+        assert torch.equal(found, torch.full((4,), 3.0))
+
+
+async def test_handler_that_raises_ends_nothing() -> None:
+    """It must not, but other worlds, and later messages, cannot help it."""
+    async with Arena("direct") as arena, asyncio.timeout(HANG_S):
+        left, right = await arena.world(2)
+        heard: list[float] = []
+
+        def handler(tensor: Tensor) -> None:
+            heard.append(float(tensor[0]))
+            if len(heard) == 1:
+                raise RuntimeError("a fault of the program")
+
+        right.handle(handler, src=0, tag=1)
+        for number in range(3):
+            await left.send(torch.tensor([float(number)]), dst=1, tag=1)
+        await left.send(torch.ones(1), dst=1)
+        assert await right.recv(src=0) == 1.0
+        await until(lambda: heard == [0.0, 1.0, 2.0])
+
+
+async def member(role: Role, store: str, names: list[str]) -> None:
+    """Join worlds, until killed."""
+    async with WorldManager(config=WorldConfig(join_s=20)) as manager:
+        for name in names:
+            await manager.join(name, rank=1, size=2, store=store)
+        role.report("joined")
+        await asyncio.sleep(600)
+
+
+@asynccontextmanager
+async def worlds_with_a_lost_member(
+    names: list[str], prepare: Callable[[list[World]], None]
+) -> AsyncIterator[tuple[WorldManager, list[World]]]:
+    """Return worlds whose other member was killed after ``prepare``."""
+    server = await StoreServer.listen("127.0.0.1", 0)
+    store = f"tcp://127.0.0.1:{server.port}"
+    async with ProcessFleet() as fleet, WorldManager() as manager:
+        child = fleet.start(member, store, names)
+        worlds = [
+            await manager.join(name, rank=0, size=2, store=store) for name in names
+        ]
+        assert await child.report(HANG_S) == "joined"
+        prepare(worlds)
+        child.kill()
+        async with asyncio.timeout(HANG_S):
+            yield manager, worlds
+    await server.close()
+
+
+async def test_error_as_one_world_breaks_leaves_the_others_informed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of them still names the lost member."""
+    abort, aborted = DirectBackend.abort, list[DirectBackend]()
+    receiving: list[asyncio.Task[Tensor]] = []
+
+    def fails(self: DirectBackend) -> None:
+        aborted.append(self)
+        if len(aborted) == 1:
+            raise RuntimeError("no thread can be started")
+        abort(self)
+
+    def prepare(worlds: list[World]) -> None:
+        receiving.extend(asyncio.ensure_future(w.recv(src=1)) for w in worlds)
+        monkeypatch.setattr(DirectBackend, "abort", fails)
+
+    names = ["a", "b", "c"]
+    async with worlds_with_a_lost_member(names, prepare) as (_, worlds):
+        for world in worlds:
+            await world.wait_over()
+            assert world.is_broken
+        await until(lambda: sum(task.done() for task in receiving) >= 2)
+    for task in receiving:
+        task.cancel()
+    found = await asyncio.gather(*receiving, return_exceptions=True)
+    assert sum(isinstance(error, MemberLostError) for error in found) >= 2
+
+
+async def test_broken_world_that_is_closed_is_forgotten() -> None:
+    """Its name is free, and its use of the store's session ends."""
+    async with worlds_with_a_lost_member(["a"], lambda _: None) as (manager, worlds):
+        await worlds[0].wait_over()
+        assert list(manager.worlds) == ["a"]
+        await worlds[0].close()
+        assert manager.worlds == {}
