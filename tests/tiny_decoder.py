@@ -114,6 +114,28 @@ def _codegen() -> Any:
     )
 
 
+def _qwen2_moe() -> Any:
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    windows: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 6}
+    experts: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 32}
+    config = Qwen2MoeConfig(**SIZES, **windows, **experts, max_window_layers=1)
+    return Qwen2MoeForCausalLM(config)
+
+
+def _doge() -> Any:
+    from transformers import DogeConfig, DogeForCausalLM
+
+    return DogeForCausalLM(DogeConfig(**SIZES, num_key_value_heads=2))
+
+
+def _gptj() -> Any:
+    from transformers import GPTJConfig, GPTJForCausalLM
+
+    sizes: dict[str, Any] = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 99}
+    return GPTJForCausalLM(GPTJConfig(vocab_size=VOCABULARY, rotary_dim=8, **sizes))
+
+
 KINDS: dict[str, Callable[..., Any]] = {
     "llama": _llama,
     "qwen3": _qwen3,
@@ -127,7 +149,13 @@ KINDS: dict[str, Callable[..., Any]] = {
 }
 """Makers of the architectures, by name."""
 
-REFUSED: dict[str, Callable[..., Any]] = {"lfm2": _lfm2, "codegen": _codegen}
+REFUSED: dict[str, Callable[..., Any]] = {
+    "lfm2": _lfm2,
+    "codegen": _codegen,
+    "qwen2_moe": _qwen2_moe,
+    "doge": _doge,
+    "gptj": _gptj,
+}
 """Makers of those that are not served."""
 
 

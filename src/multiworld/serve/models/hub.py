@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import re
 from pathlib import Path
 
 from multiworld.errors import SpecError
+from multiworld.serve.models.caches import cache_folder
 
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # OWNER/NAME
 
 # Files of a model that stages and tokenizers read.
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+
+
+def _mark_of(folder: str) -> Path:
+    """Return the file that says that all files of a model have been fetched."""
+    name = hashlib.sha256(folder.encode()).hexdigest()[:24]
+    return cache_folder() / "fetched" / name
 
 
 def is_hub_name(path: str) -> bool:
@@ -36,15 +45,23 @@ def folder_of(path: str, revision: str | None) -> str:
         raise SpecError(
             f"{path!r} is on the Hugging Face hub; pip install huggingface_hub"
         ) from error
-    # Files of a fetched revision are never looked up again.
+    # Files of a fetched revision are never looked up again. The cache may have some of
+    # them, which another program needed.
     try:
-        return snapshot_download(
+        found = snapshot_download(
             path, revision=revision, allow_patterns=FILES, local_files_only=True
         )
+        if _mark_of(found).exists():
+            return found
     except LocalEntryNotFoundError:
         pass  # it was not fetched yet
     try:
-        return snapshot_download(path, revision=revision, allow_patterns=FILES)
+        # The folder of the cache, if the hub does not answer.
+        found = snapshot_download(path, revision=revision, allow_patterns=FILES)
+        with contextlib.suppress(OSError):
+            _mark_of(found).parent.mkdir(parents=True, exist_ok=True)
+            _mark_of(found).touch()
+        return found
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         why = str(error).strip().splitlines()[0]
         raise SpecError(

@@ -9,7 +9,7 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,8 +39,8 @@ def model(
 
     Inputs are ``input_ids`` and ``attention_mask``, [rows, length], int64. A sentence
     encoder (a folder with ``modules.json``) returns ``embedding``, [rows, hidden],
-    pooled as the folder says and normalized. Other models return ``last_hidden_state``,
-    [rows, length, hidden].
+    pooled, and normalized, as the folder says. Other models return
+    ``last_hidden_state``, [rows, length, hidden].
     """
     folder = Path(path).expanduser()
     config = read_json(folder / "config.json")
@@ -96,7 +96,7 @@ def model(
             longest,
         ),
         text=functools.partial(Tokenizer, folder, tokens) if pooling else None,
-        notes=_notes(config),
+        notes=_notes(config, folder),
         preload=preloaded_modules(str(config.get("model_type", ""))),
         parts=functools.partial(
             model, path, layers, max_length, dtype=dtype, quantization=quantization
@@ -136,12 +136,18 @@ def check_ids(vocabulary: int, longest: int, tensors: Tensors) -> None:
 HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForSequenceClassification")
 
 
-def _notes(config: dict[str, Any]) -> list[str]:
+def _notes(config: dict[str, Any], folder: Path) -> list[str]:
     found = [a for a in config.get("architectures") or () if a.endswith(HEADS)]
-    return [
+    notes = [
         f"the head of {name} is not served: the outputs are hidden states, not logits"
         for name in found
     ]
+    path = folder / "config_sentence_transformers.json"
+    if path.exists() and (name := read_json(path).get("default_prompt_name")):
+        notes.append(
+            f"its default prompt ({name}) is not put before texts; let clients send it"
+        )
+    return notes
 
 
 def preloaded_modules(model_type: str) -> list[str]:
@@ -208,7 +214,19 @@ def number_of(config: dict[str, Any], names: Sequence[str], folder: Path) -> int
 
 
 # Architectures whose positions begin after the number of the padding token.
-COUNTED_FROM_PADDING = ("roberta", "xlm-roberta", "mpnet", "camembert")
+COUNTED_FROM_PADDING = (
+    "camembert",
+    "data2vec-text",
+    "esm",
+    "ibert",
+    "longformer",
+    "mpnet",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
 
 
 def configured_length(config: dict[str, Any], default: int) -> int:
@@ -242,8 +260,14 @@ def _datatype(dtype: str, folder: Path) -> str:
     return DATATYPES[dtype]
 
 
-def _pooling(folder: Path) -> str | None:
-    """Return how a sentence encoder pools tokens, "mean" or "cls", or None."""
+class Pooling(NamedTuple):
+    """How a sentence encoder pools the tokens of a text, ``mean`` or ``cls``."""
+
+    kind: str
+    is_normalized: bool
+
+
+def _pooling(folder: Path) -> Pooling | None:
     path = folder / "modules.json"
     if not path.exists():
         return None
@@ -261,7 +285,7 @@ def _pooling(folder: Path) -> str | None:
     settings = read_json(path)
     modes = [n for n, v in settings.items() if n.startswith("pooling_mode_") and v]
     if modes in (["pooling_mode_mean_tokens"], ["pooling_mode_cls_token"]):
-        return modes[0].split("_")[2]
+        return Pooling(modes[0].split("_")[2], "Normalize" in kinds)
     raise SpecError(f"{path}: this pooling is not supported; use mean or cls pooling")
 
 
@@ -284,13 +308,18 @@ class Tokenizer:
         from tokenizers import Tokenizer as Fast
 
         self._fast = Fast.from_file(str(folder / "tokenizer.json"))
+        path = folder / "sentence_bert_config.json"
+        settings = read_json(path) if path.exists() else {}
+        self._is_lowered = bool(settings.get("do_lower_case"))
         self._fast.no_padding()
         # Texts; token ids never are (see ``check_ids``).
         self._fast.enable_truncation(max_length)
         self._max_characters = max_length * MAX_CHARACTERS_PER_TOKEN
 
     def encode(self, text: str) -> Tensors:
-        return self.encode_tokens(self._fast.encode(text[: self._max_characters]).ids)
+        text = text[: self._max_characters]
+        text = text.lower() if self._is_lowered else text
+        return self.encode_tokens(self._fast.encode(text).ids)
 
     def encode_tokens(self, ids: Sequence[int]) -> Tensors:
         """Return the same for token ids, including those that start and end a text."""
@@ -304,7 +333,7 @@ def _load_stage(
     folder: Path,
     span: Span,
     dtype: str,
-    pooling: str | None,
+    pooling: Pooling | None,
     quantization: str | None,
     context: StageContext,
 ) -> Callable[[Tensors], Tensors]:

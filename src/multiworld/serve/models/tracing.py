@@ -290,8 +290,17 @@ def _trace(
 
 
 def _load_weights(part: nn.Module, path: Path) -> None:
-    wanted = dict(itertools.chain(part.named_parameters(), part.named_buffers()))
+    # With all names of tied ones: each holder is to get the tensor of the file.
+    held = itertools.chain(
+        part.named_parameters(remove_duplicate=False),
+        part.named_buffers(remove_duplicate=False),
+    )
+    wanted = dict(held)
     found = read_weights(path, set(wanted))
+    for name in wanted.keys() - found.keys():
+        others = (other for other in found if wanted[other] is wanted[name])
+        if (other := next(others, None)) is not None:
+            found[name] = found[other]
     missing = sorted(set(wanted) - found.keys())
     if missing:
         raise SpecError(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from multiworld.errors import SpecError
 from multiworld.serve.models.experts import split_experts
+from multiworld.serve.models.huggingface import Pooling
 from multiworld.serve.models.integer_linear import is_linear, quantize_linears
 from multiworld.serve.models.partition import Span
 from multiworld.serve.models.stored_integers import Stored, read_stored
@@ -36,6 +37,8 @@ TESTED = (
     "falcon, gemma, gemma2, gemma3_text, gpt2, gpt_neox, llama, mistral, mixtral, "
     "opt, phi3, qwen2, qwen3"
 )
+
+COMPARED = frozenset(TESTED.replace(";", ",").split(", "))
 
 # Names of the chain of layers in architectures without a plan.
 CHAINS = ("encoder.layer", "layers", "h", "transformer.layer", "decoder.layers")
@@ -56,10 +59,20 @@ TOKENS = (
 AFTER = (
     "ln_f",
     "final_norm",
+    "norm",
+    "final_layernorm",
+    "layer_norm",
+    "layernorm",
+    "encoder.ln",
+    "encoder.LayerNorm",
+    "encoder.emb_layer_norm_after",
     "pooler",
     "decoder.final_layer_norm",
     "decoder.project_out",
 )
+
+# Names of factors of the embeddings, applied to ``inputs_embeds`` too.
+FACTORS = ("embedding_multiplier",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +117,7 @@ def load(
     folder: Path,
     span: Span,
     dtype: str,
-    pooling: str | None,  # of sentence encoders: ``mean`` or ``cls``
+    pooling: Pooling | None,  # of sentence encoders
     device: str,
     quantization: str | None = None,
 ) -> LayerPart:
@@ -145,6 +158,11 @@ def load_owned(
 
     disable: Any = logging.disable_progress_bar  # of little use for a part
     disable()
+    is_cut = span.end - span.begin < span.count
+    if is_cut and config.model_type not in COMPARED:
+        from multiworld.serve.models import cut_check
+
+        cut_check.check(kind, config, folder)
     owned = _owned_class(kind, span, folder)
     wanted = getattr(torch, dtype)
     is_int8 = quantization == "int8"
@@ -168,7 +186,7 @@ def load_owned(
             f"{folder} lacks the weights of {sorted(missing)[:3]} …; save it again"
         )
     base = whole.base_model
-    _drop_other_layers(base, span, _anatomy(base, folder).chain)
+    _drop_other_layers(base, span, anatomy_of(base, folder).chain)
     if is_int8:
         split_experts(whole)
         quantize_linears(whole, by_module)
@@ -216,7 +234,7 @@ def _owned_class(kind: Any, span: Span, folder: Path) -> Any:
             base = self.base_model
             # A head that shares its weights with the embeddings needs them, too.
             is_shared = base is not self and config.tie_word_embeddings
-            strip(base, span, _anatomy(base, folder), keeps_tokens=is_shared)
+            strip(base, span, anatomy_of(base, folder), keeps_tokens=is_shared)
 
     # transformers finds its conversions of weights by these names.
     Owned.__name__ = Owned.__qualname__ = kind.__name__
@@ -224,7 +242,7 @@ def _owned_class(kind: Any, span: Span, folder: Path) -> Any:
     return Owned
 
 
-def _anatomy(whole: nn.Module, folder: Path) -> Anatomy:
+def anatomy_of(whole: nn.Module, folder: Path) -> Anatomy:
     plan = getattr(whole.config, "base_model_pp_plan", None)
     return anatomy_from_plan(plan) if plan else _anatomy_from_tables(whole, folder)
 
@@ -272,6 +290,9 @@ def strip(
         _replace(whole, anatomy.positions, NoPositions)
         if not keeps_tokens:  # they are used if ``input_ids`` are given
             _replace(whole, anatomy.tokens, Identity)
+        for name in FACTORS:
+            if hasattr(whole, name):
+                setattr(whole, name, 1.0)
     if not span.is_last:
         _replace(whole, anatomy.after, Identity)
 
@@ -302,7 +323,7 @@ def _drop_other_layers(whole: nn.Module, span: Span, name: str) -> None:
 class LayerPart(nn.Module):
     """A part of a model as a stage: takes and returns a dict of tensors."""
 
-    def __init__(self, whole: nn.Module, span: Span, pooling: str | None) -> None:
+    def __init__(self, whole: nn.Module, span: Span, pooling: Pooling | None) -> None:
         super().__init__()
         self.whole, self._span, self._pooling = whole, span, pooling
 
@@ -319,12 +340,14 @@ class LayerPart(nn.Module):
             return {"hidden": hidden, "attention_mask": mask}
         if self._pooling is None:
             return {"last_hidden_state": hidden}
-        return {"embedding": self._pooled(hidden, mask)}
+        pooled = _pooled(hidden, mask, self._pooling.kind)
+        if self._pooling.is_normalized:
+            pooled = nn.functional.normalize(pooled, dim=-1)
+        return {"embedding": pooled}
 
-    def _pooled(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        if self._pooling == "cls":
-            pooled = hidden[:, 0]
-        else:
-            weights = mask.unsqueeze(-1).to(hidden.dtype)
-            pooled = (hidden * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
-        return nn.functional.normalize(pooled, dim=-1)
+
+def _pooled(hidden: Tensor, mask: Tensor, kind: str) -> Tensor:
+    if kind == "cls":
+        return hidden[:, 0]
+    weights = mask.unsqueeze(-1).to(hidden.dtype)
+    return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1e-9)

@@ -99,7 +99,12 @@ def fetched(endpoint: str, cache: Path, name: str = "some/model") -> str:
     """Return what another process prints, since the library reads its settings once."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, name, COMMIT],
-        env={"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "PATH": "/usr/bin:/bin"},
+        env={
+            "HF_ENDPOINT": endpoint,
+            "HF_HOME": str(cache),
+            "MULTIWORLD_CACHE": str(cache / "ours"),
+            "PATH": "/usr/bin:/bin",
+        },
         capture_output=True,
         text=True,
         timeout=100.0,
@@ -115,6 +120,21 @@ def test_model_is_fetched_once_and_then_found_offline(
     endpoint = f"http://127.0.0.1:{server.server_port}"
     folder = Path(fetched(endpoint, tmp_path))
     assert {p.name for p in folder.iterdir()} == {"config.json", "model.safetensors"}
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    assert fetched("http://127.0.0.1:9", tmp_path) == str(folder)
+
+
+def test_files_that_another_program_fetched_are_completed(
+    server: ThreadingHTTPServer, tmp_path: Path
+) -> None:
+    """Such as a tokenizer alone; if the hub does not answer, they are what there is."""
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    repository = tmp_path / "hub" / "models--some--model"
+    (repository / "snapshots" / COMMIT).mkdir(parents=True)
+    (repository / "snapshots" / COMMIT / "tokenizer.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    folder = Path(fetched(endpoint, tmp_path))
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     assert fetched("http://127.0.0.1:9", tmp_path) == str(folder)
 

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from multiworld.errors import SpecError
 from multiworld.serve.models import huggingface
+from multiworld.serve.spec.stage import StageContext
+from tests.tiny_decoder import save_tokenizer
 
 TRANSFORMER, POOLING, NORMALIZE = "Transformer", "Pooling", "Normalize"
 
@@ -65,8 +68,59 @@ def test_encoder_that_would_embed_otherwise_is_refused(
         huggingface.model(encoder(tmp_path, modules, **pooling))
 
 
+@pytest.mark.parametrize("modules", [[NORMALIZE], []])
+def test_embeddings_are_normalized_if_the_folder_says_so(
+    tmp_path: Path, modules: list[str]
+) -> None:
+    """Others are compared by their lengths, too."""
+    made = huggingface.model(
+        encoder(tmp_path, [TRANSFORMER, POOLING, *modules], mean_tokens=True)
+    )
+    config = transformers.BertConfig(
+        num_hidden_layers=2,
+        hidden_size=8,
+        num_attention_heads=2,
+        intermediate_size=8,
+        vocab_size=200,
+    )
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    (stage,) = made.stages
+    found: Any = stage.load(StageContext())(huggingface.example())
+    length = float(found["embedding"].detach().norm())
+    assert (abs(length - 1.0) < 1e-5) is bool(modules)
+
+
+def test_text_is_lowered_if_the_folder_says_so(tmp_path: Path) -> None:
+    """As sentence-transformers does, before its tokenizer."""
+    save_tokenizer(tmp_path)
+    found = []
+    for lowered in (False, True):
+        settings = json.dumps({"do_lower_case": lowered})
+        (tmp_path / "sentence_bert_config.json").write_text(settings)
+        tokenizer = huggingface.Tokenizer(tmp_path, 100)
+        found.append(tokenizer.encode("Ab")["input_ids"].tolist())
+        plain = tokenizer.encode("ab")["input_ids"].tolist()
+    assert found[0] != plain
+    assert found[1] == plain
+
+
+def test_default_prompt_that_is_not_added_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config_sentence_transformers.json").write_text(
+        json.dumps({"prompts": {"query": "q: "}, "default_prompt_name": "query"})
+    )
+    folder = encoder(tmp_path, [TRANSFORMER, POOLING], mean_tokens=True)
+    assert "default prompt (query)" in huggingface.model(folder).notes[0]
+
+
 @pytest.mark.parametrize(
-    ("kind", "longest"), [("roberta", 512), ("xlm-roberta", 512), ("bert", 514)]
+    ("kind", "longest"),
+    [
+        ("roberta", 512),
+        ("xlm-roberta", 512),
+        ("data2vec-text", 512),
+        ("esm", 512),
+        ("bert", 514),
+    ],
 )
 def test_positions_that_padding_takes_are_not_counted(kind: str, longest: int) -> None:
     """A longer text would be beyond the table of positions."""

@@ -241,6 +241,40 @@ def test_inconsistent_descriptions_are_reported() -> None:
             cut_module(Module(**CHAIN), len(wrong) + 1, wrong)
 
 
+class Tied(nn.Module):
+    """A head that shares its weights with the embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(32, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [rows, 32]."""
+        found: Tensor = self.head(torch.relu(self.body(self.embed(x).mean(1))))
+        return found
+
+
+@pytest.mark.parametrize("left_out", ["", "head.weight", "embed.weight"])
+def test_tied_weights_reach_all_of_their_holders(left_out: str, tmp_path: Path) -> None:
+    """Also if the file has them by one name."""
+    torch.manual_seed(3)
+    whole = Tied().eval()
+    state = {name: t.clone() for name, t in whole.state_dict().items()}
+    state.pop(left_out, None)
+    save_file(state, tmp_path / "model.safetensors")
+    inputs = [TensorSpec("x", "INT64", (-1, 4))]
+    outputs = [TensorSpec("y", "FP32", (-1, 32))]
+    weights = str(tmp_path)
+    module = Module(make=Tied, inputs=inputs, outputs=outputs, weights=weights)
+    (stage,) = cut_module(module, 1).stages
+    ids = torch.randint(32, (3, 4))
+    with torch.inference_mode():
+        found: Any = stage.load(StageContext())({"x": ids})
+        torch.testing.assert_close(found["y"], whole(ids))
+
+
 def test_weight_missing_in_the_file_is_reported(tmp_path: Path) -> None:
     state = chain().state_dict()
     del state["2.bias"]

@@ -60,10 +60,13 @@ HEAVY = ("electra", "xlm-roberta", "gemma", "gemma2", "mistral", "phi3", "qwen2"
 """Architectures that are similar to others, which always run."""
 
 
-def saved(kind: str, folder: Path, **more: Any) -> torch.nn.Module:
+def saved(
+    kind: str, folder: Path, sizes: dict[str, Any] | None = None, **more: Any
+) -> torch.nn.Module:
     """Save a small random model of an architecture, and return it."""
     torch.manual_seed(7)
-    config = transformers.AutoConfig.for_model(kind, **ARCHITECTURES[kind], **more)
+    sizes = ARCHITECTURES[kind] if sizes is None else sizes
+    config = transformers.AutoConfig.for_model(kind, **sizes, **more)
     kind_of: Any = transformers.AutoModel
     whole: torch.nn.Module = kind_of.from_config(config).eval()
     whole.save_pretrained(folder)  # type: ignore[operator]
@@ -100,6 +103,58 @@ def test_three_stages_are_the_whole_model(kind: str, tmp_path: Path) -> None:
         kind, 0
     )
     assert weights >= total
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "granite": {**GROUPED, "embedding_multiplier": 3.0},
+    "olmoe": {**GROUPED, "num_experts": 2, "num_experts_per_tok": 1},
+    "stablelm": GROUPED,
+    "megatron-bert": TINY,
+    "esm": {**TINY, "position_embedding_type": "rotary"},
+}
+"""Architectures that no table names: a norm or a factor could be applied twice."""
+
+UNCUT: dict[str, dict[str, Any]] = {
+    "nanochat": GROUPED,
+    "biogpt": TINY,
+    "bloom": {"hidden_size": 32, "n_layer": 4, "n_head": 4, "vocab_size": 200},
+    "deberta-v2": {**TINY, "conv_kernel_size": 3},
+}
+"""Architectures that do work outside their layers in a way that is not known."""
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_architecture_that_nobody_compared_is_right_all_the_same(
+    kind: str, tmp_path: Path
+) -> None:
+    whole = saved(kind, tmp_path, OTHERS[kind])
+    ids = torch.randint(3, 200, (2, 9))
+    tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    model = huggingface.model(str(tmp_path), stages=3)
+    with torch.inference_mode():
+        wanted = whole(**tensors).last_hidden_state
+        for stage in model.stages:
+            tensors = stage.load(StageContext())(tensors)
+    assert torch.allclose(tensors["last_hidden_state"], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", UNCUT)
+def test_architecture_that_would_be_wrong_in_stages_is_refused(
+    kind: str, tmp_path: Path
+) -> None:
+    """In one stage it is served."""
+    whole = saved(kind, tmp_path, UNCUT[kind])
+    for stage in huggingface.model(str(tmp_path), stages=2).stages:
+        with pytest.raises(SpecError, match="cannot be cut into stages"):
+            stage.load(StageContext())
+    ids = torch.randint(3, 200, (1, 9))
+    tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    (stage,) = huggingface.model(str(tmp_path), stages=1).stages
+    with torch.inference_mode():
+        found: Any = stage.load(StageContext())(tensors)
+        assert torch.equal(
+            found["last_hidden_state"], whole(**tensors).last_hidden_state
+        )
 
 
 def test_every_listed_architecture_is_tested() -> None:

@@ -168,6 +168,14 @@ def _strict(wanted: Wanted, served: ServedModel) -> Structure:
     return Structure("marked calls", (forms, begin, end, ends), "tools")
 
 
+def _has_special_marks(wanted: Wanted, served: ServedModel) -> bool:
+    """Return whether calls are found by control tokens, so that these must be shown."""
+    if wanted.calling is None or not wanted.calling.is_free:
+        return False
+    mark = served.tokenizer.fast.token_to_id(BEGIN)
+    return served.family == "hermes" and mark in served.tokenizer.special
+
+
 async def _ready(
     gateway: Gateway,
     admitted: AdmittedRequest,
@@ -216,7 +224,8 @@ async def _ready(
             GrowingText(
                 tokenizer,
                 wanted.stop,
-                skips_special=wanted.skips_special,
+                skips_special=wanted.skips_special
+                and not _has_special_marks(wanted, served),
                 min_tokens=wanted.sampling.min_tokens,
                 before=() if is_chat else prompts[index // wanted.n],
             ),

@@ -87,6 +87,9 @@ def model(
 def _kv_numbers(config: dict[str, Any], folder: Path) -> int:
     """Return the size of one token's key and value in one layer, in numbers."""
     heads = huggingface.number_of(config, ("num_attention_heads", "n_head"), folder)
+    if (nope := config.get("qk_nope_head_dim")) is not None:  # latent, kept expanded
+        key = int(nope) + int(config.get("qk_rope_head_dim") or 0)
+        return heads * (key + int(config.get("v_head_dim") or key))
     hidden = huggingface.number_of(config, huggingface.HIDDEN, folder)
     size = int(config.get("head_dim") or hidden // heads)
     return 2 * size * int(config.get("num_key_value_heads") or heads)

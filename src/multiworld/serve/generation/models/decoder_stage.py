@@ -22,6 +22,11 @@ from multiworld.serve.models.partition import Span
 
 ATTENTION = "multiworld"  # its name in transformers
 
+REMEDY = "use `engine: vllm`, or another model"
+
+# Arguments of layers that attend otherwise.
+OTHER_ATTENTION = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
+
 _step = threading.local()
 
 
@@ -44,9 +49,14 @@ def load(
         raise SpecError(f"{folder}: {config.model_type} is no decoder with one chain")
     folder_facts.check_kinds(getattr(config, "layer_types", None) or (), folder)
     config._attn_implementation = ATTENTION
-    whole = transformer_stage.load_owned(
-        folder, kind, config, span, dtype, quantization
-    )
+    try:
+        whole = transformer_stage.load_owned(
+            folder, kind, config, span, dtype, quantization
+        )
+    except KeyError as error:  # of older classes: they have a table of their own
+        if error.args != (ATTENTION,):
+            raise
+        raise _without_interface(folder, 0, span) from error
     stage = DecoderStage(whole, span).to(device).eval()
     _check_attention(stage, span, folder)
     return stage
@@ -57,14 +67,26 @@ def _check_attention(stage: DecoderStage, span: Span, folder: Path) -> None:
     seen = _Seen()
     device = stage.device
     rows, positions = stage.example(2, 0).to(device), torch.arange(2, device=device)
+    _step.masks_windows = False
     with torch.inference_mode():
         stage(rows, positions, seen, positions)
     if len(seen.layers) != span.end - span.begin:
+        raise _without_interface(folder, len({*seen.layers}), span)
+    config: Any = stage.whole.config
+    kinds = getattr(config.get_text_config(), "layer_types", None)
+    is_windowed = kinds is None or "sliding_attention" in kinds
+    if _step.masks_windows and is_windowed and not seen.has_window:
         raise SpecError(
-            f"{folder}: {len({*seen.layers})} of {span.end - span.begin} layers use "
-            "transformers' interface of attention, so text cannot be generated in "
-            "steps; use `engine: vllm`, or another model"
+            f"{folder}: its layers attend to a window that they name in a mask only, "
+            f"and here they would attend to everything; {REMEDY}"
         )
+
+
+def _without_interface(folder: Path, count: int, span: Span) -> SpecError:
+    return SpecError(
+        f"{folder}: {count} of {span.end - span.begin} layers use transformers' "
+        f"interface of attention, so text cannot be generated in steps; {REMEDY}"
+    )
 
 
 class _Seen:
@@ -72,11 +94,19 @@ class _Seen:
 
     def __init__(self) -> None:
         self.layers: list[int] = []
+        self.has_window = False
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **_: Any
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None = None,
+        **_: Any,
     ) -> Tensor:
         self.layers.append(layer)
+        self.has_window = self.has_window or window is not None
         return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
 
 
@@ -89,8 +119,10 @@ def _register() -> None:
     AttentionMaskInterface.register(ATTENTION, _no_mask)
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
+def _no_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> None:
     """Return None: the step determines which tokens attend to which."""
+    if local_size is not None:
+        _step.masks_windows = True
 
 
 def _attention(
@@ -105,8 +137,11 @@ def _attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    if kwargs.get("s_aux") is not None:
-        raise SpecError("attention with sinks is not supported")
+    for name in OTHER_ATTENTION:
+        if kwargs.get(name) is not None:
+            raise SpecError(f"attention with {name} is not supported")
+    if attention_mask is not None:
+        raise SpecError("attention with a mask of the layer's own is not supported")
     attention: Attention = _step.attention
     layer: Any = module.layer_idx
     found = attention.attend(

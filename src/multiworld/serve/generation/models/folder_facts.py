@@ -83,7 +83,9 @@ def end_tokens(config: dict[str, Any], folder: Path) -> tuple[int, ...]:
     ends = found.get("eos_token_id", config.get("eos_token_id"))
     if ends is None:
         return ()
-    return tuple(ends) if isinstance(ends, list) else (int(ends),)
+    # A negative one, which some folders have, is of no token.
+    ends = ends if isinstance(ends, list) else [ends]
+    return tuple(int(end) for end in ends if int(end) >= 0)
 
 
 # Tokenizers in use, by folder and its files: versions of a model may share one.

@@ -36,8 +36,31 @@ GRAIN = 32_768
 # Numbers that every processor's vector loop takes without a remainder: two vectors of
 # bfloat16 with AVX512.
 VECTORS = 64
-# Modules whose classes are such functions.
-ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
+# The module whose classes are such functions, and those of torch that are.
+ACTIVATIONS = "transformers.activations"
+ELEMENTWISE = (
+    nn.CELU,
+    nn.ELU,
+    nn.GELU,
+    nn.Hardshrink,
+    nn.Hardsigmoid,
+    nn.Hardswish,
+    nn.Hardtanh,
+    nn.LeakyReLU,
+    nn.LogSigmoid,
+    nn.Mish,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.SELU,
+    nn.SiLU,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Softshrink,
+    nn.Softsign,
+    nn.Tanh,
+    nn.Tanhshrink,
+    nn.Threshold,
+)
 ROTATED = 8  # rotary embeddings are computed for multiples of this many positions
 
 
@@ -252,7 +275,8 @@ def make_elements_invariant(module: nn.Module) -> None:
     """Make a module's activations and rotary embeddings batch-invariant, in place."""
     for found in module.modules():
         each: Any = found
-        if type(found).__module__ in ACTIVATIONS:
+        kind = type(found)
+        if kind.__module__ == ACTIVATIONS or kind in ELEMENTWISE:
             each.forward = InvariantElements(found.forward)
         elif type(found).__name__.endswith("RotaryEmbedding"):
             each.forward = InvariantRotary(found.forward)

@@ -324,6 +324,24 @@ async def test_streamed_calls_tell_of_every_token_once(
     assert len(calls) == has_call
 
 
+async def test_calls_are_found_where_their_marks_are_control_tokens(
+    tmp_path: Path,
+) -> None:
+    """Such tokens are no part of a text otherwise."""
+    save_tokenizer(tmp_path, "<tool_call>", "</tool_call>")
+    played = Played(Tokenizer(tmp_path))
+    marked = Tokenizer(tmp_path).fast.encode(CALL, add_special_tokens=False).ids
+    played.streams.text, played.streams.finish = [*marked, 0], "stop"
+    asked = {"messages": PROMPT, "tools": TOOLS}
+    (choice,) = (await played.post(CHAT, asked))[1]["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"a": 1}
+    assert choice["finish_reason"] == "tool_calls"
+    found = await played.choices(CHAT, asked)
+    assert "".join(c["delta"].get("content") or "" for c in found) == ""
+    assert len([c for c in found if "tool_calls" in c["delta"]]) >= 1
+
+
 async def test_text_completion_tells_the_ids_of_its_prompt_once(
     tokenizer: Tokenizer,
 ) -> None:

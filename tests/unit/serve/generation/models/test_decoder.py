@@ -19,7 +19,13 @@ from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.models.partition import Span
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec, StageSpec
 from multiworld.serve.spec.stage import Model, StageContext
-from tests.tiny_decoder import KINDS, greedy, save_decoder
+from tests.tiny_decoder import (
+    KINDS,
+    VOCABULARY,
+    greedy,
+    save_decoder,
+    save_tokenizer,
+)
 
 PROMPTS = [[3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41], [9, 8, 7]]
 COUNT = 20
@@ -184,6 +190,58 @@ def test_layers_with_an_attention_of_their_own_are_refused(tmp_path: Path) -> No
     folder = save_decoder(tmp_path, "codegen")
     with pytest.raises(SpecError, match="0 of 2 layers use transformers' interface"):
         decoder_stage.load(folder, Span(0, 2, 4), "float32", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("qwen2_moe", "a window that they name in a mask only"),
+        ("doge", "a mask of the layer's own"),
+        ("gptj", "0 of 4 layers use transformers' interface"),
+    ],
+)
+def test_attention_that_ours_leaves_a_part_of_out_is_refused(
+    kind: str, why: str, tmp_path: Path
+) -> None:
+    """Rather than text that the model would not write."""
+    folder = save_decoder(tmp_path, kind)
+    with pytest.raises(SpecError, match=why):
+        decoder_stage.load(folder, Span(0, 4, 4), "float32", "cpu")
+
+
+def test_memory_of_latent_attention_is_that_of_its_expanded_keys(
+    tmp_path: Path,
+) -> None:
+    """``head_dim`` is the size of the rotary part alone."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 24,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    config = DeepseekV3Config(vocab_size=VOCABULARY, **sizes)
+    DeepseekV3ForCausalLM(config).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    generation = decoder.model(str(tmp_path), dtype="float32").generation
+    assert generation is not None
+    assert list(generation.kv_bytes) == [4 * 4 * (32 + 16 + 24) * 4]
+    chain = chain_of(tmp_path, [(0, 4)])
+    chain.step([(0, 0, [*range(1, 33)])])
+    tokens, rest = divmod(chain.caches[0].nbytes, generation.kv_bytes[0])
+    assert (32 <= tokens <= 36, rest) == (True, 0)  # in blocks of 4
 
 
 @pytest.mark.parametrize(

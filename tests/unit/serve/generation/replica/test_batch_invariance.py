@@ -194,6 +194,28 @@ def test_widths_of_real_models_give_the_same_bits_in_any_chunks(
         assert torch.equal(logits_of(stage, text, sizes), whole), sizes
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        nn.Softmax(-1),
+        nn.LogSoftmax(-1),
+        nn.GLU(),
+        nn.PReLU(64),
+        nn.SiLU(),
+        nn.GELU(),
+        nn.Softplus(),
+        nn.Threshold(0.1, 0.0),
+    ],
+    ids=lambda made: type(made).__name__,
+)
+def test_functions_of_whole_rows_are_left_as_they_are(made: nn.Module) -> None:
+    """Flat pieces of a step are only right for functions of single numbers."""
+    given = torch.randn(7, 64)
+    wanted = made(given)
+    make_elements_invariant(made)
+    torch.testing.assert_close(made(given), wanted)
+
+
 def logits_of(stage: Any, text: list[int], sizes: list[int]) -> torch.Tensor:
     """Return the logits after all tokens of a sequence, computed in chunks."""
     cache, found, begin = KvCache(attention=InvariantAttention), [], 0

@@ -1,0 +1,112 @@
+"""Whether a transformers model can be cut between its layers.
+
+Stages of an architecture that nobody has compared may do work twice, or leave it out:
+a norm after the last layer with an unknown name, a factor of the embeddings that is
+applied to ``inputs_embeds`` too. Without its layers, a model must be the same in one
+piece and in three. That is tried on random weights and a few words.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multiworld.errors import SpecError
+from multiworld.serve.models.partition import Span
+from multiworld.serve.models.transformer_stage import (
+    Anatomy,
+    Identity,
+    anatomy_of,
+    strip,
+)
+
+WORDS, ROWS = 64, 5  # of the vocabulary, and of the sequence
+
+
+def check(kind: Any, config: Any, folder: Path) -> None:
+    """Raise ``SpecError`` unless a model of this config is the same when it is cut."""
+    try:
+        is_same = _is_same(kind, copy.deepcopy(config), folder)
+        why = "they would do other work than in one"
+    except SpecError:
+        raise
+    except Exception as error:
+        is_same, why = False, f"{type(error).__name__}: {error}"
+    if not is_same:
+        raise SpecError(
+            f"{folder}: {config.model_type} cannot be cut into stages ({why}); serve "
+            "it in one stage, use an engine, or write a factory that returns its "
+            "stages"
+        )
+
+
+@torch.inference_mode()
+def _is_same(kind: Any, config: Any, folder: Path) -> bool:
+    config.vocab_size, config.pad_token_id = WORDS, 0
+    with torch.device("meta"):
+        base = kind(config).base_model
+    anatomy = anatomy_of(base, folder)
+    count = len(base.get_submodule(anatomy.chain))
+    _set(base, anatomy, nn.ModuleList(Identity() for _ in range(count)))
+    if hasattr(base.get_submodule(anatomy.chain.rpartition(".")[0]), "conv"):
+        return False  # of DeBERTa: between the first two layers
+    base = base.to_empty(device="cpu").to(torch.float32).eval()
+    _fill(base)
+    spans = Span(0, count, count), Span(0, 1, count), Span(1, 1, count)
+    whole, first, middle = (_part(base, span, anatomy) for span in spans)
+    last = _part(base, Span(1, count, count), anatomy)
+    ids = torch.arange(1, ROWS + 1)[None]
+    hidden = _run(first, input_ids=ids)
+    passed = _run(middle, inputs_embeds=hidden)
+    together = _run(last, inputs_embeds=passed)
+    calls = _counted(whole, anatomy.after)
+    in_one = _run(whole, input_ids=ids)
+    # A norm that is used before the layers as well would be left out there.
+    is_once = all(count <= 1 for count in Counter(calls).values())
+    return is_once and torch.equal(hidden, passed) and torch.equal(together, in_one)
+
+
+def _counted(whole: nn.Module, names: Sequence[str]) -> list[str]:
+    """Return a list that the names of modules are added to, as they are called."""
+    calls: list[str] = []
+    for name in names:
+        module: nn.Module | None = whole.get_submodule(name)
+        if module is not None:
+            module.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+    return calls
+
+
+def _fill(base: nn.Module) -> None:
+    chance = torch.Generator().manual_seed(0)
+    for tensor in (*base.parameters(), *base.buffers()):
+        if tensor.is_floating_point():
+            tensor.data.copy_(torch.rand(tensor.shape, generator=chance) + 0.5)
+        else:  # such as the numbers of positions
+            values = torch.arange(tensor.numel()).view(tensor.shape)
+            tensor.data.copy_(values.clamp(max=ROWS + 2))
+
+
+def _part(base: nn.Module, span: Span, anatomy: Anatomy) -> nn.Module:
+    part = copy.deepcopy(base)
+    strip(part, span, anatomy)
+    _set(part, anatomy, nn.ModuleList())
+    config: Any = part.config
+    config.num_hidden_layers = 0
+    return part
+
+
+def _set(base: nn.Module, anatomy: Anatomy, chain: nn.ModuleList) -> None:
+    parent, _, last = anatomy.chain.rpartition(".")
+    setattr(base.get_submodule(parent), last, chain)
+
+
+def _run(part: nn.Module, **given: Tensor) -> Tensor:
+    mask = torch.ones(1, ROWS, dtype=torch.int64)
+    hidden: Tensor = part(**given, attention_mask=mask).last_hidden_state
+    return hidden
