@@ -49,6 +49,9 @@ def adapter(path: Path) -> Path:
     return path
 
 
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+
+
 def logits_of(tokens: list[int], adapter: str = "") -> list[float]:
     """Return logits that depend on all tokens, and on the adapter."""
     draw = random.Random(f"{tokens!r}{adapter}")
@@ -188,6 +191,8 @@ def main(arguments: list[str]) -> None:
         rest = arguments[arguments.index("--lora-modules") + 1 :]
         pairs = itertools.takewhile(lambda text: not text.startswith("--"), rest)
         adapters = [pair.partition("=")[0] for pair in pairs]
+    if "--logits-processors" in arguments and os.environ[RUNNER] != "0":
+        sys.exit("logits processors of runner V1 are none of runner V2")
     server = Server(given.get("--logits-processors"), adapters)
     app = web.Application()
     app.add_routes(

@@ -95,13 +95,14 @@ def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
 
 
 class _Body(msgspec.Struct, frozen=True):
-    model: Any = None
+    model: msgspec.Raw = msgspec.Raw(b"null")
     input: msgspec.Raw = msgspec.Raw()
-    encoding_format: Any = "float"
-    dimensions: Any = None
+    encoding_format: msgspec.Raw = msgspec.Raw(b'"float"')
+    dimensions: msgspec.Raw = msgspec.Raw(b"null")
 
 
 _bodies = msgspec.json.Decoder(_Body)
+_any: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _strings = msgspec.json.Decoder(list[str])
 _string = msgspec.json.Decoder(str)
 _tokens = msgspec.json.Decoder(list[Token])
@@ -121,7 +122,10 @@ class EmbeddingRequest:
 def _embedding_request(body: Body) -> EmbeddingRequest:
     json_limits.check_objects(body)
     payload = json_limits.decode(body, _bodies)
-    if not isinstance(payload.model, str):
+    model = _small("model", payload.model)
+    encoding = _small("encoding_format", payload.encoding_format)
+    dimensions = _small("dimensions", payload.dimensions)
+    if not isinstance(model, str):
         raise InvalidRequestError(
             'body has no "model"; give the name of a model',
             param="model",
@@ -130,13 +134,19 @@ def _embedding_request(body: Body) -> EmbeddingRequest:
     inputs = _inputs(bytes(payload.input))
     if len(inputs) > MAX_TEXTS:
         raise _invalid("input", f"has more than {MAX_TEXTS} texts; split it")
-    if payload.encoding_format not in ("float", "base64"):
+    if encoding not in ("float", "base64"):
         raise _invalid("encoding_format", 'must be "float" or "base64"')
-    dimensions = payload.dimensions
     if dimensions is not None and type(dimensions) is not int:
         raise _invalid("dimensions", "must be an integer")
-    is_base64 = payload.encoding_format == "base64"
-    return EmbeddingRequest(payload.model, inputs, dimensions, is_base64)
+    is_base64 = encoding == "base64"
+    return EmbeddingRequest(model, inputs, dimensions, is_base64)
+
+
+def _small(name: str, part: msgspec.Raw) -> Any:
+    try:
+        return json_limits.small(part, name, _any)
+    except InvalidRequestError:
+        raise _invalid(name, "is too long") from None
 
 
 def _inputs(given: bytes) -> list[str] | list[list[int]]:

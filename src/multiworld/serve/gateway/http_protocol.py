@@ -92,6 +92,10 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            # So that any byte which the client does not take starts the stall timer.
+            # TLS has a time limit for closing, and would always count as paused.
+            if transport.get_extra_info("sslcontext") is None:
+                transport.set_write_buffer_limits(high=0)
             self._heads = HeadKeeper(transport)
             if len(self.connections) > max_connections:
                 text = f"gateway has {max_connections} connections; retry later"

@@ -33,6 +33,7 @@ from multiworld.serve.transport.collation import rows_of
 MAX_DIMENSIONS = 16  # of a tensor
 MAX_DIGITS = 18  # of a length; ``int`` takes long for millions of them
 MAX_ELEMENTS = 2**40  # of a tensor, and of each size
+UNSIGNED = (torch.uint8, torch.uint16, torch.uint32)
 FEW = 16  # values up to which Python checks them faster than torch
 SHOWN = 80  # characters of an invalid value in an error text
 
@@ -163,7 +164,8 @@ def _input(item: _Input, rest: memoryview) -> tuple[Tensor, int]:
         )
     shape = _shape(name, item.shape)
     count = math.prod(shape)
-    if count >= MAX_ELEMENTS:
+    # Also of a tensor without elements: its strides are products of sizes.
+    if math.prod(max(1, size) for size in shape) >= MAX_ELEMENTS:
         raise InvalidRequestError(
             f"{name}: shape {shape} is too large; split the request"
         )
@@ -262,6 +264,10 @@ def _first_wrong(piece: bytes, decoder: msgspec.json.Decoder[Any]) -> str:
 
 
 def _tensor(name: str, dtype: torch.dtype, values: list[Any]) -> Tensor:
+    if dtype in UNSIGNED and (low := min(values, default=0)) < 0:  # torch would wrap it
+        raise InvalidRequestError(
+            f"{name}: {low} is not a valid {NAME_OF[dtype]} value"
+        )
     try:
         tensor = torch.tensor(values, dtype=dtype)
     except (RuntimeError, OverflowError, ValueError, TypeError) as error:

@@ -23,7 +23,7 @@ from multiworld.serve.gateway.http_request import (
     AnyRequest,
     Connection,
 )
-from multiworld.serve.gateway.json_limits import NOT_JSON
+from multiworld.serve.gateway.json_limits import NOT_JSON, SMALL_BYTES
 
 T = TypeVar("T")
 
@@ -209,16 +209,17 @@ async def off_loop(size: int, work: Callable[[], T]) -> T:
 
 
 class _Named(msgspec.Struct):
-    model: Any = None
+    model: msgspec.Raw = msgspec.Raw()
 
 
 _named = msgspec.json.Decoder(_Named)
+_name = msgspec.json.Decoder(str)
 
 
 def model_named_in(body: Body) -> str:
     """Return the model that a body names, even if the rest of it is invalid."""
     try:
-        found = _named.decode(body).model
-    except (*NOT_JSON, msgspec.ValidationError):
+        found = bytes(_named.decode(body).model)
+        return _name.decode(found) if len(found) <= SMALL_BYTES else ""
+    except NOT_JSON:
         return ""
-    return found if isinstance(found, str) else ""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 import uvicorn
+from uvicorn.server import ServerState
 
 from multiworld.serve.gateway import http_protocol
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
@@ -46,6 +48,8 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     text = str(size).encode()
     if scope["path"] == "/large":
         text = b"x" * LARGE
+    if scope["path"] == "/middle":
+        text = b"x" * 40_000
     headers = [(b"content-length", str(len(text)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": text})
@@ -432,6 +436,27 @@ async def test_client_that_reads_nothing_of_its_answer_is_closed(
         slow.send(ask)
         assert await slow.count_slowly() > LARGE
         await until(lambda: server.connections == 1)
+
+
+async def test_rest_of_an_answer_that_nobody_reads_keeps_no_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However little it is: closing waits for it, without a limit."""
+    monkeypatch.setattr(http_protocol, "STALL_S", 0.2)
+    ours, theirs = socket.socketpair()
+    for end in (ours, theirs):
+        end.setblocking(False)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    config = uvicorn.Config(app, http=bounded(30.0, 9), lifespan="off", log_config=None)
+    config.load()
+    state = ServerState()
+    made: Any = config.http_protocol_class
+    loop = asyncio.get_running_loop()
+    await loop.connect_accepted_socket(lambda: made(config, state, {}), ours)
+    theirs.send(b"GET /middle HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    await until(lambda: bool(state.connections))
+    await until(lambda: not state.connections)
+    theirs.close()
 
 
 class Written:

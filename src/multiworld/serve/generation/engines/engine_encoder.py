@@ -44,7 +44,7 @@ from multiworld.serve.models.huggingface import (
     read_json,
 )
 from multiworld.serve.resources.inventory import visible_gpus
-from multiworld.serve.spec.schema import OPENAI, VLLM
+from multiworld.serve.spec.schema import LLAMA_CPP, OPENAI, VLLM
 from multiworld.serve.spec.stage import Model, Stage, StageContext, Tensors, TensorSpec
 from multiworld.serve.transport.edges import SILENT_S
 
@@ -55,6 +55,7 @@ RESERVED = dict.fromkeys(
 )
 
 ROUTE = "/v1/embeddings"
+LLAMA_ROWS = 8192  # tokens of a text for llama.cpp, unless ``ubatch_size`` is given
 LOOK_S = 0.5  # between checks whether the engine's processes are stopped
 PROBE_S = 60.0  # for the first answer of a server that somebody else runs
 LOST_S = 10.0  # for the exit of a replica whose engine does not answer
@@ -72,7 +73,11 @@ def model(
     is ``embedding``, [rows, hidden], float32, as the engine pools it.
     """
     config = read_json(folder / "config.json")
-    longest, given = max_length_of(folder, config), args.get("max_model_len")
+    longest = max_length_of(folder, config)
+    names = {name.replace("-", "_"): value for name, value in args.items()}
+    given = names.get("max_model_len")
+    if engine == LLAMA_CPP:
+        given = names.get("ubatch_size", LLAMA_ROWS)
     if type(given) is int:
         longest = min(longest, given)
     hidden = number_of(config, HIDDEN, folder)
@@ -82,9 +87,15 @@ def model(
         inputs=[TensorSpec(name, "INT64", (-1, -1)) for name in padding],
         outputs=[TensorSpec("embedding", "FP32", (-1, hidden))],
         example=example,
-        check=partial(check_ids, int(config.get("vocab_size", 2**31)), longest),
+        check=partial(_check, int(config.get("vocab_size", 2**31)), longest),
         text=partial(Tokenizer, folder, longest),
     )
+
+
+def _check(vocabulary: int, longest: int, tensors: Tensors) -> None:
+    check_ids(vocabulary, longest, tensors)
+    if not (tensors["attention_mask"] != 0).any(1).all():
+        raise InvalidRequestError("a row of attention_mask has no token; leave it out")
 
 
 class _Item(msgspec.Struct):
@@ -178,9 +189,8 @@ class EngineEncoder:
     def __call__(self, tensors: Tensors) -> Tensors:
         """Embed rows; raises ModelFailedError if the engine does not."""
         assert self._loop is not None
-        lengths = tensors["attention_mask"].sum(1).tolist()
-        rows = zip(tensors["input_ids"].tolist(), lengths, strict=True)
-        inputs = [ids[:length] for ids, length in rows]
+        rows = zip(tensors["input_ids"], tensors["attention_mask"] != 0, strict=True)
+        inputs: list[list[int]] = [ids[is_token].tolist() for ids, is_token in rows]
         try:
             found = self._loop.run(self._answer(self._body(inputs)))
             embedding = torch.stack([_vector(one.embedding) for one in found])
@@ -229,4 +239,6 @@ def _command_of(engine: str, settings: EngineSettings, port: int) -> list[str]:
         # Prompts of one tenant must not be found by another.
         own = {"runner": "pooling", "enable_prefix_caching": False}
         return vllm.server_command(settings, port, own)
-    return llama_cpp.server_command(settings, port, {"embeddings": True})
+    # A text is computed at once, so it must fit into one physical batch.
+    own = {"embeddings": True, "batch_size": LLAMA_ROWS, "ubatch_size": LLAMA_ROWS}
+    return llama_cpp.server_command(settings, port, own)

@@ -30,6 +30,8 @@ from multiworld.serve.transport.generation_messages import Sampling
 PIECE = 32
 # Biases of a request: with more, an error ends the engine of vLLM's GPU runner.
 MAX_BIASES = 1024
+# Stop tokens with ``min_tokens``, besides the model's own: with 128, the same happens.
+MAX_STOPS = 96
 # Log-probabilities of a request for that of a token that llama.cpp's answer lacks: it
 # is mostly among the first; otherwise those of nearly all are read, some megabytes.
 MANY, ALL = 256, 100_000
@@ -236,32 +238,35 @@ class Completions(_Streamed):
 
     def check(self, sampling: Sampling) -> None:
         check_common(self.title, sampling)
+        if sampling.min_tokens and len(sampling.stop_token_ids) > MAX_STOPS:
+            name = f"min_tokens with more than {MAX_STOPS} stop_token_ids"
+            raise refuse(self.title, name, "leave out one of the two")
 
     def body(self, run: Run, piece: Piece, slot: int, keep: bool) -> dict[str, Any]:
         given = run.sampling
+        # ``bias`` may have all penalties.
+        is_biased = size_of(given, self.piece) == 1
         body: dict[str, Any] = {
             "model": self.adapters.get(run.adapter, self.model),
             "prompt": piece.tokens,
             "max_tokens": piece.count,
             "stream": True,
             "temperature": given.temperature,
+            # Those without an effect, too: the server would use its own defaults.
+            "top_p": given.top_p,
+            "top_k": given.top_k,
+            "min_p": given.min_p,
+            "repetition_penalty": given.repetition_penalty,
+            "frequency_penalty": 0.0 if is_biased else given.frequency_penalty,
+            "presence_penalty": 0.0 if is_biased else given.presence_penalty,
             "seed": piece.seed,
             "ignore_eos": True,
             "stop_token_ids": run.ends,
             "skip_special_tokens": False,
             "return_token_ids": True,
         }
-        more = {
-            "top_p": (given.top_p, 1.0),
-            "top_k": (given.top_k, 0),
-            "min_p": (given.min_p, 0.0),
-            "repetition_penalty": (given.repetition_penalty, 1.0),
-            "min_tokens": (piece.min_tokens, 0),
-        }
-        if size_of(given, self.piece) != 1:  # otherwise `bias` has all of them
-            more["frequency_penalty"] = given.frequency_penalty, 0.0
-            more["presence_penalty"] = given.presence_penalty, 0.0
-        body |= {name: value for name, (value, off) in more.items() if value != off}
+        if piece.min_tokens:
+            body["min_tokens"] = piece.min_tokens
         if piece.bias:
             pairs = strongest(piece.bias, given.logit_bias)
             body["logit_bias"] = {
@@ -340,11 +345,11 @@ class CompletionsOfText(_Streamed):
             "stream": True,
             "temperature": given.temperature,
             "top_p": given.top_p,
+            "presence_penalty": given.presence_penalty,
+            "frequency_penalty": given.frequency_penalty,
             "seed": piece.seed,
         }
         more: Mapping[str, tuple[float, float]] = {
-            "presence_penalty": (given.presence_penalty, 0.0),
-            "frequency_penalty": (given.frequency_penalty, 0.0),
             "top_k": (given.top_k, 0),
             "min_p": (given.min_p, 0.0),
             "repetition_penalty": (given.repetition_penalty, 1.0),

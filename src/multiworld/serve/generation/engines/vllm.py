@@ -53,6 +53,8 @@ from multiworld.serve.resources.amounts import MIB
 from multiworld.serve.resources.inventory import visible_gpus
 from multiworld.serve.transport.generation_messages import Sampling
 
+# Logits processors are of runner V1; with Triton on GPUs, V2 is the default.
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 OFFLINE = {"HF_HUB_OFFLINE": "1"}  # the model's folder is here already
 
 # Names of the modules that vLLM imports; see ``write_modules``.
@@ -170,6 +172,7 @@ class VllmEngine:
 
     def _command(self, port: int) -> list[str]:
         settings = self._settings
+        stages = settings.args.get("pipeline_parallel_size", 1)
         own: dict[str, Any] = {
             "enable_scale_out": has_argument(settings.python, SCALE_OUT) or None,
             "logits_processors": f"{MODULE}:MultiworldSampling",
@@ -177,6 +180,8 @@ class VllmEngine:
             "max_model_len": settings.max_model_len,
             "dtype": settings.dtype,
             "block_size": CPU_BLOCK if settings.device == "cpu" else None,
+            # Runner V1 has it with one stage only.
+            "async_scheduling": False if stages > 1 else None,
             **self._lora,
         }
         return server_command(settings, port, own)
@@ -184,7 +189,8 @@ class VllmEngine:
     def _environment(self) -> dict[str, str]:
         assert self._folder is not None
         folder = str(self._folder.path)
-        found = {"PYTHONPATH": folder, **OFFLINE}
+        runner = os.environ.get(RUNNER, "0")
+        found = {"PYTHONPATH": folder, RUNNER: runner, **OFFLINE}
         if len(os.fsencode(folder)) <= MAX_SOCKETS:
             found["VLLM_RPC_BASE_PATH"] = folder  # it leaves them if it is killed
         return {**found, **gpu_environment(self._settings, visible_gpus())}

@@ -140,6 +140,50 @@ def asked(*texts: list[int]) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(masks)}
 
 
+def test_padding_may_stand_anywhere(stage: StageFunction) -> None:
+    """Before the text, as some tokenizers pad, or in its midst."""
+    tensors = {
+        "input_ids": torch.tensor([[7, 8, 9, 10], [0, 0, 5, 6], [5, 0, 0, 6]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [1, 0, 0, 1]]),
+    }
+    found = stage(tensors)["embedding"]
+    for row, ids in zip(found, ([7, 8, 9, 10], [5, 6], [5, 6]), strict=True):
+        assert row.numpy().tobytes() == fake_vllm.vector_of(ids)
+
+
+def test_row_without_a_token_is_refused(folder: Path) -> None:
+    model = build_model(spec_of(folder))
+    assert model.check is not None
+    ids = torch.tensor([[1, 2], [1, 2]])
+    model.check({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    mask = torch.tensor([[1, 1], [0, 0]])
+    with pytest.raises(InvalidRequestError, match="has no token"):
+        model.check({"input_ids": ids, "attention_mask": mask})
+
+
+@pytest.mark.parametrize(
+    ("more", "longest"),
+    [
+        ({"engine_args": {"max_model_len": 100}}, 100),
+        ({"engine_args": {"max-model-len": 100}}, 100),
+        ({}, 256),
+        ({"engine": "llama.cpp", "engine_args": {"ubatch_size": 64}}, 64),
+        ({"engine": "llama.cpp"}, 256),
+    ],
+)
+def test_ids_may_be_as_many_as_the_engine_takes(
+    folder: Path, more: dict[str, Any], longest: int
+) -> None:
+    """However its arguments are written."""
+    (folder / "weights.gguf").touch()
+    model = build_model(spec_of(folder, **more))
+    assert model.check is not None
+    ids = torch.ones(1, longest + 1, dtype=torch.int64)
+    model.check({"input_ids": ids[:, 1:], "attention_mask": ids[:, 1:]})
+    with pytest.raises(InvalidRequestError, match=f"at most {longest}"):
+        model.check({"input_ids": ids, "attention_mask": ids})
+
+
 def test_each_row_gets_the_embedding_of_its_text(stage: StageFunction) -> None:
     """Without its padding, and whatever order the engine answers in."""
     texts = [[5, 6, 7], [5], [9, 0]]

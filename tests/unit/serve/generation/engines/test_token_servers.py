@@ -76,6 +76,33 @@ def test_biases_that_a_server_does_not_take_are_the_weakest() -> None:
     assert [*map(int, found)][3:] == list(range(1999, 1999 - MAX_BIASES + 3, -1))
 
 
+def test_neutral_values_are_sent_all_the_same() -> None:
+    """Otherwise a server uses the defaults of its own for them."""
+    sampling = Sampling(max_tokens=5, top_p=1.0, repetition_penalty=1.0)
+    run = Run([1, 2], 2, sampling)
+    piece = next_piece(run.tokens, run.prompt, run.sampling, 32)
+    body = Completions("m").body(run, piece, 0, True)
+    neutral = {
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+    }
+    assert {name: body[name] for name in neutral} == neutral
+
+
+def test_more_stop_tokens_than_end_a_server_are_refused() -> None:
+    """With ``min_tokens``, vLLM's GPU runner takes 128, and then ends."""
+    dialect = Completions("m")
+    stops = tuple(range(200))
+    dialect.check(Sampling(stop_token_ids=stops))
+    dialect.check(Sampling(stop_token_ids=stops[:90], min_tokens=1))
+    with pytest.raises(InvalidRequestError, match="min_tokens with more than"):
+        dialect.check(Sampling(stop_token_ids=stops, min_tokens=1))
+
+
 async def test_slot_without_an_answer_is_nobodys() -> None:
     """It may still have the tokens of the tenant before."""
     slots, tokens = Slots(1), [1, 2, 3]
