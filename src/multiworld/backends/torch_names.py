@@ -38,10 +38,12 @@ NAMES: dict[Use, tuple[str, ...]] = {
         f"{_GROUP}._set_group_name",
         f"{_GROUP}._set_group_desc",
         f"{_PYTHON}._register_process_group",
+        f"{_PYTHON}._unregister_process_group",
         f"{_PYTHON}._world.pg_map",
         f"{_PYTHON}._world.pg_names",
         f"{_PYTHON}._world.pg_backend_config",
         f"{_PYTHON}._world.pg_group_ranks",
+        f"{_PYTHON}._world.pg_coalesce_state",
         f"{_PYTHON}._world.pg_to_tag",
         f"{_PYTHON}._world.tags_to_pg",
         "torch.distributed.Backend._plugins",
@@ -169,17 +171,32 @@ def is_registered(group: ProcessGroup) -> bool:
     return group in distributed_c10d._world.pg_map
 
 
-def destroy_group(group: ProcessGroup) -> None:
-    """Make ``torch.distributed`` forget a group, and its tag if no other has it."""
-    from torch.distributed import destroy_process_group, distributed_c10d
+def forget_group(group: ProcessGroup) -> None:
+    """Undo ``register_group``.
+
+    Not by ``destroy_process_group``: it waits for the work of NCCL's group, which may
+    wait for a lost member, and its owner ends the group in a thread.
+    """
+    from torch.distributed import distributed_c10d
 
     world = distributed_c10d._world
-    tag = world.pg_to_tag.get(group)
-    try:
-        destroy_process_group(group)
-    finally:
-        if tag is not None and not world.tags_to_pg.get(tag):
-            world.tags_to_pg.pop(tag, None)
+    tables: tuple[Any, ...] = (
+        world.pg_map,
+        world.pg_names,
+        world.pg_backend_config,
+        world.pg_group_ranks,
+        world.pg_coalesce_state,
+    )
+    for table in tables:
+        table.pop(group, None)
+    tag = world.pg_to_tag.pop(group, None)
+    for name in (tag or "", ""):  # the empty one has groups that torch has made
+        groups = world.tags_to_pg.get(name, [])
+        if group in groups:
+            groups.remove(group)
+        if name and not groups:
+            world.tags_to_pg.pop(name, None)
+    distributed_c10d._unregister_process_group(group.group_name)
 
 
 def empty_mesh(mesh: DeviceMesh) -> None:

@@ -79,7 +79,7 @@ def unregister(group: ProcessGroup) -> None:
             if mesh is not None:
                 torch_names.empty_mesh(mesh)
         if torch_names.is_registered(group):
-            torch_names.destroy_group(group)
+            torch_names.forget_group(group)
 
 
 def mesh_of(group: ProcessGroup, device: torch.device, dim_name: str) -> DeviceMesh:
