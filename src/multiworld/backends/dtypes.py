@@ -111,8 +111,9 @@ def require_host(tensor: object, what: str) -> Tensor:
 def _has_memory(tensor: Tensor) -> bool:
     """Return whether the elements of a host tensor can be read where it points to."""
     try:
-        return bool(tensor.data_ptr()) or not tensor.numel()
-    except RuntimeError:  # a tensor that was made to be traced
+        where = tensor.untyped_storage() if tensor.storage_offset() else tensor
+        return bool(where.data_ptr()) or not tensor.numel()
+    except (RuntimeError, NotImplementedError):  # one that was made to be traced
         return False
 
 

@@ -196,11 +196,18 @@ def _admitted(
     what is free, before the others.
     """
     specs = {name: {model.version: model} for name, model in app.models.items()}
+    solved = Counter((r.model, r.stage) for r in placement.replicas)
     bookings = ReplicaBookings(machines)
     bookings.plan = plan_of(placement, {n: m.version for n, m in app.models.items()})
     desired = desired_state_of(app)
     models = {
-        name: replace(model, replicas=tuple(max(1, n) for n in model.replicas))
+        name: replace(
+            model,
+            replicas=tuple(
+                solved[name, stage] or max(1, count)
+                for stage, count in enumerate(model.replicas)
+            ),
+        )
         for name, model in desired.models.items()
     }
     spread: Spread = {}

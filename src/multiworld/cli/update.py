@@ -37,7 +37,10 @@ def update(service: Service, spec: Path, no_wait: bool, as_json: bool) -> None:
         reason = getattr(error, "strerror", None) or error
         raise click.ClickException(f"cannot read {spec}: {reason}") from error
     body = {"text": text, "where": str(spec.resolve())}
-    answer = service.ask("POST", "/update", Updated, json=body, limit_s=FETCH_S)
+    try:
+        answer = service.ask("POST", "/update", Updated, json=body, limit_s=FETCH_S)
+    except KeyboardInterrupt:
+        raise _interrupted() from None
     wanted = ", ".join(f"{name} {v}" for name, v in answer.versions.items())
     if no_wait:
         show(plain(answer), as_json=as_json, text=f"accepted: {wanted}")
@@ -47,12 +50,15 @@ def update(service: Service, spec: Path, no_wait: bool, as_json: bool) -> None:
     try:
         failure = _wait(service, answer)
     except KeyboardInterrupt:
-        raise click.ClickException(
-            "stopped waiting; the update continues, see `multiworld status`"
-        ) from None
+        raise _interrupted() from None
     outcome = {**msgspec.structs.asdict(answer), "failure": failure}
     show(outcome, as_json=as_json, text=failure or f"done: {wanted}")
     sys.exit(1 if failure else 0)
+
+
+def _interrupted() -> click.ClickException:
+    text = "stopped waiting; the update continues, see `multiworld status`"
+    return click.ClickException(text)
 
 
 def _wait(service: Service, answer: Updated) -> str:

@@ -98,7 +98,7 @@ class Joiner:
         except TimeoutError as error:
             raise errors.StoreUnreachableError(
                 f"no store answered at {address} for world {world!r} in time; another "
-                "join still waits for it",
+                "attempt still waits for it",
                 address=str(address),
             ) from error
         try:
@@ -242,13 +242,18 @@ class Joiner:
         self._stores[addresses] = store
 
     async def _has_several(self, address: StoreAddress, deadline: float) -> bool:
-        """Return whether a name has several addresses; wait for one that has none."""
+        """Return whether a name has several addresses; wait for one that has none.
+
+        Raises:
+            OSError: It had none until the deadline.
+        """
         loop = asyncio.get_running_loop()
         while True:
             try:
-                return len(await resolve_all(address.host, address.port)) > 1
-            except socket.gaierror as error:
-                if error.errno != socket.EAI_AGAIN or loop.time() > deadline:
+                async with asyncio.timeout_at(deadline):
+                    return len(await resolve_all(address.host, address.port)) > 1
+            except socket.gaierror:  # it may be published soon
+                if loop.time() + RETRY_S > deadline:
                     raise
             await asyncio.sleep(RETRY_S)
 

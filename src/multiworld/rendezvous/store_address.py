@@ -72,7 +72,8 @@ def _parse_one(part: str, place: tuple[int, int], text: str) -> StoreAddress:
     try:
         url = urlsplit(part)
         port = url.port
-        (url.hostname or "").encode("idna")  # else looking it up raises UnicodeError
+        if url.scheme == "tcp":
+            (url.hostname or "").encode("idna")  # or looking it up raises UnicodeError
     except ValueError as error:
         raise ConfigError("store", text, RULE) from error
     if url.scheme == "memory" and url.netloc:

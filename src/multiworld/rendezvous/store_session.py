@@ -300,22 +300,28 @@ async def _open(
 
 async def _dial(places: Sequence[tuple[int, Any]]) -> socket.socket:
     """Connect to the first address that takes the connection."""
-    loop = asyncio.get_running_loop()
+    # Callers allow CONNECT_S for all, as for one of several stores.
+    limit_s = CONNECT_S / (len(places) + 1)
+    failure = OSError("the name has no address")
     for number, (family, where) in enumerate(places, 1):
-        sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            tune(sock)
-            limit_s = CONNECT_S if number < len(places) else None
-            async with asyncio.timeout(limit_s):
-                await loop.sock_connect(sock, where)
-        except BaseException as error:
-            sock.close()
             is_last = number == len(places)
-            if is_last or not isinstance(error, OSError):  # TimeoutError is one
-                raise
-        else:
-            return sock
-    raise OSError("the name has no address")
+            async with asyncio.timeout(None if is_last else limit_s):
+                return await _connected(family, where)
+        except OSError as error:  # TimeoutError is one
+            failure = error
+    raise failure
+
+
+async def _connected(family: int, where: Any) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        tune(sock)
+        await asyncio.get_running_loop().sock_connect(sock, where)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 async def _shake_hands(

@@ -24,7 +24,7 @@ import contextlib
 import os
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future, InvalidStateError, wait
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -77,6 +77,14 @@ class _Loop:
             raise
         operation = self._begin(step)
         try:
+            return self._result_of(operation, name, timeout_s)
+        finally:
+            self._operations.discard(operation)
+
+    def _result_of(
+        self, operation: _Operation[T], name: str, timeout_s: float | None
+    ) -> T:
+        try:
             return operation.ended.result(_bounded(timeout_s))
         except TimeoutError:
             operation.cancel()
@@ -112,7 +120,6 @@ class _Loop:
                 raise WorldClosedError("this WorldManager is closed; create another")
             operation = _Operation(step, self._loop)
             self._operations.add(operation)
-        operation.ended.add_done_callback(lambda _: self._operations.discard(operation))
         return operation
 
     def close(self) -> None:
@@ -126,6 +133,8 @@ class _Loop:
         wait([operation.ended for operation in list(self._operations)], END_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        for operation in list(self._operations):
+            operation.give_up()
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
 
@@ -144,7 +153,13 @@ class _Operation(Generic[T]):
         loop.call_soon_threadsafe(self._begin, step)
 
     def cancel(self) -> None:
-        self._loop.call_soon_threadsafe(self._cancel)
+        if not self.ended.done():
+            self._loop.call_soon_threadsafe(self._cancel)
+
+    def give_up(self) -> None:
+        """Fail it: its loop has stopped, and it has not ended when it was cancelled."""
+        with contextlib.suppress(InvalidStateError):
+            self.ended.set_exception(WorldClosedError("this WorldManager was closed"))
 
     def _begin(self, step: Coroutine[Any, Any, T]) -> None:
         self._task = self._loop.create_task(step)

@@ -9,7 +9,15 @@ from multiworld.rendezvous.store_address import parse_store
 
 
 @pytest.mark.parametrize(
-    "text", ["tcp://10.0.0.1:29500", "tcp://[::1]:80", "tcp://host:1", "memory://x"]
+    "text",
+    [
+        "tcp://10.0.0.1:29500",
+        "tcp://[::1]:80",
+        "tcp://host:1",
+        "memory://x",
+        "memory://a..b",
+        "memory://" + 70 * "a",
+    ],
 )
 def test_valid_address_is_shown_as_it_was_read(text: str) -> None:
     """The parsed address prints as it was written."""

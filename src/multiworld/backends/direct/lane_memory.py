@@ -107,9 +107,11 @@ class LaneMemory:
         sock = self._connection.sock
         if not self.is_usable:
             return int(sock.recvmsg_into(buffers)[0])
-        count, rights, _, _ = sock.recvmsg_into(  # type: ignore[call-arg]
+        count, rights, flags, _ = sock.recvmsg_into(  # type: ignore[call-arg]
             buffers, RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC
         )
+        if flags & socket.MSG_CTRUNC:  # the next descriptor would be taken for it
+            raise OSError("a descriptor is lost: this process may open no more files")
         for level, kind, data in rights:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self._keep(data)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Literal
+import contextlib
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -52,6 +56,46 @@ class Chaos(_AdminRequest):
     seconds: float = Field(default=5.0, gt=0, le=3600)
 
 
+def in_daemon(call: Callable[[], None]) -> asyncio.Future[None]:
+    """Run ``call`` in a thread that the process does not wait for at its end."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        error: BaseException | None = None
+        try:
+            call()
+        except BaseException as problem:
+            error = problem
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, error)
+
+    threading.Thread(target=run, name="fetch", daemon=True).start()
+    return done
+
+
+async def _unless(ended: asyncio.Event, work: asyncio.Future[None]) -> None:
+    """Await ``work``; raise ``ServeError`` once the service ends."""
+    ending = asyncio.ensure_future(ended.wait())
+    either: set[asyncio.Future[Any]] = {work, ending}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ServeError("the service ends; the update was not applied")
+        work.result()
+    finally:
+        ending.cancel()
+        work.cancel()
+
+
 def make_admin(controller: Controller, ended: asyncio.Event) -> FastAPI:
     """Return the admin application; a shutdown request sets ``ended``."""
     app = FastAPI(title="multiworld controller", redoc_url=None)
@@ -66,7 +110,7 @@ def make_admin(controller: Controller, ended: asyncio.Event) -> FastAPI:
     add_tenants(app, controller.tenanting)
 
     _add_views(app, controller)
-    _add_operations(app, controller)
+    _add_operations(app, controller, ended)
 
     @app.post("/shutdown")
     async def shutdown() -> Response:
@@ -98,8 +142,8 @@ def _add_views(app: FastAPI, controller: Controller) -> None:
         return respond(controller.history.since(since))
 
 
-def _add_operations(app: FastAPI, controller: Controller) -> None:
-    operations = controller.operations
+def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) -> None:
+    operations, updating = controller.operations, asyncio.Lock()
 
     @app.post("/scale")
     async def scale(asked: Scale) -> Response:
@@ -111,9 +155,10 @@ def _add_operations(app: FastAPI, controller: Controller) -> None:
 
     @app.post("/update")
     async def update(asked: Update) -> Response:
-        spec = await asyncio.to_thread(parse_spec, asked.text, asked.where)
-        await asyncio.to_thread(fetch, spec)
-        since = operations.update(spec)
+        async with updating:  # in the order in which they were asked for
+            spec = await asyncio.to_thread(parse_spec, asked.text, asked.where)
+            await _unless(ended, in_daemon(partial(fetch, spec)))
+            since = operations.update(spec)
         await controller.recorded()
         desired = controller.fleet.desired.models
         versions = {name: model.version for name, model in desired.items()}

@@ -146,8 +146,9 @@ class Controller:
             check_update(old.app, app, old.specs)
         self._is_started = True
         self._launcher.settle()
-        desired = desired_state_of(self.app)
-        if old is not None:
+        if old is None:
+            desired = desired_state_of(self.app)
+        else:
             desired = with_new_versions_started(
                 desired_state_of(self.app, sizes_before(old, self.app)), old.active
             )
@@ -165,9 +166,10 @@ class Controller:
 
     def _remember_old_versions(self, old: Record, desired: DesiredState) -> None:
         """Register versions that run but are no longer desired."""
+        wanted = {(name, model.version) for name, model in desired.models.items()}
         for name, versions in old.specs.items():
             for version, spec in versions.items():
-                if name in desired.models and version != desired.models[name].version:
+                if (name, version) not in wanted:
                     # Not validated: a copy for a tenant needs its model beside it.
                     app = self.app.model_copy(update={"models": {name: spec}})
                     sizes = old.sizes.get(name, {})

@@ -122,11 +122,21 @@ async def _run(
             up = partial(_say_up, startup, on_up)
             await _control(app, folder, up, preload, env, port, store, old, on_progress)
     except Exception:
-        kept = folder.load()
-        if kept is None or kept.store != store:
-            await end_store(store)  # no process uses it, and no controller would
+        await _leave_store(folder, store)
         raise
     return 0
+
+
+async def _leave_store(folder: StateFolder, store: StoreRecord) -> None:
+    """End a store that no process uses, or let the next controller know of it."""
+    try:
+        kept = folder.load()
+        if kept is None:
+            await end_store(store)
+        elif kept.store != store:  # it has taken the place of the one before
+            folder.save(kept.model_copy(update={"store": store}))
+    except (ServeError, OSError) as error:
+        logger.error("the store may block its port: %s", error)
 
 
 class Preload(NamedTuple):

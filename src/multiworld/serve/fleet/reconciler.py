@@ -95,6 +95,7 @@ class Reconciler:
                 yield from self._identified(self.processes[name], fingerprint)
                 if not self.processes[name].is_gateway:
                     self._advance(name, ProcessPhase.JOINED, ProcessPhase.LOADED, now)
+                    self._update_goes_on(self.processes[name], now)
                 elif self._advance(name, ProcessPhase.JOINED, ProcessPhase.READY, now):
                     yield LogEvent("ready", f"{name} listens", name)
             case events.Probed(name, error):
@@ -112,7 +113,7 @@ class Reconciler:
             case events.DrainRequested(name) if name in self.processes:
                 self.processes[name].is_drain_requested = True
             case events.Paused(seconds):
-                self._postpone(seconds)
+                self._postpone(seconds, now)
             case events.Ticked():
                 yield from self._check_deadlines(now)
 
@@ -242,7 +243,12 @@ class Reconciler:
                     now,
                 )
             start_s = self._start_s_of(process.model, process.version)
-            if process.is_starting and late_s > start_s:
+            is_waiting = (
+                process.phase is ProcessPhase.LOADED
+                and not process.is_gateway
+                and not self._is_complete(process.model, process.version)
+            )
+            if process.is_starting and not is_waiting and late_s > start_s:
                 why = f"not ready within {start_s:g} s"
                 yield from self._gone(events.ProcessGone(process.name, why), now)
             was_adopted = process.phase is ProcessPhase.READY and not process.is_joined
@@ -259,12 +265,15 @@ class Reconciler:
             if now - began > start_s or failures >= ROLL_BACK_FAILURES:
                 yield from self._roll_back(name, model.version)
 
-    def _postpone(self, seconds: float) -> None:
-        """Move all deadlines."""
+    def _postpone(self, seconds: float, now: float) -> None:
+        """Move all deadlines, but none that began after the pause."""
         for process in self.processes.values():
-            process.since += seconds
-            process.probe.asked_at += seconds
-        self._updates = {n: (v, at + seconds) for n, (v, at) in self._updates.items()}
+            process.since = min(now, process.since + seconds)
+            process.probe.asked_at = min(now, process.probe.asked_at + seconds)
+        self._updates = {
+            name: (version, min(now, at + seconds))
+            for name, (version, at) in self._updates.items()
+        }
 
     def _start_s_of(self, model: str, version: str) -> float:
         found = self._versions.get((model, version))

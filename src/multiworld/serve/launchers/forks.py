@@ -90,6 +90,8 @@ class Forks:
     def _ended(self) -> None:
         for name in list(self._starting):
             self._fail(name, "the fork server has exited")
+        if self._replacing is not None:
+            self._replacing.cancel()
         self._replacing = asyncio.get_running_loop().create_task(self._replace())
 
     async def _replace(self) -> None:

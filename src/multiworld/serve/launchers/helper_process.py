@@ -66,10 +66,13 @@ class HelperProcess(Generic[M]):
     ) -> M:
         """Start the process; return its first message, due within ``limit_s``."""
         # If cancelled, it runs until its socket is closed, by ``close`` or ``start``.
-        if waiting is None:
-            ours = await self._spawn(words, env)
-        else:
-            ours = self._begin(waiting, words, env)
+        try:
+            if waiting is None:
+                ours = await self._spawn(words, env)
+            else:
+                ours = self._begin(waiting, words, env)
+        except OSError as error:
+            raise LaunchError(f"{self._module} did not start: {error}") from error
         if self._writer is not None:
             self._writer.close()  # of the process before
         if self._socket is not None:

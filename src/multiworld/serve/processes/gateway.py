@@ -387,7 +387,7 @@ class GatewayProcess:
             return
         try:
             await store_rest(meter, self._meter, registry, self._clock())
-        except ServeError as error:
+        except (ServeError, OSError) as error:
             logger.warning("the last usage cannot be stored: %s", error)
 
     def _ask_for(self, model: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import httpx
 import pytest
 
 from multiworld.errors import SpecError, UnknownModelError
-from multiworld.serve.control import answers
+from multiworld.serve.control import admin, answers
 from multiworld.serve.control.admin import make_admin
 from multiworld.serve.control.answers import decode
 from multiworld.serve.control.controller import Controller
@@ -221,6 +222,29 @@ async def test_update_has_the_time_of_the_model_that_needs_most(client: Client) 
     desired["m"] = replace(desired["m"], start_s=600.0)
     updated = await client.ask("POST", "/update", answers.Updated, json={"text": SPEC})
     assert updated.ready_s == 600.0
+
+
+async def test_update_that_fetches_a_model_holds_up_nobody(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither other commands nor the end of the service."""
+    goes_on, began = threading.Event(), threading.Event()
+
+    def fetch(app: object) -> None:
+        began.set()
+        goes_on.wait(30.0)
+
+    monkeypatch.setattr(admin, "fetch", fetch)
+    spec = SPEC
+    updating = asyncio.ensure_future(client.http.post("/update", json={"text": spec}))
+    assert await asyncio.to_thread(began.wait, 30.0)
+    assert (await client.http.get("/status")).status_code == 200
+    client.ended.set()
+    async with asyncio.timeout(30.0):
+        answer = await updating
+    assert answer.status_code == 409
+    assert "the service ends" in answer.json()["error"]
+    goes_on.set()
 
 
 async def test_operations_answer_with_their_outcome(client: Client) -> None:

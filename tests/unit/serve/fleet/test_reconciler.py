@@ -370,11 +370,13 @@ def test_pause_of_the_controller_is_nobodys_fault() -> None:
     service.answers_probes = False
     service.handle(DesiredStateChanged(desired(1, 1, 1, version="2")))
     service.now += 1000.0
+    service.handle(ProcessGone(service.a_worker(0), "lost meanwhile"))
     service.handle(Paused(1000.0))
+    assert all(p.since <= service.now for p in service.fleet.processes.values())
     service.tick(10.0)
     assert name in service.alive
     assert "rolled back" not in service.kinds()
-    assert "lost" not in service.kinds()
+    assert service.kinds().count("lost") == 1
     service.tick(45.0)
     assert "rolled back" in service.kinds()
 
@@ -588,6 +590,22 @@ def test_replica_is_probed_once_all_stages_have_loaded() -> None:
     assert slow.probed == []
     slow.handle(Loaded(third))
     assert sorted(slow.probed) == sorted([first, second, third])
+
+
+def test_replica_that_waits_for_another_stage_is_not_late() -> None:
+    """Its own start is over; the one that is late is named."""
+    slow = Slow(1, 1, 1, ready_s=100.0)
+    gateway, first, second = slow.launched
+    for name in (gateway, first, second):
+        slow.handle(Joined(name))
+        slow.handle(Loaded(name))
+    third = slow.launched[-1]
+    slow.now += 101.0
+    slow.handle(Ticked())
+    assert {first, second} <= slow.fleet.processes.keys()
+    slow.now += 2.0
+    slow.handle(Ticked())
+    assert third not in slow.fleet.processes
 
 
 def test_stage_that_was_lost_does_not_wait_for_starts_that_hang() -> None:

@@ -124,7 +124,7 @@ class Bridge:
         self._warm = WarmNodePool()
         self._ask: Any = ray.nodes
         self._facts: dict[str, tuple[list[tuple[int, str, int]], float]] = {}
-        self._asked: set[str] = set()
+        self._ask_at: dict[str, float] = {}  # when to ask a machine again
 
     def claim_service(self) -> None:
         """Register as the service's only controller on this cluster, or raise."""
@@ -212,8 +212,8 @@ class Bridge:
 
     def _node(self, node: dict[str, Any]) -> protocol.ClusterNode:
         has, key = node["Resources"], node["NodeID"]
-        if key not in self._asked:
-            self._asked.add(key)
+        if time.monotonic() > self._ask_at.get(key, 0.0) and key not in self._facts:
+            self._ask_at[key] = time.monotonic() + 2 * GPU_S
             self._starters.submit(self._ask_facts, key)
         gpus, bfloat16 = self._facts.get(key, ((), None))
         return protocol.ClusterNode(
@@ -234,7 +234,6 @@ class Bridge:
             self._facts[key] = ray.get(probe.remote(), timeout=GPU_S)
         except Exception as error:  # its GPUs are unused until then
             sys.stderr.write(f"cannot find out yet what {key} has: {error}\n")
-            self._asked.discard(key)
 
     # Replicas.
 
