@@ -18,13 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from multiworld.errors import SpecError
+from multiworld.serve.models.anatomy import Anatomy, Identity, anatomy_of, strip
 from multiworld.serve.models.partition import Span
-from multiworld.serve.models.transformer_stage import (
-    Anatomy,
-    Identity,
-    anatomy_of,
-    strip,
-)
 
 WORDS, ROWS = 64, 5  # of the vocabulary, and of the sequence
 

@@ -9,12 +9,13 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from multiworld.errors import InvalidRequestError, SpecError
 from multiworld.serve.models.partition import Span, chain_partition
+from multiworld.serve.models.pooling import Pooling
 from multiworld.serve.models.stored_integers import check_config
 from multiworld.serve.spec.stage import Model, Stage, StageContext, Tensors, TensorSpec
 
@@ -258,13 +259,6 @@ def _datatype(dtype: str, folder: Path) -> str:
         known = ", ".join(DATATYPES)
         raise SpecError(f"{folder}: dtype {dtype!r} is not one of {known}")
     return DATATYPES[dtype]
-
-
-class Pooling(NamedTuple):
-    """How a sentence encoder pools the tokens of a text, ``mean`` or ``cls``."""
-
-    kind: str
-    is_normalized: bool
 
 
 def _pooling(folder: Path) -> Pooling | None:

@@ -5,112 +5,30 @@ without weights; ``from_pretrained`` builds the rest on ``meta`` and reads only 
 weights. So its handling of renamed and fused weights, and of buffers that are in no
 file, still applies.
 
-The model's ``base_model_pp_plan`` names the modules before, in and after the chain of
-layers; tables name them for older architectures.
+``anatomy`` knows which modules these are.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from multiworld.errors import SpecError
+from multiworld.serve.models import cut_check
+from multiworld.serve.models.anatomy import COMPARED, anatomy_of, strip
 from multiworld.serve.models.experts import split_experts
-from multiworld.serve.models.huggingface import Pooling
 from multiworld.serve.models.integer_linear import is_linear, quantize_linears
 from multiworld.serve.models.partition import Span
+from multiworld.serve.models.pooling import Pooling
 from multiworld.serve.models.stored_integers import Stored, read_stored
 from multiworld.serve.models.weights import LAYER, names_in
 from multiworld.serve.spec.stage import Tensors
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-# Architectures (``model_type``) whose stages tests compare with the whole model.
-TESTED = (
-    "bert, distilbert, electra, modernbert, mpnet, roberta, xlm-roberta; "
-    "falcon, gemma, gemma2, gemma3_text, gpt2, gpt_neox, llama, mistral, mixtral, "
-    "opt, phi3, qwen2, qwen3"
-)
-
-COMPARED = frozenset(TESTED.replace(";", ",").split(", "))
-
-# Names of the chain of layers in architectures without a plan.
-CHAINS = ("encoder.layer", "layers", "h", "transformer.layer", "decoder.layers")
-
-EMBEDDINGS = ("embeddings",)  # they take ``inputs_embeds`` themselves
-POSITIONS = ("wpe", "decoder.embed_positions")  # added to the token embeddings
-
-# Names of token embeddings and projections, which precede ``inputs_embeds``.
-TOKENS = (
-    "wte",
-    "word_embeddings",
-    "decoder.embed_tokens",
-    "decoder.project_in",
-    "embeddings_project",
-)
-
-# Names of modules after the last layer.
-AFTER = (
-    "ln_f",
-    "final_norm",
-    "norm",
-    "final_layernorm",
-    "layer_norm",
-    "layernorm",
-    "encoder.ln",
-    "encoder.LayerNorm",
-    "encoder.emb_layer_norm_after",
-    "pooler",
-    "decoder.final_layer_norm",
-    "decoder.project_out",
-)
-
-# Names of factors of the embeddings, applied to ``inputs_embeds`` too.
-FACTORS = ("embedding_multiplier",)
-
-
-@dataclass(frozen=True, slots=True)
-class Anatomy:
-    """Names of the modules before, in and after the chain of layers."""
-
-    chain: str
-    embeddings: Sequence[str] = ()
-    positions: Sequence[str] = ()
-    tokens: Sequence[str] = ()
-    after: Sequence[str] = ()
-
-
-class PassEmbeddings(nn.Module):
-    """Replaces the embeddings of another stage; the input is already embedded."""
-
-    def forward(
-        self,
-        input_ids: None,
-        inputs_embeds: Tensor | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        assert inputs_embeds is not None
-        return inputs_embeds
-
-
-class NoPositions(nn.Module):
-    """Replaces the position embeddings of another stage; they are already added."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return a scalar zero, which changes nothing when it is added."""
-        return torch.zeros(())
-
-
-class Identity(nn.Module):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden
 
 
 def load(
@@ -160,8 +78,6 @@ def load_owned(
     disable()
     is_cut = span.end - span.begin < span.count
     if is_cut and config.model_type not in COMPARED:
-        from multiworld.serve.models import cut_check
-
         cut_check.check(kind, config, folder)
     owned = _owned_class(kind, span, folder)
     wanted = getattr(torch, dtype)
@@ -242,69 +158,6 @@ def _owned_class(kind: Any, span: Span, folder: Path) -> Any:
     return Owned
 
 
-def anatomy_of(whole: nn.Module, folder: Path) -> Anatomy:
-    plan = getattr(whole.config, "base_model_pp_plan", None)
-    return anatomy_from_plan(plan) if plan else _anatomy_from_tables(whole, folder)
-
-
-def anatomy_from_plan(plan: dict[str, Any]) -> Anatomy:
-    """Return the anatomy that a ``base_model_pp_plan`` describes."""
-    names = list(plan)
-    # The first module that takes the attention mask.
-    chain = next(n for n in names if "attention_mask" in plan[n][0])
-    at = names.index(chain)
-    tokens = [name for name in names[:at] if "input_ids" in plan[name][0]]
-    return Anatomy(chain=chain, tokens=tokens, after=names[at + 1 :])
-
-
-def _anatomy_from_tables(whole: nn.Module, folder: Path) -> Anatomy:
-    present = dict(whole.named_modules())
-    for chain in CHAINS:
-        if isinstance(present.get(chain), nn.ModuleList):
-            return Anatomy(
-                chain,
-                *(
-                    [name for name in names if name in present]
-                    for names in (EMBEDDINGS, POSITIONS, TOKENS, AFTER)
-                ),
-            )
-    raise SpecError(
-        f"{folder}: {type(whole).__name__} has no chain of layers that is known "
-        f"({', '.join(CHAINS)}; tested are {TESTED}); write a factory that returns its "
-        "stages"
-    )
-
-
-def strip(
-    whole: nn.Module, span: Span, anatomy: Anatomy, *, keeps_tokens: bool = False
-) -> None:
-    """Replace the modules of other stages with some without weights, in place."""
-    chain = whole.get_submodule(anatomy.chain)
-    assert isinstance(chain, nn.ModuleList)
-    # The other layers keep their numbers, which are in the names of weights.
-    for number in range(span.count):
-        if not span.begin <= number < span.end:
-            chain[number] = Identity()
-    if not span.is_first:
-        _replace(whole, anatomy.embeddings, PassEmbeddings)
-        _replace(whole, anatomy.positions, NoPositions)
-        if not keeps_tokens:  # they are used if ``input_ids`` are given
-            _replace(whole, anatomy.tokens, Identity)
-        for name in FACTORS:
-            if hasattr(whole, name):
-                setattr(whole, name, 1.0)
-    if not span.is_last:
-        _replace(whole, anatomy.after, Identity)
-
-
-def _replace(whole: nn.Module, names: Sequence[str], kind: type[nn.Module]) -> None:
-    for name in names:
-        parent, _, last = name.rpartition(".")
-        holder = whole.get_submodule(parent)
-        if getattr(holder, last) is not None:
-            setattr(holder, last, kind())
-
-
 def _drop_other_layers(whole: nn.Module, span: Span, name: str) -> None:
     """Remove the layers of other stages from the chain and from the config."""
     chain = whole.get_submodule(name)
@@ -340,14 +193,4 @@ class LayerPart(nn.Module):
             return {"hidden": hidden, "attention_mask": mask}
         if self._pooling is None:
             return {"last_hidden_state": hidden}
-        pooled = _pooled(hidden, mask, self._pooling.kind)
-        if self._pooling.is_normalized:
-            pooled = nn.functional.normalize(pooled, dim=-1)
-        return {"embedding": pooled}
-
-
-def _pooled(hidden: Tensor, mask: Tensor, kind: str) -> Tensor:
-    if kind == "cls":
-        return hidden[:, 0]
-    weights = mask.unsqueeze(-1).to(hidden.dtype)
-    return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
+        return {"embedding": self._pooling.apply(hidden, mask)}

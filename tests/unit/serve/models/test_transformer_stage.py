@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from multiworld.errors import SpecError
-from multiworld.serve.models import huggingface, transformer_stage
+from multiworld.serve.models import anatomy, huggingface
 from multiworld.serve.spec.stage import StageContext
 
 TINY = {
@@ -158,7 +158,7 @@ def test_architecture_that_would_be_wrong_in_stages_is_refused(
 
 
 def test_every_listed_architecture_is_tested() -> None:
-    named = set(transformer_stage.TESTED.replace(";", ",").replace(" ", "").split(","))
+    named = set(anatomy.TESTED.replace(";", ",").replace(" ", "").split(","))
     assert named == ARCHITECTURES.keys()
 
 

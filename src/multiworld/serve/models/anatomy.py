@@ -1,0 +1,162 @@
+"""The parts of a transformers model before, in and after its chain of layers.
+
+The model's ``base_model_pp_plan`` names them; tables name them for architectures
+without one. ``strip`` replaces those of other stages with modules without weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multiworld.errors import SpecError
+from multiworld.serve.models.partition import Span
+
+# Architectures (``model_type``) whose stages tests compare with the whole model.
+TESTED = (
+    "bert, distilbert, electra, modernbert, mpnet, roberta, xlm-roberta; "
+    "falcon, gemma, gemma2, gemma3_text, gpt2, gpt_neox, llama, mistral, mixtral, "
+    "opt, phi3, qwen2, qwen3"
+)
+
+COMPARED = frozenset(TESTED.replace(";", ",").split(", "))
+
+# Names of the chain of layers in architectures without a plan.
+CHAINS = ("encoder.layer", "layers", "h", "transformer.layer", "decoder.layers")
+
+EMBEDDINGS = ("embeddings",)  # they take ``inputs_embeds`` themselves
+POSITIONS = ("wpe", "decoder.embed_positions")  # added to the token embeddings
+
+# Names of token embeddings and projections, which precede ``inputs_embeds``.
+TOKENS = (
+    "wte",
+    "word_embeddings",
+    "decoder.embed_tokens",
+    "decoder.project_in",
+    "embeddings_project",
+)
+
+# Names of modules after the last layer.
+AFTER = (
+    "ln_f",
+    "final_norm",
+    "norm",
+    "final_layernorm",
+    "layer_norm",
+    "layernorm",
+    "encoder.ln",
+    "encoder.LayerNorm",
+    "encoder.emb_layer_norm_after",
+    "pooler",
+    "decoder.final_layer_norm",
+    "decoder.project_out",
+)
+
+# Names of factors of the embeddings, applied to ``inputs_embeds`` too.
+FACTORS = ("embedding_multiplier",)
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """Names of the modules before, in and after the chain of layers."""
+
+    chain: str
+    embeddings: Sequence[str] = ()
+    positions: Sequence[str] = ()
+    tokens: Sequence[str] = ()
+    after: Sequence[str] = ()
+
+
+class PassEmbeddings(nn.Module):
+    """Replaces the embeddings of another stage; the input is already embedded."""
+
+    def forward(
+        self,
+        input_ids: None,
+        inputs_embeds: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        assert inputs_embeds is not None
+        return inputs_embeds
+
+
+class NoPositions(nn.Module):
+    """Replaces the position embeddings of another stage; they are already added."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return a scalar zero, which changes nothing when it is added."""
+        return torch.zeros(())
+
+
+class Identity(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+def anatomy_of(whole: nn.Module, folder: Path) -> Anatomy:
+    plan = getattr(whole.config, "base_model_pp_plan", None)
+    return anatomy_from_plan(plan) if plan else _anatomy_from_tables(whole, folder)
+
+
+def anatomy_from_plan(plan: dict[str, Any]) -> Anatomy:
+    """Return the anatomy that a ``base_model_pp_plan`` describes."""
+    names = list(plan)
+    # The first module that takes the attention mask.
+    chain = next(n for n in names if "attention_mask" in plan[n][0])
+    at = names.index(chain)
+    tokens = [name for name in names[:at] if "input_ids" in plan[name][0]]
+    return Anatomy(chain=chain, tokens=tokens, after=names[at + 1 :])
+
+
+def _anatomy_from_tables(whole: nn.Module, folder: Path) -> Anatomy:
+    present = dict(whole.named_modules())
+    for chain in CHAINS:
+        if isinstance(present.get(chain), nn.ModuleList):
+            return Anatomy(
+                chain,
+                *(
+                    [name for name in names if name in present]
+                    for names in (EMBEDDINGS, POSITIONS, TOKENS, AFTER)
+                ),
+            )
+    raise SpecError(
+        f"{folder}: {type(whole).__name__} has no chain of layers that is known "
+        f"({', '.join(CHAINS)}; tested are {TESTED}); write a factory that returns its "
+        "stages"
+    )
+
+
+def strip(
+    whole: nn.Module, span: Span, anatomy: Anatomy, *, keeps_tokens: bool = False
+) -> None:
+    """Replace the modules of other stages with some without weights, in place."""
+    chain = whole.get_submodule(anatomy.chain)
+    assert isinstance(chain, nn.ModuleList)
+    # The other layers keep their numbers, which are in the names of weights.
+    for number in range(span.count):
+        if not span.begin <= number < span.end:
+            chain[number] = Identity()
+    if not span.is_first:
+        _replace(whole, anatomy.embeddings, PassEmbeddings)
+        _replace(whole, anatomy.positions, NoPositions)
+        if not keeps_tokens:  # they are used if ``input_ids`` are given
+            _replace(whole, anatomy.tokens, Identity)
+        for name in FACTORS:
+            if hasattr(whole, name):
+                setattr(whole, name, 1.0)
+    if not span.is_last:
+        _replace(whole, anatomy.after, Identity)
+
+
+def _replace(whole: nn.Module, names: Sequence[str], kind: type[nn.Module]) -> None:
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        holder = whole.get_submodule(parent)
+        if getattr(holder, last) is not None:
+            setattr(holder, last, kind())
