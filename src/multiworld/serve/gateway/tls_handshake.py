@@ -62,7 +62,6 @@ def with_tls(
                     context,
                     server_side=True,
                     ssl_handshake_timeout=head_s,
-                    ssl_shutdown_timeout=head_s,
                 )
             except OSError:  # also of TLS; it was not a client of ours, or a slow one
                 raw.abort()

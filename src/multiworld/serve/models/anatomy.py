@@ -116,6 +116,8 @@ def anatomy_from_plan(plan: dict[str, Any]) -> Anatomy:
 
 def _anatomy_from_tables(whole: nn.Module, folder: Path) -> Anatomy:
     present = dict(whole.named_modules())
+    if "encoder.rel_embeddings" in present:  # DeBERTa: its norm is of these
+        present.pop("encoder.LayerNorm", None)
     for chain in CHAINS:
         if isinstance(present.get(chain), nn.ModuleList):
             return Anatomy(

@@ -9,6 +9,7 @@ piece and in three. That is tried on random weights and a few words.
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,36 +22,51 @@ from multiworld.errors import SpecError
 from multiworld.serve.models.anatomy import Anatomy, Identity, anatomy_of, strip
 from multiworld.serve.models.partition import Span
 
+logger = logging.getLogger("multiworld.serve")
+
 WORDS, ROWS = 64, 5  # of the vocabulary, and of the sequence
+MAX_NUMBERS = 10**8  # outside the layers; of more, no trial is made
 
 
 def check(kind: Any, config: Any, folder: Path) -> None:
-    """Raise ``SpecError`` unless a model of this config is the same when it is cut."""
+    """Raise ``SpecError`` if a model of this config is another one when it is cut."""
     try:
         is_same = _is_same(kind, copy.deepcopy(config), folder)
-        why = "they would do other work than in one"
     except SpecError:
         raise
-    except Exception as error:
-        is_same, why = False, f"{type(error).__name__}: {error}"
+    except Exception as error:  # without layers, which it may need
+        logger.warning(
+            "%s: whether %s can be cut into stages could not be tried (%s: %s)",
+            folder,
+            config.model_type,
+            type(error).__name__,
+            error,
+        )
+        return
     if not is_same:
         raise SpecError(
-            f"{folder}: {config.model_type} cannot be cut into stages ({why}); serve "
-            "it in one stage, use an engine, or write a factory that returns its "
-            "stages"
+            f"{folder}: {config.model_type} cannot be cut into stages, which would do "
+            "other work than one; serve it in one stage, use an engine, or write a "
+            "factory that returns its stages"
         )
 
 
 @torch.inference_mode()
 def _is_same(kind: Any, config: Any, folder: Path) -> bool:
     config.vocab_size, config.pad_token_id = WORDS, 0
+    if hasattr(config, "vocab_size_per_layer_input"):
+        config.vocab_size_per_layer_input = WORDS
     with torch.device("meta"):
         base = kind(config).base_model
     anatomy = anatomy_of(base, folder)
     count = len(base.get_submodule(anatomy.chain))
     _set(base, anatomy, nn.ModuleList(Identity() for _ in range(count)))
-    if hasattr(base.get_submodule(anatomy.chain.rpartition(".")[0]), "conv"):
+    holder = base.get_submodule(anatomy.chain.rpartition(".")[0])
+    if getattr(holder, "conv", None) is not None:
         return False  # of DeBERTa: between the first two layers
+    size = sum(tensor.numel() for tensor in _tensors(base))
+    if size > MAX_NUMBERS:
+        raise MemoryError(f"it has {size:,} numbers outside its layers")
     base = base.to_empty(device="cpu").to(torch.float32).eval()
     _fill(base)
     spans = Span(0, count, count), Span(0, 1, count), Span(1, 1, count)
@@ -79,16 +95,23 @@ def _counted(whole: nn.Module, names: Sequence[str]) -> list[str]:
 
 def _fill(base: nn.Module) -> None:
     chance = torch.Generator().manual_seed(0)
-    for tensor in (*base.parameters(), *base.buffers()):
+    for name, tensor in (*base.named_parameters(), *base.named_buffers()):
         if tensor.is_floating_point():
-            tensor.data.copy_(torch.rand(tensor.shape, generator=chance) + 0.5)
-        else:  # such as the numbers of positions
+            tensor.data.uniform_(0.5, 1.5, generator=chance)
+        elif name.endswith("position_ids"):
             values = torch.arange(tensor.numel()).view(tensor.shape)
             tensor.data.copy_(values.clamp(max=ROWS + 2))
+        else:  # such as the kinds of words
+            tensor.data.zero_()
+
+
+def _tensors(base: nn.Module) -> list[Tensor]:
+    return [*base.parameters(), *base.buffers()]
 
 
 def _part(base: nn.Module, span: Span, anatomy: Anatomy) -> nn.Module:
-    part = copy.deepcopy(base)
+    # With the same tensors, which nobody writes.
+    part = copy.deepcopy(base, {id(tensor): tensor for tensor in _tensors(base)})
     strip(part, span, anatomy)
     _set(part, anatomy, nn.ModuleList())
     config: Any = part.config

@@ -12,6 +12,8 @@ from multiworld.serve.models.caches import cache_folder
 
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # OWNER/NAME
 
+ANSWER_S = 10.0  # for the hub to answer, if there are files in the cache
+
 # Files of a model that stages and tokenizers read.
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
@@ -20,6 +22,24 @@ def _mark_of(folder: str) -> Path:
     """Return the file that says that all files of a model have been fetched."""
     name = hashlib.sha256(folder.encode()).hexdigest()[:24]
     return cache_folder() / "fetched" / name
+
+
+def _is_marked(folder: str) -> bool:
+    try:
+        return _mark_of(folder).exists()
+    except OSError:
+        return False
+
+
+def _answers(path: str, revision: str) -> bool:
+    """Return whether the hub has the model; if not, the cache is all there is."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().model_info(path, revision=revision, timeout=ANSWER_S)
+    except Exception:  # of several HTTP libraries, by version
+        return False
+    return True
 
 
 def is_hub_name(path: str) -> bool:
@@ -47,16 +67,14 @@ def folder_of(path: str, revision: str | None) -> str:
         ) from error
     # Files of a fetched revision are never looked up again. The cache may have some of
     # them, which another program needed.
-    try:
+    found = ""
+    with contextlib.suppress(LocalEntryNotFoundError):  # it was not fetched yet
         found = snapshot_download(
             path, revision=revision, allow_patterns=FILES, local_files_only=True
         )
-        if _mark_of(found).exists():
-            return found
-    except LocalEntryNotFoundError:
-        pass  # it was not fetched yet
+    if found and (_is_marked(found) or not _answers(path, revision)):
+        return found
     try:
-        # The folder of the cache, if the hub does not answer.
         found = snapshot_download(path, revision=revision, allow_patterns=FILES)
         with contextlib.suppress(OSError):
             _mark_of(found).parent.mkdir(parents=True, exist_ok=True)

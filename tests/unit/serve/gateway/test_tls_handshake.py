@@ -18,12 +18,15 @@ from multiworld.serve.gateway.tls_handshake import context_of, with_tls
 from tests.unit.serve.edges import HANG_S, until
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+LARGE = 10_000_000
 Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
     """Answer with the scheme."""
     text = scope["scheme"].encode()
+    if scope["path"] == "/large":
+        text = b"x" * LARGE
     headers = [(b"content-length", str(len(text)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": text})
@@ -126,6 +129,19 @@ async def test_handshake_that_is_not_completed_is_ended(
         with_alert = await asyncio.wait_for(pair[0].read(), HANG_S)
         assert not with_alert.startswith(b"HTTP")
         assert server.connections == 0
+
+
+async def test_slow_reader_gets_all_of_a_last_answer(tmp_path: Any) -> None:
+    """The connection is closed behind it, and its time begins as it is written."""
+    async with serving(tmp_path, head_s=0.3) as server:
+        reader, writer = await server.connect()
+        writer.write(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        count = 0
+        async with asyncio.timeout(HANG_S):
+            while data := await reader.read(1 << 19):
+                count += len(data)
+                await asyncio.sleep(0.05)  # a second in all
+        assert count > LARGE
 
 
 async def test_handshakes_count_as_connections(tmp_path: Any) -> None:

@@ -134,6 +134,9 @@ def test_files_that_another_program_fetched_are_completed(
     (repository / "snapshots" / COMMIT / "tokenizer.json").write_text("{}")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(COMMIT)
+    assert fetched("http://127.0.0.1:9", tmp_path) == str(
+        repository / "snapshots" / COMMIT
+    )
     folder = Path(fetched(endpoint, tmp_path))
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     assert fetched("http://127.0.0.1:9", tmp_path) == str(folder)

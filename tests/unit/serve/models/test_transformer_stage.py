@@ -111,6 +111,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "stablelm": GROUPED,
     "megatron-bert": TINY,
     "esm": {**TINY, "position_embedding_type": "rotary"},
+    "camembert": TINY,
+    "xlm-roberta-xl": TINY,
+    "deberta-v2": {**TINY, "relative_attention": True, "position_biased_input": False},
 }
 """Architectures that no table names: a norm or a factor could be applied twice."""
 

@@ -55,7 +55,7 @@ RESERVED = dict.fromkeys(
 )
 
 ROUTE = "/v1/embeddings"
-LLAMA_ROWS = 8192  # tokens of a text for llama.cpp, unless ``ubatch_size`` is given
+LLAMA_ROWS = 8192  # most tokens of a text for llama.cpp
 LOOK_S = 0.5  # between checks whether the engine's processes are stopped
 PROBE_S = 60.0  # for the first answer of a server that somebody else runs
 LOST_S = 10.0  # for the exit of a replica whose engine does not answer
@@ -75,11 +75,12 @@ def model(
     config = read_json(folder / "config.json")
     longest = max_length_of(folder, config)
     names = {name.replace("-", "_"): value for name, value in args.items()}
-    given = names.get("max_model_len")
+    limits = ["max_model_len"]
     if engine == LLAMA_CPP:
-        given = names.get("ubatch_size", LLAMA_ROWS)
-    if type(given) is int:
-        longest = min(longest, given)
+        longest, limits = min(longest, LLAMA_ROWS), ["batch_size", "ubatch_size"]
+    for name in limits:
+        if type(given := names.get(name)) is int:
+            longest = min(longest, given)
     hidden = number_of(config, HIDDEN, folder)
     padding = {"input_ids": 0.0, "attention_mask": 0.0}
     return Model(
@@ -240,5 +241,8 @@ def _command_of(engine: str, settings: EngineSettings, port: int) -> list[str]:
         own = {"runner": "pooling", "enable_prefix_caching": False}
         return vllm.server_command(settings, port, own)
     # A text is computed at once, so it must fit into one physical batch.
-    own = {"embeddings": True, "batch_size": LLAMA_ROWS, "ubatch_size": LLAMA_ROWS}
+    folder = Path(settings.path).expanduser()
+    config = read_json(folder / "config.json")
+    rows = min(LLAMA_ROWS, max_length_of(folder, config))
+    own = {"embeddings": True, "batch_size": rows, "ubatch_size": rows}
     return llama_cpp.server_command(settings, port, own)

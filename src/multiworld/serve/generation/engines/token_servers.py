@@ -6,6 +6,7 @@ the answers.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -164,10 +165,12 @@ class LlamaCpp:
     ) -> AsyncGenerator[list[EngineToken]]:
         found = answer_of(self._decoder, await server.post(self.path, body))
         count, scores = run.sampling.logprobs, found.completion_probabilities
-        if count is None or len(scores) < len(found.tokens) != 1:
+        if count is None:
             yield [EngineToken(token) for token in found.tokens]
-        elif not scores and found.tokens:
+        elif not scores and len(found.tokens) == 1:
             yield [await self._scored(server, body, found.tokens[0], count)]
+        elif len(scores) < len(found.tokens):
+            yield [EngineToken(token) for token in found.tokens]
         else:
             yield [
                 EngineToken(token, score.logprob, pairs_of(score.top_logprobs, count))
@@ -186,16 +189,22 @@ class LlamaCpp:
         for _ in range(TRIES):
             bias = [(each, False) for each in banned]
             other = {"temperature": -1.0, "logit_bias": bias, "n_probs": many}
+            # The slot has this prompt by now.
+            other["cache_prompt"] = True
             data = await server.post(self.path, {**body, **other})
-            found = answer_of(self._decoder, data)
-            if not found.completion_probabilities:
+            found = await asyncio.to_thread(answer_of, self._decoder, data)
+            if found.completion_probabilities:
+                scores = found.completion_probabilities[0].top_logprobs
+                for one in scores:
+                    if one.id == token:
+                        return EngineToken(token, one.logprob, pairs_of(scores, count))
+                if many == ALL:
+                    break
+                many = ALL
+            elif found.tokens:
                 banned += found.tokens  # it ends within a character, too
-                continue
-            scores = found.completion_probabilities[0].top_logprobs
-            for one in scores:
-                if one.id == token:
-                    return EngineToken(token, one.logprob, pairs_of(scores, count))
-            many = ALL
+            else:
+                break
         return EngineToken(token)
 
 

@@ -7,6 +7,7 @@ transformers calls the attention by its name, which finds the step's KV blocks i
 
 from __future__ import annotations
 
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,13 @@ ATTENTION = "multiworld"  # its name in transformers
 REMEDY = "use `engine: vllm`, or another model"
 
 # Arguments of layers that attend otherwise.
-OTHER_ATTENTION = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
+OTHER_ATTENTION = {
+    "s_aux": "sinks",
+    "sinks": "sinks",
+    "position_bias": "a bias of positions",
+    "indices": "chosen tokens",
+    "block_indices": "chosen blocks",
+}
 
 _step = threading.local()
 
@@ -67,7 +74,7 @@ def _check_attention(stage: DecoderStage, span: Span, folder: Path) -> None:
     seen = _Seen()
     device = stage.device
     rows, positions = stage.example(2, 0).to(device), torch.arange(2, device=device)
-    _step.masks_windows = False
+    _step.window = None
     with torch.inference_mode():
         stage(rows, positions, seen, positions)
     if len(seen.layers) != span.end - span.begin:
@@ -75,7 +82,10 @@ def _check_attention(stage: DecoderStage, span: Span, folder: Path) -> None:
     config: Any = stage.whole.config
     kinds = getattr(config.get_text_config(), "layer_types", None)
     is_windowed = kinds is None or "sliding_attention" in kinds
-    if _step.masks_windows and is_windowed and not seen.has_window:
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    window: int | None = _step.window
+    is_bound = window is not None and window < (longest or math.inf)
+    if is_bound and is_windowed and not seen.has_window:
         raise SpecError(
             f"{folder}: its layers attend to a window that they name in a mask only, "
             f"and here they would attend to everything; {REMEDY}"
@@ -122,7 +132,7 @@ def _register() -> None:
 def _no_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> None:
     """Return None: the step determines which tokens attend to which."""
     if local_size is not None:
-        _step.masks_windows = True
+        _step.window = local_size
 
 
 def _attention(
@@ -137,11 +147,13 @@ def _attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    for name in OTHER_ATTENTION:
+    for name, what in OTHER_ATTENTION.items():
         if kwargs.get(name) is not None:
-            raise SpecError(f"attention with {name} is not supported")
+            raise SpecError(f"attention with {what} is not supported; {REMEDY}")
     if attention_mask is not None:
-        raise SpecError("attention with a mask of the layer's own is not supported")
+        raise SpecError(
+            f"attention with a mask of the layer's own is not supported; {REMEDY}"
+        )
     attention: Attention = _step.attention
     layer: Any = module.layer_idx
     found = attention.attend(

@@ -172,10 +172,13 @@ def test_row_without_a_token_is_refused(folder: Path) -> None:
     ],
 )
 def test_ids_may_be_as_many_as_the_engine_takes(
-    folder: Path, more: dict[str, Any], longest: int
+    folder: Path, tmp_path: Path, more: dict[str, Any], longest: int
 ) -> None:
     """However its arguments are written."""
-    (folder / "weights.gguf").touch()
+    if more.get("engine") == "llama.cpp":
+        (tmp_path / "weights.gguf").touch()
+        weights = {"model": str(tmp_path / "weights.gguf")}
+        more = {**more, "engine_args": {**more.get("engine_args", {}), **weights}}
     model = build_model(spec_of(folder, **more))
     assert model.check is not None
     ids = torch.ones(1, longest + 1, dtype=torch.int64)

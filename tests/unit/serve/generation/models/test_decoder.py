@@ -207,6 +207,9 @@ def test_attention_that_ours_leaves_a_part_of_out_is_refused(
     folder = save_decoder(tmp_path, kind)
     with pytest.raises(SpecError, match=why):
         decoder_stage.load(folder, Span(0, 4, 4), "float32", "cpu")
+    if kind == "gptj":  # also in stages, which cannot be tried
+        with pytest.raises(SpecError, match="0 of 2 layers use transformers'"):
+            decoder_stage.load(folder, Span(0, 2, 4), "float32", "cpu")
 
 
 def test_memory_of_latent_attention_is_that_of_its_expanded_keys(

@@ -208,7 +208,7 @@ def test_widths_of_real_models_give_the_same_bits_in_any_chunks(
     ],
     ids=lambda made: type(made).__name__,
 )
-def test_functions_of_whole_rows_are_left_as_they_are(made: nn.Module) -> None:
+def test_functions_of_a_step_are_what_they_are_alone(made: nn.Module) -> None:
     """Flat pieces of a step are only right for functions of single numbers."""
     given = torch.randn(7, 64)
     wanted = made(given)
