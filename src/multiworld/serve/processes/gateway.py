@@ -382,8 +382,12 @@ class GatewayProcess:
                     self._usage_kept.clear()
                     self._send_due_usage()
                     await self._usage_kept.wait()
-        registry = Path(self._args.alive or "").with_name(REGISTRY)
-        if meter.is_all_confirmed or not self._args.alive or not registry.exists():
+        if meter.is_all_confirmed:
+            return
+        alive = self._args.alive
+        registry = Path(alive).with_name(REGISTRY) if alive else None
+        if registry is None or not registry.exists():  # it is on another host
+            logger.warning("the controller did not confirm the last usage report")
             return
         try:
             await store_rest(meter, self._meter, registry, self._clock())

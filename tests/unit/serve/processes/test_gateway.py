@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -32,6 +33,7 @@ from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
 from multiworld.serve.spec.stage import Model, Stage, TensorSpec
 from multiworld.serve.tenants import usage_meter
 from multiworld.serve.tenants.authenticator import digest_of
+from multiworld.serve.tenants.database import REGISTRY, TenantDatabase
 from multiworld.serve.tenants.directory import Key, Tenant
 from multiworld.serve.tenants.keys import make_key
 from multiworld.serve.transport.control_agent import ControlAgent, control_world
@@ -537,6 +539,20 @@ async def test_usage_that_nobody_stores_does_not_keep_it_from_ending(
         await g.order(Finish())
         await ended(g)
         assert "did not confirm the last usage report" in caplog.text
+
+
+async def test_usage_that_no_controller_stores_goes_to_the_file(tmp_path: Path) -> None:
+    """Which lies beside the lock that all processes of a service hold."""
+    database = TenantDatabase(tmp_path / REGISTRY)
+    async with gateway(alive=str(tmp_path / "alive")) as g:
+        await g.up()
+        async with g.client() as client:
+            await client.post(INFER, content=b"{")
+        await g.order(Finish())
+        await ended(g)
+    found = database.usage(None, 0.0, by_minute=False)
+    assert sum(row.requests for row in found) == 1
+    database.close()
 
 
 async def test_poison_request_of_another_gateway_is_refused_here() -> None:
