@@ -11,11 +11,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from multiworld.backends.direct.header import MAX_NDIM
 from multiworld.errors import TensorMismatchError
 
 _AS_IT_IS = nullcontext()
-
-MAX_NDIM = 64  # dimensions that a frame has room for; torch rarely allows more
 
 # In the order of their wire codes. Only append: any other change needs a new version.
 _NAMES = (

@@ -18,13 +18,13 @@ from multiworld.backends.c10d.flat import as_bytes, flat_of, on_device
 from multiworld.backends.c10d.group_collectives import GroupCollectives
 from multiworld.backends.c10d.groups import Group, check_backend
 from multiworld.backends.c10d.store import C10dStore
-from multiworld.backends.c10d.threads import in_thread
 from multiworld.backends.c10d.work_runner import WorkRunner
 from multiworld.backends.direct.backend import DirectBackend
 from multiworld.backends.dtypes import CODES, DTYPES, overwrite
 from multiworld.errors import TensorMismatchError, UnsupportedOperationError
 from multiworld.incarnation.lifecycle import Failed
 from multiworld.liveness.manager_messages import BackendMessage
+from multiworld.net.threads import in_thread
 from multiworld.rendezvous.blocking_values import BlockingValues
 from multiworld.rendezvous.registry import key_prefix
 

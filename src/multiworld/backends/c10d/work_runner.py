@@ -12,9 +12,9 @@ from typing import Any
 from multiworld.backends.base import WorldView
 from multiworld.backends.c10d import nccl
 from multiworld.backends.c10d.groups import Group
-from multiworld.backends.c10d.threads import in_thread
 from multiworld.errors import UnsupportedOperationError
 from multiworld.incarnation.lifecycle import Failed
+from multiworld.net.threads import in_thread
 
 LEFT_GRACE_S = 1.0  # seconds for a collective to complete after a member has left
 

@@ -41,7 +41,7 @@ MAGIC = b"MWD1"
 
 VERSION = 1
 
-MAX_NDIM = 64  # as `dtypes` has it, which loads torch
+MAX_NDIM = 64  # of a tensor; torch rarely allows more
 
 TENSOR, BUNDLE, OBJECT, COLLECTIVE, FIN, WITHDRAW, MEMORY, BELL, LEND = range(9)
 KIND_NAMES = ("a tensor", "a bundle", "an object", "a collective")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
-from collections.abc import Callable
+from collections.abc import Awaitable
 from functools import partial
 from typing import Any, Literal
 
@@ -13,6 +11,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from multiworld.errors import ServeError
+from multiworld.net.threads import in_thread
 from multiworld.serve.control import answers
 from multiworld.serve.control.admin_tenants import add_tenants, respond
 from multiworld.serve.control.controller import Controller
@@ -56,34 +55,9 @@ class Chaos(_AdminRequest):
     seconds: float = Field(default=5.0, gt=0, le=3600)
 
 
-def in_daemon(call: Callable[[], None]) -> asyncio.Future[None]:
-    """Run ``call`` in a thread that the process does not wait for at its end."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def settle(error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error)
-
-    def run() -> None:
-        error: BaseException | None = None
-        try:
-            call()
-        except BaseException as problem:
-            error = problem
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, error)
-
-    threading.Thread(target=run, name="fetch", daemon=True).start()
-    return done
-
-
-async def _unless(ended: asyncio.Event, work: asyncio.Future[None]) -> None:
-    """Await ``work``; raise ``ServeError`` once the service ends."""
+async def _unless(ended: asyncio.Event, call: Awaitable[None]) -> None:
+    """Await ``call``; raise ``ServeError`` once the service ends."""
+    work = asyncio.ensure_future(call)
     ending = asyncio.ensure_future(ended.wait())
     either: set[asyncio.Future[Any]] = {work, ending}
     try:
@@ -157,7 +131,7 @@ def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) 
     async def update(asked: Update) -> Response:
         async with updating:  # in the order in which they were asked for
             spec = await asyncio.to_thread(parse_spec, asked.text, asked.where)
-            await _unless(ended, in_daemon(partial(fetch, spec)))
+            await _unless(ended, in_thread(partial(fetch, spec)))
             since = operations.update(spec)
         await controller.recorded()
         desired = controller.fleet.desired.models

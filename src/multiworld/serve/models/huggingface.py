@@ -146,7 +146,7 @@ def _notes(config: dict[str, Any], folder: Path) -> list[str]:
     path = folder / "config_sentence_transformers.json"
     if path.exists() and (name := read_json(path).get("default_prompt_name")):
         notes.append(
-            f"its default prompt ({name}) is not put before texts; let clients send it"
+            f"its default prompt ({name}) is not put before a text; let clients send it"
         )
     return notes
 

@@ -1,4 +1,4 @@
-"""Blocking calls in threads of their own."""
+"""Blocking calls in threads of their own, which no process waits for at its end."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
             pass  # the loop has ended
 
     # Not in a pool: all threads of a pool could be waiting.
-    threading.Thread(target=run, name="multiworld-c10d", daemon=True).start()
+    threading.Thread(target=run, name="multiworld-call", daemon=True).start()
     return future
