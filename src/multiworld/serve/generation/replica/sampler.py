@@ -104,10 +104,10 @@ class TokenHistory:
         # ``prompt``: its number of tokens; ``ends``: tokens that end the sequence.
         self.parameters, self.prompt, self.ends = parameters, prompt, tuple(ends)
         self.tokens = list(tokens)
+        self._presence = float(parameters.presence_penalty)
+        self._frequency = float(parameters.frequency_penalty)
         self._counts_words = bool(
-            parameters.presence_penalty
-            or parameters.frequency_penalty
-            or parameters.repetition_penalty != 1.0
+            self._presence or self._frequency or parameters.repetition_penalty != 1.0
         )
         biased = parameters.logit_bias
         self._within = min(biased, default=0), max(biased, default=0)
@@ -124,10 +124,9 @@ class TokenHistory:
 
     @property
     def words(self) -> tuple[Tensor, Tensor] | None:
-        """The words that penalties apply to, and how often each was generated."""
-        if not self._known:
-            return None
-        return self._words[: self._known], self._times[: self._known]
+        """The words that penalties apply to, and what is subtracted from each."""
+        known = len(self._times)
+        return (self._words[:known], self._less[:known]) if known else None
 
     def is_within(self, vocabulary: int) -> bool:
         """Return whether biases and penalties concern words of the vocabulary only."""
@@ -152,27 +151,29 @@ class TokenHistory:
     def _count(self) -> None:
         """Count the occurrences of each word: 0 for one of the prompt only."""
         self._places: dict[int, int] = {}
-        self._known = 0
+        self._times: list[int] = []
         size = len(self.tokens) + 64 if self._counts_words else 0
         self._words = torch.zeros(size, dtype=torch.int64)
-        self._times = torch.zeros(size)
+        self._less = torch.zeros(size)
         if not self._counts_words:
             return
         for at, token in enumerate(self.tokens):
             self._add(token, int(at >= self.prompt))
 
     def _add(self, token: int, times: int) -> None:
-        place = self._places.setdefault(token, self._known)
-        if place == self._known:
+        place = self._places.setdefault(token, len(self._times))
+        if place == len(self._times):
             if place == len(self._words):
                 self._words = torch.cat([self._words, torch.zeros_like(self._words)])
-                self._times = torch.cat([self._times, torch.zeros_like(self._times)])
+                self._less = torch.cat([self._less, torch.zeros_like(self._less)])
             self._words[place] = token
-            self._known += 1
+            self._times.append(0)
             low, high = self._within
             self._within = min(low, token), max(high, token)
         if times:
             self._times[place] += times
+            less = self._presence + self._frequency * self._times[place]
+            self._less[place] = less
 
 
 def sample(
@@ -244,11 +245,11 @@ def _adjust(
 ) -> list[tuple[Tensor, Tensor]]:
     """Apply masks, biases, penalties and ``min_tokens`` to logits."""
     # Previous values, except for the masks: indices and values, in order.
+    # index_select and scatter_ are four to ten times as fast as an index here.
     changes: list[tuple[Tensor, Tensor]] = []
     for row, mask in zip(logits, masks, strict=False):
         if mask is not None:
-            row += _BITS[mask.to(torch.int32)].flatten()[: len(row)]
-    # index_select and scatter_ are ten times as fast as an index here.
+            row += _BITS.index_select(0, mask.to(torch.int32)).flatten()[: len(row)]
     flat, width = logits.view(-1), logits.shape[-1]
     biased = [(n * width, h.bias) for n, h in enumerate(histories) if h.bias]
     if biased:  # before the penalties, as in vLLM
@@ -259,17 +260,13 @@ def _adjust(
     counted = [(n, words) for n, h in enumerate(histories) if (words := h.words)]
     if counted:
         places = torch.cat([row * width + words for row, (words, _) in counted])
-        times = torch.cat([times for _, (_, times) in counted])
-        counts = torch.tensor([len(words) for _, (words, _) in counted])
-        asked = [histories[row].parameters for row, _ in counted]
-        repeated = torch.tensor([p.repetition_penalty for p in asked])
-        present = torch.tensor([p.presence_penalty for p in asked])
-        frequent = torch.tensor([p.frequency_penalty for p in asked])
-        repeated = repeated.repeat_interleave(counts)
+        asked = [histories[row].parameters.repetition_penalty for row, _ in counted]
         changes.append((places, found := flat.index_select(0, places)))
-        found = torch.where(found > 0, found / repeated, found * repeated)
-        found -= present.repeat_interleave(counts) * (times > 0)
-        found -= frequent.repeat_interleave(counts) * times
+        if any(penalty != 1.0 for penalty in asked):
+            counts = torch.tensor([len(words) for _, (words, _) in counted])
+            penalties = torch.tensor(asked).repeat_interleave(counts)
+            found = torch.where(found > 0, found / penalties, found * penalties)
+        found = found - torch.cat([less for _, (_, less) in counted])
         flat.scatter_(0, places, found)
     for n, history in enumerate(histories):
         if history.is_too_short:
@@ -431,8 +428,9 @@ def _drawn_by_word(likely: Tensor, words: Tensor, hashes: Tensor) -> list[int]:
     """Draw one of a few words of each row, as ``_drawn_by_block`` would."""
     # ``likely``: float64, [rows, words]; ``words``: their places in the vocabulary.
     blocks = words // BLOCK
-    is_same = blocks[:, :, None] == blocks[:, None]
-    sums = (is_same * likely[:, None]).sum(-1)
+    sums = likely.new_zeros(len(words), int(blocks.amax()) + 1)
+    sums.scatter_add_(1, blocks, likely)
+    sums = sums.gather(1, blocks)
     first = (sums / clocks(hashes, blocks)).argmax(-1, keepdim=True)
     inside = likely * (blocks == blocks.gather(1, first))
     drawn = (inside / clocks(hashes, words + WORDS)).argmax(-1, keepdim=True)

@@ -390,6 +390,7 @@ BROKEN_OPTIONS: dict[str, str] = {
         {"name": "x", "prompt": 1, "ends": [], "logit_bias": {str(2**80): 1}}
     ),
     "bias in words": '{"name":"x","prompt":1,"ends":[],"logit_bias":{"1":"a"}}',
+    "penalty in words": '{"name":"x","prompt":1,"ends":[],"presence_penalty":"a"}',
     "grammar of numbers": '{"name":"x","prompt":1,"ends":[],"grammar":[5]}',
     "deep": '{"a":' * 100_000,
 }
@@ -417,7 +418,7 @@ ABSURD: dict[str, dict[str, Any]] = {
     "huge top_k": {"top_k": 2**80, "min_p": 0.5},
     "seed": {"seed": "x"},
     "choice": {"choice": -1},
-    "penalty": {"presence_penalty": "x"},
+    "penalty": {"repetition_penalty": "x"},
     "bias": {"logit_bias": {10**6: 1.0}},
     "negative bias": {"logit_bias": {-1: 1.0}},
     "min_tokens": {"min_tokens": "x"},
