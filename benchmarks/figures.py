@@ -468,11 +468,6 @@ FIGURES: dict[str, Callable[[], str]] = {
 """Each figure that a page may have within a sentence, by name."""
 
 
-def _hosts(size: int) -> str:
-    socket = series("hosts", STREAM, size, "tcp socket")
-    return to(series("hosts", STREAM, size, OURS), socket)
-
-
 def _prefix(tokens: int) -> str:
     new = series("generate", KNOWN, tokens, "three stages, new")
     return to(new, series("generate", KNOWN, tokens, "three stages, known"))

@@ -367,9 +367,7 @@ def _system() -> str:
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition(" Shell.")[0]
-    )
+    parser = argparse.ArgumentParser(description=__doc__ or "")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--ray", help="an interpreter that has Ray")
     parser.add_argument("--json", type=Path, help="write everything to this file")

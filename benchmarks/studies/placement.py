@@ -213,9 +213,7 @@ def show(found: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure, write the results, and print the tables."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition(" Shell.")[0]
-    )
+    parser = argparse.ArgumentParser(description=__doc__ or "")
     parser.add_argument("--limit", type=float, default=20.0)
     parser.add_argument("--chain-limit", type=float, default=100.0)
     parser.add_argument("--seeds", type=int, default=2)

@@ -125,9 +125,7 @@ def one_round(python: str | None) -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     """Measure all rounds, print a table, and write the results."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition(" Shell.")[0]
-    )
+    parser = argparse.ArgumentParser(description=__doc__ or "")
     parser.add_argument("--ray", help="an interpreter that has ray[serve]")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("serving_kills.json"))

@@ -27,7 +27,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def _group(
     group: click.Group, parent: click.Context | None, name: str, level: int
 ) -> Iterator[str]:
-    context = click.Context(group, parent, info_name=name)
+    context = click.Context(group, parent, info_name=name, show_default=True)
     for inner in group.list_commands(context):
         command = group.get_command(context, inner)
         if command is None or command.hidden:

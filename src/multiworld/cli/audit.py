@@ -16,7 +16,6 @@ from multiworld.serve.tenants.records import AuditEntry
     "--last",
     type=click.IntRange(1),
     default=20,
-    show_default=True,
     help="Number of operations to show.",
 )
 @options.of_service

@@ -17,7 +17,6 @@ from multiworld.serve.control.client import Service
     "--seconds",
     type=FiniteRange(0.1, 3600),
     default=5.0,
-    show_default=True,
     help="Duration of a cut.",
 )
 @of_service

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import click
 from multiworld.cli.ending import end_as_ctrl_c
 from multiworld.cli.options import FiniteRange
 
+PICTURES = ".png", ".svg", ".pdf"
 BACKENDS = ("direct", "gloo")
 
 
@@ -20,21 +22,18 @@ BACKENDS = ("direct", "gloo")
     "--tokens",
     type=click.IntRange(8, 4096),
     default=160,
-    show_default=True,
     help="Maximum number of tokens of an answer.",
 )
 @click.option(
     "--pause-s",
     type=FiniteRange(0.5, 600),
     default=3.0,
-    show_default=True,
     help="Seconds of traffic between events.",
 )
 @click.option(
     "--picture",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     default=Path("multiworld-demo.png"),
-    show_default=True,
     help="File to draw the timeline into.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
@@ -51,6 +50,7 @@ def demo(
     """
     end_as_ctrl_c()
     if context.invoked_subcommand is None:
+        _check_picture(picture.resolve())
         run = _demo("multiworld.demo.chats.run")
         sys.exit(run(tokens, pause_s, picture.resolve(), as_json=as_json))
 
@@ -60,14 +60,12 @@ def demo(
     "--backend",
     type=click.Choice(BACKENDS),
     default="direct",
-    show_default=True,
     help="Backend of the worlds.",
 )
 @click.option(
     "--phase-s",
     type=FiniteRange(0.5, 600),
     default=4.0,
-    show_default=True,
     help="Seconds of traffic before the kill, and after the replacement has joined.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON.")
@@ -78,6 +76,16 @@ def worlds(backend: str, phase_s: float, as_json: bool) -> None:
     was wrong or another guarantee did not hold.
     """
     sys.exit(_demo("multiworld.demo.worlds.run")(backend, phase_s, as_json=as_json))
+
+
+def _check_picture(picture: Path) -> None:
+    """Refuse a file that cannot be drawn, before the demo takes its minutes."""
+    where = picture if picture.exists() else picture.parent
+    if picture.suffix not in PICTURES or not os.access(where, os.W_OK):
+        raise click.ClickException(
+            f"--picture {picture} cannot be written; give a name that ends in one of "
+            f"{', '.join(PICTURES)}, in a folder that can be written to"
+        )
 
 
 def _demo(module: str) -> Callable[..., int]:

@@ -114,7 +114,6 @@ def _count(number: int, noun: str) -> str:
     "--last",
     type=click.IntRange(0, 200),
     default=10,
-    show_default=True,
     help="Number of decisions to show.",
 )
 @click.option(

@@ -16,9 +16,16 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from multiworld.cli.options import JSON, FiniteRange, new_table, print_table
+from multiworld.cli.options import JSON, FiniteRange, finite, new_table, print_table
 from multiworld.serve.load.breakdown import PhaseSummary, cpu_between, cpu_in, phases_in
-from multiworld.serve.load.generator import Load, Target, chats, embeddings, inference
+from multiworld.serve.load.generator import (
+    TIMEOUT,
+    Load,
+    Target,
+    chats,
+    embeddings,
+    inference,
+)
 from multiworld.serve.load.summary import Sample, Summary, summarise
 
 LOOK_S = 0.2
@@ -54,11 +61,11 @@ async def _generates(target: Target, url: str, model: str) -> bool:
     where = f"{url.rstrip('/')}/v1/models/{model}"
     try:
         async with (
-            aiohttp.ClientSession() as http,
+            aiohttp.ClientSession(timeout=TIMEOUT) as http,
             http.get(where, headers=target.headers, ssl=target.tls) as response,
         ):
             return "max_model_len" in await response.json()
-    except (aiohttp.ClientError, ValueError, TypeError):
+    except (aiohttp.ClientError, TimeoutError, ValueError, TypeError):
         return False
 
 
@@ -111,11 +118,11 @@ async def _cpu(target: Target, metrics: str | None) -> dict[str, float] | None:
         return None
     try:
         async with (
-            aiohttp.ClientSession() as http,
+            aiohttp.ClientSession(timeout=TIMEOUT) as http,
             http.get(metrics, headers=target.headers, ssl=target.tls) as response,
         ):
             return cpu_in(await response.text()) if response.status == 200 else None
-    except (aiohttp.ClientError, ValueError):
+    except (aiohttp.ClientError, TimeoutError, ValueError):
         return None
 
 
@@ -123,7 +130,7 @@ async def _try(target: Target) -> None:
     """Send one request, so that a wrong one fails at once, with a single message."""
     try:
         async with (
-            aiohttp.ClientSession() as http,
+            aiohttp.ClientSession(timeout=TIMEOUT) as http,
             http.post(
                 target.url,
                 data=target.bodies[0],
@@ -139,7 +146,7 @@ async def _try(target: Target) -> None:
                     f"{target.url} refuses the request: {text[:400]}; give a valid one "
                     "with --body or --texts"
                 )
-    except (aiohttp.ClientError, ValueError) as error:
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise click.ClickException(
             f"{target.url} cannot be reached ({type(error).__name__}: {error}); give "
             "the URL that `multiworld serve` or `status` shows"
@@ -214,14 +221,12 @@ def _table(found: Summary, rate: float) -> Table:
     "--rate",
     type=FiniteRange(0.01, 1e5),
     default=10,
-    show_default=True,
     help="Requests per second.",
 )
 @click.option(
     "--seconds",
     type=FiniteRange(0.1),
     default=10,
-    show_default=True,
     help="Duration of the run.",
 )
 @click.option(
@@ -238,7 +243,6 @@ def _table(found: Summary, rate: float) -> Table:
     "--max-tokens",
     type=click.IntRange(1, 100_000),
     default=64,
-    show_default=True,
     help="Tokens of an answer, for a model that generates text.",
 )
 @click.option(
@@ -295,7 +299,7 @@ def load(
     found, phases = summarise(samples), phases_in(samples)
     if as_json:
         more = {"phases": [asdict(p) for p in phases], "cpu_s": cpu} if metrics else {}
-        click.echo(json.dumps({**asdict(found), **more}, indent=2))
+        click.echo(json.dumps(finite({**asdict(found), **more}), indent=2))
     else:
         print_table(_table(found, rate))
         if metrics is not None:

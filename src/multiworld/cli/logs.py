@@ -17,7 +17,6 @@ from multiworld.serve.control.client import Service
     "--lines",
     type=click.IntRange(1),
     default=20,
-    show_default=True,
     help="Lines of each log.",
 )
 @of_service

@@ -116,7 +116,7 @@ class Commands(click.Group):
 
 @click.group(
     cls=Commands,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
     epilog=EXAMPLES,
 )
 @click.version_option(__version__, prog_name="multiworld")

@@ -27,7 +27,6 @@ CONTEXT = click.option(
     "--context",
     type=click.IntRange(1, 2**20),
     default=256,
-    show_default=True,
     help="Tokens of each text, if the model generates text.",
 )
 STATE = click.option(
@@ -48,6 +47,15 @@ def of_service(command: Callable[..., None]) -> Callable[..., None]:
         command(Service(app, state), **options)
 
     return STATE(APP(JSON(run)))
+
+
+def finite(data: Any) -> Any:
+    """Return plain data with None for NaN and infinity, which JSON lacks."""
+    if isinstance(data, dict):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def print_json(answer: Answer) -> None:

@@ -63,7 +63,8 @@ def _measured(spec: ModelSpec, rows: int, context: int, repeats: int) -> dict[st
 
     stages = parts_of(model)
     loads = [
-        p["seconds"] / s.initial_count for p, s in zip(stages, spec.stages, strict=True)
+        p["seconds"] / max(1, s.initial_count)
+        for p, s in zip(stages, spec.stages, strict=True)
     ]
     slowest = max(range(len(loads)), key=loads.__getitem__)
     measured: dict[str, Any] = {
@@ -148,7 +149,6 @@ def _show(name: str, rows: int, spec: ModelSpec, found: dict[str, Any]) -> None:
     "--rows",
     type=click.IntRange(1, 4096),
     default=1,
-    show_default=True,
     help="Rows of a batch; sequences of a step, if the model generates text.",
 )
 @CONTEXT
@@ -156,7 +156,6 @@ def _show(name: str, rows: int, spec: ModelSpec, found: dict[str, Any]) -> None:
     "--repeats",
     type=click.IntRange(1, 1000),
     default=20,
-    show_default=True,
     help="Measurements of each part.",
 )
 @JSON

@@ -384,7 +384,6 @@ def _expected(app: AppSpec, model: PlannedModel) -> str:
     "--limit",
     type=FiniteRange(0, 3600),
     default=5.0,
-    show_default=True,
     help="Most seconds for the solvers.",
 )
 @JSON

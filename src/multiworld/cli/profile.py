@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 
 import click
@@ -65,7 +66,6 @@ def _table(found: ModelProfile) -> Table:
     type=click.IntRange(1, 4096),
     multiple=True,
     default=(1, 4, 16),
-    show_default=True,
     help="Rows of a batch, or sequences of a step; may be repeated.",
 )
 @CONTEXT
@@ -73,7 +73,6 @@ def _table(found: ModelProfile) -> Table:
     "--repeats",
     type=click.IntRange(1, 1000),
     default=10,
-    show_default=True,
     help="Measurements of each batch.",
 )
 @click.option(
@@ -103,15 +102,9 @@ def profile(
         importlib.import_module(module)  # the fork server imports these, too
     meter = meter_of(resolved, built, sorted(set(batches)), context, repeats)
     found = profile_model(name, resolved, meter)
-    if out is not None:
-        try:
-            out.write_text(found.model_dump_json(indent=2) + "\n")
-        except OSError as error:
-            raise click.ClickException(
-                f"cannot write {out}: {error.strerror}"
-            ) from error
     if as_json:
         click.echo(found.model_dump_json(indent=2))
+        _keep(found, out)
         return
     print_table(_table(found))
     console = Console()
@@ -120,8 +113,20 @@ def profile(
         f"{mib(found.base_bytes)} of a process without a stage. memory_mb: memory to "
         "book, the sum of both and 25 % more"
     )
+    _keep(found, out)
     if out is not None:
+        named = os.path.relpath(out, spec.parent)  # as the spec names files
         console.print(
-            f"written to {out}; with `profile: {out}` in the model, its stages book "
-            "this memory, and scaling and placement use these times"
+            f"written to {out}; with `profile: {named}` in the model, its stages book "
+            "this memory, and scaling and placement use these times",
+            markup=False,
         )
+
+
+def _keep(found: ModelProfile, out: Path | None) -> None:
+    if out is None:
+        return
+    try:
+        out.write_text(found.model_dump_json(indent=2) + "\n")
+    except OSError as error:
+        raise click.ClickException(f"cannot write {out}: {error.strerror}") from error

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
+from rich.markup import escape
 
 from multiworld.cli.options import JSON, SPEC, STATE
 from multiworld.serve.fleet.record import StateFolder, state_root
@@ -56,7 +57,7 @@ def serve(spec: Path, state: Path | None, verbose: bool, as_json: bool) -> None:
         if as_json:
             click.echo(json.dumps(plain(controller.status())))
             return
-        console.print(f"[green]{app.app} is ready[/] at {controller.url}")
+        console.print(f"[green]{app.app} is ready[/] at {escape(controller.url)}")
         console.print(f"  after {startup}", soft_wrap=True)
         # Not those of the file: an update may have changed them before.
         for name, model in controller.fleet.desired.models.items():
@@ -76,6 +77,7 @@ def serve(spec: Path, state: Path | None, verbose: bool, as_json: bool) -> None:
             f"  docs {controller.url}/docs · metrics {controller.url}/metrics · "
             f"logs {folder.logs}",
             soft_wrap=True,
+            markup=False,
         )
         console.print(
             "  Ctrl-C ends the service; `multiworld status` shows its processes"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,7 +12,14 @@ from typing import Any
 import click
 from rich.table import Table
 
-from multiworld.cli.options import JSON, SPEC, FiniteRange, new_table, print_table
+from multiworld.cli.options import (
+    JSON,
+    SPEC,
+    FiniteRange,
+    finite,
+    new_table,
+    print_table,
+)
 from multiworld.cli.plan import read_nodes
 from multiworld.serve.models.factory import import_factory
 from multiworld.serve.resources.amounts import needs_of
@@ -104,15 +110,6 @@ def _draw(
     except (OSError, ValueError) as error:
         raise click.ClickException(f"--plot {path}: {error}") from error
     click.echo(f"drew {path}", err=options.as_json)
-
-
-def _finite(data: Any) -> Any:
-    """Return plain data with None for NaN and infinity, which JSON lacks."""
-    if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 # Input.
@@ -329,7 +326,6 @@ def _table(scores: Sequence[Score], app: AppSpec) -> Table:
     "--stretch",
     type=FiniteRange(1e-6, 1e6),
     default=1.0,
-    show_default=True,
     help="Factor on the duration of the trace; 2 halves the rate.",
 )
 @click.option(
@@ -348,7 +344,6 @@ def _table(scores: Sequence[Score], app: AppSpec) -> Table:
     "--start-s",
     type=FiniteRange(0),
     default=1.0,
-    show_default=True,
     help="Seconds from the start of a replica until it is ready.",
 )
 @click.option(
@@ -357,9 +352,7 @@ def _table(scores: Sequence[Score], app: AppSpec) -> Table:
     help="File of machines, as `multiworld nodes --json` prints them; by default "
     "machines have room for any number of replicas.",
 )
-@click.option(
-    "--seed", type=int, default=0, show_default=True, help="Seed of all randomness."
-)
+@click.option("--seed", type=int, default=0, help="Seed of all randomness.")
 @click.option(
     "--plot",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
@@ -384,7 +377,7 @@ def simulate(**given: Any) -> None:
         outcomes[name] = _simulated(options, app, name, models, arrivals)
     scores = [judge(n, o) for n, found in outcomes.items() for o in found]
     if options.as_json:
-        whole = _finite(_whole(scores, outcomes))
+        whole = finite(_whole(scores, outcomes))
         click.echo(json.dumps(whole, indent=2, default=str))
     else:
         print_table(_table(scores, app))

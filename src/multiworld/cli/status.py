@@ -67,7 +67,7 @@ def _shown(found: StatusAnswer) -> Group:
 
 def _processes(found: StatusAnswer) -> Table:
     state = "[green]ready[/]" if found.is_ready else "[red]not ready[/]"
-    title = f"{found.app} is {state} at {found.url}"
+    title = f"{found.app} is {state} at {escape(found.url)}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.padding = 0, 1, 0, 0
     # Nothing is truncated, because other commands take these names.

@@ -103,14 +103,12 @@ async def serve(
 @click.option(
     "--host",
     default="127.0.0.1",
-    show_default=True,
     help="Address of this host to listen on; members must be able to reach it.",
 )
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
     default=29500,
-    show_default=True,
     help="Port to listen on; 0: any free port.",
 )
 @click.option(

@@ -253,7 +253,6 @@ def change(service: Service, name: str, as_json: bool, **options: object) -> Non
     "--grace-s",
     type=FiniteRange(0, 31_536_000),
     default=0.0,
-    show_default=True,
     help="Seconds for which the old keys stay valid.",
 )
 @VALID

@@ -36,11 +36,14 @@ def update(service: Service, spec: Path, no_wait: bool, as_json: bool) -> None:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise click.ClickException(f"cannot read {spec}: {reason}") from error
+    service.ask("GET", "/status", StatusAnswer)  # so that a hung controller is noticed
     body = {"text": text, "where": str(spec.resolve())}
+    if not as_json:
+        click.echo("the controller reads the spec, and fetches what is new in it ...")
     try:
         answer = service.ask("POST", "/update", Updated, json=body, limit_s=FETCH_S)
     except KeyboardInterrupt:
-        raise _interrupted() from None
+        raise _interrupted("may continue") from None
     wanted = ", ".join(f"{name} {v}" for name, v in answer.versions.items())
     if no_wait:
         show(plain(answer), as_json=as_json, text=f"accepted: {wanted}")
@@ -50,14 +53,14 @@ def update(service: Service, spec: Path, no_wait: bool, as_json: bool) -> None:
     try:
         failure = _wait(service, answer)
     except KeyboardInterrupt:
-        raise _interrupted() from None
+        raise _interrupted("continues") from None
     outcome = {**msgspec.structs.asdict(answer), "failure": failure}
     show(outcome, as_json=as_json, text=failure or f"done: {wanted}")
     sys.exit(1 if failure else 0)
 
 
-def _interrupted() -> click.ClickException:
-    text = "stopped waiting; the update continues, see `multiworld status`"
+def _interrupted(what: str) -> click.ClickException:
+    text = f"stopped waiting; the update {what}, see `multiworld status`"
     return click.ClickException(text)
 
 

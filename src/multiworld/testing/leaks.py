@@ -82,12 +82,11 @@ def _tasks() -> frozenset[str]:
 
 
 def _children() -> frozenset[int]:
-    me = os.getpid()
-    try:
-        listed = Path(f"/proc/{me}/task/{me}/children").read_text()
-    except OSError:
-        return frozenset()
-    return frozenset(map(int, listed.split()))
+    found: set[int] = set()
+    for file in Path("/proc/self/task").glob("*/children"):  # those of each thread
+        with contextlib.suppress(OSError):  # the thread has ended
+            found.update(map(int, file.read_text().split()))
+    return frozenset(found)
 
 
 @contextlib.asynccontextmanager

@@ -107,7 +107,11 @@ def output(
         ),
         ("drain m/0/1", {"/drain": {"name": "m/0/1"}}, {"name": "m/0/1"}),
         ("chaos kill m add", {"/chaos": BROKEN}, BROKEN),
-        ("update SPEC --no-wait", {"/update": UPDATED}, UPDATED),
+        (
+            "update SPEC --no-wait",
+            {"/status": examples.STATUS, "/update": UPDATED},
+            UPDATED,
+        ),
         (
             "update SPEC",
             {"/update": UPDATED, "/events?since=7": [], "/status": examples.STATUS},

@@ -28,9 +28,9 @@ async def under_load(
     tasks = [asyncio.ensure_future(each) for each in beside]
     try:
         yield
-    finally:
         load.end()
         await running
-        for task in tasks:
+    finally:
+        for task in (running, *tasks):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(running, *tasks, return_exceptions=True)

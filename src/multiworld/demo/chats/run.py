@@ -44,6 +44,9 @@ def run(tokens: int, pause_s: float, picture: Path, *, as_json: bool) -> int:
     except ServeError:
         console.print(f"the logs of the service are in {root}", soft_wrap=True)
         raise
+    except BaseException:  # Ctrl-C
+        shutil.rmtree(root, ignore_errors=True)
+        raise
     with console.status("comparing every token with the undisturbed model …") as status:
         verdict = check(
             folder,

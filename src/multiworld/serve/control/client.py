@@ -55,8 +55,13 @@ class Service:
         try:
             status, content = self._exchange(method, target, body, limit_s)
         except (OSError, HTTPException) as error:
+            remedy = (
+                "it runs, and may be busy; if it stays so, kill its process, and then"
+                if self.folder.is_controlled()
+                else "start it with"
+            )
             raise ServeError(
-                f"no controller answers in {self.folder.path} ({error}); start it with "
+                f"no controller answers in {self.folder.path} ({error}); {remedy} "
                 "`multiworld serve`, which adopts the running processes"
             ) from error
         if status >= 400:

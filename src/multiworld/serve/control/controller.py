@@ -192,6 +192,28 @@ class Controller:
         self.history.say("adopted", text)
         return [process for _, process in found]
 
+    async def await_machines(self) -> None:
+        """Wait until all replicas fit: machines of a new cluster join one by one.
+
+        Raises ``PlacementError`` if they do not fit within ``ready_s``.
+        """
+        if self.app.launcher != "ray":
+            return
+        self._versions.add(self.app)
+        desired, limit = desired_state_of(self.app), self._clock() + self.app.ready_s
+        has_said = False
+        while True:
+            try:
+                self.placement.admit(desired)
+                return
+            except PlacementError as error:
+                if self._clock() >= limit:
+                    raise
+                if not has_said:
+                    self.history.say("launcher", f"waiting for machines: {error}")
+                has_said = True
+            await asyncio.sleep(TICK_S)
+
     async def decide_dtypes(self) -> None:
         """Choose the dtype of each model before memory is booked.
 
@@ -354,8 +376,8 @@ class Controller:
             case actions.Kill(name):
                 self.processes.forget(name)
                 self._links.close(name)
-            case actions.Probe(name, gateway):
-                self._links.send(gateway, messages.ProbeReplica(name))
+            case actions.Probe(name, gateway, limit_s):
+                self._links.send(gateway, messages.ProbeReplica(name, limit_s))
             case actions.Finish(name):
                 self._links.send(name, messages.Finish())
             case actions.Announce(table):

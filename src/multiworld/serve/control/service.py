@@ -201,6 +201,8 @@ async def _control(
         minding = loop.create_task(_mind_store(controller, folder, env, security))
         try:
             await _serves(admin, serving)
+            if old is None:
+                await controller.await_machines()
             await controller.decide_dtypes()
             if old is None:
                 await controller.plan_first()

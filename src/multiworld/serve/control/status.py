@@ -156,7 +156,7 @@ def decisions_of(
             about=decided.about,
             what=decided.what,
             facts=decided.facts,
-            snapshot=decided.snapshot if with_snapshots else UNSET,
+            snapshot=decided.snapshot() if with_snapshots else UNSET,
         )
         for decided in journal.last(last)
     )

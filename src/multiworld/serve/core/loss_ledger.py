@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# Losses in isolation, without progress in between, that make work poison. Losing a host
-# never does: a loss while it ran beside other work only makes it a suspect.
+# Losses in isolation, without progress in between, that make work poison; one that
+# other work may have caused as well counts half. Losing a host never does: a loss while
+# it ran beside other work only makes it a suspect.
 POISON_LOSSES = 2
 
 
@@ -42,6 +43,7 @@ class LossLedger:
     rule: LossRule
     counted: int = 0  # losses that count
     isolated: int = 0  # those of them in isolation
+    shared: int = 0  # those of them in isolation, but other work ran there, too
     last_at: float = -math.inf  # monotonic time of the last that counts
     unbegun: int = 0  # not counted: nothing had been computed
     # Whether anything was computed since the last loss, or may have been.
@@ -50,8 +52,9 @@ class LossLedger:
     # count, or it could take one replica after another meanwhile.
     not_before: float = -math.inf
 
-    def add(self, now: float, *, is_alone: bool) -> None:
+    def add(self, now: float, *, is_alone: bool, is_shared: bool = False) -> None:
         """Record the loss of a replica; ``is_alone``: it computed nothing else."""
+        # ``is_shared``: it ran in isolation, but not everywhere.
         has_begun, self.has_begun = self.has_begun, False
         if not has_begun and self.unbegun < self.rule.unbegun:
             self.unbegun += 1
@@ -61,13 +64,14 @@ class LossLedger:
             return
         self.counted += 1
         self.isolated += is_alone
+        self.shared += is_shared
         self.last_at = now
         if self.is_suspect:
             self.not_before = now + self.rule.apart_s
 
     def clear(self) -> None:
         """Forget all losses: the work made progress."""
-        self.counted = self.isolated = self.unbegun = 0
+        self.counted = self.isolated = self.shared = self.unbegun = 0
         self.has_begun = True
         self.not_before = -math.inf
 
@@ -77,4 +81,4 @@ class LossLedger:
 
     @property
     def is_poison(self) -> bool:
-        return self.isolated >= POISON_LOSSES
+        return self.isolated + self.shared // 2 >= POISON_LOSSES

@@ -28,6 +28,7 @@ class Probe:
 
     name: str
     gateway: str
+    limit_s: float
 
 
 @dataclass(frozen=True, slots=True)

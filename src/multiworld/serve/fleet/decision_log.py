@@ -8,12 +8,11 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from multiworld.errors import ServeError
 from multiworld.net.rare_log import RareLog
 from multiworld.serve.fleet.entries import Assessment
 
@@ -21,6 +20,7 @@ logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
 KEPT = 200  # decisions in memory
+KEPT_SNAPSHOTS = 20  # in memory; they may have thousands of samples
 WAITING = 100  # decisions that wait for the disk; later ones are not written
 FORMAT = 1  # of a line; lines of releases before formats have none, and are the same
 FILE_BYTES = 8 * 2**20  # beyond which the file is rotated; one old file is kept
@@ -28,7 +28,7 @@ FILE_BYTES = 8 * 2**20  # beyond which the file is rotated; one old file is kept
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedDecision:
-    """One decision; ``snapshot`` is its complete input."""
+    """One decision; ``snapshot`` returns its complete input, as plain data."""
 
     number: int
     at: float  # since the epoch
@@ -37,7 +37,7 @@ class LoggedDecision:
     what: str
     # The policy defines both, and users may replace the policy.
     facts: dict[str, Any] = field(default_factory=dict)
-    snapshot: dict[str, Any] = field(default_factory=dict)
+    snapshot: Callable[[], dict[str, Any]] = dict
 
 
 class _Lines:
@@ -45,14 +45,14 @@ class _Lines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._waiting: queue.Queue[str] = queue.Queue(WAITING)
+        self._waiting: queue.Queue[LoggedDecision] = queue.Queue(WAITING)
         threading.Thread(
             target=self._run, name="multiworld decisions", daemon=True
         ).start()
 
-    def put(self, line: str) -> None:
+    def put(self, decided: LoggedDecision) -> None:
         try:
-            self._waiting.put_nowait(line)
+            self._waiting.put_nowait(decided)
         except queue.Full:
             error = OSError(f"{self._path}: the disk takes too long")
             rare_log.error("cannot write the decision log", error)
@@ -64,10 +64,10 @@ class _Lines:
 
     def _run(self) -> None:
         while True:
-            line = self._waiting.get()
+            decided = self._waiting.get()
             try:
-                self._append(line)
-            except Exception as error:
+                self._append(_line_of(decided))
+            except Exception as error:  # of the disk, or of a policy's facts
                 rare_log.error("cannot write the decision log", error)
             self._waiting.task_done()
 
@@ -94,7 +94,7 @@ class DecisionLog:
         about: str,
         what: str,
         facts: dict[str, Any],
-        snapshot: dict[str, Any],
+        snapshot: Callable[[], dict[str, Any]],
     ) -> None:
         """Record a decision that changes something."""
         self._number += 1
@@ -108,6 +108,9 @@ class DecisionLog:
             snapshot=snapshot,
         )
         self._decided.append(decided)
+        if len(self._decided) > KEPT_SNAPSHOTS:
+            old = self._decided[-KEPT_SNAPSHOTS - 1]
+            self._decided[-KEPT_SNAPSHOTS - 1] = replace(old, snapshot=dict)
         self.set_reason(kind, about, what)
         self._write(decided)
 
@@ -124,17 +127,9 @@ class DecisionLog:
     def _write(self, decided: LoggedDecision) -> None:
         if self._path is None:
             return
-        try:
-            names = [f.name for f in fields(LoggedDecision)]
-            entry = {"format": FORMAT}
-            entry |= {name: getattr(decided, name) for name in names}
-            line = json.dumps(entry, default=str, skipkeys=True) + "\n"
-        except Exception as error:  # of a policy's facts; the log is optional
-            rare_log.error("cannot write the decision log", error)
-            return
         if self._lines is None:
             self._lines = _Lines(self._path)
-        self._lines.put(line)
+        self._lines.put(decided)
 
     def settle(self, limit_s: float) -> None:
         """Wait until the file has all decisions."""
@@ -142,19 +137,8 @@ class DecisionLog:
             self._lines.settle(limit_s)
 
 
-def read_decisions(path: Path) -> Iterator[LoggedDecision]:
-    known = {field.name for field in fields(LoggedDecision)}
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        try:
-            entry = json.loads(line)
-            found = entry.pop("format", FORMAT)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ServeError(
-                f"{path}, line {number}: not a decision: {error}"
-            ) from error
-        if found != FORMAT:
-            raise ServeError(
-                f"{path}, line {number} has format {found!r}, and this release reads "
-                f"{FORMAT}"
-            )
-        yield LoggedDecision(**{k: v for k, v in entry.items() if k in known})
+def _line_of(decided: LoggedDecision) -> str:
+    names = [f.name for f in fields(LoggedDecision)]
+    entry = {"format": FORMAT} | {name: getattr(decided, name) for name in names}
+    entry["snapshot"] = decided.snapshot()
+    return json.dumps(entry, default=str, skipkeys=True) + "\n"

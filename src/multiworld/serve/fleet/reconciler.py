@@ -75,7 +75,9 @@ class Reconciler:
 
     def handle(self, event: events.Event, now: float) -> list[Action]:
         """Apply an event at a monotonic time; return the resulting actions in order."""
+        self._note_waits(now)
         actions = list(self._observe(event, now))
+        self._note_waits(now)
         if isinstance(event, events.Adopted):
             return actions  # the desired state is set once all processes are adopted
         return [*actions, *self._reconcile(now)]
@@ -243,12 +245,7 @@ class Reconciler:
                     now,
                 )
             start_s = self._start_s_of(process.model, process.version)
-            is_waiting = (
-                process.phase is ProcessPhase.LOADED
-                and not process.is_gateway
-                and not self._is_complete(process.model, process.version)
-            )
-            if process.is_starting and not is_waiting and late_s > start_s:
+            if process.is_starting and late_s > start_s:
                 why = f"not ready within {start_s:g} s"
                 yield from self._gone(events.ProcessGone(process.name, why), now)
             was_adopted = process.phase is ProcessPhase.READY and not process.is_joined
@@ -265,10 +262,23 @@ class Reconciler:
             if now - began > start_s or failures >= ROLL_BACK_FAILURES:
                 yield from self._roll_back(name, model.version)
 
+    def _note_waits(self, now: float) -> None:
+        """Leave the time in which a replica waits for other stages out of its start."""
+        for process in self.processes.values():
+            if process.waited_at is not None:
+                process.since += now - process.waited_at
+            is_waiting = (
+                process.phase is ProcessPhase.LOADED
+                and not process.is_gateway
+                and not self._is_complete(process.model, process.version)
+            )
+            process.waited_at = now if is_waiting else None
+
     def _postpone(self, seconds: float, now: float) -> None:
         """Move all deadlines, but none that began after the pause."""
         for process in self.processes.values():
-            process.since = min(now, process.since + seconds)
+            if process.waited_at is None:
+                process.since = min(now, process.since + seconds)
             process.probe.asked_at = min(now, process.probe.asked_at + seconds)
         self._updates = {
             name: (version, min(now, at + seconds))
@@ -296,6 +306,7 @@ class Reconciler:
     # Reconciling.
 
     def _reconcile(self, now: float) -> Iterator[Action]:
+        yield from self._pass_unprobed(now)
         yield from self._switch()
         for key, count in self._desired_counts():
             yield from self._drain_surplus(key, count, now)
@@ -466,7 +477,8 @@ class Reconciler:
             return
         for process in self.processes.values():
             probe = process.probe
-            is_asked = probe.gateway and now - probe.asked_at < PROBE_LIMIT_S
+            limit_s = self._probe_s(process)
+            is_asked = probe.gateway and now - probe.asked_at < limit_s + PROBE_GRACE_S
             if (
                 process.phase is not ProcessPhase.LOADED
                 or is_asked
@@ -476,17 +488,41 @@ class Reconciler:
                 continue
             turn = _number(process.name) + probe.failures
             probe.gateway, probe.asked_at = gateways[turn % len(gateways)], now
-            yield Probe(process.name, probe.gateway)
+            yield Probe(process.name, probe.gateway, limit_s)
+
+    def _probe_s(self, process: Process) -> float:
+        """Return the limit of a replica's next probe: twice the last, to a deadline."""
+        known = self._versions.get((process.model, process.version))
+        longest_s = max(PROBE_S, known.deadline_s if known else 0.0)
+        return min(longest_s, PROBE_S * 2.0**process.probe.failures)
+
+    def _pass_unprobed(self, now: float) -> Iterator[Action]:
+        """Let replicas be ready whose probe would need a stage that is at zero."""
+        for process in list(self.processes.values()):
+            key = process.model, process.version
+            known = self._versions.get(key)
+            if (
+                known is not None
+                and process.phase is ProcessPhase.LOADED
+                and any(
+                    not count and not self._is_loaded((*key, stage))
+                    for stage, count in enumerate(known.replicas)
+                )
+                and self._is_complete(*key)
+            ):
+                yield from self._probed(process.name, None, now)
 
     def _is_complete(self, model: str, version: str) -> bool:
-        """Return whether a probe can pass through all stages of a version."""
+        """Return whether all stages that should have a loaded replica have one."""
         key = model, version
         known = self._versions.get(key)
         return known is None or all(
-            not count
-            or any(p.phase in LOADED_PHASES for p in self._processes_of((*key, stage)))
+            not count or self._is_loaded((*key, stage))
             for stage, count in enumerate(known.replicas)
         )
+
+    def _is_loaded(self, key: StageKey) -> bool:
+        return any(p.phase in LOADED_PHASES for p in self._processes_of(key))
 
     def _finish(self) -> Iterator[Action]:
         """Finish draining processes that receive no more work, earlier stages first."""
@@ -501,8 +537,9 @@ class Reconciler:
             senders += self._processes_of(
                 (process.model, process.version, process.stage - 1)
             )
+            # A process that starts gets the latest table when it joins.
             has_every_sender_applied = all(
-                s.applied >= process.drain_number for s in senders
+                s.applied >= process.drain_number for s in senders if s.is_there
             )
             # If a whole stage drains, earlier stages that also drain still send it
             # their work. Earlier stages that stay take back what they cannot send.
@@ -529,7 +566,8 @@ PROBE_PAUSE_S = 0.1  # before repeating a failed probe; doubles each time, up to
 # Failed probes in a row, until a replica that computes wrong is replaced.
 PROBE_FAILURES = 5
 
-PROBE_LIMIT_S = 15.0  # without an outcome; then a probe counts as lost and is repeated
+PROBE_S = 10.0  # for the first probe of a replica
+PROBE_GRACE_S = 5.0  # without an outcome; then a probe counts as lost and is repeated
 FIRST_START_FAILURES = 4  # equal ones in a row: the first start of a stage is given up
 ROLL_BACK_FAILURES = 3  # crashes of one stage in a row: a new version is rolled back
 

@@ -12,7 +12,7 @@ import secrets
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -111,6 +111,12 @@ def _unusable(path: Path, error: OSError) -> ServeError:
     )
 
 
+def _flush(file: IO[str]) -> None:
+    """Write a file to the disk: a new name must not survive a crash without it."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
 def _kept_secret(path: Path) -> bytes:
     """Return the secret in a file; create it if it is missing or empty."""
     if not path.exists() or not path.stat().st_size:
@@ -118,6 +124,7 @@ def _kept_secret(path: Path) -> bytes:
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
+            _flush(file)
         fresh.replace(path)
     return path.read_bytes()
 
@@ -242,7 +249,9 @@ class StateFolder:
 
     def save(self, record: Record) -> None:
         fresh = self._record.with_suffix(".new")
-        fresh.write_text(record.model_dump_json(indent=1))
+        with fresh.open("w") as file:
+            file.write(record.model_dump_json(indent=1))
+            _flush(file)
         fresh.replace(self._record)
 
     def forget(self) -> None:

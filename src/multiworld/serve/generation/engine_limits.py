@@ -19,6 +19,11 @@ class EngineLimits:
     steps: int = 1  # in flight at once; the number of stages
     is_prefill_chunked: bool = True  # a prompt may be computed in several steps
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that there is memory for."""
+        return (self.blocks - 1) * self.block_size
+
     def blocks_of(self, tokens: int, granule: int = 1) -> int:
         """Return the blocks for some tokens, in multiples of ``granule`` tokens."""
         needed = math.ceil(tokens / self.block_size)

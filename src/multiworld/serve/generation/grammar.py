@@ -78,7 +78,7 @@ def grammar_of_schema(schema: Any, param: str) -> str:
     if not isinstance(schema, dict):
         raise _invalid("is not an object", param)
     matcher, text = _matcher(), json.dumps(schema)
-    _check_length(text, param)
+    _check_costs(schema, param)
     try:
         from jsonschema_rs import ValidationError
     except ImportError as error:
@@ -92,9 +92,6 @@ def grammar_of_schema(schema: Any, param: str) -> str:
         raise _invalid(f"is not a JSON schema: {place}: {why}", param) from None
     except (ValueError, RecursionError):
         raise _invalid("is nested too deeply", param) from None
-    if not _are_few_multiples(schema):
-        rule = f"has multipleOf whose least common multiple is beyond {MAX_MULTIPLES}"
-        raise _invalid(rule, param)
     try:
         grammar = matcher.grammar_from_json_schema(text, overrides=SPACES)
     except ValueError as error:
@@ -153,6 +150,8 @@ def _forms_of(tools: Sequence[tuple[str, Any]], key: str) -> str:
 
     Each schema stands alone: its references (``#/$defs/…``) count from its root.
     """
+    # The limits of one schema are those of all together: one grammar has them all.
+    _check_costs([parameters for _, parameters in tools], "tools")
     for _, parameters in tools:
         grammar_of_schema(parameters, "tools")
     return "\n    | ".join(
@@ -220,6 +219,13 @@ def _short(why: object) -> str:
     if text == NO_TEXT:
         return "no text has this structure"
     return text if len(text) <= MAX_ERROR else text[:MAX_ERROR] + " …"
+
+
+def _check_costs(schema: Any, param: str) -> None:
+    _check_length(json.dumps(schema), param)
+    if not _are_few_multiples(schema):
+        rule = f"has multipleOf whose least common multiple is beyond {MAX_MULTIPLES}"
+        raise _invalid(rule, param)
 
 
 def _check_length(text: str, param: str) -> None:

@@ -29,9 +29,8 @@ def limits_by(spec: GenerationSpec, kv_bytes: float, stages: int) -> EngineLimit
 
 def longest_of(spec: GenerationSpec, model: Generation) -> int:
     """Return the maximum number of tokens of a sequence, prompt and output together."""
-    limits = limits_of(spec, model, 1)
-    room = (limits.blocks - 1) * limits.block_size
-    return min(spec.max_model_len or model.max_tokens, model.max_tokens, room)
+    longest = limits_of(spec, model, 1).longest
+    return min(spec.max_model_len or model.max_tokens, model.max_tokens, longest)
 
 
 def prefix_bytes_of(spec: GenerationSpec) -> int:

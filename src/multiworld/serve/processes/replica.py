@@ -92,7 +92,7 @@ def _parts_of(args: ProcessArgs, clock: Callable[[], float]) -> _Parts:
             compute_s=limits.compute_s,
         ),
     )
-    return _Parts(runner, worker, worker.loaded)
+    return _Parts(runner, worker, lambda _: messages.StageLoaded())
 
 
 def _engine_of(

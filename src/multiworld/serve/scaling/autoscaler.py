@@ -4,6 +4,7 @@ of all processes' reports; at once, if a model scaled to zero has a request."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import statistics
@@ -12,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from multiworld.errors import PlacementError, SpecError
+from multiworld.errors import PlacementError, ServeError, SpecError
+from multiworld.net.threads import in_thread
 from multiworld.serve.fleet.decision_log import DecisionLog
 from multiworld.serve.fleet.history import History
 from multiworld.serve.fleet.reconciler import Reconciler
@@ -31,6 +33,7 @@ logger = logging.getLogger("multiworld.serve")
 
 LOOK_S = 0.5  # between checks for new models and for models that are due
 REPORT_S = 0.5  # for a process's report; a late one counts with its last
+POLICY_S = 10.0  # for a policy to decide; a later decision does not count
 START_S = 1.0  # assumed to start a replica, until one has been measured
 
 
@@ -62,11 +65,24 @@ class _Model:
         self.due_at = 0.0
         self.memory: Any = None
         self.short = ""
-        self.policy: Policy = (
+        self._deciding: asyncio.Future[Decision] | None = None
+        self._policy: Policy = (
             default_policy.decide if spec.generation is None else token_policy.decide
         )
         if spec.scaling is not None:
-            self.policy = import_factory(spec.scaling)
+            self._policy = import_factory(spec.scaling)
+
+    async def decide(self, snapshot: Snapshot) -> Decision:
+        """Let the policy decide, in a thread: it may compute or wait for long."""
+        if self._deciding is not None and not self._deciding.done():
+            raise ServeError("its last call has not returned")
+        self._deciding = asyncio.ensure_future(
+            in_thread(functools.partial(self._policy, snapshot))
+        )
+        done, _ = await asyncio.wait([self._deciding], timeout=POLICY_S)
+        if not done:
+            raise ServeError(f"no decision within {POLICY_S:g} s")
+        return self._deciding.result()
 
 
 class Autoscaler:
@@ -133,7 +149,7 @@ class Autoscaler:
         reports = await self._owner.reports(REPORT_S)
         for name in sorted(due, key=lambda n: -self._models[n].spec.weight):
             try:
-                self._decide(name, reports)
+                await self._decide(name, reports)
             except Exception as error:  # a user's policy must not stop other models
                 logger.exception("scaling of model %s failed", name)
                 text = f"the policy failed: {type(error).__name__}: {error}"
@@ -163,7 +179,7 @@ class Autoscaler:
                     self._unusable[name] = spec  # retrying the import may be slow
                     self._journal.set_reason("scaling", name, f"not scaled: {error}")
 
-    def _decide(self, name: str, reports: Reports) -> None:
+    async def _decide(self, name: str, reports: Reports) -> None:
         known, now = self._models[name], self._clock()
         wanted = self._fleet.desired.models.get(name)
         if wanted is None or self._fleet.active.get(name) != wanted.version:
@@ -184,7 +200,10 @@ class Autoscaler:
             text=limits.text_of(known.spec),
             memory=known.memory,
         )
-        decision = within(known.policy(snapshot), snapshot.stages)
+        decision = within(await known.decide(snapshot), snapshot.stages)
+        is_same = self._fleet.desired.models.get(name) is wanted
+        if not is_same or self._fleet.active.get(name) != wanted.version:
+            return  # it was scaled, updated or removed meanwhile
         decision = self._hold_starting(name, wanted, decision)
         known.memory = decision.memory
         self._journal.set_reason("scaling", name, decision.why)
@@ -240,7 +259,8 @@ class Autoscaler:
         self._history.say("scaled", f"{name}: {why}")
         self._owner.want(wanted)
         facts = {"before": before, "after": after, "short": short, **decision.facts}
-        self._journal.record("scaling", name, why, facts, snapshot_to_json(snapshot))
+        inputs = functools.partial(snapshot_to_json, snapshot)
+        self._journal.record("scaling", name, why, facts, inputs)
 
     def _admitted(
         self, name: str, before: Sequence[int], after: Sequence[int]

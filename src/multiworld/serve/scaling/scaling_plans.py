@@ -2,8 +2,8 @@
 
 A scaling plan is a number of replicas for *every* stage of a pipeline, and the maximum
 arrival rate that these carry within the objective. The next plan has one more replica
-at the bottleneck. Plans keyed by load are the idea of CascadeServe (Kossmann et al.,
-arXiv 2406.14424), where they also choose among models.
+at the bottleneck, or a sixteenth more of many. Plans keyed by load are the idea of
+CascadeServe (Kossmann et al., arXiv 2406.14424), where they also choose among models.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def plans_of(
         best = _stage_to_widen(stages, counts, aim)
         if best is None:
             return tuple(found)
-        counts[best] += 1
+        counts[best] = _wider(counts[best], stages[best].limits)
 
 
 def plan_for(plans: Sequence[ScalingPlan], rate: float) -> int:
@@ -124,15 +124,20 @@ def _carried(stages: Sequence[StageCost], counts: Sequence[int], aim: _Aim) -> f
     return low
 
 
+def _wider(count: int, limits: StageLimits) -> int:
+    """Return the next number of replicas: one more, or, of many, a sixteenth more."""
+    return min(count + max(1, count // 16), limits.max_replicas)
+
+
 def _stage_to_widen(
     stages: Sequence[StageCost], counts: Sequence[int], aim: _Aim
 ) -> int | None:
-    """Return the stage that gains most from one more replica; None: none may grow."""
+    """Return the stage that gains most from more replicas; None: none may grow."""
     best: tuple[float, float, int] | None = None
     for k, stage in enumerate(stages):
         if counts[k] >= stage.limits.max_replicas:
             continue
-        more = [count + (n == k) for n, count in enumerate(counts)]
+        more = [*counts[:k], _wider(counts[k], stage.limits), *counts[k + 1 :]]
         load = stage.item_s / counts[k]
         gain = _carried(stages, more, aim), load, -k
         if best is None or gain > best:

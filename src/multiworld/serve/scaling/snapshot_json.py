@@ -9,16 +9,18 @@ from pydantic import TypeAdapter
 
 from multiworld.serve.scaling.default_policy import PolicyState
 from multiworld.serve.scaling.snapshot import Snapshot
+from multiworld.serve.scaling.token_policy import TokenState
 
 _SNAPSHOT: TypeAdapter[Snapshot] = TypeAdapter(Snapshot)
 _MEMORY: TypeAdapter[PolicyState] = TypeAdapter(PolicyState)
+_TOKEN_MEMORY: TypeAdapter[TokenState] = TypeAdapter(TokenState)
 
 
 def snapshot_to_json(snapshot: Snapshot) -> dict[str, Any]:
     """Return a snapshot as plain data; a custom policy's memory as its ``repr``."""
     found = asdict(replace(snapshot, memory=None))
     memory = snapshot.memory
-    if isinstance(memory, PolicyState):
+    if isinstance(memory, PolicyState | TokenState):
         found["memory"] = asdict(memory)
     elif memory is not None:
         found["memory"] = repr(memory)
@@ -26,15 +28,16 @@ def snapshot_to_json(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def snapshot_from_json(data: dict[str, Any]) -> Snapshot:
-    """Return a recorded snapshot, on which ``default_policy`` decides the same."""
+    """Return a recorded snapshot, on which the same policy decides the same."""
     memory = data.get("memory")
     fields = {**data, "memory": None}
     snapshot = _SNAPSHOT.validate_python(fields)
     if not isinstance(memory, dict):
         return snapshot
+    adapter: TypeAdapter[Any] = _MEMORY if snapshot.text is None else _TOKEN_MEMORY
     return Snapshot(
         **{
             **{name: getattr(snapshot, name) for name in snapshot.__slots__},
-            "memory": _MEMORY.validate_python(memory),
+            "memory": adapter.validate_python(memory),
         }
     )

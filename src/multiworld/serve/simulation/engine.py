@@ -64,6 +64,7 @@ class PipelineModel:
     policy: Policy
     text: TextObjectives | None = None  # if it generates text
     limits: EngineLimits | None = None  # of its stage 0 replicas
+    max_model_len: int | None = None
     objective_s: float | None = None
     objective_share: float = 0.99
     deadline_s: float = 30.0
@@ -233,7 +234,7 @@ class Pipeline:
             request.is_refused = True
             self._missed += 1
             self._refused += 1
-        elif not any(self._wanted):
+        elif 0 in self._wanted:
             self.decide(now)  # scale up from zero at once
 
     def _expire(self, now: float) -> None:

@@ -86,6 +86,7 @@ def pipeline_of(
         policy=policy,
         text=text,
         limits=limits,
+        max_model_len=spec.generation.max_model_len if spec.generation else None,
         objective_s=objective_ms / 1000 if objective_ms else None,
         objective_share=spec.objective_share,
         deadline_s=spec.deadline_s,

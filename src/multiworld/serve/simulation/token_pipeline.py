@@ -8,6 +8,7 @@ replica first computes its tokens.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -132,7 +133,9 @@ class TokenPipeline(Pipeline):
         )
         self._requests.append(sequence)
         waiting = sum(t.first_at < 0 for t in self._sequences.values())
-        if waiting > self._model.max_queued_requests:
+        longest = min(self._limits.longest, self._model.max_model_len or math.inf)
+        is_too_long = sequence.prompt + sequence.answer > longest
+        if is_too_long or waiting > self._model.max_queued_requests:
             sequence.is_refused = True
             self._missed += 1
             self._refused += 1
@@ -140,7 +143,7 @@ class TokenPipeline(Pipeline):
         self.in_flight += 1
         self._sequences[sequence.key[:2]] = sequence
         self._unplaced.append(sequence)
-        if not any(self._wanted):
+        if 0 in self._wanted:
             self.decide(now)
         self._move(now)
 

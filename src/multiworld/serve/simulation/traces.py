@@ -100,8 +100,17 @@ def _tokens(row: list[str], titles: list[str]) -> tuple[int, int]:
     for names in (CONTEXT, GENERATED):
         column = next((titles.index(t) for t in names if t in titles), len(row))
         text = row[column].strip() if column < len(row) else ""
-        found.append(int(text) if text.isdecimal() else 0)
+        found.append(_number(text))
     return found[0], found[1]
+
+
+def _number(text: str) -> int:
+    """Return a number of tokens, which pandas may have written as ``1155.0``."""
+    try:
+        number = float(text)
+    except ValueError:
+        return 0
+    return round(number) if math.isfinite(number) and number > 0 else 0
 
 
 def _from_zero(found: list[Arrival]) -> list[Arrival]:

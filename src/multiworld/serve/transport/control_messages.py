@@ -59,6 +59,7 @@ class ProbeReplica(Message, frozen=True, tag="probe_replica"):
     """Controller → gateway: probe this replica, and reply with ``ProbeResult``."""
 
     replica: str
+    limit_s: float = 10.0
 
 
 class Finish(Message, frozen=True, tag="finish"):

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -195,7 +196,8 @@ async def test_decisions_have_snapshots_if_asked_for(client: Client) -> None:
     """And the latest reasons beside them."""
     journal = client.controller.journal
     for number in range(3):
-        journal.record("scaling", "m", str(number), {"rate": 2.5}, {"now": number})
+        inputs: Any = partial(dict, now=number)
+        journal.record("scaling", "m", str(number), {"rate": 2.5}, inputs)
     journal.set_reason("scaling", "m", "enough")
     found = (await client.http.get("/decisions", params={"last": 2})).json()
     assert list(found) == ["decisions", "thoughts"]

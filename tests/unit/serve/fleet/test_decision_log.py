@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from multiworld.serve.fleet import decision_log as module
-from multiworld.serve.fleet.decision_log import KEPT, DecisionLog
+from multiworld.serve.fleet.decision_log import KEPT, KEPT_SNAPSHOTS, DecisionLog
 
 HANG_S = 20.0
 
 
 def decide(log: DecisionLog, what: str, **facts: Any) -> None:
     """Log one decision about model ``m``."""
-    log.record("scaling", "m", what, facts, {"now": 5})
+    log.record("scaling", "m", what, facts, lambda: {"now": 5})
     log.settle(HANG_S)
 
 
@@ -35,7 +35,7 @@ def test_decisions_are_kept_and_reasons_replace_each_other() -> None:
     decide(log, "more")
     assert log.reasons()[0].what == "more"
     (one,) = log.last(10)
-    assert (one.number, one.what, one.snapshot) == (1, "more", {"now": 5})
+    assert (one.number, one.what, one.snapshot()) == (1, "more", {"now": 5})
 
 
 def test_last_decisions_come_oldest_first() -> None:
@@ -46,6 +46,15 @@ def test_last_decisions_come_oldest_first() -> None:
     assert [d.number for d in log.last(2)] == [KEPT + 2, KEPT + 3]
     assert len(log.last(10**6)) == KEPT
     assert log.last(0) == []
+
+
+def test_snapshots_are_kept_of_the_last_decisions_only() -> None:
+    """They may be large; the file has all of them."""
+    log = DecisionLog()
+    for number in range(KEPT_SNAPSHOTS + 2):
+        decide(log, str(number))
+    kept = [bool(d.snapshot()) for d in log.last(KEPT)]
+    assert kept == [False] * 2 + [True] * KEPT_SNAPSHOTS
 
 
 def test_each_decision_is_a_line_of_its_file(tmp_path: Path) -> None:
@@ -92,7 +101,7 @@ def test_service_does_not_depend_on_the_file(
     else:
         facts["circle"] = facts
     log = DecisionLog(path)
-    log.record("scaling", "m", "more", facts, {})
+    log.record("scaling", "m", "more", facts, dict)
     log.settle(HANG_S)
     assert len(log.last(1)) == 1
     assert "cannot write the decision log" in caplog.text
@@ -106,7 +115,7 @@ def test_disk_that_hangs_blocks_nobody(
     os.mkfifo(path)  # opening it hangs until somebody reads
     log = DecisionLog(path)
     for number in range(KEPT + 3):
-        log.record("scaling", "m", str(number), {}, {})
+        log.record("scaling", "m", str(number), {}, dict)
     assert log.last(1)[0].what == str(KEPT + 2)
     assert "takes too long" in caplog.text
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as reader:

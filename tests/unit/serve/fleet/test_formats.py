@@ -12,8 +12,7 @@ import pytest
 
 from multiworld.errors import ConfigError, ServeError
 from multiworld.rendezvous.epoch_file import EpochFile
-from multiworld.serve.fleet import decision_log, record
-from multiworld.serve.fleet.decision_log import DecisionLog, read_decisions
+from multiworld.serve.fleet import record
 from multiworld.serve.fleet.record import Record, StateFolder
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.tenants import database
@@ -60,26 +59,6 @@ def test_database_of_an_older_release_is_read_and_a_newer_one_refused(
     db.close()
     with pytest.raises(ServeError, match=f"has format {database.FORMAT + 1}"):
         TenantDatabase(path)
-
-
-def test_decisions_are_read_back_and_newer_ones_refused(tmp_path: Path) -> None:
-    """Lines without a format are those of older releases."""
-    path = tmp_path / "decisions.jsonl"
-    log = DecisionLog(path)
-    log.record("scaling", "m", "1 -> 2", {"n": 1}, {"at": 0})
-    log.settle(20.0)
-    (decision,) = read_decisions(path)
-    assert (decision.about, decision.facts) == ("m", {"n": 1})
-    older = json.loads(path.read_text())
-    assert older.pop("format") == decision_log.FORMAT
-    path.write_text(json.dumps(older) + "\n")
-    assert next(read_decisions(path)).what == "1 -> 2"
-    path.write_text(json.dumps({**older, "format": 9}) + "\n")
-    with pytest.raises(ServeError, match="line 1 has format 9"):
-        list(read_decisions(path))
-    path.write_text("[]\n")
-    with pytest.raises(ServeError, match="line 1: not a decision"):
-        list(read_decisions(path))
 
 
 def test_epochs_of_an_older_release_are_read_and_newer_ones_refused(

@@ -680,3 +680,81 @@ def test_replicas_on_other_kinds_of_machines_are_named() -> None:
     assert service.kinds().count("fingerprint") == 1
     found = service.fleet.table.replicas
     assert sorted(r.fingerprint for r in found.values()) == ["epyc"] * 3 + ["xeon"]
+
+
+def test_replica_that_waited_for_another_stage_has_the_rest_of_its_time() -> None:
+    """The wait is not part of its start, nor of what the autoscaler takes for it."""
+    slow = Slow(1, 1, 1, ready_s=100.0)
+    gateway, first, second = slow.launched
+    for name in (gateway, first, second):
+        slow.handle(Joined(name))
+        slow.handle(Loaded(name))
+    third = slow.launched[-1]
+    slow.now += 90.0
+    slow.handle(Joined(third))
+    slow.now += 50.0
+    slow.handle(ProcessGone(third, "it crashed"))
+    slow.now += 20.0
+    slow.handle(Ticked())
+    fourth = slow.launched[-1]
+    assert fourth.startswith("m/2/")
+    slow.handle(Joined(fourth))
+    slow.handle(Loaded(fourth))
+    slow.handle(Ticked())
+    assert {first, second, fourth} <= slow.fleet.processes.keys()
+    slow.handle(Probed(first))
+    assert slow.fleet.start_s[("m", "1", 0)] < 1.0
+
+
+def test_stages_beside_one_at_zero_are_ready_without_a_probe() -> None:
+    """A probe could not pass; the first request wakes the stage."""
+    slow = Slow(1, 0, 1)
+    for name in list(slow.launched):
+        slow.handle(Joined(name))
+        slow.handle(Loaded(name))
+    phases = {p.stage: p.phase for p in slow.fleet.processes.values() if p.model}
+    assert phases == {0: ProcessPhase.READY, 2: ProcessPhase.READY}
+    assert slow.probed == []
+    slow.handle(DesiredStateChanged(desired(1, 1, 1)))
+    woken = slow.launched[-1]
+    slow.handle(Joined(woken))
+    slow.handle(Loaded(woken))
+    assert slow.probed == [woken]
+
+
+def test_probe_that_failed_is_repeated_with_twice_the_time() -> None:
+    """Up to the model's deadline: a request may take that long."""
+    fleet, now = Reconciler(ready_s=1000.0), 0.0
+    models = {"m": DesiredModel("1", (1,), deadline_s=35.0)}
+    found: list[float] = []
+    waiting: list[Event] = [DesiredStateChanged(DesiredState(models, 1))]
+    while len(found) < 5:
+        now += 1.0
+        for action in fleet.handle(waiting.pop(0) if waiting else Ticked(), now):
+            if isinstance(action, Launch):
+                waiting += [Joined(action.name), Loaded(action.name)]
+            if isinstance(action, Probe):
+                found.append(action.limit_s)
+                waiting.append(Probed(action.name, "too late"))
+    assert found == [10.0, 20.0, 35.0, 35.0, 35.0]
+
+
+def test_draining_does_not_wait_for_a_process_that_starts() -> None:
+    """It has no table yet, and gets the latest one."""
+    slow = Slow(1, 2, 1)
+    for _ in range(9):
+        for name in list(slow.launched):
+            process = slow.fleet.processes.get(name)
+            if process and process.phase is ProcessPhase.LAUNCHING:
+                slow.finish(name)
+    assert len(slow.fleet.processes) == 5
+    slow.handle(DesiredStateChanged(desired(2, 2, 1)))
+    slow.handle(DesiredStateChanged(desired(2, 1, 1)))
+    (going,) = [p for p in slow.fleet.processes.values() if p.is_going]
+    (new,) = [
+        p for p in slow.fleet.processes.values() if p.phase is ProcessPhase.LAUNCHING
+    ]
+    for process in list(slow.fleet.processes.values()):
+        if process is not new:
+            slow.handle(Applied(process.name, slow.fleet.table.number))
+    assert going.phase is ProcessPhase.FINISHING

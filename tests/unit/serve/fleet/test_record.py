@@ -134,12 +134,12 @@ def test_save_that_fails_leaves_the_record_before(
     """For example on a full disk."""
     folder.save(record(number=1))
 
-    def full(self: Path, text: str) -> int:
-        self.write_bytes(text.encode()[:10])
+    def full(descriptor: int) -> None:
+        os.truncate(descriptor, 10)
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full)
+        patch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="no space"):
             folder.save(record(number=2))
     assert folder.load() == record(number=1)

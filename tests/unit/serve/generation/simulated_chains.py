@@ -479,7 +479,7 @@ class Net:
         route = self.table.routes["m"]
         for streams in self.gateways.values():
             most = 2 * (route.max_queued_requests + 1)  # of several tenants
-            assert streams.router.without_token("m") <= most
+            assert streams.router.waiting_for_tokens("m").count <= most
 
     async def _compute(self, name: str) -> bool:
         """Let a replica compute a step; messages arrive meanwhile."""
@@ -538,11 +538,12 @@ class Client:
         session: str = "",
         gateway: str = GATEWAY,
         share: Share = DEFAULT_SHARE,
+        deadline_s: float = 1e9,
     ) -> None:
         self.items: list[TokenItem] = []
         self.times: list[float] = []
         self._streams, self._share = net.gateways[gateway], share
-        self._session = session
+        self._session, self._deadline_s = session, deadline_s
         self.prompt, self.count = list(prompt), count
         self._net = net
         self.task = asyncio.ensure_future(self._read())
@@ -553,7 +554,7 @@ class Client:
             "m",
             self.prompt,
             sampling,
-            deadline_s=1e9,
+            deadline_s=self._deadline_s,
             session=self._session,
             share=self._share,
         )

@@ -404,3 +404,19 @@ def test_missing_library_is_the_servers_fault(monkeypatch: pytest.MonkeyPatch) -
         grammar_of_regex("a+", "structured_outputs")
     assert found.value.status == 501
     grammars.import_grammars()
+
+
+def test_limits_of_a_schema_are_those_of_all_tools_together() -> None:
+    """One grammar has all of them."""
+    schemas = [
+        {"type": "object", "properties": {"a": {"multipleOf": n}}}
+        for n in (1_009, 2_003)
+    ]
+    tools = [(f"f{number}", schema) for number, schema in enumerate(schemas)]
+    for tool in tools:
+        assert grammars.grammar_of_calls([tool], is_single=True)
+    with pytest.raises(InvalidRequestError, match="multipleOf"):
+        grammars.grammar_of_calls(tools, is_single=True)
+    long = {"type": "object", "properties": {"x" * (MAX_CHARACTERS * 2 // 3): {}}}
+    with pytest.raises(InvalidRequestError, match="longer than"):
+        grammars.grammar_of_calls([("f", long), ("g", long)], is_single=True)

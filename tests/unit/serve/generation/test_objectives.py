@@ -10,6 +10,7 @@ import pytest
 
 from multiworld.errors import (
     InvalidRequestError,
+    NoReplicaError,
     OverloadedError,
     UnknownModelError,
 )
@@ -159,3 +160,42 @@ async def test_full_queue_and_client_that_leaves_late_have_missed() -> None:
     late.task.cancel()
     await asyncio.gather(late.task, return_exceptions=True)
     assert found.missed["m"] == 2
+
+
+async def test_place_is_held_until_the_stream_is_there_or_its_client_is_gone() -> None:
+    """So that requests that arrive together cannot all find the last place."""
+    net = Net(random.Random(0), [1, 1], LIMITS)
+    for name in net.alive():
+        net.kill(name)
+    net.table.routes["m"] = replace(net.table.routes["m"], max_queued_requests=3)
+    share = Share("flood")
+    places = net.streams.reserve("m", share, 4)
+    with pytest.raises(OverloadedError, match="4 of your requests"):
+        net.streams.reserve("m", share, 1)
+    clients = []
+    for _ in range(2):
+        places.take()
+        clients.append(Client(net, [1], 5, share=share))
+        await asyncio.sleep(0)
+    with pytest.raises(OverloadedError, match="4 of your requests"):
+        net.streams.reserve("m", share, 1)
+    del places
+    assert net.streams.waiting("m") == 2
+    net.streams.reserve("m", share, 2)
+    for client in clients:
+        client.task.cancel()
+    await asyncio.gather(*(c.task for c in clients), return_exceptions=True)
+
+
+async def test_stream_that_no_replica_could_begin_says_so() -> None:
+    """At its deadline, with the stage that had none, and when to retry."""
+    net = Net(random.Random(0), [1, 1], LIMITS)
+    await net.connected()
+    lost = next(name for name in net.alive() if name.startswith("r1"))
+    net.kill(lost)
+    await net.settle(lambda: lost not in net.streams.router.view.connected)
+    client = Client(net, [1, 2, 3], 5, deadline_s=1.0)
+    await net.settle(client.task.done)
+    with pytest.raises(NoReplicaError, match="no replica of stage 1") as caught:
+        await client.task
+    assert caught.value.retry_after_s

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import orjson
 import pytest
 from aiohttp import web
@@ -128,7 +129,8 @@ async def test_silent_service_fails_requests_in_time(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hung service does not hang the generator."""
-    monkeypatch.setattr(generator, "TIMEOUT_S", 0.05)
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=0.05)
+    monkeypatch.setattr(generator, "TIMEOUT", timeout)
     server.is_open.clear()
     (sample,) = await Load(server.target(), 1.0, due=[0.0]).run()
     assert sample.status == 0

@@ -170,3 +170,12 @@ def test_words_say_what_is_short() -> None:
     assert in_words(found) == (
         "replicas by machine: a 2 (greedy, gap no bound); m is short: time"
     )
+
+
+def test_more_than_a_hundred_replicas_fit_on_one_machine() -> None:
+    """Where they book neither memory nor cores."""
+    text = "models: {m: {factory: x:y, stages: [{replicas: 130}]}}"
+    problem = problem_of([Node("a", 4.0, 1000 * MIB)], asks_in({"m": model(text)}))
+    found = place(problem)
+    assert faults(problem, found) == []
+    assert len(found.replicas) == 130

@@ -393,11 +393,9 @@ async def test_request_and_probe_go_over_the_edge_to_a_replica() -> None:
         assert (report.connected, report.arrived) == ((REPLICA,), {"m": 1})
 
 
-async def test_probe_that_cannot_be_sent_is_reported_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_probe_that_cannot_be_sent_is_reported_with_its_reason() -> None:
     """The controller tries again; it does not wait for ever."""
-    monkeypatch.setattr(module, "PROBE_S", 0.02)
+    probe = ProbeReplica(REPLICA, 0.02)
     async with gateway() as g:
         await g.up(models(other=double), table(1, REPLICA))
         await g.order(ProbeReplica("none"), ProbeReplica(REPLICA))
@@ -405,11 +403,11 @@ async def test_probe_that_cannot_be_sent_is_reported_with_its_reason(
             probed = await g.received(ProbeResult)
             assert probed.replica == name
             assert str(probed.error).startswith("UnknownModelError: this gateway does")
-        await g.order(models(m=double), ProbeReplica(REPLICA))
+        await g.order(models(m=double), probe)
         assert "NoReplicaError" in str((await g.received(ProbeResult)).error)
         await g.join(f"edge:{ME}>{REPLICA}", 1)
         await until(lambda: g.dispatcher.report().connected)
-        await g.order(ProbeReplica(REPLICA))
+        await g.order(probe)
         assert "DeadlineExceededError" in str((await g.received(ProbeResult)).error)
 
 

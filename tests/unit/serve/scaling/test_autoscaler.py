@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -344,6 +345,55 @@ async def test_policy_that_fails_keeps_no_other_model_from_being_scaled(
         await until(lambda: s.replicas("m") == (3,))
 
 
+async def test_policy_that_hangs_stops_nothing_else(
+    policies: dict[str, FakePolicy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a thread; it is not called again before it returns, and then it is."""
+    monkeypatch.setattr(module, "POLICY_S", 0.02)
+    is_over = threading.Event()
+
+    def hangs(snapshot: Snapshot) -> Decision:
+        is_over.wait(20.0)
+        return Decision(replicas=(4,), why="too late")
+
+    async with service() as s:
+        s.serve("m", spec(weight=5.0), 1)
+        s.serve("n", spec(policy="two"), 1)
+        policies["one"].decides, policies["two"].decides = hangs, to(2)
+        s.scaler.start()
+        try:
+            await until(lambda: "has not returned" in s.reason("m"))
+            assert len(policies["one"].seen) == 1
+            await until(lambda: s.replicas("n") == (2,))
+            policies["one"].decides = to(3)
+        finally:
+            is_over.set()
+        await until(lambda: s.replicas("m") == (3,))
+
+
+async def test_decision_about_a_fleet_that_has_changed_does_not_count(
+    policies: dict[str, FakePolicy],
+) -> None:
+    """Somebody scaled it by hand while the policy computed."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def decides(snapshot: Snapshot) -> Decision:
+        begun.set()
+        goes_on.wait(20.0)
+        return Decision(replicas=(7,), why="old")
+
+    async with service() as s:
+        s.serve("m", spec(), 1)
+        policies["one"].decides = decides
+        s.scaler.start()
+        await until(begun.is_set)
+        policies["one"].decides = to(5)
+        s.serve("m", s.owner.specs["m"]["1"], 2)
+        goes_on.set()
+        await until(lambda: s.replicas("m") == (5,))
+        assert ("scaled", "m: old") not in s.said()
+
+
 async def test_policy_that_cannot_be_imported_leaves_its_model_alone(
     policies: dict[str, FakePolicy],
 ) -> None:
@@ -438,7 +488,7 @@ async def test_model_without_limits_is_never_asked_about(
         s.serve("fixed", fixed, 1)
         s.serve("m", spec(interval_s=30.0), 1)
         s.scaler.start()
-        await until(lambda: policies["one"].seen)
+        await until(s.journal.reasons)
         assert [(r.kind, r.about) for r in s.journal.reasons()] == [("scaling", "m")]
         assert s.owner.asked == 1
 

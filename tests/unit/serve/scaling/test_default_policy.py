@@ -150,6 +150,16 @@ def test_scaling_plans_grow_and_stay_within_limits(
     assert plan_for(found, found[-1].rate * 2) == len(found) - 1
 
 
+def test_plans_of_many_replicas_are_few() -> None:
+    """A sixteenth more at a time; their number grows with its logarithm."""
+    limits = StageLimits(max_replicas=4096)
+    found = plans_of(costs(0.01, 0.04, 0.02, limits=limits), 0.5)
+    assert len(found) < 400
+    assert max(found[-1].replicas) == 4096
+    rates = [plan.rate for plan in found]
+    assert rates == sorted(rates)
+
+
 def test_scaling_plans_widen_the_narrowest_stage() -> None:
     """Of stages that take 1, 4 and 2, the second gets the most replicas."""
     last = plans_of(costs(0.01, 0.04, 0.02), 0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -16,6 +17,7 @@ from multiworld.serve.scaling.snapshot import (
     StageSeen,
     TextObjectives,
 )
+from multiworld.serve.scaling.snapshot_json import snapshot_from_json, snapshot_to_json
 from multiworld.serve.scaling.step_costs import StepCost
 from multiworld.serve.scaling.token_policy import (
     Lengths,
@@ -149,3 +151,14 @@ def test_idle_model_goes_down_to_its_least() -> None:
         decision = decide(snapshot(all_[:end], memory=memory, stages=stages))
         memory = decision.memory
     assert decision.replicas == (1, 1, 1)
+
+
+def test_recorded_decision_is_made_again() -> None:
+    """From the snapshot as plain data, with what the policy remembers."""
+    memory: Any = None
+    all_ = samples(4.0, 40)
+    for end in range(1, len(all_)):
+        memory = decide(snapshot(all_[:end], memory=memory)).memory
+    last = snapshot(all_, memory=memory)
+    data = json.loads(json.dumps(snapshot_to_json(last)))
+    assert decide(snapshot_from_json(data)) == decide(last)

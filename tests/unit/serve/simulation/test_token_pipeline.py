@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,3 +93,21 @@ def test_texts_of_one_scheduler_stay_together(monkeypatch: pytest.MonkeyPatch) -
     together = fixed(3).attained
     monkeypatch.setattr(token_pipeline, "SPLIT", 0)
     assert run(reference_policies.fixed, (3, 3, 3)).attained < together
+
+
+@pytest.mark.parametrize(("blocks", "max_model_len"), [(20, None), (1024, 300)])
+def test_sequence_that_cannot_fit_is_refused(
+    blocks: int, max_model_len: int | None
+) -> None:
+    """As the service refuses it; the others are generated."""
+    model = pipeline_of("m", spec(), reference_policies.fixed, None, 2.0)
+    assert model.limits is not None
+    limits = replace(model.limits, blocks=blocks)
+    model = replace(model, limits=limits, max_model_len=max_model_len)
+    trace = generated(TRACE)
+    longest = max_model_len or 19 * limits.block_size
+    (found,) = simulate(
+        [with_fleet(model, (3, 3, 3))], [trace], random.Random(1).random
+    )
+    assert found.refused == sum(a.prompt + a.answer > longest for a in trace)
+    assert 0 < found.refused < len(trace)

@@ -181,3 +181,10 @@ def test_trace_is_cut_and_stretched() -> None:
     assert between(trace, 1.0, 3.0) == [Arrival(0.0, 2.0, "m"), Arrival(1.0)]
     assert between(trace, 5.0, 9.0) == []
     assert stretched(trace[:2], 3.0) == [Arrival(0.0), Arrival(3.0, 2.0, "m")]
+
+
+def test_tokens_may_be_written_as_floats(tmp_path: Path) -> None:
+    """Pandas does so where one value of the column is missing."""
+    text = "at,input_tokens,output_tokens\n0,1155.0,7\n1,,nan\n2,-3,1e2\n"
+    found = [(a.prompt, a.answer) for a in read(tmp_path, text)]
+    assert found == [(1155, 7), (0, 0), (0, 100)]

@@ -512,7 +512,8 @@ def test_decision_log_keeps_decisions_with_their_snapshots(tmp_path: Path) -> No
     """In memory, and on disk."""
     journal = DecisionLog(tmp_path / "d.jsonl")
     for number in range(3):
-        journal.record("scaling", "m", f"what {number}", {"rate": number}, {"now": 1.0})
+        facts = {"rate": number}
+        journal.record("scaling", "m", f"what {number}", facts, lambda: {"now": 1.0})
     journal.set_reason("scaling", "m", "nothing new")
     last = journal.last(2)
     assert [d.what for d in last] == ["what 1", "what 2"]

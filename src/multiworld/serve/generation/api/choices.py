@@ -7,13 +7,14 @@ import hashlib
 from array import array
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import msgspec
 
 from multiworld.errors import ServeError
 from multiworld.serve.generation.gateway.stream import TimeLimits
-from multiworld.serve.generation.gateway.streams import Streams
+from multiworld.serve.generation.gateway.streams import Places, Streams
 from multiworld.serve.generation.growing_text import GrowingText
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.tenants.fair_queue import Share
@@ -30,7 +31,10 @@ class Choice:
     prompt: Sequence[int]
     text: GrowingText
     is_prompt_only: bool = False  # the computed token is left out of the answer
+    keeps_items: bool = True  # for a whole answer
+    made: int = 0  # tokens
     items: list[TokenItem] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)  # of their text, in characters
     # Logprobs of its prompt: ``TokenItem.prompt``.
     scores: Sequence[tuple[float, Any]] = ()
     finish: str = ""  # why it ended; empty until then
@@ -63,6 +67,7 @@ async def generate(
     streams: Streams,
     model: str,
     choices: Sequence[Choice],
+    places: Places,
     samplings: Sequence[Sampling],
     deadline_s: float | None,
     limits: TimeLimits,
@@ -75,6 +80,7 @@ async def generate(
     arrived: asyncio.Queue[Piece | ServeError | Exception] = asyncio.Queue()
 
     async def one(choice: Choice, sampling: Sampling) -> None:
+        places.take()
         try:
             async with streams.stream(
                 model,
@@ -119,8 +125,11 @@ def _piece(choice: Choice, item: TokenItem) -> Piece:
     if choice.is_prompt_only:
         choice.finish = "length"
         return Piece(choice, "", item, choice.finish, 0)
-    choice.items.append(item)
     offset = choice.text.length
+    choice.made += 1
+    if choice.keeps_items:
+        choice.items.append(item)
+        choice.offsets.append(offset)
     # A token that ends the text is not part of it.
     text = "" if item.finish == "stop" else choice.text.add(item.token)
     finish = "stop" if choice.text.is_stopped else item.finish
@@ -152,7 +161,7 @@ def chat_logprobs(tokenizer: Tokenizer, items: Sequence[TokenItem]) -> Any:
 def text_logprobs(
     tokenizer: Tokenizer,
     items: Sequence[TokenItem],
-    offset: int,  # characters before them
+    offsets: Sequence[int],  # of their text, in characters
     prompt: Sequence[int] = (),  # comes first, with ``scores``
     scores: Sequence[tuple[float, Any]] = (),
 ) -> dict[str, Any]:
@@ -160,19 +169,15 @@ def text_logprobs(
     scored: list[tuple[int, float | None, Any]] = [
         (item.token, item.logprob, item.top) for item in items
     ]
+    tokens = [tokenizer.piece(token) for token in prompt]
+    before = accumulate(map(len, tokens[:-1]), initial=0) if prompt else ()
     if prompt:
         # The first token has no logprob.
-        before = zip(prompt[1:], scores, strict=False)
-        reported = [(token, logprob, top) for token, (logprob, top) in before]
+        known = zip(prompt[1:], scores, strict=False)
+        reported = [(token, logprob, top) for token, (logprob, top) in known]
         scored = [(prompt[0], None, None), *reported, *scored]
-        offset = 0
-    tokens = [tokenizer.piece(token) for token, *_ in scored]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
     return {
-        "tokens": tokens,
+        "tokens": [*tokens, *(tokenizer.piece(item.token) for item in items)],
         "token_logprobs": [
             None if logprob is None else max(MIN_LOGPROB, logprob)
             for _, logprob, _ in scored
@@ -187,9 +192,5 @@ def text_logprobs(
             }
             for token, logprob, top in scored
         ],
-        "text_offset": offsets,
+        "text_offset": [*before, *offsets],
     }
-
-
-def sampling_of(sampling: Sampling, number: int) -> Sampling:
-    return msgspec.structs.replace(sampling, choice=number)

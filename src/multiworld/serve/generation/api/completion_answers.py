@@ -82,7 +82,7 @@ def _rendered(ready: Ready, texts: Sequence[str]) -> Response:
 
 def _usage(ready: Ready) -> dict[str, int]:
     prompts = {id(choice.prompt): len(choice.prompt) for choice in ready.choices}
-    made = sum(len(choice.items) for choice in ready.choices)
+    made = sum(choice.made for choice in ready.choices)
     asked = sum(prompts.values())
     return {
         "prompt_tokens": asked,
@@ -112,7 +112,7 @@ def _choice(
             text_logprobs(
                 ready.tokenizer,
                 items,
-                len(ready.echoes[choice.index]),
+                [len(ready.echoes[choice.index]) + at for at in choice.offsets],
                 choice.prompt if ready.wanted.echo else (),
                 choice.scores,
             )
@@ -153,7 +153,8 @@ def _message(ready: Ready, text: str) -> dict[str, Any]:
 
 async def events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[bytes]:
     """Yield a streamed answer as server-sent events."""
-    begun = False
+    begun, clock = False, asyncio.get_running_loop().time
+    shown_at = clock()
     parsers = [ready.parser() for _ in ready.choices]
     held: list[list[Piece]] = [[] for _ in ready.choices]
     async with aclosing(kept_alive(pieces)) as found:
@@ -176,6 +177,10 @@ async def events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[
                 held[number].append(piece)
                 for event in _parsed_events(ready, held[number], parser):
                     yield event
+                    shown_at = clock()
+                if clock() - shown_at >= KEEP_ALIVE_S:  # a long call is held back
+                    yield b": still generating\n\n"
+                    shown_at = clock()
     if ready.wanted.has_usage:
         yield event_of(
             {**ready.head(is_chunk=True), "choices": [], "usage": _usage(ready)}
@@ -265,11 +270,12 @@ def _event(
     found["delta" if ready.is_chat else "text"] = delta
     logprobs = None
     if items and items[0].logprob is not None:
-        offset = len(ready.echoes[choice.index]) + pieces[0].offset
+        before = len(ready.echoes[choice.index])
+        offsets = [before + piece.offset for piece in pieces]
         logprobs = (
             chat_logprobs(ready.tokenizer, items)
             if ready.is_chat
-            else text_logprobs(ready.tokenizer, items, offset)
+            else text_logprobs(ready.tokenizer, items, offsets)
         )
     found |= {"logprobs": logprobs, "finish_reason": finish or None, **more}
     if ready.wanted.has_ids:

@@ -134,7 +134,9 @@ UNSUPPORTED = (
     *("documents", "allowed_token_ids", "truncate_prompt_tokens"),
 )
 
-# Values of some of them that request nothing, besides ``DEFAULTS``.
+NOT_IN_CHATS = "echo", "add_special_tokens"
+
+# The only values of some of them that request nothing; of others, see ``DEFAULTS``.
 NOTHING: dict[str, Any] = {
     "verbosity": "medium",
     "best_of": 1,
@@ -182,11 +184,20 @@ def _named(text: str) -> str:
 
 def check_supported(asked: ChatBody | CompletionBody) -> None:
     """Refuse fields that are not supported, unless their values request nothing."""
-    for name in UNSUPPORTED:
+    is_chat = isinstance(asked, ChatBody)
+    for name in UNSUPPORTED + (NOT_IN_CHATS if is_chat else ()):
         value = getattr(asked, name, None)
-        if value not in DEFAULTS and value != NOTHING.get(name):
+        if not _requests_nothing(name, value):
             rule = "is not supported by this server"
             raise wrong_field(name, rule, "unsupported_value")
+
+
+def _requests_nothing(name: str, value: Any) -> bool:
+    if value is None or name not in NOTHING:
+        return value in DEFAULTS
+    nothing = NOTHING[name]
+    is_same_kind = isinstance(value, bool) == isinstance(nothing, bool)
+    return is_same_kind and bool(value == nothing)
 
 
 def wrong_field(

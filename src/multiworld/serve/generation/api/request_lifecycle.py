@@ -9,18 +9,14 @@ from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
+from msgspec.structs import replace
 
 from multiworld.errors import RequestPoisonedError, ServeError
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.http_responses import EventStream, respond, timeout_of
 from multiworld.serve.gateway.request_body import Body, model_named_in, while_connected
-from multiworld.serve.generation.api.choices import (
-    Piece,
-    digest_of,
-    generate,
-    sampling_of,
-)
+from multiworld.serve.generation.api.choices import Piece, digest_of, generate
 from multiworld.serve.generation.api.completion_answers import Ready
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 
@@ -57,7 +53,7 @@ async def answered(
         timeout_s = timeout_of(request, ready.wanted.timeout_s)
         # A refused request is not charged, and its status can still say so.
         share, count = admitted.tenant.share, len(ready.choices)
-        gateway.streams.check_room(ready.served, share, count)
+        places = gateway.streams.reserve(ready.served, share, count)
         sampling, n = ready.wanted.sampling, ready.wanted.n
         prompts = ready.choices[::n]
         gateway.authenticator.count_prompt(
@@ -67,10 +63,11 @@ async def answered(
             gateway.streams,
             ready.served,
             ready.choices,
-            [sampling_of(sampling, choice.index % n) for choice in ready.choices],
+            places,
+            [replace(sampling, choice=one.index % n) for one in ready.choices],
             timeout_s,
             ready.limits,
-            admitted.tenant.share,
+            share,
             gateway.adapter(ready.wanted.model),
             ready.wanted.session,
             admitted.id,

@@ -132,7 +132,7 @@ class Sequence:
         given = {name: options.get(name, value) for name, value in defaults.items()}
         bias = {int(k): v for k, v in options.get("logit_bias", {}).items()}
         # vLLM itself reports log-probabilities, before it calls this.
-        parameters = SimpleNamespace(**given, logit_bias=bias, logprobs=None)
+        parameters: Any = SimpleNamespace(**given, logit_bias=bias, logprobs=None)
         self.history = TokenHistory(parameters, tokens, options["prompt"], self.ends)
         self._before, self._output = len(tokens), output
         self.structure: Structure | None = None

@@ -128,6 +128,11 @@ class Stream:
         """Number of delivered tokens."""
         return len(self.tokens) - self.prompt
 
+    def source_at(self, replica: str) -> str:
+        """Return the replica of stage 0 that sends its steps through another."""
+        chain = self.chain if replica in self.chain else self.left
+        return chain[0] if chain else ""
+
     @property
     def name(self) -> str:
         request = self.request or "without a request"

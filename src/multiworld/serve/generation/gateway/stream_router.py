@@ -111,8 +111,8 @@ class StreamRouter:
         """Return the number of a model's streams that have no chain."""
         return self._waiting.count(model)
 
-    def without_token(self, model: str) -> int:
-        return self._without_token[model].count
+    def waiting_for_tokens(self, model: str) -> WaitingTenants:
+        return self._without_token[model]
 
     def route(self, model: str) -> Route:
         route = self.view.table.routes.get(model)
@@ -221,11 +221,20 @@ class StreamRouter:
         # A neighbour may have returned a stream, so that it runs elsewhere now.
         had = [s for s in streams if replica in s.chain or replica in s.left]
         alone = [s for s in had if s.is_alone or s.was_alone]
-        for stream in alone or had:
-            is_alone = stream.is_alone or stream.was_alone
-            stream.losses.add(self._now, is_alone=is_alone)
+        # Alone at a replica of stage 0; others may send steps to the lost one, too.
+        sources = {s.source_at(replica) for s in alone}
+        others = [
+            s for s in had if s.losses.has_begun and s.source_at(replica) not in sources
+        ]
+        is_shared = len(sources) > 1 or bool(others)
+        for stream in alone:
+            stream.losses.add(self._now, is_alone=not is_shared, is_shared=is_shared)
+        counted = [*alone, *others] if alone else had
+        for stream in counted[len(alone) :]:
+            stream.losses.add(self._now, is_alone=False)
+        for stream in counted:
             stream.left, stream.was_alone = (), False
-        moved = [s for s in alone or had if replica not in s.chain]
+        moved = [s for s in counted if replica not in s.chain]
         return [s for s in moved if s.losses.is_suspect and not s.has_ended]
 
     # Messages.
@@ -348,7 +357,7 @@ class StreamRouter:
         self.counts["replayed"] += not stream.via
         self._log(f"{stream.name} again: {why}")
         if stream.losses.is_poison:
-            isolated = stream.losses.isolated
+            isolated = stream.losses.isolated + stream.losses.shared
             poisoned = refusals.poisoned(stream.number, stream.model, isolated)
             self._end(stream, poisoned)
             return
@@ -425,6 +434,8 @@ class StreamRouter:
             if route is not None and route.on_demand:
                 self._actions.append(act.RequestReplicas(stream.model))
             return False
+        if stream.losses.is_suspect and self._has_suspect(chain.replicas):
+            return True  # it waits for the other, so that the cause of a loss is known
         gone = [name for name in stream.kept if name not in chain.replicas]
         is_kept = len(gone) < len(stream.kept)
         self._end_at(gone, self._key(stream, stream.kept_attempt))
@@ -432,6 +443,10 @@ class StreamRouter:
         stream.kept = ()
         self._begin(stream, chain, stream.kept_attempt if is_kept else -1)
         return True
+
+    def _has_suspect(self, replicas: Iterable[str]) -> bool:
+        there = (s for name in replicas for s in self._index.at(name))
+        return any(stream.losses.is_suspect for stream in there)
 
     def _begin(
         self, stream: Stream, chain: Chain, previous: int, prepared: int = -1
@@ -488,7 +503,7 @@ class StreamRouter:
                 continue
             late = stream.late(self._now, resumed_at)
             if late:
-                self._end(stream, errors.DeadlineExceededError(late))
+                self._end(stream, self._too_late(stream, late))
             else:
                 self._timers.watch(stream, resumed_at)
         self.view.set_silent(silent)  # all, before any stream is placed again
@@ -504,6 +519,12 @@ class StreamRouter:
             self._begin(stream, chain, previous=-1)
         self._moves.tick(silent, self._now)
         self._place_waiting()
+
+    def _too_late(self, stream: Stream, late: str) -> errors.ServeError:
+        missing = self.view.missing(stream.model, stream.version)
+        if missing and not (stream.chain or stream.via):
+            return refusals.without_replica(stream.model, missing[0])
+        return errors.DeadlineExceededError(late)
 
     def _log(self, text: str) -> None:
         self._actions.append(act.Log(text))

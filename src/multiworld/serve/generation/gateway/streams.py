@@ -13,6 +13,7 @@ from contextlib import aclosing, asynccontextmanager
 
 from multiworld.errors import ServeError, UnknownModelError
 from multiworld.liveness.pause_detector import PauseDetector
+from multiworld.serve.core.waiting_tenants import WaitingTenants
 from multiworld.serve.generation.gateway import actions, events
 from multiworld.serve.generation.gateway.chain_selection import (
     PREFIX_BLOCK,
@@ -31,6 +32,25 @@ from multiworld.serve.transport.routing_table import RoutingTable
 logger = logging.getLogger("multiworld.serve")
 
 TICK_S = 0.05  # seconds between checks of deadlines and silent replicas, while needed
+
+
+class Places:
+    """Places of a request in the queue, until its streams are there."""
+
+    def __init__(self, waiting: WaitingTenants, share: Share, count: int) -> None:
+        self._waiting, self._share, self._left = waiting, share, count
+        for _ in range(count):
+            waiting.add(share)
+
+    def take(self) -> None:
+        """Give up one place, for a stream that is opened at once."""
+        if self._left:
+            self._left -= 1
+            self._waiting.remove(self._share.tenant)
+
+    def __del__(self) -> None:  # the client left before its streams were opened
+        while self._left:
+            self.take()
 
 
 class Streams:
@@ -140,6 +160,11 @@ class Streams:
 
     def check_room(self, model: str, share: Share, count: int = 1) -> None:
         self.router.check_room(model, share, count)
+
+    def reserve(self, model: str, share: Share, count: int) -> Places:
+        """Return places for streams to open; OverloadedError if there is no room."""
+        self.check_room(model, share, count)
+        return Places(self.router.waiting_for_tokens(model), share, count)
 
     def quarantine(self, tenant: str, model: str) -> None:
         """End a tenant's streams without a token that wait for a chain, of any kind."""

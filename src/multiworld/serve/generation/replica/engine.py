@@ -77,7 +77,9 @@ class Engine:
         """Forget a sequence before the next step."""
         self._open.pop(stream, None)
         self._restore.pop(stream, None)
-        self._structures.pop(stream, None)
+        structure = self._structures.pop(stream, None)
+        if structure is not None:
+            structure.made.cancel()  # so that others need not wait until it is compiled
         self._free.append(stream)
 
     def drop(self, stream: StreamId) -> None:

@@ -367,7 +367,11 @@ class GenerationWorker:
         self.counts["refilled"] += sum(part.count for part in parts)
         self._deliver(found.tokens)
         self.recovery.sampled.update(
-            {t.key: None if t.finish else t.token for t in found.tokens}
+            {
+                t.key: None if t.finish else t.token
+                for t in found.tokens
+                if self.recovery.table.get(t.key)  # it may have ended meanwhile
+            }
         )
         outputs = found.rows()
         counts = {key: len(made) for key, made in outputs.items()}

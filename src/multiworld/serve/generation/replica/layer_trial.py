@@ -5,7 +5,7 @@ suffices."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,19 +25,7 @@ STEPS: tuple[tuple[tuple[Part, ...], ...], ...] = (
 COUNT = 64  # rows of each sequence
 
 
-class TriedStage(Protocol):
-    """A stage that can generate examples of its rows."""
-
-    def example(self, count: int, seed: int) -> Tensor:
-        """Return random rows as the previous stage sends them; see ``DecoderStage``."""
-
-    def __call__(
-        self, rows: Tensor, positions: Tensor, attention: object, wanted: Tensor
-    ) -> Tensor:
-        """Compute the stage; see ``decoder_stage.DecoderStage.forward``."""
-
-
-def check_layers(stage: TriedStage, cache: Callable[[], KvCache]) -> None:
+def check_layers(stage: Any, cache: Callable[[], KvCache]) -> None:
     """Raise ModelFailedError unless rows are bit-identical in all ``STEPS``."""
     given = [stage.example(COUNT, seed) for seed in (0, 1)]
     with torch.inference_mode():
@@ -52,7 +40,7 @@ def check_layers(stage: TriedStage, cache: Callable[[], KvCache]) -> None:
 
 
 def _computed(
-    stage: TriedStage,
+    stage: Any,
     cache: KvCache,
     given: Sequence[Tensor],
     steps: Sequence[Sequence[Part]],

@@ -32,11 +32,14 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, threshold
+
+if TYPE_CHECKING:  # names and meanings are vLLM's
+    from multiworld.serve.transport.generation_messages import Sampling as Parameters
 
 BLOCK = 128  # words of the vocabulary in a block
 FEW = 64  # likeliest words that ``top_k`` and ``top_p`` consider first
@@ -49,37 +52,6 @@ GREEDY_BELOW = 1e-5  # temperatures below it are 0, as in vLLM
 _BITS = torch.where(
     torch.arange(256)[:, None] >> torch.arange(8) & 1 == 1, 0.0, -math.inf
 )
-
-
-class Parameters(Protocol):
-    """Sampling parameters; names and meanings are vLLM's."""
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def min_p(self) -> float: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def choice(self) -> int: ...
-    @property
-    def presence_penalty(self) -> float: ...
-    @property
-    def frequency_penalty(self) -> float: ...
-    @property
-    def repetition_penalty(self) -> float: ...
-    @property
-    def logit_bias(self) -> Mapping[int, float]: ...
-    @property
-    def min_tokens(self) -> int: ...
-    @property
-    def max_tokens(self) -> int: ...
-    @property
-    def logprobs(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)

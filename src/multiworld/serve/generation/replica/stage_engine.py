@@ -156,7 +156,7 @@ def engine_of(
     # Until the first step, use the granule of the largest piece.
     make = functools.partial(KvCache, attention=InvariantAttention, granule=PIECE)
     if is_module and hasattr(function, "example"):
-        check_layers(function, make)  # type: ignore[arg-type]  # it is a TriedStage
+        check_layers(function, make)
     return StageEngine(function, is_last, model, make())
 
 

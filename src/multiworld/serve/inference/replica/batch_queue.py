@@ -43,6 +43,7 @@ class BatchQueue:
     def __init__(self, max_batch_size: int, max_wait_s: float) -> None:
         self._max_rows, self._max_wait_s = max_batch_size, max_wait_s
         self._waiting: OrderedDict[Key, Work] = OrderedDict()
+        self._probes: dict[Key, None] = {}  # that wait
         self._fair: FairQueue[Key] = FairQueue()
         self._numbers = itertools.count()
 
@@ -53,15 +54,18 @@ class BatchQueue:
         """Queue ``work``; replace work with the same key."""
         self._waiting.pop(work.key, None)
         self._waiting[work.key] = work
+        if work.via is not None:
+            self._probes[work.key] = None
         self._fair.put(work.key, work.share, work.rows, next(self._numbers))
 
     @property
     def probes(self) -> int:
         """Number of waiting probes, which no client sent."""
-        return sum(work.via is not None for work in self._waiting.values())
+        return len(self._probes)
 
     def cancel(self, key: Key) -> Work | None:
         self._fair.drop(key)
+        self._probes.pop(key, None)
         return self._waiting.pop(key, None)
 
     def _cancel_all(self, keys: list[Key]) -> list[Work]:
@@ -84,11 +88,9 @@ class BatchQueue:
         return oldest.arrived_at + (0.0 if oldest.is_isolated else self._max_wait_s)
 
     def take_probe(self) -> list[Work]:
-        for work in self._waiting.values():
-            if work.via is not None:
-                self.cancel(work.key)
-                return [work]
-        return []
+        first = next(iter(self._probes), None)
+        work = self.cancel(first) if first is not None else None
+        return [work] if work is not None else []
 
     def take(self, now: float) -> list[Work]:
         """Remove and return the next batch; empty if none is due."""
@@ -101,6 +103,7 @@ class BatchQueue:
             return []
         for work in batch:
             self._fair.take(work.key)
+            self._probes.pop(work.key, None)
             del self._waiting[work.key]
         return batch
 
@@ -108,6 +111,9 @@ class BatchQueue:
         waiting: Iterator[Work] = iter(self._waiting.values())
         if self._fair.is_shared:
             waiting = (self._waiting[key] for key in self._fair.order())
+        # Probes skip the queue: work may wait for the replica that one makes ready.
+        probes = [self._waiting[key] for key in self._probes]
+        waiting = itertools.chain(probes, (w for w in waiting if w.via is None))
         oldest = next(waiting)
         if oldest.is_isolated:
             return [oldest]

@@ -125,9 +125,6 @@ class Worker:
         for outbox in {*outboxes, *self._downstream.values()}:
             await outbox.wait_sent()
 
-    def loaded(self, device: str) -> messages.StageLoaded:
-        return messages.StageLoaded()
-
     def report(self) -> messages.WorkerReport:
         """Return the replica's state; the process adds its CPU time and memory."""
         now = self._clock()

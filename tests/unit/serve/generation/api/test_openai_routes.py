@@ -18,7 +18,11 @@ import pytest
 from multiworld.errors import OverloadedError, RequestPoisonedError, ServeError
 from multiworld.serve.gateway import request_body
 from multiworld.serve.gateway.http_responses import event_of
-from multiworld.serve.generation.api import completion_answers, openai_routes
+from multiworld.serve.generation.api import (
+    completion_answers,
+    openai_routes,
+    preparation,
+)
 from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec, StageSpec
@@ -610,6 +614,53 @@ async def test_slow_stream_is_kept_alive_by_comments(
     assert all(event.startswith("data: ") for event in events[:-1] if event[:1] != ":")
 
 
+async def test_stream_is_kept_alive_while_a_call_is_held_back(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens come, and nothing of them can be shown before the call is whole."""
+    monkeypatch.setattr(completion_answers, "KEEP_ALIVE_S", 0.02)
+    played = Played(tokenizer)
+    played.streams.text = list(tokenizer.encode(CALL, has_special=False))
+    played.streams.wait_s = 0.005
+    body = {"messages": PROMPT, "tools": TOOLS, "stream": True}
+    _, events = await played.post(CHAT, body)
+    shown = [event[:1] == ":" for event in events]
+    assert sum(shown) >= 3
+    assert not shown[-1]
+
+
+async def test_places_of_text_are_those_of_what_is_shown(tokenizer: Tokenizer) -> None:
+    """A letter may take several tokens, and belongs to the last of them."""
+    played = Played(tokenizer)
+    played.streams.text = list(tokenizer.encode("aé€b", has_special=False))
+    body = {"prompt": "hi", "logprobs": 0}
+    _, answer = await played.post("/v1/completions", body)
+    (choice,) = answer["choices"]
+    offsets = choice["logprobs"]["text_offset"]
+    assert offsets == [0, 1, 1, 2, 2, 2, 3]
+    assert choice["text"][offsets[-1]] == "b"
+    found = await played.choices("/v1/completions", body)
+    streamed = [
+        at for c in found if c["logprobs"] for at in c["logprobs"]["text_offset"]
+    ]
+    assert streamed == offsets
+
+
+async def test_probabilities_of_a_whole_answer_are_bounded(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway keeps them until the answer is whole; a stream has no limit."""
+    monkeypatch.setattr(preparation, "MAX_LOGPROBS", 100)
+    played = Played(tokenizer)
+    played.streams.text = [7]
+    asked = {"messages": PROMPT, "logprobs": True, "top_logprobs": 9, "n": 2}
+    status, answer = await played.post(CHAT, {**asked, "max_tokens": 6})
+    assert (status, answer["error"]["param"]) == (400, "logprobs")
+    assert (await played.post(CHAT, {**asked, "max_tokens": 5}))[0] == 200
+    body = {**asked, "max_tokens": 6, "stream": True}
+    assert (await played.post(CHAT, body))[0] == 200
+
+
 # Requests.
 
 
@@ -640,6 +691,14 @@ async def test_slow_stream_is_kept_alive_by_comments(
         ({"messages": PROMPT, "verbosity": "low"}, "verbosity"),
         ({"messages": PROMPT, "best_of": 2}, "best_of"),
         ({"messages": PROMPT, "use_beam_search": True}, "use_beam_search"),
+        ({"messages": PROMPT, "include_reasoning": False}, "include_reasoning"),
+        ({"messages": PROMPT, "length_penalty": 0}, "length_penalty"),
+        ({"messages": PROMPT, "echo": True}, "echo"),
+        ({"messages": PROMPT, "add_special_tokens": True}, "add_special_tokens"),
+        (
+            {"messages": PROMPT, "spaces_between_special_tokens": False},
+            "spaces_between_special_tokens",
+        ),
         ({"messages": PROMPT, "prompt_cache_key": "x" * 257}, "prompt_cache_key"),
     ],
 )

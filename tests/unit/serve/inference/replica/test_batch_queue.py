@@ -129,3 +129,15 @@ def test_everything_runs_once_within_the_limits(
         assert len(batch) == 1 or not any(w.is_isolated for w in batch)
         seen += numbers(batch)
     assert sorted(seen) == list(range(len(wishes)))
+
+
+def test_batch_begins_with_the_probes_that_wait() -> None:
+    """What waits may need the replica that a probe makes ready."""
+    batcher = BatchQueue(2, 0.0)
+    for number in range(3):
+        batcher.add(work(number))
+    batcher.add(work(7, via={"1": "x"}))
+    assert batcher.probes == 1
+    assert numbers(batcher.take(0.0)) == [7, 0]
+    assert batcher.probes == 0
+    assert numbers(batcher.take(0.0)) == [1, 2]
