@@ -26,6 +26,7 @@ from multiworld.serve.spec.stage import Generation
 logger = logging.getLogger("multiworld.serve")
 
 MAX_CHARACTERS = 64 * 1024  # of a schema or a grammar
+MAX_TOOLS = 512 * 1024  # of the schemas of all tools, in characters
 # Maximum least common multiple of all ``multipleOf`` of a schema, ignoring decimal
 # points. llguidance builds an automaton with that many states: 10^6 take 6 s, 10^7
 # three minutes, whatever its limits.
@@ -150,8 +151,8 @@ def _forms_of(tools: Sequence[tuple[str, Any]], key: str) -> str:
 
     Each schema stands alone: its references (``#/$defs/…``) count from its root.
     """
-    # The limits of one schema are those of all together: one grammar has them all.
-    _check_costs([parameters for _, parameters in tools], "tools")
+    # Together, too: one grammar has all of them.
+    _check_costs([parameters for _, parameters in tools], "tools", MAX_TOOLS)
     for _, parameters in tools:
         grammar_of_schema(parameters, "tools")
     return "\n    | ".join(
@@ -221,16 +222,16 @@ def _short(why: object) -> str:
     return text if len(text) <= MAX_ERROR else text[:MAX_ERROR] + " …"
 
 
-def _check_costs(schema: Any, param: str) -> None:
-    _check_length(json.dumps(schema), param)
+def _check_costs(schema: Any, param: str, limit: int = MAX_CHARACTERS) -> None:
+    _check_length(json.dumps(schema), param, limit)
     if not _are_few_multiples(schema):
         rule = f"has multipleOf whose least common multiple is beyond {MAX_MULTIPLES}"
         raise _invalid(rule, param)
 
 
-def _check_length(text: str, param: str) -> None:
-    if len(text) > MAX_CHARACTERS:
-        raise _invalid(f"is longer than {MAX_CHARACTERS} characters", param)
+def _check_length(text: str, param: str, limit: int = MAX_CHARACTERS) -> None:
+    if len(text) > limit:
+        raise _invalid(f"is longer than {limit} characters", param)
 
 
 def _invalid(rule: str, param: str) -> InvalidRequestError:
