@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,10 @@ def test_spec_in_a_manifest_is_one(path: Path) -> None:
     (config,) = [d for d in found if d["kind"] == "ConfigMap"]
     app = parse_spec(config["data"]["app.yaml"], str(path))
     assert (app.launcher, app.host) == ("ray", "auto")
-    (service,) = [d for d in found if d["kind"] == "Service"]
-    ports = {port["targetPort"] for port in service["spec"]["ports"]}
+    services = [d["spec"] for d in found if d["kind"] == "Service"]
+    ports = {port["targetPort"] for each in services for port in each["ports"]}
     assert app.gateway.port in ports
+    assert app.gateway.authentication == "keys"
     text = path.read_text()
     assert f"name: {config['metadata']['name']}}}" in text
     for model in app.models.values():
@@ -99,6 +101,19 @@ def test_spec_in_a_manifest_is_one(path: Path) -> None:
             for node in stage.nodes:
                 role = node.removesuffix("-*")
                 assert any(d["metadata"]["name"] == role for d in found), node
+
+
+def test_workers_reach_the_head_before_it_is_ready() -> None:
+    """It is ready once they have joined."""
+    path = ROOT / "examples" / "kubernetes" / "leaderworkerset.yaml"
+    (name,) = {*re.findall("--address=(.*?):6379", path.read_text())}
+    (service,) = [
+        d
+        for d in documents(path)
+        if d["kind"] == "Service" and d["metadata"]["name"] == name
+    ]
+    assert service["spec"]["publishNotReadyAddresses"]
+    assert [port["targetPort"] for port in service["spec"]["ports"]] == [6379]
 
 
 def test_policy_of_every_role_is_none() -> None:
