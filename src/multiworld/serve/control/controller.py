@@ -45,7 +45,7 @@ from multiworld.serve.fleet.state import DesiredState, Process, ProcessPhase
 from multiworld.serve.launchers.base import Launcher, RunningProcess
 from multiworld.serve.models.factory import import_factory
 from multiworld.serve.placement.manager import PlacementManager
-from multiworld.serve.placement.replica_bookings import Specs
+from multiworld.serve.placement.replica_bookings import Specs, asks_of
 from multiworld.serve.resources.amounts import Location, Need, needs_of
 from multiworld.serve.resources.assignment import assign
 from multiworld.serve.scaling.autoscaler import Autoscaler
@@ -145,6 +145,7 @@ class Controller:
             app = AppSpec.model_validate_json(self.app.model_dump_json())
             check_update(old.app, app, old.specs)
         self._is_started = True
+        self.fleet.starts_at_once = starts_at_once(self._launcher.nodes())
         self._launcher.settle()
         if old is None:
             desired = desired_state_of(self.app)
@@ -199,19 +200,19 @@ class Controller:
         """
         if self.app.launcher != "ray":
             return
-        self._versions.add(self.app)
-        desired, limit = desired_state_of(self.app), self._clock() + self.app.ready_s
-        has_said = False
+        limit, said = self._clock() + self.app.ready_s, ""
         while True:
+            specs = {name: {m.version: m} for name, m in self.app.models.items()}
+            asks = asks_of(desired_state_of(self.app), specs)
             try:
-                self.placement.admit(desired)
+                self.placement.bookings.admit(asks)
                 return
             except PlacementError as error:
                 if self._clock() >= limit:
                     raise
-                if not has_said:
-                    self.history.say("launcher", f"waiting for machines: {error}")
-                has_said = True
+                if said != str(error):
+                    said = str(error)
+                    self.history.say("unplaced", f"waiting for machines: {error}")
             await asyncio.sleep(TICK_S)
 
     async def decide_dtypes(self) -> None:

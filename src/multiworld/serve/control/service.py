@@ -201,13 +201,9 @@ async def _control(
         minding = loop.create_task(_mind_store(controller, folder, env, security))
         try:
             await _serves(admin, serving)
-            if old is None:
-                await controller.await_machines()
-            await controller.decide_dtypes()
-            if old is None:
-                await controller.plan_first()
-            controller.start(old)
-            await _until_ended(controller, ended, on_up)
+            if await _is_prepared(controller, old, ended):
+                controller.start(old)
+                await _until_ended(controller, ended, on_up)
             await controller.shutdown()
         finally:
             admin.end()
@@ -252,6 +248,31 @@ async def _mind_store(
             continue
         if store != controller.store:
             controller.store_restarted(store)
+
+
+async def _is_prepared(
+    controller: Controller, old: Record | None, ended: asyncio.Event
+) -> bool:
+    """Wait until the service can start; return False if it is ended before."""
+
+    async def prepare() -> None:
+        if old is None:
+            await controller.await_machines()
+        await controller.decide_dtypes()
+        if old is None:
+            await controller.await_machines()  # a wider dtype takes more memory
+            await controller.plan_first()
+
+    loop = asyncio.get_running_loop()
+    made, end = loop.create_task(prepare()), loop.create_task(ended.wait())
+    try:
+        await asyncio.wait({made, end}, return_when=asyncio.FIRST_COMPLETED)
+        if made.done():
+            made.result()
+        return made.done()
+    finally:
+        made.cancel()
+        end.cancel()
 
 
 async def _until_ended(

@@ -184,8 +184,10 @@ class Reconciler:
             process.since = now
             self.start_s[_key_of(process)] = took_s
             self._update_goes_on(process, now)
-            text = f"{name} is ready, {took_s:.2f} s after its launch"
-            yield LogEvent("ready", text + _by_phase(process, now - took_s, now), name)
+            waited_s = process.waited_s
+            text = f"{name} is ready, {took_s + waited_s:.2f} s after its launch"
+            launched_at = now - took_s - waited_s
+            yield LogEvent("ready", text + _by_phase(process, launched_at, now), name)
 
     def _update_goes_on(self, process: Process, now: float) -> None:
         """Restart the deadline of a model's update, for its next replica."""
@@ -267,6 +269,7 @@ class Reconciler:
         for process in self.processes.values():
             if process.waited_at is not None:
                 process.since += now - process.waited_at
+                process.waited_s += now - process.waited_at
             is_waiting = (
                 process.phase is ProcessPhase.LOADED
                 and not process.is_gateway
@@ -585,7 +588,9 @@ def _by_phase(process: Process, launched_at: float, now: float) -> str:
     loaded_at = process.entered.get(ProcessPhase.LOADED)
     if joined_at is None or loaded_at is None:
         return ""  # an earlier controller launched it
+    waited = f"{process.waited_s:.2f} to wait for others, " if process.waited_s else ""
     return (
         f" ({joined_at - launched_at:.2f} s to start, "
-        f"{loaded_at - joined_at:.2f} to load, {now - loaded_at:.2f} to be probed)"
+        f"{loaded_at - joined_at:.2f} to load, {waited}"
+        f"{now - loaded_at - process.waited_s:.2f} to be probed)"
     )

@@ -75,6 +75,7 @@ class Process:
     # Monotonic time of launch, readiness or start of draining, the last of them.
     since: float = 0.0
     waited_at: float | None = None  # it is loaded, but a stage beside it is not
+    waited_s: float = 0.0  # so long, which ``since`` does not count
     applied: int = 0  # number of the last routing table that it has applied
     # Number of the first routing table without this process as a target; senders that
     # have applied it send nothing more.

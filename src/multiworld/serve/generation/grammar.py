@@ -180,7 +180,8 @@ def _are_few_multiples(schema: Any) -> bool:
         elif isinstance(part, dict):
             left += part.values()
             given = part.get("multipleOf")
-            if isinstance(given, int | float) and given:
+            is_number = isinstance(given, int | float) and not isinstance(given, bool)
+            if is_number and given and math.isfinite(given):
                 each = Fraction(str(given))
                 factor = math.lcm(scale, each.denominator) // scale
                 scale, multiple = scale * factor, multiple * factor

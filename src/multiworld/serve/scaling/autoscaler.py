@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from multiworld.errors import PlacementError, ServeError, SpecError
@@ -79,10 +79,27 @@ class _Model:
         self._deciding = asyncio.ensure_future(
             in_thread(functools.partial(self._policy, snapshot))
         )
+        self._deciding.add_done_callback(_forget)
         done, _ = await asyncio.wait([self._deciding], timeout=POLICY_S)
         if not done:
             raise ServeError(f"no decision within {POLICY_S:g} s")
         return self._deciding.result()
+
+
+def _forget(deciding: asyncio.Future[Decision]) -> None:
+    """Read the error of a policy that failed when nobody waited any more."""
+    if not deciding.cancelled():
+        deciding.exception()
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A policy that decides about a model, and what it decides about."""
+
+    known: _Model
+    wanted: DesiredModel
+    snapshot: Snapshot
+    deciding: asyncio.Task[Decision]
 
 
 class Autoscaler:
@@ -147,14 +164,25 @@ class Autoscaler:
         for name in due:  # before the await, during which ``wake`` may make one due
             self._models[name].due_at = now + self._models[name].interval_s
         reports = await self._owner.reports(REPORT_S)
-        for name in sorted(due, key=lambda n: -self._models[n].spec.weight):
+        order = sorted(due, key=lambda n: -self._models[n].spec.weight)
+        asked = [a for name in order if (a := self._ask(name, reports)) is not None]
+        try:
+            await self._carry_out_all(asked)
+        finally:
+            for each in asked:
+                each.deciding.cancel()
+
+    async def _carry_out_all(self, asked: Sequence[_Asked]) -> None:
+        """Carry out decisions, those of the heaviest models first."""
+        for each in asked:
+            name = each.snapshot.model
             try:
-                await self._decide(name, reports)
+                self._decided(each, await each.deciding)
             except Exception as error:  # a user's policy must not stop other models
                 logger.exception("scaling of model %s failed", name)
                 text = f"the policy failed: {type(error).__name__}: {error}"
                 self._journal.set_reason("scaling", name, text)
-                self._models[name].due_at = self._clock() + START_S
+                each.known.due_at = self._clock() + START_S
 
     def _sync_models(self) -> None:
         specs = {
@@ -179,11 +207,11 @@ class Autoscaler:
                     self._unusable[name] = spec  # retrying the import may be slow
                     self._journal.set_reason("scaling", name, f"not scaled: {error}")
 
-    async def _decide(self, name: str, reports: Reports) -> None:
+    def _ask(self, name: str, reports: Reports) -> _Asked | None:
         known, now = self._models[name], self._clock()
         wanted = self._fleet.desired.models.get(name)
         if wanted is None or self._fleet.active.get(name) != wanted.version:
-            return  # do not scale during a rolling update
+            return None  # do not scale during a rolling update
         replicas = self._replicas(name, wanted.version)
         gateways = [p.name for p in self._fleet.processes.values() if p.is_gateway]
         known.window.note(now, gateways, replicas, reports)
@@ -200,7 +228,13 @@ class Autoscaler:
             text=limits.text_of(known.spec),
             memory=known.memory,
         )
-        decision = within(await known.decide(snapshot), snapshot.stages)
+        deciding = asyncio.ensure_future(known.decide(snapshot))
+        return _Asked(known, wanted, snapshot, deciding)
+
+    def _decided(self, asked: _Asked, decision: Decision) -> None:
+        known, wanted, snapshot = asked.known, asked.wanted, asked.snapshot
+        name = snapshot.model
+        decision = within(decision, snapshot.stages)
         is_same = self._fleet.desired.models.get(name) is wanted
         if not is_same or self._fleet.active.get(name) != wanted.version:
             return  # it was scaled, updated or removed meanwhile

@@ -34,7 +34,7 @@ def snapshot_from_json(data: dict[str, Any]) -> Snapshot:
     snapshot = _SNAPSHOT.validate_python(fields)
     if not isinstance(memory, dict):
         return snapshot
-    adapter: TypeAdapter[Any] = _MEMORY if snapshot.text is None else _TOKEN_MEMORY
+    adapter: TypeAdapter[Any] = _MEMORY if "costs" in memory else _TOKEN_MEMORY
     return Snapshot(
         **{
             **{name: getattr(snapshot, name) for name in snapshot.__slots__},

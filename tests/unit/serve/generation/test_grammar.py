@@ -162,6 +162,7 @@ def test_matcher_that_begins_elsewhere_allows_the_same(matchers: Matchers) -> No
         ({"allOf": [{"multipleOf": n} for n in (7, 11, 13, 17, 19)]}, "multipleOf"),
         ({"multipleOf": 0.01, "allOf": [{"multipleOf": 701}]}, "multipleOf"),
         ({"$schema": "http://127.0.0.1:9/x", "type": 5}, ".type"),
+        ({"type": "number", "multipleOf": True}, ".multipleOf"),
     ],
 )
 def test_schema_that_is_not_valid_is_refused_with_the_place(

@@ -92,6 +92,7 @@ async def generate(
                 adapter=adapter,
                 session=session,
                 request=request,
+                has_place=True,
             ) as tokens:
                 async for item in tokens:
                     await asyncio.sleep(0)  # let others run

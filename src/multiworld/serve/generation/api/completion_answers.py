@@ -12,6 +12,7 @@ from typing import Any
 
 from fastapi import Response
 
+from multiworld.errors import InvalidRequestError
 from multiworld.serve.gateway.http_responses import event_of, json_response
 from multiworld.serve.generation.api.choices import (
     Choice,
@@ -25,6 +26,7 @@ from multiworld.serve.generation.gateway.stream import TimeLimits
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.transport.generation_messages import TokenItem
 
+MAX_LOGPROBS = 500_000  # of the output, in one whole answer
 KEEP_ALIVE_S = 10.0  # seconds without a token after which a stream gets a comment
 
 
@@ -64,7 +66,16 @@ class Ready:
 async def whole(ready: Ready, pieces: AsyncGenerator[Piece]) -> Response:
     """Return the whole answer, once all choices have ended."""
     given = [[echo] for echo in ready.echoes]
+    per_token, scored = ready.wanted.sampling.logprobs, 0
     async for piece in pieces:
+        scored += 0 if per_token is None else 1 + per_token
+        if scored > MAX_LOGPROBS:
+            raise InvalidRequestError(
+                f"the answer has more than {MAX_LOGPROBS} probabilities; set "
+                "max_tokens, ask for fewer, or stream it",
+                param="logprobs",
+                code="invalid_value",
+            )
         given[piece.choice.index].append(piece.text)
     texts = ["".join(each) for each in given]
     if ready.wanted.sampling.logprobs is not None:  # rendering takes long

@@ -31,10 +31,8 @@ from multiworld.serve.generation.limits import longest_of
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.tenants.authenticator import AdmittedRequest
-from multiworld.serve.transport.generation_messages import Sampling
 
 MAX_SCORES = 200_000  # prompt logprobs in one answer; each takes about 50 bytes of it
-MAX_LOGPROBS = 500_000  # of the output, in one answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,19 +142,6 @@ def _check_scores(prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
         )
 
 
-def _check_logprobs(choices: int, sampling: Sampling, wanted: Wanted) -> None:
-    if sampling.logprobs is None or wanted.is_streamed:
-        return
-    count = choices * sampling.max_tokens * (1 + sampling.logprobs)
-    if count > MAX_LOGPROBS:
-        raise InvalidRequestError(
-            f"the answer could have {count} probabilities, and at most {MAX_LOGPROBS} "
-            "fit into one; set max_tokens, or stream it",
-            param="logprobs",
-            code="invalid_value",
-        )
-
-
 def _with_defaults(wanted: Wanted, generation: Generation) -> Wanted:
     """Use the model's own defaults for fields that the request does not give."""
     own = {k: v for k, v in generation.defaults.items() if k not in wanted.given}
@@ -251,7 +236,6 @@ async def _ready(
     )
     admitted.rows += len(choices)
     _check_scores(prompts, wanted)
-    _check_logprobs(len(choices), sampling, wanted)
     echoes = [""] * len(prompts)
     if wanted.echo:
         echoes = [await asyncio.to_thread(tokenizer.decode, one) for one in prompts]

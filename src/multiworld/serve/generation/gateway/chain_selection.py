@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from multiworld.serve.core.replica_view import ReplicaView
@@ -107,8 +107,9 @@ class ChainSelection:
     def release(self, replicas: Iterable[str]) -> None:
         self.load.subtract(replicas)
 
-    def choose(self, stream: Stream) -> Chain | None:
+    def choose(self, stream: Stream, avoided: Collection[str] = ()) -> Chain | None:
         """Return a chain for a waiting stream; None if a stage has no replica."""
+        # ``avoided``: replicas that are chosen only where there are no others.
         # Replicas that keep an earlier attempt are reused; others are the least loaded.
         route = self.view.table.routes.get(stream.model)
         if route is None:
@@ -117,7 +118,10 @@ class ChainSelection:
         if not stream.via and route.version != stream.version:
             versions.append(route.version)  # the version that it began with may be gone
         for version in versions:
-            found = self._complete(stream, version, stream.kept)
+            found = None
+            if avoided:
+                found = self._complete(stream, version, stream.kept, without=avoided)
+            found = found or self._complete(stream, version, stream.kept)
             if found is not None:
                 return found
         return None
@@ -151,7 +155,7 @@ class ChainSelection:
         """Return a usable chain that replaces one replica of a stream's chain."""
         kept = tuple("" if name == replica else name for name in chain.replicas)
         return self._complete(
-            stream, chain.version, kept, is_ready=True, without=replica
+            stream, chain.version, kept, is_ready=True, without=(replica,)
         )
 
     def uneven(self, now: float) -> Iterator[Uneven]:
@@ -192,7 +196,7 @@ class ChainSelection:
         kept: Sequence[str],  # empty names are chosen
         *,
         is_ready: bool = False,  # all of it must be usable now
-        without: str = "",
+        without: Collection[str] = (),
     ) -> Chain | None:
         """Return a chain that keeps the replicas ``kept`` (by stage) where possible."""
         route = self.view.table.routes.get(stream.model)
@@ -241,7 +245,7 @@ class ChainSelection:
         version: str,
         stage: int,
         first: Sequence[str],
-        without: str,
+        without: Collection[str],
     ) -> str | None:
         found = self._candidates(stream, version, stage)
         known = self._prefix_routes.matches(stream.prefixes, stage)
@@ -251,7 +255,7 @@ class ChainSelection:
         same = stream.fingerprints.get(stage)
         if same is None and len(found) > COMPARED:
             found = self._some(found, [*known, home])
-        usable = [r for r in found if r.name != without]
+        usable = [r for r in found if r.name not in without]
         usable = [r for r in usable if same in (None, r.fingerprint)] or usable
 
         def cost(replica: Replica) -> tuple[float, float]:

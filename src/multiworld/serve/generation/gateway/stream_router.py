@@ -66,6 +66,8 @@ class StreamRouter:
             WaitingTenants
         )
         self._owed: dict[str, deque[Key]] = {}
+        self._suspects: set[int] = set()  # that are computed, and perhaps others
+        self._has_room_for_suspects = False  # one of them has ended, or is none now
         self._chains = ChainSelection(self.view, chance)
         self._moves = Moves(
             name,
@@ -99,6 +101,9 @@ class StreamRouter:
                 self._ticked(silent, resumed_at)
             case events.TenantQuarantined(tenant, model):
                 self._quarantine(tenant, model)
+        if self._has_room_for_suspects:
+            self._has_room_for_suspects = False
+            self._place_waiting()
         actions, self._actions = self._actions, []
         return act.merged(actions) if len(actions) > MANY else actions
 
@@ -161,6 +166,7 @@ class StreamRouter:
             return
         self._leave_chain(stream)
         self._waiting.remove(stream)
+        self._has_room_for_suspects |= stream.losses.is_suspect
         if stream.first_at is None:
             self._without_token[stream.model].remove(stream.share.tenant)
         stream.become(Phase.ENDED)
@@ -292,6 +298,7 @@ class StreamRouter:
             self._retry(stream, f"token {item.index} came in place of {stream.made}")
             return
         stream.tokens.append(item.token)
+        self._has_room_for_suspects |= stream.losses.is_suspect
         stream.losses.clear()
         stream.left, stream.was_alone = (), False
         stream.returns, stream.is_alone = 0, False
@@ -424,7 +431,8 @@ class StreamRouter:
 
     def _place(self, stream: Stream) -> bool:
         """Begin an attempt at a chain; return False if a stage has no replica."""
-        chain = self._chains.choose(stream)
+        avoided = self._suspected() if stream.losses.is_suspect else set()
+        chain = self._chains.choose(stream, avoided)
         if chain is None:
             route = self.view.table.routes.get(stream.model)
             if route is None and not stream.via:
@@ -434,7 +442,7 @@ class StreamRouter:
             if route is not None and route.on_demand:
                 self._actions.append(act.RequestReplicas(stream.model))
             return False
-        if stream.losses.is_suspect and self._has_suspect(chain.replicas):
+        if avoided.intersection(chain.replicas):
             return True  # it waits for the other, so that the cause of a loss is known
         gone = [name for name in stream.kept if name not in chain.replicas]
         is_kept = len(gone) < len(stream.kept)
@@ -444,9 +452,12 @@ class StreamRouter:
         self._begin(stream, chain, stream.kept_attempt if is_kept else -1)
         return True
 
-    def _has_suspect(self, replicas: Iterable[str]) -> bool:
-        there = (s for name in replicas for s in self._index.at(name))
-        return any(stream.losses.is_suspect for stream in there)
+    def _suspected(self) -> set[str]:
+        """Return the replicas that compute a suspect."""
+        known = filter(None, map(self.streams.get, self._suspects))
+        placed = [stream for stream in known if stream.losses.is_suspect]
+        self._suspects = {stream.number for stream in placed}
+        return {name for stream in placed for name in stream.chain}
 
     def _begin(
         self, stream: Stream, chain: Chain, previous: int, prepared: int = -1
@@ -474,6 +485,8 @@ class StreamRouter:
             adapter=stream.adapter,
         )
         self._note_fingerprints(stream)
+        if stream.losses.is_suspect:
+            self._suspects.add(stream.number)
         self._chains.enter(stream)
         self._index.enter(stream)
         for replica in stream.chain:

@@ -92,10 +92,12 @@ class Streams:
         request: str = "",  # id, for logs
         via: dict[int, str] | None = None,  # of a probe: replicas by stage
         version: str | None = None,  # of a probe; None: the active one
+        has_place: bool = False,  # it was reserved
     ) -> AsyncIterator[AsyncIterator[TokenItem]]:
         """Generate tokens; the stream ends with the block; replicas are notified."""
         if via is None:
-            self.check_room(model, share)
+            if not has_place:
+                self.check_room(model, share)
             self.asked_at = self._clock()
         route = self.router.route(model)
         now = self._clock()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -313,7 +314,8 @@ class StageEngine:
 
 def _log(error: Exception) -> None:
     """Log the failure of a sequence, unless its client caused it or it is expected."""
+    # Cancelled: the structure of a sequence that ended before it was compiled.
     if isinstance(error, InvalidRequestError):
         logger.info("refused a sequence: %s", error)
-    elif not isinstance(error, MissingTokensError):
+    elif not isinstance(error, MissingTokensError | CancelledError):
         logger.error("a sequence failed in this stage", exc_info=error)

@@ -21,7 +21,6 @@ from multiworld.serve.gateway.http_responses import event_of
 from multiworld.serve.generation.api import (
     completion_answers,
     openai_routes,
-    preparation,
 )
 from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.generation.tokenizer import Tokenizer
@@ -650,15 +649,15 @@ async def test_probabilities_of_a_whole_answer_are_bounded(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gateway keeps them until the answer is whole; a stream has no limit."""
-    monkeypatch.setattr(preparation, "MAX_LOGPROBS", 100)
+    monkeypatch.setattr(completion_answers, "MAX_LOGPROBS", 100)
     played = Played(tokenizer)
-    played.streams.text = [7]
+    played.streams.text = [7] * 6
     asked = {"messages": PROMPT, "logprobs": True, "top_logprobs": 9, "n": 2}
-    status, answer = await played.post(CHAT, {**asked, "max_tokens": 6})
+    status, answer = await played.post(CHAT, asked)
     assert (status, answer["error"]["param"]) == (400, "logprobs")
-    assert (await played.post(CHAT, {**asked, "max_tokens": 5}))[0] == 200
-    body = {**asked, "max_tokens": 6, "stream": True}
-    assert (await played.post(CHAT, body))[0] == 200
+    assert (await played.post(CHAT, {**asked, "stream": True}))[0] == 200
+    played.streams.text = [7] * 5
+    assert (await played.post(CHAT, asked))[0] == 200
 
 
 # Requests.
