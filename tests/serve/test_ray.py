@@ -137,6 +137,39 @@ async def test_node_that_is_removed_costs_no_request(
 
 
 @pytest.mark.heavy
+async def test_service_waits_for_machines_that_join_later(
+    cluster: RayNodes, tmp_path: Path
+) -> None:
+    """As on Kubernetes, where the head starts first; it can be ended meanwhile."""
+    stages = [{"name": "only", "nodes": ["late"]}]
+    ray = {"address": cluster.address}
+    spec = spec_with(m_stages=stages, launcher="ray", ray=ray, host="auto")
+    spec["app"] = "later"
+    late = Served(tmp_path, spec)
+    log = tmp_path / "serve.log"
+
+    async def waits() -> asyncio.Task[None]:
+        starting = asyncio.create_task(asyncio.to_thread(late.start))
+        async with asyncio.timeout(WAIT_S):
+            while not log.exists() or "waiting for machines" not in log.read_text():
+                await asyncio.sleep(0.1)
+        return starting
+
+    starting = await waits()
+    late.command("shutdown")
+    with pytest.raises(AssertionError):  # it ended, and was never ready
+        await starting
+    log.unlink()
+    starting = await waits()
+    cluster.add("late")  # Ray can start a node in the main thread only
+    try:
+        await starting
+        assert list(where(late).values()) == ["late"]
+    finally:
+        late.end()
+
+
+@pytest.mark.heavy
 async def test_node_that_freezes_costs_no_request(
     service: Served, cluster: RayNodes
 ) -> None:
