@@ -148,10 +148,13 @@ async def test_service_waits_for_machines_that_join_later(
     late = Served(tmp_path, spec)
     log = tmp_path / "serve.log"
 
+    def has_said() -> bool:
+        return log.exists() and "waiting for machines" in log.read_text()
+
     async def waits() -> asyncio.Task[None]:
         starting = asyncio.create_task(asyncio.to_thread(late.start))
         async with asyncio.timeout(WAIT_S):
-            while not log.exists() or "waiting for machines" not in log.read_text():
+            while not has_said():  # noqa: ASYNC110 - another process says it
                 await asyncio.sleep(0.1)
         return starting
 
