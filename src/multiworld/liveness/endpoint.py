@@ -27,6 +27,10 @@ logger = logging.getLogger("multiworld.watchdog")
 BACKLOG = 1024  # maximum number of connections in a listening socket's queue
 CROWDED_S = (0.05, 0.2, 0.5)  # seconds before attempts to reach an overloaded listener
 
+# Seconds of one attempt to connect. During an outage the kernel pauses for up to a
+# minute before it tries again; a new attempt is answered once the network is back.
+CONNECT_S, CONNECTS = 3.0, 40
+
 # Connections in their handshake; a forked child must close them too.
 _dialing: set[socket.socket] = set()
 
@@ -71,17 +75,23 @@ async def reach(address: Address, hello: ManagerHello, security: Security) -> St
 
 
 async def _connect(address: Address) -> socket.socket:
-    loop = asyncio.get_running_loop()
-    target: Any
     if address.is_on(this_host()):
-        target = "\0" + address.unix
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    else:
-        family, target = await resolve(address.host, address.port)
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        return await _connected(socket.AF_UNIX, "\0" + address.unix)
+    family, target = await resolve(address.host, address.port)
+    for _ in range(CONNECTS):
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                return await _connected(family, target)
+        except TimeoutError:
+            pass
+    raise TimeoutError(f"no connection within {CONNECTS * CONNECT_S:g} s")
+
+
+async def _connected(family: int, target: Any) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         tune(sock)
-        await loop.sock_connect(sock, target)
+        await asyncio.get_running_loop().sock_connect(sock, target)
     except BaseException:
         sock.close()
         raise

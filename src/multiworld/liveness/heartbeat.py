@@ -74,12 +74,14 @@ class Heartbeat:
         self, sock: socket.socket, out_key: bytes, in_key: bytes, mode: Mode
     ) -> int:
         """Exchange heartbeats on a socket; return the connection's number."""
-        if self._control is None:
+        is_new = self._control is None
+        if is_new:
             self._start(mode)
         number = next(self._numbers)
         # The caller closes its copy after ``remove``, and reads nothing from it.
         self._sockets[number] = sock, out_key, in_key
-        self._send_sockets(number)
+        for each in list(self._sockets) if is_new else [number]:
+            self._send_sockets(each)
         return number
 
     def add_datagrams(self, number: int, sock: socket.socket) -> None:

@@ -175,11 +175,25 @@ class LinkTable:
         """Wait for the other side to dial, and probe whether it is alive."""
         awaited = self._await_link(key)
         while True:
-            done, _ = await asyncio.wait((awaited,), timeout=PROBE_S)
-            if done:
+            await asyncio.wait((awaited,), timeout=PROBE_S)
+            if not awaited.done():
+                await self._probe(member, awaited)
+            if awaited.done():
                 awaited.result()
                 return
-            await self.reach(member.address, ProbeHello(to_uid=member.uid))
+
+    async def _probe(self, member: Member, awaited: asyncio.Future[None]) -> None:
+        """Raise if a member is not there; return at once if its link comes."""
+        reaching = self.reach(member.address, ProbeHello(to_uid=member.uid))
+        probe = asyncio.ensure_future(reaching)
+        probe.add_done_callback(_forget_error)
+        try:
+            both: set[asyncio.Future[Any]] = {awaited, probe}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not awaited.done():
+                probe.result()
+        finally:
+            probe.cancel()
 
     async def _dial(self, key: LinkKey, address: Address) -> None:
         fresh = secrets.token_hex(16)
@@ -391,5 +405,5 @@ def _inbound_key(hello: LinkHello | HeartbeatHello) -> LinkKey:
     return LinkKey(hello.uid, hello.to_host, hello.host)
 
 
-def _forget_error(task: asyncio.Task[None]) -> None:
+def _forget_error(task: asyncio.Task[Any]) -> None:
     _ = task.cancelled() or task.exception()  # the callers got it

@@ -53,11 +53,23 @@ class Tls:
         Raises:
             ConfigError: A file cannot be read or is not a valid PEM file.
         """
-        return _context(self, is_server)
+        files = self.certificate, self.key, self.authority
+        return _context(self, is_server, tuple(map(version_of, files)))
+
+
+def version_of(path: Path | str) -> tuple[int, int]:
+    """Return what changes when a file is replaced; zeros if it cannot be read."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_ino
 
 
 @functools.lru_cache(maxsize=16)
-def _context(tls: Tls, is_server: bool) -> ssl.SSLContext:
+def _context(
+    tls: Tls, is_server: bool, versions: tuple[tuple[int, int], ...]
+) -> ssl.SSLContext:
     protocol = ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3

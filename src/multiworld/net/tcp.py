@@ -32,6 +32,17 @@ def persist(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
+PROBE_S = 5  # seconds without traffic, and between probes
+
+
+def probe(sock: socket.socket) -> None:
+    """Notice the end of a connection that is never used, such as one of a store."""
+    # The system of a machine that was restarted refuses the first probe.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+
+
 # Linux's default of 208 KiB is so small that a stream keeps stopping.
 UNIX_BUFFER_BYTES = 1 << 20
 

@@ -89,6 +89,7 @@ class Admission:
             if local is None:
                 self.joiner.leave(where)
             else:
+                session.withdraw(name)  # so that the others need not wait for its links
                 local.close_nowait()
                 self.release(local)
             raise

@@ -213,6 +213,30 @@ async def test_helper_that_cannot_be_replaced_is_tried_again(
     both.free()
 
 
+async def test_helper_that_a_new_connection_starts_has_the_old_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be added between two attempts to replace a helper."""
+    both = Both("process")
+    one = both.sides[0]
+    assert one.beat.helper_pid is not None
+    kill(one.beat.helper_pid)
+    with monkeypatch.context() as broken:
+        broken.setattr(sys, "executable", "/no/python")
+        with pytest.raises(FileNotFoundError):
+            await one.beat.tick()
+    ours, theirs = socket.socketpair()
+    try:
+        one.beat.add(ours, ONE, TWO, "process")
+        await one.until_heard()
+        await both.sides[1].until_heard(3)
+        assert {number for number, _ in one.reports} == {both.numbers[0]}
+    finally:
+        both.free()
+        ours.close()
+        theirs.close()
+
+
 async def test_datagrams_wait_for_a_helper_that_could_not_be_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

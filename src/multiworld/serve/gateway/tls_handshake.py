@@ -7,22 +7,49 @@ minute; so whoever sends nothing holds a descriptor that no limit knows.
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 from typing import Any
 
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
+from multiworld.net.security import version_of
 
-def context_of(certificate: str, key: str) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(certificate, key)
-    return context
+logger = logging.getLogger("multiworld.serve")
+
+
+class Certificate:
+    """A certificate in files that may be renewed while it is used."""
+
+    def __init__(self, certificate: str, key: str) -> None:
+        self._files = certificate, key
+        self._version = self._newest()
+        self._context = self._loaded()
+
+    def context(self) -> ssl.SSLContext:
+        """Return the context for the next connection."""
+        newest = self._newest()
+        if newest != self._version:
+            self._version = newest
+            try:
+                self._context = self._loaded()
+            except OSError as error:  # also of TLS: one file is not replaced yet
+                logger.warning("the new certificate is not used: %s", error)
+        return self._context
+
+    def _newest(self) -> tuple[tuple[int, int], ...]:
+        return tuple(map(version_of, self._files))
+
+    def _loaded(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(*self._files)
+        return context
 
 
 def with_tls(
     inner: type[asyncio.Protocol],
-    context: ssl.SSLContext,
+    certificate: Certificate,
     head_s: float,
     max_connections: int,
 ) -> type[asyncio.Protocol]:
@@ -59,7 +86,7 @@ def with_tls(
                 transport = await loop.start_tls(
                     raw,
                     self,
-                    context,
+                    certificate.context(),
                     server_side=True,
                     ssl_handshake_timeout=head_s,
                 )

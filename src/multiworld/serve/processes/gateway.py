@@ -23,7 +23,7 @@ from multiworld.serve.gateway.body_budget import BodyBudget, BodyLimits
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.http_protocol import bounded
-from multiworld.serve.gateway.tls_handshake import context_of, with_tls
+from multiworld.serve.gateway.tls_handshake import Certificate, with_tls
 from multiworld.serve.generation.api.openai_routes import add_generation
 from multiworld.serve.generation.api.triton_generate import add_generate
 from multiworld.serve.generation.gateway.streams import Streams
@@ -106,8 +106,8 @@ def _protocol_of(spec: GatewaySpec, max_connections: int) -> type[asyncio.Protoc
     protocol = bounded(spec.head_s, max_connections)
     if spec.tls_certificate is None or spec.tls_key is None:
         return protocol
-    context = context_of(spec.tls_certificate, spec.tls_key)
-    return with_tls(protocol, context, spec.head_s, max_connections)
+    certificate = Certificate(spec.tls_certificate, spec.tls_key)
+    return with_tls(protocol, certificate, spec.head_s, max_connections)
 
 
 class _Edges:

@@ -6,6 +6,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import uvicorn
 
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
 from multiworld.serve.gateway.http_protocol import bounded
-from multiworld.serve.gateway.tls_handshake import context_of, with_tls
+from multiworld.serve.gateway.tls_handshake import Certificate, with_tls
 from tests.unit.serve.edges import HANG_S, until
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -44,6 +45,10 @@ class Server:
         """Number of connections after their handshakes."""
         return len(self._server.server_state.connections)
 
+    def trust(self, trust: ssl.SSLContext) -> None:
+        """Let clients trust another authority from now on."""
+        self._trust = trust
+
     async def connect(self, *, has_tls: bool = True) -> Pair:
         """Return a connection, with or without a handshake."""
         port = self._server.servers[0].sockets[0].getsockname()[1]
@@ -58,11 +63,8 @@ class Server:
             writer.transport.abort()
 
 
-@asynccontextmanager
-async def serving(
-    folder: Any, head_s: float = 30.0, most: int = 100
-) -> AsyncIterator[Server]:
-    """Return a server that runs."""
+def issue(folder: Path) -> ssl.SSLContext:
+    """Write a certificate of a new authority; return a context that trusts it."""
     authority = trustme.CA()
     issued, chain, key = authority.issue_cert("localhost"), folder / "c", folder / "k"
     issued.private_key_pem.write_to_path(str(key))
@@ -70,12 +72,21 @@ async def serving(
         blob.write_to_path(str(chain), append=number > 0)
     trust = ssl.create_default_context()
     authority.configure_trust(trust)
-    context = context_of(str(chain), str(key))
+    return trust
+
+
+@asynccontextmanager
+async def serving(
+    folder: Any, head_s: float = 30.0, most: int = 100
+) -> AsyncIterator[Server]:
+    """Return a server that runs."""
+    trust = issue(folder)
+    certificate = Certificate(str(folder / "c"), str(folder / "k"))
     config = uvicorn.Config(
         app,
         host="127.0.0.1",
         port=0,
-        http=with_tls(bounded(head_s, most), context, head_s, most),
+        http=with_tls(bounded(head_s, most), certificate, head_s, most),
         ws="none",
         log_config=None,
         access_log=False,
@@ -173,3 +184,17 @@ async def test_connection_that_is_lost_after_its_handshake_is_forgotten(
             writer.transport.abort()
         await until(lambda: server.connections == 0)
         assert await answer(await server.connect()) == b"HTTP/1.1 200 OK https"
+
+
+async def test_renewed_certificate_is_used_at_once(tmp_path: Path) -> None:
+    """Connections keep theirs; one whose key is not there yet is not used."""
+    async with serving(tmp_path) as server:
+        old = await server.connect()
+        key = (tmp_path / "k").read_bytes()
+        renewed = issue(tmp_path)
+        fresh = (tmp_path / "k").read_bytes()
+        (tmp_path / "k").write_bytes(key)
+        await answer(await server.connect())
+        (tmp_path / "k").write_bytes(fresh)
+        server.trust(renewed)
+        assert await answer(await server.connect()) == await answer(old)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from array import array
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -75,6 +75,7 @@ async def generate(
     adapter: str = "",
     session: str = "",
     request: str = "",
+    on_token: Callable[[], None] = lambda: None,
 ) -> AsyncGenerator[Piece]:
     """Generate all choices at once; if one fails, the others end."""
     arrived: asyncio.Queue[Piece | ServeError | Exception] = asyncio.Queue()
@@ -96,6 +97,8 @@ async def generate(
             ) as tokens:
                 async for item in tokens:
                     await asyncio.sleep(0)  # let others run
+                    if not choice.is_prompt_only:
+                        on_token()  # even if the client does not read it
                     piece = _piece(choice, item)
                     arrived.put_nowait(piece)
                     if piece.finish:

@@ -71,6 +71,7 @@ async def answered(
             gateway.adapter(ready.wanted.model),
             ready.wanted.session,
             admitted.id,
+            partial(gateway.authenticator.count_generated, admitted),
         )
         pieces = _watched(gateway, admitted, ready, generated)
         if ready.wanted.is_streamed:
@@ -86,12 +87,10 @@ async def _watched(
     ready: Ready,
     pieces: AsyncGenerator[Piece],
 ) -> AsyncGenerator[Piece]:
-    """Yield pieces; count their tokens for the tenant, and record poison."""
+    """Yield pieces, and record poison."""
     try:
         async with aclosing(pieces):
             async for piece in pieces:
-                if not piece.choice.is_prompt_only:
-                    gateway.authenticator.count_generated(admitted)
                 yield piece
     except RequestPoisonedError:
         model_version = ready.wanted.model, ready.version

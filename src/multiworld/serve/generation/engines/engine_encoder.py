@@ -179,7 +179,10 @@ class EngineEncoder:
     def _watch(self, lost: Callable[[], Coroutine[Any, Any, str]]) -> None:
         """Exit this process once the server is lost, or has a stopped process."""
         assert self._server is not None
-        why = asyncio.run(lost())
+        try:
+            why = asyncio.run(lost())
+        except Exception as error:  # such as no descriptor; nothing would watch it
+            why = f"it cannot be watched: {type(error).__name__}: {error}"
         logger.error("the engine is lost: %s; this replica exits", why)
         self._server.kill()
         os._exit(EXIT_LOST)
@@ -209,7 +212,9 @@ class EngineEncoder:
             # If the server is lost, this replica exits, and another one computes.
             if not await self._server.answers():
                 await asyncio.sleep(LOST_S)
-            raise
+                raise
+            # It had closed the connection, which was idle, or was busy.
+            data = await self._server.post(ROUTE, body)
         return sorted(answer_of(_EMBEDDINGS, data).data, key=lambda one: one.index)
 
 

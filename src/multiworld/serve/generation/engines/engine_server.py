@@ -213,9 +213,17 @@ def answer_of(decoder: msgspec.json.Decoder[A], data: bytes) -> A:
     return found
 
 
+class RefusedError(RunFailedError):
+    """The server does not answer such requests; one that is busy may later."""
+
+
+BUSY = 401, 403, 408, 429, 503  # or its keys change
+
+
 def refusal_of(status: int, body: bytes) -> Exception:
     """Return the error for an HTTP status other than 200."""
     text = body.decode(errors="replace")[:MAX_ERROR]
     if 400 <= status < 500 and status not in (401, 403, 404, 408, 429):
         return InvalidRequestError(f"the engine refused the request: {text}")
-    return RunFailedError(f"the engine answered {status}: {text}")
+    kind = RunFailedError if status in BUSY else RefusedError
+    return kind(f"the engine answered {status}: {text}")

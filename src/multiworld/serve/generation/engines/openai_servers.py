@@ -15,9 +15,12 @@ from typing import Any
 
 import msgspec
 
-from multiworld.errors import ServeError
+from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.serve.generation.engines import token_servers
-from multiworld.serve.generation.engines.engine_server import EngineServer
+from multiworld.serve.generation.engines.engine_server import (
+    EngineServer,
+    RefusedError,
+)
 from multiworld.serve.generation.engines.server_choice import ServerChoice
 from multiworld.serve.generation.engines.token_server_engine import TokenServerEngine
 from multiworld.serve.generation.engines.whole_engine import (
@@ -129,8 +132,12 @@ class OpenAiEngine(TokenServerEngine):
             async with asyncio.timeout(PROBE_S):
                 data = await server.post("/v1/completions", body)
             choices: Sequence[_Choice] = _ANSWER.decode(data).choices
-        except (ServeError, msgspec.DecodeError, TimeoutError):
+        except (InvalidRequestError, RefusedError, msgspec.DecodeError):
             return False
+        except (ServeError, TimeoutError) as error:  # it may be busy, and known later
+            raise EngineLostError(
+                f"{server.url} did not say whether it returns token ids: {error}"
+            ) from error
         return len(choices) == 1 and len(choices[0].token_ids or ()) == 1
 
     async def _is_llama_cpp(self, server: EngineServer) -> bool:

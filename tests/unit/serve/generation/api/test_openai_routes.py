@@ -22,12 +22,15 @@ from multiworld.serve.generation.api import (
     completion_answers,
     openai_routes,
 )
-from multiworld.serve.generation.gateway.streams import Streams
+from multiworld.serve.generation.api.choices import Choice, generate
+from multiworld.serve.generation.gateway.stream import NO_LIMITS
+from multiworld.serve.generation.gateway.streams import Places, Streams
+from multiworld.serve.generation.growing_text import GrowingText
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec, StageSpec
 from multiworld.serve.spec.stage import Generation, Model, Stage
 from multiworld.serve.tenants.directory import Tenant
-from multiworld.serve.tenants.fair_queue import Share
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.generation_messages import Sampling, TokenItem
 from multiworld.serve.transport.routing_table import Route, RoutingTable
 from tests.tiny_decoder import save_tokenizer
@@ -626,6 +629,37 @@ async def test_stream_is_kept_alive_while_a_call_is_held_back(
     shown = [event[:1] == ":" for event in events]
     assert sum(shown) >= 3
     assert not shown[-1]
+
+
+async def test_tokens_are_charged_that_the_client_does_not_read(
+    tokenizer: Tokenizer,
+) -> None:
+    """They were computed all the same."""
+    streams, count = PlayedStreams(), 0
+    streams.text = [7] * 20
+
+    def charge() -> None:
+        nonlocal count
+        count += 1
+
+    choice = Choice(0, [5, 6], GrowingText(tokenizer))
+    places = Places(streams.router.waiting_for_tokens("g"), DEFAULT_SHARE, 1)
+    pieces = generate(
+        streams,
+        "g",
+        [choice],
+        places,
+        [Sampling(max_tokens=20)],
+        None,
+        NO_LIMITS,
+        DEFAULT_SHARE,
+        on_token=charge,
+    )
+    await anext(pieces)
+    async with asyncio.timeout(20.0):
+        while count < 20:  # noqa: ASYNC110 - it is the loop's turns that count
+            await asyncio.sleep(0)
+    await pieces.aclose()
 
 
 async def test_places_of_text_are_those_of_what_is_shown(tokenizer: Tokenizer) -> None:
