@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from multiworld.errors import ConfigError
+from multiworld.net.file_version import version_of
 
 __all__ = ["Security", "Tls"]
 
@@ -55,15 +56,6 @@ class Tls:
         """
         files = self.certificate, self.key, self.authority
         return _context(self, is_server, tuple(map(version_of, files)))
-
-
-def version_of(path: Path | str) -> tuple[int, int]:
-    """Return what changes when a file is replaced; zeros if it cannot be read."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return 0, 0
-    return found.st_mtime_ns, found.st_ino
 
 
 @functools.lru_cache(maxsize=16)

@@ -14,7 +14,7 @@ from typing import Any
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from multiworld.net.security import version_of
+from multiworld.net.file_version import version_of
 
 logger = logging.getLogger("multiworld.serve")
 
