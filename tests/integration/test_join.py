@@ -289,6 +289,35 @@ async def test_join_when_the_manager_closes_then_it_says_so(
         await joining
 
 
+async def test_member_that_gives_up_before_its_links_fails_the_others_at_once(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store tells them, as there is no link that could end."""
+    async with WorldManager(config=LONG) as one, WorldManager(config=LONG) as two:
+        with monkeypatch.context() as patch:
+            kind, admitted = type(two.watchdog), asyncio.Event()
+            attach = kind.attach
+
+            def stuck(self: Any, *args: Any) -> Coroutine[Any, Any, None]:
+                if self is not two.watchdog:
+                    return attach(self, *args)
+                admitted.set()
+                return asyncio.sleep(60.0)
+
+            patch.setattr(kind, "attach", stuck)
+            joins = [
+                asyncio.ensure_future(manager.join("w", rank=rank, size=2, store=store))
+                for rank, manager in enumerate((one, two))
+            ]
+            await admitted.wait()
+            joins[1].cancel()
+            async with asyncio.timeout(5):
+                with pytest.raises(WorldBrokenError, match="gave up"):
+                    await joins[0]
+        await asyncio.gather(*joins, return_exceptions=True)
+        await pair(one, two, "w", store)
+
+
 async def test_member_that_gives_up_while_joining_fails_the_others_at_once(
     store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
