@@ -141,7 +141,7 @@ async def test_service_waits_for_machines_that_join_later(
     cluster: RayNodes, tmp_path: Path
 ) -> None:
     """As on Kubernetes, where the head starts first; it can be ended meanwhile."""
-    stages = [{"name": "only", "nodes": ["late"]}]
+    stages = [{**stage, "replicas": 1, "nodes": ["late"]} for stage in STAGES]
     ray = {"address": cluster.address}
     spec = spec_with(m_stages=stages, launcher="ray", ray=ray, host="auto")
     spec["app"] = "later"
@@ -154,12 +154,13 @@ async def test_service_waits_for_machines_that_join_later(
     async def waits() -> asyncio.Task[None]:
         starting = asyncio.create_task(asyncio.to_thread(late.start))
         async with asyncio.timeout(WAIT_S):
-            while not has_said():  # noqa: ASYNC110 - another process says it
+            # Another process says it.
+            while not (has_said() or starting.done()):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         return starting
 
     starting = await waits()
-    late.command("shutdown")
+    await asyncio.to_thread(late.end)
     with pytest.raises(AssertionError):  # it ended, and was never ready
         await starting
     log.unlink()
@@ -167,7 +168,7 @@ async def test_service_waits_for_machines_that_join_later(
     cluster.add("late")  # Ray can start a node in the main thread only
     try:
         await starting
-        assert list(where(late).values()) == ["late"]
+        assert list(where(late).values()) == ["late"] * 3
     finally:
         late.end()
 
