@@ -11,7 +11,6 @@ import secrets
 import socket
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from multiworld.liveness.manager_messages import HeartbeatHello, ManagerHello
 from multiworld.net.frames import FrameError
@@ -19,7 +18,7 @@ from multiworld.net.handshake import HandshakeError, dialing
 from multiworld.net.listener import Acceptor, Listener, shake_hands
 from multiworld.net.security import Security
 from multiworld.net.streams import Stream, handshaking_filenos, start_tls
-from multiworld.net.tcp import resolve, tune
+from multiworld.net.tcp import connected, resolve
 from multiworld.rendezvous.membership import Address, HostIdentity
 
 logger = logging.getLogger("multiworld.watchdog")
@@ -76,26 +75,15 @@ async def reach(address: Address, hello: ManagerHello, security: Security) -> St
 
 async def _connect(address: Address) -> socket.socket:
     if address.is_on(this_host()):
-        return await _connected(socket.AF_UNIX, "\0" + address.unix)
+        return await connected(socket.AF_UNIX, "\0" + address.unix)
     family, target = await resolve(address.host, address.port)
     for _ in range(CONNECTS):
         try:
             async with asyncio.timeout(CONNECT_S):
-                return await _connected(family, target)
+                return await connected(family, target)
         except TimeoutError:
             pass
     raise TimeoutError(f"no connection within {CONNECTS * CONNECT_S:g} s")
-
-
-async def _connected(family: int, target: Any) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        tune(sock)
-        await asyncio.get_running_loop().sock_connect(sock, target)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
 
 
 class Endpoint:

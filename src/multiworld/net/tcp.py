@@ -32,15 +32,15 @@ def persist(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-PROBE_S = 5  # seconds without traffic, and between probes
+KEEP_ALIVE_S = 5  # seconds without traffic, and between probes
 
 
-def probe(sock: socket.socket) -> None:
-    """Notice the end of a connection that is never used, such as one of a store."""
+def keep_alive(sock: socket.socket) -> None:
+    """Notice the end of a TCP connection that is hardly used, such as a store's."""
     # The system of a machine that was restarted refuses the first probe.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEP_ALIVE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEP_ALIVE_S)
 
 
 # Linux's default of 208 KiB is so small that a stream keeps stopping.
@@ -56,6 +56,18 @@ def tune(sock: socket.socket) -> None:
     else:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         persist(sock)
+
+
+async def connected(family: int, where: Any) -> socket.socket:
+    """Return a new connection, tuned; cancelling closes it."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        tune(sock)
+        await asyncio.get_running_loop().sock_connect(sock, where)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 async def resolve_all(host: str, port: int) -> list[tuple[int, Any]]:

@@ -21,7 +21,7 @@ from multiworld.net.handshake import HandshakeError, dialing
 from multiworld.net.listener import shake_hands
 from multiworld.net.security import Security
 from multiworld.net.streams import Stream, start_tls
-from multiworld.net.tcp import probe, resolve_all, tune
+from multiworld.net.tcp import connected, keep_alive, resolve_all
 from multiworld.rendezvous import store_messages as messages
 from multiworld.rendezvous.store_address import StoreAddress, StoreAddresses
 from multiworld.rendezvous.store_service import StoreService
@@ -314,14 +314,8 @@ async def _dial(places: Sequence[tuple[int, Any]]) -> socket.socket:
 
 
 async def _connected(family: int, where: Any) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        tune(sock)
-        probe(sock)
-        await asyncio.get_running_loop().sock_connect(sock, where)
-    except BaseException:
-        sock.close()
-        raise
+    sock = await connected(family, where)
+    keep_alive(sock)
     return sock
 
 

@@ -79,7 +79,8 @@ def grammar_of_schema(schema: Any, param: str) -> str:
     if not isinstance(schema, dict):
         raise _invalid("is not an object", param)
     matcher, text = _matcher(), json.dumps(schema)
-    _check_costs(schema, param)
+    _check_length(text, param)
+    _check_multiples(schema, param)
     try:
         from jsonschema_rs import ValidationError
     except ImportError as error:
@@ -152,7 +153,9 @@ def _forms_of(tools: Sequence[tuple[str, Any]], key: str) -> str:
     Each schema stands alone: its references (``#/$defs/…``) count from its root.
     """
     # Together, too: one grammar has all of them.
-    _check_costs([parameters for _, parameters in tools], "tools", MAX_TOOLS)
+    schemas = [parameters for _, parameters in tools]
+    _check_length(json.dumps(schemas), "tools", MAX_TOOLS)
+    _check_multiples(schemas, "tools")
     for _, parameters in tools:
         grammar_of_schema(parameters, "tools")
     return "\n    | ".join(
@@ -223,8 +226,7 @@ def _short(why: object) -> str:
     return text if len(text) <= MAX_ERROR else text[:MAX_ERROR] + " …"
 
 
-def _check_costs(schema: Any, param: str, limit: int = MAX_CHARACTERS) -> None:
-    _check_length(json.dumps(schema), param, limit)
+def _check_multiples(schema: Any, param: str) -> None:
     if not _are_few_multiples(schema):
         rule = f"has multipleOf whose least common multiple is beyond {MAX_MULTIPLES}"
         raise _invalid(rule, param)
