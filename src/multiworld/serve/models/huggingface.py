@@ -81,6 +81,7 @@ def model(
         )
         for begin, end in cuts
     ]
+    vocabulary = int(config.get("vocab_size", 2**31))
     longest = longest_of(config, 2**31)
     tokens = min(max_length or max_length_of(folder, config), longest)
     return Model(
@@ -90,12 +91,8 @@ def model(
             TensorSpec("attention_mask", "INT64", (-1, -1)),
         ],
         outputs=[output],
-        example=example,
-        check=functools.partial(
-            check_ids,
-            int(config.get("vocab_size", 2**31)),
-            longest,
-        ),
+        example=functools.partial(example, vocabulary, longest),
+        check=functools.partial(check_ids, vocabulary, longest),
         text=functools.partial(Tokenizer, folder, tokens) if pooling else None,
         notes=_notes(config, folder),
         preload=preloaded_modules(str(config.get("model_type", ""))),
@@ -183,10 +180,12 @@ def cuts_of(
     return list(itertools.pairwise(edges))
 
 
-def example() -> Tensors:
+def example(vocabulary: int, longest: int) -> Tensors:
+    """Return inputs of a model with that many tokens and positions."""
+    size = 1, min(EXAMPLE_TOKENS, longest)
     return {
-        "input_ids": torch.full((1, EXAMPLE_TOKENS), 100, dtype=torch.int64),
-        "attention_mask": torch.ones((1, EXAMPLE_TOKENS), dtype=torch.int64),
+        "input_ids": torch.full(size, min(100, vocabulary - 1), dtype=torch.int64),
+        "attention_mask": torch.ones(size, dtype=torch.int64),
     }
 
 

@@ -87,7 +87,11 @@ class Cutter:
     def _is_chain(self) -> bool:
         """True for a sequential module cut between children: needs no tracing."""
         is_flat = all("." not in name for name in self.begins[1:])
-        return isinstance(self._whole, nn.Sequential) and is_flat
+        whole = self._whole
+        has_hooks = bool(whole._forward_hooks or whole._forward_pre_hooks)
+        # A subclass may compute more than its children.
+        is_plain = type(whole).forward is nn.Sequential.forward and not has_hooks
+        return isinstance(whole, nn.Sequential) and is_plain and is_flat
 
 
 @contextlib.contextmanager
@@ -245,12 +249,13 @@ def _begins(
 
 
 def _slice(whole: nn.Sequential, number: int, names: Sequence[str]) -> nn.Module:
-    children = [name for name, _ in whole.named_children()]
+    # A child may be there several times, which ``named_children`` leaves out.
+    children = list(whole._modules)
     edges = [0, *(children.index(name) for name in names), len(children)]
     begin, end = edges[number], edges[number + 1]
     part = nn.Sequential()
     for name in children[begin:end]:
-        part.add_module(name, whole.get_submodule(name))
+        part.add_module(name, whole._modules[name])
     return part
 
 
@@ -302,6 +307,16 @@ def _load_weights(part: nn.Module, path: Path) -> None:
         if (other := next(others, None)) is not None:
             found[name] = found[other]
     missing = sorted(set(wanted) - found.keys())
+    unsaved = {
+        f"{name}.{buffer}" if name else buffer
+        for name, module in part.named_modules(remove_duplicate=False)
+        for buffer in module._non_persistent_buffers_set
+    }
+    if lost := [name for name in missing if name in unsaved]:
+        raise SpecError(
+            f"{path} lacks {lost[:3]}, as no state_dict has buffers that are not "
+            "persistent; register them as persistent, or leave out weights="
+        )
     if missing:
         raise SpecError(
             f"{path} lacks {missing[:3]}; save the module's whole state_dict, and "

@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import struct
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
 from torch import Tensor
@@ -16,6 +16,16 @@ from multiworld.errors import SpecError
 
 LAYER = re.compile(r"\.(\d+)\.")  # of the layer, in the name of a tensor
 MAX_HEADER = 100_000_000  # bytes in a safetensors file (the format's own limit)
+SAMPLES, SAMPLE = 8, 1 << 20  # parts of a file that its name depends on, and bytes
+# What reading a damaged index or header raises.
+DAMAGED = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    struct.error,
+)
 INDEX = "model.safetensors.index.json"  # of weights in several files
 
 
@@ -38,8 +48,8 @@ def names_in(folder: Path) -> list[str]:
     """Return the names of all tensors of a folder."""
     try:
         headers = [_header(file) for file in files_of(folder)]
-    except (OSError, ValueError, struct.error) as error:
-        raise SpecError(f"{folder}: {error}; give safetensors files") from error
+    except (OSError, *DAMAGED) as error:
+        raise SpecError(f"{folder}: {error!r}; give safetensors files") from error
     return [name for name, *_ in itertools.chain.from_iterable(headers)]
 
 
@@ -50,10 +60,14 @@ def files_of(path: Path) -> list[Path]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError) as error:
+            beside = [name for name in names if Path(name).name == name]
+        except (OSError, *DAMAGED) as error:
             raise SpecError(
-                f"cannot read {index}: {error}; save the model again"
+                f"cannot read {index}: {error!r}; save the model again"
             ) from error
+        if beside != names:
+            outside = next(name for name in names if name not in beside)
+            raise SpecError(f"{index} names {outside!r}, which is not beside it")
         return [path / name for name in names]
     single = path / "model.safetensors"
     if not single.exists():
@@ -65,8 +79,9 @@ def files_of(path: Path) -> list[Path]:
 
 def name_of(folder: Path, *settings: object) -> str:
     """Return a hash of the weights in a folder and of ``settings``."""
-    # By size and time, or in the hub's cache by content hash. So the same weights may
-    # have different names on two machines, but different weights never share one.
+    # In the hub's cache by content hash, otherwise by place, size, time and samples, as
+    # images may give all files one time. So the same weights may have different names
+    # on two machines.
     made = hashlib.blake2b(repr(settings).encode(), digest_size=16)
     for file in (folder / "config.json", *files_of(folder)):
         try:
@@ -75,9 +90,24 @@ def name_of(folder: Path, *settings: object) -> str:
             raise SpecError(f"cannot read {file}: {error}") from error
         is_of_hub = found.parent.name == "blobs"
         changed = "" if is_of_hub else status.st_mtime_ns
-        name = found.name if is_of_hub else file.name
+        name = found.name if is_of_hub else str(found)
         made.update(f"{name}\0{status.st_size}\0{changed}\0".encode())
+        if not is_of_hub:
+            for sample in _samples(found, status.st_size):
+                made.update(sample)
     return made.hexdigest()
+
+
+def _samples(file: Path, size: int) -> Iterator[bytes]:
+    """Yield parts of a file: its begin, its end, and some between."""
+    step = max(SAMPLE, size // SAMPLES)
+    try:
+        with file.open("rb") as opened:
+            for begin in (*range(0, size, step), max(0, size - SAMPLE)):
+                opened.seek(begin)
+                yield opened.read(SAMPLE)
+    except OSError as error:
+        raise SpecError(f"cannot read {file}: {error}") from error
 
 
 def bytes_by_stage(folder: Path, cuts: Sequence[tuple[int, int]]) -> list[int]:
@@ -85,7 +115,7 @@ def bytes_by_stage(folder: Path, cuts: Sequence[tuple[int, int]]) -> list[int]:
     found = [0] * len(cuts)
     try:
         headers = [_header(file) for file in files_of(folder)]
-    except (OSError, ValueError, SpecError, struct.error):
+    except (OSError, SpecError, *DAMAGED):
         return found  # loading the model reports the error
     for name, begin, end in itertools.chain.from_iterable(headers):
         layer = LAYER.search(name)

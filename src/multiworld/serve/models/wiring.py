@@ -101,7 +101,7 @@ def interfaces_of(
     def crosses(node: Node, number: int) -> bool:
         return made_by[node] < number < last_use.get(node, -1) and node not in sizes
 
-    return [
+    found = [
         StageInterface(
             takes=tuple(
                 _take(call, placeholders, n, names, sizes)
@@ -115,6 +115,12 @@ def interfaces_of(
         )
         for number, (call, placeholders) in enumerate(zip(calls, inside, strict=True))
     ]
+    if both := {name for each in found for name in {*each.gives} & {*each.passes}}:
+        raise SpecError(
+            f"{min(both)!r} is the name of an input and of an output, and both would "
+            "go on to one stage; rename one of them"
+        )
+    return found
 
 
 def _returned(output: Node) -> list[Node]:

@@ -408,7 +408,7 @@ class GatewayProcess:
                 await self._streams.probe(replica, PROBE_TOKENS, limit_s)
             else:
                 await self._dispatcher.probe(replica, example_of(model), limit_s)
-        except MultiWorldError as problem:
+        except Exception as problem:  # the user's example may raise anything
             error = f"{type(problem).__name__}: {problem}"
         self._agent.send(messages.ProbeResult(replica, error))
 

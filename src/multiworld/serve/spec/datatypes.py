@@ -29,7 +29,12 @@ NAME_OF = {dtype: name for name, dtype in TORCH_OF.items()}
 def example_of(model: Model) -> Tensors:
     """Return example inputs for one request: ``model.example()``, or zeros."""
     if model.example is not None:
-        return model.example()
+        try:
+            return model.example()
+        except Exception as error:
+            raise SpecError(
+                f"the model's example= raised {type(error).__name__}: {error}"
+            ) from error
     if not model.inputs:
         raise SpecError(
             "the model has neither an example nor inputs, so no probe can be sent "
@@ -39,5 +44,10 @@ def example_of(model: Model) -> Tensors:
 
 
 def _zeros(spec: TensorSpec) -> torch.Tensor:
+    if spec.datatype not in TORCH_OF:
+        raise SpecError(
+            f"{spec.name} has the datatype {spec.datatype!r}; give one of "
+            f"{', '.join(TORCH_OF)}"
+        )
     shape = [1 if size < 0 else size for size in spec.shape]
     return torch.zeros(shape, dtype=TORCH_OF[spec.datatype])

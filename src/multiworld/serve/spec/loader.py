@@ -156,7 +156,8 @@ def _as_written(loc: KeyPath, lines: dict[KeyPath, int]) -> KeyPath:
 
 def _without_forms(loc: KeyPath) -> KeyPath:
     """Return a location without the union members that pydantic tried there."""
-    return tuple(part for part in loc if not _is_form(part))
+    # The second part is a name that the user gave.
+    return (*loc[:2], *(part for part in loc[2:] if not _is_form(part)))
 
 
 def _is_form(part: str | int) -> bool:
@@ -166,7 +167,7 @@ def _is_form(part: str | int) -> bool:
 def _is_of_other_form(error: Any) -> bool:
     """Return whether an error is about the union member that was not meant."""
     # Pydantic reports one error for each member: the number and the mapping.
-    forms = [part for part in error["loc"] if _is_form(part) or part == "int"]
+    forms = [part for part in error["loc"][2:] if _is_form(part) or part == "int"]
     if not forms:
         return False
     is_mapping = error["loc"][-1] not in forms or isinstance(error.get("input"), dict)

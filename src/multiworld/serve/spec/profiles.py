@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from multiworld.errors import SpecError
 from multiworld.serve.spec.schema import AppSpec, ModelSpec, StageSpec
@@ -14,6 +15,8 @@ MIB = 2**20
 MARGIN = 1.25  # bytes booked per byte measured: other requests may need more memory
 WIDE = "float32"  # a profile in this dtype makes the model be served in it
 
+Count = Annotated[float, Field(ge=0, le=1e15)]
+
 
 class StageProfile(BaseModel):
     """Measured costs of one stage."""
@@ -21,14 +24,14 @@ class StageProfile(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     name: str
-    weight_bytes: int  # of the parameters; 0 if the stage is not an ``nn.Module``
-    loaded_bytes: int  # growth of the process when it loaded the stage
-    peak_bytes: int  # largest growth while it computed, loading included
-    out_bytes: float  # sent to the next stage for one item (a row)
+    weight_bytes: NonNegativeInt  # of the parameters; 0: it is no ``nn.Module``
+    loaded_bytes: NonNegativeInt  # growth of the process when it loaded the stage
+    peak_bytes: NonNegativeInt  # largest growth while it computed, loading included
+    out_bytes: Count  # sent to the next stage for one item (a row)
     # Median seconds of one batch, by batch size in rows; for a model that generates
     # text, of one step, by its tokens.
-    seconds: dict[int, float]
-    kv_bytes: float = 0.0  # keys and values of one token, if it generates text
+    seconds: Annotated[dict[PositiveInt, Count], Field(min_length=1)]
+    kv_bytes: Count = 0.0  # keys and values of one token, if it generates text
 
     @property
     def item_s(self) -> float:
@@ -45,7 +48,7 @@ class ModelProfile(BaseModel):
     version: str
     device: str
     threads: int
-    base_bytes: int
+    base_bytes: NonNegativeInt
     dtype: str = ""
     stages: list[StageProfile]
 

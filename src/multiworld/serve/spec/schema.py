@@ -142,10 +142,10 @@ class StageSpec(_Strict):
     gpu_memory_mb: Annotated[float, Field(gt=0, le=1e8)] | None = None
     """GPU memory to book for each rank, in MiB; torch can allocate no more than this.
     Needs a GPU as `device`. Keys and values of `generation` must fit, too."""
-    item_ms: Annotated[float, Field(ge=0)] | None = None
+    item_ms: Annotated[float, Field(ge=0, le=1e9)] | None = None
     """Milliseconds that a replica takes to compute one row of a full batch. Placement
     and autoscaling plan with it; `multiworld profile` measures it."""
-    out_kb: Annotated[float, Field(ge=0)] | None = None
+    out_kb: Annotated[float, Field(ge=0, le=1e9)] | None = None
     """Size of the output that the stage sends to the next one for a row, in KiB.
     Placement plans with it; `multiworld profile` measures it."""
     nodes: list[Annotated[str, Field(min_length=1, max_length=253)]] = Field(
@@ -293,6 +293,25 @@ OPENAI, LLAMA_CPP, VLLM = "openai", "llama.cpp", "vllm"
 """Names of engines with rules of their own; openai: servers of somebody else."""
 
 
+def _unlike_json(value: object, at: str) -> str | None:
+    """Describe the first part of a value that JSON would change; None: none."""
+    if isinstance(value, dict):
+        odd = next((key for key in value if not isinstance(key, str)), None)
+        if odd is not None:
+            return f"the key {odd!r}{at} is no text; quote it"
+        parts = [(f"{at} in {key!r}", part) for key, part in value.items()]
+    elif isinstance(value, list):
+        parts = [(f"{at} in item {n}", part) for n, part in enumerate(value)]
+    elif isinstance(value, float) and not math.isfinite(value):
+        return f"{value!r}{at} is no value of JSON; write it as text"
+    elif value is None or isinstance(value, str | bool | int | float):
+        return None
+    else:
+        return f"{value!r}{at} is no value of JSON; write it as text"
+    found = (_unlike_json(part, where) for where, part in parts)
+    return next((text for text in found if text is not None), None)
+
+
 def _one_a_server(data: dict[str, Any]) -> dict[str, Any]:
     """Return the number of replicas by default: one for each address."""
     args = data.get("engine_args")
@@ -391,7 +410,7 @@ class ModelSpec(_Strict):
     profile: str | None = None
     """File written by `multiworld profile`, relative to the spec. It supplies
     `memory_mb`, `item_ms` and `out_kb` where a stage does not declare them."""
-    demand: Annotated[float, Field(gt=0)] | None = None
+    demand: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Rows per second to plan the placement for. The number of replicas still follows
     `replicas`; only `multiworld plan` proposes a number, within the range. By default
     placement plans for the replicas alone."""
@@ -411,7 +430,7 @@ class ModelSpec(_Strict):
     """`package.module:function` that decides the number of replicas of each stage, in
     place of `multiworld.serve.scaling.default_policy:decide` (generated text:
     `token_policy:decide`)."""
-    latency_ms: Annotated[float, Field(gt=0)] | None = None
+    latency_ms: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Maximum milliseconds for a row through all stages, without queueing: a constraint
     on the placement."""
 
@@ -454,6 +473,14 @@ class ModelSpec(_Strict):
             raise ValueError(f'quote it: version: "{value}" (1.10 would become 1.1)')
         is_number = isinstance(value, int) and not isinstance(value, bool)
         return str(value) if is_number else value
+
+    @field_validator("options", "engine_args")
+    @classmethod
+    def _sent_as_given(cls, value: dict[str, Any]) -> dict[str, Any]:
+        # They reach replicas as JSON, which would change anything else silently.
+        if (found := _unlike_json(value, "")) is not None:
+            raise ValueError(found)
+        return value
 
     @field_validator("stages")
     @classmethod
@@ -577,7 +604,7 @@ class ModelSpec(_Strict):
 class GatewaySpec(_Strict):
     """The HTTP gateway."""
 
-    host: str = "127.0.0.1"
+    host: str = Field(default="127.0.0.1", min_length=1)
     """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen on; 0 picks a free one."""
@@ -622,9 +649,9 @@ class MachineSpec(_Strict):
 
     name: str = Field(default="", max_length=253)
     """Name of this machine in `nodes`; the host name by default."""
-    cpus: Annotated[float, Field(gt=0)] | None = None
+    cpus: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Number of cores; all by default."""
-    memory_mb: Annotated[float, Field(gt=0)] | None = None
+    memory_mb: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Main memory, in MiB; all by default."""
 
 

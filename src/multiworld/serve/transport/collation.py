@@ -101,7 +101,9 @@ def _check(outputs: Tensors, rows: int, stage: str) -> None:
             stage=stage,
         )
     for name, tensor in outputs.items():
-        if not isinstance(tensor, Tensor):
+        if not isinstance(name, str):
+            got = "a name that is no text"
+        elif not isinstance(tensor, Tensor):
             got = f"a {type(tensor).__name__}"
         elif tensor.dim() == 0 or tensor.shape[0] != rows:
             got = f"shape {tuple(tensor.shape)}"

@@ -196,6 +196,7 @@ class SequenceFailed(Message, frozen=True, tag="sequence_failed"):
 
     key: Key
     error: RemoteError | None = None
+    lacks: str = ""  # neighbour in the chain that the replica is not connected to
 
 
 # Message on an edge of a model that generates text.

@@ -362,12 +362,16 @@ class Net:
 
     def flap(self, one: str, other: str) -> None:
         """Break the edge of two replicas, and connect them again."""
+        self.part(one, other)
+        self.connect(one, other)
+
+    def part(self, one: str, other: str) -> None:
+        """Break the edge of two replicas."""
         for here, there in ((one, other), (other, one)):
             queue = self.queues.setdefault((there, here), deque())
             queue.clear()
             self._ends[here, there].is_up = False
             queue.append(self._lost(here, there))
-        self.connect(one, other)
 
     def connect(self, one: str, other: str) -> None:
         """Connect two processes; each notices when it wants."""

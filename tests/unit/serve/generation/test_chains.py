@@ -98,6 +98,53 @@ async def test_replacement_is_probed_though_streams_that_wait_have_all_memory(
         await freed(net)
 
 
+async def passes(net: Net, seconds: float) -> None:
+    """Let time pass in small steps, also while nothing happens."""
+    end = net.now + seconds
+    while net.now < end:
+        began = net.now
+        await net.turn()
+        await asyncio.sleep(0)
+        if net.now - began > 0.1:
+            net.now = began + 0.02
+
+
+@pytest.mark.parametrize("away_s", [0.05, 0.3, 0.9])
+async def test_connection_that_comes_back_costs_no_row(away_s: float) -> None:
+    """Every replica has still what the stream needs."""
+    net = Net(random.Random(1), [1, 1, 1], LIMITS)
+    await net.connected()
+    first, middle, _ = net.alive()
+    client = Client(net, [1, 5, 6] * 20, 40)
+    await have_tokens(net, [client])
+    net.part(first, middle)
+    await passes(net, away_s)
+    before = {name: net.engine(name).rows for name in net.alive()}
+    left = 40 - len(client.items)
+    net.connect(first, middle)
+    await whole(net, client)
+    for name, rows in before.items():
+        assert net.engine(name).rows - rows <= left + 5  # steps that were on their way
+
+
+async def test_streams_go_round_a_connection_that_stays_away() -> None:
+    """One of them finds it; the others begin at another replica."""
+    net = Net(random.Random(2), [1, 2, 1], LIMITS)
+    await net.connected()
+    _, middle, _, last = net.alive()
+    net.part(middle, last)
+    late = []
+    for number in range(12):
+        client, began = Client(net, [number, 7, 6], 10), net.now
+        while not client.task.done():
+            await passes(net, 0.02)
+        client.check()
+        late.append(client.times[0] - began)
+    assert max(late) < 2.0
+    assert sum(wait > 0.5 for wait in late) <= 1
+    await freed(net)
+
+
 async def test_log_that_was_dropped_lets_the_stage_before_compute_again() -> None:
     """The tokens at the gateway always suffice."""
     net = Net(random.Random(2), [1, 1, 1], LIMITS, log_bytes=0)

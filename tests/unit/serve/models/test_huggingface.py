@@ -85,7 +85,7 @@ def test_embeddings_are_normalized_if_the_folder_says_so(
     )
     transformers.BertModel(config).save_pretrained(tmp_path)
     (stage,) = made.stages
-    found: Any = stage.load(StageContext())(huggingface.example())
+    found: Any = stage.load(StageContext())(huggingface.example(256, 64))
     length = float(found["embedding"].detach().norm())
     assert (abs(length - 1.0) < 1e-5) is bool(modules)
 

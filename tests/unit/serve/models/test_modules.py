@@ -94,12 +94,32 @@ CHAIN: dict[str, Any] = {
 }
 
 
+def shared() -> nn.Module:
+    """Return a chain that has one of its modules several times."""
+    act = nn.ReLU()
+    return nn.Sequential(
+        nn.Linear(4, 8), act, nn.Linear(8, 8), act, nn.Linear(8, 3), act
+    )
+
+
+class Residual(nn.Sequential):
+    """A chain that computes more than its children."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 10.0 * x[:, :3]
+
+
+def residual() -> nn.Module:
+    return Residual(*chain())
+
+
 def data(name: str, rows: int) -> tuple[Tensor, ...]:
     if name == "text":
         mask = torch.ones((rows, 4 + rows), dtype=torch.int64)
         mask[0, 2:] = 0
         return torch.randint(0, 50, mask.shape), mask
-    return (torch.randn((rows, 4) if name == "chain" else (rows, 3, 8, 8)),)
+    is_image = name == "skipping"
+    return (torch.randn((rows, 3, 8, 8) if is_image else (rows, 4)),)
 
 
 def listed(found: Any) -> list[Tensor]:
@@ -108,7 +128,13 @@ def listed(found: Any) -> list[Tensor]:
     return list(found) if isinstance(found, tuple) else [found]
 
 
-CASES = {"skipping": SKIPPING, "text": TEXT, "chain": CHAIN}
+CASES = {
+    "skipping": SKIPPING,
+    "text": TEXT,
+    "chain": CHAIN,
+    "shared": {**CHAIN, "make": shared},
+    "residual": {**CHAIN, "make": residual},
+}
 
 
 HEAVY = {("text", 2, False), ("text", 3, False), ("text", 2, True)}
@@ -283,3 +309,37 @@ def test_weight_missing_in_the_file_is_reported(tmp_path: Path) -> None:
     model.stages[0].load(StageContext())
     with pytest.raises(SpecError, match=r"lacks \['2.bias'\]"):
         model.stages[1].load(StageContext())
+
+
+def test_buffers_that_no_file_has_are_told_apart(tmp_path: Path) -> None:
+    """They cannot be saved, so the remedy is another one."""
+
+    def made() -> nn.Module:
+        whole = chain()
+        whole[0].register_buffer("freq", torch.ones(3), persistent=False)
+        return whole
+
+    save_file(made().state_dict(), tmp_path / "model.safetensors")
+    given = {**CHAIN, "make": made, "weights": str(tmp_path)}
+    model = cut_module(Module(**given), 1)
+    with pytest.raises(SpecError, match="register them as persistent"):
+        model.stages[0].load(StageContext())
+
+
+def test_output_that_is_called_as_an_input_which_goes_on_is_refused() -> None:
+    """A stage would send two tensors of one name."""
+
+    class Early(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = self.a(x)
+            return hidden, self.b(hidden) + x
+
+    row = TensorSpec("x", "FP32", (-1, 4))
+    after = TensorSpec("z", "FP32", (-1, 4))
+    made = cut_module(Module(make=Early, inputs=[row], outputs=[row, after]), 2)
+    with pytest.raises(SpecError, match="the name of an input and of an output"):
+        made.stages[0].load(StageContext())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -30,6 +31,40 @@ def test_name_stays_until_a_file_or_a_setting_changes(tmp_path: Path) -> None:
     file.write_bytes(b"4321")
     os.utime(file, ns=(0, 1))
     assert name_of(made, "float32") != name
+
+
+def test_names_differ_though_size_and_time_do_not(tmp_path: Path) -> None:
+    """Images may give all files one time."""
+    names = []
+    for number, content in enumerate((b"1234", b"1243")):
+        made = folder(tmp_path / f"{number}")
+        (made / "model.safetensors").write_bytes(content)
+        for file in made.iterdir():
+            os.utime(file, ns=(0, 1))
+        names.append(name_of(made))
+    (made / "model.safetensors").write_bytes(b"1234")
+    os.utime(made / "model.safetensors", ns=(0, 1))
+    assert len({*names, name_of(made)}) == 3
+
+
+def test_index_names_files_beside_it_only(tmp_path: Path) -> None:
+    """A folder from elsewhere cannot have other files of this machine read."""
+    made = folder(tmp_path / "a")
+    index = made / "model.safetensors.index.json"
+    for name in ("../b.safetensors", str(tmp_path / "b.safetensors")):
+        index.write_text(json.dumps({"weight_map": {"w": name}}))
+        with pytest.raises(SpecError, match="which is not beside it"):
+            name_of(made)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}']
+)
+def test_damaged_index_is_reported(text: str, tmp_path: Path) -> None:
+    made = folder(tmp_path / "a")
+    (made / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(SpecError, match="save the model again"):
+        name_of(made)
 
 
 def test_file_of_the_hub_is_identified_by_its_content(tmp_path: Path) -> None:

@@ -89,6 +89,18 @@ def test_good_spec_is_read() -> None:
         ("app: demo", "app: demo\nsilence_s: 0", 2, "greater than 0"),
         ("app: demo", "app: demo\nlauncher: /x", 2, "local, ray, or package"),
         ("app: demo", "app: demo\nray: {}", 1, "add `launcher: ray`"),
+        ("port: 0", "host: ''", 12, "host"),
+        ("2.5", ".inf", 10, "less than or equal to"),
+        ("  m:\n", "  int:\n    stagez: []\n", 4, "stagez"),
+        ("  m:\n", "  function-call:\n    stagez: []\n", 4, "stagez"),
+        (
+            "  m:\n",
+            "  m:\n    options: {a: [{1: b}]}\n",
+            4,
+            "the key 1 in 'a' in item 0",
+        ),
+        ("  m:\n", "  m:\n    options: {a: -.inf}\n", 4, "write it as text"),
+        ("  m:\n", "  m:\n    options: {a: 2024-01-01}\n", 4, "write it as text"),
         (
             "    stages:\n      - name: one",
             "    generation: {deterministic: true, attention: a.b:C}\n"

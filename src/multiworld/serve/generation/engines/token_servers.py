@@ -36,6 +36,7 @@ MAX_STOPS = 96
 # Log-probabilities of a request for that of a token that llama.cpp's answer lacks: it
 # is mostly among the first; otherwise those of nearly all are read, some megabytes.
 MANY, ALL = 256, 100_000
+FORCED = 1e6  # a bias above all logits
 TRIES = 16  # requests at most; each excludes one more such token
 TOKEN = "token_id:"  # prefix of tokens in vLLM's log-probabilities
 
@@ -120,6 +121,7 @@ class LlamaCpp:
     def __init__(self, adapters: Sequence[str] = ()) -> None:
         self._adapters = adapters
         self._decoder = msgspec.json.Decoder(_Completion)
+        self._whole: int | None = None  # a token that ends no character too early
 
     def check(self, sampling: Sampling) -> None:
         check_common(self.title, sampling)
@@ -172,6 +174,7 @@ class LlamaCpp:
         elif len(scores) < len(found.tokens):
             yield [EngineToken(token) for token in found.tokens]
         else:
+            self._whole = next(iter(found.tokens), self._whole)
             yield [
                 EngineToken(token, score.logprob, pairs_of(score.top_logprobs, count))
                 for token, score in zip(found.tokens, scores, strict=False)
@@ -187,7 +190,9 @@ class LlamaCpp:
         """
         banned, many = [token], max(count, MANY)
         for _ in range(TRIES):
-            bias = [(each, False) for each in banned]
+            bias: list[tuple[int, float | bool]] = [(each, False) for each in banned]
+            if self._whole is not None:
+                bias = [(self._whole, FORCED)]
             other = {"temperature": -1.0, "logit_bias": bias, "n_probs": many}
             # The slot has this prompt by now.
             other["cache_prompt"] = True

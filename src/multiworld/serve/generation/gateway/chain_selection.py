@@ -23,6 +23,8 @@ HOME = 2
 # steps of one stage-0 replica also gets those of a second. Each stage-0 replica sends
 # its own step for every token, which costs about as much as nine tokens.
 SPLIT = 4
+# Streams that a replica without one of its connections counts as more, and how long.
+DOUBT, DOUBT_S = 8, 10.0
 # Random replicas of a stage that are compared for a new stream, where there are more.
 COMPARED = 64
 
@@ -77,6 +79,18 @@ class ChainSelection:
         self.sources = StepSources()
         # Streams at each replica, and those that are being moved to it.
         self.load: Counter[str] = Counter()
+        # Replicas that lacked a connection to another one lately, with the end of it.
+        self._doubted: dict[str, float] = {}
+
+    def doubt(self, replicas: Iterable[str], now: float) -> None:
+        """Prefer others than these replicas for a while: they lack a connection."""
+        self._doubted.update(dict.fromkeys(replicas, now + DOUBT_S))
+
+    def tick(self, now: float) -> None:
+        """Trust doubted replicas again after a while."""
+        over = [name for name, until in self._doubted.items() if until <= now]
+        for name in over:
+            del self._doubted[name]
 
     def table_changed(self, now: float) -> None:
         replicas = self.view.table.replicas
@@ -262,7 +276,8 @@ class ChainSelection:
             saved = known.get(replica.name, 0) * PREFIX_BLOCK / TOKENS_PER_STREAM
             saved += HOME * (replica.name == home)
             splits = any(self.sources.is_split(replica.name, f) for f in first)
-            return self.load[replica.name] + SPLIT * splits - saved, self._chance()
+            load = self.load[replica.name] + DOUBT * (replica.name in self._doubted)
+            return load + SPLIT * splits - saved, self._chance()
 
         return min(usable, key=cost).name if usable else None
 

@@ -57,7 +57,7 @@ class Moves:
         """Begin moves, and abandon those that take too long."""
         for _, stream in sorted(self._moving.items()):
             assert stream.move is not None
-            is_late = now - stream.move.notified_at > PREPARE_S
+            is_late = now - stream.move.began_at > PREPARE_S
             if is_late or not silent.isdisjoint(incoming(stream)):
                 self.give_up(stream, now)
         self._leave_draining(now)
@@ -117,7 +117,7 @@ class Moves:
         return found
 
     def _begin(self, stream: Stream, chain: Chain, now: float) -> None:
-        stream.move = Move(chain)
+        stream.move = Move(chain, began_at=now)
         self._moving[stream.number] = stream
         stream.become(Phase.MOVING)
         self._chains.reserve(incoming(stream))
@@ -127,7 +127,7 @@ class Moves:
         chain, fresh = move.chain.replicas, set(incoming(stream))
         stages = tuple(n for n, name in enumerate(chain) if name in fresh)
         prepared, move.attempt = move.attempt, stream.next_attempt()
-        move.tokens, move.notified_at = len(stream.tokens), now
+        move.tokens = len(stream.tokens)
         move.waits_for = sum(stage + 1 not in stages for stage in stages)
         start = SequenceStart(
             (self._name, stream.number, move.attempt),

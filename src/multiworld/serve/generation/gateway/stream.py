@@ -69,7 +69,7 @@ class Move:
     chain: Chain  # from then on
     attempt: int = -1  # that they are prepared for; -1 before
     tokens: int = 0  # of the stream, when the replicas were last notified
-    notified_at: float = 0.0  # monotonic time of that
+    began_at: float = 0.0  # monotonic time
     waits_for: int = 0  # replicas that have not reported yet that they are prepared
 
 
@@ -106,6 +106,7 @@ class Stream:
         default_factory=lambda: LossLedger(STREAM_RULE, has_begun=True)
     )
     returns: int = 0  # attempts in a row that ended without a token
+    failing_since: float = 0.0  # monotonic time at which the first of them ended
     is_alone: bool = False  # as a suspect, now
     left: tuple[str, ...] = ()  # previous chain, if a replica of it returned the stream
     was_alone: bool = False  # there

@@ -44,7 +44,9 @@ from multiworld.serve.transport.routing_table import Route, RoutingTable
 
 MANY = 64  # actions of one event from which messages to a replica are merged
 OWED = 65536  # ended sequences reported to a replica when it reconnects, at most
-KEPT_RETURNS = 3  # attempts in a row that may fail before a stream starts over
+# Seconds of failing attempts before a stream starts over, so that a connection that
+# comes back costs nothing; and before the replicas without it are doubted.
+KEPT_S, DOUBTED_S = 1.0, 0.5
 # Seconds between a failed attempt and the next one; doubles until one produces a token.
 PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 
@@ -273,8 +275,8 @@ class StreamRouter:
                     if stream is not None:
                         _require(replica in stream.chain, key, replica)
                         stream.losses.has_begun = True
-            case generation_messages.SequenceFailed(key, error):
-                self._failed(replica, key, error)
+            case generation_messages.SequenceFailed(key, error, lacks):
+                self._failed(replica, key, error, lacks)
             case generation_messages.SequencePrepared(key):
                 self._prepared(replica, key)
 
@@ -316,7 +318,7 @@ class StreamRouter:
             self._end(stream)
 
     def _failed(
-        self, replica: str, key: Key, error: protocol.RemoteError | None
+        self, replica: str, key: Key, error: protocol.RemoteError | None, lacks: str
     ) -> None:
         stream = self._known(key)
         if stream is None:
@@ -334,8 +336,14 @@ class StreamRouter:
         if error is not None:
             self._end(stream, error.error())
             return
+        failing_s = self._now - stream.failing_since if stream.returns else 0.0
+        is_elsewhere = False
+        if lacks in self.view.connected and failing_s > DOUBTED_S:
+            both = replica, lacks
+            self._chains.doubt(both, self._now)
+            is_elsewhere = any(map(self.view.has_another, both))
         left, was_alone = stream.chain, stream.is_alone
-        self._retry(stream, f"{replica} gave it back")
+        self._retry(stream, f"{replica} gave it back", is_elsewhere=is_elsewhere)
         stream.left, stream.was_alone = left, was_alone
 
     def _prepared(self, replica: str, key: Key) -> None:
@@ -357,8 +365,8 @@ class StreamRouter:
 
     # Attempts.
 
-    def _retry(self, stream: Stream, why: str) -> None:
-        """Start another attempt of a stream, on the rest of its chain."""
+    def _retry(self, stream: Stream, why: str, *, is_elsewhere: bool = False) -> None:
+        """Start another attempt of a stream, on the rest of its chain or elsewhere."""
         if stream.has_ended:
             return
         self.counts["replayed"] += not stream.via
@@ -368,14 +376,20 @@ class StreamRouter:
             poisoned = refusals.poisoned(stream.number, stream.model, isolated)
             self._end(stream, poisoned)
             return
+        if not stream.returns:
+            stream.failing_since = self._now
         is_kept = (
             not stream.losses.is_suspect
-            and stream.returns < KEPT_RETURNS
+            and self._now - stream.failing_since < KEPT_S
             and not stream.via
+            and not is_elsewhere
         )
         self._leave_chain(stream, is_kept=is_kept)
         self._retried.append(stream)
         stream.not_before = stream.losses.not_before
+        if is_elsewhere:
+            stream.returns = 0
+            return
         if stream.returns:
             pause_s = PAUSE_S * 2.0 ** min(stream.returns, 10)
             not_before = self._now + min(LONGEST_PAUSE_S, pause_s)
@@ -531,6 +545,7 @@ class StreamRouter:
             self._waiting.remove(stream)
             self._begin(stream, chain, previous=-1)
         self._moves.tick(silent, self._now)
+        self._chains.tick(self._now)
         self._place_waiting()
 
     def _too_late(self, stream: Stream, late: str) -> errors.ServeError:

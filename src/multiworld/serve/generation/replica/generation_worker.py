@@ -153,6 +153,7 @@ class GenerationWorker:
             "logged bytes": self._log.nbytes,
             "prefixes in use": self._prefixes.in_use,
             "blocks": self._scheduler.pool.used_blocks,
+            "rebuilt tokens": len(self.recovery.sampled),
             "scheduled": int(not self._scheduler.pool.is_idle),
         }
         return {kind: count for kind, count in found.items() if count}

@@ -138,7 +138,7 @@ class Recovery:
             if state.key[0] == peer:
                 self._end(state.key)
             elif peer in state.start.chain:
-                self.return_to_gateway([state.key])
+                self.return_to_gateway([state.key], lacks=peer)
 
     # The life of a sequence.
 
@@ -146,6 +146,8 @@ class Recovery:
         """Add an attempt, and report its KV here to the previous stage."""
         state, next_has = self.table.begin(start, prepared)
         self._watched.difference_update(state.earlier)
+        for old in state.earlier:
+            self.sampled.pop(old, None)
         if start.is_watched:
             self._watched.add(start.key)
         self._actions.append(act.Open(start))
@@ -155,8 +157,9 @@ class Recovery:
             # It must not be computed here.
             self.return_to_gateway([start.key])
             self._end(start.key)
-        elif not neighbours_of(start.chain, self._stage) <= self._connected:
-            self.return_to_gateway([start.key])  # not connected yet, or no longer
+        elif away := neighbours_of(start.chain, self._stage) - self._connected:
+            # Not connected yet, or no longer.
+            self.return_to_gateway([start.key], lacks=min(away))
         elif next_has is not None and not self._is_end(state):
             self._next_has(start.key, next_has)
 
@@ -273,11 +276,12 @@ class Recovery:
         self._memory.free(state.stream)
         self._actions.append(act.Forget(state.stream))
 
-    def return_to_gateway(self, keys: Iterable[Key]) -> None:
+    def return_to_gateway(self, keys: Iterable[Key], lacks: str = "") -> None:
         """Return sequences to their gateways: they cannot continue as they are."""
         for key in keys:
             self._scheduler.pause(key)
-            self._send(key[0], generation_messages.SequenceFailed(key))
+            failed = generation_messages.SequenceFailed(key, lacks=lacks)
+            self._send(key[0], failed)
 
     def fail(self, key: Key, error: Exception) -> None:
         """End a sequence that would fail in the same way elsewhere."""

@@ -104,6 +104,9 @@ class SequenceTable:
 
     def note_early(self, key: Key, held: int) -> None:
         """Record the next stage's report on a sequence that has not begun here yet."""
+        newer = self._states.get(key[:2])
+        if newer is not None and newer.key[2] > key[2]:
+            return
         self._early[key] = held
         while len(self._early) > MAX_EARLY:
             self._early.popitem(last=False)

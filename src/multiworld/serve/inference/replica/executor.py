@@ -60,8 +60,10 @@ class Executor:
         self._thread: ComputeThread | None = None
         self._quickness = Quickness()
         self._function: StageFunction | None = None
+        self._device = "cpu"
         self._share: Callable[[Tensors], None] | None = None
         self._settle: Callable[[], None] | None = None
+        self.calls = 0  # of the stage's function, begun: one for a batch, or more
 
     @property
     def stage(self) -> Stage:
@@ -72,10 +74,9 @@ class Executor:
         await self._thread.call(self._compute_shared, batch)
 
     def _compute_shared(self, batch: Tensors) -> None:
-        assert self._function is not None
         try:
             with torch.inference_mode():
-                self._function(batch)
+                self._call(batch)
         except LOST:
             raise
         except Exception as error:
@@ -89,6 +90,7 @@ class Executor:
 
     def _load(self, context: StageContext) -> None:
         torch.set_num_threads(self._threads)
+        self._device = context.device
         self._share = getattr(context.group, "share", None)
         self._settle = getattr(context.group, "settle", None)
         with torch.inference_mode():
@@ -141,17 +143,31 @@ class Executor:
         ]
 
     def _compute(self, requests: list[Tensors], rows: list[int]) -> list[Tensors]:
-        assert self._function is not None
         ragged = self._stage.ragged
         lengths = [length_of(request, ragged) for request in requests]
         with torch.inference_mode():
             batch = collate(requests, ragged, self._stage.buckets)
             if self._share is not None:
                 self._share(batch)
+            self.calls += 1
             began_at = time.perf_counter()
-            outputs = self._function(batch)
+            outputs = self._call(batch)
             self._quickness.add(time.perf_counter() - began_at)
             return split(outputs, rows, lengths, ragged, self._name)
+
+    def _call(self, batch: Tensors) -> Tensors:
+        """Compute on the stage's device; batches come from the host, and go there."""
+        assert self._function is not None
+        if self._device == "cpu":
+            return self._function(batch)
+        moved = {name: tensor.to(self._device) for name, tensor in batch.items()}
+        outputs = self._function(moved)
+        if not isinstance(outputs, dict):  # ``split`` says what is wrong with it
+            return outputs
+        return {
+            name: tensor.cpu() if isinstance(tensor, torch.Tensor) else tensor
+            for name, tensor in outputs.items()
+        }
 
     def _translated(self, error: Exception) -> errors.ServeError:
         if isinstance(error, errors.InvalidRequestError | errors.ModelFailedError):

@@ -95,6 +95,9 @@ class Worker:
         self._left: tuple[list[Work], bool] | None = None
         self._running: list[Work] = []
         self._running_since = 0.0
+        # Calls of the model up to this one, and when it was seen: a batch has several
+        # if it fails, and its requests are computed alone.
+        self._calls, self._called_at = 0, 0.0
         self.counts: Counter[str] = Counter()
         self.computed_s = 0.0
         self._batch_rows = [0] * (len(messages.ROWS_BOUNDS) + 1)
@@ -267,7 +270,7 @@ class Worker:
     def _compute_here(self, batch: list[Work]) -> bool:
         """Compute a batch on the event loop; return False if it must be repeated."""
         self._guard.start()
-        self._running, self._running_since = batch, self._clock()
+        self._enter(batch)
         try:
             outcomes = self._runner.run_here(batch)
         finally:
@@ -279,9 +282,13 @@ class Worker:
         self._credit.release_soon(batch)
         return True
 
+    def _enter(self, batch: list[Work]) -> None:
+        self._running, self._running_since = batch, self._clock()
+        self._calls, self._called_at = self._runner.calls + 1, 0.0
+
     async def _compute(self, batch: list[Work], *, has_failed: bool) -> None:
         """Announce a batch, and compute it in the stage's thread."""
-        self._running, self._running_since = batch, self._clock()
+        self._enter(batch)
         try:
             await self._announce(batch)
             outcomes = await self._runner.run(batch)
@@ -484,7 +491,9 @@ class Worker:
             self._end_process(now)
 
     def _is_hung(self, running: list[Work], now: float, resumed_at: float) -> bool:
-        running_s = now - max(self._running_since, resumed_at)
+        if self._runner.calls > self._calls:
+            self._calls, self._called_at = self._runner.calls, now
+        running_s = now - max(self._running_since, self._called_at, resumed_at)
         if self._limits.compute_s is not None:
             return running_s > self._limits.compute_s
         last = max(work.deadline_at for work in running)
