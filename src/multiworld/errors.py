@@ -129,7 +129,11 @@ class ConfigError(MultiWorldError, ValueError):
     """
 
     def __init__(self, field: str, value: object, rule: str) -> None:
-        self.field, self.value, self.rule = field, _SHORT.repr(value), rule
+        try:
+            self.value = _SHORT.repr(value)
+        except Exception:  # such as an int of 5,000 digits
+            self.value = f"a {type(value).__name__}"
+        self.field, self.rule = field, rule
         super().__init__(f"{field} is {self.value}; {rule}")
 
 

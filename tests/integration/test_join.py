@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
@@ -20,11 +21,13 @@ from multiworld import (
     RankTakenError,
     StoreUnreachableError,
     UnknownWorldError,
+    World,
     WorldBrokenError,
     WorldClosedError,
     WorldConfig,
     WorldExistsError,
     WorldManager,
+    WorldReady,
 )
 from multiworld.net import frames
 from multiworld.net.handshake_messages import Answer
@@ -467,3 +470,66 @@ async def test_join_after_one_without_heartbeats_is_whole(
         done, _ = await asyncio.wait((over,), timeout=3.0)
         assert not done
         over.cancel()
+
+
+async def test_join_that_is_cancelled_as_it_completes_leaves_nothing_behind() -> None:
+    """The caller cannot know of the world, so it must not stay a member."""
+    async with WorldManager(config=LONG) as one, WorldManager(config=LONG) as other:
+        store = "memory://cancelled"
+        joining = asyncio.create_task(
+            one.join("w", rank=0, size=2, store=store, backend="memory")
+        )
+
+        async def cancel() -> None:
+            async for event in one.events():
+                if isinstance(event, WorldReady):
+                    joining.cancel()
+                    return
+
+        watching = asyncio.create_task(cancel())
+        await asyncio.sleep(0)
+        world = await other.join("w", rank=1, size=2, store=store, backend="memory")
+        await asyncio.gather(watching, joining, return_exceptions=True)
+        assert joining.cancelled()
+        await until(lambda: world.left == {0})
+        assert not one.worlds
+
+
+async def test_leave_ends_a_loop_that_joins_again() -> None:
+    """Though the world of before has ended, and the next is not there yet."""
+    async with WorldManager(config=LONG) as one, WorldManager(config=LONG) as other:
+        store, yielded = "memory://kept", set[World]()
+
+        async def keep() -> None:
+            async for world in one.keep(
+                "w", rank=0, size=2, store=store, backend="memory"
+            ):
+                yielded.add(world)
+
+        keeping = asyncio.create_task(keep())
+        world = await other.join("w", rank=1, size=2, store=store, backend="memory")
+        await until(lambda: bool(yielded))
+        await world.close()
+        await until(lambda: "w" not in one.worlds)
+        await one.leave("w")
+        async with asyncio.timeout(5):
+            await keeping
+
+
+async def test_leave_during_a_reform_is_told_to_who_waits_for_it() -> None:
+    """Nobody cancelled that task."""
+    async with contextlib.AsyncExitStack() as stack:
+        made = [WorldManager(config=LONG) for _ in range(3)]
+        managers = [await stack.enter_async_context(each) for each in made]
+        joins = (
+            manager.join("w", rank=rank, size=3, store="memory://r", backend="memory")
+            for rank, manager in enumerate(managers)
+        )
+        worlds = await asyncio.gather(*joins)
+        await managers[2].close()
+        await until(lambda: worlds[0].left == {2})
+        reforming = asyncio.create_task(worlds[0].reform())
+        await asyncio.sleep(0.1)
+        await managers[0].leave("w")
+        with pytest.raises(WorldClosedError, match="left world 'w' meanwhile"):
+            await reforming

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from multiworld import (
+    ConfigError,
     MemberLostError,
     TensorMismatchError,
     World,
@@ -163,3 +164,39 @@ async def test_broken_world_that_is_closed_is_forgotten() -> None:
         assert list(manager.worlds) == ["a"]
         await worlds[0].close()
         assert manager.worlds == {}
+
+
+async def test_exchange_of_nothing_leaves_a_world_usable() -> None:
+    """As when no token goes to an expert of another member."""
+    async with Arena("gloo") as arena, asyncio.timeout(HANG_S):
+        worlds = await arena.world(2)
+        ins = [[torch.empty(0), torch.empty(0)] for _ in worlds]
+        outs = [[torch.empty(0), torch.empty(0)] for _ in worlds]
+        await asyncio.gather(
+            *(w.all_to_all(*given) for w, *given in zip(worlds, outs, ins, strict=True))
+        )
+        assert all(world.is_ready for world in worlds)
+
+
+async def test_message_is_received_into_a_leaf_that_requires_grad() -> None:
+    """Such as a parameter; also with the library's own sends."""
+    config = WorldConfig(join_s=20.0, host_p2p="backend")
+    async with Arena("gloo", config) as arena, asyncio.timeout(HANG_S):
+        left, right = await arena.world(2)
+        leaf = torch.zeros(3, requires_grad=True)
+        await asyncio.gather(left.send(torch.ones(3), dst=1), right.recv(leaf, src=0))
+        assert leaf.tolist() == [1.0, 1.0, 1.0]
+
+
+async def test_wrong_arguments_are_named() -> None:
+    """And nothing is sent."""
+    async with Arena("memory") as arena:
+        left, _ = await arena.world(2)
+        with pytest.raises(ConfigError, match="rank is None"):
+            left.handle(lambda tensor: None, src=None)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="meta"):
+            await left.send_bundle({}, dst=1, meta=[1])  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="tensors"):
+            await left.send_bundle([1], dst=1)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="a int"):
+            await left.send_object(10**5000, dst=1)

@@ -60,6 +60,9 @@ class Layout:
 
 
 def lay_out(tensors: Mapping[str, Tensor], meta: Meta) -> Layout:
+    for field, value in (("tensors", tensors), ("meta", meta)):
+        if not isinstance(value, Mapping):
+            raise ConfigError(field, value, "give a mapping")
     entries, pieces, offset = [], [], 0
     for name, given in tensors.items():
         if not isinstance(name, str):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -18,6 +20,17 @@ def size_of(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+# Of each loop. Its default pool may be full of calls that wait for such work.
+_pools: WeakKeyDictionary[asyncio.AbstractEventLoop, Executor] = WeakKeyDictionary()
+
+
+def _pool_of(loop: asyncio.AbstractEventLoop) -> Executor:
+    if loop not in _pools:
+        # Called like those of the loop's own pool, which checks for leaks leave out.
+        _pools[loop] = ThreadPoolExecutor(thread_name_prefix="asyncio_multiworld")
+    return _pools[loop]
+
+
 async def offload(size_bytes: int, call: Callable[..., T], *args: Any) -> T:
     """Return ``call(*args)``, run ``in_thread`` above ``OFFLOAD_BYTES``."""
     if size_bytes <= OFFLOAD_BYTES:
@@ -27,7 +40,8 @@ async def offload(size_bytes: int, call: Callable[..., T], *args: Any) -> T:
 
 async def in_thread(call: Callable[..., T], *args: Any) -> T:
     """Return ``call(*args)``, run in a thread; a cancellation waits for the thread."""
-    task = asyncio.ensure_future(asyncio.to_thread(call, *args))
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(loop.run_in_executor(_pool_of(loop), call, *args))
     cancelled = None
     # Otherwise the thread would continue to write to the caller's memory.
     while not task.done():

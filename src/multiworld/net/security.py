@@ -11,6 +11,7 @@ import functools
 import hashlib
 import hmac
 import json
+import logging
 import os
 import ssl
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ from multiworld.errors import ConfigError
 from multiworld.net.file_version import version_of
 
 __all__ = ["Security", "Tls"]
+
+logger = logging.getLogger("multiworld.net")
 
 # Minimum length of a secret: guesses can be tested offline against a recorded challenge
 # and its answer. ``openssl rand -hex 32`` makes a good one.
@@ -55,7 +58,20 @@ class Tls:
             ConfigError: A file cannot be read or is not a valid PEM file.
         """
         files = self.certificate, self.key, self.authority
-        return _context(self, is_server, tuple(map(version_of, files)))
+        which = self, is_server
+        try:
+            found = _context(*which, tuple(map(version_of, files)))
+        except ConfigError as error:
+            if which not in _last:
+                raise
+            # One of them may have been renewed, and not the other yet.
+            logger.warning("the certificates from before stay in use: %s", error)
+            return _last[which]
+        _last[which] = found
+        return found
+
+
+_last: dict[tuple[Tls, bool], ssl.SSLContext] = {}  # that could be loaded
 
 
 @functools.lru_cache(maxsize=16)

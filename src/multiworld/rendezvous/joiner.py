@@ -166,7 +166,8 @@ class Joiner:
                         world="",
                         deadline=loop.time() + RETURN_S,
                     )
-                except errors.RendezvousError as error:
+                # Its certificate may be half renewed.
+                except (errors.MultiWorldError, OSError) as error:
                     logger.info("the store at %s is still down: %s", address, error)
                     wait_s = min(2 * wait_s, MAX_RETRY_S)
                 else:

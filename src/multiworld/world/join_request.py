@@ -90,7 +90,11 @@ def _number(field: str, value: int | None, variable: str) -> int:
 
 def _device_of(device: torch.device | str) -> torch.device:
     try:
-        return torch.device(device)
+        found = torch.device(device)
+        if found.type == "cuda" and found.index is None and torch.cuda.is_available():
+            # Communicators belong to one GPU: that of this thread, as for torch.
+            return torch.device("cuda", torch.cuda.current_device())
+        return found
     except RuntimeError as error:
         rule = "give a torch device, such as 'cpu'"
         raise ConfigError("device", device, rule) from error

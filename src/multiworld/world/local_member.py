@@ -220,6 +220,8 @@ class LocalMember:
 
     async def close(self) -> None:
         """Leave politely; wait at most ``close_s`` for sent data, unless cancelled."""
+        if self._is_forked:
+            return
         self.report(lifecycle.CloseAsked())
         if self._over.done():
             self._free()
@@ -234,6 +236,8 @@ class LocalMember:
 
     def close_nowait(self) -> None:
         """Leave politely, without waiting for data that the network has not taken."""
+        if self._is_forked:  # the memory that it shares is the parent's
+            return
         self.report(lifecycle.CloseAsked())
         is_over = self._over.done()
         self._free()

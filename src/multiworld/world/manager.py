@@ -9,9 +9,8 @@ import contextlib
 import os
 import secrets
 import weakref
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -209,7 +208,18 @@ class WorldManager:
         request = request_of(name, rank, size, store, backend, config, device)
         self._security.check_backend(backend)
         self._reserve(name)
-        return await self._exclusively(name, self._admission.join(request))
+        joining = self._loop.create_task(
+            self._admission.join(request), name=f"multiworld join {name}"
+        )
+        try:
+            return await self._exclusively(name, joining)
+        except BaseException:
+            is_over = joining.done() and not joining.cancelled()
+            made = joining.result() if is_over and not joining.exception() else None
+            # It may have joined before the caller, who was cancelled, could know.
+            if made is not None and self.worlds.get(name) is made:
+                self.remove_world(name)
+            raise
 
     async def reform(self, name: str) -> World:
         """Return the smaller world; see ``World.reform``. Cancellation: As there.
@@ -219,7 +229,8 @@ class WorldManager:
         """
         self._check_usable(name)
         self._check_free(name)
-        return await self._exclusively(name, self._admission.reform(name))
+        changing = self._loop.create_task(self._admission.reform(name))
+        return await self._exclusively(name, changing)
 
     async def grow(self, name: str, to: int) -> World:
         """Return the larger world; see ``World.grow``. Cancellation: As there.
@@ -229,19 +240,23 @@ class WorldManager:
         """
         self._check_usable(name)
         self._check_free(name)
-        return await self._exclusively(name, self._admission.grow(name, to))
+        changing = self._loop.create_task(self._admission.grow(name, to))
+        return await self._exclusively(name, changing)
 
-    async def _exclusively(self, name: str, step: Coroutine[Any, Any, World]) -> World:
+    async def _exclusively(self, name: str, joining: asyncio.Task[World]) -> World:
         """Run one change of a world at a time, and none after the manager is closed."""
-        joining = self._loop.create_task(step, name=f"multiworld join {name}")
         self._joining[name] = joining
         try:
             return await joining
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self._is_closed and task is not None and not task.cancelling():
+            if task is None or task.cancelling():
+                raise
+            if self._is_closed:
                 raise self._closed_error(name) from None
-            raise
+            raise errors.WorldClosedError(
+                f"this process left world {name!r} meanwhile", world=name
+            ) from None
         finally:
             if self._joining.get(name) in (joining, None):
                 self._joining.pop(name, None)
@@ -347,7 +362,7 @@ class WorldManager:
 
         Cancellation: All resources are freed all the same, at once.
         """
-        if self._is_closed:
+        if self._is_closed or self._is_forked:
             return
         self._is_closed = True
         joining = self._cancel_joins()
@@ -398,7 +413,10 @@ class WorldManager:
 
         Cancellation: Once closing has begun, the world is closed all the same, at once.
         """
-        self.world(name)
+        if self._is_forked:
+            return
+        if name not in self._joining:
+            self.world(name)
         await self._stop_changing(name)
         if name in self.worlds:
             await self._admission.end(self._admission.local_member(name))
@@ -472,10 +490,12 @@ class WorldManager:
         """
         if self._reserved.pop(world_name, None) is not None:
             return
-        self.world(world_name)
         changing = self._joining.get(world_name)
         if changing is not None:
             changing.cancel()
+            if world_name not in self.worlds:
+                return
+        self.world(world_name)
         local = self._admission.take_out(world_name)
         local.report(CloseAsked())  # notify the others now, whatever the loop does next
         task = self._loop.create_task(

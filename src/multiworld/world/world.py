@@ -392,6 +392,7 @@ class World(CollectiveMethods):
         Raises:
             UnsupportedOperationError: The backend is not ``direct`` or ``memory``.
         """
+        self._check_rank(src, self_too=False)
         with self._operation(src, tag):
             self._life.backend.handle(src, tag, handler, peek)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -110,3 +111,16 @@ async def test_time_limit_ends_after_the_thread() -> None:
 async def _limited(gate: Gate) -> None:
     async with asyncio.timeout(0.005):
         await in_thread(gate.call)
+
+
+async def test_full_pool_of_the_loop_holds_up_no_copy() -> None:
+    """Its calls may wait for the very message."""
+    gate = Gate()
+    pool = ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(pool)
+    blocked = asyncio.create_task(asyncio.to_thread(gate.call))
+    await until(lambda: gate.began)
+    async with asyncio.timeout(20):
+        assert await in_thread(lambda: 3) == 3
+    gate.open.set()
+    await blocked

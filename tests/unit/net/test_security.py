@@ -138,3 +138,22 @@ def test_backends_that_bypass_security_are_refused(tls: Tls) -> None:
     Security.from_environment(allowed).check_backend("gloo")
     with pytest.raises(ConfigError, match="cannot encrypt"):
         Security(secret=SECRET, tls=tls, open_backends=True).check_backend("nccl")
+
+
+def test_certificate_without_its_new_key_leaves_the_old_ones(
+    tls: Tls, tmp_path: Path
+) -> None:
+    """Renewal writes one file after the other."""
+    paths = [tmp_path / name for name in ("certificate", "key", "authority")]
+    for path, old in zip(paths, (tls.certificate, tls.key, tls.authority), strict=True):
+        path.write_bytes(old.read_bytes())
+    copied = Tls(certificate=paths[0], key=paths[1], authority=paths[2])
+    before = copied.context(is_server=True)
+    paths[0].write_text("half of a certificate")
+    assert copied.context(is_server=True) is before
+    paths[0].write_bytes(tls.certificate.read_bytes())
+    assert copied.context(is_server=True) is not None
+    with pytest.raises(ConfigError):
+        Tls(certificate=paths[1], key=paths[1], authority=paths[2]).context(
+            is_server=True
+        )

@@ -20,7 +20,7 @@ from multiworld.backends.c10d.groups import Group, check_backend
 from multiworld.backends.c10d.store import C10dStore
 from multiworld.backends.c10d.work_runner import WorkRunner
 from multiworld.backends.direct.backend import DirectBackend
-from multiworld.backends.dtypes import CODES, DTYPES, overwrite
+from multiworld.backends.dtypes import CODES, DTYPES, is_plain, overwrite
 from multiworld.errors import TensorMismatchError, UnsupportedOperationError
 from multiworld.incarnation.lifecycle import Failed
 from multiworld.liveness.manager_messages import BackendMessage
@@ -56,8 +56,9 @@ class C10dBackend:
         prefix = key_prefix(incarnation.world, incarnation.epoch, incarnation.nonce)
         host = incarnation.members[self._rank].address.host
         limit_s = self._view.config.join_s
-        values = await asyncio.to_thread(
-            BlockingValues, self._view.store, limit_s, self._view.security
+        view = self._view
+        values = await in_thread(
+            lambda: BlockingValues(view.store, limit_s, view.security)
         )
         store = C10dStore(values, f"{prefix}{self._name}/", limit_s, self._record)
         self._runner.group = group = Group(
@@ -134,8 +135,8 @@ class C10dBackend:
             await self._runner.wait_in_thread(
                 lambda native: native.recv([data], src, tag)
             )
-        if out is not None and target is not out:
-            overwrite(out, target.view(out.shape))
+        if out is not None and target.data_ptr() != out.data_ptr():
+            overwrite(out.detach(), target.view(out.shape))
         return Received(target if out is None else out, src)
 
     async def _next_header(self, src: int, tag: int) -> Any:
@@ -160,11 +161,9 @@ class C10dBackend:
                 f"has {out.numel()} elements of {out.dtype}; the message is still "
                 "there: receive it with a tensor that fits, or with none"
             )
-        return (
-            out.detach()
-            if out.is_contiguous()
-            else torch.empty_like(out, memory_format=torch.contiguous_format)
-        )
+        if is_plain(out):
+            return out.detach()
+        return torch.empty(out.shape, dtype=out.dtype, device=out.device)
 
     def _check_tag(self, tag: int) -> None:
         if tag > MAX_BACKEND_TAG or (self._name == "nccl" and tag):

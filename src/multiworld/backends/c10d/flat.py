@@ -12,15 +12,18 @@ from multiworld.errors import TensorMismatchError
 
 
 def on_device(tensor: Tensor, device: torch.device, what: str) -> Tensor:
-    """Return ``tensor``, detached, if it is dense and on this type of device."""
+    """Return ``tensor``, detached, if it is dense and on this device."""
     if not isinstance(tensor, Tensor):
         raise TensorMismatchError(
             f"{what} must be a torch.Tensor, not {type(tensor).__name__}"
         )
-    if tensor.device.type != device.type or tensor.layout is not torch.strided:
+    is_there = tensor.device.type == device.type
+    if device.index is not None:
+        is_there = is_there and tensor.device.index == device.index
+    if not is_there or tensor.layout is not torch.strided:
         raise TensorMismatchError(
             f"{what} is {tensor.layout} on {tensor.device}; this world carries dense "
-            f"tensors on {device.type!r}"
+            f"tensors on '{device}'"
         )
     if device.type == "cpu":
         return require_host(tensor, what)

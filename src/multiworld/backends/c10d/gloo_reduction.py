@@ -30,6 +30,7 @@ _ON_BOOL = {
     "BXOR": ReduceOp.BXOR,
 }
 
+_BITWISE = ("BAND", "BOR", "BXOR")
 _COMPLEX = (torch.complex64, torch.complex128)
 
 # Dtypes that Gloo reduces itself.
@@ -46,15 +47,22 @@ _NATIVE = (
 
 
 class Reduction:
-    """Plan for reducing tensors of the dtype of ``like`` with Gloo."""
+    """Plan for reducing tensors of the dtype of ``like`` with Gloo or NCCL."""
 
-    def __init__(self, like: Tensor, op: ReduceOp, size: int) -> None:
+    def __init__(self, like: Tensor, op: ReduceOp, size: int, library: str) -> None:
         combiner(op, like)
         self._name, self._size = op_name(op), size
         name = "SUM" if self._name == "AVG" else self._name
         self.native_op: Any = getattr(ReduceOp, name)
         self._wider: torch.dtype | None = None
         self._is_complex = like.dtype.is_complex
+        # On booleans, all but one are minima and maxima.
+        is_bitwise = name in (["BXOR"] if like.dtype is torch.bool else _BITWISE)
+        if library == "nccl" and is_bitwise:
+            raise UnsupportedOperationError(
+                f"NCCL cannot reduce {like.dtype} by {self._name}; use "
+                "backend='direct', or convert the tensor"
+            )
         if like.dtype in _NATIVE:
             return
         if like.dtype is torch.bool:

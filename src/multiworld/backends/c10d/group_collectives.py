@@ -105,7 +105,9 @@ class GroupCollectives:
 
     def _all_reduce(self, call: Call) -> Native:
         tensor, op = call.tensor, call.op
-        plan = Reduction(self._checked(tensor, is_written=True), op, self._size)
+        plan = Reduction(
+            self._checked(tensor, is_written=True), op, self._size, self._runner.name
+        )
         options = self._options(dist.AllreduceOptions())
         options.reduceOp = plan.native_op
 
@@ -122,7 +124,9 @@ class GroupCollectives:
     def _reduce(self, call: Call) -> Native:
         tensor, dst, op = call.tensor, call.root, call.op
         is_root = self._rank == dst
-        plan = Reduction(self._checked(tensor, is_written=is_root), op, self._size)
+        plan = Reduction(
+            self._checked(tensor, is_written=is_root), op, self._size, self._runner.name
+        )
         options = self._options(dist.ReduceOptions())
         options.reduceOp, options.rootRank = plan.native_op, dst
 
@@ -200,7 +204,9 @@ class GroupCollectives:
 
     def _reduce_scatter(self, call: Call) -> Native:
         out, tensors, op = call.tensor, call.tensors, call.op
-        plan = Reduction(self._checked(out, is_written=True), op, self._size)
+        plan = Reduction(
+            self._checked(out, is_written=True), op, self._size, self._runner.name
+        )
         parts = self._matching(tensors, out, "tensors")
         options = self._options(dist.AllreduceOptions())
         options.reduceOp = plan.native_op
@@ -229,13 +235,17 @@ class GroupCollectives:
 
         def finish(work: list[Tensor]) -> None:
             for out, part in zip(outs, work[1].view(self._size, -1), strict=True):
-                overwrite(out.detach(), part.view(out.dtype).view(out.shape))
+                if out.numel():  # ``view`` of no bytes may not be aligned
+                    overwrite(out.detach(), part.view(out.dtype).view(out.shape))
 
         return Native(
             prepare=prepare,
             start=lambda pg, work: pg.alltoall_base(work[1], work[0], [], [], options),
             finish=finish,
         )
+
+    def _reduction(self, like: Tensor, op: dist.ReduceOp) -> Reduction:
+        return Reduction(like, op, self._size, self._runner.name)
 
     def _barrier(self, call: Call) -> Native:
         options = self._options(dist.BarrierOptions())

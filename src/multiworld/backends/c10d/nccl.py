@@ -54,6 +54,9 @@ def make_nccl(
     options = torch_names.nccl_options(timeout_s)
     with quiet_environment(), torch.cuda.device(device):
         group = torch_names.nccl_class()(store, rank, size, options)
+    # Without the lock of the environment: it waits for the other members, which may
+    # be connecting another world with this process.
+    with torch.cuda.device(device):
         group.eager_connect_single_device(device)
     return group
 

@@ -23,7 +23,7 @@ class WorkRunner:
     """Runs the works of one world's native group."""
 
     def __init__(self, view: WorldView, name: str) -> None:
-        self._view, self._name = view, name
+        self._view, self.name = view, name
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[Any]] = set()
         self._collectives: set[asyncio.Future[Any]] = set()  # part of _waiting
@@ -62,7 +62,7 @@ class WorkRunner:
             work = start(native)
         except RuntimeError as error:
             await self._translate(error)
-        if self._name == "nccl":
+        if self.name == "nccl":
             await self._in_thread(lambda: nccl.wait_for(work, self._view.device))
             return
         future: asyncio.Future[None] = self._loop.create_future()
@@ -119,7 +119,7 @@ class WorkRunner:
         text = str(error)
         if "scalar type" in text or "not supported" in text.lower():
             raise UnsupportedOperationError(
-                f"{self._name} does not support this: {text}; use backend='direct' for "
+                f"{self.name} does not support this: {text}; use backend='direct' for "
                 "host tensors, or convert the tensor"
             ) from error
         self._view.trouble(None, text.partition(". This is typically")[0])
@@ -138,7 +138,7 @@ class WorkRunner:
         except asyncio.CancelledError:
             self._view.report(
                 Failed(
-                    f"rank {self._view.rank} cancelled a {self._name} send or receive"
+                    f"rank {self._view.rank} cancelled a {self.name} send or receive"
                 )
             )
             raise
@@ -149,7 +149,7 @@ class WorkRunner:
         await self._until(asyncio.ensure_future(in_thread(call)))
 
     def _wait_for(self, work: Any) -> None:
-        if self._name == "nccl":
+        if self.name == "nccl":
             nccl.wait_for(work, self._view.device)
         else:
             work.wait(self._limit)

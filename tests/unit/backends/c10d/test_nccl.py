@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import ReduceOp
 
+from multiworld import UnsupportedOperationError
 from multiworld.backends import torch_names
 from multiworld.backends.c10d import groups, nccl
+from multiworld.backends.c10d.gloo_reduction import Reduction
 
 DEVICE = torch.device("cuda", 1)
 
@@ -137,3 +140,31 @@ def test_aborted_group_is_never_shut_down(is_broken: bool) -> None:
     one.drop(done.set)
     assert done.wait(10)
     assert ("shutdown" in FakeNccl.made[0].calls) is not is_broken
+
+
+def test_two_worlds_connect_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may wait for a member that connects the other one first."""
+    both = threading.Barrier(2)
+    monkeypatch.setattr(
+        FakeNccl,
+        "eager_connect_single_device",
+        lambda self, device: both.wait(timeout=10),
+    )
+    threads = [threading.Thread(target=group, args=([],)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not both.broken
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool])
+def test_bitwise_reduction_is_refused_before_anything_is_sent(
+    dtype: torch.dtype,
+) -> None:
+    """Torch would raise in the midst of it."""
+    like = torch.zeros(2, dtype=dtype)
+    with pytest.raises(UnsupportedOperationError, match="NCCL cannot reduce"):
+        Reduction(like, ReduceOp.BXOR, 2, "nccl")
+    Reduction(like, ReduceOp.BXOR, 2, "gloo")
+    Reduction(like, ReduceOp.MAX, 2, "nccl")

@@ -82,13 +82,14 @@ def model(
         if type(given := names.get(name)) is int:
             longest = min(longest, given)
     hidden = number_of(config, HIDDEN, folder)
+    vocabulary = int(config.get("vocab_size", 2**31))
     padding = {"input_ids": 0.0, "attention_mask": 0.0}
     return Model(
         stages=[Stage(load=lambda c: load(c).started(), name=engine, ragged=padding)],
         inputs=[TensorSpec(name, "INT64", (-1, -1)) for name in padding],
         outputs=[TensorSpec("embedding", "FP32", (-1, hidden))],
-        example=example,
-        check=partial(_check, int(config.get("vocab_size", 2**31)), longest),
+        example=partial(example, vocabulary, longest),
+        check=partial(_check, vocabulary, longest),
         text=partial(Tokenizer, folder, longest),
     )
 
