@@ -478,7 +478,7 @@ class ModelFailedError(ServeError):
 class RequestPoisonedError(ServeError):
     """A poison request: several replicas in a row died while they computed it alone.
 
-    Two replicas, or three for a generated sequence.
+    Two replicas.
     """
 
 

@@ -237,6 +237,7 @@ class World(BlockingWorld):
             self._loop.call(self._world._await_verdict())
             self._world.raise_if_over(error)
             raise
+        self._loop.call(self._world._await_device())
 
 
 class WorldManager:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -19,6 +20,7 @@ from multiworld.backends.collectives import CollectiveMethods
 from multiworld.config import is_int
 from multiworld.errors import ConfigError, MultiWorldError
 from multiworld.incarnation.lifecycle import Phase
+from multiworld.net.threads import in_thread
 from multiworld.world.local_member import LocalMember
 
 if TYPE_CHECKING:
@@ -214,6 +216,16 @@ class World(CollectiveMethods):
             await self._await_verdict()
             self.raise_if_over(error)
             raise
+        await self._await_device()
+
+    async def _await_device(self) -> None:
+        """Wait for the work of a GPU, and raise the world's error if it is broken."""
+        # A loss ends its kernels early, with wrong results and without an error.
+        device = self._life.device
+        if device.type == "cuda":
+            await in_thread(lambda: torch.cuda.synchronize(device))
+            if self.is_broken:
+                self.raise_if_over()
 
     async def _await_verdict(self) -> None:
         try:

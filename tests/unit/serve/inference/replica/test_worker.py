@@ -6,6 +6,7 @@ import asyncio
 import faulthandler
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -495,6 +496,32 @@ async def test_model_that_never_ends_ends_its_process(
         is_paused, seen = True, looks
         await until(lambda: looks > seen + 2)
         assert (EXIT_HUNG in codes) == is_hung
+
+
+async def test_limit_of_a_computation_is_for_each_call_of_a_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a batch that fails, its requests are computed alone, one by one."""
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    async with bench(compute_s=0.8) as b:
+        g = await b.connect("g")
+        rows: list[list[float]] = []
+
+        def compute(tensors: Tensors) -> Tensors:
+            rows.append(tensors["x"].tolist())
+            for _ in range(20):  # the worker looks meanwhile
+                time.sleep(0.02)
+                b.clock.advance(0.02)
+            if 13.0 in rows[-1]:
+                raise InvalidRequestError("13 is refused")
+            return tensors
+
+        b.model.compute = compute
+        await send(g, [item(n) for n in range(3)], 1.0, 13.0, 2.0)
+        await until(lambda: len(rows) >= 4 or bool(codes))
+        await settle()
+        assert codes == []
 
 
 @pytest.mark.parametrize("compute_s", [5.0, None])
