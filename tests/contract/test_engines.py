@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import torch
 
 from multiworld.serve.generation.engines import server_choice
 from multiworld.serve.generation.engines.engine_process import EngineProcess, free_port
@@ -26,6 +27,8 @@ from multiworld.serve.generation.engines.vllm import VllmEngine
 from multiworld.serve.generation.engines.whole_engine import (
     EngineLostError,
     EngineSettings,
+    EngineToken,
+    Run,
 )
 from multiworld.serve.generation.limits import limits_of
 from multiworld.serve.generation.models import decoder
@@ -39,6 +42,7 @@ from multiworld.serve.replica.hang_guard import EXIT_HUNG
 from multiworld.serve.resources.usage import family_of
 from multiworld.serve.spec.schema import GenerationSpec
 from multiworld.serve.spec.stage import StageContext
+from multiworld.serve.transport.generation_messages import Sampling
 from tests import fake_token_server, fake_vllm
 from tests.contract.engines import (
     CHECKS,
@@ -49,6 +53,7 @@ from tests.contract.engines import (
     WAIT_S,
     Bench,
     EngineCheck,
+    replace_sampling,
 )
 from tests.tiny_decoder import VOCABULARY, save_decoder
 
@@ -206,6 +211,89 @@ async def test_engine_that_misbehaves_costs_one_sequence(
     assert (error and error.kind) == kind
     assert len(await bench.whole(other)) == COUNT
     await bench.is_at_rest()
+
+
+class Adapter:
+    """An adapter that misbehaves with one prompt."""
+
+    usage, phase = 0.0, ""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        del settings
+
+    async def start(self) -> None:
+        """Start nothing."""
+
+    async def wait_lost(self) -> str:
+        """Wait for ever."""
+        return await asyncio.Future[str]()
+
+    def stopped_s(self) -> float:
+        """Return that nothing is stopped."""
+        return 0.0
+
+    def check(self, sampling: Sampling) -> None:
+        """Raise what no adapter should."""
+        if sampling.top_k == BAD_TOP_K:
+            raise RuntimeError("a mistake")
+
+    async def generate(self, run: Run) -> AsyncIterator[list[EngineToken]]:
+        """Return tokens, or nothing that can be sent."""
+        for index in range(COUNT):
+            await asyncio.sleep(0.01)
+            match run.tokens[0] if index == 3 else None:
+                case fake_vllm.GARBAGE:
+                    yield [EngineToken(torch.tensor(5))]  # type: ignore[arg-type]
+                case fake_vllm.BROKEN:
+                    yield [EngineToken(5, torch.tensor(0.5))]  # type: ignore[arg-type]
+                case fake_vllm.DIE:
+                    raise asyncio.CancelledError
+                case fake_vllm.HANG:
+                    time.sleep(4.0)  # noqa: ASYNC251 - what must not be done
+            yield [EngineToken(5 + index)]
+
+    def kill(self) -> None:
+        """Kill nothing."""
+
+    async def close(self) -> None:
+        """Close nothing."""
+
+
+BAD_TOP_K = 13
+
+
+@pytest.mark.parametrize("token", [fake_vllm.GARBAGE, fake_vllm.BROKEN, fake_vllm.DIE])
+async def test_adapter_that_misbehaves_costs_one_sequence(
+    token: int, folder: Path
+) -> None:
+    """Whatever it returns or raises, edges to gateways stay."""
+    worker = whole(Adapter, folder)
+    await load(worker)
+    async with Bench(worker) as bench:
+        other = bench.begin(KINDS["greedy"])
+        bad = bench.begin(KINDS["greedy"], prompt=[token, *PROMPT])
+        assert await bench.failed(bad) is None
+        refused = bench.begin(replace_sampling(KINDS["greedy"], top_k=BAD_TOP_K))
+        error = await bench.failed(refused)
+        assert error is not None
+        assert error.kind == "ModelFailedError"
+        assert len(await bench.whole(other)) == COUNT
+        await bench.is_at_rest()
+    worker.close()
+
+
+async def test_adapter_that_blocks_the_loop_ends_the_replica(folder: Path) -> None:
+    """The loop cannot look any more; a thread does."""
+    exits: list[int] = []
+    worker = whole(Adapter, folder, hung_s=1.0, exits=exits)
+    await load(worker)
+    async with Bench(worker) as bench:
+        bench.begin(KINDS["greedy"], prompt=[fake_vllm.HANG, *PROMPT])
+        async with asyncio.timeout(WAIT_S):
+            while not exits:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    worker.close()
+    assert exits[0] == EXIT_HUNG
 
 
 @pytest.mark.parametrize("bench", ["vllm", "llama.cpp"], indirect=True)

@@ -23,6 +23,15 @@ class HangGuard:
         self._look, self._clock = look, clock
         self._pauses = PauseDetector(GUARD_S)
         self._is_started = False
+        self._turned_at = clock()
+
+    def turned(self) -> None:
+        """Record that what is watched has done something."""
+        self._turned_at = self._clock()
+
+    def still_s(self, resumed_at: float) -> float:
+        """Return the seconds since then, or since a pause of the process."""
+        return self._clock() - max(self._turned_at, resumed_at)
 
     def start(self) -> None:
         """Start the thread unless it already runs; it ends with the process."""

@@ -214,6 +214,10 @@ class EngineSequences:
         except InvalidRequestError as error:
             self._fail(start.key, error)
             return
+        except Exception as error:  # an adapter may raise anything
+            text = f"the engine's check raised {type(error).__name__}: {error}"
+            self._fail(start.key, ModelFailedError(text, stage="0"))
+            return
         own = () if start.sampling.ignore_eos else self._end_tokens
         ends = (*own, *start.sampling.stop_token_ids)
         self._arrivals += 1
@@ -305,10 +309,14 @@ class EngineSequences:
         self._actions.append(Abort(sequence.run))
         self._ended(sequence)
 
-    def _ended(self, sequence: EngineSequence) -> None:
+    def _ended(self, sequence: EngineSequence, *, has_failed: bool = False) -> None:
         """Record that a sequence no longer runs."""
         del self._runs[sequence.run]
         sequence.run = 0
+        if has_failed and self._alone is sequence:
+            # Not told to its gateway: the engine may have died of it, and this process
+            # ends next.
+            self._alone = None
         self._no_longer_alone(sequence)
 
     def _no_longer_alone(self, sequence: EngineSequence) -> None:
@@ -371,7 +379,7 @@ class EngineSequences:
         sequence = self._runs.get(number)
         if sequence is None:
             return
-        self._ended(sequence)
+        self._ended(sequence, has_failed=True)
         match error:
             case EngineLostError():
                 self._actions.append(GiveUp(str(error)))

@@ -7,13 +7,16 @@ run.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from functools import partial
 
+from multiworld.errors import MultiWorldError
 from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.serve.generation.engines import engine_sequences, whole_engine
 from multiworld.serve.generation.replica.actions import Send
@@ -26,7 +29,7 @@ from multiworld.serve.generation.replica.message_validation import check
 from multiworld.serve.generation.replica.outboxes import Outboxes
 from multiworld.serve.generation.replica.sampler import finish_of
 from multiworld.serve.generation.replica.sequence_state import SequenceTable
-from multiworld.serve.replica.hang_guard import EXIT_HUNG
+from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
 from multiworld.serve.spec.stage import StageContext
 from multiworld.serve.transport.control_messages import WorkerReport
 from multiworld.serve.transport.edges import SILENT_S, Outbox
@@ -69,12 +72,23 @@ class EngineWorker:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._pauses = PauseDetector(LOOK_S)
         self._heard_at = self._clock()
+        self._guard = HangGuard(self._exit_if_stuck)
         self._computed_s = self._steps = 0.0
 
     # Life cycle of the process.
 
     async def load(self, context: StageContext) -> None:
         await self._engine.start()
+        self._guard.turned()
+        self._guard.start()
+
+    def _exit_if_stuck(self, resumed_at: float) -> None:
+        """Exit if an adapter blocks the event loop, which then cannot look itself."""
+        stuck_s = self._guard.still_s(resumed_at)
+        if stuck_s > self._hung_s:
+            logger.error("the engine blocks the event loop for %.0f s", stuck_s)
+            faulthandler.dump_traceback(sys.stderr)
+            self._exit_process(EXIT_HUNG)
 
     def close(self) -> None:
         """Stop the engine at once, if it still runs."""
@@ -100,6 +114,7 @@ class EngineWorker:
 
     def tick(self) -> None:
         """Exit the process if the engine is stopped, or hangs while sequences run."""
+        self._guard.turned()
         now = self._clock()
         if self._pauses.look(now) or not self._tasks:
             self._heard_at = now
@@ -151,8 +166,8 @@ class EngineWorker:
             computed_s=self._computed_s,
             counts=dict(self.counts),
             gateways=self._outboxes.gateways(),
-            kv_usage=self._engine.usage,
-            phase=self._engine.phase,
+            kv_usage=number_or_zero(self._engine.usage),
+            phase=str(self._engine.phase),
         )
 
     # Edges.
@@ -193,7 +208,8 @@ class EngineWorker:
                     self._tasks[number] = task
                     task.add_done_callback(partial(self._done, number))
                 case engine_sequences.Abort(number):
-                    self._tasks[number].cancel()
+                    if number in self._tasks:
+                        self._tasks[number].cancel()
                 case engine_sequences.GiveUp(text):
                     self._give_up(text, EXIT_LOST)
 
@@ -203,12 +219,26 @@ class EngineWorker:
         try:
             async with aclosing(self._engine.generate(run)) as found:
                 async for tokens in found:
-                    self._hear(len(tokens))
-                    self._handle(engine_sequences.Generated(number, tokens))
+                    if tokens:
+                        check_types(tokens)
+                        self._hear(len(tokens))
+                        self._handle(engine_sequences.Generated(number, tokens))
+        except asyncio.CancelledError as cancelled:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            error = whole_engine.RunFailedError("it cancelled the run")
+            error.__cause__ = cancelled
         except whole_engine.EngineLostError as lost:
             error = lost
         except Exception as failed:
-            logger.warning("a run failed: %s: %s", type(failed).__name__, failed)
+            is_usual = isinstance(failed, whole_engine.RunFailedError | MultiWorldError)
+            logger.warning(
+                "a run failed: %s: %s",
+                type(failed).__name__,
+                failed,
+                exc_info=None if is_usual else failed,
+            )
             error = failed
         self._handle(engine_sequences.RunEnded(number, error))
 
@@ -223,3 +253,24 @@ class EngineWorker:
 
     def _done(self, number: int, task: asyncio.Task[None]) -> None:
         self._tasks.pop(number, None)
+
+
+def check_types(tokens: Sequence[whole_engine.EngineToken]) -> None:
+    """Raise ``TypeError`` for tokens that cannot be sent, such as those of numpy."""
+    for each in tokens:
+        ids: list[object] = [each.token]
+        scores: list[object] = [] if each.logprob is None else [each.logprob]
+        for score, top in (*each.prompt, (0.0, each.top)):
+            scores += [score, *(value for _, value in top)]
+            ids += [token for token, _ in top]
+        odd = [v for v in ids if type(v) is not int]
+        odd += [v for v in scores if type(v) not in (int, float)]
+        if odd:
+            name = type(odd[0]).__name__
+            raise TypeError(f"the engine gave a {name}; tokens are int, others float")
+
+
+def number_or_zero(usage: object) -> float:
+    """Return the usage that an engine reports, if it is a share."""
+    is_share = isinstance(usage, int | float) and 0.0 <= usage <= 1.0
+    return float(usage) if is_share else 0.0  # type: ignore[arg-type]

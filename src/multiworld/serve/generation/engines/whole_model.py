@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from multiworld.errors import SpecError
+from multiworld.errors import MultiWorldError, SpecError
 from multiworld.serve.generation.engines import engine_encoder
 from multiworld.serve.generation.engines.engine_encoder import EngineEncoder
 from multiworld.serve.generation.engines.whole_engine import EngineSettings, WholeEngine
@@ -59,7 +59,15 @@ def model(path: str, spec: ModelSpec) -> Model:
         weights=functools.partial(_name_of, folder, what),
         defaults=folder_facts.defaults(folder, generation.generation_config),
     )
-    made = maker_of(spec.engine)(settings_of("", spec, facts))  # checks the arguments
+    make, settings = maker_of(spec.engine), settings_of("", spec, facts)
+    try:
+        made = make(settings)  # checks the arguments
+    except MultiWorldError:
+        raise
+    except Exception as error:  # of an adapter
+        raise SpecError(
+            f"engine: {spec.engine} raised {type(error).__name__}: {error}"
+        ) from error
     if spec.adapters and not getattr(made, "has_adapters", False):
         raise SpecError(f"engine {spec.engine} has no LoRA adapters; remove `adapters`")
     return Model(stages=[Stage(load=_load, name=spec.engine)], generation=facts)

@@ -130,6 +130,7 @@ class Replica:
                     self.log.append(("abort", name_of(self.runs.pop(number))))
                 case GiveUp(text):
                     self.given_up.append(text)
+                    self.alone = None  # the process ends, and its gateways know
                 case Send(peer, message, is_urgent):
                     self._sent(peer, message, is_urgent)
         assert self.sequences.running == len(self.runs)
@@ -143,6 +144,9 @@ class Replica:
             assert message.is_over or not self.runs, "all others were aborted"
             self.alone = None if message.is_over else message.key
             self.log.append(("over" if message.is_over else "alone", message.key[1]))
+        if isinstance(message, SequenceFailed) and message.key == self.alone:
+            self.alone = None
+            self.log.append(("over", message.key[1]))
         if isinstance(message, Tokens):
             self.log += [("token", item.key[1]) for item in message.items]
 
