@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +237,7 @@ class Adapter:
         if sampling.top_k == BAD_TOP_K:
             raise RuntimeError("a mistake")
 
-    async def generate(self, run: Run) -> AsyncIterator[list[EngineToken]]:
+    async def generate(self, run: Run) -> AsyncGenerator[Sequence[EngineToken]]:
         """Return tokens, or nothing that can be sent."""
         for index in range(COUNT):
             await asyncio.sleep(0.01)

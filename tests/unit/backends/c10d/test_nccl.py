@@ -165,6 +165,6 @@ def test_bitwise_reduction_is_refused_before_anything_is_sent(
     """Torch would raise in the midst of it."""
     like = torch.zeros(2, dtype=dtype)
     with pytest.raises(UnsupportedOperationError, match="NCCL cannot reduce"):
-        Reduction(like, ReduceOp.BXOR, 2, "nccl")
-    Reduction(like, ReduceOp.BXOR, 2, "gloo")
-    Reduction(like, ReduceOp.MAX, 2, "nccl")
+        Reduction(like, ReduceOp(ReduceOp.BXOR), 2, "nccl")
+    Reduction(like, ReduceOp(ReduceOp.BXOR), 2, "gloo")
+    Reduction(like, ReduceOp(ReduceOp.MAX), 2, "nccl")

@@ -171,7 +171,7 @@ def test_dtype_defaults_to_that_of_the_folder(tmp_path: Path) -> None:
     model = huggingface.model(str(tmp_path), stages=2)
     assert model.outputs[0].datatype == "BF16"
     part = model.stages[0].load(StageContext())
-    assert part(example_of(model))["hidden"].dtype is torch.bfloat16  # type: ignore[misc]
+    assert part(example_of(model))["hidden"].dtype is torch.bfloat16
     other = huggingface.model(str(tmp_path), stages=2, dtype="float32")
     assert other.outputs[0].datatype == "FP32"
     with pytest.raises(SpecError, match="dtype 'int8' is not one of float32"):
