@@ -488,7 +488,7 @@ class WorldManager:
             world_name: The world's name; ``UnknownWorldError`` (a ``ValueError``) if
                 unknown.
         """
-        if self._reserved.pop(world_name, None) is not None:
+        if self._is_forked or self._reserved.pop(world_name, None) is not None:
             return
         changing = self._joining.get(world_name)
         if changing is not None:

@@ -18,7 +18,7 @@ def on_device(tensor: Tensor, device: torch.device, what: str) -> Tensor:
             f"{what} must be a torch.Tensor, not {type(tensor).__name__}"
         )
     is_there = tensor.device.type == device.type
-    if device.index is not None:
+    if device.type != "cpu" and device.index is not None:
         is_there = is_there and tensor.device.index == device.index
     if not is_there or tensor.layout is not torch.strided:
         raise TensorMismatchError(

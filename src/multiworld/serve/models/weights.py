@@ -79,7 +79,7 @@ def files_of(path: Path) -> list[Path]:
 
 def name_of(folder: Path, *settings: object) -> str:
     """Return a hash of the weights in a folder and of ``settings``."""
-    # In the hub's cache by content hash, otherwise by place, size, time and samples, as
+    # In the hub's cache by content hash, otherwise by size, time and samples, as
     # images may give all files one time. So the same weights may have different names
     # on two machines.
     made = hashlib.blake2b(repr(settings).encode(), digest_size=16)
@@ -90,7 +90,7 @@ def name_of(folder: Path, *settings: object) -> str:
             raise SpecError(f"cannot read {file}: {error}") from error
         is_of_hub = found.parent.name == "blobs"
         changed = "" if is_of_hub else status.st_mtime_ns
-        name = found.name if is_of_hub else str(found)
+        name = found.name if is_of_hub else file.name
         made.update(f"{name}\0{status.st_size}\0{changed}\0".encode())
         if not is_of_hub:
             for sample in _samples(found, status.st_size):

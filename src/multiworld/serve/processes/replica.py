@@ -219,7 +219,7 @@ class WorkerProcess:
             StageContext(device=device, group=group, gpus=self._args.gpus)
         )
         logger.info("loaded in %.3f s", self._clock() - began)
-        self._agent.fact(self._loaded(device))
+        self._agent.fact(await asyncio.to_thread(self._loaded, device))
         await self._worker.run()
 
     async def _obey(self, order: messages.Order) -> None:

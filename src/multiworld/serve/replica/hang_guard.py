@@ -22,8 +22,12 @@ class HangGuard:
         # before which nothing counts, because the process was paused.
         self._look, self._clock = look, clock
         self._pauses = PauseDetector(GUARD_S)
-        self._is_started = False
+        self._is_started = self._is_stopped = False
         self._turned_at = clock()
+
+    def stop(self) -> None:
+        """End the thread at its next look."""
+        self._is_stopped = True
 
     def turned(self) -> None:
         """Record that what is watched has done something."""
@@ -42,7 +46,7 @@ class HangGuard:
             ).start()
 
     def _run(self) -> None:
-        while True:
+        while not self._is_stopped:
             time.sleep(GUARD_S)
             self._pauses.look(self._clock())
             self._look(self._pauses.resumed_at)

@@ -300,7 +300,7 @@ def _unlike_json(value: object, at: str) -> str | None:
         if odd is not None:
             return f"the key {odd!r}{at} is no text; quote it"
         parts = [(f"{at} in {key!r}", part) for key, part in value.items()]
-    elif isinstance(value, list):
+    elif isinstance(value, list | tuple):
         parts = [(f"{at} in item {n}", part) for n, part in enumerate(value)]
     elif isinstance(value, float) and not math.isfinite(value):
         return f"{value!r}{at} is no value of JSON; write it as text"

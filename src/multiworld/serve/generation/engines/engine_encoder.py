@@ -115,6 +115,8 @@ _EMBEDDINGS = msgspec.json.Decoder(_Embeddings)
 class EngineEncoder:
     """The server of this replica, for the thread that computes."""
 
+    is_on_host = True  # takes and gives tensors there; the server has the device
+
     def __init__(self, engine: str, settings: EngineSettings) -> None:
         self._engine, self._settings = engine, settings
         self._choice: ServerChoice | None = None

@@ -86,12 +86,15 @@ class EngineWorker:
         """Exit if an adapter blocks the event loop, which then cannot look itself."""
         stuck_s = self._guard.still_s(resumed_at)
         if stuck_s > self._hung_s:
+            self._guard.stop()
             logger.error("the engine blocks the event loop for %.0f s", stuck_s)
             faulthandler.dump_traceback(sys.stderr)
+            self._engine.kill()
             self._exit_process(EXIT_HUNG)
 
     def close(self) -> None:
         """Stop the engine at once, if it still runs."""
+        self._guard.stop()
         self._engine.kill()
 
     async def run(self) -> None:
@@ -100,6 +103,7 @@ class EngineWorker:
             why = await self._engine.wait_lost()
             self._give_up(f"the engine is lost: {why}", EXIT_LOST)
         finally:
+            self._guard.stop()
             tasks = list(self._tasks.values())
             for task in tasks:
                 task.cancel()
@@ -108,9 +112,12 @@ class EngineWorker:
 
     async def look(self) -> None:
         """Call ``tick`` periodically."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            self.tick()
+        try:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                self.tick()
+        finally:
+            self._guard.stop()
 
     def tick(self) -> None:
         """Exit the process if the engine is stopped, or hangs while sequences run."""

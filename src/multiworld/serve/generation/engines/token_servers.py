@@ -208,6 +208,7 @@ class LlamaCpp:
                 many = ALL
             elif found.tokens:
                 banned += found.tokens  # it ends within a character, too
+                self._whole = None
             else:
                 break
         return EngineToken(token)

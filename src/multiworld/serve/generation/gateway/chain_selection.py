@@ -82,9 +82,11 @@ class ChainSelection:
         # Replicas that lacked a connection to another one lately, with the end of it.
         self._doubted: dict[str, float] = {}
 
-    def doubt(self, replicas: Iterable[str], now: float) -> None:
-        """Prefer others than these replicas for a while: they lack a connection."""
+    def doubt(self, replicas: Sequence[str], now: float) -> bool:
+        """Prefer others for a while, as a connection is lacking; False if known."""
+        is_known = all(name in self._doubted for name in replicas)
         self._doubted.update(dict.fromkeys(replicas, now + DOUBT_S))
+        return not is_known
 
     def tick(self, now: float) -> None:
         """Trust doubted replicas again after a while."""

@@ -106,6 +106,8 @@ class Stream:
         default_factory=lambda: LossLedger(STREAM_RULE, has_begun=True)
     )
     returns: int = 0  # attempts in a row that ended without a token
+    began_at: float = 0.0  # monotonic time of the current attempt
+    left_at: float = 0.0  # monotonic time at which a replica returned it
     failing_since: float = 0.0  # monotonic time at which the first of them ended
     is_alone: bool = False  # as a suspect, now
     left: tuple[str, ...] = ()  # previous chain, if a replica of it returned the stream

@@ -47,6 +47,7 @@ OWED = 65536  # ended sequences reported to a replica when it reconnects, at mos
 # Seconds of failing attempts before a stream starts over, so that a connection that
 # comes back costs nothing; and before the replicas without it are doubted.
 KEPT_S, DOUBTED_S = 1.0, 0.5
+LEFT_S = 2.0  # after which a stream that was returned has no part in a loss
 # Seconds between a failed attempt and the next one; doubles until one produces a token.
 PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 
@@ -227,7 +228,12 @@ class StreamRouter:
         """Count a loss for its likely causes; return those to run alone or fail."""
         streams = self.streams.values()
         # A neighbour may have returned a stream, so that it runs elsewhere now.
-        had = [s for s in streams if replica in s.chain or replica in s.left]
+        had = [
+            s
+            for s in streams
+            if replica in s.chain
+            or (replica in s.left and self._now - s.left_at < LEFT_S)
+        ]
         alone = [s for s in had if s.is_alone or s.was_alone]
         # Alone at a replica of stage 0; others may send steps to the lost one, too.
         sources = {s.source_at(replica) for s in alone}
@@ -336,15 +342,20 @@ class StreamRouter:
         if error is not None:
             self._end(stream, error.error())
             return
+        if self._now - stream.began_at > KEPT_S:
+            stream.returns = 0  # that attempt worked for a while
         failing_s = self._now - stream.failing_since if stream.returns else 0.0
         is_elsewhere = False
-        if lacks in self.view.connected and failing_s > DOUBTED_S:
+        is_there = lacks in stream.chain and lacks in self.view.connected
+        if is_there and not stream.via and failing_s > DOUBTED_S:
             both = replica, lacks
-            self._chains.doubt(both, self._now)
-            is_elsewhere = any(map(self.view.has_another, both))
+            # Once for each attempt to go round it, so that attempts stay rare.
+            is_elsewhere = self._chains.doubt(both, self._now)
+            is_elsewhere = is_elsewhere and any(map(self.view.has_another, both))
         left, was_alone = stream.chain, stream.is_alone
         self._retry(stream, f"{replica} gave it back", is_elsewhere=is_elsewhere)
         stream.left, stream.was_alone = left, was_alone
+        stream.left_at = self._now
 
     def _prepared(self, replica: str, key: Key) -> None:
         stream = self._known(key)
@@ -387,10 +398,7 @@ class StreamRouter:
         self._leave_chain(stream, is_kept=is_kept)
         self._retried.append(stream)
         stream.not_before = stream.losses.not_before
-        if is_elsewhere:
-            stream.returns = 0
-            return
-        if stream.returns:
+        if stream.returns and not is_elsewhere:
             pause_s = PAUSE_S * 2.0 ** min(stream.returns, 10)
             not_before = self._now + min(LONGEST_PAUSE_S, pause_s)
             stream.not_before = max(stream.not_before, not_before)
@@ -482,6 +490,9 @@ class StreamRouter:
         if stream.made and chain.version != stream.version:
             self._log(f"{stream.name} continues with version {chain.version}")
         stream.version, stream.chain = chain.version, chain.replicas
+        stream.began_at = self._now
+        if stream.returns <= 1:  # the first attempt after the one that had a token
+            stream.failing_since = self._now
         stream.become(Phase.COMPUTING)
         start = SequenceStart(
             self._key(stream, stream.attempt),

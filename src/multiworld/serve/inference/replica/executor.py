@@ -95,6 +95,8 @@ class Executor:
         self._settle = getattr(context.group, "settle", None)
         with torch.inference_mode():
             self._function = self._stage.load(context)
+        if getattr(self._function, "is_on_host", False):
+            self._device = "cpu"
 
     async def run(self, batch: Sequence[Work]) -> list[Outcome]:
         """Compute a batch; return the outputs or the error of each piece of work."""
