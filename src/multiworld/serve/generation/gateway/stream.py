@@ -106,7 +106,7 @@ class Stream:
         default_factory=lambda: LossLedger(STREAM_RULE, has_begun=True)
     )
     returns: int = 0  # attempts in a row that ended without a token
-    began_at: float = 0.0  # monotonic time of the current attempt
+    attempt_at: float = 0.0  # monotonic time at which the current attempt began
     left_at: float = 0.0  # monotonic time at which a replica returned it
     failing_since: float = 0.0  # monotonic time at which the first of them ended
     is_alone: bool = False  # as a suspect, now

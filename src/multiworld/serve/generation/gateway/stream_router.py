@@ -342,7 +342,7 @@ class StreamRouter:
         if error is not None:
             self._end(stream, error.error())
             return
-        if self._now - stream.began_at > KEPT_S:
+        if self._now - stream.attempt_at > KEPT_S:
             stream.returns = 0  # that attempt worked for a while
         failing_s = self._now - stream.failing_since if stream.returns else 0.0
         is_elsewhere = False
@@ -490,7 +490,7 @@ class StreamRouter:
         if stream.made and chain.version != stream.version:
             self._log(f"{stream.name} continues with version {chain.version}")
         stream.version, stream.chain = chain.version, chain.replicas
-        stream.began_at = self._now
+        stream.attempt_at = self._now
         if stream.returns <= 1:  # the first attempt after the one that had a token
             stream.failing_since = self._now
         stream.become(Phase.COMPUTING)
