@@ -17,9 +17,11 @@ def on_device(tensor: Tensor, device: torch.device, what: str) -> Tensor:
         raise TensorMismatchError(
             f"{what} must be a torch.Tensor, not {type(tensor).__name__}"
         )
-    is_there = tensor.device.type == device.type
-    if device.type != "cpu" and device.index is not None:
-        is_there = is_there and tensor.device.index == device.index
+    # A CPU has an index in a name only.
+    has_index = device.type != "cpu" and device.index is not None
+    is_there = (
+        tensor.device == device if has_index else tensor.device.type == device.type
+    )
     if not is_there or tensor.layout is not torch.strided:
         raise TensorMismatchError(
             f"{what} is {tensor.layout} on {tensor.device}; this world carries dense "

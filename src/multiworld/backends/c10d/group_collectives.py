@@ -105,9 +105,7 @@ class GroupCollectives:
 
     def _all_reduce(self, call: Call) -> Native:
         tensor, op = call.tensor, call.op
-        plan = Reduction(
-            self._checked(tensor, is_written=True), op, self._size, self._runner.name
-        )
+        plan = self._reduction(self._checked(tensor, is_written=True), op)
         options = self._options(dist.AllreduceOptions())
         options.reduceOp = plan.native_op
 
@@ -124,9 +122,7 @@ class GroupCollectives:
     def _reduce(self, call: Call) -> Native:
         tensor, dst, op = call.tensor, call.root, call.op
         is_root = self._rank == dst
-        plan = Reduction(
-            self._checked(tensor, is_written=is_root), op, self._size, self._runner.name
-        )
+        plan = self._reduction(self._checked(tensor, is_written=is_root), op)
         options = self._options(dist.ReduceOptions())
         options.reduceOp, options.rootRank = plan.native_op, dst
 
@@ -204,9 +200,7 @@ class GroupCollectives:
 
     def _reduce_scatter(self, call: Call) -> Native:
         out, tensors, op = call.tensor, call.tensors, call.op
-        plan = Reduction(
-            self._checked(out, is_written=True), op, self._size, self._runner.name
-        )
+        plan = self._reduction(self._checked(out, is_written=True), op)
         parts = self._matching(tensors, out, "tensors")
         options = self._options(dist.AllreduceOptions())
         options.reduceOp = plan.native_op

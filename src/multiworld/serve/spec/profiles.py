@@ -30,7 +30,7 @@ class StageProfile(BaseModel):
     out_bytes: Count  # sent to the next stage for one item (a row)
     # Median seconds of one batch, by batch size in rows; for a model that generates
     # text, of one step, by its tokens.
-    seconds: Annotated[dict[PositiveInt, Count], Field(min_length=1)]
+    seconds: dict[PositiveInt, Count]
     kv_bytes: Count = 0.0  # keys and values of one token, if it generates text
 
     @property
@@ -60,7 +60,10 @@ class ModelProfile(BaseModel):
 def load_profile(path: Path) -> ModelProfile:
     """Read a file that ``multiworld profile`` wrote."""
     try:
-        return ModelProfile.model_validate(json.loads(path.read_text()))
+        found = ModelProfile.model_validate(json.loads(path.read_text()))
+        if not all(stage.seconds for stage in found.stages):
+            raise ValueError("a stage was not measured")
+        return found
     except OSError as error:
         raise SpecError(f"cannot read profile {path}: {error.strerror}") from error
     except ValueError as error:
