@@ -40,6 +40,9 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
 START_S = 90.0
+READY_S = 200.0
+"""Seconds that a service may take to start; Ray on a busy machine takes longest."""
+
 WAIT_S = 40.0
 """Seconds that a step may take; a hang bound, not a timing."""
 
@@ -129,12 +132,19 @@ class Served:
         with open(self.folder / "serve.log", "ab") as log:
             self.process = warm.start(words, self.cwd, log)
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
+        said, _, _ = select.select([self.process.stdout], [], [], READY_S)
+        line = self.process.stdout.readline() if said else ""
+        if said and not line:
             self.process.wait(WAIT_S)
-        assert line, (self.folder / "serve.log").read_text()[-2000:]
+        assert line, self.logs()
         self.url = decode(line, StatusAnswer).url
         self.note()
+
+    def logs(self) -> str:
+        """Return the last lines of every log, for a failure to show."""
+        paths = [self.folder / "serve.log", *sorted(self.state.rglob("*.log"))]
+        texts = [f"{p.name}:\n{p.read_text()[-2000:]}" for p in paths if p.exists()]
+        return "\n".join(texts)
 
     def command(self, *words: str) -> Any:
         """Run a command of the CLI with ``--json``; return what it printed."""

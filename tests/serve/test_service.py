@@ -190,8 +190,9 @@ async def test_poisoned_request_takes_no_innocent_with_it(
         await asyncio.to_thread(
             service.until, lambda: len(died()) >= before + 2, "both are reported"
         )
-    # Twice unannounced, as the stage is quick, perhaps hedged; then twice alone.
-    assert 2 <= len(died()) - before <= 5, died()[before:]
+    # Twice unannounced, as the stage is quick; then twice alone. On a busy machine the
+    # unannounced attempts are hedged, perhaps more than once.
+    assert 2 <= len(died()) - before <= 8, died()[before:]
 
 
 def test_logs_are_found_by_name(service: Served) -> None:

@@ -23,7 +23,7 @@ from multiworld.backends.direct.backend import DirectBackend
 from multiworld.backends.dtypes import CODES, DTYPES, is_plain, overwrite
 from multiworld.errors import TensorMismatchError, UnsupportedOperationError
 from multiworld.incarnation.lifecycle import Failed
-from multiworld.liveness.manager_messages import BackendMessage
+from multiworld.liveness.manager_messages import BackendMessage, EndCollectives
 from multiworld.net.threads import in_thread
 from multiworld.rendezvous.blocking_values import BlockingValues
 from multiworld.rendezvous.registry import key_prefix
@@ -218,10 +218,13 @@ class C10dBackend:
 
     def on_message(self, rank: int, message: BackendMessage) -> None:
         self._direct.on_message(rank, message)
+        if isinstance(message, EndCollectives) and message.left == rank:
+            self._runner.abandoned(rank)
 
     def member_left(self, rank: int) -> None:
+        # Collectives of the group go on: it has called them, as all members agree on
+        # each first, and has completed them, or it would have said EndCollectives.
         self._direct.member_left(rank)
-        self._runner.member_left(rank)
 
     def abort(self) -> None:
         self._direct.abort()
@@ -234,6 +237,11 @@ class C10dBackend:
         self._direct.drop_messages()
 
     def begin_close(self) -> None:
+        if self._runner.is_in_collective:
+            nonce = self._view.incarnation.nonce
+            for rank in range(self._size):
+                if rank != self._rank:
+                    self._view.notify(rank, EndCollectives(nonce, 0, self._rank))
         self._direct.begin_close()
 
     async def close(self) -> None:

@@ -16,7 +16,7 @@ from multiworld.errors import UnsupportedOperationError
 from multiworld.incarnation.lifecycle import Failed
 from multiworld.net.threads import in_thread
 
-LEFT_GRACE_S = 1.0  # seconds for a collective to complete after a member has left
+LEFT_GRACE_S = 1.0  # for the collectives that a member completed before it left
 
 
 class WorkRunner:
@@ -27,6 +27,7 @@ class WorkRunner:
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[Any]] = set()
         self._collectives: set[asyncio.Future[Any]] = set()  # part of _waiting
+        self._abandoned_by: int | None = None
         self._limit = timedelta(seconds=view.config.operation_s)
         self.group: Group | None = None  # None before it is made and after it is freed
 
@@ -41,10 +42,14 @@ class WorkRunner:
             if not future.done():
                 _fail(future, self._view.broken_error())
 
-    def member_left(self, rank: int) -> None:
-        """Fail the collectives that wait now, ``LEFT_GRACE_S`` seconds later."""
-        # One that the member completed completes on the others meanwhile. Any other
-        # never does, and only neighbours in the algorithm notice.
+    @property
+    def is_in_collective(self) -> bool:
+        return bool(self._collectives)
+
+    def abandoned(self, rank: int) -> None:
+        """Fail collectives: a member leaves within one, and cannot say which it was."""
+        # Only its neighbours in the algorithm would notice.
+        self._abandoned_by = rank
         waiting = list(self._collectives)
 
         def fail() -> None:
@@ -58,6 +63,8 @@ class WorkRunner:
     async def carry_out(self, start: Callable[[Any], Any]) -> None:
         """Start a collective with ``start(native group)`` and wait for its end."""
         native = self.native()
+        if self._abandoned_by is not None:
+            raise self._view.left_error(self._abandoned_by)
         try:
             work = start(native)
         except RuntimeError as error:

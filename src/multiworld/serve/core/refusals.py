@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from multiworld import errors
 
 RETRY_AFTER_S = 1.0  # for the client
+
+
+def unknown_model(
+    model: str, known: Iterable[str] | None = None
+) -> errors.UnknownModelError:
+    """Refuse a request; ``known`` are the models that its tenant may use."""
+    text = f"no model {model!r} is served here"
+    if known is not None:
+        text += f"; there are: {', '.join(known) or 'none'}"
+    return errors.UnknownModelError(text)
 
 
 def overloaded(model: str, own: int) -> errors.OverloadedError:

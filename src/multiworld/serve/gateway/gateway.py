@@ -16,6 +16,7 @@ from multiworld.errors import (
     RequestPoisonedError,
     UnknownModelError,
 )
+from multiworld.serve.core import refusals
 from multiworld.serve.gateway.body_budget import BodyBudget, BodyLimits, Reservation
 from multiworld.serve.gateway.http_request import AnyRequest
 from multiworld.serve.gateway.metrics import render
@@ -23,7 +24,7 @@ from multiworld.serve.gateway.request_body import Body, read_body
 from multiworld.serve.gateway.request_counts import RequestCounts
 from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.generation.limits import longest_of
-from multiworld.serve.inference.gateway.dispatcher import NO_MODEL, Dispatcher
+from multiworld.serve.inference.gateway.dispatcher import Dispatcher
 from multiworld.serve.resources.freed_memory import give_back
 from multiworld.serve.spec.dedicated import is_dedicated, route_of
 from multiworld.serve.spec.schema import ModelSpec
@@ -177,8 +178,7 @@ class Gateway:
         if not self.may_use(tenant, name):
             if self.base(name) in routes:
                 self.authenticator.count_model_refusal(tenant)
-            known = ", ".join(self.names(tenant)) or "none"
-            raise UnknownModelError(NO_MODEL.format(name, known))
+            raise refusals.unknown_model(name, self.names(tenant))
         name = self.route(name, tenant)
         route = routes[name]
         if version is not None and version != route.version:
@@ -259,8 +259,7 @@ class Gateway:
         except UnknownModelError:
             # The tenant's dedicated replicas, or the model, were removed meanwhile.
             if served == name or name not in self.dispatcher.table.routes:
-                known = ", ".join(self.names(tenant)) or "none"
-                raise UnknownModelError(NO_MODEL.format(name, known)) from None
+                raise refusals.unknown_model(name, self.names(tenant)) from None
             return await self._infer(admitted, name, tensors, deadline_s, session)
         except RequestPoisonedError:
             self.found_poison(tenant, model_version, await _digest(tensors))

@@ -13,7 +13,7 @@ A failure shows as a lost edge (``Disconnected``), a stream that a neighbour ret
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
 from multiworld import errors
@@ -43,7 +43,6 @@ from multiworld.serve.transport.protocol import Key
 from multiworld.serve.transport.routing_table import Route, RoutingTable
 
 MANY = 64  # actions of one event from which messages to a replica are merged
-OWED = 65536  # ended sequences reported to a replica when it reconnects, at most
 # Seconds of failing attempts before a stream starts over, so that a connection that
 # comes back costs nothing; and before the replicas without it are doubted.
 KEPT_S, DOUBTED_S = 1.0, 0.5
@@ -68,7 +67,6 @@ class StreamRouter:
         self._without_token: defaultdict[str, WaitingTenants] = defaultdict(
             WaitingTenants
         )
-        self._owed: dict[str, deque[Key]] = {}
         self._suspects: set[int] = set()  # that are computed, and perhaps others
         self._has_room_for_suspects = False  # one of them has ended, or is none now
         self._chains = ChainSelection(self.view, chance)
@@ -125,7 +123,7 @@ class StreamRouter:
     def route(self, model: str) -> Route:
         route = self.view.table.routes.get(model)
         if route is None:
-            raise errors.UnknownModelError(f"no model {model!r} is served here")
+            raise refusals.unknown_model(model)
         return route
 
     def check_room(self, model: str, share: Share, count: int = 1) -> None:
@@ -202,15 +200,10 @@ class StreamRouter:
     def _table_changed(self, table: RoutingTable) -> None:
         self.view.table_changed(table)
         self._chains.table_changed(self._now)
-        for name in self._owed.keys() - table.replicas.keys():
-            del self._owed[name]
         self._place_waiting()
 
     def _connected(self, replica: str) -> None:
         self.view.connect(replica)
-        owed = self._owed.pop(replica, ())
-        if owed:
-            self._send(replica, generation_messages.EndSequences(tuple(owed)))
         self._place_waiting()
 
     def _disconnected(self, replica: str, *, is_polite: bool) -> None:
@@ -432,10 +425,8 @@ class StreamRouter:
 
     def _end_at(self, replicas: Iterable[str], key: Key) -> None:
         for replica in replicas:
-            if replica in self.view.connected:
-                self._send(replica, generation_messages.EndSequences((key,)))
-            elif replica in self.view.table.replicas:  # it may connect again
-                self._owed.setdefault(replica, deque(maxlen=OWED)).append(key)
+            # One that is not connected has ended all sequences of this gateway.
+            self._send(replica, generation_messages.EndSequences((key,)))
 
     def _send(self, replica: str, message: EdgeMessage) -> None:
         if replica in self.view.connected:

@@ -1,9 +1,9 @@
-"""Recovery of sequences at one replica. Pure.
+"""The sequences of one replica: how they begin, recover from losses, and end. Pure.
 
-One rule: the input of every stage is logged. Stage 0 has the tokens, and each other
-stage's input is in the activation log of the previous one. When an attempt begins, each
-replica reports to the previous stage how many tokens it has, starting with the last
-stage; that one replays the rest from its log. A replica that no longer has the logged
+Recovery has one rule: the input of every stage is logged. Stage 0 has the tokens, and
+each other stage's input is in the activation log of the previous one. When an attempt
+begins, each replica reports to the previous stage how many tokens it has, starting with
+the last stage; that one replays the rest from its log. A replica that no longer has the logged
 rows rewinds to where they are missing, and is itself replayed from the stage before it;
 the tokens of stage 0 always suffice ("upstream backup", Hwang et al.,
 "High-Availability Algorithms for Distributed Stream Processing", 2005).

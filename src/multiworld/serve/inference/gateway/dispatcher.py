@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from multiworld.errors import ServeError, UnknownModelError
+from multiworld.serve.core import refusals
 from multiworld.serve.core.attainment import Attainment
 from multiworld.serve.inference.gateway import actions, events
 from multiworld.serve.inference.gateway.reply_validation import check
@@ -31,8 +32,6 @@ logger = logging.getLogger("multiworld.serve")
 
 # Seconds between checks of deadlines and of silent replicas, with and without requests.
 POLL_S, IDLE_S = 0.05, 0.5
-
-NO_MODEL = "no model {!r} is served here; there are: {}"
 
 
 @dataclass(slots=True, eq=False)
@@ -83,8 +82,7 @@ class Dispatcher:
         """Answer a request; cancelling withdraws it, and cancels its attempts."""
         route = self.table.routes.get(model)
         if route is None:
-            known = ", ".join(sorted(self.table.routes)) or "none"
-            raise UnknownModelError(NO_MODEL.format(model, known))
+            raise refusals.unknown_model(model, sorted(self.table.routes))
         rows = rows_of(tensors)
         now = self.asked_at = self._clock()
         deadline_at = now + (route.deadline_s if deadline_s is None else deadline_s)
