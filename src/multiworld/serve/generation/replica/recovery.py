@@ -3,9 +3,9 @@
 Recovery has one rule: the input of every stage is logged. Stage 0 has the tokens, and
 each other stage's input is in the activation log of the previous one. When an attempt
 begins, each replica reports to the previous stage how many tokens it has, starting with
-the last stage; that one replays the rest from its log. A replica that no longer has the logged
-rows rewinds to where they are missing, and is itself replayed from the stage before it;
-the tokens of stage 0 always suffice ("upstream backup", Hwang et al.,
+the last stage; that one replays the rest from its log. A replica that no longer has the
+logged rows rewinds to where they are missing, and is itself replayed from the stage
+before it; the tokens of stage 0 always suffice ("upstream backup", Hwang et al.,
 "High-Availability Algorithms for Distributed Stream Processing", 2005).
 
 A replica never decides when a sequence ends or which replicas compute it: it *returns*
