@@ -14,8 +14,9 @@ import httpx
 import pytest
 import yaml
 
+from multiworld.config import MIB
 from multiworld.errors import PlacementError, ServeError
-from multiworld.serve.resources.amounts import MIB, Location, Need
+from multiworld.serve.resources.amounts import Location, Need
 from multiworld.serve.resources.assignment import Plan
 from multiworld.serve.resources.bookings import Bookings
 from tests.serve.harness import ROOT, Served, body, served, spec_with, traffic

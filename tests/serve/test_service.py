@@ -193,6 +193,7 @@ async def test_poisoned_request_takes_no_innocent_with_it(
     # Twice unannounced, as the stage is quick; then twice alone. On a busy machine the
     # unannounced attempts are hedged, perhaps more than once.
     assert 2 <= len(died()) - before <= 8, died()[before:]
+    assert all("; last line of its log: " in event.text for event in died()[before:])
 
 
 def test_logs_are_found_by_name(service: Served) -> None:

@@ -11,9 +11,10 @@ import click
 from rich.table import Table
 
 from multiworld.cli import options
+from multiworld.config import MIB
 from multiworld.serve.control.answers import NodeShown
 from multiworld.serve.control.client import Service, running
-from multiworld.serve.resources.amounts import MIB, Gpu, Node, mib
+from multiworld.serve.resources.amounts import Gpu, Node, mib
 from multiworld.serve.resources.inventory import this_node
 
 

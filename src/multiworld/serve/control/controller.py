@@ -455,7 +455,10 @@ class Controller:
     def exited(self, name: str, code: int | None) -> None:
         why = self.processes.exited(name, code)
         self._changed.set()
-        if name in self.fleet.processes and not self._is_ending:
+        process = self.fleet.processes.get(name)
+        if code and code > 0 and (process is None or process.phase not in STARTING):
+            why += f"; last line of its log: {self.processes.last_words(name)}"
+        if process is not None and not self._is_ending:
             self._gone(name, why)
         elif code:
             self.history.say(

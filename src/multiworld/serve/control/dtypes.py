@@ -4,16 +4,17 @@ sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from multiworld.config import MIB
 from multiworld.serve.models.factory import build_model
-from multiworld.serve.resources.amounts import MIB, Node, needs_of
+from multiworld.serve.placement.replica_bookings import Specs
+from multiworld.serve.resources.amounts import Node, needs_of
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 from multiworld.serve.spec.stage import Generation
 
 SLOW = 1.2  # maximum cost of a bfloat16 matmul, in float32 ones, to use bfloat16
-Specs = Mapping[str, Mapping[str, ModelSpec]]  # by model and version
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
 import signal
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +17,10 @@ from multiworld.serve.placement.replica_bookings import Specs
 from multiworld.serve.resources.amounts import Location, Need
 from multiworld.serve.resources.bookings import Bookings
 from multiworld.serve.transport.process_args import ProcessArgs
+
+KEPT_LOGS = 200  # of the processes started last; those of running ones are kept, too
+
+LOG_NAME = re.compile(r"(?:gateway|.+-\d+)-(\d+)\.log")  # of a gateway or a replica
 
 
 class Processes:
@@ -38,6 +44,7 @@ class Processes:
         """Start a process at a location, or (None) beside the controller."""
         name = args.name
         self._starting.add(name)
+        self._remove_old_logs(self.log_of(name))
         try:
             # If cancelled, it may still start; a later controller ends it.
             return await self._launcher.launch(
@@ -48,6 +55,17 @@ class Processes:
             raise
         finally:
             self._starting.discard(name)
+
+    def _remove_old_logs(self, newest: Path) -> None:
+        """Remove logs of ended processes, which are numbered in the order of starts."""
+        names = (*self.running, *self._starting)
+        used = {self.log_of(name).name for name in names}
+        last = number_of(newest)
+        for path in self._logs.glob("*.log"):
+            number = number_of(path)
+            if 0 <= number <= last - KEPT_LOGS and path.name not in used:
+                with contextlib.suppress(OSError):  # it is in the way of nothing
+                    path.unlink()
 
     def adopt(
         self, records: Iterable[ProcessRecord], specs: Specs, now: float
@@ -116,3 +134,9 @@ class Processes:
             for name in names:
                 if name in self.running:
                     self._launcher.kill(self.running.pop(name))
+
+
+def number_of(log: Path) -> int:
+    """Return the number of the process that writes a log; -1: it has none."""
+    found = LOG_NAME.fullmatch(log.name)
+    return int(found[1]) if found else -1

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import uvicorn
 
+from multiworld.config import MIB
 from multiworld.errors import ServeError, SpecError
 from multiworld.net.rare_log import RareLog
 from multiworld.net.security import Security
@@ -40,7 +41,7 @@ from multiworld.serve.launchers.fork_server import WaitingServer
 from multiworld.serve.launchers.registry import check_launcher, make_launcher
 from multiworld.serve.models.factory import build_model, check_policies, modules_of
 from multiworld.serve.processes.gateway import allowed_connections, listen
-from multiworld.serve.resources.amounts import MIB, Node
+from multiworld.serve.resources.amounts import Node
 from multiworld.serve.resources.inventory import this_node
 from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.schema import AppSpec

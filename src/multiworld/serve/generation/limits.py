@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from multiworld.config import MIB
 from multiworld.serve.generation.engine_limits import GROWTH, EngineLimits
 from multiworld.serve.spec.schema import GenerationSpec
 from multiworld.serve.spec.stage import Generation
-
-MIB = 2**20
 
 
 def limits_of(spec: GenerationSpec, model: Generation, stages: int) -> EngineLimits:

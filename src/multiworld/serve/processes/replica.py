@@ -14,10 +14,11 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from multiworld.config import MIB
 from multiworld.errors import MultiWorldError
 from multiworld.serve.generation.engines.engine_worker import EngineWorker
 from multiworld.serve.generation.engines.whole_model import maker_of, settings_of
-from multiworld.serve.generation.limits import MIB, limits_of, prefix_bytes_of
+from multiworld.serve.generation.limits import limits_of, prefix_bytes_of
 from multiworld.serve.generation.replica.engine_thread import HUNG_S, EngineThread
 from multiworld.serve.generation.replica.generation_worker import (
     GenerationWorker,

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from multiworld.config import MIB
 from multiworld.serve.spec.schema import ModelSpec
-
-MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)

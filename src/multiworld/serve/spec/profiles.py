@@ -8,10 +8,10 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
+from multiworld.config import MIB
 from multiworld.errors import SpecError
 from multiworld.serve.spec.schema import AppSpec, ModelSpec, StageSpec
 
-MIB = 2**20
 MARGIN = 1.25  # bytes booked per byte measured: other requests may need more memory
 WIDE = "float32"  # a profile in this dtype makes the model be served in it
 

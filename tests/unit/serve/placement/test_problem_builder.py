@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from multiworld.config import MIB
 from multiworld.serve.placement.problem_builder import (
     PlacedReplica,
     ReplicaRequest,
@@ -19,7 +20,7 @@ from multiworld.serve.placement.problem_builder import (
 )
 from multiworld.serve.placement.solver import Placement, Replica, place
 from multiworld.serve.placement.solver.verify import faults
-from multiworld.serve.resources.amounts import MIB, Gpu, Node
+from multiworld.serve.resources.amounts import Gpu, Node
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.spec.schema import ModelSpec
 

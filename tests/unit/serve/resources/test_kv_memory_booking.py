@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from multiworld.serve.resources.amounts import MIB, needs_of
+from multiworld.config import MIB
+from multiworld.serve.resources.amounts import needs_of
 from multiworld.serve.spec.schema import ModelSpec
 
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from multiworld.config import MIB
 from multiworld.errors import PlacementError, SpecError
 from multiworld.serve.fleet.state import DesiredModel, DesiredState
 from multiworld.serve.placement.replica_bookings import ReplicaBookings, asks_of
 from multiworld.serve.resources.amounts import (
-    MIB,
     Gpu,
     Location,
     Need,

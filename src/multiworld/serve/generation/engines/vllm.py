@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from multiworld.config import MIB
 from multiworld.errors import (
     InvalidRequestError,
     ModelFailedError,
@@ -49,7 +50,6 @@ from multiworld.serve.generation.engines.whole_engine import (
 )
 from multiworld.serve.generation.replica import sampler
 from multiworld.serve.models.huggingface import read_json
-from multiworld.serve.resources.amounts import MIB
 from multiworld.serve.resources.inventory import visible_gpus
 from multiworld.serve.transport.generation_messages import Sampling
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from multiworld.config import MIB
 from multiworld.errors import MultiWorldError, SpecError
 from multiworld.serve.generation.engines import engine_encoder
 from multiworld.serve.generation.engines.engine_encoder import EngineEncoder
@@ -16,7 +17,6 @@ from multiworld.serve.generation.models import folder_facts
 from multiworld.serve.models import huggingface, weights
 from multiworld.serve.models.factory import folder_of, import_factory
 from multiworld.serve.resources import inventory
-from multiworld.serve.resources.amounts import MIB
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec
 from multiworld.serve.spec.stage import (
     Generation,

@@ -1,0 +1,48 @@
+"""The processes of a service, and their logs."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from multiworld.serve.control.processes import KEPT_LOGS, Processes
+from multiworld.serve.launchers.base import Launcher, RunningProcess
+from multiworld.serve.resources.amounts import Need
+from multiworld.serve.resources.bookings import Bookings
+from multiworld.serve.transport.process_args import ProcessArgs
+
+
+class StandIn:
+    """A launcher without processes."""
+
+    async def launch(
+        self, name: str, args: Any, log: Path, spot: Any, need: Need
+    ) -> RunningProcess:
+        return RunningProcess(name, 1, 1)
+
+
+def test_logs_of_running_and_of_recent_processes_are_kept(tmp_path: Path) -> None:
+    """A replica that dies and is replaced for weeks must not fill the disk."""
+    processes = Processes(cast("Launcher", StandIn()), Bookings(), tmp_path)
+    others = {"launcher.log", "launcher-12345678.log", "store.log", "ray.log"}
+    for name in others:
+        (tmp_path / name).touch()
+
+    def start(name: str) -> None:
+        args = cast("ProcessArgs", SimpleNamespace(name=name))
+        processes.add(asyncio.run(processes.launch(args, None, Need())))
+        processes.log_of(name).touch()
+
+    start("gateway/1")
+    count = KEPT_LOGS + 50
+    for number in range(2, count + 1):
+        name = f"llama-3/{number % 2}/{number}"
+        start(name)
+        if number > 2:
+            processes.exited(name, 1)
+    kept = {path.name for path in tmp_path.iterdir()}
+    numbers = range(count - KEPT_LOGS + 1, count + 1)
+    recent = {f"llama-3-{number % 2}-{number}.log" for number in numbers}
+    assert kept == others | recent | {"gateway-1.log", "llama-3-0-2.log"}
