@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
 START_S = 90.0
-READY_S = 200.0
+READY_S = 300.0
 """Seconds that a service may take to start; Ray on a busy machine takes longest."""
 
 WAIT_S = 40.0
