@@ -164,11 +164,13 @@ class Server:
             if asked.get("logprobs") is not None:
                 scores = scores_of([*tokens, *made], adapter)
                 top = sorted(scores, key=scores.__getitem__, reverse=True)
-                one, *best = (
-                    {"token_id": each, "logprob": scores[each]}
-                    for each in (token % VOCABULARY, *top[: asked["logprobs"]])
-                )
-                logprobs = {"content": [{**one, "top_logprobs": best}]}
+                # The sampled token comes first, and counts.
+                listed = list(dict.fromkeys((token % VOCABULARY, *top)))
+                best = [
+                    {"token": f"token_id:{each}", "logprob": scores[each]}
+                    for each in listed[: max(1, asked["logprobs"])]
+                ]
+                logprobs = {"content": [{**best[0], "top_logprobs": best}]}
             choice = {"index": 0, "token_ids": [token], "logprobs": logprobs}
             data = json.dumps({"request_id": "", "choices": [choice]})
             if kind == GARBAGE:

@@ -47,6 +47,7 @@ from multiworld.serve.generation.engines.whole_engine import (
     EngineSettings,
     EngineToken,
     Run,
+    RunFailedError,
 )
 from multiworld.serve.generation.replica import sampler
 from multiworld.serve.models.huggingface import read_json
@@ -100,15 +101,25 @@ USAGE = re.compile(rb"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.e+-]+)", re.
 MAX_LORAS = 8
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM can expect
 FAILURES = "failures"  # folder of the reports of failed sequences
+TOKEN = "token_id:"  # prefix of tokens whose text vLLM leaves out
+MAX_LOGPROBS = 21  # of a token: one more than a client may ask for
 STRUCTURE = "structured output failed"  # starts reports of an unfulfillable structure
 
 
 class _Logprob(msgspec.Struct):
-    token_id: int
+    token: str  # "token_id:" and a number, or text
     logprob: float
+    token_id: int | None = None  # None: a release before 0.32
+
+    def number(self) -> int:
+        number = self.token.removeprefix(TOKEN)
+        if self.token_id is None and not number.isdigit():
+            raise RunFailedError(f"vLLM gave the text of a token only: {self.token!r}")
+        return int(number) if self.token_id is None else self.token_id
 
 
-class _Logprobs(_Logprob):
+class _Logprobs(msgspec.Struct):
+    logprob: float
     top_logprobs: list[_Logprob] = []
 
 
@@ -136,6 +147,9 @@ class VllmEngine:
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
+        args = {name.replace("-", "_"): value for name, value in settings.args.items()}
+        limit = int(args.get("max_logprobs", MAX_LOGPROBS))
+        self._max_logprobs = MAX_LOGPROBS if limit < 0 else limit
         self._lora = lora_arguments(settings.adapters, is_cpu=settings.device == "cpu")
         self.usage, self.phase = 0.0, "waiting"
         self._server: EngineServer | None = None
@@ -248,7 +262,7 @@ class VllmEngine:
         try:
             async with aclosing(events):
                 async for data in events:
-                    tokens = tokens_of(answer_of(_CHUNK, data), run)
+                    tokens = tokens_of(data, run)
                     # The logits processor reports before vLLM returns a token.
                     if report.exists():
                         raise failure_of(report)
@@ -274,7 +288,8 @@ class VllmEngine:
             "extra_args": {"multiworld": json.dumps(options)},
         }
         if given.logprobs is not None:
-            sampling["logprobs"] = given.logprobs
+            # Without a token more, the sampled one takes the place of the least likely.
+            sampling["logprobs"] = min(given.logprobs + 1, self._max_logprobs)
         body = {"request_id": name, "token_ids": list(run.tokens), "stream": True}
         body["sampling_params"] = sampling
         if run.adapter:
@@ -301,6 +316,7 @@ def server_command(
         "model": settings.path,
         "host": "127.0.0.1",
         "port": port,
+        "max_logprobs": MAX_LOGPROBS,
         **memory_arguments(settings),
     }
     flags = flags_of({**every, **own, **settings.args})
@@ -380,10 +396,10 @@ def write_modules(folder: Path, settings: EngineSettings) -> None:
     (folder / "model.json").write_text(json.dumps(facts))
 
 
-def tokens_of(chunk: _Chunk, run: Run) -> list[EngineToken]:
-    """Return the tokens of an event."""
+def tokens_of(data: bytes, run: Run) -> list[EngineToken]:
+    """Return an event's tokens; raise ``RunFailedError`` if it is not valid."""
     found: list[EngineToken] = []
-    for choice in chunk.choices[:1]:
+    for choice in answer_of(_CHUNK, data).choices[:1]:
         scores = (choice.logprobs and choice.logprobs.content) or []
         for place, token in enumerate(choice.token_ids or ()):
             if run.sampling.logprobs is None or place >= len(scores):
@@ -391,7 +407,7 @@ def tokens_of(chunk: _Chunk, run: Run) -> list[EngineToken]:
                 continue
             score = scores[place]
             # vLLM lists the sampled token, and then the likeliest ones.
-            pairs = [(one.token_id, one.logprob) for one in score.top_logprobs]
+            pairs = [(one.number(), one.logprob) for one in score.top_logprobs]
             top = sorted(dict(pairs).items(), key=lambda pair: -pair[1])
             count = run.sampling.logprobs
             found.append(EngineToken(token, score.logprob, tuple(top[:count])))

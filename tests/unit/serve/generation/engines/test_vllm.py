@@ -1,0 +1,45 @@
+"""Answers of vLLM."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from multiworld.serve.generation.engines.vllm import tokens_of
+from multiworld.serve.generation.engines.whole_engine import (
+    EngineToken,
+    Run,
+    RunFailedError,
+)
+from multiworld.serve.transport.generation_messages import Sampling
+
+SCORES = {7: -3.0, 5: -0.5, 6: -1.0}
+"""The sampled token comes first, as vLLM lists it."""
+
+
+def event(*, is_old: bool) -> bytes:
+    """Return an event with one token; before 0.32 its scores have no ids."""
+    scores = [
+        {"token": f"token_id:{token}", "logprob": value, "bytes": None}
+        | ({} if is_old else {"token_id": token})
+        for token, value in SCORES.items()
+    ]
+    content = [{**scores[0], "top_logprobs": scores}]
+    choice = {"index": 0, "token_ids": [7], "logprobs": {"content": content}}
+    return json.dumps({"choices": [choice]}).encode()
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+def test_scores_are_read_with_and_without_ids(*, is_old: bool) -> None:
+    """The likeliest tokens count, without the sampled one if it is none of them."""
+    run = Run((1,), 1, Sampling(logprobs=2))
+    (token,) = tokens_of(event(is_old=is_old), run)
+    assert token == EngineToken(7, -3.0, ((5, -0.5), (6, -1.0)))
+
+
+def test_text_in_place_of_a_token_fails_the_run() -> None:
+    """It would be no token at all, or that of another text."""
+    text = event(is_old=True).replace(b"token_id:5", b"five")
+    with pytest.raises(RunFailedError, match="text of a token only: 'five'"):
+        tokens_of(text, Run((1,), 1, Sampling(logprobs=2)))
