@@ -17,8 +17,11 @@ import yaml
 
 from multiworld.serve.control.answers import Drained
 from multiworld.serve.control.client import Service
+from multiworld.serve.control.service import run_service
 from multiworld.serve.fleet.entries import HistoryEntry
+from multiworld.serve.fleet.record import StateFolder
 from multiworld.serve.replica.hang_guard import EXIT_HUNG
+from multiworld.serve.spec.loader import load_spec
 from tests.serve.harness import (
     WAIT_S,
     Served,
@@ -323,9 +326,34 @@ def test_controller_that_is_started_again_goes_on_with_the_same_spec(
         with pytest.raises(AssertionError, match="give it a new version"):
             service.start()
         service.spec = spec_with(orphan_s=20.0)
+        secret.write_text("another secret, that nobody here holds")
+        with pytest.raises(AssertionError, match="hold another secret"):
+            service.start()
+        secret.write_text("0123456789abcdef" * 2)
         service.start()
         assert service.stages() == [1, 1, 1]
         assert service.infer(2.0).status_code == 200
+
+
+def test_service_that_is_ended_before_it_is_adopted_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller that is started again may wait for its machines first."""
+
+    async def waits(*_: object) -> bool:
+        return False  # a signal came meanwhile
+
+    service = Served(tmp_path, spec_with(orphan_s=60.0))
+    service.start()
+    try:
+        service.kill_controller()
+        monkeypatch.setattr("multiworld.serve.control.service._is_prepared", waits)
+        folder, app = StateFolder(service.state), load_spec(service.path)
+        assert asyncio.run(run_service(app, folder, lambda *_: None)) == 0
+        service.wait_gone()
+        assert folder.load() is None
+    finally:
+        service.destroy()
 
 
 def gateway_of(service: Served) -> tuple[str, int]:

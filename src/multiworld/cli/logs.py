@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+from pathlib import Path
 
 import click
 
 from multiworld.cli.options import of_service
 from multiworld.serve.control.client import Service
+
+END = 2**20  # bytes of a log that are looked at
+
+
+def _end_of(path: Path, lines: int) -> list[str]:
+    with open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - END))
+        return file.read(END).decode(errors="replace").splitlines()[-lines:]
 
 
 @click.command()
@@ -28,13 +39,14 @@ def logs(service: Service, name: str | None, lines: int, as_json: bool) -> None:
     """
     paths = sorted(service.folder.logs.glob("*.log"))
     if name is not None:
-        stem = name.replace("/", "-")
-        paths = [p for p in paths if f"{p.stem}-".startswith(f"{stem}-")]
+        # MODEL-STAGE-NUMBER, gateway-NUMBER or launcher-ID; another model may be named
+        # like this one and a number.
+        count = 1 if name in ("gateway", "launcher") else 2 - name.count("/")
+        stem = re.escape(name.replace("/", "-")) + f"((-[0-9a-f]+){{{count}}})?"
+        paths = [path for path in paths if re.fullmatch(stem, path.stem)]
         if not paths:
             raise click.ClickException(f"no log of {name!r} in {service.folder.logs}")
-    ends = {
-        path: path.read_text(errors="replace").splitlines()[-lines:] for path in paths
-    }
+    ends = {path: _end_of(path, lines) for path in paths}
     if as_json:
         found = [{"path": str(path), "lines": end} for path, end in ends.items()]
         click.echo(json.dumps(found, indent=2))

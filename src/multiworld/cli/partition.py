@@ -9,6 +9,7 @@ from typing import Any
 import click
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from multiworld.cli.options import CONTEXT, JSON, SPEC, new_table, print_table
@@ -97,7 +98,7 @@ def _table(
         kib = [f"{part['output_bytes'] / 1024:.1f} KiB"]
         kib += [f"{part['kv_bytes'] / 1024:.1f} KiB"] * is_text
         table.add_row(
-            part["name"],
+            escape(part["name"]),
             f"{part['seconds'] * 1000:.3f}",
             f"{part['parameter_bytes'] / 2**20:.1f} MiB",
             *kib,

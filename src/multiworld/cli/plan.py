@@ -15,6 +15,7 @@ import click
 import msgspec
 from pydantic import TypeAdapter
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from multiworld.cli.options import JSON, SPEC, FiniteRange, new_table, print_table
@@ -153,6 +154,11 @@ def _placed(app: AppSpec, machines: Sequence[Node], limit_s: float) -> Outlook:
     problem = problem_of(machines, asks_in(app.models))
     found = place(problem, limit_s)
     stages = outlook(problem, found)
+    lacking = {
+        name
+        for name, stage, where in ((s.model, s.stage, s.where) for s in stages)
+        if sum(where.values()) < bounds_of(app.models[name], stage)[0]
+    }
     models = []
     for need in problem.models:
         slowest = bottleneck(stages, need.name)
@@ -163,7 +169,9 @@ def _placed(app: AppSpec, machines: Sequence[Node], limit_s: float) -> Outlook:
                 served=found.served[need.name],
                 bottleneck=None if slowest is None else slowest.stage,
                 at_most=None if slowest is None else slowest.able,
-                short=found.unplaced.get(need.name, ""),
+                short=found.unplaced.get(need.name, "some of its replicas")
+                if need.name in lacking
+                else "",
             )
         )
     gap = None if found.gap == float("inf") else found.gap
@@ -318,8 +326,8 @@ def _table(plan: PlanShown) -> Table:
         books += [f"{row.memory_mb:g} MiB"] if row.memory_mb else []
         where = [f"{name} x{count}" for name, count in row.where.items()]
         table.add_row(
-            f"{row.model} {row.version}",
-            f"{row.stage} {row.name}",
+            escape(f"{row.model} {row.version}"),
+            escape(f"{row.stage} {row.name}"),
             spread,
             batch,
             row.device,
@@ -355,9 +363,12 @@ def _expected(app: AppSpec, model: PlannedModel) -> str:
     said = f"{model.model}: "
     if model.demand and model.served is not None:
         said += f"serves {_rate(model.served)} of {_rate(model.demand)} rows/s; "
-    is_engine = app.models[model.model].engine is not None
-    if (model.bottleneck is None or model.at_most is None) and is_engine:
+    spec = app.models[model.model]
+    is_known = model.bottleneck is not None and model.at_most is not None
+    if not is_known and spec.engine is not None:
         said += "the computing time of an engine is not known"
+    elif not is_known and any(stage.item_ms for stage in spec.stages):
+        said += "nothing is served"
     elif model.bottleneck is None or model.at_most is None:
         said += (
             "no stage has a computing time, so the bottleneck is not known; run "
@@ -365,10 +376,11 @@ def _expected(app: AppSpec, model: PlannedModel) -> str:
         )
     else:
         number = model.bottleneck
-        stage = app.models[model.model].stages[number].name or number
+        stage = spec.stages[number].name or number
         said += f"bottleneck: stage {stage}, at most {_rate(model.at_most)} rows/s"
+    said = escape(said)
     if model.short:
-        said += f"\n  [red]not all replicas fit[/]: {model.short}"
+        said += f"\n  [red]not all replicas fit[/]: {escape(model.short)}"
     return said
 
 

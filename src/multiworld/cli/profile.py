@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from multiworld.cli.options import CONTEXT, JSON, SPEC, new_table, print_table
@@ -46,7 +47,7 @@ def _table(found: ModelProfile) -> Table:
         table.add_column(column, justify="right")
     for k, stage in enumerate(found.stages):
         table.add_row(
-            stage.name,
+            escape(stage.name),
             *(f"{stage.seconds[rows] * 1000:.2f}" for rows in sizes),
             mib(stage.weight_bytes),
             mib(stage.peak_bytes),

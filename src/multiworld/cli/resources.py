@@ -7,6 +7,7 @@ import json
 import click
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from multiworld.cli.options import new_table, of_service, print_table
@@ -85,4 +86,5 @@ def resources(service: Service, as_json: bool) -> None:
     print_table(_table(status.app, rows))
     console = Console()
     for title, why in status.unplaced.items():
-        console.print(f"[red]{title} cannot be placed[/]: {why}", soft_wrap=True)
+        text = f"[red]{escape(title)} cannot be placed[/]: {escape(why)}"
+        console.print(text, soft_wrap=True)

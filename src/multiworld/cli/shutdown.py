@@ -49,7 +49,9 @@ def shutdown(service: Service, as_json: bool) -> None:
         raise click.ClickException(f"no service runs in {service.folder.path}")
     try:
         service.ask("POST", "/shutdown", ShuttingDown)
-    except ServeError:
+    except ServeError as error:
+        if "status" in error.__dict__:  # the controller answered
+            raise
         if service.folder.is_controlled():  # it would start everything again
             pid = service.folder.controller()
             raise click.ClickException(

@@ -79,7 +79,7 @@ def _processes(found: StatusAnswer) -> Table:
         color = PHASES.get(process.phase, "red")
         table.add_row(
             process.name,
-            process.stage_name or "-",
+            escape(process.stage_name or "-"),
             f"[{color}]{_phase(process, found)}[/]",
             f"{process.since_s:.0f} s",
             str(process.pid or "-"),

@@ -54,6 +54,27 @@ def test_replicas_with_several_gpus_have_them_for_themselves(tmp_path: Path) -> 
     assert where["small", 1] == {"g/cpu": 1}
 
 
+def test_more_demand_than_the_replicas_carry_is_no_lack_of_room(tmp_path: Path) -> None:
+    """All replicas are placed; brackets in a name are no markup."""
+    spec = tmp_path / "app.yaml"
+    spec.write_text("""
+models:
+  m:
+    factory: tests.serve.models:model
+    demand: 200
+    stages:
+    - {name: "first[/a]", item_ms: 20}
+    - {name: "second[embed]", item_ms: 1}
+    - {item_ms: 1}
+""")
+    done = CliRunner().invoke(cli, ["plan", str(spec)])
+    assert done.exit_code == 0, done.output
+    assert "not all replicas fit" not in done.output
+    assert "first[/a]" in done.output
+    assert "second[embed]" in done.output
+    assert "of 200 rows/s" in done.output
+
+
 @pytest.mark.parametrize("replicas", [3, 4])
 def test_too_many_replicas_with_several_gpus(tmp_path: Path, replicas: int) -> None:
     code, shown = planned(tmp_path, replicas)

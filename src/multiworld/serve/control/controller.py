@@ -281,8 +281,11 @@ class Controller:
     def is_ready(self) -> bool:
         return status.is_ready(self.fleet)
 
-    async def shutdown(self) -> None:
-        """Shut down, gateways first; if cancelled, a new controller adopts the rest."""
+    async def shutdown(self, old: Record | None = None) -> None:
+        """Shut down, gateways first; if cancelled, a new controller adopts the rest.
+
+        ``old`` is the record of processes that were not adopted yet.
+        """
         self._is_ending = True
         await self.scaler.close()
         if self._ticker is not None:
@@ -290,7 +293,8 @@ class Controller:
         if self._launching:  # a process cannot be stopped before it is launched
             await asyncio.wait(self._launching, timeout=END_S)
         # Gateways first, so that they answer accepted requests.
-        everybody = list(self.fleet.processes.values())
+        left = [] if old is None else self._adopt(old)
+        everybody = [*self.fleet.processes.values(), *left]
         gateways = [p.name for p in everybody if p.is_gateway]
         workers = [p.name for p in everybody if not p.is_gateway]
         gateways_s = self.app.gateway.shutdown_s + LAST_USAGE_S
@@ -411,9 +415,9 @@ class Controller:
         await self.recorded()  # else the next controller might reuse the name
         args = args_of(self.app, self.store.address, self.port, name)
         spot, need = None, Need()
+        if name not in self.fleet.processes:
+            return  # no longer desired
         if model:
-            if name not in self.fleet.processes:
-                return  # no longer desired
             spec = self._versions.get(model, version)
             need = needs_of(spec)[stage]
             try:

@@ -22,7 +22,11 @@ from multiworld.serve.models import imported_sources
 from multiworld.serve.models.factory import check_policies
 from multiworld.serve.placement.manager import PlacementManager
 from multiworld.serve.spec.schema import AppSpec
-from multiworld.serve.transport.control_messages import InjectPartition, Order
+from multiworld.serve.transport.control_messages import (
+    InjectHang,
+    InjectPartition,
+    Order,
+)
 
 REPLICAS_A_CORE = 4  # over all machines; above that, scaling needs a confirmation
 
@@ -162,7 +166,8 @@ class Operations:
         self._history.say("chaos", text, name)
         if action == "cut":
             self._owner.send(name, InjectPartition(seconds))
+        elif action == "stop":
+            self._owner.send(name, InjectHang())
         else:
-            sent = signal.SIGKILL if action == "kill" else signal.SIGSTOP
-            self._processes.signal(name, sent)
+            self._processes.signal(name, signal.SIGKILL)
         return running

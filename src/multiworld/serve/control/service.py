@@ -25,6 +25,7 @@ from multiworld.serve.control.startup import Startup, process_began
 from multiworld.serve.control.store_process import (
     CHECK_S,
     HUNG_AFTER_CHECKS,
+    check_secret,
     end_store,
     kill_store,
     start_store,
@@ -36,7 +37,7 @@ from multiworld.serve.fleet.record import Record, StateFolder, StoreRecord
 from multiworld.serve.fleet.state import ProcessPhase
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
 from multiworld.serve.generation.replica.matmul_speed import bfloat16_cost
-from multiworld.serve.launchers.base import Launcher, LauncherContext
+from multiworld.serve.launchers.base import Launcher, LauncherContext, began_at
 from multiworld.serve.launchers.fork_server import WaitingServer
 from multiworld.serve.launchers.registry import check_launcher, make_launcher
 from multiworld.serve.models.factory import build_model, check_policies, modules_of
@@ -116,12 +117,17 @@ async def _run(
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order in which GPUs are booked
     }
     reserved, port = _reserve(app, old)
+    security = Security.from_environment({**os.environ, **env})
     store = await start_store(folder, env, old.store if old else None, app.host)
+    if old is not None:
+        await check_secret(store, security)
     try:
         with reserved:
             startup.end("to start the store")
             up = partial(_say_up, startup, on_up)
-            await _control(app, folder, up, preload, env, port, store, old, on_progress)
+            await _control(
+                app, folder, up, preload, env, security, port, store, old, on_progress
+            )
     except Exception:
         await _leave_store(folder, store)
         raise
@@ -176,6 +182,7 @@ async def _control(
     on_up: Callable[[Controller], None],
     preload: Preload,
     env: dict[str, str],
+    security: Security,
     port: int,
     store: StoreRecord,
     old: Record | None,
@@ -187,7 +194,6 @@ async def _control(
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, ended.set)
     config = world_config(app.silence_s)
-    security = Security.from_environment({**os.environ, **env})
     async with WorldManager(config=config, security=security) as manager:
         holder: list[Controller] = []
         launcher = await _launcher(
@@ -205,7 +211,8 @@ async def _control(
             if await _is_prepared(controller, old, ended):
                 controller.start(old)
                 await _until_ended(controller, ended, on_up)
-            await controller.shutdown()
+                old = None
+            await controller.shutdown(old)
         finally:
             admin.end()
             minding.cancel()
@@ -383,11 +390,17 @@ def _check_tls(app: AppSpec) -> None:
         ) from error
 
 
+def _has_gateway(old: Record) -> bool:
+    """Return whether a gateway of an earlier controller runs, and holds the port."""
+    gateways = (p for p in old.processes if not p.model)
+    return any(began_at(gateway.pid) == gateway.began for gateway in gateways)
+
+
 def _reserve(app: AppSpec, old: Record | None) -> tuple[socket.socket, int]:
     """Bind the gateways' port, so that it stays reserved while no gateway runs."""
     port = app.gateway.port or (old.port if old else 0)
     try:
-        if app.gateway.port and old is None:
+        if app.gateway.port and not (old and _has_gateway(old)):
             _check_free(app)
         reserved = listen(app.gateway, port)
     except OSError as error:

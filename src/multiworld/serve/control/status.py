@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -26,6 +27,9 @@ from multiworld.serve.transport.control_messages import ModelsChanged, Reports
 
 LAST_WORDS = 300  # maximum characters shown of a last log line
 LOG_END = 4096  # bytes of a log that are looked at for it
+
+# What ``entry.main`` puts before a message; equal failures are to look equal.
+LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ [\w.]+: ")
 
 
 def is_ready(fleet: Reconciler) -> bool:
@@ -73,7 +77,7 @@ def status_of(sources: StatusSources) -> answers.StatusAnswer:
         active=dict(fleet.active),
         table=fleet.table.number,
         unplaced={
-            f"{name}/{stage} ({version})": why
+            f"{name}/{stage} ({version})" if name else "gateway": why
             for (name, version, stage), why in fleet.unplaced.items()
         },
         failing=tuple(_failing(fleet, sources.now)),
@@ -247,7 +251,8 @@ def last_words(log: Path) -> str:
             text = file.read(LOG_END).decode(errors="replace").strip()
     except OSError:
         text = ""
-    return text.splitlines()[-1][-LAST_WORDS:] if text else "none"
+    last = LOG_PREFIX.sub("", text.splitlines()[-1]) if text else "none"
+    return last[-LAST_WORDS:]
 
 
 def exit_words(code: int) -> str:

@@ -10,7 +10,12 @@ import signal
 import sys
 from pathlib import Path
 
-from multiworld.errors import LaunchError, RendezvousError
+from multiworld.errors import (
+    LaunchError,
+    RendezvousError,
+    ServeError,
+    WrongSecretError,
+)
 from multiworld.net.security import Security
 from multiworld.rendezvous.store_address import parse_store
 from multiworld.rendezvous.store_session import check_store
@@ -74,6 +79,22 @@ async def store_answers(store: StoreRecord, security: Security) -> bool:
     except (OSError, TimeoutError, RendezvousError):
         return False
     return True
+
+
+async def check_secret(store: StoreRecord, security: Security) -> None:
+    """Raise ServeError if a store, and so all processes, hold another secret."""
+    (address,) = parse_store(store.address).stores
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            await check_store(address, security)
+    except WrongSecretError as error:
+        raise ServeError(
+            f"the running processes of this service hold another secret: {error}; give "
+            "this controller the one that the service was started with, or end the "
+            "service with `multiworld shutdown` first"
+        ) from error
+    except (OSError, TimeoutError, RendezvousError):
+        pass  # it is lost, or hangs
 
 
 def kill_store(store: StoreRecord) -> None:

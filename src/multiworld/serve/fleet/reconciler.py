@@ -131,7 +131,10 @@ class Reconciler:
         return True
 
     def _joined(self, process: Process, now: float) -> Iterator[Action]:
-        self._advance(process.name, ProcessPhase.LAUNCHING, ProcessPhase.JOINED, now)
+        phases = ProcessPhase.LAUNCHING, ProcessPhase.JOINED
+        is_first = not self.backoff.failures(_key_of(process))
+        if self._advance(process.name, *phases, now) and is_first:
+            self._update_goes_on(process, now)  # it has waited for other starts
         process.is_joined = True
         if process.phase is ProcessPhase.FINISHING:
             yield Finish(process.name)  # the first order may have been lost
@@ -191,7 +194,7 @@ class Reconciler:
 
     def _update_goes_on(self, process: Process, now: float) -> None:
         """Restart the deadline of a model's update, for its next replica."""
-        version, _ = self._updates.get(process.model, ("", 0.0))
+        version, _ = self._updates.get(process.model, (None, 0.0))
         if version == process.version:
             self._updates[process.model] = version, now
 
@@ -227,7 +230,8 @@ class Reconciler:
         self._retry_at[key] = now + PLACEMENT_RETRY_S
         if self.unplaced.get(key) != why:
             self.unplaced[key] = why
-            text = f"{key[0]}/{key[2]} (version {key[1]}) cannot be placed: {why}"
+            what = f"{key[0]}/{key[2]} (version {key[1]})" if key[0] else "a gateway"
+            text = f"{what} cannot be placed: {why}"
             yield LogEvent("unplaced", text)
         for other in self._processes_of(key):
             if other.is_drain_requested:  # nothing could replace it
@@ -298,7 +302,8 @@ class Reconciler:
         self.desired = replace(self.desired, models={**self.desired.models, name: old})
         text = f"{name}: version {version} is not ready; {old.version} stays active"
         for stage in range(len(self._versions[name, version].replicas)):
-            if cause := self.backoff.cause((name, version, stage)):
+            key = name, version, stage
+            if cause := self.backoff.cause(key) or self.unplaced.get(key, ""):
                 text += f"; stage {stage}: {cause}"
         yield LogEvent("rolled back", text)
         for process in list(self.processes.values()):

@@ -235,6 +235,8 @@ class WorkerProcess:
                 self._agent.send(messages.Report(number, worker=self._report()))
             case messages.InjectPartition(seconds):
                 cut(seconds)
+            case messages.InjectHang():
+                os.kill(os.getpid(), signal.SIGSTOP)
 
     def _report(self) -> messages.WorkerReport:
         used = usage_of(os.getpid())

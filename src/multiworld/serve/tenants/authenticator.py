@@ -18,7 +18,7 @@ from multiworld.serve.tenants.keys import parse_key
 from multiworld.serve.tenants.quarantine import Quarantine
 from multiworld.serve.tenants.rate_limits import RateLimiter
 from multiworld.serve.tenants.timing import Timing
-from multiworld.serve.tenants.usage_meter import UsageMeter
+from multiworld.serve.tenants.usage_meter import UsageMeter, UsageTotals
 
 ModelVersion = tuple[str, str]
 
@@ -44,8 +44,6 @@ class AdmittedRequest:
     bytes_in: int = 0  # of its body so far, as sent
     bytes_out: int = 0
     rows: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
     is_refused: bool = False
     timing: Timing = field(default_factory=Timing)
     id: str = ""
@@ -109,8 +107,6 @@ class Authenticator:
         sums.answered += status == 200
         sums.failed += status >= 400
         sums.rows += admitted.rows if status == 200 else 0
-        sums.prompt_tokens += admitted.prompt_tokens
-        sums.generated_tokens += admitted.generated_tokens
         sums.bytes_in += admitted.bytes_in
         sums.bytes_out += admitted.bytes_out
         sums.seconds += self.clock() - admitted.started_at if status == 200 else 0.0
@@ -127,17 +123,19 @@ class Authenticator:
 
     def count_prompt(self, admitted: AdmittedRequest, tokens: int) -> None:
         """Count the tokens of a request's prompts, whatever its outcome."""
-        admitted.prompt_tokens += tokens
-        self._spend_tokens(admitted.tenant, tokens)
+        self._spend_tokens(admitted, tokens).prompt_tokens += tokens
 
     def count_generated(self, admitted: AdmittedRequest) -> None:
         """Count one output token."""
-        admitted.generated_tokens += 1
-        self._spend_tokens(admitted.tenant, 1)
+        self._spend_tokens(admitted, 1).generated_tokens += 1
 
-    def _spend_tokens(self, tenant: Tenant, count: int) -> None:
+    def _spend_tokens(self, admitted: AdmittedRequest, count: int) -> UsageTotals:
+        # They are reported before the stream ends: other gateways share the budget, and
+        # this one may be lost meanwhile.
+        tenant = admitted.tenant
         self.limiter.spend_tokens(tenant, count)
         self.budgets.count(tenant.name, count)
+        return self.meter.at(tenant.name, admitted.model, time.time())
 
     def stored(self, number: int) -> None:
         """Record that the controller has stored a batch of usage."""

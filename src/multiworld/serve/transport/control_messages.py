@@ -79,6 +79,10 @@ class InjectPartition(Message, frozen=True, tag="inject_partition"):
     seconds: float
 
 
+class InjectHang(Message, frozen=True, tag="inject_hang"):
+    """Controller → replica: send yourself SIGSTOP, on whatever machine you are."""
+
+
 # Upper bounds of the batch size histogram, in rows; a last bucket has no bound.
 ROWS_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
@@ -171,6 +175,7 @@ Order = (
     | Finish
     | ReportRequest
     | InjectPartition
+    | InjectHang
     | FleetReport
     | PoisonFound
 )

@@ -10,6 +10,7 @@ import pytest
 from multiworld.errors import ServeError
 from multiworld.serve.control.answers import Scaled, StatusAnswer
 from multiworld.serve.control.client import Service
+from multiworld.serve.control.status import last_words
 from tests.unit.serve.control.service import CannedService
 
 SCALE = {"model": "m", "stage": "add", "replicas": 2}
@@ -47,6 +48,17 @@ def test_refusal_is_an_error_with_its_status(content: object, text: str) -> None
     with pytest.raises(ServeError) as found:
         service.ask("POST", "/scale", Scaled, json=SCALE)
     assert (str(found.value), found.value.status) == (text, 404)
+
+
+def test_end_of_a_log_is_shown_without_its_time(tmp_path: Path) -> None:
+    """Else no two failures would look equal, and a first start never be given up."""
+    log = tmp_path / "m-0-2.log"
+    texts = []
+    for second in (1, 2):
+        when = f"2026-01-31 12:00:0{second},123"
+        log.write_text(f"first\n{when} ERROR multiworld.serve: m/0/2: no weights\n")
+        texts.append(last_words(log))
+    assert texts == ["m/0/2: no weights"] * 2
 
 
 def test_missing_controller_is_named(tmp_path: Path) -> None:

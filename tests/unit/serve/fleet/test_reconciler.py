@@ -669,6 +669,27 @@ def test_update_has_its_time_again_with_every_replica_that_is_ready() -> None:
     assert slow.fleet.active == {"m": "2"}
 
 
+def test_update_that_waits_for_the_starts_of_another_has_its_whole_time() -> None:
+    """Two models of one spec are updated at once, and only one replica may load."""
+
+    def both(version: str) -> DesiredState:
+        return DesiredState({n: DesiredModel(version, (1,)) for n in "ab"}, 1)
+
+    slow = Slow(1, starts_at_once=1, ready_s=10.0)
+    slow.finish(slow.launched[0])
+    slow.handle(DesiredStateChanged(both("1")))
+    for _ in "ab":
+        slow.finish(slow.launched[-1])
+    slow.stages()
+    slow.handle(DesiredStateChanged(both("2")))
+    for _ in "ab":
+        slow.handle(Joined(slow.launched[-1]))
+        slow.now += 8.0
+        slow.handle(Ticked())
+        slow.finish(slow.launched[-1])
+    assert slow.fleet.active == {"a": "2", "b": "2"}
+
+
 def test_replicas_on_other_kinds_of_machines_are_named() -> None:
     """And the routing table has the kind of each."""
     service = Service(1, 2, 1)

@@ -114,6 +114,26 @@ def test_authenticator_counts_tokens_until_they_are_stored() -> None:
     assert made.budgets.check(tenant, NOON) is None
 
 
+def test_tokens_of_a_running_stream_are_reported() -> None:
+    """Other gateways share the budget, and a killed one loses its last second only."""
+    made = Authenticator(needs_key=False)
+    admitted = made.admit({})
+    admitted.model = "m"
+    made.count_prompt(admitted, 30)
+    for _ in range(5):
+        made.count_generated(admitted)
+    ((number, rows),) = made.meter.take_due(0.0)
+    assert [(r.model, r.prompt_tokens, r.generated_tokens) for r in rows] == [
+        ("m", 30, 5)
+    ]
+    made.stored(number)
+    made.count_generated(admitted)
+    made.finish(admitted, "m", 200)
+    ((_, rows),) = made.meter.take_due(1.0)
+    (row,) = rows
+    assert (row.requests, row.prompt_tokens, row.generated_tokens) == (1, 0, 1)
+
+
 async def test_controller_tells_all_gateways_and_writes_the_end_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
