@@ -107,14 +107,14 @@ STRUCTURE = "structured output failed"  # starts reports of an unfulfillable str
 
 
 class _Logprob(msgspec.Struct):
-    token: str  # "token_id:" and a number, or text
     logprob: float
-    token_id: int | None = None  # None: a release before 0.32
+    token_id: int | None = None
+    token: str = ""  # "token_id:" and a number, of releases before 0.32
 
     def number(self) -> int:
         number = self.token.removeprefix(TOKEN)
         if self.token_id is None and not number.isdigit():
-            raise RunFailedError(f"vLLM gave the text of a token only: {self.token!r}")
+            raise RunFailedError(f"vLLM gave no id of a token, but {self.token!r}")
         return int(number) if self.token_id is None else self.token_id
 
 
@@ -171,9 +171,9 @@ class VllmEngine:
             env = self._environment()
             await self._server.start(command, env, self._settings.cpus)
             self.phase = "warming up"
-            warm_up = Run(
-                (0,), 1, Sampling(temperature=0.0, max_tokens=2, ignore_eos=True)
-            )
+            # With what clients may ask: a release may answer in another form.
+            asked = Sampling(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=1)
+            warm_up = Run((0,), 1, asked)
             async for _ in self.generate(warm_up):
                 pass
         except EngineLostError:

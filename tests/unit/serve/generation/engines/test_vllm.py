@@ -21,8 +21,8 @@ SCORES = {7: -3.0, 5: -0.5, 6: -1.0}
 def event(*, is_old: bool) -> bytes:
     """Return an event with one token; before 0.32 its scores have no ids."""
     scores = [
-        {"token": f"token_id:{token}", "logprob": value, "bytes": None}
-        | ({} if is_old else {"token_id": token})
+        {"logprob": value}
+        | ({"token": f"token_id:{token}"} if is_old else {"token_id": token})
         for token, value in SCORES.items()
     ]
     content = [{**scores[0], "top_logprobs": scores}]
@@ -41,5 +41,5 @@ def test_scores_are_read_with_and_without_ids(*, is_old: bool) -> None:
 def test_text_in_place_of_a_token_fails_the_run() -> None:
     """It would be no token at all, or that of another text."""
     text = event(is_old=True).replace(b"token_id:5", b"five")
-    with pytest.raises(RunFailedError, match="text of a token only: 'five'"):
+    with pytest.raises(RunFailedError, match="no id of a token, but 'five'"):
         tokens_of(text, Run((1,), 1, Sampling(logprobs=2)))
