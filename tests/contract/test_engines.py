@@ -32,11 +32,9 @@ from multiworld.serve.generation.engines.whole_engine import (
 )
 from multiworld.serve.generation.limits import limits_of
 from multiworld.serve.generation.models import decoder
-from multiworld.serve.generation.replica.engine_thread import EngineThread
-from multiworld.serve.generation.replica.generation_worker import (
-    GenerationWorker,
-    ReplicaSettings,
-)
+from multiworld.serve.generation.replica.engine import Engine
+from multiworld.serve.generation.replica.generation_worker import GenerationWorker
+from multiworld.serve.generation.replica.recovery import ReplicaSettings
 from multiworld.serve.generation.replica.scheduler import Scheduler
 from multiworld.serve.replica.hang_guard import EXIT_HUNG
 from multiworld.serve.resources.usage import family_of
@@ -72,7 +70,7 @@ def staged(folder: Path) -> GenerationWorker:
     spec = GenerationSpec(max_num_seqs=MAX_SEQS, deterministic=True)
     model = decoder.model(str(folder), deterministic=True)
     assert model.generation is not None
-    engine = EngineThread(
+    engine = Engine(
         model.stages[0], True, 1, model.generation, None, True, time.monotonic
     )
     settings = ReplicaSettings(
@@ -95,10 +93,11 @@ def whole(
         path=str(folder),
         vocabulary=VOCABULARY,
         max_num_seqs=MAX_SEQS,
+        hung_s=hung_s,
         **more,
     )
     codes = [] if exits is None else exits
-    return EngineWorker(make, settings, hung_s, exit_process=codes.append)
+    return EngineWorker(make, settings, exit_process=codes.append)
 
 
 ADAPTERS = ("terse", "rhymed")

@@ -17,7 +17,6 @@ from multiworld.serve.transport.edges import Outbox
 from multiworld.serve.transport.frames import Entry, lay_out, unpack
 from multiworld.serve.transport.protocol import FRAMES, Codec
 from multiworld.serve.transport.routing_table import Edge
-from multiworld.serve.transport.world_messages import receive
 from multiworld.testing import Arena
 from multiworld.world.world import World
 
@@ -92,13 +91,12 @@ class Controller:
 
     async def send(self, codec: Codec[M], message: M) -> None:
         """Send a message."""
-        text = codec.encode(message)
-        await self.world.send_object(text, dst=self._rank, tag=codec.tag)
+        await self.world.send_object(codec.encode(message), dst=self._rank)
 
     async def receive(self, codec: Codec[M]) -> M:
         """Receive a message."""
         async with asyncio.timeout(HANG_S):
-            return await receive(self.world, codec, src=self._rank)
+            return codec.decode(await self.world.recv_object(src=self._rank))
 
     async def has_sent(self, codec: Codec[M]) -> bool:
         """Return whether the process under test has sent a message of this kind."""

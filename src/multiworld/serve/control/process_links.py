@@ -13,7 +13,6 @@ from multiworld.serve.transport import control_messages as messages
 from multiworld.serve.transport.control_agent import control_world
 from multiworld.serve.transport.process_args import world_config
 from multiworld.serve.transport.protocol import MessageError
-from multiworld.serve.transport.world_messages import receive
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
 
@@ -143,7 +142,7 @@ class ProcessLinks:
     async def _read(self, name: str, world: World) -> None:
         while True:
             try:
-                news = await receive(world, messages.NEWS, src=1)
+                news = messages.NEWS.decode(await world.recv_object(src=1))
             except (
                 MessageError
             ) as error:  # from another release; later messages may be readable
@@ -159,8 +158,6 @@ class ProcessLinks:
 
 async def _send(world: World, order: messages.Order) -> None:
     try:
-        await world.send_object(
-            messages.ORDERS.encode(order), dst=1, tag=messages.ORDERS.tag
-        )
+        await world.send_object(messages.ORDERS.encode(order), dst=1)
     except (WorldBrokenError, WorldClosedError):
         pass  # the reader of this world reports the loss

@@ -19,12 +19,10 @@ from multiworld.errors import MultiWorldError
 from multiworld.serve.generation.engines.engine_worker import EngineWorker
 from multiworld.serve.generation.engines.whole_model import maker_of, settings_of
 from multiworld.serve.generation.limits import limits_of, prefix_bytes_of
-from multiworld.serve.generation.replica.engine_thread import HUNG_S, EngineThread
-from multiworld.serve.generation.replica.generation_worker import (
-    GenerationWorker,
-    ReplicaSettings,
-)
+from multiworld.serve.generation.replica.engine import HUNG_S, Engine
+from multiworld.serve.generation.replica.generation_worker import GenerationWorker
 from multiworld.serve.generation.replica.hardware_fingerprint import fingerprint
+from multiworld.serve.generation.replica.recovery import ReplicaSettings
 from multiworld.serve.generation.replica.scheduler import Scheduler
 from multiworld.serve.inference.replica.executor import Executor
 from multiworld.serve.inference.replica.rank_group import (
@@ -104,7 +102,7 @@ def _engine_of(
     clock: Callable[[], float],
 ) -> _Parts:
     settings = settings_of(args.name, spec, facts, args.device, args.gpus)
-    worker = EngineWorker(maker_of(engine), settings, settings.hung_s, clock)
+    worker = EngineWorker(maker_of(engine), settings, clock)
     return _Parts(worker, worker, lambda _: messages.StageLoaded("", facts.weights()))
 
 
@@ -128,7 +126,7 @@ def _generation_of(
         overdue_s=2 * (limits.compute_s or HUNG_S),
     )
     engine_limits = limits_of(generation, facts, len(model.stages))
-    engine = EngineThread(
+    engine = Engine(
         model.stages[args.stage],
         is_last,
         limits.threads,

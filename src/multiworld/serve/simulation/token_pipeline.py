@@ -23,6 +23,7 @@ from multiworld.serve.generation.gateway.chain_selection import (
 )
 from multiworld.serve.generation.gateway.moves import AT_ONCE, WORTH
 from multiworld.serve.generation.replica.pipeline_share import adapt
+from multiworld.serve.generation.replica.scheduled_sequence import ScheduledSequence
 from multiworld.serve.generation.replica.scheduler import Scheduler
 from multiworld.serve.scaling.snapshot import Sample, StageSeen
 from multiworld.serve.simulation.engine import (
@@ -205,7 +206,8 @@ class TokenPipeline(Pipeline):
             replica.sequences.add(sequence)
         scheduler = chain[0].scheduler
         assert scheduler is not None
-        scheduler.add(sequence.key, [0] * sequence.tokens, route=_names(chain))
+        tokens, route = [0] * sequence.tokens, tuple(_names(chain))
+        scheduler.add(ScheduledSequence(sequence.key, tokens, route=route))
 
     def _ready(self, replica: Replica, now: float) -> None:
         assert isinstance(replica, TextReplica)
@@ -272,16 +274,17 @@ class TokenPipeline(Pipeline):
         self._schedulers.enter(_names(sequence.chain))
         new = sequence.chain[0].scheduler
         key, sequence.key = sequence.key, (*sequence.key[:2], sequence.key[2] + 1)
-        tokens = [0] * sequence.tokens
+        tokens, route = [0] * sequence.tokens, tuple(_names(sequence.chain))
+        moved = ScheduledSequence(
+            sequence.key, tokens, computed=len(tokens) - 1, route=route
+        )
         assert old is not None
         assert new is not None
         if old is not new:
             old.remove(key)
-            route = _names(sequence.chain)
-            new.add(sequence.key, tokens, computed=len(tokens) - 1, route=route)
+            new.add(moved)
         elif old.pool.knows(key):
-            route = _names(sequence.chain)
-            old.move(key, sequence.key, tokens, len(tokens) - 1, route)
+            old.move(key, moved)
             old.resume(sequence.key, None)
 
     # Steps.

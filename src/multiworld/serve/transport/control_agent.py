@@ -12,7 +12,6 @@ from multiworld.config import WorldConfig
 from multiworld.errors import WorldBrokenError, WorldClosedError
 from multiworld.serve.transport.control_messages import NEWS, ORDERS, Hello, News, Order
 from multiworld.serve.transport.protocol import MessageError
-from multiworld.serve.transport.world_messages import receive
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
 
@@ -95,7 +94,7 @@ class ControlAgent:
     async def _read(self, world: World) -> None:
         while True:
             try:
-                order = await receive(world, ORDERS, src=0)
+                order = ORDERS.decode(await world.recv_object(src=0))
             except MessageError as error:  # from a newer controller; read on
                 logger.error("ignored an unknown order: %s", error)
                 continue
@@ -104,5 +103,5 @@ class ControlAgent:
     async def _send(self, world: World) -> None:
         while True:
             news = await self._outbox.get()
-            await world.send_object(NEWS.encode(news), dst=0, tag=NEWS.tag)
+            await world.send_object(NEWS.encode(news), dst=0)
             self._outbox.task_done()

@@ -260,5 +260,5 @@ News = (
     | PoisonFound
 )
 
-ORDERS: Codec[Order] = Codec(Order, tag=0)
-NEWS: Codec[News] = Codec(News, tag=0)
+ORDERS: Codec[Order] = Codec(Order)
+NEWS: Codec[News] = Codec(News)

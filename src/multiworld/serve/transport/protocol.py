@@ -62,10 +62,9 @@ NOTHING = 2  # tag that nothing is sent with; its receive ends with the edge
 
 
 class Codec(Generic[M]):
-    """Encoder and decoder of messages of type ``kind``, sent with ``tag``."""
+    """Encoder and decoder of messages of type ``kind``."""
 
-    def __init__(self, kind: Any, tag: int) -> None:
-        self.tag = tag
+    def __init__(self, kind: Any) -> None:
         self._decoder: msgspec.json.Decoder[M] = msgspec.json.Decoder(kind)
 
     def encode(self, message: M) -> str:

@@ -21,13 +21,11 @@ from multiworld.errors import ServeError
 from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.generation.replica.engine import Engine
-from multiworld.serve.generation.replica.generation_worker import (
-    GenerationWorker,
-    ReplicaSettings,
-)
+from multiworld.serve.generation.replica.generation_worker import GenerationWorker
+from multiworld.serve.generation.replica.recovery import ReplicaSettings
 from multiworld.serve.generation.replica.scheduler import Scheduler
 from multiworld.serve.generation.replica.stage_engine import StageEngine
-from multiworld.serve.spec.stage import Generation
+from multiworld.serve.spec.stage import Generation, Stage
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.generation_messages import (
     Sampling,
@@ -100,7 +98,8 @@ class InlineEngine(Engine):
     """An engine that computes at once, in place of one in a thread."""
 
     def __init__(self, function: Any, is_last: bool, limits: EngineLimits) -> None:
-        super().__init__(FACTS, is_last)
+        stage = Stage(load=lambda _: function)
+        super().__init__(stage, is_last, 1, FACTS, None, False, lambda: 0.0)
         self._stage_engine: StageEngine = StageEngine(function, is_last, FACTS)
         self._limits, self.most_blocks, self.steps = limits, 0, 0
         self.rows = 0

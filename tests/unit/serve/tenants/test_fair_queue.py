@@ -20,7 +20,7 @@ from multiworld.serve.inference.gateway.events import (
 )
 from multiworld.serve.inference.gateway.router import Router
 from multiworld.serve.inference.replica.batch_queue import BatchQueue, Work
-from multiworld.serve.inference.replica.forwarder import FinishedWork, Forwarder
+from multiworld.serve.inference.replica.forwarder import Forwarder
 from multiworld.serve.tenants.fair_queue import FairQueue, Share
 from multiworld.serve.transport.routing_table import (
     Replica,
@@ -300,12 +300,9 @@ def test_forwarder_sends_in_fair_order() -> None:
     forwarding = Forwarder(1, 2, lambda: 0.0)
     forwarding.table_changed([Replica("n", "m", "1", 1, ReplicaState.READY)])
     forwarding.connected("n")
-    pieces = [
-        FinishedWork(("r", n, 1), 1e9, False, None, None, None, FLOOD)
-        for n in range(20)
-    ]
+    pieces = [Work(("r", n, 1), None, 1, 1e9, 0.0, share=FLOOD) for n in range(20)]
     assert len(forwarding.hand(pieces, 0.0)["n"]) == 2
-    late = FinishedWork(("r", 99, 1), 1e9, False, None, None, None, SELDOM)
+    late = Work(("r", 99, 1), None, 1, 1e9, 0.0, share=SELDOM)
     assert forwarding.hand([late], 0.0) == {}
     forwarding.begun("n", [("r", 0, 1), ("r", 1, 1)])
     sent = forwarding.hand([], 0.0)["n"]

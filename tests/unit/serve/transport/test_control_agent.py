@@ -189,7 +189,7 @@ async def test_order_that_is_not_understood_is_skipped(
 ) -> None:
     """A newer controller may know more; the rest is obeyed."""
     peer = await control.controller()
-    await peer.world.send_object(text, dst=1, tag=ORDERS.tag)
+    await peer.world.send_object(text, dst=1)
     await peer.send(ORDERS, ReportRequest(1))
     await until(lambda: control.obeyed)
     assert control.obeyed == [ReportRequest(1)]

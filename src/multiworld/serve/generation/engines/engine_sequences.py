@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.generation.engines.whole_engine import (
     EngineLostError,
+    EngineSettings,
     EngineToken,
     Run,
 )
@@ -123,16 +124,12 @@ class EngineSequences:
 
     def __init__(
         self,
-        max_num_seqs: int,  # runs at once, probes apart
-        vocabulary: int,
-        end_tokens: tuple[int, ...],
+        settings: EngineSettings,
         check: Callable[[Sampling], None],
         # How a token ends a sequence; see ``sampler.finish_of``.
         finish_of: Callable[[int, int, Sampling, Sequence[int]], str],
     ) -> None:
-        self.max_num_seqs = max_num_seqs
-        self._vocabulary, self._end_tokens = vocabulary, end_tokens
-        self._check, self._finish_of = check, finish_of
+        self.settings, self._check, self._finish_of = settings, check, finish_of
         self.counts: Counter[str] = Counter()  # events since the start, by kind
         self._known: dict[StreamId, EngineSequence] = {}
         self._runs: dict[int, EngineSequence] = {}
@@ -218,7 +215,7 @@ class EngineSequences:
             text = f"the engine's check raised {type(error).__name__}: {error}"
             self._fail(start.key, ModelFailedError(text, stage="0"))
             return
-        own = () if start.sampling.ignore_eos else self._end_tokens
+        own = () if start.sampling.ignore_eos else self.settings.end_tokens
         ends = (*own, *start.sampling.stop_token_ids)
         self._arrivals += 1
         self._known[stream] = EngineSequence(
@@ -269,7 +266,7 @@ class EngineSequences:
             return
         while self._urgent:  # probes and preparations
             self._run(self._urgent.pop(next(iter(self._urgent))))
-        while len(self._runs) < self.max_num_seqs:
+        while len(self._runs) < self.settings.max_num_seqs:
             stream = self._queue.next()
             if stream is None:
                 return
@@ -335,7 +332,7 @@ class EngineSequences:
         items: list[TokenItem] = []
         foreign: int | None = None
         for each in tokens:
-            if not 0 <= each.token < self._vocabulary:
+            if not 0 <= each.token < self.settings.vocabulary:
                 foreign = each.token
                 break
             items.append(self._append(sequence, each))

@@ -52,20 +52,15 @@ class EngineWorker:
         self,
         make: MakeEngine,
         settings: whole_engine.EngineSettings,
-        hung_s: float,  # without any token of running sequences
         clock: Callable[[], float] = time.monotonic,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
         self.name = settings.replica
         self._engine = make(settings)
-        self._hung_s, self._clock = hung_s, clock
+        self._hung_s, self._clock = settings.hung_s, clock
         self._exit_process = exit_process
         self.sequences = engine_sequences.EngineSequences(
-            settings.max_num_seqs,
-            settings.vocabulary,
-            settings.end_tokens,
-            self._engine.check,
-            finish_of,
+            settings, self._engine.check, finish_of
         )
         self.counts = self.sequences.counts
         self._outboxes = Outboxes()

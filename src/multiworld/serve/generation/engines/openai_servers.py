@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +33,10 @@ logger = logging.getLogger("multiworld.serve")
 PROBE_S = 60.0  # for a server to generate its first token for us
 
 
-class _Choice(msgspec.Struct):
-    token_ids: list[int] | None = None
-
-
-class _Answer(msgspec.Struct):
-    choices: list[_Choice] = []
-
-
 class _Props(msgspec.Struct):
     total_slots: int = 0
 
 
-_ANSWER = msgspec.json.Decoder(_Answer)
 _PROPS = msgspec.json.Decoder(_Props)
 
 
@@ -131,7 +121,7 @@ class OpenAiEngine(TokenServerEngine):
         try:
             async with asyncio.timeout(PROBE_S):
                 data = await server.post("/v1/completions", body)
-            choices: Sequence[_Choice] = _ANSWER.decode(data).choices
+            choices = token_servers.CHUNK.decode(data).choices
         except (InvalidRequestError, RefusedError, msgspec.DecodeError):
             return False
         except (ServeError, TimeoutError) as error:  # it may be busy, and known later

@@ -295,14 +295,14 @@ class Completions(_Streamed):
 
     def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
         found: list[EngineToken] = []
-        for choice in answer_of(_CHUNK, data).choices[:1]:
+        for choice in answer_of(CHUNK, data).choices[:1]:
             scores = choice.logprobs or _Scores()
             for place, token in enumerate(choice.token_ids or ()):
                 found.append(_scored(token, place, scores, run.sampling.logprobs))
         return found
 
 
-_CHUNK = msgspec.json.Decoder(_Chunk)
+CHUNK = msgspec.json.Decoder(_Chunk)
 
 
 def strongest(
@@ -377,7 +377,7 @@ class CompletionsOfText(_Streamed):
 
     def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
         found: list[EngineToken] = []
-        for choice in answer_of(_CHUNK, data).choices[:1]:
+        for choice in answer_of(CHUNK, data).choices[:1]:
             tokens = self.tokenizer.encode(choice.text, has_special=False)
             found += map(EngineToken, tokens)
             if choice.finish_reason == "stop":  # without an end, it continues after it

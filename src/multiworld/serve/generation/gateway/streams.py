@@ -7,7 +7,6 @@ import itertools
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 
@@ -69,7 +68,7 @@ class Streams:
         self.asked_at = self._clock()  # monotonic time of the latest stream
         # Called repeatedly with a model that may scale to zero, while a stream waits.
         self.on_missing: Callable[[str], None] = lambda model: None
-        self._clients: dict[int, _Client] = {}
+        self._clients: dict[int, asyncio.Queue[TokenItem | ServeError]] = {}
         self._numbers = itertools.count(1)
         self._edges: dict[str, Outbox] = {}
         self._has_streams = asyncio.Event()
@@ -121,12 +120,12 @@ class Streams:
             names = digests(tokens[:PREFIX_TOKENS], PREFIX_BLOCK, whose)
             stream.prefixes = tuple(names)
             stream.session = session and f"{whose}\0{session}"
-        client = self._clients[stream.number] = _Client()
+        client = self._clients[stream.number] = asyncio.Queue()
         self._has_streams.set()
         self._handle(events.Opened(stream))
         failed: BaseException | None = None
         try:
-            async with aclosing(client.items()) as found:
+            async with aclosing(_items(client)) as found:
                 yield found
         except BaseException as error:
             failed = error
@@ -230,7 +229,7 @@ class Streams:
                 case actions.Deliver(number, item):
                     client = self._clients.get(number)
                     if client is not None:
-                        client.put(item)
+                        client.put_nowait(item)
                 case actions.RequestReplicas(model):
                     self.on_missing(model)
                 case actions.Log(text, is_warning):
@@ -241,25 +240,13 @@ class Streams:
             raise refused  # closes the edge of its sender
 
 
-class _Client:
-    """Tokens that one client has not taken yet."""
-
-    def __init__(self) -> None:
-        self._arrived: deque[TokenItem | ServeError] = deque()
-        self._has_arrived = asyncio.Event()
-
-    def put(self, item: TokenItem | ServeError) -> None:
-        self._arrived.append(item)
-        self._has_arrived.set()
-
-    async def items(self) -> AsyncGenerator[TokenItem]:
-        while True:
-            while not self._arrived:
-                self._has_arrived.clear()
-                await self._has_arrived.wait()
-            item = self._arrived.popleft()
-            if isinstance(item, ServeError):
-                raise item
-            yield item
-            if item.finish:
-                return
+async def _items(
+    arrived: asyncio.Queue[TokenItem | ServeError],
+) -> AsyncGenerator[TokenItem]:
+    while True:
+        item = await arrived.get()
+        if isinstance(item, ServeError):
+            raise item
+        yield item
+        if item.finish:
+            return

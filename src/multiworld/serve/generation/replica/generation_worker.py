@@ -8,7 +8,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,7 +23,7 @@ from multiworld.serve.generation.replica.message_validation import check
 from multiworld.serve.generation.replica.outboxes import Outboxes
 from multiworld.serve.generation.replica.pipeline_share import adapt_to
 from multiworld.serve.generation.replica.prompt_prefixes import PromptPrefixes
-from multiworld.serve.generation.replica.recovery import Recovery
+from multiworld.serve.generation.replica.recovery import Recovery, ReplicaSettings
 from multiworld.serve.generation.replica.scheduler import Scheduler
 from multiworld.serve.generation.replica.sequence_state import SequenceState
 from multiworld.serve.generation.replica.stage_engine import Computed
@@ -53,19 +52,6 @@ from multiworld.serve.transport.routing_table import RoutingTable
 logger = logging.getLogger("multiworld.serve")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaSettings:
-    """Identity and limits of a replica."""
-
-    name: str  # in the routing table
-    stage: int  # its number, from 0
-    stage_name: str  # for errors
-    is_last: bool
-    log_bytes: int  # of the activation log, at most
-    prefix_bytes: int = 0  # of the prefix cache, at most
-    overdue_s: float = 60.0  # after which a step counts as lost in later stages
-
-
 class GenerationWorker:
     """A replica of a model that generates text; it owns the edges of its process."""
 
@@ -81,15 +67,7 @@ class GenerationWorker:
         self._engine, self._scheduler, self._clock = engine, scheduler, clock
         block = scheduler.limits.block_size
         self._prefixes = PromptPrefixes(settings.prefix_bytes, block)
-        self.recovery = Recovery(
-            settings.name,
-            settings.stage,
-            settings.stage_name,
-            settings.is_last,
-            scheduler,
-            self._prefixes.find,
-            settings.overdue_s,
-        )
+        self.recovery = Recovery(settings, scheduler, self._prefixes.find)
         self._table, self.counts = self.recovery.table, self.recovery.counts
         self._prefixes.counts = self.counts
         self._outboxes = Outboxes()

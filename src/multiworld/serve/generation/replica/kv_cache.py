@@ -263,21 +263,12 @@ class StepAttention:
             first = 0 if window is None else max(0, rows.begin - window + 1)
             mask = self._mask(rows, first, window)
             memory = keys[:, first:], values[:, first:]
-            if softcap is not None:
-                out = capped(query[:, here], *memory, mask, scale, softcap)
-                found[here] = out.transpose(0, 1)
-            elif rows.count == 1:
+            if softcap is None and rows.count == 1:
                 one = memory[0][None], memory[1][None]
                 found[here] = of_single_rows(query[:, here], *one, None, scale)
             else:
-                found[here] = functional.scaled_dot_product_attention(
-                    query[None, :, here],
-                    memory[0][None],
-                    memory[1][None],
-                    attn_mask=mask,
-                    scale=scale,
-                    enable_gqa=query.shape[0] != key.shape[0],
-                )[0].transpose(0, 1)
+                out = of_rows(query[:, here], *memory, mask, scale, softcap)
+                found[here] = out.transpose(0, 1)
         return found
 
     def _seen(
@@ -331,15 +322,24 @@ def of_single_rows(
     return out[:, :, :group].reshape(sequences, len(query), -1)
 
 
-def capped(
+def of_rows(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
     scale: float | None,
-    softcap: float,
+    softcap: float | None,  # as in Gemma 2
 ) -> Tensor:
-    """Return attention with capped scores, as in Gemma 2, [heads, rows, size]."""
+    """Return the attention of the rows of one sequence, [heads, rows, size]."""
+    if softcap is None:
+        return functional.scaled_dot_product_attention(
+            query[None],
+            key[None],
+            value[None],
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=query.shape[0] != key.shape[0],
+        )[0]
     repeats = query.shape[0] // key.shape[0]
     key, value = (each.repeat_interleave(repeats, 0) for each in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale

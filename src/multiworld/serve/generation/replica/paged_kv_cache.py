@@ -17,14 +17,13 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from multiworld.serve.generation.replica.kv_cache import (
     Attention,
     Layers,
     MissingTokensError,
     Rows,
-    capped,
+    of_rows,
     of_single_rows,
 )
 from multiworld.serve.generation.replica.transfers import HOST, Transfers
@@ -314,17 +313,7 @@ class PagedAttention:
         table = self._table[n : n + 1]
         keys, values = (gather(pages, table)[0, :, :end] for pages in pools)
         mask = self._mask(n, window)
-        if softcap is not None:
-            out = capped(query[:, here], keys, values, mask, scale, softcap)
-        else:
-            out = functional.scaled_dot_product_attention(
-                query[None, :, here],
-                keys[None],
-                values[None],
-                attn_mask=mask,
-                scale=scale,
-                enable_gqa=query.shape[0] != keys.shape[0],
-            )[0]
+        out = of_rows(query[:, here], keys, values, mask, scale, softcap)
         found[here] = out.transpose(0, 1)
 
     def _mask(self, n: int, window: int | None) -> Tensor:

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.generation.replica import actions as act
 from multiworld.serve.generation.replica import events
 from multiworld.serve.generation.replica.kv_budget import KvBudget
 from multiworld.serve.generation.replica.sample_costs import costs_of
+from multiworld.serve.generation.replica.scheduled_sequence import ScheduledSequence
 from multiworld.serve.generation.replica.scheduler import Scheduler, TooManyTokensError
 from multiworld.serve.generation.replica.sequence_state import (
     SequenceState,
@@ -39,23 +41,33 @@ from multiworld.serve.transport.protocol import Key, RemoteError
 FindPrefix = Callable[[SequenceState], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSettings:
+    """Identity and limits of a replica."""
+
+    name: str  # in the routing table
+    stage: int  # its number, from 0
+    stage_name: str  # for errors
+    is_last: bool
+    log_bytes: int  # of the activation log, at most
+    prefix_bytes: int = 0  # of the prefix cache, at most
+    overdue_s: float = 60.0  # after which a step counts as lost in later stages
+
+
 class Recovery:
     """Recovery state of the sequences of one replica."""
 
     def __init__(
         self,
-        name: str,
-        stage: int,
-        stage_name: str,  # for errors
-        is_last: bool,
+        settings: ReplicaSettings,
         scheduler: Scheduler,  # used in stage 0
         find_prefix: FindPrefix,
-        overdue_s: float,  # after which a step counts as lost in later stages
     ) -> None:
-        self.name, self._stage, self._is_last = name, stage, is_last
-        self._stage_name, self._scheduler = stage_name, scheduler
-        self._find_prefix, self._overdue_s = find_prefix, overdue_s
-        self.table = SequenceTable(is_last=is_last)
+        self.name, self._stage = settings.name, settings.stage
+        self._is_last, self._stage_name = settings.is_last, settings.stage_name
+        self._scheduler, self._overdue_s = scheduler, settings.overdue_s
+        self._find_prefix = find_prefix
+        self.table = SequenceTable(is_last=settings.is_last)
         self.counts: Counter[str] = Counter()
         # Sampled by the last stage during a KV rebuild; None: the sequence has ended.
         self.sampled: dict[Key, int | None] = {}
@@ -173,23 +185,14 @@ class Recovery:
 
     def _schedule(self, state: SequenceState) -> bool:
         """Register with the scheduler what continues here; return whether it fits."""
-        key, tokens, earlier = state.key, state.start.tokens, state.earlier
-        route = state.start.chain
+        pool = self._scheduler.pool
         if state.prepared:
-            return self._scheduler.pool.reserve(earlier, key, len(tokens))
-        for old in earlier:
-            if self._scheduler.pool.knows(old):
-                self._scheduler.move(old, key, tokens, state.held, route)
-            elif self._scheduler.pool.has_reserved(old):
-                self._scheduler.take_over(
-                    old,
-                    key,
-                    tokens,
-                    state.held,
-                    state.start.share,
-                    route,
-                    costs_of(state.start.sampling, state.start.prompt),
-                )
+            return pool.reserve(state.earlier, state.key, len(state.start.tokens))
+        for old in state.earlier:
+            if pool.knows(old):
+                self._scheduler.move(old, _scheduled(state))
+            elif pool.has_reserved(old):
+                self._scheduler.take_over(old, _scheduled(state))
         return True
 
     def _is_end(self, state: SequenceState) -> bool:
@@ -231,19 +234,10 @@ class Recovery:
             self._add(state)
 
     def _add(self, state: SequenceState) -> None:
-        start = state.start
+        sequence = _scheduled(state)
+        sequence.rebuild = min(state.sent or 0, len(sequence.tokens))
         try:
-            self._scheduler.add(
-                state.key,
-                start.tokens,
-                computed=state.held,
-                rebuild=state.sent or 0,
-                share=start.share,
-                is_probe=start.is_probe,
-                is_suspect=start.is_suspect,
-                route=start.chain,
-                costs=costs_of(start.sampling, start.prompt),
-            )
+            self._scheduler.add(sequence)
         except TooManyTokensError as error:
             self.fail(state.key, InvalidRequestError(str(error)))
 
@@ -466,3 +460,18 @@ def neighbours_of(chain: Sequence[str], stage: int) -> set[str]:
     if stage in (0, len(chain) - 1):
         found |= {chain[0], chain[-1]}
     return found - {chain[stage]}
+
+
+def _scheduled(state: SequenceState) -> ScheduledSequence:
+    """Return a sequence as its scheduler gets it."""
+    start = state.start
+    return ScheduledSequence(
+        start.key,
+        list(start.tokens),
+        start.share,
+        state.held,
+        is_probe=start.is_probe,
+        is_suspect=start.is_suspect,
+        route=start.chain,
+        costs=costs_of(start.sampling, start.prompt),
+    )

@@ -4,14 +4,13 @@ next step computes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from multiworld.serve.generation.engine_limits import EngineLimits
-from multiworld.serve.generation.replica.sample_costs import FREE, SampleCosts
+from multiworld.serve.generation.replica.scheduled_sequence import ScheduledSequence
 from multiworld.serve.generation.replica.sequence_pool import SequencePool
 from multiworld.serve.generation.replica.step_planner import PlannedStep, StepPlanner
 from multiworld.serve.generation.replica.steps_in_flight import StepsInFlight
-from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.protocol import Key
 
 
@@ -26,60 +25,23 @@ class Scheduler:
         self.pool = SequencePool(limits, self.steps)
         self._planner = StepPlanner(self.pool, self.steps)
 
-    def add(
-        self,
-        key: Key,
-        tokens: Sequence[int],
-        *,
-        computed: int = 0,
-        rebuild: int = 0,
-        share: Share = DEFAULT_SHARE,
-        is_probe: bool = False,
-        is_suspect: bool = False,
-        route: Sequence[str] = (),
-        costs: SampleCosts = FREE,
-    ) -> None:
+    def add(self, sequence: ScheduledSequence) -> None:
         """Add a sequence of which at least one token is to be computed."""
-        if computed >= len(tokens):
-            raise ValueError(f"all {computed} tokens of {key} are computed already")
-        needed = self.pool.blocks_of(len(tokens) + 1)
+        count = len(sequence.tokens)
+        if sequence.lacking <= 0:
+            raise ValueError(f"all {count} tokens of {sequence.key} are computed")
+        needed = self.pool.blocks_of(count + 1)
         if needed > self.limits.blocks:
             raise TooManyTokensError(
-                f"{len(tokens)} tokens need {needed} blocks "
+                f"{count} tokens need {needed} blocks "
                 f"of {self.limits.block_size}; there are {self.limits.blocks}"
             )
-        sequence = self.pool.enter(
-            key,
-            tokens,
-            computed=computed,
-            rebuild=min(rebuild, len(tokens)),
-            share=share,
-            is_probe=is_probe,
-            is_suspect=is_suspect,
-            route=tuple(route),
-            costs=costs,
-        )
+        self.pool.enter(sequence)
         self.pool.wait(sequence)
 
-    def take_over(
-        self,
-        old: Key,
-        new: Key,
-        tokens: Sequence[int],
-        computed: int,
-        share: Share,
-        route: Sequence[str] = (),
-        costs: SampleCosts = FREE,
-    ) -> None:
+    def take_over(self, old: Key, sequence: ScheduledSequence) -> None:
         """Add a paused sequence from another replica; ``old`` has its reservation."""
-        sequence = self.pool.enter(
-            new,
-            tokens,
-            computed=computed,
-            share=share,
-            route=tuple(route),
-            costs=costs,
-        )
+        self.pool.enter(sequence)
         sequence.is_paused = True
         self.pool.run_reserved(sequence, old)
 
@@ -94,20 +56,13 @@ class Scheduler:
             self.pool.queue.remove(sequence)
             self.steps.leave(key)
 
-    def move(
-        self,
-        old: Key,
-        new: Key,
-        tokens: Sequence[int],
-        computed: int,
-        route: Sequence[str] = (),
-    ) -> None:
-        """Rename and pause a sequence; ``computed`` tokens were computed here."""
+    def move(self, old: Key, new: ScheduledSequence) -> None:
+        """Pause a sequence, and continue it as ``new``."""
         self.pause(old)
         sequence = self.pool.known[old]
-        self.pool.rename(sequence, new)
-        sequence.tokens, sequence.route = list(tokens), tuple(route)
-        sequence.computed = min(computed, sequence.computed)
+        self.pool.rename(sequence, new.key)
+        sequence.tokens, sequence.route = new.tokens, new.route
+        sequence.computed = min(new.computed, sequence.computed)
 
     def rewind(self, key: Key, computed: int) -> None:
         """Recompute a paused sequence from a token on."""

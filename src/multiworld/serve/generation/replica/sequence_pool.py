@@ -15,7 +15,6 @@ replica that it makes ready.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
 
 from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.replica.scheduled_sequence import ScheduledSequence
@@ -92,17 +91,16 @@ class SequencePool:
     def is_idle(self) -> bool:
         return not self.known
 
-    def enter(self, key: Key, tokens: Sequence[int], **facts: Any) -> ScheduledSequence:
+    def enter(self, sequence: ScheduledSequence) -> None:
         """Add a sequence, which neither runs nor waits yet."""
         self._arrivals += 1
-        sequence = ScheduledSequence(key, list(tokens), number=self._arrivals, **facts)
-        self.known[key] = sequence
+        sequence.number = self._arrivals
+        self.known[sequence.key] = sequence
         self.shares.enter(sequence.share, self._steps.cost + STEP_ROWS)
         if sequence.is_suspect:
             self.suspects[sequence.number] = sequence
         if sequence.rebuild:
             self.rebuilt[sequence.number] = sequence
-        return sequence
 
     def wait(self, sequence: ScheduledSequence) -> None:
         """Queue a sequence, unless it is paused or a suspect."""

@@ -11,12 +11,10 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from multiworld.serve.core.load_balancer import Chance, HashRing, choose
-from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, FairQueue, Share
-from multiworld.serve.transport.inference_messages import NOTHING_SPENT, Spent
+from multiworld.serve.inference.replica.batch_queue import Work
+from multiworld.serve.tenants.fair_queue import FairQueue
 from multiworld.serve.transport.protocol import Key
 from multiworld.serve.transport.routing_table import Replica, ReplicaState
 
@@ -26,26 +24,10 @@ REFUSED_S = 0.5
 REMEMBERED = 4  # begun work that is remembered by receiver, per unit of credit
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FinishedWork:
-    """Outputs of one stage for one request; see ``Work``."""
-
-    key: Key
-    deadline_at: float
-    is_isolated: bool
-    session: str | None
-    via: dict[str, str] | None
-    content: Any
-    share: Share = DEFAULT_SHARE
-    rows: int = 1
-    spent: Spent = NOTHING_SPENT
-    finished_at: float = 0.0
-
-
 class Forwarder:
     def __init__(self, stage: int, credit: int, chance: Chance) -> None:
         self._stage, self._credit, self._chance = stage, credit, chance
-        self._waiting: OrderedDict[Key, FinishedWork] = OrderedDict()
+        self._waiting: OrderedDict[Key, Work] = OrderedDict()
         self._fair: FairQueue[Key] = FairQueue()
         self._numbers = itertools.count()
         self._handed: dict[str, dict[Key, None]] = {}
@@ -128,15 +110,13 @@ class Forwarder:
         for key in [key for key in self._waiting if key[0] == gateway]:
             self.cancel(key)
 
-    def hand(
-        self, finished: list[FinishedWork], now: float
-    ) -> dict[str, list[FinishedWork]]:
+    def hand(self, finished: list[Work], now: float) -> dict[str, list[Work]]:
         """Queue finished work; return the work to send now, by replica."""
         for piece in finished:
             self._waiting[piece.key] = piece
             number = next(self._numbers)
             self._fair.put(piece.key, piece.share, piece.rows, number)
-        sent: dict[str, list[FinishedWork]] = {}
+        sent: dict[str, list[Work]] = {}
         for key in list(self._fair.order()):
             piece = self._waiting[key]
             if piece.deadline_at <= now:
@@ -150,7 +130,7 @@ class Forwarder:
                 sent.setdefault(name, []).append(piece)
         return sent
 
-    def _target(self, piece: FinishedWork, now: float) -> str | None:
+    def _target(self, piece: Work, now: float) -> str | None:
         if piece.via is not None and (probed := piece.via.get(str(self._stage))):
             return probed if probed in self._handed else None
         load = {name: len(keys) for name, keys in self._handed.items()}

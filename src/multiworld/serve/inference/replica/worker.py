@@ -14,14 +14,14 @@ import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.serve.inference.replica.batch_queue import BatchQueue, Work
 from multiworld.serve.inference.replica.credit_returns import CreditReturns
 from multiworld.serve.inference.replica.executor import Executor, Outcome
-from multiworld.serve.inference.replica.forwarder import FinishedWork, Forwarder
+from multiworld.serve.inference.replica.forwarder import Forwarder
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
 from multiworld.serve.spec.stage import Stage, Tensors
 from multiworld.serve.transport import control_messages as messages
@@ -367,35 +367,25 @@ class Worker:
     def _end(self, batch: list[Work], outcomes: Sequence[Outcome]) -> None:
         began_at, now = self._running_since, self._clock()
         self._count(batch, now - began_at)
-        finished: list[FinishedWork] = []
+        finished: list[Work] = []
         for work, outcome in zip(batch, outcomes, strict=True):
             if isinstance(outcome, ServeError):
                 self._fail(work.key, outcome)
             elif work.key[0] in self._gateways and work.key not in self._cancelled:
+                spent = Spent(
+                    work.spent.queued_s + began_at - work.arrived_at,
+                    work.spent.computed_s + now - began_at,
+                )
                 finished.append(
-                    FinishedWork(
-                        work.key,
-                        work.deadline_at,
-                        work.is_isolated,
-                        work.session,
-                        work.via,
-                        outcome,
-                        work.share,
-                        work.rows,
-                        Spent(
-                            work.spent.queued_s + began_at - work.arrived_at,
-                            work.spent.computed_s + now - began_at,
-                        ),
-                        now,
-                    )
+                    replace(work, content=outcome, spent=spent, arrived_at=now)
                 )
         if self._is_last:
             self._answer(finished)
         else:
             self._hand(finished, now)
 
-    def _answer(self, finished: list[FinishedWork]) -> None:
-        by_gateway: dict[str, list[FinishedWork]] = {}
+    def _answer(self, finished: list[Work]) -> None:
+        by_gateway: dict[str, list[Work]] = {}
         for piece in finished:
             by_gateway.setdefault(piece.key[0], []).append(piece)
         for gateway, pieces in by_gateway.items():
@@ -407,7 +397,7 @@ class Worker:
                 inference_messages.Answers(items), [piece.content for piece in pieces]
             )
 
-    def _hand(self, finished: list[FinishedWork], now: float | None = None) -> None:
+    def _hand(self, finished: list[Work], now: float | None = None) -> None:
         if self._is_last:
             return
         now = self._clock() if now is None else now
@@ -421,7 +411,7 @@ class Worker:
                     piece.via,
                     piece.share,
                     Spent(
-                        piece.spent.queued_s + now - piece.finished_at,
+                        piece.spent.queued_s + now - piece.arrived_at,
                         piece.spent.computed_s,
                     ),
                 )

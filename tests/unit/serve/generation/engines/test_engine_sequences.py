@@ -24,6 +24,7 @@ from multiworld.serve.generation.engines.engine_sequences import (
 )
 from multiworld.serve.generation.engines.whole_engine import (
     EngineLostError,
+    EngineSettings,
     EngineToken,
     Run,
     RunFailedError,
@@ -107,9 +108,14 @@ class Replica:
     """
 
     def __init__(self, max_num_seqs: int = 4) -> None:
-        self.sequences = EngineSequences(
-            max_num_seqs, VOCABULARY, (END,), check, finish_of
+        settings = EngineSettings(
+            replica="r",
+            path="",
+            vocabulary=VOCABULARY,
+            end_tokens=(END,),
+            max_num_seqs=max_num_seqs,
         )
+        self.sequences = EngineSequences(settings, check, finish_of)
         self.runs: dict[int, Run] = {}
         self.sent: list[Any] = []
         self.given_up: list[str] = []
@@ -644,7 +650,7 @@ class Random(Replica):
         """Check what holds at every step."""
         names = self.running
         assert len(set(names)) == len(names), "a sequence has one run"
-        most = self.sequences.max_num_seqs
+        most = self.sequences.settings.max_num_seqs
         assert len([n for n in names if n not in self.urgent]) <= most
         if self.alone is not None:
             assert names == [self.alone[1]]

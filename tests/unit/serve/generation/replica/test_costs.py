@@ -9,10 +9,12 @@ import pytest
 
 from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.engines.engine_sequences import EngineSequences
+from multiworld.serve.generation.engines.whole_engine import EngineSettings
 from multiworld.serve.generation.replica import prefix_cache
 from multiworld.serve.generation.replica.events import Received
 from multiworld.serve.generation.replica.prefix_cache import Block, PrefixCache
 from multiworld.serve.generation.replica.sample_costs import costs_of
+from multiworld.serve.generation.replica.scheduled_sequence import ScheduledSequence
 from multiworld.serve.generation.replica.scheduler import Scheduler
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.generation_messages import (
@@ -36,7 +38,7 @@ def scheduler_of(seqs: int, waiting: int, *, tenants: int = 1) -> Scheduler:
     made = Scheduler(limits)
     for number in range(waiting):
         share = Share(f"t{number % tenants}")
-        made.add(("g", number, 0), [1] * 20, share=share)
+        made.add(ScheduledSequence(("g", number, 0), [1] * 20, share))
     return made
 
 
@@ -55,7 +57,9 @@ def test_tenant_whose_prompts_are_scored_gets_a_smaller_part_of_a_step() -> None
     for number, sampling in enumerate((scored, Sampling())):
         costs = costs_of(sampling, prompt=4000)
         share = Share(f"t{number}")
-        scheduler.add(("g", number, 0), [1] * 4000, share=share, costs=costs)
+        scheduler.add(
+            ScheduledSequence(("g", number, 0), [1] * 4000, share=share, costs=costs)
+        )
     counts = [0, 0]
     for _ in range(40):
         planned = scheduler.next_step(1.0)
@@ -94,9 +98,11 @@ def arrival_beside(running: int) -> list[int]:
     scheduler = scheduler_of(running + 1, running, tenants=running)
     while scheduler.pool.waiting:
         step(scheduler)
-    scheduler.add(("g", -2, 0), [1] * 9)  # the counters that have grown are noted
+    # The counters that have grown are noted.
+    scheduler.add(ScheduledSequence(("g", -2, 0), [1] * 9))
     scheduler.remove(("g", -2, 0))
-    add = partial(scheduler.add, ("g", -1, 0), [1] * 9, share=Share("new"))
+    new = ScheduledSequence(("g", -1, 0), [1] * 9, Share("new"))
+    add = partial(scheduler.add, new)
     lines = [lines_of(add)]
     newcomer = scheduler.pool.known["g", -1, 0]
     lines.append(lines_of(partial(scheduler.pool.admit, newcomer)))
@@ -114,7 +120,7 @@ def lines_of_preemption(waiting: int) -> int:
     step(scheduler)
     for number in range(waiting):
         share = Share("high", 1.0, 1)
-        scheduler.add(("g", 9 + number, 0), [1] * 20, share=share)
+        scheduler.add(ScheduledSequence(("g", 9 + number, 0), [1] * 20, share=share))
     lines = lines_of(partial(step, scheduler))
     assert {s.share.tenant for s in scheduler.pool.running.values()} == {"high"}
     return lines
@@ -139,7 +145,8 @@ class CountedName(str):
 
 def comparisons_beside(suspects: int) -> int:
     """Return the comparisons of keys for the start and end of a sequence."""
-    sequences = EngineSequences(2, 9, (), lambda _: None, lambda *_: "")
+    settings = EngineSettings(replica="r", path="", vocabulary=9, max_num_seqs=2)
+    sequences = EngineSequences(settings, lambda _: None, lambda *_: "")
 
     def begin(number: int, *, is_suspect: bool) -> None:
         key = CountedName("g"), number, 0

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld.serve.generation.engine_limits import EngineLimits
+from multiworld.serve.generation.replica.scheduled_sequence import ScheduledSequence
 from multiworld.serve.generation.replica.scheduler import Scheduler, TooManyTokensError
 from multiworld.serve.generation.replica.step_budget import BESIDE, cost_of, rows_of
 from multiworld.serve.generation.replica.step_planner import SHARED_TOKENS, PlannedStep
@@ -125,12 +126,12 @@ def test_long_prompt_is_computed_in_chunks_while_others_continue() -> None:
     """No step is longer than the budget."""
     pipeline = Pipeline(Scheduler(limits(tokens=8)))
     scheduler = pipeline.scheduler
-    scheduler.add(key(1), [1, 2])
+    scheduler.add(ScheduledSequence(key(1), [1, 2]))
     first = pipeline.plan()
     assert first is not None
     scheduler.sampled(first.number, [(key(1), 5)])
     pipeline.in_flight.clear()
-    scheduler.add(key(2), list(range(20)))
+    scheduler.add(ScheduledSequence(key(2), list(range(20))))
     counts = []
     for _ in range(3):
         step = pipeline.plan()
@@ -156,21 +157,21 @@ def test_prompt_is_computed_in_all_stages_at_once() -> None:
     """In parts of about the same size, if those are not too small."""
     for tokens, parts in ((128, [43, 43, 42]), (50, [32, 18]), (300, [100] * 3)):
         pipeline = Pipeline(Scheduler(limits(tokens=512, steps=3, blocks=100)))
-        pipeline.scheduler.add(key(1), [0] * tokens)
+        pipeline.scheduler.add(ScheduledSequence(key(1), [0] * tokens))
         assert planned(pipeline) == [{1: count} for count in parts]
     pipeline = Pipeline(Scheduler(limits(tokens=512, blocks=100)))
-    pipeline.scheduler.add(key(1), [0] * 128)
+    pipeline.scheduler.add(ScheduledSequence(key(1), [0] * 128))
     assert planned(pipeline) == [{1: 128}], "one stage"
 
 
 def test_running_sequences_wait_for_the_prefill_of_one_step_in_all() -> None:
     """Steps are full while no sequence waits for them."""
     pipeline = Pipeline(Scheduler(limits(tokens=120, steps=3, blocks=9000)))
-    pipeline.scheduler.add(key(1), [0] * 400)
+    pipeline.scheduler.add(ScheduledSequence(key(1), [0] * 400))
     wanted = {key(1): 99, key(2): 99, key(3): 99}
     assert planned(pipeline) == [{1: 120}] * 3
-    pipeline.scheduler.add(key(2), [0] * 4000)
-    pipeline.scheduler.add(key(3), [0] * 4000)
+    pipeline.scheduler.add(ScheduledSequence(key(2), [0] * 4000))
+    pipeline.scheduler.add(ScheduledSequence(key(3), [0] * 4000))
     for _ in range(4):
         pipeline.finish_one(wanted)
         planned(pipeline)
@@ -184,7 +185,7 @@ def test_rebuilt_sequences_wait_for_those_still_being_rebuilt() -> None:
     """Steps are full until all are rebuilt; running sequences get a token in each."""
     pipeline = Pipeline(Scheduler(limits(seqs=9, tokens=120, steps=3, blocks=9000)))
     for number in range(1, 5):
-        pipeline.scheduler.add(key(number), [0] * 130, rebuild=130)
+        pipeline.scheduler.add(ScheduledSequence(key(number), [0] * 130, rebuild=130))
     wanted = {key(number): 99 for number in range(1, 5)}
     steps = planned(pipeline)
     assert steps == [{1: 120}, {1: 10, 2: 110}, {2: 20, 3: 100}]
@@ -194,7 +195,7 @@ def test_rebuilt_sequences_wait_for_those_still_being_rebuilt() -> None:
     for _ in range(2):
         pipeline.finish_one(wanted)
     assert planned(pipeline) == [{1: 1, 2: 1, 3: 1, 4: 1}]
-    pipeline.scheduler.add(key(5), [0] * 300)
+    pipeline.scheduler.add(ScheduledSequence(key(5), [0] * 300))
     assert planned(pipeline) == [{5: 40}, {5: 40}], "a new prompt is in small parts"
 
 
@@ -203,8 +204,8 @@ def test_rebuild_without_memory_delays_no_other_sequence() -> None:
     pipeline = Pipeline(Scheduler(limits(seqs=2, tokens=120, steps=3, blocks=9000)))
     wanted = {key(number): 99 for number in range(1, 4)}
     for number in (1, 2):
-        pipeline.scheduler.add(key(number), [0])
-    pipeline.scheduler.add(key(3), [0] * 130, rebuild=130)
+        pipeline.scheduler.add(ScheduledSequence(key(number), [0]))
+    pipeline.scheduler.add(ScheduledSequence(key(3), [0] * 130, rebuild=130))
     assert planned(pipeline) == [{1: 1, 2: 1}]
     pipeline.finish_one(wanted)
     assert planned(pipeline) == [{1: 1, 2: 1}]
@@ -213,8 +214,8 @@ def test_rebuild_without_memory_delays_no_other_sequence() -> None:
 def test_prompt_that_may_not_be_cut_waits_for_a_step_of_its_own() -> None:
     """It may be longer than the budget then."""
     scheduler = Scheduler(limits(tokens=4, chunked=False))
-    scheduler.add(key(1), [1, 2, 3])
-    scheduler.add(key(2), list(range(9)))
+    scheduler.add(ScheduledSequence(key(1), [1, 2, 3]))
+    scheduler.add(ScheduledSequence(key(2), list(range(9))))
     first = scheduler.next_step()
     assert first is not None
     assert [(p.key[1], p.count) for p in first.parts] == [(1, 3)]
@@ -230,7 +231,7 @@ def started(count: int) -> Pipeline:
     scheduler = Scheduler(limits(seqs=count + 1, tokens=64, steps=3))
     pipeline = Pipeline(scheduler)
     for number in range(count):
-        scheduler.add(key(number), [1])
+        scheduler.add(ScheduledSequence(key(number), [1]))
     pipeline.plan()
     pipeline.finish_one({key(number): 99 for number in range(count)})
     return pipeline
@@ -253,7 +254,7 @@ def test_few_sequences_go_together_and_wait_for_each_other() -> None:
         6,
         None,
     ]
-    pipeline.scheduler.add(key(6), [1])
+    pipeline.scheduler.add(ScheduledSequence(key(6), [1]))
     prompt = pipeline.plan()
     assert prompt is not None
     assert [part.key for part in prompt.parts] == [key(6)]
@@ -269,8 +270,8 @@ def test_last_sequence_is_preempted_and_comes_back_first() -> None:
     """It is computed again from its tokens, those that it had got included."""
     scheduler = Scheduler(limits(seqs=2, tokens=64, block=2, blocks=4))
     pipeline = Pipeline(scheduler)
-    scheduler.add(key(1), [1, 2, 3])
-    scheduler.add(key(2), [1, 2])
+    scheduler.add(ScheduledSequence(key(1), [1, 2, 3]))
+    scheduler.add(ScheduledSequence(key(2), [1, 2]))
     pipeline.run({key(1): 4, key(2): 3})
     assert scheduler.pool.preemptions > 0
     assert pipeline.made == {key(1): 4, key(2): 3}
@@ -282,7 +283,7 @@ def test_blocks_that_others_need_are_left_to_them() -> None:
     scheduler = Scheduler(limits(tokens=64, block=2, blocks=8))
     pipeline = Pipeline(scheduler)
     for number in range(3):
-        scheduler.add(key(number), [1, 2, 3])
+        scheduler.add(ScheduledSequence(key(number), [1, 2, 3]))
     while pipeline.plan() is not None:
         pass
     assert scheduler.pool.used_blocks == 6
@@ -301,29 +302,29 @@ def test_sequence_that_can_never_fit_is_refused() -> None:
     """And leaves nothing."""
     scheduler = Scheduler(limits(block=2, blocks=3))
     with pytest.raises(TooManyTokensError, match="6 tokens need 4 blocks of 2; there"):
-        scheduler.add(key(1), [0] * 6)
+        scheduler.add(ScheduledSequence(key(1), [0] * 6))
     assert scheduler.pool.is_idle
 
 
 def test_sequence_that_ends_in_a_step_does_not_hold_it_up() -> None:
     """The tokens of others come all the same."""
     scheduler = Scheduler(limits(tokens=64))
-    scheduler.add(key(1), [1])
-    scheduler.add(key(2), [1])
+    scheduler.add(ScheduledSequence(key(1), [1]))
+    scheduler.add(ScheduledSequence(key(2), [1]))
     step = scheduler.next_step()
     assert step is not None
     assert scheduler.next_step() is None
     scheduler.remove(key(1))
     assert scheduler.next_step() is None, "the other one is still in flight"
     scheduler.remove(key(2))
-    scheduler.add(key(3), [1])
+    scheduler.add(ScheduledSequence(key(3), [1]))
     assert scheduler.next_step() is not None
 
 
 def test_token_of_a_step_that_is_not_known_changes_nothing() -> None:
     """A member that lies, or a step of before a loss."""
     scheduler = Scheduler(limits())
-    scheduler.add(key(1), [1])
+    scheduler.add(ScheduledSequence(key(1), [1]))
     scheduler.sampled(77, [(key(1), 5), (key(9), 5)])
     assert scheduler.pool.known[key(1)].tokens == [1]
 
@@ -361,7 +362,11 @@ def test_every_sequence_gets_its_tokens_and_every_block_comes_back(
         is_suspect = data.draw(st.booleans(), "suspect")
         rebuild = data.draw(st.integers(0, prompt + 2), "rebuild")
         tokens = [0] * prompt
-        scheduler.add(key(number), tokens, rebuild=rebuild, is_suspect=is_suspect)
+        scheduler.add(
+            ScheduledSequence(
+                key(number), tokens, rebuild=rebuild, is_suspect=is_suspect
+            )
+        )
     pipeline.run(wanted)
     assert scheduler.pool.is_idle
     assert scheduler.pool.used_blocks == 0
@@ -372,7 +377,7 @@ def test_sequence_that_has_ended_in_the_last_stage_holds_nobody_up() -> None:
     """Before its gateway says that it ends; until then its blocks are not free."""
     scheduler = Scheduler(limits(seqs=8, tokens=64))
     for number in range(8):
-        scheduler.add(key(number), [1])
+        scheduler.add(ScheduledSequence(key(number), [1]))
     first = scheduler.next_step()
     assert first is not None
     done = [(part.key, None if part.key == key(3) else 5) for part in first.parts]
@@ -388,14 +393,16 @@ def test_sequence_that_has_ended_in_the_last_stage_holds_nobody_up() -> None:
 def test_sequence_whose_end_its_gateway_did_not_see_continues_without_a_step() -> None:
     """All its tokens are computed; the last stage chooses the next one again."""
     scheduler = Scheduler(limits(tokens=64))
-    scheduler.add(key(1), [1, 2])
+    scheduler.add(ScheduledSequence(key(1), [1, 2]))
     step = scheduler.next_step()
     assert step is not None
     scheduler.sampled(step.number, [(key(1), None)])
     assert scheduler.next_step() is None
     again = ("gateway/1", 1, 1)
     assert scheduler.pool.has_reserved(key(1))
-    scheduler.take_over(key(1), again, [1, 2], 2, Share())
+    scheduler.take_over(
+        key(1), ScheduledSequence(again, [1, 2], computed=2, share=Share())
+    )
     assert scheduler.next_step() is None
     scheduler.resume(again, 7)
     step = scheduler.next_step()
@@ -409,25 +416,25 @@ def test_sequence_with_nothing_to_compute_is_refused() -> None:
     """It would never be in a step."""
     scheduler = Scheduler(limits())
     with pytest.raises(ValueError, match="all 3 tokens of"):
-        scheduler.add(key(1), [1, 2, 3], computed=3)
+        scheduler.add(ScheduledSequence(key(1), [1, 2, 3], computed=3))
     assert scheduler.pool.is_idle
 
 
 def test_blocks_are_taken_from_a_sequence_although_no_step_is_planned() -> None:
     """They count as free at once, and may be reserved for another."""
     scheduler = Scheduler(limits(tokens=64, block=2, blocks=8))
-    scheduler.add(key(1), [1, 2])
-    scheduler.add(key(2), [1, 2])
+    scheduler.add(ScheduledSequence(key(1), [1, 2]))
+    scheduler.add(ScheduledSequence(key(2), [1, 2]))
     step = scheduler.next_step()
     assert step is not None
     scheduler.sampled(step.number, [(key(1), 5), (key(2), None)])
     scheduler.remove(key(2))
-    scheduler.add(key(3), [1, 2])
+    scheduler.add(ScheduledSequence(key(3), [1, 2]))
     scheduler.pool.withheld = 7  # one of them loses its blocks
     step = scheduler.next_step()
     assert step is not None
     scheduler.sampled(step.number, [(p.key, 5) for p in step.parts])
-    scheduler.add(key(4), [1, 2])
+    scheduler.add(ScheduledSequence(key(4), [1, 2]))
     scheduler.pool.withheld = 0
     step = scheduler.next_step()
     assert step is not None
@@ -443,10 +450,10 @@ def test_blocks_are_taken_from_a_sequence_although_no_step_is_planned() -> None:
 def test_probe_waits_for_nobody() -> None:
     """Although as many run as may, and others wait."""
     scheduler = Scheduler(limits(seqs=1, tokens=64, steps=2))
-    scheduler.add(key(1), [1])
+    scheduler.add(ScheduledSequence(key(1), [1]))
     assert scheduler.next_step() is not None
-    scheduler.add(key(2), [1])
-    scheduler.add(key(3), [1], is_probe=True)
+    scheduler.add(ScheduledSequence(key(2), [1]))
+    scheduler.add(ScheduledSequence(key(3), [1], is_probe=True))
     step = scheduler.next_step()
     assert step is not None
     assert [part.key for part in step.parts] == [key(3)]
@@ -462,12 +469,12 @@ def test_probe_waits_for_no_memory(steps: int, tenants: int) -> None:
     wanted = {key(number): 300 for number in range(3)} | {probe: 2}
     for number in range(3):
         share = Share(f"t{number % tenants}")
-        scheduler.add(key(number), [1] * 100, share=share)
+        scheduler.add(ScheduledSequence(key(number), [1] * 100, share=share))
     while len(pipeline.made) < 3:
         pipeline.plan()
         pipeline.finish_one(wanted)
     assert scheduler.pool.used_blocks == 96
-    scheduler.add(probe, [1] * 4, is_probe=True)
+    scheduler.add(ScheduledSequence(probe, [1] * 4, is_probe=True))
     for _ in range(2 * steps + 4):
         pipeline.plan()
         if pipeline.in_flight:
@@ -479,8 +486,8 @@ def test_probe_waits_for_no_memory(steps: int, tenants: int) -> None:
 def test_probe_longer_than_a_step_is_in_it_once(tokens: int) -> None:
     """The rest of it is in the next one, also if that is one token."""
     pipeline = Pipeline(Scheduler(limits(tokens=tokens)))
-    pipeline.scheduler.add(key(1), [1] * 6, is_probe=True)
-    pipeline.scheduler.add(key(2), [1] * 6)
+    pipeline.scheduler.add(ScheduledSequence(key(1), [1] * 6, is_probe=True))
+    pipeline.scheduler.add(ScheduledSequence(key(2), [1] * 6))
     pipeline.run({key(1): 2, key(2): 2})
 
 
@@ -490,18 +497,18 @@ def test_probes_do_not_hold_each_other_up() -> None:
     pipeline = Pipeline(scheduler)
     wanted = {key(number): 8 for number in range(2)}
     for which in wanted:
-        scheduler.add(which, [1] * 6, is_probe=True)
+        scheduler.add(ScheduledSequence(which, [1] * 6, is_probe=True))
     pipeline.run(wanted)
 
 
 def test_suspect_is_computed_alone_until_it_has_a_token() -> None:
     """Steps in flight come back first, and nothing joins it; others take turns."""
     scheduler = Scheduler(limits(seqs=4, tokens=4, steps=2))
-    scheduler.add(key(1), [1])
+    scheduler.add(ScheduledSequence(key(1), [1]))
     first = scheduler.next_step()
     assert first is not None
-    scheduler.add(key(2), [1] * 6, is_suspect=True)
-    scheduler.add(key(3), [1])
+    scheduler.add(ScheduledSequence(key(2), [1] * 6, is_suspect=True))
+    scheduler.add(ScheduledSequence(key(3), [1]))
     assert scheduler.next_step() is None
     scheduler.sampled(first.number, [(key(1), 5)])
     for count, token in ((4, None), (2, 5)):
@@ -528,10 +535,10 @@ def test_flood_of_long_prompts_delays_another_tenant_by_the_step_in_flight() -> 
     pipeline = Pipeline(scheduler)
     wanted = {key(number): 3 for number in range(5)}
     for number in range(4):
-        scheduler.add(key(number), [0] * 40, share=Share("flood"))
+        scheduler.add(ScheduledSequence(key(number), [0] * 40, share=Share("flood")))
     pipeline.plan()
     pipeline.finish_one(wanted)
-    scheduler.add(key(4), [0] * 4, share=Share("other"))
+    scheduler.add(ScheduledSequence(key(4), [0] * 4, share=Share("other")))
     for count in (4, 1, 1):
         step = pipeline.plan()
         assert step is not None
@@ -547,9 +554,9 @@ def test_parts_of_prompts_are_small_beside_a_sequence_that_decodes() -> None:
     """Beside one of the same tenant, all in flight are as much as one step may have."""
     scheduler = Scheduler(limits(seqs=3, tokens=240, steps=3, blocks=9000))
     pipeline = Pipeline(scheduler)
-    scheduler.add(key(1), [0], share=Share("own"))
+    scheduler.add(ScheduledSequence(key(1), [0], share=Share("own")))
     assert planned(pipeline) == [{1: 1}]
-    scheduler.add(key(2), [0] * 900, share=Share("own"))
+    scheduler.add(ScheduledSequence(key(2), [0] * 900, share=Share("own")))
     assert planned(pipeline) == [{2: 80}, {2: 80}]
     pipeline.finish_one({key(1): 99})
     assert planned(pipeline) == [{1: 1, 2: 80}]
@@ -564,11 +571,11 @@ def test_token_takes_as_much_longer_as_a_tenants_share_is_smaller(
     scheduler = Scheduler(limits(seqs=90, tokens=240, steps=steps, blocks=9000))
     pipeline = Pipeline(scheduler)
     wanted = {key(number): 99 for number in range(80)}
-    scheduler.add(key(0), [0], share=Share("quiet", weight))
+    scheduler.add(ScheduledSequence(key(0), [0], share=Share("quiet", weight)))
     assert planned(pipeline) == [{0: 1}]
-    scheduler.add(key(1), [0] * 900, share=Share("loud"))
+    scheduler.add(ScheduledSequence(key(1), [0] * 900, share=Share("loud")))
     for number in range(2, 72):
-        scheduler.add(key(number), [0], share=Share("loud"))
+        scheduler.add(ScheduledSequence(key(number), [0], share=Share("loud")))
     limit = cost_of(1) * (1 + BESIDE / weight)
     for _ in range(40):
         pipeline.finish_one(wanted)
@@ -582,12 +589,12 @@ def test_token_takes_as_much_longer_as_a_tenants_share_is_smaller(
 def test_tenant_that_was_here_lately_finds_little_in_flight() -> None:
     """Alone for a minute, another one has full steps again."""
     scheduler = Scheduler(limits(seqs=9, tokens=240, blocks=9000))
-    scheduler.add(key(1), [0], share=Share("quiet"))
+    scheduler.add(ScheduledSequence(key(1), [0], share=Share("quiet")))
     assert scheduler.next_step(0.0) is not None
     scheduler.remove(key(1))
     here = (1.0, SHARED_TOKENS), (59.0, SHARED_TOKENS), (61.0, 240)
     for number, (now, rows) in enumerate(here, 2):
-        scheduler.add(key(number), [0] * 900, share=Share("loud"))
+        scheduler.add(ScheduledSequence(key(number), [0] * 900, share=Share("loud")))
         step = scheduler.next_step(now)
         assert step is not None
         assert sum(part.count for part in step.parts) == rows
@@ -601,11 +608,13 @@ def test_tenant_below_its_share_preempts_for_slots_and_for_blocks() -> None:
         pipeline = Pipeline(scheduler)
         wanted = {key(number): 3 for number in range(12)}
         for number in range(6):
-            scheduler.add(key(number), [0], share=Share("loud"))
+            scheduler.add(ScheduledSequence(key(number), [0], share=Share("loud")))
         pipeline.plan()
         pipeline.finish_one(wanted)
         for number in range(6, 12):
-            scheduler.add(key(number), [0], share=Share("quiet", weight=2.0))
+            scheduler.add(
+                ScheduledSequence(key(number), [0], share=Share("quiet", weight=2.0))
+            )
         step = pipeline.plan()
         assert step is not None
         assert {part.key[1] for part in step.parts} == {0, 1, 6, 7, 8, 9}
@@ -620,9 +629,13 @@ def test_tenants_get_tokens_by_their_weights() -> None:
     """Tokens of prompts and of answers count the same, whoever came first."""
     scheduler = Scheduler(limits(seqs=100, tokens=6, blocks=10_000))
     for number in range(30):
-        scheduler.add(key(number), [0] * 60, share=Share("a", weight=2.0))
+        scheduler.add(
+            ScheduledSequence(key(number), [0] * 60, share=Share("a", weight=2.0))
+        )
     for number in range(30, 60):
-        scheduler.add(key(number), [0] * 60, share=Share("b", weight=1.0))
+        scheduler.add(
+            ScheduledSequence(key(number), [0] * 60, share=Share("b", weight=1.0))
+        )
     served = {True: 0, False: 0}
     for _ in range(200):
         step = scheduler.next_step()
@@ -637,7 +650,7 @@ def test_tenant_that_was_away_gets_no_credit_for_it() -> None:
     """It begins level with the others."""
     scheduler = Scheduler(limits(seqs=100, tokens=10, blocks=10_000))
     for number in range(20):
-        scheduler.add(key(number), [0] * 50, share=Share("a"))
+        scheduler.add(ScheduledSequence(key(number), [0] * 50, share=Share("a")))
     for _ in range(40):
         step = scheduler.next_step()
         assert step is not None
@@ -645,7 +658,7 @@ def test_tenant_that_was_away_gets_no_credit_for_it() -> None:
         for part in step.parts:
             scheduler.sampled(step.number, [(part.key, None)])
     for number in range(20, 40):
-        scheduler.add(key(number), [0] * 50, share=Share("b"))
+        scheduler.add(ScheduledSequence(key(number), [0] * 50, share=Share("b")))
     served = {True: 0, False: 0}
     for _ in range(40):
         step = scheduler.next_step()
@@ -663,10 +676,10 @@ def test_higher_priority_preempts_a_lower_one_for_its_slot() -> None:
     pipeline = Pipeline(scheduler)
     wanted = {key(number): 3 for number in (1, 2, 3)}
     for number in (1, 2):
-        scheduler.add(key(number), [0] * 4, share=Share("low"))
+        scheduler.add(ScheduledSequence(key(number), [0] * 4, share=Share("low")))
     pipeline.plan()
     pipeline.finish_one(wanted)
-    scheduler.add(key(3), [0] * 4, share=Share("high", priority=1))
+    scheduler.add(ScheduledSequence(key(3), [0] * 4, share=Share("high", priority=1)))
     step = pipeline.plan()
     assert step is not None
     assert {part.key for part in step.parts} == {key(1), key(3)}
@@ -682,9 +695,9 @@ def test_prompts_that_preempt_each_other_come_to_an_end() -> None:
     scheduler = Scheduler(limits(seqs=4, tokens=6, block=2, blocks=8))
     pipeline = Pipeline(scheduler)
     wanted = {key(number): 2 for number in range(3)}
-    scheduler.add(key(0), [0] * 5, share=Share("a"))
-    scheduler.add(key(1), [0] * 6, share=Share("b"))
-    scheduler.add(key(2), [0] * 7, share=Share("c"))
+    scheduler.add(ScheduledSequence(key(0), [0] * 5, share=Share("a")))
+    scheduler.add(ScheduledSequence(key(1), [0] * 6, share=Share("b")))
+    scheduler.add(ScheduledSequence(key(2), [0] * 7, share=Share("c")))
     pipeline.run(wanted)
     assert pipeline.made == wanted
 
@@ -696,12 +709,12 @@ def test_paused_sequence_lets_others_continue_and_resumes_with_its_token() -> No
     """Its steps are not waited for, and it keeps its blocks."""
     scheduler = Scheduler(limits(seqs=4, tokens=64, steps=1))
     for number in (1, 2):
-        scheduler.add(key(number), [0] * 4)
+        scheduler.add(ScheduledSequence(key(number), [0] * 4))
     first = scheduler.next_step()
     assert first is not None
     assert scheduler.next_step() is None
     moved = ("gateway/1", 1, 1)
-    scheduler.move(key(1), moved, [0] * 5, 4)
+    scheduler.move(key(1), ScheduledSequence(moved, [0] * 5, computed=4))
     scheduler.sampled(first.number, [(key(2), 7)])
     second = scheduler.next_step()
     assert second is not None
@@ -720,10 +733,10 @@ def test_paused_sequence_lets_others_continue_and_resumes_with_its_token() -> No
 def test_sequence_that_is_taken_back_is_computed_from_there() -> None:
     """Because a later stage lacks rows that only these tokens can give."""
     scheduler = Scheduler(limits(seqs=4, tokens=64))
-    scheduler.add(key(1), [0] * 6)
+    scheduler.add(ScheduledSequence(key(1), [0] * 6))
     assert scheduler.next_step() is not None
     moved = ("gateway/1", 1, 1)
-    scheduler.move(key(1), moved, [0] * 6, 6)
+    scheduler.move(key(1), ScheduledSequence(moved, [0] * 6, computed=6))
     scheduler.rewind(moved, 2)
     assert scheduler.next_step() is None
     scheduler.resume(moved, None)
@@ -740,12 +753,14 @@ def test_sequence_that_may_come_has_its_blocks_and_its_slot() -> None:
     assert not scheduler.pool.reserve([], key(2), 12)
     assert scheduler.pool.reserve([key(1)], key(3), 14)
     assert not scheduler.pool.has_reserved(key(1))
-    scheduler.add(key(4), [1, 2])
-    scheduler.add(key(5), [1, 2])
+    scheduler.add(ScheduledSequence(key(4), [1, 2]))
+    scheduler.add(ScheduledSequence(key(5), [1, 2]))
     step = scheduler.next_step()
     assert step is not None
     assert [part.key for part in step.parts] == [key(4)], "one slot is taken"
-    scheduler.take_over(key(3), key(6), list(range(14)), 14, Share())
+    scheduler.take_over(
+        key(3), ScheduledSequence(key(6), list(range(14)), computed=14, share=Share())
+    )
     scheduler.remove(key(4))
     scheduler.remove(key(5))
     assert scheduler.next_step() is None, "it is paused"
@@ -779,9 +794,9 @@ def test_tenant_beside_a_heavier_one_or_with_a_whole_prompt_comes_on(
     )
     pipeline = Pipeline(scheduler)
     wanted = {key(0): 999, key(1): 1}
-    scheduler.add(key(0), [0], share=Share("heavy", weight))
+    scheduler.add(ScheduledSequence(key(0), [0], share=Share("heavy", weight)))
     assert planned(pipeline) == [{0: 1}]
-    scheduler.add(key(1), [0] * 60, share=Share("light"))
+    scheduler.add(ScheduledSequence(key(1), [0] * 60, share=Share("light")))
     for _ in range(200):
         pipeline.finish_one(wanted)
         planned(pipeline)
@@ -793,11 +808,11 @@ def test_long_sequence_is_not_preempted_for_later_ones_of_other_tenants() -> Non
     scheduler = Scheduler(limits(seqs=9, tokens=64, block=16, blocks=100, steps=1))
     pipeline = Pipeline(scheduler)
     wanted = {key(0): 100}
-    scheduler.add(key(0), [0] * 960, share=Share("long"))
+    scheduler.add(ScheduledSequence(key(0), [0] * 960, share=Share("long")))
     for number in range(1, 20):
         share = Share("other", 1.0) if number % 2 else Share("third", 1.0)
         wanted[key(number)] = 100
-        scheduler.add(key(number), [0] * 400, share=share)
+        scheduler.add(ScheduledSequence(key(number), [0] * 400, share=share))
     for _ in range(1_500):
         pipeline.plan()
         pipeline.finish_one(wanted)
@@ -812,12 +827,14 @@ def test_nobody_is_preempted_for_one_that_cannot_run() -> None:
     scheduler = Scheduler(limits(seqs=20, tokens=64, blocks=100))
     pipeline = Pipeline(scheduler)
     for number in range(20):
-        scheduler.add(key(number), [0], route=("front", "back"))
+        scheduler.add(ScheduledSequence(key(number), [0], route=("front", "back")))
     planned(pipeline)
     pipeline.finish_one({key(number): 9 for number in range(20)})
     scheduler.evict(key(30), "other back", 0.0)
     first = Share("first", priority=1)
-    scheduler.add(key(21), [0], share=first, route=("front", "other back"))
+    scheduler.add(
+        ScheduledSequence(key(21), [0], share=first, route=("front", "other back"))
+    )
     planned(pipeline)
     assert scheduler.pool.preemptions == 0
     assert len(scheduler.pool.running) == 20

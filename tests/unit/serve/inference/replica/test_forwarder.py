@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from multiworld.serve.inference.replica.forwarder import FinishedWork, Forwarder
+from multiworld.serve.inference.replica.batch_queue import Work
+from multiworld.serve.inference.replica.forwarder import Forwarder
 from multiworld.serve.transport.protocol import Key
 from multiworld.serve.transport.routing_table import Replica, ReplicaState
 
 
 def piece(
     number: int, *, via: dict[str, str] | None = None, deadline_at: float = 100.0
-) -> FinishedWork:
+) -> Work:
     """Return the output of one request."""
-    return FinishedWork(key(number), deadline_at, False, None, via, None)
+    return Work(key(number), None, 1, deadline_at, 0.0, via=via)
 
 
 def key(number: int) -> Key:
@@ -28,7 +29,7 @@ def forwarding(credit: int = 2, **states: ReplicaState) -> Forwarder:
     return made
 
 
-def sent(found: dict[str, list[FinishedWork]]) -> dict[str, list[int]]:
+def sent(found: dict[str, list[Work]]) -> dict[str, list[int]]:
     """Return the request numbers by receiver."""
     return {name: [p.key[1] for p in pieces] for name, pieces in found.items()}
 
