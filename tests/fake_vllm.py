@@ -167,7 +167,7 @@ class Server:
                 # The sampled token comes first, and counts.
                 listed = list(dict.fromkeys((token % VOCABULARY, *top)))
                 best = [
-                    {"token": f"token_id:{each}", "logprob": scores[each]}
+                    {"token_id": each, "logprob": scores[each]}
                     for each in listed[: max(1, asked["logprobs"])]
                 ]
                 logprobs = {"content": [{**best[0], "top_logprobs": best}]}

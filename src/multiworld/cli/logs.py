@@ -16,9 +16,12 @@ END = 2**20  # bytes of a log that are looked at
 
 
 def _end_of(path: Path, lines: int) -> list[str]:
-    with open(path, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - END))
-        return file.read(END).decode(errors="replace").splitlines()[-lines:]
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - END))
+            return file.read(END).decode(errors="replace").splitlines()[-lines:]
+    except FileNotFoundError:  # removed meanwhile, as one of many that ended
+        return []
 
 
 @click.command()

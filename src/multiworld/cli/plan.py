@@ -157,7 +157,8 @@ def _placed(app: AppSpec, machines: Sequence[Node], limit_s: float) -> Outlook:
     lacking = {
         name
         for name, stage, where in ((s.model, s.stage, s.where) for s in stages)
-        if sum(where.values()) < bounds_of(app.models[name], stage)[0]
+        # A stage that is scaled to zero needs room, too.
+        if sum(where.values()) < max(1, bounds_of(app.models[name], stage)[0])
     }
     models = []
     for need in problem.models:
@@ -169,9 +170,7 @@ def _placed(app: AppSpec, machines: Sequence[Node], limit_s: float) -> Outlook:
                 served=found.served[need.name],
                 bottleneck=None if slowest is None else slowest.stage,
                 at_most=None if slowest is None else slowest.able,
-                short=found.unplaced.get(need.name, "some of its replicas")
-                if need.name in lacking
-                else "",
+                short=found.unplaced[need.name] if need.name in lacking else "",
             )
         )
     gap = None if found.gap == float("inf") else found.gap

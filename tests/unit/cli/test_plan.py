@@ -75,6 +75,23 @@ models:
     assert "of 200 rows/s" in done.output
 
 
+def test_stage_that_is_scaled_to_zero_needs_room_too(tmp_path: Path) -> None:
+    """It is started for the first request."""
+    spec = tmp_path / "app.yaml"
+    spec.write_text("""
+models:
+  m:
+    factory: tests.serve.models:model
+    stages:
+    - {memory_mb: 100000000, autoscaling_config: {min_replicas: 0, max_replicas: 1}}
+    - {autoscaling_config: {min_replicas: 0, max_replicas: 1}}
+    - {autoscaling_config: {min_replicas: 0, max_replicas: 1}}
+""")
+    done = CliRunner().invoke(cli, ["plan", str(spec)])
+    assert done.exit_code == 1, done.output
+    assert "not all replicas fit" in done.output
+
+
 @pytest.mark.parametrize("replicas", [3, 4])
 def test_too_many_replicas_with_several_gpus(tmp_path: Path, replicas: int) -> None:
     code, shown = planned(tmp_path, replicas)

@@ -217,13 +217,14 @@ class C10dBackend:
         return self._public
 
     def on_message(self, rank: int, message: BackendMessage) -> None:
-        self._direct.on_message(rank, message)
         if isinstance(message, EndCollectives) and message.left == rank:
-            self._runner.abandoned(rank)
+            self._runner.abandoned(rank, message.number)
+        else:
+            self._direct.on_message(rank, message)
 
     def member_left(self, rank: int) -> None:
-        # Collectives of the group go on: it has called them, as all members agree on
-        # each first, and has completed them, or it would have said EndCollectives.
+        # Collectives of the group go on: the member has completed its part of them, or
+        # it would have said EndCollectives.
         self._direct.member_left(rank)
 
     def abort(self) -> None:
@@ -237,11 +238,11 @@ class C10dBackend:
         self._direct.drop_messages()
 
     def begin_close(self) -> None:
-        if self._runner.is_in_collective:
-            nonce = self._view.incarnation.nonce
+        if self._runner.unfinished:
+            nonce, first = self._view.incarnation.nonce, min(self._runner.unfinished)
             for rank in range(self._size):
                 if rank != self._rank:
-                    self._view.notify(rank, EndCollectives(nonce, 0, self._rank))
+                    self._view.notify(rank, EndCollectives(nonce, first, self._rank))
         self._direct.begin_close()
 
     async def close(self) -> None:

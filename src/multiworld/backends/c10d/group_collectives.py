@@ -4,6 +4,7 @@ process if two sizes differ, and hangs if the operations differ."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,7 +38,7 @@ from multiworld.backends.dtypes import (
 )
 from multiworld.backends.offload import offload, size_of
 from multiworld.backends.reduction import OP_CODES, OP_NAMES, op_name
-from multiworld.errors import MultiWorldError, TensorMismatchError
+from multiworld.errors import MemberLeftError, MultiWorldError, TensorMismatchError
 from multiworld.incarnation.lifecycle import Failed
 
 
@@ -59,6 +60,7 @@ class GroupCollectives:
         self._view, self._direct, self._runner = view, direct, runner
         self._rank, self._size = view.rank, view.incarnation.size
         self._turn = asyncio.Lock()
+        self._numbers = itertools.count()  # equal at all members
         self._limit = timedelta(seconds=view.config.operation_s)
 
     # Arguments are checked when a collective is called. It is prepared, run and
@@ -274,6 +276,18 @@ class GroupCollectives:
 
     async def _run_native(self, call: Call, native: Native) -> None:
         """Agree on the operation, then prepare, start, await and finish it."""
+        number = next(self._numbers)
+        self._runner.unfinished.add(number)
+        try:
+            await self._run_numbered(number, call, native)
+        except MemberLeftError:
+            raise  # the others may wait for this member, too, once it leaves
+        except Exception:
+            self._runner.unfinished.discard(number)
+            raise
+        self._runner.unfinished.discard(number)
+
+    async def _run_numbered(self, number: int, call: Call, native: Native) -> None:
         like = call.tensor
         op_code = 0 if call.op is None else OP_CODES[op_name(call.op)]
         code = call.collective.code
@@ -281,7 +295,7 @@ class GroupCollectives:
         size = size_of(like) * self._size
         await self._agree(terms)
         work = await offload(size, native.prepare)
-        await self._runner.carry_out(lambda group: native.start(group, work))
+        await self._runner.carry_out(number, lambda group: native.start(group, work))
         await offload(size, native.finish, work)
 
     async def _agree(self, terms: list[int]) -> None:

@@ -26,8 +26,11 @@ class WorkRunner:
         self._view, self.name = view, name
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[Any]] = set()
-        self._collectives: set[asyncio.Future[Any]] = set()  # part of _waiting
-        self._abandoned_by: int | None = None
+        # Those of _waiting that are collectives, with their numbers.
+        self._collectives: dict[asyncio.Future[Any], int] = {}
+        # Numbers of the collectives that were called and have not succeeded.
+        self.unfinished: set[int] = set()
+        self._abandoned: tuple[int, int] | None = None  # rank, and number of the first
         self._limit = timedelta(seconds=view.config.operation_s)
         self.group: Group | None = None  # None before it is made and after it is freed
 
@@ -42,15 +45,12 @@ class WorkRunner:
             if not future.done():
                 _fail(future, self._view.broken_error())
 
-    @property
-    def is_in_collective(self) -> bool:
-        return bool(self._collectives)
-
-    def abandoned(self, rank: int) -> None:
-        """Fail collectives: a member leaves within one, and cannot say which it was."""
+    def abandoned(self, rank: int, number: int) -> None:
+        """Fail collective ``number`` and later ones: a member leaves within it."""
         # Only its neighbours in the algorithm would notice.
-        self._abandoned_by = rank
-        waiting = list(self._collectives)
+        if self._abandoned is None or number < self._abandoned[1]:
+            self._abandoned = rank, number
+        waiting = [future for future, n in self._collectives.items() if n >= number]
 
         def fail() -> None:
             for future in waiting:
@@ -60,11 +60,11 @@ class WorkRunner:
         if waiting:
             self._loop.call_later(LEFT_GRACE_S, fail)
 
-    async def carry_out(self, start: Callable[[Any], Any]) -> None:
+    async def carry_out(self, number: int, start: Callable[[Any], Any]) -> None:
         """Start a collective with ``start(native group)`` and wait for its end."""
         native = self.native()
-        if self._abandoned_by is not None:
-            raise self._view.left_error(self._abandoned_by)
+        if self._abandoned is not None and number >= self._abandoned[1]:
+            raise self._view.left_error(self._abandoned[0])
         try:
             work = start(native)
         except RuntimeError as error:
@@ -88,11 +88,11 @@ class WorkRunner:
             await self._in_thread(work.wait)  # works of this backend have no futures
             return
         # If cancelled, the native work goes on: the caller must break the world.
-        self._collectives.add(future)
+        self._collectives[future] = number
         try:
             await self._until(future)
         finally:
-            self._collectives.discard(future)
+            del self._collectives[future]
 
     def from_thread(
         self, future: asyncio.Future[None], error: Exception | None

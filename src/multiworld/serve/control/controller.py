@@ -459,11 +459,11 @@ class Controller:
     def exited(self, name: str, code: int | None) -> None:
         why = self.processes.exited(name, code)
         self._changed.set()
-        process = self.fleet.processes.get(name)
+        process, cause = self.fleet.processes.get(name), why
         if code and code > 0 and (process is None or process.phase not in STARTING):
             why += f"; last line of its log: {self.processes.last_words(name)}"
         if process is not None and not self._is_ending:
-            self._gone(name, why)
+            self._gone(name, why, cause)
         elif code:
             self.history.say(
                 "exited", f"{name}: {why}", name
@@ -472,9 +472,8 @@ class Controller:
     def lost(self, name: str, error: MemberLostError) -> None:
         self._gone(name, f"{error.reason} ({error.evidence})")
 
-    def _gone(self, name: str, why: str) -> None:
+    def _gone(self, name: str, why: str, cause: str = "") -> None:
         process = self.fleet.processes.get(name)
-        cause = ""
         if process is not None and process.phase in STARTING:
             cause = self.processes.last_words(name)
             why += f" while starting; last line of its log: {cause}"

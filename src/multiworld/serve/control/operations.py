@@ -166,8 +166,9 @@ class Operations:
         self._history.say("chaos", text, name)
         if action == "cut":
             self._owner.send(name, InjectPartition(seconds))
-        elif action == "stop":
+        elif action == "stop" and running.node:  # perhaps another machine
             self._owner.send(name, InjectHang())
         else:
-            self._processes.signal(name, signal.SIGKILL)
+            sent = signal.SIGKILL if action == "kill" else signal.SIGSTOP
+            self._processes.signal(name, sent)
         return running

@@ -18,9 +18,8 @@ from multiworld.serve.resources.amounts import Location, Need
 from multiworld.serve.resources.bookings import Bookings
 from multiworld.serve.transport.process_args import ProcessArgs
 
-KEPT_LOGS = 200  # of the processes started last; those of running ones are kept, too
-
-LOG_NAME = re.compile(r"(?:gateway|.+-\d+)-(\d+)\.log")  # of a gateway or a replica
+KEPT_LOGS = 200  # of processes that ended last
+LOG_NAME = re.compile(r"(?:gateway|.+-\d+)-\d+\.log")  # of a gateway or a replica
 
 
 class Processes:
@@ -44,7 +43,7 @@ class Processes:
         """Start a process at a location, or (None) beside the controller."""
         name = args.name
         self._starting.add(name)
-        self._remove_old_logs(self.log_of(name))
+        self._remove_old_logs()
         try:
             # If cancelled, it may still start; a later controller ends it.
             return await self._launcher.launch(
@@ -56,16 +55,17 @@ class Processes:
         finally:
             self._starting.discard(name)
 
-    def _remove_old_logs(self, newest: Path) -> None:
-        """Remove logs of ended processes, which are numbered in the order of starts."""
-        names = (*self.running, *self._starting)
-        used = {self.log_of(name).name for name in names}
-        last = number_of(newest)
-        for path in self._logs.glob("*.log"):
-            number = number_of(path)
-            if 0 <= number <= last - KEPT_LOGS and path.name not in used:
-                with contextlib.suppress(OSError):  # it is in the way of nothing
-                    path.unlink()
+    def _remove_old_logs(self) -> None:
+        used = {self.log_of(name).name for name in (*self.running, *self._starting)}
+        ended = [
+            path
+            for path in self._logs.glob("*.log")
+            if LOG_NAME.fullmatch(path.name) and path.name not in used
+        ]
+        with contextlib.suppress(OSError):  # the next start tries again
+            ended.sort(key=lambda path: path.stat().st_mtime)
+            for path in ended[:-KEPT_LOGS]:
+                path.unlink()
 
     def adopt(
         self, records: Iterable[ProcessRecord], specs: Specs, now: float
@@ -134,9 +134,3 @@ class Processes:
             for name in names:
                 if name in self.running:
                     self._launcher.kill(self.running.pop(name))
-
-
-def number_of(log: Path) -> int:
-    """Return the number of the process that writes a log; -1: it has none."""
-    found = LOG_NAME.fullmatch(log.name)
-    return int(found[1]) if found else -1

@@ -116,11 +116,11 @@ async def _run(
         "HF_HUB_OFFLINE": "1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order in which GPUs are booked
     }
-    reserved, port = _reserve(app, old)
     security = Security.from_environment({**os.environ, **env})
+    if old is not None and old.store is not None:
+        await check_secret(old.store, security)
+    reserved, port = _reserve(app, old)
     store = await start_store(folder, env, old.store if old else None, app.host)
-    if old is not None:
-        await check_secret(store, security)
     try:
         with reserved:
             startup.end("to start the store")
@@ -400,8 +400,13 @@ def _reserve(app: AppSpec, old: Record | None) -> tuple[socket.socket, int]:
     """Bind the gateways' port, so that it stays reserved while no gateway runs."""
     port = app.gateway.port or (old.port if old else 0)
     try:
-        if app.gateway.port and not (old and _has_gateway(old)):
-            _check_free(app)
+        if port and not (old and old.port == port and _has_gateway(old)):
+            try:
+                _check_free(app.gateway.host, port)
+            except OSError:
+                if app.gateway.port:
+                    raise
+                port = 0  # another service has taken the one that was free before
         reserved = listen(app.gateway, port)
     except OSError as error:
         raise ServeError(
@@ -411,12 +416,12 @@ def _reserve(app: AppSpec, old: Record | None) -> tuple[socket.socket, int]:
     return reserved, reserved.getsockname()[1]
 
 
-def _check_free(app: AppSpec) -> None:
+def _check_free(host: str, port: int) -> None:
     """Raise OSError if the port is in use, even by a socket with SO_REUSEPORT."""
-    family = socket.AF_INET6 if ":" in app.gateway.host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((app.gateway.host, app.gateway.port))
+        probe.bind((host, port))
 
 
 def _admin(

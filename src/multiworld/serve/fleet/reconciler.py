@@ -131,10 +131,7 @@ class Reconciler:
         return True
 
     def _joined(self, process: Process, now: float) -> Iterator[Action]:
-        phases = ProcessPhase.LAUNCHING, ProcessPhase.JOINED
-        is_first = not self.backoff.failures(_key_of(process))
-        if self._advance(process.name, *phases, now) and is_first:
-            self._update_goes_on(process, now)  # it has waited for other starts
+        self._advance(process.name, ProcessPhase.LAUNCHING, ProcessPhase.JOINED, now)
         process.is_joined = True
         if process.phase is ProcessPhase.FINISHING:
             yield Finish(process.name)  # the first order may have been lost
@@ -197,6 +194,14 @@ class Reconciler:
         version, _ = self._updates.get(process.model, (None, 0.0))
         if version == process.version:
             self._updates[process.model] = version, now
+
+    def _updates_wait(self, keys: set[StageKey], now: float) -> None:
+        """Restart the deadlines of updates that wait for the starts of others."""
+        for model, version, _ in keys:
+            own = [p for p in self.processes.values() if p.model == model]
+            is_starting = any(p.is_starting and p.version == version for p in own)
+            if not is_starting and self._updates.get(model, ("", 0))[0] == version:
+                self._updates[model] = version, now
 
     def _gone(self, event: events.ProcessGone, now: float) -> Iterator[Action]:
         process = self.processes.pop(event.name, None)
@@ -376,6 +381,7 @@ class Reconciler:
             for p in self.processes.values()
         )
         chosen += lost_stages(shortages, chosen, slow)
+        self._updates_wait({s.key for s in shortages} - set(chosen), now)
         for key in chosen:
             yield self._launch(key, now)
 

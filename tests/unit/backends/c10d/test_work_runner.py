@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +23,10 @@ async def test_collective_outlasts_a_member_that_completed_it(
     may_start = asyncio.Event()
     carry_out = WorkRunner.carry_out
 
-    async def wait_and_carry_out(self: WorkRunner, start: Any) -> None:
+    async def wait_and_carry_out(self: WorkRunner, number: int, start: Any) -> None:
         if asyncio.current_task() is calls[-1]:
             await may_start.wait()
-        await carry_out(self, start)
+        await carry_out(self, number, start)
 
     async with Arena("gloo", WorldConfig(join_s=20)) as arena:
         worlds = await arena.world(4)
@@ -49,24 +48,30 @@ async def test_collective_outlasts_a_member_that_completed_it(
 async def test_collective_that_a_member_leaves_within_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Members that are no neighbours of the one that left would wait for ever."""
-    monkeypatch.setattr(work_runner, "LEFT_GRACE_S", 0.0)
-    started: list[asyncio.Future[None]] = []
+    """Members that are no neighbours of the one that left would wait for ever.
 
-    async def never_completes(self: WorkRunner, start: Any) -> None:
-        def start_nothing(group: Any) -> Any:
-            started.append(asyncio.get_running_loop().create_future())
-            return SimpleNamespace(get_future=torch.futures.Future)
-
-        await carry_out(self, start_nothing)
-
+    It may leave between the agreement and the start, while others compute already.
+    """
+    monkeypatch.setattr(work_runner, "LEFT_GRACE_S", 0.1)
+    has_agreed = asyncio.Event()
     carry_out = WorkRunner.carry_out
-    async with Arena("gloo", WorldConfig(join_s=20)) as arena:
-        worlds = await arena.world(3)
-        monkeypatch.setattr(WorkRunner, "carry_out", never_completes)
+
+    async def stay_before_the_start(self: WorkRunner, number: int, start: Any) -> None:
+        if asyncio.current_task() is calls[-1]:
+            has_agreed.set()
+            await asyncio.sleep(60)
+        await carry_out(self, number, start)
+
+    async with Arena("gloo", WorldConfig(join_s=20, operation_s=60)) as arena:
+        worlds = await arena.world(6)
+        monkeypatch.setattr(WorkRunner, "carry_out", stay_before_the_start)
         calls = [asyncio.create_task(w.all_reduce(torch.ones(4))) for w in worlds]
-        await until(lambda: len(started) == 3)
-        await worlds[2].close()
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(r) for r in results[:2]] == [MemberLeftError] * 2, results
-        assert [r.rank for r in results[:2] if isinstance(r, MemberLeftError)] == [2, 2]
+        await has_agreed.wait()
+        await asyncio.sleep(0.05)  # the others start meanwhile
+        await worlds[-1].close()
+        async with asyncio.timeout(15):
+            results = await asyncio.gather(*calls[:-1], return_exceptions=True)
+        assert [type(r) for r in results] == [MemberLeftError] * 5, results
+        assert all(r.rank == 5 for r in results if isinstance(r, MemberLeftError))
+        calls[-1].cancel()
+        await asyncio.gather(calls[-1], return_exceptions=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -30,19 +32,23 @@ def test_logs_of_running_and_of_recent_processes_are_kept(tmp_path: Path) -> Non
     for name in others:
         (tmp_path / name).touch()
 
+    times = itertools.count(1)
+
     def start(name: str) -> None:
         args = cast("ProcessArgs", SimpleNamespace(name=name))
         processes.add(asyncio.run(processes.launch(args, None, Need())))
-        processes.log_of(name).touch()
+        log = processes.log_of(name)
+        log.touch()
+        os.utime(log, (next(times),) * 2)
 
     start("gateway/1")
     count = KEPT_LOGS + 50
     for number in range(2, count + 1):
-        name = f"llama-3/{number % 2}/{number}"
+        name = f"llama-3/{number % 2}/{10 * number}"  # refused placements take numbers
         start(name)
         if number > 2:
             processes.exited(name, 1)
     kept = {path.name for path in tmp_path.iterdir()}
-    numbers = range(count - KEPT_LOGS + 1, count + 1)
-    recent = {f"llama-3-{number % 2}-{number}.log" for number in numbers}
-    assert kept == others | recent | {"gateway-1.log", "llama-3-0-2.log"}
+    numbers = range(count - KEPT_LOGS, count + 1)  # and the one that ended just now
+    recent = {f"llama-3-{number % 2}-{10 * number}.log" for number in numbers}
+    assert kept == others | recent | {"gateway-1.log", "llama-3-0-20.log"}

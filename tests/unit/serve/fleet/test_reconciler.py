@@ -670,24 +670,24 @@ def test_update_has_its_time_again_with_every_replica_that_is_ready() -> None:
 
 
 def test_update_that_waits_for_the_starts_of_another_has_its_whole_time() -> None:
-    """Two models of one spec are updated at once, and only one replica may load."""
+    """Models of one spec are updated at once, and only one replica may load."""
 
-    def both(version: str) -> DesiredState:
-        return DesiredState({n: DesiredModel(version, (1,)) for n in "ab"}, 1)
+    def all_of(version: str) -> DesiredState:
+        return DesiredState({n: DesiredModel(version, (1,)) for n in "abcd"}, 1)
 
     slow = Slow(1, starts_at_once=1, ready_s=10.0)
     slow.finish(slow.launched[0])
-    slow.handle(DesiredStateChanged(both("1")))
-    for _ in "ab":
+    slow.handle(DesiredStateChanged(all_of("1")))
+    for _ in "abcd":
         slow.finish(slow.launched[-1])
     slow.stages()
-    slow.handle(DesiredStateChanged(both("2")))
-    for _ in "ab":
+    slow.handle(DesiredStateChanged(all_of("2")))
+    for _ in "abcd":
         slow.handle(Joined(slow.launched[-1]))
         slow.now += 8.0
         slow.handle(Ticked())
         slow.finish(slow.launched[-1])
-    assert slow.fleet.active == {"a": "2", "b": "2"}
+    assert slow.fleet.active == dict.fromkeys("abcd", "2")
 
 
 def test_replicas_on_other_kinds_of_machines_are_named() -> None:

@@ -16,6 +16,7 @@ import shutil
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,9 @@ USAGE = re.compile(rb"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.e+-]+)", re.
 MAX_LORAS = 8
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM can expect
 FAILURES = "failures"  # folder of the reports of failed sequences
+LOGPROBS_LIMIT = ("max_logprobs", "max-logprobs")
 TOKEN = "token_id:"  # prefix of tokens whose text vLLM leaves out
-MAX_LOGPROBS = 21  # of a token: one more than a client may ask for
+MAX_LOGPROBS = 20  # of a token, unless ``engine_args`` says otherwise
 STRUCTURE = "structured output failed"  # starts reports of an unfulfillable structure
 
 
@@ -147,9 +149,7 @@ class VllmEngine:
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
-        args = {name.replace("-", "_"): value for name, value in settings.args.items()}
-        limit = int(args.get("max_logprobs", MAX_LOGPROBS))
-        self._max_logprobs = MAX_LOGPROBS if limit < 0 else limit
+        self._max_logprobs = max_logprobs_of(settings.args)
         self._lora = lora_arguments(settings.adapters, is_cpu=settings.device == "cpu")
         self.usage, self.phase = 0.0, "waiting"
         self._server: EngineServer | None = None
@@ -198,6 +198,10 @@ class VllmEngine:
             "async_scheduling": False if stages > 1 else None,
             **self._lora,
         }
+        if self._max_logprobs >= 0:  # one more, for the sampled token
+            args = {n: v for n, v in settings.args.items() if n not in LOGPROBS_LIMIT}
+            own["max_logprobs"] = self._max_logprobs + 1
+            settings = replace(settings, args=args)
         return server_command(settings, port, own)
 
     def _environment(self) -> dict[str, str]:
@@ -245,6 +249,11 @@ class VllmEngine:
     # Sequences.
 
     def check(self, sampling: Sampling) -> None:
+        if (sampling.logprobs or 0) > self._max_logprobs >= 0:
+            raise InvalidRequestError(
+                f"this model's engine gives at most {self._max_logprobs} likely tokens",
+                param="logprobs",
+            )
         if sampling.prompt_logprobs is not None:
             raise InvalidRequestError(
                 "this model's engine, vLLM, returns no log-probabilities of the prompt "
@@ -289,7 +298,7 @@ class VllmEngine:
         }
         if given.logprobs is not None:
             # Without a token more, the sampled one takes the place of the least likely.
-            sampling["logprobs"] = min(given.logprobs + 1, self._max_logprobs)
+            sampling["logprobs"] = given.logprobs + 1
         body = {"request_id": name, "token_ids": list(run.tokens), "stream": True}
         body["sampling_params"] = sampling
         if run.adapter:
@@ -316,12 +325,17 @@ def server_command(
         "model": settings.path,
         "host": "127.0.0.1",
         "port": port,
-        "max_logprobs": MAX_LOGPROBS,
         **memory_arguments(settings),
     }
     flags = flags_of({**every, **own, **settings.args})
     python = settings.python or sys.executable
     return [python, "-m", "vllm.entrypoints.openai.api_server", *flags]
+
+
+def max_logprobs_of(args: Mapping[str, Any]) -> int:
+    """Return how many likely tokens a client may ask for; -1: any number."""
+    given = next((args[name] for name in LOGPROBS_LIMIT if name in args), None)
+    return MAX_LOGPROBS if given is None else int(given)
 
 
 def memory_arguments(settings: EngineSettings) -> dict[str, Any]:

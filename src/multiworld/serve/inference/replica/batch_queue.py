@@ -28,7 +28,7 @@ class Work:
     group: Hashable  # equal for work that may share a batch
     rows: int  # they count towards ``max_batch_size``
     deadline_at: float
-    arrived_at: float  # in the queue that it waits in, which may be that of the sender
+    arrived_at: float  # when it was queued: for a batch, or for the next stage
     is_isolated: bool = False  # alone in its batch
     session: str | None = None  # its work goes to the same replica
     via: dict[str, str] | None = None  # of a probe: replicas by stage that it must pass

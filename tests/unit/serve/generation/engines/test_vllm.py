@@ -6,8 +6,10 @@ import json
 
 import pytest
 
-from multiworld.serve.generation.engines.vllm import tokens_of
+from multiworld.errors import InvalidRequestError
+from multiworld.serve.generation.engines.vllm import VllmEngine, tokens_of
 from multiworld.serve.generation.engines.whole_engine import (
+    EngineSettings,
     EngineToken,
     Run,
     RunFailedError,
@@ -36,6 +38,24 @@ def test_scores_are_read_with_and_without_ids(*, is_old: bool) -> None:
     run = Run((1,), 1, Sampling(logprobs=2))
     (token,) = tokens_of(event(is_old=is_old), run)
     assert token == EngineToken(7, -3.0, ((5, -0.5), (6, -1.0)))
+
+
+def test_limit_of_scores_is_said_before_a_run() -> None:
+    """vLLM would fail each run, on one replica after another."""
+    for args, most in (
+        ({}, 20),
+        ({"max-logprobs": 5}, 5),
+        ({"max_logprobs": None}, 20),
+    ):
+        engine = VllmEngine(
+            EngineSettings(replica="r", path="", vocabulary=9, args=args)
+        )
+        engine.check(Sampling(logprobs=most))
+        with pytest.raises(InvalidRequestError, match=f"at most {most} likely"):
+            engine.check(Sampling(logprobs=most + 1))
+    unlimited = {"max_logprobs": -1}
+    settings = EngineSettings(replica="r", path="", vocabulary=9, args=unlimited)
+    VllmEngine(settings).check(Sampling(logprobs=1000))
 
 
 def test_text_in_place_of_a_token_fails_the_run() -> None:
