@@ -38,7 +38,11 @@ def examine() -> list[Finding]:
         return findings
     findings += [_torch_names(), *_backends(), _devices(), _bfloat16()]
     findings += [_helper(), *_addresses()]
-    findings += [_loopback("direct"), _loopback("gloo")]
+    findings.append(_loopback("direct"))
+    import torch.distributed as dist
+
+    if dist.is_gloo_available():
+        findings.append(_loopback("gloo"))
     return findings
 
 

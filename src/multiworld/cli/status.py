@@ -24,14 +24,16 @@ def _asked(service: Service) -> StatusAnswer:
     return service.ask("GET", "/status", StatusAnswer, params={"reports": True})
 
 
-def _watch(service: Service, found: StatusAnswer) -> None:
+def _watch(service: Service, found: StatusAnswer) -> StatusAnswer:
+    """Show the status until Ctrl-C; return the last one."""
     with Live(_shown(found), refresh_per_second=4) as live:
         try:
             while True:
                 time.sleep(WATCH_S)
-                live.update(_shown(_asked(service)))
+                found = _asked(service)
+                live.update(_shown(found))
         except KeyboardInterrupt:
-            pass
+            return found
 
 
 # Colours of phases; red for the others.
@@ -139,5 +141,5 @@ def status(service: Service, watch: bool, as_json: bool) -> None:
     elif not watch:
         _print(found)
     else:
-        _watch(service, found)
+        found = _watch(service, found)
     sys.exit(0 if found.is_ready else 1)

@@ -82,6 +82,8 @@ async def serve(
     else:
         words = [name for name, is_on in asked.items() if is_on] or ["nothing"]
         click.echo(f"multiworld store at {address} (requires: {', '.join(words)})")
+        if host in ("0.0.0.0", "::"):  # of every interface
+            address = f"tcp://ADDRESS:{server.port}, with an address of this host"
         click.echo(f"for the members: export MULTIWORLD_STORE={address}")
     ends: list[asyncio.Task[Any]] = [loop.create_task(stopped.wait())]
     if while_locked is not None:

@@ -365,8 +365,14 @@ class WorldManager:
         async def following() -> Event | None:
             return await anext(stream, None)
 
+        def next_event() -> Event | None:
+            try:
+                return self._loop.call(following())
+            except WorldClosedError:  # the manager, too
+                return None
+
         def iterate() -> Iterator[Event]:
-            while (event := self._loop.call(following())) is not None:
+            while (event := next_event()) is not None:
                 yield event
 
         return iterate()
@@ -375,6 +381,7 @@ class WorldManager:
         """Leave every world politely, free all resources, and end the thread."""
         if self._is_closed or self._loop.is_inherited:
             return
+        _check_outside_a_loop()
         self._is_closed = True
         try:
             self._loop.call(self._manager.close())

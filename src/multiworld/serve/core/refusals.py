@@ -9,6 +9,10 @@ from multiworld import errors
 RETRY_AFTER_S = 1.0  # for the client
 
 
+class OutdatedError(errors.ServeError):
+    """A request was checked against a version that is no longer active: check again."""
+
+
 def unknown_model(
     model: str, known: Iterable[str] | None = None
 ) -> errors.UnknownModelError:

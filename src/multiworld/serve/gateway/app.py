@@ -17,6 +17,7 @@ from starlette.routing import Match, Route
 
 import multiworld
 from multiworld.errors import ServeError
+from multiworld.serve.core.refusals import OutdatedError
 from multiworld.serve.gateway import open_inference
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.embeddings import add_openai
@@ -150,19 +151,25 @@ def _inference(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
         parse = partial(open_inference.parse, body, length, model)
         parsed = await off_loop(len(body), parse)
         del body, parse  # the tensors are copies
-        answer = await while_connected(
-            request,
-            gateway.infer(
-                admitted,
-                name,
-                current,
-                parsed.tensors,
-                timeout_of(
-                    request, parsed.parameters.timeout_s, parsed.parameters.timeout
-                ),
-                _session(parsed.parameters.sequence_id),
-            ),
-        )
+        given = parsed.parameters
+        timeout_s = timeout_of(request, given.timeout_s, given.timeout)
+        session = _session(given.sequence_id)
+        asked_at = gateway.authenticator.clock()
+        while True:
+            work = gateway.infer(
+                admitted, name, current, parsed.tensors, timeout_s, session
+            )
+            try:
+                answer = await while_connected(request, work)
+                break
+            except OutdatedError:  # an update was completed meanwhile
+                current, model = gateway.model(name, version, admitted.tenant)
+                require_tensors(name, model)
+                open_inference.check(parsed.tensors, model)
+                if timeout_s is not None:
+                    spent_s = gateway.authenticator.clock() - asked_at
+                    timeout_s = max(0.001, timeout_s - spent_s)
+                    asked_at += spent_s
         size = sum(tensor.nbytes for tensor in answer.values())
         render = partial(open_inference.render, name, current, parsed, answer)
         content, head = (

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from multiworld.backends.dtypes import memory_of, plain
 from multiworld.errors import InvalidRequestError, ServeError
+from multiworld.serve.core.refusals import OutdatedError
 from multiworld.serve.gateway import http_responses as responses
 from multiworld.serve.gateway import json_limits, open_inference
 from multiworld.serve.gateway.body_budget import Reservation
@@ -84,7 +85,7 @@ def add_openai(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
                 raise
             del body
             admitted.model = parsed.model
-            embedding = _embed(gateway, admitted, request, parsed)
+            embedding = _embed_all(gateway, admitted, request, parsed)
             return await while_connected(request, embedding)
 
         return await responses.respond(
@@ -212,13 +213,27 @@ def _checked(
     return found
 
 
+async def _embed_all(
+    gateway: Gateway,
+    admitted: AdmittedRequest,
+    request: Request,
+    parsed: EmbeddingRequest,
+) -> Response:
+    """Embed all texts with one version of a model."""
+    while True:
+        try:
+            return await _embed(gateway, admitted, request, parsed)
+        except OutdatedError:  # an update was completed meanwhile
+            pass
+
+
 async def _embed(
     gateway: Gateway,
     admitted: AdmittedRequest,
     request: Request,
     parsed: EmbeddingRequest,
 ) -> Response:
-    name = parsed.model
+    name, admitted.rows = parsed.model, 0
     version, model = gateway.model(name, None, admitted.tenant)
     deadline_s = responses.timeout_of(request)
     if deadline_s is None:

@@ -249,21 +249,27 @@ class Gateway:
         deadline_s: float | None,
         session: str | None = None,
     ) -> Tensors:
-        """Answer one request of a tenant; cancelling it cancels its attempts."""
+        """Answer one request of a tenant; cancelling it cancels its attempts.
+
+        Raises ``OutdatedError`` if another version became active before it was sent.
+        """
         tenant, model_version = admitted.tenant, (name, version)
         await self.check_poison(admitted, model_version, lambda: _digest(tensors))
-        admitted.rows += rows_of(tensors)
         served = self.route(name, tenant)
         try:
-            return await self._infer(admitted, served, tensors, deadline_s, session)
+            answer = await self._infer(
+                admitted, served, tensors, deadline_s, session, version
+            )
         except UnknownModelError:
             # The tenant's dedicated replicas, or the model, were removed meanwhile.
             if served == name or name not in self.dispatcher.table.routes:
                 raise refusals.unknown_model(name, self.names(tenant)) from None
-            return await self._infer(admitted, name, tensors, deadline_s, session)
+            answer = await self._infer(admitted, name, tensors, deadline_s, session)
         except RequestPoisonedError:
             self.found_poison(tenant, model_version, await _digest(tensors))
             raise
+        admitted.rows += rows_of(tensors)
+        return answer
 
     async def check_poison(
         self,
@@ -296,6 +302,7 @@ class Gateway:
         tensors: Tensors,
         deadline_s: float | None,
         session: str | None,
+        version: str = "",
     ) -> Tensors:
         tenant = admitted.tenant
         return await self.dispatcher.infer(
@@ -305,6 +312,7 @@ class Gateway:
             session=None if session is None else f"{tenant.name}\0{session}",
             share=tenant.share,
             timing=admitted.timing,
+            version=version,
         )
 
     async def text(self, name: str, version: str, model: Model) -> Any:

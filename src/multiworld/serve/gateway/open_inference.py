@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from multiworld.backends.dtypes import memory_of, plain
-from multiworld.errors import InvalidRequestError
+from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.gateway.json_limits import (
     NOT_JSON,
     check_objects,
@@ -355,6 +355,11 @@ def render(
     outputs, blobs = [], []
     for label in request.outputs or tensors:
         tensor = tensors[label]
+        if tensor.dtype not in NAME_OF:
+            raise ModelFailedError(
+                f"output {label!r} has the dtype {tensor.dtype}, for which the Open "
+                "Inference Protocol has no name; let the last stage return another one"
+            )
         item: dict[str, Any] = {
             "name": label,
             "datatype": NAME_OF[tensor.dtype],

@@ -243,10 +243,11 @@ class GatewayProcess:
         self._server.end()
         self._is_routed.set()
 
-    def _add_model(self, name: str, text: str) -> None:
+    async def _add_model(self, name: str, text: str) -> None:
         try:
             spec = ModelSpec.model_validate_json(text)
-            model = build_model(spec)
+            # A factory of a user: its imports may take seconds.
+            model = await asyncio.to_thread(build_model, spec)
         except MultiWorldError as error:
             logger.error("model %s: %s", name, error)
             return
@@ -273,7 +274,7 @@ class GatewayProcess:
     async def _obey(self, order: messages.Order) -> None:
         match order:
             case messages.ModelsChanged(specs):
-                self._models_changed(specs)
+                await self._models_changed(specs)
             case messages.TableChanged(table):
                 self._table_changed(table)
             case messages.AllTenants():
@@ -320,11 +321,11 @@ class GatewayProcess:
             self._fleet = None
             logger.warning("the controller did not send the state of the fleet")
 
-    def _models_changed(self, specs: dict[str, dict[str, str]]) -> None:
+    async def _models_changed(self, specs: dict[str, dict[str, str]]) -> None:
         for name, versions in specs.items():
             for version, text in versions.items():
                 if version not in self._gateway.models.get(name, {}):
-                    self._add_model(name, text)
+                    await self._add_model(name, text)
 
     def _table_changed(self, table: RoutingTable) -> None:
         self._dispatcher.table_changed(table)

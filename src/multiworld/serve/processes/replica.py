@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -34,7 +35,7 @@ from multiworld.serve.inference.replica.rank_group import (
 from multiworld.serve.inference.replica.worker import Worker, WorkerLimits
 from multiworld.serve.models.factory import build_model, stage_name
 from multiworld.serve.resources.amounts import Need, mib, needs_of
-from multiworld.serve.resources.usage import outgrows, usage_of
+from multiworld.serve.resources.usage import family_of, outgrows, usage_of
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec
 from multiworld.serve.spec.stage import Generation, Model, StageContext
 from multiworld.serve.transport import control_messages as messages
@@ -331,13 +332,10 @@ def gpu_memory_of(device: str) -> int:
 def cut(seconds: float) -> None:
     """Simulate a network partition: no reads, writes or heartbeats for a while."""
     # This blocks the event loop on purpose, and stops the heartbeat helper.
-    found = subprocess.run(
-        ["pgrep", "-P", str(os.getpid())], capture_output=True, text=True, check=False
-    )
-    helpers = found.stdout.split()
+    helpers = family_of(os.getpid())[1:]
     # Another process wakes the helper: this one is usually killed meanwhile, and a
     # stopped helper would not notice that and would remain.
-    waking = f"sleep {seconds}; kill -CONT {' '.join(helpers)}"
+    waking = f"sleep {seconds}; kill -CONT {' '.join(map(str, helpers))}"
     subprocess.Popen(
         ["sh", "-c", waking],
         start_new_session=True,
@@ -346,7 +344,8 @@ def cut(seconds: float) -> None:
         stderr=subprocess.DEVNULL,
     )
     for pid in helpers:
-        os.kill(int(pid), signal.SIGSTOP)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
     time.sleep(seconds)
 
 

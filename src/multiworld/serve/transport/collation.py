@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from multiworld.backends.dtypes import code_of, require_host
+from multiworld.config import MIB
 from multiworld.errors import InvalidRequestError, ModelFailedError, TensorMismatchError
 from multiworld.serve.spec.stage import Tensors
+
+PADDED_BYTES = 64 * MIB  # of one batch, however little was sent
+MAX_PADDING = 256  # bytes in a batch for each byte that was sent
 
 
 def rows_of(tensors: Tensors) -> int:
@@ -50,6 +55,7 @@ def collate(
 ) -> Tensors:
     """Return one batch with the rows of all requests, which share one ``group_of``."""
     longest = max(length_of(tensors, ragged) for tensors in requests)
+    _check_padding(requests, ragged, longest)
     # The smallest of the (ascending) buckets, or else the longest.
     length = next((bucket for bucket in buckets if bucket >= longest), longest)
     batch: Tensors = {}
@@ -59,6 +65,24 @@ def collate(
             parts = [_padded(part, length, ragged[name]) for part in parts]
         batch[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
     return batch
+
+
+def _check_padding(
+    requests: Sequence[Tensors], ragged: Mapping[str, float], longest: int
+) -> None:
+    """Refuse requests whose short inputs would be padded without measure."""
+    given = sum(t.nbytes for tensors in requests for t in tensors.values())
+    padded = sum(
+        t.element_size() * t.shape[0] * math.prod(t.shape[2:]) * longest
+        for tensors in requests
+        for name, t in tensors.items()
+        if name in ragged and t.dim() > 1
+    )
+    if padded > max(PADDED_BYTES, MAX_PADDING * given):
+        raise InvalidRequestError(
+            f"ragged inputs of {given} bytes would be padded to {padded}; send inputs "
+            "of similar lengths (dimension 1)"
+        )
 
 
 def _padded(tensor: Tensor, length: int, value: float) -> Tensor:

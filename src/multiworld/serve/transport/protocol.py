@@ -40,11 +40,18 @@ class RemoteError(msgspec.Struct, frozen=True, array_like=True):
     kind: str
     text: str
     stage: str = ""
+    param: str = ""  # of an ``InvalidRequestError``
+    code: str = ""
 
     @staticmethod
     def of(error: ServeError) -> RemoteError:
-        stage = getattr(error, "stage", "")
-        return RemoteError(type(error).__name__, str(error), stage)
+        # A model may raise a subclass of its own.
+        names = (each.__name__ for each in type(error).__mro__)
+        kind = next(name for name in names if hasattr(errors, name))
+        stage, param, code = (
+            getattr(error, name, "") for name in ("stage", "param", "code")
+        )
+        return RemoteError(kind, str(error), stage, param, code)
 
     def error(self) -> ServeError:
         """Return the error to raise; a plain ``ServeError`` if it is unknown."""
@@ -52,8 +59,9 @@ class RemoteError(msgspec.Struct, frozen=True, array_like=True):
         if not (isinstance(kind, type) and issubclass(kind, ServeError)):
             kind = ServeError
         error: ServeError = kind(self.text)
-        if self.stage:
-            error.__dict__["stage"] = self.stage
+        for name in ("stage", "param", "code"):
+            if value := getattr(self, name):
+                error.__dict__[name] = value
         return error
 
 

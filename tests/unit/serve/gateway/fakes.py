@@ -75,9 +75,11 @@ class FakeDispatcher(Dispatcher):
         via: dict[int, str] | None = None,
         share: Share = DEFAULT_SHARE,
         timing: Timing | None = None,
+        version: str = "",
     ) -> Tensors:
         """Return what the test set."""
         call = {"model": model, "deadline_s": deadline_s, "session": session}
+        call["version"] = version
         self.calls.append({**call, "tenant": share.tenant, "tensors": tensors})
         if timing is not None:
             timing.asked(time.monotonic())

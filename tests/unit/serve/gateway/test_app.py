@@ -24,6 +24,7 @@ from multiworld.errors import (
     ServeError,
     UnknownModelError,
 )
+from multiworld.serve.core.refusals import OutdatedError
 from multiworld.serve.gateway import request_body
 from multiworld.serve.load.breakdown import phases_of
 from multiworld.serve.spec.stage import Model, Tensors
@@ -597,6 +598,28 @@ async def test_version_that_changes_during_the_upload_is_the_one_that_answers() 
         assert answer.json()["model_version"] == "2"
         fixed = await client.post("/v2/models/m/versions/1/infer", json=body(1.0))
     assert fixed.status_code == 404
+
+
+async def test_version_that_changes_while_a_request_waits_is_the_one_that_answers() -> (
+    None
+):
+    """Its inputs are checked again; one for a version fails with it."""
+    fake = Fake()
+
+    async def update(model: str, tensors: Tensors) -> Tensors:
+        fake.serve("2", m=Model(stages=MODEL.stages, inputs=MODEL.inputs))
+        fake.dispatcher.answers = doubled
+        raise OutdatedError("version 1 is not active")
+
+    fake.dispatcher.answers = update
+    async with fake.client() as client:
+        answer = await client.post(INFER, json=body(1.0))
+        assert answer.json()["model_version"] == "2"
+        fake.serve("1", m=MODEL)
+        fake.dispatcher.answers = update
+        fixed = await client.post("/v2/models/m/versions/1/infer", json=body(1.0))
+    assert fixed.status_code == 404
+    assert [call["version"] for call in fake.dispatcher.calls] == ["1", "2", "1"]
 
 
 async def test_forgotten_versions_are_those_that_left_the_table() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
+from multiworld.serve.core.refusals import OutdatedError
 from multiworld.serve.gateway import request_body
 from multiworld.serve.gateway.embeddings import MAX_TEXTS, WINDOW
 from multiworld.serve.spec.stage import Model, Tensors
@@ -46,6 +47,24 @@ async def test_embeddings_come_in_the_order_of_the_inputs() -> None:
     ]
     assert said["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
     assert (said["object"], said["model"]) == ("list", "t")
+
+
+async def test_embeddings_of_one_answer_are_of_one_version() -> None:
+    """An update that is completed meanwhile begins them anew."""
+    fake = Fake()
+    tripled = dataclasses.replace(TEXT, text=FakeText)
+
+    async def answers(model: str, tensors: Tensors) -> Tensors:
+        if fake.dispatcher.calls[-1]["version"] == "2":
+            return await doubled(model, {"ids": 3 * tensors["ids"]})
+        if len(fake.dispatcher.calls) > 1:
+            fake.serve("2", t=tripled)
+            raise OutdatedError("version 1 is not active")
+        return await doubled(model, tensors)
+
+    fake.dispatcher.answers = answers
+    said = (await embed(fake, input=["a", "b"])).json()
+    assert [row["embedding"][0] for row in said["data"]] == [3 * 97.0, 3 * 98.0]
 
 
 async def test_embeddings_in_base64_are_little_endian_floats() -> None:

@@ -45,6 +45,21 @@ def test_ragged_rows_are_padded_to_the_longest_and_cut_again() -> None:
     assert [s["sum"].shape for s in shares] == [(1,), (1,), (1,)]
 
 
+def test_few_bytes_are_not_padded_to_many() -> None:
+    """A tensor without elements may have any length."""
+    request = {"x": torch.ones(1, 1), "z": torch.empty(1, 10**9, 0)}
+    for ragged in ({"x": 0.0, "z": 0.0}, {"x": 0.0}):
+        tensors = request if "z" in ragged else {"x": torch.ones(1, 0)}
+        if "z" in ragged:
+            with pytest.raises(InvalidRequestError, match="similar lengths"):
+                collate([tensors], ragged, ())
+        else:
+            assert collate([tensors], ragged, ())["x"].shape == (1, 0)
+    long = {"x": torch.ones(1, 4000)}
+    short = [{"x": torch.ones(1, 1)}] * 31
+    assert collate([long, *short], {"x": 0.0}, ())["x"].shape == (32, 4000)
+
+
 def test_buckets_are_lengths_to_pad_to() -> None:
     """The longest that is in none stays as it is."""
     assert collate(ids(3, 5), RAGGED, (4, 8))["ids"].shape == (2, 8)

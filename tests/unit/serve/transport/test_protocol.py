@@ -122,6 +122,13 @@ def test_error_of_another_process_is_raised_as_what_it_was() -> None:
     assert (
         type(RemoteError.of(InvalidRequestError("no")).error()) is InvalidRequestError
     )
+
+    class TooLongError(InvalidRequestError):
+        """One of a model."""
+
+    refused = RemoteError.of(TooLongError("long", param="x", code="too_long")).error()
+    assert type(refused) is InvalidRequestError
+    assert (refused.param, refused.code) == ("x", "too_long")
     for kind in ("NoSuchError", "TYPE_CHECKING", "MultiWorldError"):
         assert type(RemoteError(kind, "text").error()) is ServeError
 

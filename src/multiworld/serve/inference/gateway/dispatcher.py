@@ -78,6 +78,7 @@ class Dispatcher:
         via: dict[int, str] | None = None,
         share: Share = DEFAULT_SHARE,
         timing: Timing | None = None,
+        version: str = "",
     ) -> Tensors:
         """Answer a request; cancelling withdraws it, and cancels its attempts."""
         route = self.table.routes.get(model)
@@ -95,6 +96,7 @@ class Dispatcher:
             via=via,
             share=share,
             rows=rows,
+            version=version,
         )
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[Tensors] = loop.create_future()

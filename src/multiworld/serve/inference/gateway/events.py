@@ -21,6 +21,7 @@ class Submitted:
     via: dict[int, str] | None = None
     share: Share = DEFAULT_SHARE
     rows: int = 1  # its cost in fair queueing
+    version: str = ""  # that it was checked against; empty: any may compute it
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ import heapq
 from multiworld.errors import ServeError, UnknownModelError
 from multiworld.serve.core import refusals
 from multiworld.serve.core.load_balancer import Chance, choose
+from multiworld.serve.core.refusals import OutdatedError
 from multiworld.serve.core.replica_view import ReplicaView
 from multiworld.serve.inference.gateway import events
 from multiworld.serve.inference.gateway.actions import (
@@ -127,8 +128,13 @@ class Router:
             case events.Silent(replica, is_silent):
                 return self._silence_changed(replica, is_silent)
             case events.TableChanged(table):
+                before = self._view.table.routes
                 self._view.table_changed(table)
-                return [*self._reject_unserved(), *self._pump_all()]
+                ended = self._reject_unserved()
+                for name, route in table.routes.items():
+                    if name in before and before[name].version != route.version:
+                        ended += self._reject_outdated(name, route.version)
+                return [*ended, *self._pump_all()]
             case events.Ticked():
                 return self._expire(now)
 
@@ -164,6 +170,19 @@ class Router:
                     number = request.job.number
                     actions += [Reject(number, error), *self._end(number)]
         return actions
+
+    def _reject_outdated(self, model: str, version: str) -> list[Action]:
+        waiting = (r for r in list(self._requests.values()) if not r.attempts)
+        return [
+            action
+            for request in waiting
+            if request.job.model == model and request.job.version not in ("", version)
+            for action in self._reject_as_outdated(request.job)
+        ]
+
+    def _reject_as_outdated(self, job: events.Submitted) -> list[Action]:
+        error = OutdatedError(f"version {job.version} of {job.model!r} is not active")
+        return [Reject(job.number, error), *self._end(job.number)]
 
     def _answered(self, attempt: Attempt, is_last: bool) -> list[Action]:
         number, nth = attempt
@@ -362,6 +381,9 @@ class Router:
             self._enqueue(request)  # move it to the suspects
         if request.attempts or request.is_waiting:
             return []
+        route = self._view.table.routes.get(request.job.model)
+        if route is not None and request.job.version not in ("", route.version):
+            return self._reject_as_outdated(request.job)
         self._enqueue(request)
         return [Replayed(number, replica, why)]
 
@@ -467,6 +489,8 @@ class Router:
         # Only the replica of its session is full; others need not wait for it.
         for number in list(queue.regular.order()):
             request = self._requests[number]
+            if not self._is_any_free(request.job.model, route):
+                break
             replica = self._target(request, route, can_send=can_send)
             if replica is not None:
                 queue.regular.take(number)
@@ -474,6 +498,10 @@ class Router:
             elif request.job.session is None:
                 break
         return actions
+
+    def _is_any_free(self, model: str, route: Route) -> bool:
+        usable = self._view.usable(model, route.version, 0)
+        return any(self._load_of(r) < route.max_ongoing_requests for r in usable)
 
     def _send(self, request: Request, replica: str) -> Dispatch:
         self._dequeue(request)

@@ -70,6 +70,11 @@ class Forwarder:
         # have died in between. The gateways know what was begun.
         return [*self._begun.pop(name, ()), *self._handed.pop(name, ())]
 
+    def left(self, name: str) -> list[Key]:
+        """Record that a replica left; return the work that it did not begin."""
+        begun = self._begun.get(name, ())
+        return self.lost(name)[len(begun) :]
+
     def silent(self, name: str, *, is_silent: bool) -> list[Key]:
         """Record that a replica fell silent or resumed; return newly stuck work."""
         if not is_silent:

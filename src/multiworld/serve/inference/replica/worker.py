@@ -186,8 +186,11 @@ class Worker:
         peer = outbox.edge.peer
         if self._downstream.get(peer) is outbox:
             del self._downstream[peer]
-            lost = self._forwarder.lost(peer)
-            self._report_outcome(lost, "dropped", inference_messages.WorkDropped)
+            if is_polite:
+                self._return(self._forwarder.left(peer))
+            else:
+                lost = self._forwarder.lost(peer)
+                self._report_outcome(lost, "dropped", inference_messages.WorkDropped)
         elif self._gateways.get(peer) is outbox:
             del self._gateways[peer]
             # A gateway that reconnects sends this work again.
@@ -486,7 +489,15 @@ class Worker:
         running_s = now - max(self._running_since, self._called_at, resumed_at)
         if self._limits.compute_s is not None:
             return running_s > self._limits.compute_s
-        last = max(work.deadline_at for work in running)
+        # Of those that somebody waits for: a client may give it a day, and hang up.
+        last = max(
+            (
+                work.deadline_at
+                for work in running
+                if work.key not in self._cancelled and work.key[0] in self._gateways
+            ),
+            default=0.0,
+        )
         return running_s > HUNG_S and now - max(last, resumed_at) > OVERDUE_S
 
     def _end_process(self, now: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from multiworld.errors import (
     QuarantinedError,
     RequestPoisonedError,
 )
+from multiworld.serve.core.refusals import OutdatedError
 from multiworld.serve.inference.gateway.actions import (
     Action,
     Cancel,
@@ -432,6 +434,37 @@ def test_new_version_gets_unsent_requests() -> None:
     run.handle(TableChanged(merged))
     assert dispatched(run.handle(Connected("z"))) == [("z", 2, 1, False)]
     assert run.handle(Answered((1, 1), True))[0] == Deliver(1, True)
+
+
+def test_request_for_another_version_is_checked_again() -> None:
+    """Whether it was never sent, or its replica is lost after the update."""
+    run = Run(table(["a"], ongoing=1))
+    for number in (1, 2):
+        job = Submitted(number=number, model="m", deadline_at=100.0, version="1")
+        run.handle(job)
+    both, old = table(["z"], version="2"), table(["a"])
+    route = Route("2", {"1": 1, "2": 1}, 100, 1)
+    merged = RoutingTable(2, ("g",), {"m": route}, {**old.replicas, **both.replicas})
+    assert rejected(run.handle(TableChanged(merged))) == {2: OutdatedError}
+    run.handle(Connected("z"))
+    assert rejected(run.handle(Lost("a"))) == {1: OutdatedError}
+
+
+def test_sessions_that_wait_are_not_looked_at_while_all_replicas_are_full() -> None:
+    """Else each answer would cost a look at the whole queue."""
+    counts = []
+    for waiting in (10, 90):
+        run = Run(table(["a", "b"], ongoing=1))
+        for number in range(waiting):
+            job = Submitted(
+                number=number, model="m", deadline_at=100.0, session=f"s{number}"
+            )
+            run.handle(job)
+        busy = dict(run.router.load())
+        assert busy == {"a": 1, "b": 1}
+        late = Submitted(number=1000, model="m", deadline_at=100.0, session="late")
+        counts.append(lines_of(partial(run.router.handle, late, 0.0)))
+    assert counts[1] < counts[0] + 150  # some are of the queue itself, a list
 
 
 # A simulation: whatever the order of events, each request gets one answer.

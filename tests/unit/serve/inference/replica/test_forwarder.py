@@ -91,6 +91,15 @@ def test_silence_and_loss_return_unbegun_work_once() -> None:
     assert f.handed_count == 0
 
 
+def test_replica_that_leaves_has_finished_what_it_began() -> None:
+    """Only the rest goes back."""
+    f = forwarding(4, a=READY)
+    f.hand([piece(0), piece(1)], 0.0)
+    f.begun("a", [key(0)])
+    assert f.left("a") == [key(1)]
+    assert f.lost("a") == []
+
+
 def test_probe_goes_to_its_replica_or_to_starting_ones() -> None:
     """No other work goes to starting replicas."""
     f = forwarding(4, a=READY, b=STARTING)

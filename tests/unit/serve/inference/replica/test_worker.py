@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -496,6 +497,43 @@ async def test_model_that_never_ends_ends_its_process(
         is_paused, seen = True, looks
         await until(lambda: looks > seen + 2)
         assert (EXIT_HUNG in codes) == is_hung
+
+
+async def test_request_that_nobody_waits_for_holds_no_hung_replica(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its client gave it a day, and hung up."""
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(faulthandler, "dump_traceback", lambda file: None)
+    async with bench() as b:
+        g = await b.connect("g")
+        b.model.gate.clear()
+        await send(g, [item(1, remaining_s=86400.0)], 1.0)
+        await until(b.model.is_computing.is_set)
+        looks, real = 0, b.pauses.look
+
+        def look(now: float) -> bool:
+            nonlocal looks
+            looks += 1
+            return real(now)
+
+        async def pass_time(seconds: int) -> None:
+            for _ in range(2 * seconds):  # in steps that are no pauses
+                awaited = looks + 1
+                b.clock.advance(0.5)
+                await until(partial(has_looked, awaited))
+
+        def has_looked(count: int) -> bool:
+            return looks >= count or bool(codes)
+
+        monkeypatch.setattr(b.pauses, "look", look)
+        await pass_time(45)
+        assert codes == []
+        await g.send(inference_messages.Cancel(key(1)))
+        await pass_time(45)
+        assert EXIT_HUNG in codes
+        b.model.gate.set()
 
 
 async def test_limit_of_a_computation_is_for_each_call_of_a_batch(
