@@ -227,3 +227,18 @@ async def test_nothing_is_left_behind() -> None:
         )
         await_thread.start()
         await_thread.join()
+
+
+def test_manager_that_is_closed_in_an_event_loop_says_so_and_stays() -> None:
+    """Else its worlds would never be left, and their members wait for ever."""
+    store = f"tcp://127.0.0.1:{free_port()}"
+    manager = blocking.WorldManager()
+    manager.join("w", rank=0, size=1, store=store)
+
+    async def close() -> None:
+        manager.close()
+
+    with pytest.raises(ConfigError):
+        asyncio.run(close())
+    manager.close()
+    manager.close()
