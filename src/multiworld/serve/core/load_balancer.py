@@ -12,14 +12,12 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from typing import TypeVar
 
 Of = TypeVar("Of")
 Chance = Callable[[], float]  # random numbers in [0, 1)
 
 PROBES = 21  # of a session; the fullest replica gets 1.05 times its share
-KNOWN_SESSIONS = 4096  # whose homes are remembered
 BYTES = 8  # of a point
 CIRCLE = 256**BYTES
 
@@ -46,10 +44,7 @@ class HashRing:
         self._ring = sorted((_points(name, 1)[0], name) for name in names)
         self._points = [point for point, _ in self._ring]
 
-        # Queued work asks again and again.
-        self.home = lru_cache(KNOWN_SESSIONS)(self._home)
-
-    def _home(self, session: str) -> str:
+    def home(self, session: str) -> str:
         """Return the replica of a session; empty without replicas."""
         best, home = CIRCLE, ""
         for probe in _points(session, PROBES) if self._ring else ():

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from multiworld.serve.core.load_balancer import HashRing
 from multiworld.serve.transport.routing_table import Replica, ReplicaState, RoutingTable
 
+KNOWN_SESSIONS = 4096  # whose homes are remembered: queued work asks again and again
+
 
 class ReplicaView:
     """The routing table, and what this process knows of each replica."""
@@ -18,6 +20,7 @@ class ReplicaView:
         self.silent: frozenset[str] = frozenset()
         self._usable: dict[tuple[str, str, int], tuple[Replica, ...]] = {}
         self._rings: dict[tuple[str, str, int], HashRing] = {}
+        self._homes: dict[tuple[str, str, int, str], str] = {}
 
     def table_changed(self, table: RoutingTable) -> None:
         self.table = table
@@ -26,6 +29,7 @@ class ReplicaView:
     def _forget(self) -> None:
         self._usable.clear()
         self._rings.clear()
+        self._homes.clear()
 
     def connect(self, name: str) -> None:
         self.connected.add(name)
@@ -63,10 +67,15 @@ class ReplicaView:
     def home(self, model: str, version: str, stage: int, session: str) -> str:
         """Return the usable replica that a session prefers; empty: none is usable."""
         key = model, version, stage
-        ring = self._rings.get(key)
-        if ring is None:
-            ring = self._rings[key] = HashRing(r.name for r in self.usable(*key))
-        return ring.home(session)
+        found = self._homes.get((*key, session))
+        if found is None:
+            ring = self._rings.get(key)
+            if ring is None:
+                ring = self._rings[key] = HashRing(r.name for r in self.usable(*key))
+            if len(self._homes) >= KNOWN_SESSIONS:
+                self._homes.clear()
+            found = self._homes[*key, session] = ring.home(session)
+        return found
 
     def connected_at(self, model: str, version: str, stage: int) -> list[Replica]:
         """Return the connected replicas of a stage, in any state."""
