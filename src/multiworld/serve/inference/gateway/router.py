@@ -133,7 +133,7 @@ class Router:
                 ended = self._reject_unserved()
                 for name, route in table.routes.items():
                     if name in before and before[name].version != route.version:
-                        ended += self._reject_outdated(name, route.version)
+                        ended += self._reject_outdated(name)
                 return [*ended, *self._pump_all()]
             case events.Ticked():
                 return self._expire(now)
@@ -171,14 +171,21 @@ class Router:
                     actions += [Reject(number, error), *self._end(number)]
         return actions
 
-    def _reject_outdated(self, model: str, version: str) -> list[Action]:
-        waiting = (r for r in list(self._requests.values()) if not r.attempts)
-        return [
-            action
-            for request in waiting
-            if request.job.model == model and request.job.version not in ("", version)
-            for action in self._reject_as_outdated(request.job)
-        ]
+    def _reject_outdated(self, model: str) -> list[Action]:
+        """Reject what waits for another version; what is in flight goes on there."""
+        actions: list[Action] = []
+        for request in list(self._requests.values()):
+            if request.job.model != model or not self._is_outdated(request.job):
+                continue
+            if not request.attempts:
+                actions += self._reject_as_outdated(request.job)
+            elif request.is_waiting:
+                self._dequeue(request)  # it was to be hedged
+        return actions
+
+    def _is_outdated(self, job: events.Submitted) -> bool:
+        route = self._view.table.routes.get(job.model)
+        return route is not None and job.version not in ("", route.version)
 
     def _reject_as_outdated(self, job: events.Submitted) -> list[Action]:
         error = OutdatedError(f"version {job.version} of {job.model!r} is not active")
@@ -381,8 +388,7 @@ class Router:
             self._enqueue(request)  # move it to the suspects
         if request.attempts or request.is_waiting:
             return []
-        route = self._view.table.routes.get(request.job.model)
-        if route is not None and request.job.version not in ("", route.version):
+        if self._is_outdated(request.job):
             return self._reject_as_outdated(request.job)
         self._enqueue(request)
         return [Replayed(number, replica, why)]
@@ -404,6 +410,8 @@ class Router:
                 continue
             is_hedged = request.is_waiting or len(request.attempts) > 1
             if is_hedged or request.is_suspect or request.winner is not None:
+                continue
+            if self._is_outdated(request.job):
                 continue
             self._enqueue(request)
             at = request.attempts[nth].replica

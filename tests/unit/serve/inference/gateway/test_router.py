@@ -450,6 +450,25 @@ def test_request_for_another_version_is_checked_again() -> None:
     assert rejected(run.handle(Lost("a"))) == {1: OutdatedError}
 
 
+def test_request_is_not_hedged_by_another_version() -> None:
+    """Its first answer would be that of the new one, under the old one's name."""
+    run = Run(table(["a", "b"], ongoing=1))
+    for number in (1, 2):
+        job = Submitted(number=number, model="m", deadline_at=100.0, version="1")
+        run.handle(job)
+    run.handle(Silent("a", True))  # the other replica is full
+    new, old = table(["z"], version="2"), table(["a", "b"])
+    route = Route("2", {"1": 1, "2": 1}, 100, 1)
+    merged = RoutingTable(2, ("g",), {"m": route}, {**old.replicas, **new.replicas})
+    run.handle(TableChanged(merged))
+    assert run.handle(Connected("z")) == []
+    run.handle(Silent("a", False))
+    run.handle(Silent("a", True))
+    assert run.handle(Silent("b", True)) == []
+    assert run.handle(Answered((1, 1), True))[0] == Deliver(1, True)
+    assert run.handle(Answered((2, 1), True))[0] == Deliver(2, True)
+
+
 def test_sessions_that_wait_are_not_looked_at_while_all_replicas_are_full() -> None:
     """Else each answer would cost a look at the whole queue."""
     counts = []
