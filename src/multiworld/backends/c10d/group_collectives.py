@@ -296,6 +296,7 @@ class GroupCollectives:
         await self._agree(terms)
         work = await offload(size, native.prepare)
         await self._runner.carry_out(number, lambda group: native.start(group, work))
+        self._runner.unfinished.discard(number)  # this member has done its part
         await offload(size, native.finish, work)
 
     async def _agree(self, terms: list[int]) -> None:

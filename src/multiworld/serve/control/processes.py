@@ -62,9 +62,9 @@ class Processes:
             for path in self._logs.glob("*.log")
             if LOG_NAME.fullmatch(path.name) and path.name not in used
         ]
-        with contextlib.suppress(OSError):  # the next start tries again
-            ended.sort(key=lambda path: path.stat().st_mtime)
-            for path in ended[:-KEPT_LOGS]:
+        ended.sort(key=_changed_at)
+        for path in ended[:-KEPT_LOGS]:
+            with contextlib.suppress(OSError):  # the next start tries again
                 path.unlink()
 
     def adopt(
@@ -134,3 +134,10 @@ class Processes:
             for name in names:
                 if name in self.running:
                     self._launcher.kill(self.running.pop(name))
+
+
+def _changed_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -197,10 +197,12 @@ class Reconciler:
 
     def _updates_wait(self, keys: set[StageKey], now: float) -> None:
         """Restart the deadlines of updates that wait for the starts of others."""
-        for model, version, _ in keys:
+        for key in keys - self.unplaced.keys():
+            model, version, _ = key
+            if self._updates.get(model, ("", 0.0))[0] != version:
+                continue
             own = [p for p in self.processes.values() if p.model == model]
-            is_starting = any(p.is_starting and p.version == version for p in own)
-            if not is_starting and self._updates.get(model, ("", 0))[0] == version:
+            if not any(p.is_starting and p.version == version for p in own):
                 self._updates[model] = version, now
 
     def _gone(self, event: events.ProcessGone, now: float) -> Iterator[Action]:

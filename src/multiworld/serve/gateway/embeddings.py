@@ -220,9 +220,10 @@ async def _embed_all(
     parsed: EmbeddingRequest,
 ) -> Response:
     """Embed all texts with one version of a model."""
+    asked_at = gateway.authenticator.clock()
     while True:
         try:
-            return await _embed(gateway, admitted, request, parsed)
+            return await _embed(gateway, admitted, request, parsed, asked_at)
         except OutdatedError:  # an update was completed meanwhile
             pass
 
@@ -232,6 +233,7 @@ async def _embed(
     admitted: AdmittedRequest,
     request: Request,
     parsed: EmbeddingRequest,
+    asked_at: float,
 ) -> Response:
     name, admitted.rows = parsed.model, 0
     version, model = gateway.model(name, None, admitted.tenant)
@@ -240,7 +242,7 @@ async def _embed(
         served = gateway.route(name, admitted.tenant)
         deadline_s = gateway.dispatcher.table.routes[served].deadline_s
     clock = gateway.authenticator.clock
-    deadline_at = clock() + deadline_s
+    deadline_at = asked_at + deadline_s
     _check_dimensions(parsed.dimensions, model)
     if model.generation is not None:
         raise _invalid("model", "generates text and embeds none; use another model")

@@ -14,7 +14,7 @@ from multiworld.errors import InvalidRequestError, ModelFailedError, TensorMisma
 from multiworld.serve.spec.stage import Tensors
 
 PADDED_BYTES = 64 * MIB  # of one batch, however little was sent
-MAX_PADDING = 256  # bytes in a batch for each byte that was sent
+MAX_PADDING = 16  # bytes in a row of a batch for each byte that was sent with all
 
 
 def rows_of(tensors: Tensors) -> int:
@@ -71,6 +71,7 @@ def _check_padding(
     requests: Sequence[Tensors], ragged: Mapping[str, float], longest: int
 ) -> None:
     """Refuse requests whose short inputs would be padded without measure."""
+    rows = sum(rows_of(tensors) for tensors in requests)
     given = sum(t.nbytes for tensors in requests for t in tensors.values())
     padded = sum(
         t.element_size() * t.shape[0] * math.prod(t.shape[2:]) * longest
@@ -78,7 +79,7 @@ def _check_padding(
         for name, t in tensors.items()
         if name in ragged and t.dim() > 1
     )
-    if padded > max(PADDED_BYTES, MAX_PADDING * given):
+    if padded > max(PADDED_BYTES, rows * MAX_PADDING * given):
         raise InvalidRequestError(
             f"ragged inputs of {given} bytes would be padded to {padded}; send inputs "
             "of similar lengths (dimension 1)"

@@ -48,10 +48,10 @@ class RemoteError(msgspec.Struct, frozen=True, array_like=True):
         # A model may raise a subclass of its own.
         names = (each.__name__ for each in type(error).__mro__)
         kind = next(name for name in names if hasattr(errors, name))
-        stage, param, code = (
-            getattr(error, name, "") for name in ("stage", "param", "code")
-        )
-        return RemoteError(kind, str(error), stage, param, code)
+        given = (getattr(error, name, "") for name in ("stage", "param", "code"))
+        # A model may set them to anything.
+        facts = (each if isinstance(each, str) else "" for each in given)
+        return RemoteError(kind, str(error), *facts)
 
     def error(self) -> ServeError:
         """Return the error to raise; a plain ``ServeError`` if it is unknown."""

@@ -172,7 +172,10 @@ class VllmEngine:
             await self._server.start(command, env, self._settings.cpus)
             self.phase = "warming up"
             # With what clients may ask: a release may answer in another form.
-            asked = Sampling(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=1)
+            scores = 1 if self._max_logprobs else 0
+            asked = Sampling(
+                temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=scores
+            )
             warm_up = Run((0,), 1, asked)
             async for _ in self.generate(warm_up):
                 pass

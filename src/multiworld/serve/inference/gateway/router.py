@@ -141,6 +141,8 @@ class Router:
     # Submission and completion.
 
     def _submitted(self, job: events.Submitted) -> list[Action]:
+        if self._is_outdated(job):
+            return [Reject(job.number, _outdated(job))]
         queue = self._queues.setdefault(job.model, Queue())
         if job.via is None and self._is_full(queue, job):
             own = queue.unsent.of(job.share.tenant)
@@ -173,23 +175,27 @@ class Router:
 
     def _reject_outdated(self, model: str) -> list[Action]:
         """Reject what waits for another version; what is in flight goes on there."""
-        actions: list[Action] = []
-        for request in list(self._requests.values()):
-            if request.job.model != model or not self._is_outdated(request.job):
-                continue
-            if not request.attempts:
-                actions += self._reject_as_outdated(request.job)
-            elif request.is_waiting:
-                self._dequeue(request)  # it was to be hedged
-        return actions
+        outdated = [
+            r
+            for r in self._requests.values()
+            if r.job.model == model and self._is_outdated(r.job)
+        ]
+        for request in outdated:  # before any end, which sends what waits
+            if request.is_waiting:
+                self._dequeue(request)
+        return [
+            action
+            for request in outdated
+            if not request.attempts
+            for action in self._reject_as_outdated(request.job)
+        ]
 
     def _is_outdated(self, job: events.Submitted) -> bool:
         route = self._view.table.routes.get(job.model)
         return route is not None and job.version not in ("", route.version)
 
     def _reject_as_outdated(self, job: events.Submitted) -> list[Action]:
-        error = OutdatedError(f"version {job.version} of {job.model!r} is not active")
-        return [Reject(job.number, error), *self._end(job.number)]
+        return [Reject(job.number, _outdated(job)), *self._end(job.number)]
 
     def _answered(self, attempt: Attempt, is_last: bool) -> list[Action]:
         number, nth = attempt
@@ -559,3 +565,7 @@ class Router:
 
     def _missing(self, model: str, route: Route) -> list[int]:
         return self._view.missing(model, route.version)
+
+
+def _outdated(job: events.Submitted) -> OutdatedError:
+    return OutdatedError(f"version {job.version} of {job.model!r} is not active")

@@ -98,6 +98,7 @@ class Worker:
         # Calls of the model up to this one, and when it was seen: a batch has several
         # if it fails, and its requests are computed alone.
         self._calls, self._called_at = 0, 0.0
+        self._wanted_at = 0.0  # when somebody last waited for what runs
         self.counts: Counter[str] = Counter()
         self.computed_s = 0.0
         self._batch_rows = [0] * (len(messages.ROWS_BOUNDS) + 1)
@@ -489,15 +490,15 @@ class Worker:
         running_s = now - max(self._running_since, self._called_at, resumed_at)
         if self._limits.compute_s is not None:
             return running_s > self._limits.compute_s
-        # Of those that somebody waits for: a client may give it a day, and hang up.
-        last = max(
-            (
-                work.deadline_at
-                for work in running
-                if work.key not in self._cancelled and work.key[0] in self._gateways
-            ),
-            default=0.0,
-        )
+        # A client may give it a day, and hang up.
+        waiting = [
+            work.deadline_at
+            for work in running
+            if work.key not in self._cancelled and work.key[0] in self._gateways
+        ]
+        if waiting:
+            self._wanted_at = now
+        last = max(waiting, default=self._wanted_at)
         return running_s > HUNG_S and now - max(last, resumed_at) > OVERDUE_S
 
     def _end_process(self, now: float) -> None:

@@ -439,14 +439,18 @@ def test_new_version_gets_unsent_requests() -> None:
 def test_request_for_another_version_is_checked_again() -> None:
     """Whether it was never sent, or its replica is lost after the update."""
     run = Run(table(["a"], ongoing=1))
-    for number in (1, 2):
+    for number in (1, 2, 3, 4):
         job = Submitted(number=number, model="m", deadline_at=100.0, version="1")
         run.handle(job)
+    run.handle(Connected("z"))  # the new version is ready before the table says so
     both, old = table(["z"], version="2"), table(["a"])
     route = Route("2", {"1": 1, "2": 1}, 100, 1)
     merged = RoutingTable(2, ("g",), {"m": route}, {**old.replicas, **both.replicas})
-    assert rejected(run.handle(TableChanged(merged))) == {2: OutdatedError}
-    run.handle(Connected("z"))
+    actions = run.handle(TableChanged(merged))
+    assert rejected(actions) == dict.fromkeys((2, 3, 4), OutdatedError)
+    assert dispatched(actions) == []
+    late = Submitted(number=5, model="m", deadline_at=100.0, version="1")
+    assert rejected(run.handle(late)) == {5: OutdatedError}
     assert rejected(run.handle(Lost("a"))) == {1: OutdatedError}
 
 
