@@ -285,7 +285,6 @@ class GroupCollectives:
         except Exception:
             self._runner.unfinished.discard(number)
             raise
-        self._runner.unfinished.discard(number)
 
     async def _run_numbered(self, number: int, call: Call, native: Native) -> None:
         like = call.tensor

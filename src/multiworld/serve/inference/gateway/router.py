@@ -174,7 +174,7 @@ class Router:
         return actions
 
     def _reject_outdated(self, model: str) -> list[Action]:
-        """Reject what waits for another version; what is in flight goes on there."""
+        """Reject what waits for another version; what is in flight stays there."""
         outdated = [
             r
             for r in self._requests.values()
