@@ -123,7 +123,7 @@ class Terminal:
         )
         # What the page installs is what is tested; nothing is fetched.
         _program(tools / "python", f'exec "{sys.executable}" "$@"')
-        _program(tools / "pip", "test \"$*\" = 'install multiworld-elastic[demo]'")
+        _program(tools / "pip", "test \"$*\" = 'install CHECKOUT[demo]'")
         name, _, state = self._mark.partition("=")
         self._log = (folder / "terminal.txt").open("wb")
         self._bash = subprocess.Popen(

@@ -175,12 +175,7 @@ class LaneCollectives:
             )
             raise
         except MemberLeftError as error:
-            # Notify the members that wait for this one but not for the one that left.
-            self.end_from(operation.number, error.rank)
-            for rank in self.others():
-                nonce = self._view.incarnation.nonce
-                note = EndCollectives(nonce, operation.number, error.rank)
-                self._view.notify(rank, note)
+            self._end_everywhere(operation.number, error.rank)
             raise
         except WorldError:
             raise
@@ -189,6 +184,20 @@ class LaneCollectives:
                 Failed(f"rank {self.rank} failed in {operation}: {error}")
             )
             raise
+
+    def end_next(self, left: int) -> None:
+        """Fail the next collective and all later ones everywhere.
+
+        Member ``left`` has left within what the last one agreed on.
+        """
+        self._end_everywhere(self._number + 1, left)
+
+    def _end_everywhere(self, number: int, left: int) -> None:
+        # The others may wait for this member but not for the one that left.
+        self.end_from(number, left)
+        note = EndCollectives(self._view.incarnation.nonce, number, left)
+        for rank in self.others():
+            self._view.notify(rank, note)
 
     def end_from(self, number: int, left: int) -> None:
         """Fail collective ``number`` and all later ones: member ``left`` has left."""

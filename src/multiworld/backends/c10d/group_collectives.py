@@ -294,7 +294,14 @@ class GroupCollectives:
         size = size_of(like) * self._size
         await self._agree(terms)
         work = await offload(size, native.prepare)
-        await self._runner.carry_out(number, lambda group: native.start(group, work))
+        try:
+            await self._runner.carry_out(
+                number, lambda group: native.start(group, work)
+            )
+        except MemberLeftError as error:
+            # Who has completed it would wait for this member in the next one.
+            self._direct.collectives.end_next(error.rank)
+            raise
         self._runner.unfinished.discard(number)  # this member has done its part
         await offload(size, native.finish, work)
 

@@ -232,6 +232,8 @@ def _replicas(
         "multiworld_batch_seconds", "Seconds of a batch.", labels=OF_REPLICA
     )
     for name, report in reports.items():
+        if not report.batch_rows:
+            continue  # it generates text, in steps
         labels, rows = _labels(name, table), report.counts.get("rows", 0)
         sizes.add_metric(
             labels, _buckets(messages.ROWS_BOUNDS, report.batch_rows), rows

@@ -630,8 +630,8 @@ class GatewaySpec(_Strict):
     shutdown_s: Seconds = 30.0
     """Seconds that accepted requests have to finish at a shutdown."""
     access_log: bool = False
-    """`true`: log a line for every request: its id (header `X-Request-Id`), tenant,
-    method, path, status and seconds."""
+    """`true`: log a line for every request that computes: its id (header
+    `X-Request-Id`), tenant, method, path, status and seconds."""
     tls_certificate: str | None = None
     """PEM file with the certificate chain; turns on HTTPS. Needs `tls_key`."""
     tls_key: str | None = None

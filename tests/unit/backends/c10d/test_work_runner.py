@@ -75,3 +75,34 @@ async def test_collective_that_a_member_leaves_within_fails(
         assert all(r.rank == 5 for r in results if isinstance(r, MemberLeftError))
         calls[-1].cancel()
         await asyncio.gather(calls[-1], return_exceptions=True)
+
+
+async def test_member_that_completed_it_does_not_wait_in_the_next_collective(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1 has all it needs; rank 0 fails within it, and never calls again."""
+    monkeypatch.setattr(work_runner, "LEFT_GRACE_S", 0.1)
+    carry_out = WorkRunner.carry_out
+    has_agreed = asyncio.Event()
+
+    async def each_its_own(self: WorkRunner, number: int, start: Any) -> None:
+        task = asyncio.current_task()
+        if task is calls[1]:
+            return
+        if task is calls[2]:
+            has_agreed.set()
+            await asyncio.sleep(60)
+        await carry_out(self, number, start)
+
+    async with Arena("gloo", WorldConfig(join_s=20, operation_s=60)) as arena:
+        worlds = await arena.world(3)
+        monkeypatch.setattr(WorkRunner, "carry_out", each_its_own)
+        calls = [asyncio.create_task(w.all_reduce(torch.ones(4))) for w in worlds]
+        await asyncio.gather(calls[1], has_agreed.wait())
+        following = asyncio.create_task(worlds[1].all_reduce(torch.ones(4)))
+        await worlds[2].close()
+        async with asyncio.timeout(15):
+            results = await asyncio.gather(calls[0], following, return_exceptions=True)
+        assert [type(r) for r in results] == [MemberLeftError] * 2, results
+        calls[2].cancel()
+        await asyncio.gather(calls[2], return_exceptions=True)

@@ -184,7 +184,7 @@ def test_reports_of_replicas_are_shown() -> None:
         batch_rows=(4, 6, *[0] * (len(ROWS_BOUNDS) - 1)),
         cpu_s=2.5,
     )
-    replicas = {"m/0/1": worker, "new": WorkerReport()}
+    replicas = {"m/0/1": worker, "new": WorkerReport(computed_s=1.0)}
     found = shown(fleet=FleetReport(1, {"lost": 2}, replicas))
     for name, number in counts.items():
         assert found[f"multiworld_replica_{name}_total", of(**OF_REPLICA)] == number
@@ -197,6 +197,8 @@ def test_reports_of_replicas_are_shown() -> None:
     assert found["multiworld_batch_seconds_sum", of(**OF_REPLICA)] == 1.5
     assert found["multiworld_process_cpu_seconds_total", of(process="m/0/1")] == 2.5
     unknown = of(model="", version="", stage="", replica="new")
+    # It has no batches: a histogram of steps would have a sum and no count.
+    assert ("multiworld_batch_seconds_sum", unknown) not in found
     assert found["multiworld_replica_queued", unknown] == 0
 
 
