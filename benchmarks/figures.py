@@ -99,7 +99,8 @@ def median(suite: str, kind: str, size: int, contender: str, unit: float = 1) ->
 
 def worst(suite: str, kind: str, size: int, contender: str, unit: float = 1) -> str:
     """Return the worst sample of a series, in units of ``unit``."""
-    return number(series(suite, kind, size, contender).worst / unit)
+    found = series(suite, kind, size, contender)
+    return number((min if found.is_rate else max)(found.samples) / unit)
 
 
 def count(suite: str, kind: str, size: int, contender: str) -> str:

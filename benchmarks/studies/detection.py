@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import platform
 import signal
@@ -300,9 +301,9 @@ def percentile(values: list[float], part: float) -> float:
 
 
 def in_words(values: list[float | None], point: Callable[[list[float]], float]) -> str:
-    """Return a statistic of the detected faults as text, or "> 5000" if none was."""
-    seen = [value for value in values if value is not None]
-    return f"{point(seen):.0f}" if seen else f"> {GIVE_UP_S * 1000:.0f}"
+    """Return a statistic as text, such as "> 5000" where a fault was not detected."""
+    found = point([math.inf if value is None else value for value in values])
+    return f"{found:.0f}" if found < math.inf else f"> {GIVE_UP_S * 1000:.0f}"
 
 
 def show(results: list[Result], console: Console) -> None:

@@ -283,13 +283,13 @@ async def _choices(http: Http, url: str, key: str) -> AsyncIterator[None]:
         while True:
             where = f"{url}/v1/completions"
             async with http.post(where, json=body, headers=headers) as answer:
+                answer.raise_for_status()
                 async for _ in answer.content:
                     pass
 
-    task = asyncio.create_task(send())
-    try:
+    # A group, so that a refusal ends the measurement: it would be beside nothing.
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(send())
         await asyncio.sleep(FILL_S)
         yield
-    finally:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from multiworld.testing.arena import Arena
 from multiworld.testing.clock import FakeClock
-from multiworld.testing.fleet import Child, ProcessFleet, Role
+from multiworld.testing.fleet import Child, ChildFailedError, ProcessFleet, Role
 from multiworld.testing.leaks import Leak, LeakError, no_leaks
 
 __all__ = [
     "Arena",
     "Child",
+    "ChildFailedError",
     "FakeClock",
     "Leak",
     "LeakError",

@@ -11,7 +11,10 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
+import socket
+import struct
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -25,6 +28,9 @@ from multiworld.testing.hosts import Host, enter_namespace
 PRELOAD = ["torch", "torch.distributed", "multiworld.world.manager"]
 """Modules that the fork server imports."""
 
+LENGTH = struct.Struct("!Q")
+READ_BYTES = 1024 * 1024
+
 REPORT_S = 30.0
 """Default seconds to wait for a report."""
 
@@ -34,23 +40,36 @@ class ChildFailedError(AssertionError):
 
 
 class _Mail:
-    """Messages over a pipe, read by the event loop without a thread."""
+    """Messages over a pipe, read by the event loop without a thread.
+
+    Each is its length, 8 bytes, and a pickle. A part of one never blocks the loop.
+    """
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        with connection:
+            self._socket = socket.socket(fileno=os.dup(connection.fileno()))
+        self._data = bytearray()
         self._messages: deque[Any] = deque()
         self._arrived = asyncio.Event()
         self._has_ended = False
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(connection.fileno(), self._read)
+        self._loop.add_reader(self._socket.fileno(), self._read)
 
     def _read(self) -> None:
         try:
-            while self._connection.poll():
-                self._messages.append(self._connection.recv())
-        except (EOFError, OSError):
+            data = self._socket.recv(READ_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
             self._has_ended = True
-            self._loop.remove_reader(self._connection.fileno())
+            self._loop.remove_reader(self._socket.fileno())
+        self._data += data
+        while (end := _end_of(self._data)) <= len(self._data):
+            content = bytes(self._data[LENGTH.size : end])
+            del self._data[:end]
+            self._messages.append(_unpickled(content))
         self._arrived.set()
 
     async def get(self) -> Any:
@@ -62,14 +81,30 @@ class _Mail:
         return self._messages.popleft()
 
     def put(self, message: Any) -> None:
+        content = pickle.dumps(message)
         with contextlib.suppress(OSError):
-            self._connection.send(message)
+            self._socket.sendall(LENGTH.pack(len(content)) + content)
 
     def close(self) -> None:
         if not self._has_ended:
             self._has_ended = True
-            self._loop.remove_reader(self._connection.fileno())
-        self._connection.close()
+            self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+
+
+def _end_of(data: bytearray) -> int:
+    """Return where the first message ends; one that has not begun: beyond the data."""
+    if len(data) < LENGTH.size:
+        return LENGTH.size
+    (size,) = LENGTH.unpack_from(data)
+    return LENGTH.size + int(size)
+
+
+def _unpickled(content: bytes) -> Any:
+    try:
+        return pickle.loads(content)
+    except Exception:  # such as a module that only the child has
+        return "failed", f"its report cannot be read: {traceback.format_exc()}"
 
 
 class Role:

@@ -34,6 +34,11 @@ class GrowingText:
         self.is_stopped = False
 
     @property
+    def offset(self) -> int:
+        """Characters before the next token: those emitted and those held back."""
+        return self.length + len(self._held)
+
+    @property
     def text(self) -> str:
         """All text that was emitted; ``length`` is its number of characters."""
         return "".join(self._given)
@@ -99,6 +104,11 @@ class _Window:
         self._settled = len(self._tokens)  # tokens whose text is out
         self._shown = len(text)  # characters of theirs
         self._limit = PENDING
+        # Text of a prompt that ends within a character, which the output may complete.
+        self._unfinished = text if self._ends_within_character() else ""
+        while self._ends_within_character():
+            self._settled -= 1
+            self._shown = len(self._decoded(self._tokens[: self._settled]))
 
     def _decoded(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skips_special=self._skips_special)
@@ -109,7 +119,7 @@ class _Window:
             return ""
         self._tokens.append(token)
         text = self._decoded(self._tokens)
-        found = text[self._shown :]
+        found = self._new(text)
         if found and not text.endswith(PARTIAL):
             self._advance()
             return found
@@ -119,12 +129,24 @@ class _Window:
 
     def rest(self) -> str:
         """Return what is not out yet; an incomplete character becomes U+FFFD."""
-        return self._decoded(self._tokens)[self._shown :]
+        return self._new(self._decoded(self._tokens))
+
+    def _new(self, text: str) -> str:
+        """Return what is not out yet of the text of all tokens."""
+        is_as_before = self._unfinished and text.startswith(self._unfinished)
+        return text[len(self._unfinished) if is_as_before else self._shown :]
+
+    def _ends_within_character(self) -> bool:
+        settled = self._tokens[: self._settled]
+        if not self._decoded(settled).endswith(PARTIAL):
+            return False
+        raw = b"".join(self._tokenizer.raw(token) for token in settled)
+        return not raw.endswith(PARTIAL.encode())  # the prompt may have that letter
 
     def _advance(self) -> None:
         """Record that the text of all tokens is out; keep the latest as context."""
         del self._tokens[: self._settled]
-        self._settled, self._limit = len(self._tokens), PENDING
+        self._settled, self._limit, self._unfinished = len(self._tokens), PENDING, ""
         self._shown = len(self._decoded(self._tokens))
 
     def _split(self, text: str) -> str:
@@ -136,9 +158,9 @@ class _Window:
         for cut in range(len(self._tokens) - 1, self._settled, -1):
             first = self._decoded(self._tokens[:cut])
             if first + self._decoded(self._tokens[cut:]) == text:
-                found = first[self._shown :]
+                found = self._new(first)
                 del self._tokens[:cut]
-                self._settled = self._shown = 0
+                self._settled, self._shown, self._unfinished = 0, 0, ""
                 self._limit = PENDING
                 return found
         self._limit *= 2

@@ -138,6 +138,22 @@ class Tokenizer:
             return bytes(BYTE_OF[letter] for letter in name)
         return text.encode()
 
+    def offsets(
+        self, tokens: Sequence[int], text: str, *, skips_special: bool = True
+    ) -> list[int]:
+        """Return where each token begins in the text of all, in characters.
+
+        A token within a character begins where that does.
+        """
+        found, at = [], 0
+        for token in tokens:
+            raw = b"" if skips_special and token in self.special else self.raw(token)
+            found.append(at - (raw[:1] >= b"\x80" and raw[:1] < b"\xc0"))
+            at += sum(byte & 0xC0 != 0x80 for byte in raw)
+        # Some decoders drop the space that a text begins with.
+        dropped = max(0, at - len(text))
+        return [max(0, place - dropped) for place in found]
+
     def chat(
         self,
         messages: list[dict[str, Any]],  # as in OpenAI's API, with parsed arguments

@@ -335,6 +335,7 @@ def _load_stage(
 ) -> Callable[[Tensors], Tensors]:
     from multiworld.serve.models import transformer_stage
 
-    return transformer_stage.load(
-        folder, span, dtype, pooling, context.device, quantization
-    )
+    device = context.device
+    if quantization and device != "cpu":
+        raise SpecError(f"{folder}: quantization: int8 has no products on {device}")
+    return transformer_stage.load(folder, span, dtype, pooling, device, quantization)

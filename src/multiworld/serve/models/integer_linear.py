@@ -14,6 +14,7 @@ results have the same bits.
 
 from __future__ import annotations
 
+import re
 import warnings
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,10 @@ SIBLINGS = (
     ("query", "key", "value"),
     ("gate_proj", "up_proj"),
 )
+
+# Modules and names of linears that choose the experts of a mixture: these stay floats.
+ROUTER = re.compile("(Router|Gate|Gating)$")
+ROUTERS = "gate", "router"
 
 CHECKED = 3  # rows of the product that is compared with exact sums
 
@@ -260,7 +265,13 @@ def quantize_linears(
 
 def _groups(holder: nn.Module) -> list[tuple[str, ...]]:
     """Return the names of a module's linears, together where they are siblings."""
-    names = [name for name, found in holder.named_children() if is_linear(found)]
+    if ROUTER.search(type(holder).__name__):
+        return []
+    names = [
+        name
+        for name, found in holder.named_children()
+        if is_linear(found) and name not in ROUTERS
+    ]
     known = SIBLINGS if type(holder).__module__.startswith("transformers.") else ()
     found = [group for group in known if {*group} <= {*names}]
     grouped = {name for group in found for name in group}

@@ -53,6 +53,26 @@ def test_text_so_far_is_not_copied_for_each_token(
     assert growing.text == "KölnKölnKöln"
 
 
+@given(text=st.text(min_size=1), cut=st.integers(0, 100))
+def test_text_completes_the_character_that_its_prompt_ends_within(
+    tokenizer: Tokenizer, text: str, cut: int
+) -> None:
+    """As prompts of tokens do that continue an answer of another server."""
+    tokens = tokenizer.encode(f"a{text}", has_special=False)
+    cut = 1 + cut % len(tokens)
+    growing = GrowingText(tokenizer, before=tokens[:cut])
+    found = "".join([*map(growing.add, tokens[cut:]), growing.end()])
+    raw = b"".join(map(tokenizer.raw, tokens[:cut]))
+    assert f"a{text}" == raw.decode(errors="ignore") + found
+
+
+def test_character_that_is_not_completed_is_the_prompts(tokenizer: Tokenizer) -> None:
+    """It is not repeated before the text."""
+    before = tokenizer.encode("a😀", has_special=False)[:-1]
+    growing = GrowingText(tokenizer, before=before)
+    assert [growing.add(tokenizer.encode("b")[0]), growing.end()] == ["b", ""]
+
+
 @given(text=st.text("abc", max_size=30), stop=st.text("abc", min_size=1, max_size=4))
 def test_text_ends_before_the_first_stop_string(
     tokenizer: Tokenizer, text: str, stop: str

@@ -136,3 +136,11 @@ def test_text_is_cut_to_what_the_model_takes(tmp_path: Path) -> None:
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 2048}')
     assert huggingface.max_length_of(folder, {}) == 2048
     assert huggingface.max_length_of(folder, {"max_position_embeddings": 512}) == 512
+
+
+def test_int8_is_refused_on_a_gpu(tmp_path: Path) -> None:
+    """Its operators are of CPUs; the first batch would fail."""
+    folder = encoder(tmp_path, [TRANSFORMER, POOLING], mean_tokens=True)
+    made = huggingface.model(folder, quantization="int8")
+    with pytest.raises(SpecError, match="no products on cuda"):
+        made.stages[0].load(StageContext(device="cuda"))

@@ -149,6 +149,22 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(32, 64, bias=False)
 
 
+def test_what_chooses_experts_stays_float() -> None:
+    """By the name of the module that holds it, or by its own."""
+
+    class TopKGating(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wg = nn.Linear(8, 4)
+
+    block = nn.ModuleDict({"gate": nn.Linear(8, 4), "gate_proj": nn.Linear(8, 4)})
+    model = nn.ModuleDict({"router": TopKGating(), "mlp": block})
+    quantize_linears(model)
+    kinds = {name: type(found) for name, found in model.named_modules()}
+    assert kinds["router.wg"] is kinds["mlp.gate"] is nn.Linear
+    assert kinds["mlp.gate_proj"] is IntegerLinear
+
+
 @pytest.mark.parametrize("is_biased", [False, True])
 def test_siblings_are_computed_together_with_the_bits_of_each_alone(
     monkeypatch: pytest.MonkeyPatch, is_biased: bool, kernel: type[Kernel]

@@ -7,7 +7,6 @@ import hashlib
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -66,6 +65,7 @@ def digest_of(choices: Sequence[Choice], sampling: Sampling) -> str:
 async def generate(
     streams: Streams,
     model: str,
+    version: str,  # that the choices were prepared for
     choices: Sequence[Choice],
     places: Places,
     samplings: Sequence[Sampling],
@@ -93,6 +93,7 @@ async def generate(
                 adapter=adapter,
                 session=session,
                 request=request,
+                version=version,
                 has_place=True,
             ) as tokens:
                 async for item in tokens:
@@ -129,7 +130,7 @@ def _piece(choice: Choice, item: TokenItem) -> Piece:
     if choice.is_prompt_only:
         choice.finish = "length"
         return Piece(choice, "", item, choice.finish, 0)
-    offset = choice.text.length
+    offset = choice.text.offset
     choice.made += 1
     if choice.keeps_items:
         choice.items.append(item)
@@ -165,7 +166,7 @@ def chat_logprobs(tokenizer: Tokenizer, items: Sequence[TokenItem]) -> Any:
 def text_logprobs(
     tokenizer: Tokenizer,
     items: Sequence[TokenItem],
-    offsets: Sequence[int],  # of their text, in characters
+    offsets: Sequence[int],  # of their text and the prompt's, in characters
     prompt: Sequence[int] = (),  # comes first, with ``scores``
     scores: Sequence[tuple[float, Any]] = (),
 ) -> dict[str, Any]:
@@ -174,7 +175,6 @@ def text_logprobs(
         (item.token, item.logprob, item.top) for item in items
     ]
     tokens = [tokenizer.piece(token) for token in prompt]
-    before = accumulate(map(len, tokens[:-1]), initial=0) if prompt else ()
     if prompt:
         # The first token has no logprob.
         known = zip(prompt[1:], scores, strict=False)
@@ -196,5 +196,5 @@ def text_logprobs(
             }
             for token, logprob, top in scored
         ],
-        "text_offset": [*before, *offsets],
+        "text_offset": list(offsets),
     }

@@ -119,18 +119,21 @@ def _choice(
         )
     else:
         found["text"] = text
-        found["logprobs"] = (
-            text_logprobs(
-                ready.tokenizer,
-                items,
-                [len(ready.echoes[choice.index]) + at for at in choice.offsets],
-                choice.prompt if ready.wanted.echo else (),
-                choice.scores,
-            )
-            if has_logprobs
-            else None
-        )
+        found["logprobs"] = _text_logprobs(ready, choice) if has_logprobs else None
     return found
+
+
+def _text_logprobs(ready: Ready, choice: Choice) -> dict[str, Any]:
+    echo = ready.echoes[choice.index]
+    offsets = [len(echo) + at for at in choice.offsets]
+    if not ready.wanted.echo:
+        return text_logprobs(ready.tokenizer, choice.items, offsets)
+    skips_special = ready.wanted.skips_special
+    before = ready.tokenizer.offsets(choice.prompt, echo, skips_special=skips_special)
+    return text_logprobs(
+        *(ready.tokenizer, choice.items, [*before, *offsets]),
+        *(choice.prompt, choice.scores),
+    )
 
 
 def _message(ready: Ready, text: str) -> dict[str, Any]:

@@ -37,6 +37,7 @@ MAX_SCORES = 200_000  # prompt logprobs in one answer; each takes about 50 bytes
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
+    name: str  # of the replicas
     generation: Generation
     tokenizer: Tokenizer
     version: str
@@ -56,10 +57,12 @@ async def served_model(
             param="model",
         )
     name = gateway.route(name, admitted.tenant)
-    tokenizer: Tokenizer = await gateway.text(name, version, model)
+    # Before the wait: the version may be gone after it.
     spec = gateway.specs[name, version].generation
     assert spec is not None
+    tokenizer: Tokenizer = await gateway.text(name, version, model)
     return ServedModel(
+        name,
         model.generation,
         tokenizer,
         version,
@@ -234,14 +237,19 @@ async def _ready(
         )
         for index in range(len(prompts) * wanted.n)
     )
-    admitted.rows += len(choices)
+    admitted.rows = len(choices)
     _check_scores(prompts, wanted)
     echoes = [""] * len(prompts)
     if wanted.echo:
-        echoes = [await asyncio.to_thread(tokenizer.decode, one) for one in prompts]
+        echoes = [
+            await asyncio.to_thread(
+                tokenizer.decode, one, skips_special=wanted.skips_special
+            )
+            for one in prompts
+        ]
     return Ready(
         replace(wanted, sampling=sampling),
-        gateway.route(wanted.model, admitted.tenant),
+        served.name,
         served.version,
         tokenizer,
         choices,

@@ -40,16 +40,13 @@ async def answered(
     async def answer(admitted: AdmittedRequest, reservation: Reservation) -> Response:
         body = await gateway.read_body(request, admitted, reservation)
         try:
-            ready = await read(gateway, admitted, request, body)
+            ready = await _prepared(gateway, admitted, request, read, body)
         except ServeError:
             admitted.model = model_named_in(body)
             raise
         del body
         admitted.model = ready.wanted.model
         reservation.release()  # a stream may take long
-        await gateway.check_poison(
-            admitted, (ready.wanted.model, ready.version), partial(_digest, ready)
-        )
         timeout_s = timeout_of(request, ready.wanted.timeout_s)
         # A refused request is not charged, and its status can still say so.
         share, count = admitted.tenant.share, len(ready.choices)
@@ -62,6 +59,7 @@ async def answered(
         generated = generate(
             gateway.streams,
             ready.served,
+            ready.version,
             ready.choices,
             places,
             [replace(sampling, choice=one.index % n) for one in ready.choices],
@@ -79,6 +77,24 @@ async def answered(
         return await while_connected(request, form.whole(ready, pieces))
 
     return await respond(gateway, request, "", answer, form.error)
+
+
+async def _prepared(
+    gateway: Gateway,
+    admitted: AdmittedRequest,
+    request: Request,
+    read: Reader,
+    body: Body,
+) -> Ready:
+    """Prepare a request for the active version; again if an update is completed."""
+    while True:
+        ready = await read(gateway, admitted, request, body)
+        model, tenant = ready.wanted.model, admitted.tenant
+        known = model, ready.version
+        await gateway.check_poison(admitted, known, partial(_digest, ready))
+        version, _ = gateway.model(model, None, tenant)
+        if (version, gateway.route(model, tenant)) == (ready.version, ready.served):
+            return ready
 
 
 async def _watched(

@@ -19,6 +19,7 @@ from multiworld.errors import InvalidRequestError
 
 MAX_TOOLS = 128  # of a request, as in OpenAI's API
 BEGIN, END = "<tool_call>", "</tool_call>"  # around a call, for Hermes and Qwen
+MAX_MARKS = 8  # ends of a call that are tried; each of them parses it
 # Of templates, by vLLM's names of the parsers.
 Family = Literal["hermes", "llama3_json"]
 
@@ -200,16 +201,32 @@ class CallParser:
             if before.strip():
                 yield before
             self._held = mark + rest
-            inside, closed, after = rest.partition(END)
-            if not closed:
+            found, end = self._closed(rest)
+            if end < 0:
                 self._is_open, self._tail = True, rest
                 return  # the call is not complete yet
-            found = self._parsed(inside)
-            self._held = after
+            self._held = rest[end + len(END) :]
             if found is None:
-                yield mark + inside + closed
+                yield mark + rest[: end + len(END)]
             else:
                 yield from self._calls(found)
+
+    def _closed(self, text: str) -> tuple[list[tuple[str, str]] | None, int]:
+        """Return the calls in a text, None if it has none, and where its mark is.
+
+        -1: it is not complete yet. A mark within a string ends nothing.
+        """
+        end = -1
+        for _ in range(MAX_MARKS):
+            end = text.find(END, end + 1)
+            if end < 0:
+                return None, end
+            found = self._parsed(text[:end])
+            if found is not None:
+                return found, end
+            if not _ends_in_string(text[:end]):
+                break
+        return None, text.find(END)
 
     def _may_not_be_json(self) -> bool:
         """Return whether the output is certainly not a call in Llama 3's form."""
@@ -268,6 +285,17 @@ class ListedCalls:
             if not self._depth and self._object:
                 yield "".join(self._object)
                 self._object.clear()
+
+
+def _ends_in_string(text: str) -> bool:
+    """Return whether JSON is cut within a string."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated string")
+    except RecursionError:
+        pass
+    return False
 
 
 def _overlap(text: str, mark: str) -> int:

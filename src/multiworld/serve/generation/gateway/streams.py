@@ -90,7 +90,7 @@ class Streams:
         session: str = "",  # streams of a tenant's session prefer the same replicas
         request: str = "",  # id, for logs
         via: dict[int, str] | None = None,  # of a probe: replicas by stage
-        version: str | None = None,  # of a probe; None: the active one
+        version: str | None = None,  # None: the active one
         has_place: bool = False,  # it was reserved
     ) -> AsyncIterator[AsyncIterator[TokenItem]]:
         """Generate tokens; the stream ends with the block; replicas are notified."""

@@ -45,16 +45,24 @@ def model(
         )
     folder_facts.check_kinds(config.get("layer_types") or (), folder)
     folder_facts.check_tokenizer(folder)
-    token = _kv_numbers(config, folder) * SIZES[dtype]
+    kv_numbers = [
+        sum(_kv_numbers(config, layer, folder) for layer in range(begin, end))
+        for begin, end in cuts
+    ]
     return Model(
         stages=[
             Stage(
                 load=functools.partial(
-                    _load, folder, Span(begin, end, layers), dtype, quantization
+                    _load,
+                    folder,
+                    Span(begin, end, layers),
+                    dtype,
+                    quantization,
+                    numbers,
                 ),
                 name=huggingface.title_of(begin, end),
             )
-            for begin, end in cuts
+            for (begin, end), numbers in zip(cuts, kv_numbers, strict=True)
         ],
         preload=[
             *huggingface.preloaded_modules(str(config.get("model_type", ""))),
@@ -73,7 +81,7 @@ def model(
             end_tokens=folder_facts.end_tokens(config, folder),
             vocabulary=huggingface.number_of(config, ("vocab_size",), folder),
             max_tokens=huggingface.longest_of(config, folder_facts.MAX_TOKENS),
-            kv_bytes=[(end - begin) * token for begin, end in cuts],
+            kv_bytes=[numbers * SIZES[dtype] for numbers in kv_numbers],
             weights=functools.partial(
                 weights.name_of, folder, dtype, deterministic, quantization
             ),
@@ -84,15 +92,36 @@ def model(
     )
 
 
-def _kv_numbers(config: dict[str, Any], folder: Path) -> int:
-    """Return the size of one token's key and value in one layer, in numbers."""
+def _kv_numbers(config: dict[str, Any], layer: int, folder: Path) -> int:
+    """Return the size of one token's key and value in a layer, in numbers."""
+    config = {**config, **_of_layer(config, layer)}
     heads = huggingface.number_of(config, ("num_attention_heads", "n_head"), folder)
     if (nope := config.get("qk_nope_head_dim")) is not None:  # latent, kept expanded
         key = int(nope) + int(config.get("qk_rope_head_dim") or 0)
         return heads * (key + int(config.get("v_head_dim") or key))
     hidden = huggingface.number_of(config, huggingface.HIDDEN, folder)
-    size = int(config.get("head_dim") or hidden // heads)
-    return 2 * size * int(config.get("num_key_value_heads") or heads)
+    size = int(config.get("head_dim") or config.get("kv_channels") or hidden // heads)
+    kept = int(config.get("num_key_value_heads") or heads)
+    if config.get("model_type") == "gpt_bigcode" and config.get("multi_query", True):
+        kept = 1  # files of older versions do not say so
+    if config.get("model_type") == "jetmoe":
+        # Each of a token's experts has its queries, and the same key and value.
+        kept *= int(config.get("num_experts_per_tok", 1))
+    return 2 * size * kept
+
+
+def _of_layer(config: dict[str, Any], layer: int) -> dict[str, Any]:
+    """Return what a layer has otherwise than the others, as in gemma4."""
+    if (own := config.get("per_layer_config")) is not None:
+        found: dict[str, Any] = own.get(str(layer)) or {}
+        return found
+    kinds = config.get("layer_types") or ()
+    if layer >= len(kinds) or kinds[layer] != "full_attention":
+        return {}
+    found = {"head_dim": config.get("global_head_dim") or config.get("head_dim")}
+    if config.get("attention_k_eq_v") and config.get("num_global_key_value_heads"):
+        found["num_key_value_heads"] = config["num_global_key_value_heads"]
+    return found
 
 
 def _load(
@@ -100,8 +129,10 @@ def _load(
     span: Span,
     dtype: str,
     quantization: str | None,
+    kv_numbers: int,
     context: StageContext,
 ) -> Callable[..., Any]:
     from multiworld.serve.generation.models import decoder_stage
 
-    return decoder_stage.load(folder, span, dtype, context.device, quantization)
+    device = context.device
+    return decoder_stage.load(folder, span, dtype, device, quantization, kv_numbers)

@@ -38,7 +38,12 @@ _step = threading.local()
 
 
 def load(
-    folder: Path, span: Span, dtype: str, device: str, quantization: str | None = None
+    folder: Path,
+    span: Span,
+    dtype: str,
+    device: str,
+    quantization: str | None = None,
+    kv_numbers: int | None = None,  # booked for keys and values of a token, if known
 ) -> DecoderStage:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoConfig
 
@@ -65,12 +70,15 @@ def load(
             raise
         raise _without_interface(folder, 0, span) from error
     stage = DecoderStage(whole, span).to(device).eval()
-    _check_attention(stage, span, folder)
+    _check_attention(stage, span, folder, kv_numbers)
     return stage
 
 
-def _check_attention(stage: DecoderStage, span: Span, folder: Path) -> None:
-    """Refuse layers that attend without our attention: they would see no KV cache."""
+def _check_attention(
+    stage: DecoderStage, span: Span, folder: Path, kv_numbers: int | None
+) -> None:
+    """Refuse layers that attend without our attention: they would see no KV cache; and
+    those whose keys and values are larger than what was booked for them."""
     seen = _Seen()
     device = stage.device
     rows, positions = stage.example(2, 0).to(device), torch.arange(2, device=device)
@@ -79,6 +87,12 @@ def _check_attention(stage: DecoderStage, span: Span, folder: Path) -> None:
         stage(rows, positions, seen, positions)
     if len(seen.layers) != span.end - span.begin:
         raise _without_interface(folder, len({*seen.layers}), span)
+    if kv_numbers is not None and seen.kv_numbers > kv_numbers:
+        raise SpecError(
+            f"{folder}: its layers keep {seen.kv_numbers} numbers of each token, and "
+            f"by its config.json {kv_numbers}, so that no memory could be kept to; "
+            f"{REMEDY}"
+        )
     config: Any = stage.whole.config
     kinds = getattr(config.get_text_config(), "layer_types", None)
     is_windowed = kinds is None or "sliding_attention" in kinds
@@ -104,6 +118,7 @@ class _Seen:
 
     def __init__(self) -> None:
         self.layers: list[int] = []
+        self.kv_numbers = 0  # of a token, in all layers
         self.has_window = False
 
     def attend(
@@ -116,6 +131,7 @@ class _Seen:
         **_: Any,
     ) -> Tensor:
         self.layers.append(layer)
+        self.kv_numbers += sum(t.shape[0] * t.shape[2] for t in (key, value))
         self.has_window = self.has_window or window is not None
         return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
 

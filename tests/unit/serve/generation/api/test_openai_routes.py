@@ -53,6 +53,7 @@ class PlayedStreams(Streams):
         samplings: How each was to be sampled.
         sessions: Session of each.
         requests: Id of the request of each.
+        versions: Version of the model of each.
         quarantined: Tenants and models.
     """
 
@@ -67,6 +68,7 @@ class PlayedStreams(Streams):
         self.samplings: list[Sampling] = []
         self.sessions: list[str] = []
         self.requests: list[str] = []
+        self.versions: list[str] = []
         self.quarantined: list[tuple[str, str]] = []
 
     def check_room(self, model: str, share: Share, count: int = 1) -> None:
@@ -87,6 +89,7 @@ class PlayedStreams(Streams):
         self.samplings.append(sampling)
         self.sessions.append(more["session"])
         self.requests.append(more["request"])
+        self.versions.append(more["version"])
         yield self._items(sampling)
 
     async def _items(self, sampling: Sampling) -> AsyncIterator[TokenItem]:
@@ -647,6 +650,7 @@ async def test_tokens_are_charged_that_the_client_does_not_read(
     pieces = generate(
         streams,
         "g",
+        "1",
         [choice],
         places,
         [Sampling(max_tokens=20)],
@@ -660,6 +664,69 @@ async def test_tokens_are_charged_that_the_client_does_not_read(
         while count < 20:  # noqa: ASYNC110 - it is the loop's turns that count
             await asyncio.sleep(0)
     await pieces.aclose()
+
+
+async def test_places_of_text_count_what_a_stop_string_holds_back(
+    tokenizer: Tokenizer,
+) -> None:
+    """In a whole answer and in a stream."""
+    played = Played(tokenizer)
+    played.streams.text = list(tokenizer.encode("a cat", has_special=False))
+    body = {"prompt": "hi", "logprobs": 0, "stop": ["cats"]}
+    _, answer = await played.post("/v1/completions", body)
+    (choice,) = answer["choices"]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
+    found = await played.choices("/v1/completions", body)
+    logprobs = [c["logprobs"]["text_offset"] for c in found if c["logprobs"]]
+    assert [at for places in logprobs for at in places] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("skips_special", [True, False])
+async def test_places_of_an_echo_are_in_its_text(
+    tokenizer: Tokenizer, skips_special: bool
+) -> None:
+    """Of letters of several tokens, and of control tokens that are shown or not."""
+    played = Played(tokenizer)
+    played.streams.text = list(tokenizer.encode("yo", has_special=False))
+    (end,) = sorted(tokenizer.special)[:1]
+    prompt = [end, *tokenizer.encode("é😀i", has_special=False)]
+    body = {"prompt": prompt, "echo": True, "logprobs": 0}
+    _, answer = await played.post(
+        "/v1/completions", {**body, "skip_special_tokens": skips_special}
+    )
+    (choice,) = answer["choices"]
+    shown = "" if skips_special else tokenizer.piece(end)
+    assert choice["text"] == f"{shown}é😀iyo"
+    at = len(shown)
+    places = [0, at, at, *[at + 1] * 4, at + 2, at + 3, at + 4]
+    assert choice["logprobs"]["text_offset"] == places
+
+
+async def test_request_is_prepared_again_if_an_update_is_completed_meanwhile(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new version may have another tokenizer and other limits."""
+    save_tokenizer(tmp_path, "<own>")
+    new, played = Tokenizer(tmp_path), Played(tokenizer)
+    gateway, dispatcher = played.fake.gateway, played.fake.dispatcher
+    model = gateway.models["g"]["1"]
+    assert model.generation is not None
+    own = dataclasses.replace(model.generation, tokenizer=lambda: new)
+    encode = Tokenizer.encode
+
+    def update(self: Tokenizer, text: str, **more: Any) -> list[int]:
+        gateway.models["g"]["2"] = dataclasses.replace(model, generation=own)
+        gateway.specs["g", "2"] = gateway.specs["g", "1"]
+        dispatcher.table = RoutingTable(2, ("gateway/1",), {"g": Route("2", {"2": 1})})
+        return encode(self, text, **more)
+
+    monkeypatch.setattr(Tokenizer, "encode", update)
+    played.streams.text = [5]
+    status, answer = await played.post("/v1/completions", {"prompt": "<own>"})
+    assert status == 200
+    assert played.streams.prompts == [encode(new, "<own>")]
+    assert played.streams.versions == ["2"]
+    assert answer["usage"]["prompt_tokens"] == len(encode(new, "<own>"))
 
 
 async def test_places_of_text_are_those_of_what_is_shown(tokenizer: Tokenizer) -> None:

@@ -54,6 +54,8 @@ def cut(text: str, at: list[int]) -> list[str]:
 
 
 WEATHER = [("weather", {"place": "Köln </tool"})]
+MARKED = '{"name": "weather", "arguments": {"place": "</tool_call>, </tool_call>"}}'
+MARKS = [("weather", {"place": "</tool_call>, </tool_call>"})]
 FREE = Calling(tuple(TOOLS))
 SMALLER, NOTHING = "2 < 3, <tool> and </tool_call>", "<tool_call>nothing</tool_call>"
 
@@ -81,6 +83,13 @@ SMALLER, NOTHING = "2 < 3, <tool> and </tool_call>", "<tool_call>nothing</tool_c
             "<tool_call>nothing</tool_call>",
             "<tool_call>nothing</tool_call>",
             [],
+        ),
+        ("hermes", f"<tool_call>{MARKED}</tool_call> so.", " so.", MARKS),
+        (
+            "hermes",
+            f'<tool_call>{{"name": "now</tool_call> <tool_call>{CALL}</tool_call>',
+            '<tool_call>{"name": "now</tool_call> ',
+            WEATHER,
         ),
         ("hermes", "it ends in <tool_call", "it ends in <tool_call", []),
         ("hermes", f"<tool_call>{CALL}", "", WEATHER),
@@ -148,6 +157,12 @@ def test_call_so_far_is_not_copied_for_each_token(
     found = [*parser.feed('"}}' + end[:5]), *parser.feed(end[5:]), *parser.end()]
     arguments = json.dumps({"place": 100 * "Köln </tool"})
     assert found == [Call(0, "weather", arguments)]
+
+
+def test_few_ends_of_a_call_are_tried() -> None:
+    """Each of them parses all of it again."""
+    text = '<tool_call>{"name": "' + "</tool_call>" * 1000
+    assert parsed(FREE, "hermes", [*text]) == (text, [])
 
 
 def test_schemas_are_those_of_the_tools() -> None:

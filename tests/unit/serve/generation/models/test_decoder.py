@@ -164,8 +164,8 @@ def test_rotary_frequencies_are_not_rounded_in_int8(tmp_path: Path) -> None:
     """They stay float32 whatever the rest is computed in, as without quantization."""
     folder, span = save_decoder(tmp_path), Span(0, 4, 4)
 
-    def frequencies(*how: str) -> torch.Tensor:
-        stage = decoder_stage.load(folder, span, "bfloat16", "cpu", *how)
+    def frequencies(how: str | None = None) -> torch.Tensor:
+        stage = decoder_stage.load(folder, span, "bfloat16", "cpu", how)
         (found,) = (b for n, b in stage.named_buffers() if n.endswith(".inv_freq"))
         return found
 
@@ -245,6 +245,52 @@ def test_memory_of_latent_attention_is_that_of_its_expanded_keys(
     chain.step([(0, 0, [*range(1, 33)])])
     tokens, rest = divmod(chain.caches[0].nbytes, generation.kv_bytes[0])
     assert (32 <= tokens <= 36, rest) == (True, 0)  # in blocks of 4
+
+
+def config_of(kind: str, **more: Any) -> dict[str, Any]:
+    """Return the facts of a tiny model of a kind, as its folder has them."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return {"model_type": kind, "head_dim": 16, **sizes, **more}
+
+
+@pytest.mark.parametrize(
+    ("config", "numbers"),
+    [
+        (config_of("llama"), [64, 64]),
+        (config_of("jetmoe", num_experts_per_tok=3), [192, 192]),
+        (config_of("gpt_bigcode", num_key_value_heads=None), [32, 32]),
+        (config_of("gpt_bigcode", multi_query=False), [64, 64]),
+        (config_of("gemma4_text", per_layer_config={"1": {"head_dim": 32}}), [64, 128]),
+        (
+            config_of(
+                "gemma4_text",
+                layer_types=["sliding_attention", "full_attention"],
+                global_head_dim=64,
+            ),
+            [64, 256],
+        ),
+    ],
+)
+def test_memory_of_keys_and_values_is_that_of_each_layer(
+    tmp_path: Path, config: dict[str, Any], numbers: list[int]
+) -> None:
+    """Also of models whose layers differ."""
+    facts = {**config, "num_hidden_layers": 2, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    save_tokenizer(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    generation = decoder.model(str(tmp_path), 2, dtype="float32").generation
+    assert generation is not None
+    assert list(generation.kv_bytes) == [4 * number for number in numbers]
+
+
+def test_layers_that_keep_more_than_was_booked_are_refused(tmp_path: Path) -> None:
+    """The memory of a replica could not be kept to."""
+    folder = save_decoder(tmp_path)
+    span = Span(0, 4, 4)
+    assert decoder_stage.load(folder, span, "float32", "cpu", kv_numbers=4 * 64)
+    with pytest.raises(SpecError, match=r"keep 256 numbers of each token, and .* 255"):
+        decoder_stage.load(folder, span, "float32", "cpu", kv_numbers=255)
 
 
 @pytest.mark.parametrize(
