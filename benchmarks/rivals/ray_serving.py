@@ -17,6 +17,8 @@ import ray
 from ray import serve
 from starlette.requests import Request
 
+BATCH = 16  # texts in a batch, as many as our stages take
+
 
 @serve.deployment(max_ongoing_requests=64)
 class Empty:
@@ -37,7 +39,7 @@ class Slow:
 
 @serve.deployment(max_ongoing_requests=64)
 class Part:
-    """A part of the sentence encoder."""
+    """A part of the sentence encoder, which computes what waits as one batch."""
 
     def __init__(self, number: int, stages: int) -> None:
         import torch
@@ -46,15 +48,43 @@ class Part:
         from multiworld.serve.spec.stage import StageContext
 
         torch.set_num_threads(1)
-        model = minilm.model(stages)
-        self._function = model.stages[number].load(StageContext())
+        stage = minilm.model(stages).stages[number]
+        self._function, self._ragged = stage.load(StageContext()), stage.ragged
 
-    def __call__(self, tensors: dict[str, Any]) -> dict[str, Any]:
+    @serve.batch(max_batch_size=BATCH, batch_wait_timeout_s=0.0)
+    async def __call__(self, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
         import torch
 
+        longest = max(self._length(one) for one in given)
+        batch = {
+            name: torch.cat([self._padded(name, one[name], longest) for one in given])
+            for name in given[0]
+        }
         with torch.inference_mode():
-            given = {name: torch.from_numpy(a) for name, a in tensors.items()}
-            return {name: t.numpy() for name, t in self._function(given).items()}
+            found = self._function(batch)
+        return [
+            {
+                name: (
+                    t[row : row + 1, : self._length(one)]
+                    if name in self._ragged
+                    else t[row : row + 1]
+                ).numpy()
+                for name, t in found.items()
+            }
+            for row, one in enumerate(given)
+        ]
+
+    def _length(self, tensors: dict[str, Any]) -> int:
+        return max(a.shape[1] for name, a in tensors.items() if name in self._ragged)
+
+    def _padded(self, name: str, given: Any, longest: int) -> Any:
+        import torch
+
+        tensor = torch.from_numpy(given)
+        if name not in self._ragged or tensor.dim() < 2:
+            return tensor
+        padding = (0, 0) * (tensor.dim() - 2) + (0, longest - tensor.shape[1])
+        return torch.nn.functional.pad(tensor, padding, value=self._ragged[name])
 
 
 @serve.deployment(max_ongoing_requests=256)

@@ -37,6 +37,8 @@ def _watch(service: Service, found: StatusAnswer) -> StatusAnswer:
 
 
 # Colours of phases; red for the others.
+UNFOLDED = 10_000  # columns: more than a line has
+
 PHASES = {"ready": "green", "draining": "yellow", "finishing": "yellow"}
 
 
@@ -105,7 +107,9 @@ def _print(found: StatusAnswer) -> None:
     console = Console()
     unbound = console.options.update(max_width=1_000)
     min_width = console.measure(_processes(found), options=unbound).maximum
-    Console(width=max(console.width, min_width)).print(_shown(found))
+    # Do not fold in a file or a pipe: other programs read it line by line.
+    width = max(console.width, min_width) if console.is_terminal else UNFOLDED
+    Console(width=width).print(_shown(found))
 
 
 def _work(process: ProcessShown, found: StatusAnswer) -> tuple[str, str, str]:

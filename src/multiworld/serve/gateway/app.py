@@ -153,6 +153,8 @@ def _inference(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
         del body, parse  # the tensors are copies
         given = parsed.parameters
         timeout_s = timeout_of(request, given.timeout_s, given.timeout)
+        if timeout_s is None:
+            timeout_s = gateway.deadline_s(name, admitted.tenant)
         session = _session(given.sequence_id)
         asked_at = gateway.authenticator.clock()
         while True:
@@ -166,10 +168,9 @@ def _inference(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
                 current, model = gateway.model(name, version, admitted.tenant)
                 require_tensors(name, model)
                 open_inference.check(parsed.tensors, model)
-                if timeout_s is not None:
-                    spent_s = gateway.authenticator.clock() - asked_at
-                    timeout_s = max(0.001, timeout_s - spent_s)
-                    asked_at += spent_s
+                spent_s = gateway.authenticator.clock() - asked_at
+                timeout_s = max(0.001, timeout_s - spent_s)
+                asked_at += spent_s
         size = sum(tensor.nbytes for tensor in answer.values())
         render = partial(open_inference.render, name, current, parsed, answer)
         content, head = (

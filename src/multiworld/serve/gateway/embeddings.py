@@ -239,8 +239,7 @@ async def _embed(
     version, model = gateway.model(name, None, admitted.tenant)
     deadline_s = responses.timeout_of(request)
     if deadline_s is None:
-        served = gateway.route(name, admitted.tenant)
-        deadline_s = gateway.dispatcher.table.routes[served].deadline_s
+        deadline_s = gateway.deadline_s(name, admitted.tenant)
     clock = gateway.authenticator.clock
     deadline_at = asked_at + deadline_s
     _check_dimensions(parsed.dimensions, model)
@@ -250,7 +249,8 @@ async def _embed(
     frontend = await gateway.text(served, version, model)
     size = 16 * sum(map(len, parsed.inputs))  # that is as slow to parse
     inputs = await off_loop(size, partial(_checked, frontend, model, parsed.inputs))
-    window = asyncio.Semaphore(WINDOW)
+    room = gateway.dispatcher.table.routes[served].max_queued_requests
+    window = asyncio.Semaphore(max(1, min(WINDOW, room)))
 
     async def one(tensors: Tensors) -> Tensors:
         async with window:

@@ -251,20 +251,27 @@ class Gateway:
     ) -> Tensors:
         """Answer one request of a tenant; cancelling it cancels its attempts.
 
-        Raises ``OutdatedError`` if another version became active before it was sent.
+        Raises ``OutdatedError`` if another version became active before it was sent,
+        or the tenant's dedicated replicas were removed.
         """
         tenant, model_version = admitted.tenant, (name, version)
         await self.check_poison(admitted, model_version, lambda: _digest(tensors))
         served = self.route(name, tenant)
         try:
-            answer = await self._infer(
-                admitted, served, tensors, deadline_s, session, version
+            answer = await self.dispatcher.infer(
+                served,
+                tensors,
+                deadline_s=deadline_s,
+                session=None if session is None else f"{tenant.name}\0{session}",
+                share=tenant.share,
+                timing=admitted.timing,
+                version=version,
             )
         except UnknownModelError:
             # The tenant's dedicated replicas, or the model, were removed meanwhile.
             if served == name or name not in self.dispatcher.table.routes:
                 raise refusals.unknown_model(name, self.names(tenant)) from None
-            answer = await self._infer(admitted, name, tensors, deadline_s, session)
+            raise refusals.OutdatedError(f"{served!r} is served no longer") from None
         except RequestPoisonedError:
             self.found_poison(tenant, model_version, await _digest(tensors))
             raise
@@ -295,25 +302,9 @@ class Gateway:
             self.dispatcher.quarantine(tenant, model_version[0])
             self.streams.quarantine(tenant, self.base(model_version[0]))
 
-    async def _infer(
-        self,
-        admitted: AdmittedRequest,
-        served: str,
-        tensors: Tensors,
-        deadline_s: float | None,
-        session: str | None,
-        version: str = "",
-    ) -> Tensors:
-        tenant = admitted.tenant
-        return await self.dispatcher.infer(
-            served,
-            tensors,
-            deadline_s=deadline_s,
-            session=None if session is None else f"{tenant.name}\0{session}",
-            share=tenant.share,
-            timing=admitted.timing,
-            version=version,
-        )
+    def deadline_s(self, name: str, tenant: Tenant) -> float:
+        """Return how long a request to a model may take, if it does not say."""
+        return self.dispatcher.table.routes[self.route(name, tenant)].deadline_s
 
     async def text(self, name: str, version: str, model: Model) -> Any:
         """Return the text frontend of a model; load it once, in a thread."""

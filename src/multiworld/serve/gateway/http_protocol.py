@@ -89,6 +89,7 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             self._stall_timer: asyncio.TimerHandle | None = None
             self._connection = Connection()
             self._cycles: list[RequestResponseCycle] = []  # requests without an end
+            self._refusal = b""  # is sent once these have been answered
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -151,7 +152,7 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             self._stop_timer()
             if len(self._cycles) >= PIPELINED:
                 self.transport.close()
-            if self._head_bytes <= HEAD_BYTES and not self.transport.is_closing():
+            if not self._refusal and not self.transport.is_closing():
                 super().on_headers_complete()
                 if self.cycle is not None:
                     self._cycles.append(self.cycle)
@@ -161,10 +162,13 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             self._heads.flush()  # a HEAD request has no body
             # Complete ones hold headers, and what was not read of their bodies.
             self._cycles = [c for c in self._cycles if not c.response_complete]
+            if self._refusal and not self._cycles:
+                self.transport.write(self._refusal)
+                self.transport.close()
             super().on_response_complete()
 
         def data_received(self, data: bytes) -> None:
-            if self.transport.is_closing():
+            if self._refusal or self.transport.is_closing():
                 return
             self._has_progress = False
             super().data_received(data)
@@ -174,9 +178,12 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
 
         def on_body(self, body: bytes) -> None:
             self._has_progress = True
-            super().on_body(body)
+            if not self._refusal:
+                super().on_body(body)
 
         def on_message_complete(self) -> None:
+            if self._refusal:
+                return
             self._has_progress = True
             self._stop_late_timer()
             self._scope()[IS_COMPLETE] = True
@@ -253,11 +260,18 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
                 self._timer.cancel()
                 self._timer = None
 
+        def send_400_response(self, msg: str) -> None:
+            self._refuse("400 Bad Request", msg)
+
         def _refuse(self, status: str, text: str) -> None:
+            """Refuse a request and close, after the answers to those before it."""
             self._stop_timer()
+            if self._refusal:
+                return
             body = f'{{"error": "{text}"}}'
-            answer = ANSWER.format(status, len(body), body)
-            self.transport.write(answer.encode())
-            self.transport.close()
+            self._refusal = ANSWER.format(status, len(body), body).encode()
+            if all(cycle.response_complete for cycle in self._cycles):
+                self.transport.write(self._refusal)
+                self.transport.close()
 
     return Bounded

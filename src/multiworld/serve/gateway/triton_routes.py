@@ -56,17 +56,16 @@ def add_triton(app: FastAPI, gateway: Gateway) -> None:
     async def index(request: Request) -> Response:
         """List the models that the client may use, with their states."""
         tenant = gateway.authenticator.identify(request.headers)
-        found = [gateway.model(n, None, tenant) for n in gateway.names(tenant)]
+        routes = gateway.dispatcher.table.routes
+        served = [(name, gateway.route(name, tenant)) for name in gateway.names(tenant)]
         rows = [
             {
                 "name": name,
-                "version": version,
-                "state": "READY"
-                if gateway.is_ready(gateway.route(name, tenant))
-                else "UNAVAILABLE",
+                "version": routes[route].version,
+                "state": "READY" if gateway.is_ready(route) else "UNAVAILABLE",
                 "reason": "",
             }
-            for name, (version, _) in zip(gateway.names(tenant), found, strict=True)
+            for name, route in served
         ]
         return json_response(rows)
 

@@ -56,6 +56,7 @@ MISSING = (
 MAX_ROW = 10_000  # alternatives at one position (``max_items_in_row`` of llguidance)
 # Part of llguidance's error about a token that a structure does not allow; all other
 # errors are about the structure.
+NO_FORCING = '%llguidance {"no_forcing": true}'
 NO_SUCH_TOKEN = "doesn't satisfy the grammar"
 
 
@@ -213,10 +214,26 @@ def _matcher() -> Any:
 
 
 def _checked(grammar: str, param: str) -> str:
+    grammar = _unforced(grammar)
     why = _matcher().validate_grammar(grammar)
     if why and not why.startswith("WARNING"):
         raise _invalid(f"cannot be enforced: {_short(why)}", param)
     return grammar
+
+
+def _unforced(grammar: str) -> str:
+    """Return a grammar that allows every token that fits.
+
+    By default, where only one text may follow, llguidance allows the first token of its
+    encoding alone: a control token, if the text is that of one.
+    """
+    if grammar.startswith("{"):
+        (part,) = json.loads(grammar)["grammars"]
+        if (schema := part["json_schema"]) is not None:
+            grammar = f"start: %json {json.dumps(schema)}"
+        else:
+            grammar = part["lark_grammar"]
+    return f"{NO_FORCING}\n{grammar}"
 
 
 def _short(why: object) -> str:
@@ -266,7 +283,7 @@ class Matchers:
 
     def _made(self, grammar: str) -> Any:
         if (why := self._failures.get(grammar)) is not None:
-            raise InvalidRequestError(why)
+            raise InvalidRequestError(why, code="invalid_value")
         compiled = self._compiled.pop(grammar, None) or self._compile(grammar)
         self._compiled[grammar] = compiled
         while len(self._compiled) > KEPT_GRAMMARS:
@@ -324,4 +341,4 @@ class Matcher:
         if matcher.is_error():
             why = f"structured output failed: {_short(matcher.get_error())}"
             self._failed(why)
-            raise InvalidRequestError(why)
+            raise InvalidRequestError(why, code="invalid_value")

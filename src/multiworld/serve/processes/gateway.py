@@ -11,9 +11,9 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import uvicorn
 
@@ -175,6 +175,9 @@ class GatewayProcess:
         self._keeper = EdgeKeeper(manager, args.store, config, owner)
         self._probes: set[asyncio.Task[None]] = set()
         self._loading: set[asyncio.Task[None]] = set()
+        # Other orders do not wait for factories, but a table for versions of its own.
+        self._build_turn, self._building = asyncio.Lock(), 0
+        self._held_table: RoutingTable | None = None
         connections = allowed_connections(spec.max_connections)
         self._is_routed = asyncio.Event()
         self._server = EmbeddedServer(
@@ -267,14 +270,18 @@ class GatewayProcess:
             except Exception:  # the first request that needs it tries again
                 logger.exception("the tokenizer of %s cannot be loaded", name)
 
-        task = asyncio.ensure_future(load())
+        self._in_background(load())
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
         self._loading.add(task)
         task.add_done_callback(self._loading.discard)
 
     async def _obey(self, order: messages.Order) -> None:
         match order:
             case messages.ModelsChanged(specs):
-                await self._models_changed(specs)
+                self._building += 1
+                self._in_background(self._models_changed(specs))
             case messages.TableChanged(table):
                 self._table_changed(table)
             case messages.AllTenants():
@@ -322,12 +329,24 @@ class GatewayProcess:
             logger.warning("the controller did not send the state of the fleet")
 
     async def _models_changed(self, specs: dict[str, dict[str, str]]) -> None:
-        for name, versions in specs.items():
-            for version, text in versions.items():
-                if version not in self._gateway.models.get(name, {}):
-                    await self._add_model(name, text)
+        try:
+            async with self._build_turn:
+                for name, versions in specs.items():
+                    for version, text in versions.items():
+                        if version not in self._gateway.models.get(name, {}):
+                            await self._add_model(name, text)
+        finally:
+            self._building -= 1
+        if self._held_table is not None:
+            self._table_changed(self._held_table)
 
     def _table_changed(self, table: RoutingTable) -> None:
+        models = self._gateway.models
+        active = ((name, route.version) for name, route in table.routes.items())
+        if self._building and any(v not in models.get(name, {}) for name, v in active):
+            self._held_table = table  # it makes a version active that is being built
+            return
+        self._held_table = None
         self._dispatcher.table_changed(table)
         self._streams.table_changed(table)
         self._keeper.apply(edges_of(table, self._args.name))
@@ -404,6 +423,9 @@ class GatewayProcess:
     async def _probe(self, replica: str, limit_s: float) -> None:
         error: str | None = None
         try:
+            if self._building:
+                async with self._build_turn:  # it may be of a version that is built now
+                    pass
             model = self._model_of(replica)
             if model.generation is not None:
                 await self._streams.probe(replica, PROBE_TOKENS, limit_s)

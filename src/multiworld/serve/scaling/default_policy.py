@@ -135,12 +135,12 @@ def _times_of(
         busy_s = other.busy_s - one.busy_s
         if requests >= MIN_REQUESTS and batches > 0 and busy_s > 0:
             now = busy_s / requests, busy_s / batches, requests / batches
-            before = now if before is None else _smoothed(before, now, step)
+            before = now if before is None else smoothed(before, now, step)
         found.append(before)
     return tuple(found)
 
 
-def _smoothed(before: Times, now: Times, step: float) -> Times:
+def smoothed(before: Times, now: Times, step: float) -> Times:
     """Return the times, moved towards the new measurement by the share ``step``."""
     # A request takes longer in a small batch. Adding replicas, which shrinks batches,
     # must not make them look slower: a longer time counts only if its batches are about
@@ -148,7 +148,12 @@ def _smoothed(before: Times, now: Times, step: float) -> Times:
     item_s, batch_s, rows = before
     is_slower = now[0] > item_s
     if is_slower and now[2] < SIMILAR_ROWS * rows:
-        return item_s, batch_s + step * (now[1] - batch_s), rows
+        # The remembered rows fade, or slower requests would never count.
+        return (
+            item_s,
+            batch_s + step * (now[1] - batch_s),
+            rows + step * (now[2] - rows),
+        )
     return (
         item_s + step * (now[0] - item_s),
         batch_s + step * (now[1] - batch_s),

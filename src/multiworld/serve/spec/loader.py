@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from multiworld.serve.spec.profiles import with_profiles
 from multiworld.serve.spec.schema import PATTERNS, AppSpec
 
 MAX_BYTES = 1024 * 1024  # of a spec
+INT = "tag:yaml.org,2002:int"
+DECIMAL = re.compile("[-+]?(0|[1-9][0-9_]*)$")
+
 MAX_NODES = 100_000  # keys, values and lists of a spec, with aliases expanded
 
 KeyPath = tuple[str | int, ...]  # keys and list indices that lead to a value
@@ -38,11 +42,11 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
     if len(text) > MAX_BYTES:
         raise SpecError(f"{where} is longer than {MAX_BYTES} bytes; split the spec")
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=_Loader)
         if root is not None and _size(root, {}) > MAX_NODES:
             why = f"line 1: its aliases unfold into over {MAX_NODES} values; use fewer"
             raise _spec_error(where, [why])
-        data = yaml.safe_load(text)
+        data = yaml.load(text, Loader=_Loader)
     except SpecError:
         raise
     except yaml.YAMLError as error:
@@ -95,6 +99,16 @@ def _spec_error(where: str, problems: list[str]) -> SpecError:
     count = f"{len(problems)} mistakes" if len(problems) > 1 else "a mistake"
     text = "\n".join(f"  {problem}" for problem in problems)
     return SpecError(f"{where} has {count}:\n{text}", problems=tuple(problems))
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads 010 and 1:30 as texts: in YAML 1.1 they are 8 and 90."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    letter: [(tag, DECIMAL if tag == INT else rule) for tag, rule in found]
+    for letter, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 def _describe_yaml_error(error: yaml.YAMLError) -> str:

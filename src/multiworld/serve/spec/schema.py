@@ -31,6 +31,7 @@ PATTERNS = {
 """Remedies for a text that does not match a pattern."""
 
 Seconds = Annotated[float, Field(gt=0, le=86400, strict=True)]
+Delay = Annotated[float, Field(ge=0, le=86400, strict=True)]
 Count = Annotated[int, Field(ge=1, le=4096, strict=True)]
 
 
@@ -67,23 +68,23 @@ class AutoscalingConfig(_Strict):
     """Maximum number of replicas."""
     initial_replicas: Annotated[int, Field(ge=0, le=4096, strict=True)] | None = None
     """Number of replicas at the start; `min_replicas` by default."""
-    target_ongoing_requests: Annotated[float, Field(gt=0, le=1e6)] = 2.0
+    target_ongoing_requests: Annotated[float, Field(gt=0, le=1e6, strict=True)] = 2.0
     """Target for the average number of requests that a replica has queued or computes.
     With `objective_ms`, autoscaling works towards that objective instead."""
-    upscale_delay_s: Annotated[float, Field(ge=0, le=86400)] = 30.0
+    upscale_delay_s: Delay = 30.0
     """Seconds for which more replicas must be needed before any are started. There is
     no delay if no replica runs, or if the queue already misses the objective."""
-    downscale_delay_s: Annotated[float, Field(ge=0, le=86400)] = 600.0
+    downscale_delay_s: Delay = 600.0
     """Seconds for which fewer replicas must suffice before any are drained."""
-    downscale_to_zero_delay_s: Annotated[float, Field(ge=0, le=86400)] | None = None
+    downscale_to_zero_delay_s: Delay | None = None
     """The same delay for the last replica; `downscale_delay_s` by default."""
     look_back_period_s: Seconds = 30.0
     """Seconds over which arrivals are averaged."""
-    upscaling_factor: Annotated[float, Field(gt=0, le=100)] = 1.0
+    upscaling_factor: Annotated[float, Field(gt=0, le=100, strict=True)] = 1.0
     """Replicas to start at a time, as a multiple of the missing ones (rounded up)."""
-    downscaling_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
+    downscaling_factor: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
     """Share of the surplus replicas to drain at a time (at least one)."""
-    metrics_interval_s: Annotated[float, Field(ge=0.1, le=86400)] = 1.0
+    metrics_interval_s: Annotated[float, Field(ge=0.1, le=86400, strict=True)] = 1.0
     """Seconds between scaling decisions. A model uses the smallest value among its
     stages. (Ray Serve's default is 10.)"""
 
@@ -113,7 +114,7 @@ class StageSpec(_Strict):
     max_batch_size: Count = 16
     """Maximum number of rows in a batch. Not for generated text, which has
     `max_num_seqs` and `max_num_batched_tokens`."""
-    max_wait_ms: Annotated[float, Field(ge=0, le=10_000)] = 0.0
+    max_wait_ms: Annotated[float, Field(ge=0, le=10_000, strict=True)] = 0.0
     """Maximum milliseconds that the oldest request waits for others to fill its batch.
     0: a batch takes what has arrived while the previous one was computed. Not for
     generated text."""
@@ -133,19 +134,19 @@ class StageSpec(_Strict):
     The stage's `load` gets them as `context.group`."""
     device: str = Field(default="cpu", pattern=DEVICE)
     """Device of the stage's tensors: `cpu`, `cuda` (a GPU is chosen) or `cuda:N`."""
-    cpus: Annotated[float, Field(gt=0, le=4096)] | None = None
+    cpus: Annotated[float, Field(gt=0, le=4096, strict=True)] | None = None
     """Cores to book for each rank. By default none; the rank uses what is free."""
-    memory_mb: Annotated[float, Field(gt=0, le=1e8)] | None = None
+    memory_mb: Annotated[float, Field(gt=0, le=1e8, strict=True)] | None = None
     """Main memory to book for each rank, in MiB. A replica that uses more is killed,
     and an event names it. By default no memory is booked, and there is no limit. The
     memory that `generation` declares is added to it."""
-    gpu_memory_mb: Annotated[float, Field(gt=0, le=1e8)] | None = None
+    gpu_memory_mb: Annotated[float, Field(gt=0, le=1e8, strict=True)] | None = None
     """GPU memory to book for each rank, in MiB; torch can allocate no more than this.
     Needs a GPU as `device`. Keys and values of `generation` must fit, too."""
-    item_ms: Annotated[float, Field(ge=0, le=1e9)] | None = None
+    item_ms: Annotated[float, Field(ge=0, le=1e9, strict=True)] | None = None
     """Milliseconds that a replica takes to compute one row of a full batch. Placement
     and autoscaling plan with it; `multiworld profile` measures it."""
-    out_kb: Annotated[float, Field(ge=0, le=1e9)] | None = None
+    out_kb: Annotated[float, Field(ge=0, le=1e9, strict=True)] | None = None
     """Size of the output that the stage sends to the next one for a row, in KiB.
     Placement plans with it; `multiworld profile` measures it."""
     nodes: list[Annotated[str, Field(min_length=1, max_length=253)]] = Field(
@@ -196,16 +197,16 @@ class GenerationSpec(_Strict):
     """`false`: every prompt is computed in one step, however long it is."""
     block_size: Annotated[int, Field(ge=1, le=4096, strict=True)] = 16
     """Number of tokens of a KV block, the unit of memory for keys and values."""
-    kv_cache_memory_mb: Annotated[float, Field(gt=0, le=1e8)] = 512.0
+    kv_cache_memory_mb: Annotated[float, Field(gt=0, le=1e8, strict=True)] = 512.0
     """Memory for keys and values in each replica of a stage, in MiB."""
-    backup_memory_mb: Annotated[float, Field(ge=0, le=1e8)] = 128.0
+    backup_memory_mb: Annotated[float, Field(ge=0, le=1e8, strict=True)] = 128.0
     """Memory for the activation log in each replica, in MiB: the outputs it has sent to
     the next stage. They rebuild the keys and values of a replacement there; without
     them, more stages compute again."""
     enable_prefix_caching: bool = True
     """`true`: a prompt with the same prefix as an earlier one of its tenant is computed
     only from the end of that prefix on."""
-    prefix_cache_memory_mb: Annotated[float, Field(ge=0, le=1e8)] = 128.0
+    prefix_cache_memory_mb: Annotated[float, Field(ge=0, le=1e8, strict=True)] = 128.0
     """Memory in each replica for cached prefixes, in MiB."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Datatype to compute in; by default that of the folder, but float32 for a folder
@@ -231,10 +232,10 @@ class GenerationSpec(_Strict):
     tool_call_parser: Literal["hermes", "llama3_json"] | None = None
     """Format of tool calls in the output: `hermes` (Hermes, Qwen) or `llama3_json`. By
     default the model calls only tools that a request names or requires."""
-    ttft_ms: Annotated[float, Field(gt=0, le=8.64e7)] | None = None
+    ttft_ms: Annotated[float, Field(gt=0, le=8.64e7, strict=True)] | None = None
     """Objective for the time to the first token, in milliseconds. Autoscaling works
     towards it; SLO attainment is measured against it."""
-    tpot_ms: Annotated[float, Field(gt=0, le=8.64e7)] | None = None
+    tpot_ms: Annotated[float, Field(gt=0, le=8.64e7, strict=True)] | None = None
     """Objective for the time per further output token, in milliseconds, on average over
     a completion."""
     first_token_s: Seconds | None = None
@@ -378,13 +379,13 @@ class ModelSpec(_Strict):
     """With an `engine`: `cpu`, `cuda` (GPUs are chosen) or `cuda:N`. A replica takes as
     many GPUs as `tensor_parallel_size` times `pipeline_parallel_size` in `engine_args`,
     and the engine sees only these."""
-    cpus: Annotated[float, Field(gt=0, le=4096)] | None = None
+    cpus: Annotated[float, Field(gt=0, le=4096, strict=True)] | None = None
     """With an `engine`: cores to book for a replica. Its engine runs on as many whole
     cores, which no other engine of the service's user on that machine has."""
-    memory_mb: Annotated[float, Field(gt=0, le=1e8)] | None = None
+    memory_mb: Annotated[float, Field(gt=0, le=1e8, strict=True)] | None = None
     """With an `engine`: main memory to book for a replica, all processes of the engine
     together, in MiB. A replica that uses more is killed."""
-    gpu_memory_mb: Annotated[float, Field(gt=0, le=1e8)] | None = None
+    gpu_memory_mb: Annotated[float, Field(gt=0, le=1e8, strict=True)] | None = None
     """With an `engine`: GPU memory to book on each GPU of a replica, in MiB; vLLM uses
     no more. By default a replica has its GPUs for itself."""
     compute_s: Seconds | None = None
@@ -404,33 +405,33 @@ class ModelSpec(_Strict):
     stages of about equal cost."""
     deadline_s: Seconds = 30.0
     """Seconds that a request may take, unless it sets its own deadline."""
-    max_queued_requests: Annotated[int, Field(ge=0, le=1_000_000)] = 512
+    max_queued_requests: Annotated[int, Field(ge=0, le=1_000_000, strict=True)] = 512
     """Maximum number of requests waiting at a gateway (streams without a first token);
     others are answered with 429."""
     profile: str | None = None
     """File written by `multiworld profile`, relative to the spec. It supplies
     `memory_mb`, `item_ms` and `out_kb` where a stage does not declare them."""
-    demand: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    demand: Annotated[float, Field(gt=0, le=1e9, strict=True)] | None = None
     """Rows per second to plan the placement for. The number of replicas still follows
     `replicas`; only `multiworld plan` proposes a number, within the range. By default
     placement plans for the replicas alone."""
-    weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    weight: Annotated[float, Field(gt=0, le=1e6, strict=True)] = 1.0
     """Weight of this model relative to the others if not all demand can be met."""
     dedicated: list[Annotated[str, Field(pattern=NAME)]] = Field(default_factory=list)
     """Tenants that get replicas of this model for themselves, as many as the stages
     declare. Each copy is a model of its own, named `NAME@TENANT`."""
-    objective_ms: Annotated[float, Field(gt=0, le=8.64e7)] | None = None
+    objective_ms: Annotated[float, Field(gt=0, le=8.64e7, strict=True)] | None = None
     """Latency objective: milliseconds within which an answer should come, queueing
     included. Autoscaling works towards it; SLO attainment is measured against it. For
     generated text, see `ttft_ms` and `tpot_ms`."""
-    objective_share: Annotated[float, Field(ge=0.5, lt=1)] = 0.99
+    objective_share: Annotated[float, Field(ge=0.5, lt=1, strict=True)] = 0.99
     """Share of answers that should meet `objective_ms`. A lower share needs a smaller
     burst reserve."""
     scaling: str | None = Field(default=None, pattern=FACTORY)
     """`package.module:function` that decides the number of replicas of each stage, in
     place of `multiworld.serve.scaling.default_policy:decide` (generated text:
     `token_policy:decide`)."""
-    latency_ms: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    latency_ms: Annotated[float, Field(gt=0, le=1e9, strict=True)] | None = None
     """Maximum milliseconds for a row through all stages, without queueing: a constraint
     on the placement."""
 
@@ -606,19 +607,19 @@ class GatewaySpec(_Strict):
 
     host: str = Field(default="127.0.0.1", min_length=1)
     """Address to listen on."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    port: Annotated[int, Field(ge=0, le=65535, strict=True)] = 8000
     """Port to listen on; 0 picks a free one."""
-    replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    replicas: Annotated[int, Field(ge=1, le=64, strict=True)] = 1
     """Number of gateway processes; they share the port."""
     authentication: Literal["none", "keys"] = "none"
     """`keys`: every request needs the API key of a tenant (`multiworld tenants`)."""
-    max_body_mb: Annotated[float, Field(gt=0, le=4096)] = 64.0
+    max_body_mb: Annotated[float, Field(gt=0, le=4096, strict=True)] = 64.0
     """Maximum size of a request body with binary tensors, in MiB; a larger one is
     answered with 413."""
-    max_json_mb: Annotated[float, Field(gt=0, le=4096)] = 8.0
+    max_json_mb: Annotated[float, Field(gt=0, le=4096, strict=True)] = 8.0
     """Maximum size of JSON in a request body, decompressed, in MiB; a larger one is
     answered with 413. Parsing blocks the whole gateway for up to 5 ms per MiB."""
-    max_bodies_mb: Annotated[float, Field(gt=0, le=1_048_576)] = 512.0
+    max_bodies_mb: Annotated[float, Field(gt=0, le=1_048_576, strict=True)] = 512.0
     """Maximum size of the bodies of all requests in flight in a gateway, in MiB; beyond
     it, requests are answered with 503."""
     max_connections: Annotated[int, Field(ge=1, le=1_000_000, strict=True)] = 4096
@@ -649,9 +650,9 @@ class MachineSpec(_Strict):
 
     name: str = Field(default="", max_length=253)
     """Name of this machine in `nodes`; the host name by default."""
-    cpus: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    cpus: Annotated[float, Field(gt=0, le=1e6, strict=True)] | None = None
     """Number of cores; all by default."""
-    memory_mb: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    memory_mb: Annotated[float, Field(gt=0, le=1e9, strict=True)] | None = None
     """Main memory, in MiB; all by default."""
 
 
@@ -711,7 +712,8 @@ class AppSpec(_Strict):
     def _names(cls, models: dict[str, ModelSpec]) -> dict[str, ModelSpec]:
         for name in models:
             base, mark, tenant = name.partition("@")
-            if not re.match(NAME, base) or (mark and not re.match(NAME, tenant)):
+            parts = (base, tenant) if mark else (base,)
+            if not all(re.fullmatch(NAME, part) for part in parts):
                 raise ValueError(f"model name {name!r}: {PATTERNS[NAME]}")
             if base == GATEWAYS:
                 raise ValueError(
@@ -722,6 +724,10 @@ class AppSpec(_Strict):
                 raise ValueError(
                     f"model name {name!r}: there is no model {base!r}; write the name "
                     "of a model before the @"
+                )
+            if mark and models[name].dedicated:
+                raise ValueError(
+                    f"model {name!r} serves one tenant; write `dedicated` at {base!r}"
                 )
         shared = {name: spec for name, spec in models.items() if "@" not in name}
         names = [*shared, *(a for spec in shared.values() for a in spec.adapters)]

@@ -58,11 +58,14 @@ class _Head(NamedTuple):
 
 
 class _Schedule:
-    """The virtual time, the finish tags, and which of the waiting tenants is next."""
+    """The virtual time, the finish tags, and which of the waiting tenants is next.
+
+    Each priority has its own: a tenant of a higher one would make all others due.
+    """
 
     def __init__(self) -> None:
-        self.virtual_time = 0.0
-        self._finish_tags: dict[str, float] = {}
+        self._virtual_times: dict[int, float] = {}  # by rank
+        self._finish_tags: dict[tuple[int, str], float] = {}
         self._prune_at = PRUNE_AT
         # Entries of a heap that are not the head of their tenant any more are dropped
         # when they come first. ``_due``: the finish tag has passed, so that the start
@@ -76,6 +79,7 @@ class _Schedule:
         """Return a schedule in the same state, which changes by itself."""
         made = copy.copy(self)
         made._finish_tags, made._heads = self._finish_tags.copy(), self._heads.copy()
+        made._virtual_times = self._virtual_times.copy()
         made._later, made._due = self._later.copy(), self._due.copy()
         return made
 
@@ -85,7 +89,7 @@ class _Schedule:
         if known is None:
             self._arrived += 1
         since = self._arrived if known is None else known.since
-        finish = self._finish_tags.get(tenant, 0.0)
+        finish = self._finish_tags.get((-priority, tenant), 0.0)
         head = _Head(-priority, finish, number, since, tenant)
         if head == known:
             return
@@ -100,16 +104,21 @@ class _Schedule:
         """Record that nothing of a tenant waits."""
         del self._heads[tenant]
 
-    def charge(self, tenant: str, amount: float) -> None:
+    def _virtual_time(self, rank: int) -> float:
+        return self._virtual_times.get(rank, 0.0)
+
+    def charge(self, tenant: str, priority: int, amount: float) -> None:
         """Advance a served tenant's finish tag; put or remove its head afterwards."""
-        finish = self._finish_tags.get(tenant, 0.0)
-        self.virtual_time = max(self.virtual_time, finish)
-        self._finish_tags[tenant] = self.virtual_time + amount
+        key = -priority, tenant
+        finish = self._finish_tags.get(key, 0.0)
+        now = max(self._virtual_time(-priority), finish)
+        self._virtual_times[-priority] = now
+        self._finish_tags[key] = now + amount
         if len(self._finish_tags) > self._prune_at:
             self._finish_tags = {
-                n: end
-                for n, end in self._finish_tags.items()
-                if end > self.virtual_time
+                key: end
+                for key, end in self._finish_tags.items()
+                if end > self._virtual_time(key[0])
             }
             self._prune_at = max(PRUNE_AT, 2 * len(self._finish_tags))
 
@@ -119,7 +128,7 @@ class _Schedule:
         while later:
             head = later[0]
             is_current = heads.get(head.tenant) == head
-            if is_current and head.finish > self.virtual_time:
+            if is_current and head.finish > self._virtual_time(head.rank):
                 break
             heapq.heappop(later)
             if is_current:
@@ -175,6 +184,10 @@ class FairQueue(Generic[K]):
         piece = self._pieces[key]
         schedule.put(tenant, piece.share.priority, piece.number)
 
+    def _charge(self, schedule: _Schedule, piece: _Piece) -> None:
+        share = piece.share
+        schedule.charge(share.tenant, share.priority, piece.cost / share.weight)
+
     def next(self) -> K | None:
         """Return the key of the next piece of work, without removing it."""
         tenant = self._schedule.first()
@@ -183,7 +196,7 @@ class FairQueue(Generic[K]):
     def take(self, key: K) -> None:
         """Remove a piece of work that is served, and charge its tenant."""
         piece = self._pieces[key]
-        self._schedule.charge(piece.share.tenant, piece.cost / piece.share.weight)
+        self._charge(self._schedule, piece)
         self.drop(key)
 
     def order(self) -> Iterator[K]:
@@ -198,7 +211,7 @@ class FairQueue(Generic[K]):
             queue, position = self._queues[tenant], positions[tenant]
             _, key = queue[position]
             piece = self._pieces[key]
-            schedule.charge(tenant, piece.cost / piece.share.weight)
+            self._charge(schedule, piece)
             positions[tenant] = position + 1
             if position + 1 < len(queue):
                 self._put_head(schedule, tenant, queue[position + 1][1])

@@ -77,8 +77,12 @@ class RateLimiter:
         """End an admitted request, whatever its outcome."""
         used = self._used[tenant.name]
         used.in_flight -= 1
-        limits = tenant.rpm_limit, tenant.bytes_per_s, tenant.tpm_limit
-        if limits == (None, None, None) and not used.in_flight:
+        # Limits may have been set since the request was admitted.
+        is_unlimited = not used.minute and (used.bytes_left, used.tokens_left) == (
+            None,
+            None,
+        )
+        if is_unlimited and not used.in_flight:
             del self._used[tenant.name]
 
     def prune(self, now: float) -> None:

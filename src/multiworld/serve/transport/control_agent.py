@@ -103,5 +103,12 @@ class ControlAgent:
     async def _send(self, world: World) -> None:
         while True:
             news = await self._outbox.get()
-            await world.send_object(NEWS.encode(news), dst=0)
+            try:
+                data = NEWS.encode(news)
+            except (UnicodeEncodeError, TypeError, ValueError) as error:
+                # Such as the name of a file that is no text, in an error of a model.
+                kind = type(news).__name__
+                logger.error("a %s cannot be sent to the controller: %s", kind, error)
+            else:
+                await world.send_object(data, dst=0)
             self._outbox.task_done()

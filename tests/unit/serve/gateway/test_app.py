@@ -168,7 +168,7 @@ async def test_metadata_shows_inputs_and_outputs() -> None:
 @pytest.mark.parametrize(
     ("parameters", "header", "seconds"),
     [
-        ({}, None, None),
+        ({}, None, 30.0),  # as in the spec of the model
         ({}, "2.5", 2.5),
         ({"timeout_s": 3}, "2.5", 3.0),
         ({"timeout": 1_500_000}, None, 1.5),
@@ -178,7 +178,7 @@ async def test_metadata_shows_inputs_and_outputs() -> None:
     ],
 )
 async def test_deadline_of_a_request(
-    parameters: dict[str, Any], header: str | None, seconds: float | None
+    parameters: dict[str, Any], header: str | None, seconds: float
 ) -> None:
     """In seconds; Triton's ``timeout`` is in microseconds."""
     fake = Fake()
@@ -494,6 +494,7 @@ async def test_dedicated_replicas_serve_their_tenant_until_they_are_removed() ->
 
     async def removed(model: str, tensors: Tensors) -> Tensors:
         if model == "m@acme":
+            fake.serve(m=MODEL)
             raise UnknownModelError("model 'm@acme' is no longer served")
         return await doubled(model, tensors)
 

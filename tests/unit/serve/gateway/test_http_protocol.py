@@ -40,6 +40,14 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
             pass
         WAITING.discard(id(scope))
         return
+    if scope["path"] == "/slow":
+        head = {"status": 200, "headers": [(b"content-length", b"10")]}
+        await send({"type": "http.response.start", **head})
+        for part in (b"01234", b"56789"):
+            more = part == b"01234"
+            await send({"type": "http.response.body", "body": part, "more_body": more})
+            await asyncio.sleep(0.5)
+        return
     size, is_more = 0, scope["path"] != "/early"
     while is_more:
         message = await receive()
@@ -71,6 +79,11 @@ class Client:
         """Return the head of the next answer."""
         async with asyncio.timeout(HANG_S):
             return await self._reader.readuntil(b"\r\n\r\n")
+
+    async def read(self, count: int) -> bytes:
+        """Return the next bytes."""
+        async with asyncio.timeout(HANG_S):
+            return await self._reader.readexactly(count)
 
     async def answer(self) -> tuple[int, bytes]:
         """Return the status and the body of the next answer."""
@@ -262,6 +275,29 @@ async def test_body_may_take_longer_than_a_head() -> None:
         await asyncio.sleep(0.1)  # longer than a head may take
         client.send(b"b")
         assert await client.answer() == (200, b"2")
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nHo", 408),
+        (b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000, 431),
+        (b"GET / HTTP/1.1\r\nauthorization: a\r\nauthorization: b\r\n\r\n", 400),
+        (b"\0\0\0", 400),
+    ],
+)
+async def test_refusal_comes_after_the_answer_before_it(
+    sent: bytes, status: int
+) -> None:
+    """Its head within the answer's body would set clients and proxies out of step."""
+    async with serving(head_s=0.2) as server:
+        client = await server.connect()
+        client.send(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await client.head()).startswith(b"HTTP/1.1 200")
+        client.send(sent)
+        assert await client.read(10) == b"0123456789"
+        assert (await client.answer())[0] == status
+        assert await client.is_closed()
 
 
 async def test_long_head_gets_431() -> None:

@@ -268,23 +268,33 @@ def test_structure_that_nobody_can_have_is_the_clients_mistake(
 
 
 @pytest.mark.parametrize(
-    ("grammar", "letter"),
+    "grammar",
     [
-        ('start: "a" start', "a"),
-        (
-            grammar_of_schema(
-                {"type": "array", "minItems": 1, "items": {"$ref": "#"}}, "x"
-            ),
-            "[",
-        ),
+        grammar_of_choice(["ab<end>cd"], "x"),
+        grammar_of_schema({"const": "ab<end>cd"}, "x"),
+        grammar_of_regex("ab<end>cd", "x"),
     ],
 )
+def test_structure_with_the_text_of_a_control_token_is_that_text(
+    matchers: Matchers, tokenizer: Tokenizer, grammar: str
+) -> None:
+    """The token itself would end the text, or be no text."""
+    text = "ab<end>cd" if "const" not in grammar else '"ab<end>cd"'
+    tokens = [tokenizer.encode(one, has_special=False)[0] for one in text]
+    matcher = matchers.begin(grammar)
+    for count, token in enumerate(tokens):
+        allowed = matcher.allowed(tokens[:count])
+        found = {n for n in range(300) if allowed[n // 8] >> (n % 8) & 1}
+        assert token in found
+        assert not found & tokenizer.special
+
+
 def test_structure_that_never_ends_is_the_clients_mistake(
-    matchers: Matchers, tokenizer: Tokenizer, grammar: str, letter: str
+    matchers: Matchers, tokenizer: Tokenizer
 ) -> None:
     """Each token has what the structure asks for, and needs another one."""
-    matcher = matchers.begin(grammar)
-    (token,) = tokenizer.encode(letter, has_special=False)
+    matcher = matchers.begin('start: "a" start')
+    (token,) = tokenizer.encode("a", has_special=False)
 
     def write() -> None:
         for count in range(20_000):

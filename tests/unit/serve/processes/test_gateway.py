@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -93,6 +94,15 @@ def double() -> Model:
         stages=[Stage(load=lambda context: lambda tensors: tensors)],
         inputs=[TensorSpec("x", "FP32", (-1,))],
     )
+
+
+BUILT = threading.Event()
+
+
+def slow() -> Model:
+    """Wait for the test."""
+    BUILT.wait(HANG_S)
+    return double()
 
 
 def broken() -> Model:
@@ -409,6 +419,25 @@ async def test_probe_that_cannot_be_sent_is_reported_with_its_reason() -> None:
         await until(lambda: g.dispatcher.report().connected)
         await g.order(probe)
         assert "DeadlineExceededError" in str((await g.received(ProbeResult)).error)
+
+
+async def test_factory_of_a_new_version_does_not_hold_up_other_orders() -> None:
+    """But the table that makes the version active waits for it."""
+    async with gateway() as g:
+        await g.up(models(m=double), table(1, REPLICA))
+        acme = Tenant(name="acme")
+        await g.order(models(slow=slow))
+        await g.order(AllTenants((acme,), is_first=True, is_last=True))
+        await g.order(table(2, REPLICA), ReportRequest(1))
+        await g.received(Report)
+        assert not BUILT.is_set()
+        assert g.dispatcher.table.number == 2
+        routes = {"m": Route("1", {"1": 1}), "slow": Route("1", {"1": 1})}
+        await g.order(TableChanged(RoutingTable(3, (ME,), routes)), ReportRequest(2))
+        await g.received(Report)
+        assert g.dispatcher.table.number == 2
+        BUILT.set()
+        await until(lambda: g.dispatcher.table.number == 3)
 
 
 async def test_end_waits_for_requests_in_flight() -> None:

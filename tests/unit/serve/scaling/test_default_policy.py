@@ -472,6 +472,14 @@ def test_batches_that_shrink_do_not_make_a_stage_slow() -> None:
     assert at.replicas == (1,)
 
 
+def test_requests_that_become_slower_count_though_their_batches_are_small() -> None:
+    """There are few of them, so that their batches never are as large as before."""
+    times = (0.01, 0.16, 16.0)
+    for _ in range(300):
+        times = default_policy.smoothed(times, (0.4, 0.4, 1.0), 1 / 30)
+    assert times[0] == pytest.approx(0.4, rel=0.1)
+
+
 def test_fixed_stage_that_is_rescaled_has_the_others_follow() -> None:
     """Scaling plans cover all stages, so they are recomputed for its new number."""
     at = Situation((0.02, 0.08))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
@@ -40,6 +40,27 @@ def drained(queue: FairQueue[int]) -> list[int]:
         queue.take(key)
         served.append(key)
     return served
+
+
+@pytest.mark.parametrize("priority", [0, 1])
+def test_tenant_before_all_others_leaves_their_shares_equal(priority: int) -> None:
+    """It has one request between any two of theirs."""
+    queue = FairQueue[int]()
+    first = Share("first", priority=priority)
+    for number in range(50):
+        queue.put(number, FLOOD, 1.0, number)
+    for number in range(50, 60):
+        queue.put(number, SELDOM, 1.0, number)
+    served = []
+    for number in range(1000, 1030):
+        queue.put(number, first, 1.0, number)
+        for _ in range(2):
+            key = queue.next()
+            assert key is not None
+            queue.take(key)
+            served.append(key)
+    others = [key for key in served if key < 1000][:18]
+    assert sum(key >= 50 for key in others) == 9
 
 
 @given(
@@ -128,7 +149,8 @@ class Scanned:
     def __init__(self) -> None:
         self.waiting: dict[int, tuple[Share, float, int]] = {}
         self.tenants: dict[str, None] = {}
-        self._now, self._ends = 0.0, dict[str, float]()
+        self._now = defaultdict[int, float](float)  # by priority
+        self._ends = dict[tuple[int, str], float]()
 
     def put(self, key: int, share: Share, cost: float, number: int) -> None:
         self.drop(key)
@@ -149,14 +171,18 @@ class Scanned:
         for tenant in self.tenants:
             its = {k: p for k, p in self.waiting.items() if p[0].tenant == tenant}
             key = min(its, key=lambda k: its[k][2])
-            start = max(self._now, self._ends.get(tenant, 0.0))
-            firsts.append((-its[key][0].priority, start, its[key][2], key))
+            priority = its[key][0].priority
+            end = self._ends.get((priority, tenant), 0.0)
+            start = max(self._now[priority], end)
+            firsts.append((-priority, start, its[key][2], key))
         return min(firsts, key=lambda first: first[:3])[3] if firsts else None
 
     def take(self, key: int) -> None:
         share, cost, _ = self.waiting[key]
-        self._now = max(self._now, self._ends.get(share.tenant, 0.0))
-        self._ends[share.tenant] = self._now + cost / share.weight
+        whose = share.priority, share.tenant
+        now = max(self._now[share.priority], self._ends.get(whose, 0.0))
+        self._now[share.priority] = now
+        self._ends[whose] = now + cost / share.weight
         self.drop(key)
 
 

@@ -172,6 +172,18 @@ def test_no_minute_has_more_than_the_limit(gaps: list[float], limit: int) -> Non
     assert limiter.admit(tenant, 1, later) is None
 
 
+def test_limit_that_is_set_while_a_request_runs_outlives_it() -> None:
+    """The request was admitted without limits."""
+    before, limiter = Tenant(name="a"), RateLimiter()
+    after = Tenant(name="a", rpm_limit=3)
+    assert limiter.admit(before, 1, 0.0) is None
+    for _ in range(3):
+        assert limiter.admit(after, 1, 0.5) is None
+        limiter.release(after)
+    limiter.release(before)
+    assert limiter.admit(after, 1, 1.0) is not None
+
+
 def test_parallel_requests_are_counted_until_they_end() -> None:
     """A finished request makes room for another."""
     tenant, limiter = Tenant(name="a", max_parallel_requests=2), RateLimiter()

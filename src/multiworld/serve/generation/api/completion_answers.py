@@ -112,7 +112,7 @@ def _choice(
     has_logprobs = ready.wanted.sampling.logprobs is not None
     if ready.is_chat:
         found["message"] = _message(ready, text)
-        if "tool_calls" in found["message"] and finish != "length":
+        if "tool_calls" in found["message"] and not _is_cut(ready, choice):
             found["finish_reason"] = "tool_calls"
         found["logprobs"] = (
             chat_logprobs(ready.tokenizer, items) if has_logprobs else None
@@ -121,6 +121,13 @@ def _choice(
         found["text"] = text
         found["logprobs"] = _text_logprobs(ready, choice) if has_logprobs else None
     return found
+
+
+def _is_cut(ready: Ready, choice: Choice) -> bool:
+    """Return whether the last call may be incomplete."""
+    calling = ready.wanted.calling
+    is_forced = calling is not None and not calling.is_free
+    return choice.finish == "length" or (is_forced and choice.text.is_stopped)
 
 
 def _text_logprobs(ready: Ready, choice: Choice) -> dict[str, Any]:
@@ -258,7 +265,7 @@ def _parsed_events(
         yield _event(ready, piece.choice, delta, held)
         held.clear()
     if piece.finish:
-        has_calls = parser.calls and piece.finish != "length"
+        has_calls = parser.calls and not _is_cut(ready, piece.choice)
         finish = "tool_calls" if has_calls else piece.finish
         yield _event(ready, piece.choice, {}, held, finish)
 

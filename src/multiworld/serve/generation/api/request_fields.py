@@ -138,6 +138,9 @@ NOT_IN_CHATS = "echo", "add_special_tokens"
 
 # The only values of some of them that request nothing; of others, see ``DEFAULTS``.
 NOTHING: dict[str, Any] = {
+    "function_call": "none",
+    "service_tier": ("auto", "default"),
+    "modalities": ["text"],
     "verbosity": "medium",
     "best_of": 1,
     "priority": 0,
@@ -149,10 +152,7 @@ NOTHING: dict[str, Any] = {
 }
 
 # Values of unsupported fields that request nothing.
-DEFAULTS: tuple[Any, ...] = (
-    *(None, False, [], {}, "", "auto", "default"),
-    *(["text"], {"type": "text"}),
-)
+DEFAULTS: tuple[Any, ...] = (*(None, False, [], {}, ""),)
 
 
 def decoded(body: bytes | bytearray, decoder: msgspec.json.Decoder[Any]) -> Any:
@@ -193,11 +193,12 @@ def check_supported(asked: ChatBody | CompletionBody) -> None:
 
 
 def _requests_nothing(name: str, value: Any) -> bool:
-    if value is None or name not in NOTHING:
-        return value in DEFAULTS
-    nothing = NOTHING[name]
-    is_same_kind = isinstance(value, bool) == isinstance(nothing, bool)
-    return is_same_kind and bool(value == nothing)
+    given = NOTHING.get(name)
+    nothing = given if isinstance(given, tuple) else (given,)
+    if name not in NOTHING or value is None:
+        nothing = DEFAULTS
+    is_bool = isinstance(value, bool)
+    return any(isinstance(one, bool) is is_bool and value == one for one in nothing)
 
 
 def wrong_field(

@@ -9,6 +9,7 @@ model.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,6 +20,8 @@ from multiworld.errors import InvalidRequestError
 
 MAX_TOOLS = 128  # of a request, as in OpenAI's API
 BEGIN, END = "<tool_call>", "</tool_call>"  # around a call, for Hermes and Qwen
+NAME = re.compile("[a-zA-Z0-9_-]{1,64}")  # of a tool, as in OpenAI's API
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 MAX_MARKS = 8  # ends of a call that are tried; each of them parses it
 # Of templates, by vLLM's names of the parsers.
 Family = Literal["hermes", "llama3_json"]
@@ -91,8 +94,12 @@ def calling_of(
             raise InvalidRequestError('"tool_choice" needs tools', param="tool_choice")
         return None
     names = [tool.function.name for tool in tools]
-    if len(tools) > MAX_TOOLS or len(set(names)) < len(names) or not all(names):
-        rule = f"must be at most {MAX_TOOLS} functions with different names"
+    fit = all(map(NAME.fullmatch, names))
+    if len(tools) > MAX_TOOLS or len(set(names)) < len(names) or not fit:
+        rule = (
+            f"must be at most {MAX_TOOLS} functions with different names of up to 64 "
+            "letters, digits, _ and -"
+        )
         raise InvalidRequestError(f'"tools" {rule}', param="tools")
     if choice == "none":
         return None
@@ -111,7 +118,7 @@ def calling_of(
 
 def _parameters(tool: Tool) -> Any:
     given = tool.function.parameters
-    return {"type": "object", "properties": {}} if given is None else given
+    return NO_PARAMETERS if given is None else given
 
 
 @dataclass(frozen=True, slots=True)

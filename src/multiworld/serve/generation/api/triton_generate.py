@@ -46,7 +46,10 @@ class GenerateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _bodies = msgspec.json.Decoder(GenerateBody)
 
 # Fields of a text completion that a request cannot set.
-FIXED = ("model", "prompt", "n", "best_of", "echo", "stream", "stream_options")
+FIXED = (
+    *("model", "prompt", "n", "best_of", "echo", "stream", "stream_options"),
+    *("logprobs", "return_token_ids"),  # the answer has no place for them
+)
 
 
 class _Events(responses.EventStream):
@@ -88,6 +91,11 @@ def _reader(name: str, version: str | None, is_streamed: bool) -> Reader:
         asked: GenerateBody = await off_loop(len(body), partial(decoded, body, _bodies))
         given = dict(asked.parameters)
         is_excluded = given.pop(EXCLUDES, False)
+        if not isinstance(is_excluded, bool):
+            raise InvalidRequestError(
+                f'"parameters" has a {EXCLUDES!r} that is no boolean',
+                param="parameters",
+            )
         for field in FIXED:
             if field in given and field != "stream":
                 raise InvalidRequestError(

@@ -513,14 +513,15 @@ class StreamRouter:
             return  # a probe, whose tokens nobody reads
         for stage, name in enumerate(stream.chain):
             found = self.view.table.replicas[name].fingerprint
+            if not found:
+                continue  # a replica that drains before it was loaded
             before = stream.fingerprints.setdefault(stage, found)
             if found != before:
                 stream.fingerprints[stage] = found
                 self.counts["other_kind"] += 1
                 text = (
                     f"{stream.name} continues on other hardware in stage {stage}, and "
-                    f"its tokens may differ: {found or 'unknown'} in place of "
-                    f"{before or 'unknown'}"
+                    f"its tokens may differ: {found} in place of {before}"
                 )
                 self._actions.append(act.Log(text, is_warning=True))
 

@@ -666,6 +666,45 @@ async def test_tokens_are_charged_that_the_client_does_not_read(
     await pieces.aclose()
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"bad_words": ["text"]},
+        {"truncate_prompt_tokens": 0},
+        {"bad_words": "auto"},
+        {"use_beam_search": "default"},
+    ],
+)
+async def test_value_that_requests_nothing_of_another_field_is_refused(
+    tokenizer: Tokenizer, field: dict[str, Any]
+) -> None:
+    """It would be ignored."""
+    played = Played(tokenizer)
+    status, answer = await played.post("/v1/completions", {"prompt": "hi", **field})
+    assert (status, answer["error"]["param"]) == (400, next(iter(field)))
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_call_that_a_stop_string_cuts_says_so(
+    tokenizer: Tokenizer, is_streamed: bool
+) -> None:
+    """Its arguments are no JSON; clients parse those of complete calls."""
+    played = Played(tokenizer)
+    played.streams.text = list(tokenizer.encode('{"a": "stop', has_special=False))
+    body = {
+        "messages": PROMPT,
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "stop": "stop",
+    }
+    if is_streamed:
+        *_, last = await played.choices(CHAT, body)
+    else:
+        _, answer = await played.post(CHAT, body)
+        (last,) = answer["choices"]
+    assert last["finish_reason"] == "stop"
+
+
 async def test_places_of_text_count_what_a_stop_string_holds_back(
     tokenizer: Tokenizer,
 ) -> None:

@@ -159,6 +159,13 @@ def test_call_so_far_is_not_copied_for_each_token(
     assert found == [Call(0, "weather", arguments)]
 
 
+@pytest.mark.parametrize("name", ["", "a b", "a\n", "<|im_end|>", "x" * 65])
+def test_names_of_tools_are_those_of_openai(name: str) -> None:
+    """Others could not be generated, or would be parsed otherwise."""
+    with pytest.raises(InvalidRequestError, match="letters, digits"):
+        calling_of([Tool("function", Function(name))], "auto")
+
+
 def test_few_ends_of_a_call_are_tried() -> None:
     """Each of them parses all of it again."""
     text = '<tool_call>{"name": "' + "</tool_call>" * 1000
