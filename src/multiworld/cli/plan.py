@@ -175,8 +175,18 @@ def _placed(app: AppSpec, machines: Sequence[Node], limit_s: float) -> Outlook:
         )
     gap = None if found.gap == float("inf") else found.gap
     apart = [name for name in app.models if name not in found.served]
+    # The solvers do not know cores and memory beside GPUs, nor a GPU's number.
+    is_open = apart or not lacking
+    spread, short = _admitted(app, machines, found) if is_open else ({}, "")
+    if short and not apart:
+        named = {m.model for m in models if f" of {m.model} (" in short} or {
+            *found.served
+        }
+        models = [
+            msgspec.structs.replace(m, short=short) if m.model in named else m
+            for m in models
+        ]
     if apart:
-        spread, short = _admitted(app, machines, found)
         stages += [
             StageOutlook(name, k, {}, 0.0, math.inf)
             for name in apart

@@ -99,3 +99,26 @@ def test_too_many_replicas_with_several_gpus(tmp_path: Path, replicas: int) -> N
     assert code == 1
     assert f"2 of {replicas} replicas" in wide["short"]
     assert "1 of 2 GPUs have room" in wide["short"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "said"),
+    [
+        ("{device: 'cuda:7'}", "no GPU 7"),
+        ("{device: cuda, gpu_memory_mb: 20, cpus: 64}", "cpus short"),
+        ("{device: cuda, gpu_memory_mb: 20, memory_mb: 100000}", "MiB short"),
+    ],
+)
+def test_what_the_service_refuses_is_short(
+    tmp_path: Path, stage: str, said: str
+) -> None:
+    """Solvers know neither a GPU's number, nor cores and memory beside it."""
+    spec, nodes = tmp_path / "app.yaml", tmp_path / "nodes.json"
+    factory = "tests.serve.models:model"
+    stages = f"[{stage}, {{}}, {{}}]"
+    spec.write_text(f"models: {{m: {{factory: '{factory}', stages: {stages}}}}}")
+    nodes.write_text(json.dumps([NODE]))
+    done = CliRunner().invoke(cli, ["plan", str(spec), "--nodes", str(nodes), "--json"])
+    (model,) = json.loads(done.stdout)["models"]
+    assert done.exit_code == 1
+    assert said in model["short"]

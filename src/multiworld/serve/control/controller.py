@@ -527,6 +527,7 @@ class Controller:
             case messages.PoisonFound():
                 self.tenanting.poisonous(name, news)
             case messages.ModelNeeded(model):
+                self.happened(events.ModelNeeded(model))
                 self.scaler.wake(model)
             case messages.MemoryExceeded(used, limit):
                 self.placement.outgrown(name, used, limit)

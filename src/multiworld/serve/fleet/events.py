@@ -93,8 +93,16 @@ class DrainRequested:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class ModelNeeded:
+    """A request waits for a model that may be scaled to zero."""
+
+    model: str
+
+
 Event = (
     DrainRequested
+    | ModelNeeded
     | DesiredStateChanged
     | Adopted
     | Joined

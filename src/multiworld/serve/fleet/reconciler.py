@@ -114,6 +114,12 @@ class Reconciler:
                 self._retry_at.clear()
             case events.DrainRequested(name) if name in self.processes:
                 self.processes[name].is_drain_requested = True
+            case events.ModelNeeded(model) if model in self._updates:
+                # The autoscaler leaves updates alone, and the old version is active.
+                key = model, self.active[model]
+                if (old := self._versions.get(key)) is not None:
+                    counts = tuple(max(1, count) for count in old.replicas)
+                    self._versions[key] = replace(old, replicas=counts)
             case events.Paused(seconds):
                 self._postpone(seconds, now)
             case events.Ticked():

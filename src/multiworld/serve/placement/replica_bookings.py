@@ -10,7 +10,7 @@ from multiworld.serve.fleet.state import DesiredState
 from multiworld.serve.placement.problem_builder import PlacedReplica, moves
 from multiworld.serve.resources.amounts import Location, Need, Node, needs_of
 from multiworld.serve.resources.assignment import Plan, Policy, assign
-from multiworld.serve.resources.bookings import Bookings
+from multiworld.serve.resources.bookings import Booking, Bookings
 from multiworld.serve.spec.schema import ModelSpec
 
 Specs = Mapping[str, Mapping[str, ModelSpec]]
@@ -83,9 +83,21 @@ class ReplicaBookings:
         return found
 
     def moves(self, names: Iterable[str]) -> list[str]:
+        """Return which of the replicas the plan places elsewhere, where there is room.
+
+        A plan knows neither the replicas of unplanned models nor cores beside GPUs.
+        """
         bookings = self.ledger.bookings
         here = {n: (bookings[n].post, bookings[n].spot.node) for n in names}
-        return moves(self.plan, here)
+        return [n for n in moves(self.plan, here) if self._has_room(bookings[n])]
+
+    def _has_room(self, booking: Booking) -> bool:
+        return any(
+            post == booking.post
+            and self.ledger.count(node, post) < count
+            and not self.ledger.shortage(node, booking.need)
+            for (post, node), count in self.plan.items()
+        )
 
     def limits(self) -> dict[str, int]:
         """Return the memory limit of each replica that declares one, in bytes."""

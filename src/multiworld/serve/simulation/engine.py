@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from multiworld.serve.core.load_balancer import Chance, choose
 from multiworld.serve.generation.engine_limits import EngineLimits
-from multiworld.serve.scaling.limits import within
+from multiworld.serve.scaling.limits import keep_starting, within
 from multiworld.serve.scaling.samples import PERIODS
 from multiworld.serve.scaling.snapshot import (
     Policy,
@@ -296,10 +296,7 @@ class Pipeline:
                 replica.running.append(request)
         if replica.running:
             seconds = stage.seconds(sum(r.work for r in replica.running))
-            counts = self._counts[k]
             self._at(now + seconds, lambda then: self._end(replica, seconds, then))
-            counts[0] += len(replica.running)
-            counts[1] += 1
 
     def _is_due(self, replica: Replica, stage: StageModel, now: float) -> bool:
         """Return whether a batch may start; if not, schedule the next check."""
@@ -312,8 +309,11 @@ class Pipeline:
         return now >= due_at
 
     def _end(self, replica: Replica, seconds: float, now: float) -> None:
-        self._counts[replica.stage][2] += seconds
         done, replica.running = replica.running, []
+        counts = self._counts[replica.stage]  # at the end, as replicas do
+        counts[0] += len(done)
+        counts[1] += 1
+        counts[2] += seconds
         if replica.stage == len(self._model.stages) - 1:
             for request in done:
                 request.ended = now
@@ -363,7 +363,10 @@ class Pipeline:
         decision = within(self._model.policy(snapshot), snapshot.stages)
         self._memory = decision.memory
         before = tuple(self._wanted)
-        self._wanted = list(decision.replicas)
+        live = [self._live(k) for k in range(len(before))]
+        starting = [sum(not r.is_ready for r in replicas) for replicas in live]
+        there = [len(replicas) for replicas in live]
+        self._wanted = [*keep_starting(decision.replicas, before, starting, there)]
         if tuple(self._wanted) != before:
             after = tuple(self._wanted)
             self.decided.append(SimulatedDecision(now, before, after, decision.why))

@@ -100,7 +100,7 @@ class TokenPipeline(Pipeline):
         self._sequences: dict[tuple[str, int], SimulatedSequence] = {}
         self._rows = [0] * len(model.stages)
         self._ended = [0, 0, 0]
-        self._generated = 0
+        self._generated = self._too_long = 0
         self._unplaced: deque[SimulatedSequence] = deque()
         self._schedulers = StepSources()
         self._moving: set[SimulatedSequence] = set()
@@ -135,8 +135,12 @@ class TokenPipeline(Pipeline):
         self._requests.append(sequence)
         waiting = sum(t.first_at < 0 for t in self._sequences.values())
         longest = min(self._limits.longest, self._model.max_model_len or math.inf)
-        is_too_long = sequence.prompt + sequence.answer > longest
-        if is_too_long or waiting > self._model.max_queued_requests:
+        if sequence.prompt + sequence.answer > longest:
+            # A mistake of the client, which no policy is told of.
+            sequence.is_refused = True
+            self._too_long += 1
+            return
+        if waiting > self._model.max_queued_requests:
             sequence.is_refused = True
             self._missed += 1
             self._refused += 1
@@ -302,9 +306,9 @@ class TokenPipeline(Pipeline):
             rows = sum(part.count for part in work.parts)
         seconds = self._model.stages[k].seconds(rows)
         replica.is_busy = True
-        self._rows[k] += rows
-        self._counts[k][1] += 1
-        self._at(now + seconds, lambda then: self._done(replica, work, seconds, then))
+        self._at(
+            now + seconds, lambda then: self._done(replica, work, rows, seconds, then)
+        )
 
     def _next_work(self, replica: TextReplica) -> SimulatedStep | Preparation | None:
         if replica.work and (replica.scheduler is None or self._chance() < 0.5):
@@ -319,10 +323,13 @@ class TokenPipeline(Pipeline):
         self,
         replica: TextReplica,
         work: SimulatedStep | Preparation,
+        rows: int,
         seconds: float,
         now: float,
     ) -> None:
         replica.is_busy = False
+        self._rows[replica.stage] += rows  # at the end, as replicas do
+        self._counts[replica.stage][1] += 1
         self._counts[replica.stage][2] += seconds
         if isinstance(work, Preparation):
             self._prepared(replica, work)
@@ -422,7 +429,7 @@ class TokenPipeline(Pipeline):
         used = [r.scheduler.pool.usage for r in self._at_stage(0) if r.scheduler]
         return Sample(
             at=now,
-            arrived=len(self._requests),
+            arrived=len(self._requests) - self._too_long,
             stages=tuple(stages),
             missed=self._missed,
             refused=self._refused,

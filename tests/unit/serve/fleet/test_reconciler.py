@@ -23,6 +23,7 @@ from multiworld.serve.fleet.events import (
     Event,
     Joined,
     Loaded,
+    ModelNeeded,
     Paused,
     Probed,
     ProcessGone,
@@ -334,6 +335,21 @@ def test_version_that_crashes_is_rolled_back() -> None:
     assert service.fleet.desired.models["m"].version == "1"
     assert {p.version for p in service.fleet.processes.values() if p.model} == {"1"}
     assert service.alive == set(service.fleet.processes)
+
+
+def test_request_starts_the_active_version_from_zero_beside_an_update() -> (
+    None
+):
+    """The new version may take long, or never be ready."""
+    service = Service(1, 1, 1)
+    service.handle(DesiredStateChanged(desired(0, 0, 0)))
+    service.handle(ModelNeeded("m"))
+    assert service.ready("1") == [0, 0, 0], "that is for the autoscaler"
+    service.answers_probes = False
+    service.handle(DesiredStateChanged(desired(1, 1, 1, version="2")))
+    assert service.ready("1") == [0, 0, 0]
+    service.handle(ModelNeeded("m"))
+    assert sum(p.version == "1" for p in service.fleet.processes.values()) == 3
 
 
 def test_version_that_is_never_ready_is_rolled_back() -> None:

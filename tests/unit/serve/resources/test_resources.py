@@ -146,6 +146,19 @@ def test_admission_counts_what_runs_once() -> None:
         places.admit([("m/0", "m", 3, need)])
 
 
+@pytest.mark.parametrize(("other", "moved"), [(60, []), (20, ["m/0/2"])])
+def test_replica_moves_only_where_there_is_room(other: int, moved: list[str]) -> None:
+    """Or it would be restarted where it was, after each plan."""
+    places = ReplicaBookings(nodes(2))
+    need = Need(memory_bytes=50 * MIB)
+    for name in ("m/0/1", "m/0/2"):
+        places.ledger.book(name, "m/0", Location("n0"), need)
+    unplanned = Need(memory_bytes=other * MIB)
+    places.ledger.book("idle/0/1", "idle/0", Location("n1"), unplanned)
+    places.plan = {("m/0", "n0"): 1, ("m/0", "n1"): 1}
+    assert places.moves(["m/0/1", "m/0/2"]) == moved
+
+
 def test_machine_that_is_gone_keeps_its_bookings_until_they_are_released() -> None:
     """Its replicas are reported lost one by one."""
     places = ReplicaBookings(nodes(2))
