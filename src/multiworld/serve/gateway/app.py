@@ -147,14 +147,14 @@ def _inference(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
         )
         current, model = gateway.model(name, version, admitted.tenant)
         require_tensors(name, model)
+        default_s = gateway.deadline_s(name, admitted.tenant)
         length = request.headers.get(JSON_LENGTH)
         parse = partial(open_inference.parse, body, length, model)
         parsed = await off_loop(len(body), parse)
         del body, parse  # the tensors are copies
         given = parsed.parameters
         timeout_s = timeout_of(request, given.timeout_s, given.timeout)
-        if timeout_s is None:
-            timeout_s = gateway.deadline_s(name, admitted.tenant)
+        timeout_s = default_s if timeout_s is None else timeout_s
         session = _session(given.sequence_id)
         asked_at = gateway.authenticator.clock()
         while True:

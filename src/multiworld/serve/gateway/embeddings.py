@@ -246,10 +246,10 @@ async def _embed(
     if model.generation is not None:
         raise _invalid("model", "generates text and embeds none; use another model")
     served = gateway.route(name, admitted.tenant)
+    room = gateway.dispatcher.table.routes[served].max_queued_requests
     frontend = await gateway.text(served, version, model)
     size = 16 * sum(map(len, parsed.inputs))  # that is as slow to parse
     inputs = await off_loop(size, partial(_checked, frontend, model, parsed.inputs))
-    room = gateway.dispatcher.table.routes[served].max_queued_requests
     window = asyncio.Semaphore(max(1, min(WINDOW, room)))
 
     async def one(tensors: Tensors) -> Tensors:

@@ -172,6 +172,8 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
                 return
             self._has_progress = False
             super().data_received(data)
+            if self._refusal:
+                return
             self._count_unused(len(data))
             self._limit_late_body()
             self._limit_idle()
@@ -270,6 +272,12 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
                 return
             body = f'{{"error": "{text}"}}'
             self._refusal = ANSWER.format(status, len(body), body).encode()
+            cycle = self.cycle
+            if cycle is not None and cycle.more_body and cycle in self._cycles:
+                # It is this request whose message is broken: nothing more comes of it.
+                self._cycles.remove(cycle)
+                cycle.disconnected = True
+                cycle.message_event.set()
             if all(cycle.response_complete for cycle in self._cycles):
                 self.transport.write(self._refusal)
                 self.transport.close()

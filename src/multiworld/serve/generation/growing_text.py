@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from multiworld.serve.generation.tokenizer import Tokenizer
 
 CONTEXT = 8  # tokens of a prompt, before the text
 PENDING = 16  # tokens that show nothing yet, before they are looked at more closely
+CONTINUED = re.compile(rb"[\x80-\xbf]")  # bytes within a character
 PARTIAL = "\ufffd"  # shown for the bytes of an incomplete character
 
 
@@ -98,8 +100,10 @@ class _Window:
         self._tokenizer, self._skips_special = tokenizer, skips_special
         self._tokens = list(before)
         text = self._decoded(self._tokens)
-        while text.startswith(PARTIAL):  # the first ones were cut from a character
-            del self._tokens[0]
+        while text.startswith(PARTIAL) and CONTINUED.match(
+            tokenizer.raw(self._tokens[0])
+        ):
+            del self._tokens[0]  # it was cut from a character
             text = self._decoded(self._tokens)
         self._settled = len(self._tokens)  # tokens whose text is out
         self._shown = len(text)  # characters of theirs

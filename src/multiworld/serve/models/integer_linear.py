@@ -251,7 +251,7 @@ def quantize_linears(
     """Replace the linears of a module, in place; those ``stored`` were quantized."""
     stored = stored or {}
     for holder in list(module.modules()):
-        for names in _groups(holder):
+        for names in _groups(holder, stored):
             linears = [getattr(holder, name) for name in names]
             pairs = [stored.get(one) or quantized(_weight(one)) for one in linears]
             weights, end = Weights(pairs), 0
@@ -263,14 +263,15 @@ def quantize_linears(
                 setattr(holder, name, replaced)
 
 
-def _groups(holder: nn.Module) -> list[tuple[str, ...]]:
+def _groups(
+    holder: nn.Module, stored: Mapping[nn.Module, Stored]
+) -> list[tuple[str, ...]]:
     """Return the names of a module's linears, together where they are siblings."""
-    if ROUTER.search(type(holder).__name__):
-        return []
+    is_router = ROUTER.search(type(holder).__name__) is not None
     names = [
         name
         for name, found in holder.named_children()
-        if is_linear(found) and name not in ROUTERS
+        if is_linear(found) and (found in stored or not (is_router or name in ROUTERS))
     ]
     known = SIBLINGS if type(holder).__module__.startswith("transformers.") else ()
     found = [group for group in known if {*group} <= {*names}]

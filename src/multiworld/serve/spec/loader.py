@@ -18,7 +18,14 @@ from multiworld.serve.spec.schema import PATTERNS, AppSpec
 
 MAX_BYTES = 1024 * 1024  # of a spec
 INT = "tag:yaml.org,2002:int"
-DECIMAL = re.compile("[-+]?(0|[1-9][0-9_]*)$")
+FLOAT = "tag:yaml.org,2002:float"
+RESOLVERS = {  # as in YAML 1.2
+    INT: re.compile("[-+]?(0|[1-9][0-9_]*)$"),
+    FLOAT: re.compile(
+        r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
+        r"|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"
+    ),
+}
 
 MAX_NODES = 100_000  # keys, values and lists of a spec, with aliases expanded
 
@@ -102,11 +109,11 @@ def _spec_error(where: str, problems: list[str]) -> SpecError:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 010 and 1:30 as texts: in YAML 1.1 they are 8 and 90."""
+    """Reads 010 and 1:30 as texts, which are 8 and 90 in YAML 1.1, and 1e3 as 1000."""
 
 
 _Loader.yaml_implicit_resolvers = {
-    letter: [(tag, DECIMAL if tag == INT else rule) for tag, rule in found]
+    letter: [(tag, RESOLVERS.get(tag, rule)) for tag, rule in found]
     for letter, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 

@@ -337,9 +337,7 @@ def test_version_that_crashes_is_rolled_back() -> None:
     assert service.alive == set(service.fleet.processes)
 
 
-def test_request_starts_the_active_version_from_zero_beside_an_update() -> (
-    None
-):
+def test_request_starts_the_active_version_from_zero_beside_an_update() -> None:
     """The new version may take long, or never be ready."""
     service = Service(1, 1, 1)
     service.handle(DesiredStateChanged(desired(0, 0, 0)))

@@ -300,6 +300,30 @@ async def test_refusal_comes_after_the_answer_before_it(
         assert await client.is_closed()
 
 
+async def test_long_head_in_segments_is_refused_after_the_answer_before_it() -> None:
+    """Its last segments are over the limit of what the parser keeps, too."""
+    async with serving() as server:
+        client = await server.connect()
+        client.send(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await client.head()).startswith(b"HTTP/1.1 200")
+        client.send(b"GET / HTTP/1.1\r\n")
+        for number in range(4):
+            await asyncio.sleep(0.05)
+            client.send(b"x%d: " % number + b"y" * 30_000 + b"\r\n")
+        assert await client.read(10) == b"0123456789"
+        assert (await client.answer())[0] == 431
+
+
+async def test_broken_body_is_refused_at_once() -> None:
+    """The request that waits for the rest of it ends."""
+    async with serving() as server:
+        client = await server.connect()
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        client.send(head + b"ZZ\r\n")
+        assert (await client.answer())[0] == 400
+        assert await client.is_closed()
+
+
 async def test_long_head_gets_431() -> None:
     """Whether it comes at once or in pieces; one below the limit is read."""
     async with serving() as server:

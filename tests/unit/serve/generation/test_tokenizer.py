@@ -66,8 +66,17 @@ def test_text_completes_the_character_that_its_prompt_ends_within(
     assert f"a{text}" == raw.decode(errors="ignore") + found
 
 
+def before_and_rest(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return a character in two parts of tokens; the first is a whole prompt."""
+    tokens = tokenizer.encode("😀", has_special=False)
+    return tokens[:-1], tokens[-1:]
+
+
 def test_character_that_is_not_completed_is_the_prompts(tokenizer: Tokenizer) -> None:
     """It is not repeated before the text."""
+    part, rest = before_and_rest(tokenizer)
+    growing = GrowingText(tokenizer, before=part)
+    assert "".join([*map(growing.add, rest), growing.end()]) == "😀"
     before = tokenizer.encode("a😀", has_special=False)[:-1]
     growing = GrowingText(tokenizer, before=before)
     assert [growing.add(tokenizer.encode("b")[0]), growing.end()] == ["b", ""]

@@ -163,6 +163,9 @@ def test_what_chooses_experts_stays_float() -> None:
     kinds = {name: type(found) for name, found in model.named_modules()}
     assert kinds["router.wg"] is kinds["mlp.gate"] is nn.Linear
     assert kinds["mlp.gate_proj"] is IntegerLinear
+    gate = model["mlp"]["gate"]  # type: ignore[index]
+    quantize_linears(model, {gate: integers.quantized(gate.weight)})
+    assert type(model["mlp"]["gate"]) is IntegerLinear, "its folder has it in int8"  # type: ignore[index]
 
 
 @pytest.mark.parametrize("is_biased", [False, True])
