@@ -200,7 +200,8 @@ async def respond(
             lambda: handler(admitted, reservation), error_response
         )
         status = response.status_code
-        response.headers[REQUEST_ID] = number
+        # It has none of that name, for which ``headers`` would look.
+        response.raw_headers.append((REQUEST_ID.lower().encode(), number.encode()))
     finally:
         if isinstance(response, EventStream):
             response.on_end = end

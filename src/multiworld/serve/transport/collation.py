@@ -19,12 +19,19 @@ MAX_PADDING = 16  # bytes in a row of a batch for each byte that was sent with a
 
 def rows_of(tensors: Tensors) -> int:
     """Return the size of dimension 0, which must be the same for all tensors."""
-    sizes = {name: t.shape[0] if t.dim() else -1 for name, t in tensors.items()}
-    if not sizes or -1 in sizes.values() or len(set(sizes.values())) > 1:
+    rows = -1
+    for tensor in tensors.values():
+        size = tensor.shape[0] if tensor.dim() else -1
+        if size < 0 or size != rows >= 0:
+            rows = -1
+            break
+        rows = size
+    if rows < 0:
+        sizes = {name: t.shape[0] if t.dim() else -1 for name, t in tensors.items()}
         raise InvalidRequestError(
             f"every tensor needs the same number of rows (dimension 0); got {sizes}"
         )
-    return next(iter(sizes.values()))
+    return rows
 
 
 def group_of(tensors: Tensors, ragged: Mapping[str, float]) -> Hashable:
@@ -71,6 +78,8 @@ def _check_padding(
     requests: Sequence[Tensors], ragged: Mapping[str, float], longest: int
 ) -> None:
     """Refuse requests whose short inputs would be padded without measure."""
+    if not ragged:
+        return
     rows = sum(rows_of(tensors) for tensors in requests)
     given = sum(t.nbytes for tensors in requests for t in tensors.values())
     padded = sum(

@@ -14,7 +14,9 @@ import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from multiworld.errors import InvalidRequestError, ServeError
 from multiworld.liveness.pause_detector import PauseDetector
@@ -381,7 +383,7 @@ class Worker:
                     work.spent.computed_s + now - began_at,
                 )
                 finished.append(
-                    replace(work, content=outcome, spent=spent, arrived_at=now)
+                    structs.replace(work, content=outcome, spent=spent, arrived_at=now)
                 )
         if self._is_last:
             self._answer(finished)
