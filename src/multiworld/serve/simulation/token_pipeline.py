@@ -136,7 +136,7 @@ class TokenPipeline(Pipeline):
         waiting = sum(t.first_at < 0 for t in self._sequences.values())
         longest = min(self._limits.longest, self._model.max_model_len or math.inf)
         if sequence.prompt + sequence.answer > longest:
-            # A mistake of the client, which no policy is told of.
+            # A mistake of the client, which no policy sees.
             sequence.is_refused = True
             self._too_long += 1
             return

@@ -109,7 +109,7 @@ def _spec_error(where: str, problems: list[str]) -> SpecError:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 010 and 1:30 as texts, which are 8 and 90 in YAML 1.1, and 1e3 as 1000."""
+    """Reads 010 and 1:30 as strings (8 and 90 in YAML 1.1), and 1e3 as 1000."""
 
 
 _Loader.yaml_implicit_resolvers = {
