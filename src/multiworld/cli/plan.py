@@ -280,7 +280,7 @@ def _plan(
 
 
 # Note on models with another device than ``cpu``.
-UNTRIED = "text generation has not been run on a GPU yet; see the documentation"
+UNTRIED = "text generation on GPUs is slow, and little tried; see the documentation"
 
 
 def _show(app: AppSpec, plan: PlanShown, found: Outlook) -> None:

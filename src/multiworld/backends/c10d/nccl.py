@@ -1,7 +1,7 @@
 """NCCL groups whose failure does not end the process.
 
 NCCL does not notice a dead peer: its kernels spin. multiworld's failure detector does,
-and the group is aborted. The tests use a fake: this module has not been run on a GPU.
+and the group is aborted.
 """
 
 from __future__ import annotations

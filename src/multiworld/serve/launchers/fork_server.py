@@ -4,8 +4,9 @@ imports a service's modules once and forks its processes, on orders from the soc
 Importing torch and a model's code takes seconds, a fork about 10 ms. A service's first
 fork server is a fork of the controller, which has imported most of it. The fork server
 has a single thread, because a fork copies no other, and runs no torch operation:
-torch's thread pool would hang in every child. It exits with its parent; the forked
-processes keep running.
+torch's thread pool would hang in every child. If a module starts a thread, it exits and
+is replaced by one without that module. It exits with its parent; the forked processes
+keep running.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from multiworld.serve.resources.open_files import raise_limit
 
 
 class ForkServer:
-    def __init__(self, control: socket.socket) -> None:
-        self._control = control
+    def __init__(self, control: socket.socket, *, has_modules: bool) -> None:
+        self._control, self._has_modules = control, has_modules
         self._inbox = b""
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ, None)
@@ -53,7 +54,8 @@ class ForkServer:
             line, _, self._inbox = self._inbox.partition(b"\n")
             match protocol.FORK_ORDERS.decode(line):
                 case protocol.Launch() as order:
-                    self._launch(order)
+                    if not self._launch(order):
+                        return False
                 case protocol.Ping(number):
                     self._send(protocol.Pong(number))
         return bool(data)
@@ -64,16 +66,19 @@ class ForkServer:
         except OSError:
             pass  # the next read sees that the socket is closed
 
-    def _launch(self, order: protocol.Launch) -> None:
+    def _launch(self, order: protocol.Launch) -> bool:
+        """Fork a process; return whether this process can fork others."""
         name = order.name
-        threads = len(os.listdir("/proc/self/task"))
+        threads = count_threads()
         if threads != 1:
             error = (
                 f"the fork server has {threads} threads, so it cannot fork; a module "
                 "that the model imports starts one"
             )
             self._send(protocol.LaunchFailed(name, error))
-            return
+            if self._has_modules:
+                self._send(protocol.Threaded(""))
+            return not self._has_modules
         leash = None
         try:
             # Before the answer, because the sender may let go after it.
@@ -83,7 +88,7 @@ class ForkServer:
             if leash is not None:
                 os.close(leash)
             self._send(protocol.LaunchFailed(name, str(error)))
-            return
+            return True
         if pid == 0:
             self._child(order, leash)
         if leash is not None:
@@ -91,6 +96,7 @@ class ForkServer:
         pidfd = os.pidfd_open(pid)
         self._selector.register(pidfd, selectors.EVENT_READ, (name, pid))
         self._send(protocol.Launched(name, pid))
+        return True
 
     def _reap(self, pidfd: int, name: str, pid: int) -> None:
         self._selector.unregister(pidfd)
@@ -147,6 +153,10 @@ def _settle(order: protocol.Launch) -> None:
         torch.seed()
 
 
+def count_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
 class WaitingServer(NamedTuple):
     """A forked fork server that waits for ``Begin``; it exits with the socket."""
 
@@ -156,7 +166,7 @@ class WaitingServer(NamedTuple):
 
 def fork_waiting() -> WaitingServer | None:
     """Fork a fork server from this process; None if that has several threads."""
-    if len(os.listdir("/proc/self/task")) != 1:
+    if count_threads() != 1:
         return None
     ours, theirs = socket.socketpair()
     sys.stdout.flush()
@@ -216,14 +226,18 @@ def _serve(control: socket.socket, modules: Sequence[str]) -> None:
     # Ctrl-C in the terminal is for the controller, which closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise_limit()
+    threads = count_threads()
     for module in modules:
         try:
             importlib.import_module(module)
         except Exception:
             traceback.print_exc()  # only processes that need the module will fail
+        if count_threads() > threads:
+            control.sendall(protocol.LineCodec.encode(protocol.Threaded(module)))
+            return
     gc.collect()
     gc.freeze()
-    ForkServer(control).run()
+    ForkServer(control, has_modules=bool(modules)).run()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from multiworld.serve.launchers.protocol import (
     Launch,
     Launched,
     LaunchFailed,
+    Threaded,
 )
 
 logger = logging.getLogger("multiworld.serve")
@@ -27,6 +28,14 @@ WARM_S = 120.0  # for the fork server to import its modules
 
 # Before the start of a fork server is repeated; doubles each time.
 RETRY_S, RETRY_MAX_S = 1.0, 30.0
+
+
+# A forked process must not inherit a thread, nor CUDA in use.
+FORKED = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow; transformers loads it
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # for ``torch.cuda.is_available``
+}
 
 
 class Forks:
@@ -42,8 +51,7 @@ class Forks:
     ) -> None:
         self.trouble = ""
         self._preload = list(preload)
-        # A forked process must not inherit a thread pool.
-        self._env = {"OPENBLAS_NUM_THREADS": "1", **env}
+        self._env = {**FORKED, **env}
         self._on_exit, self._waiting = on_exit, waiting
         self._server = HelperProcess(
             FORK_SERVER, log, FORK_NEWS, self._on_news, self._ended, self._hangs
@@ -55,10 +63,16 @@ class Forks:
     async def warm(self) -> None:
         """Start the fork server unless it runs, and wait until it is ready."""
         async with self._warming:
-            if not self._server.is_running:
+            while not self._server.is_running:
                 waiting, self._waiting = self._waiting, None
-                await self._server.start(self._preload, self._env, WARM_S, waiting)
-                self.trouble = ""
+                news = await self._server.start(
+                    self._preload, self._env, WARM_S, waiting
+                )
+                if isinstance(news, Threaded):
+                    await self._server.close()
+                    self._forget(news.module)
+                else:
+                    self.trouble = ""
 
     async def fork(self, order: Launch) -> int:
         """Fork a process, and return its id; if cancelled, it may still start."""
@@ -78,6 +92,18 @@ class Forks:
                     future.set_result(pid)
             case LaunchFailed(name, error):
                 self._fail(name, error)
+            case Threaded(module):
+                self._forget(module)
+
+    def _forget(self, module: str) -> None:
+        """Leave a module and those after it, which may import it, to the processes."""
+        kept = self._preload.index(module) if module in self._preload else 0
+        logger.warning(
+            "a thread of %s keeps the fork server from forking: processes import it "
+            "themselves, which takes them time and memory",
+            module or ", ".join(self._preload),
+        )
+        del self._preload[kept:]
 
     def _fail(self, name: str, why: str) -> None:
         future = self._starting.pop(name, None)

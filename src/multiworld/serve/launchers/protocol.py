@@ -78,8 +78,14 @@ class Warm(Line, frozen=True, tag="Warm"):
     version: int = VERSION
 
 
+class Threaded(Line, frozen=True, tag="Threaded"):
+    """The fork server cannot fork: a module has started a thread. It exits."""
+
+    module: str  # empty: one of all
+
+
 ForkOrder = Launch | Ping
-ForkNews = Warm | Launched | LaunchFailed | Exited | Pong
+ForkNews = Warm | Threaded | Launched | LaunchFailed | Exited | Pong
 
 
 # Messages of the Ray bridge.

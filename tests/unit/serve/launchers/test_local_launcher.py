@@ -20,6 +20,7 @@ from multiworld.serve.launchers.helper_process import HelperProcess
 from multiworld.serve.launchers.local import LocalLauncher
 from multiworld.serve.launchers.protocol import Line
 from multiworld.serve.resources.amounts import Location, Need, Node
+from multiworld.serve.resources.usage import family_of
 from multiworld.serve.transport.process_args import ProcessArgs
 from tests.unit.serve.edges import until
 
@@ -105,6 +106,11 @@ class Launched:
                 await self.told.wait()
 
 
+def children() -> set[int]:
+    """Return the processes below this one."""
+    return set(family_of(os.getpid())[1:])
+
+
 def parent_of(pid: int) -> int:
     """Return the process that has forked a process."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -186,14 +192,30 @@ async def test_server_that_dies_fails_what_waits_and_is_started_again(
     assert await launched.exit_of("a") is None  # nobody who is left knows the code
 
 
-async def test_module_that_starts_a_thread_is_named_at_the_launch(
-    tmp_path: Path,
+async def test_module_that_starts_a_thread_is_left_to_the_processes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A fork would copy it without its locks."""
-    made = Launched(tmp_path, f"{FAKE_ENTRY}_threads")
+    """A fork would copy the module's locks without the thread."""
+    made = Launched(tmp_path, f"{FAKE_ENTRY}_threads", "tests.no_such_module")
     try:
+        assert await made.end(await made.launch("a", "says")) == 7
+    finally:
+        await made.launcher.close()
+    assert f"a thread of {FAKE_ENTRY}_threads keeps" in caplog.text
+
+
+async def test_fork_server_that_gets_a_thread_later_is_replaced(tmp_path: Path) -> None:
+    """By one that imports nothing: who started it is not known."""
+    others = children()
+    made = Launched(tmp_path, f"{FAKE_ENTRY}_late_thread")
+    try:
+        await made.launcher.warm()
+        (server,) = children() - others
+        await until(lambda: len(os.listdir(f"/proc/{server}/task")) == 2)
         with pytest.raises(LaunchError, match="a: the fork server has 2 threads"):
             await made.launch("a", "says")
+        await until(lambda: bool(children() - others - {server}))
+        assert (await made.launch("b", "says")).pid
     finally:
         await made.launcher.close()
 

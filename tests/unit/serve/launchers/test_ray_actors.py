@@ -20,6 +20,7 @@ from tests.unit.serve.launchers.test_local_launcher import (
     FAKE_ENTRY,
     WAIT_S,
     args,
+    children,
     python_path,
 )
 from tests.until import until
@@ -91,18 +92,22 @@ async def test_rank_that_cannot_start_leaves_nothing(
     tmp_path: Path,
 ) -> None:
     """The error says why, and the next rank may have its name."""
-    preload = [f"{FAKE_ENTRY}_threads"]
+    preload = [f"{FAKE_ENTRY}_late_thread"]
+    others = children()
     with recorded(actor, Forks) as forks:
         made = NodeLauncher(preload, str(tmp_path), "/no/logs", "one")
     try:
         before = len(os.listdir("/proc/self/fd"))
         await made.warm()
         held = len(os.listdir("/proc/self/fd"))
-        for _ in range(2):
-            with pytest.raises(LaunchError, match="the fork server has 2 threads"):
-                await start(made, "waits", tmp_path / "rank.log")
-        assert len(os.listdir("/proc/self/fd")) == held >= before
+        (server,) = children() - others
+        await until(lambda: len(os.listdir(f"/proc/{server}/task")) == 2)
+        with pytest.raises(LaunchError, match="the fork server has 2 threads"):
+            await start(made, "waits", tmp_path / "rank.log")
+        assert len(os.listdir("/proc/self/fd")) <= held >= before
         assert await made.exit_code("app/rank") is None
+        await until(lambda: bool(children() - others - {server}))
+        assert (await start(made, "waits", tmp_path / "rank.log"))[0]
     finally:
         await forks[0].close()
 

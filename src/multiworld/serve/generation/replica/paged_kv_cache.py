@@ -239,6 +239,8 @@ class PagedAttention:
         )
         self._others = [n for n, each in enumerate(rows) if each.count > 1]
         self._masks: dict[tuple[int, int | None], Tensor] = {}
+        self._single_tables: Tensor | None = None
+        self._single_masks: dict[int | None, Tensor] = {}
 
     def attend(
         self,
@@ -283,19 +285,25 @@ class PagedAttention:
         window: int | None,
     ) -> None:
         """Attend for the sequences with one row, in one call."""
-        tables = self._table.index_select(0, self._singles)
+        if self._single_tables is None:
+            self._single_tables = self._table.index_select(0, self._singles)
+        tables, mask = self._single_tables, self._single_masks.get(window)
+        if mask is None:
+            mask = self._single_masks[window] = self._single_mask(tables, query, window)
+        rows = query.index_select(1, self._single_rows)
+        out = of_single_rows(
+            rows, gather(keys, tables), gather(values, tables), mask, scale
+        )
+        found.index_copy_(0, self._single_rows, out)
+
+    def _single_mask(self, tables: Tensor, query: Tensor, window: int | None) -> Tensor:
         ends = self._ends.index_select(0, self._singles)[:, None]
         at = torch.arange(tables.shape[1] * self._cache.page_size, device=ends.device)
         hidden = at >= ends
         if window is not None:
             hidden = hidden | (at < ends - window)
         mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
-        mask = mask.masked_fill(hidden, float("-inf"))[:, None, None]
-        rows = query.index_select(1, self._single_rows)
-        out = of_single_rows(
-            rows, gather(keys, tables), gather(values, tables), mask, scale
-        )
-        found.index_copy_(0, self._single_rows, out)
+        return mask.masked_fill(hidden, float("-inf"))[:, None, None]
 
     def _attend_one(
         self,
