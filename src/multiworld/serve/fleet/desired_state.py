@@ -79,7 +79,7 @@ def _text_objectives(model: ModelSpec) -> tuple[float | None, float | None]:
 def with_new_versions_started(
     desired: DesiredState, old: Mapping[str, str]
 ) -> DesiredState:
-    """Return a desired state with a replica of each stage of new versions.
+    """Return ``desired`` with at least one replica of each stage of new versions.
 
     ``old``: versions before, by model.
     """

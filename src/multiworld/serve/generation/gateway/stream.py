@@ -36,7 +36,7 @@ class Phase(StrEnum):
 
 
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    # Once every stage has a replica for it.
+    # Every stage has a replica for it.
     Phase.WAITING: frozenset({Phase.COMPUTING, Phase.ENDED}),
     # Moving: a replica drains, or a new one has less to do. Paused: part of the chain
     # failed; the other replicas keep KV. Waiting: it starts over, from its tokens.

@@ -218,7 +218,7 @@ class StreamRouter:
         self._place_waiting()
 
     def _count_loss(self, replica: str) -> list[Stream]:
-        """Count a loss for its likely causes; return those to run alone or fail."""
+        """Charge a loss to its likely causes; return those to run alone or to fail."""
         streams = self.streams.values()
         # A neighbour may have returned a stream, so that it runs elsewhere now.
         had = [

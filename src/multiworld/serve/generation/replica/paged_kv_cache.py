@@ -40,7 +40,7 @@ def torch_kernel() -> Callable[..., Tensor] | None:
     try:
         # Brings torch's compiler along (a second, 100 MB), so it waits for use.
         from torch.nn.attention.varlen import varlen_attn
-    except ImportError:  # torch before 2.13
+    except ImportError:  # a torch built without it
         return None
     kernel = cast("Callable[..., Tensor]", varlen_attn)
     takes_pages = "block_table" in inspect.signature(kernel).parameters

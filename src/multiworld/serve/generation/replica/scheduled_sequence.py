@@ -12,7 +12,7 @@ from multiworld.serve.transport.protocol import Key
 
 @dataclass(slots=True, eq=False)
 class ScheduledSequence:
-    """A sequence at its scheduler."""
+    """Scheduling state of one sequence."""
 
     key: Key
     tokens: list[int]
