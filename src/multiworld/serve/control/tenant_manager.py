@@ -114,7 +114,7 @@ class TenantManager:
         except ServeError as error:
             rare_log.error("usage cannot be stored", error)
             return  # not confirmed, so the gateway reports it again
-        changed = self._ledger.add(usage.rows, time.time()) if is_new else set()
+        changed = self._ledger.add(usage.rows) if is_new else set()
         known = [self.tenants[name] for name in changed if name in self.tenants]
         self._send(gateway, messages.UsageStored(usage.number))
         self._send_uses(known)

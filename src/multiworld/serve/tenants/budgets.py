@@ -20,22 +20,17 @@ DAY_S = 86400
 
 LIMITS = ("tokens_per_day", "tokens_per_month")
 
+KEPT = 3  # latest days, and months, of a tenant: clocks jump, and jump back
+
 
 class TokensUsed(NamedTuple):
-    """Tokens used in the current ``day`` and ``month`` (starts, in epoch seconds)."""
+    """Tokens used in a ``day`` and a ``month`` (their starts, in epoch seconds)."""
 
     tenant: str
     day: int
     in_day: int
     month: int
     in_month: int
-
-    def at(self, wall_s: float) -> TokensUsed:
-        """Return the usage at a later time, when the day or month may be over."""
-        day, month = day_of(wall_s), month_of(wall_s)
-        in_day = self.in_day if self.day == day else 0
-        in_month = self.in_month if self.month == month else 0
-        return TokensUsed(self.tenant, day, in_day, month, in_month)
 
 
 def day_of(wall_s: float) -> int:
@@ -67,43 +62,72 @@ def exhausted(tenant: Tenant, used: TokensUsed) -> str:
     return ""
 
 
+class _Spans:
+    """Tokens of tenants by the starts of days, or of months."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, dict[int, int]] = {}
+
+    def get(self, tenant: str, start: int) -> int:
+        return self._tokens.get(tenant, {}).get(start, 0)
+
+    def set(self, tenant: str, start: int, tokens: int) -> None:
+        spans = self._tokens.setdefault(tenant, {})
+        spans[start] = tokens
+        if len(spans) > KEPT:
+            del spans[min(spans)]
+
+
+class _Usage:
+    def __init__(self) -> None:
+        self._days, self._months = _Spans(), _Spans()
+
+    def set(self, used: TokensUsed) -> None:
+        self._days.set(used.tenant, used.day, used.in_day)
+        self._months.set(used.tenant, used.month, used.in_month)
+
+    def at(self, tenant: str, wall_s: float) -> TokensUsed:
+        day, month = day_of(wall_s), month_of(wall_s)
+        in_day, in_month = self._days.get(tenant, day), self._months.get(tenant, month)
+        return TokensUsed(tenant, day, in_day, month, in_month)
+
+
 class TokenLedger:
     def __init__(
         self, in_day: Mapping[str, int], in_month: Mapping[str, int], wall_s: float
     ) -> None:
+        self._usage = _Usage()
         day, month = day_of(wall_s), month_of(wall_s)
-        self._used = {
-            name: TokensUsed(name, day, in_day.get(name, 0), month, count)
-            for name, count in in_month.items()
-        }
+        for name, count in in_month.items():
+            self._usage.set(TokensUsed(name, day, in_day.get(name, 0), month, count))
 
     def used(self, tenant: str, wall_s: float) -> TokensUsed:
-        nothing = TokensUsed(tenant, 0, 0, 0, 0)
-        return self._used.get(tenant, nothing).at(wall_s)
+        return self._usage.at(tenant, wall_s)
 
-    def add(self, rows: Iterable[UsageRow], wall_s: float) -> set[str]:
+    def add(self, rows: Iterable[UsageRow]) -> set[str]:
         """Add usage; return the tenants that used any tokens."""
         changed = set()
         for row in rows:
             tokens = row.prompt_tokens + row.generated_tokens
             if not tokens:
                 continue
-            old = self.used(row.tenant, wall_s)
-            self._used[row.tenant] = old._replace(
-                in_day=old.in_day + tokens * (row.minute >= old.day),
-                in_month=old.in_month + tokens * (row.minute >= old.month),
+            old = self._usage.at(row.tenant, row.minute)
+            more = old._replace(
+                in_day=old.in_day + tokens, in_month=old.in_month + tokens
             )
+            self._usage.set(more)
             changed.add(row.tenant)
         return changed
 
 
 class TokenBudgets:
     def __init__(self) -> None:
-        self._used: dict[str, TokensUsed] = {}
+        self._usage = _Usage()
         self._since: Counter[str] = Counter()
 
     def set_used(self, used: Iterable[TokensUsed]) -> None:
-        self._used.update((each.tenant, each) for each in used)
+        for each in used:
+            self._usage.set(each)
 
     def count(self, tenant: str, tokens: int) -> None:
         """Count tokens that the controller does not know of yet."""
@@ -120,8 +144,7 @@ class TokenBudgets:
         """Return why a tenant gets no more tokens; None if it does."""
         if not has_budget(tenant):
             return None
-        nothing = TokensUsed(tenant.name, 0, 0, 0, 0)
-        used = self._used.get(tenant.name, nothing).at(wall_s)
+        used = self._usage.at(tenant.name, wall_s)
         more = self._since.get(tenant.name, 0)
         now = used._replace(in_day=used.in_day + more, in_month=used.in_month + more)
         limit = exhausted(tenant, now)

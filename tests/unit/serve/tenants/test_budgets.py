@@ -57,13 +57,25 @@ def test_days_and_months_begin_in_utc() -> None:
 def test_ledger_adds_up_and_starts_over() -> None:
     """A late report of yesterday counts for the month only."""
     ledger = TokenLedger({"acme": 10}, {"acme": 100}, NOON)
-    assert ledger.add([row(5), row(2, NOON - DAY_S), row(0, NOON, "b")], NOON) == {
-        "acme"
-    }
+    assert ledger.add([row(5), row(2, NOON - DAY_S), row(0, NOON, "b")]) == {"acme"}
     assert ledger.used("acme", NOON) == told(20, 114)[0]
     tomorrow = ledger.used("acme", NOON + DAY_S)
     assert (tomorrow.in_day, tomorrow.in_month) == (0, 0), "March has begun"
     assert ledger.used("new", NOON).in_month == 0
+
+
+def test_usage_outlives_a_clock_that_jumps_and_jumps_back() -> None:
+    """Tokens of the time between belong to the day that the clock showed."""
+    ledger, budgets = TokenLedger({"acme": 90}, {"acme": 90}, NOON), TokenBudgets()
+    tenant = Tenant(name="acme", tokens_per_day=100)
+    jumped = NOON + 40 * DAY_S
+    for now, tokens in ((NOON, 5), (jumped, 3), (NOON, 1)):
+        ledger.add([row(tokens, now)])
+        budgets.set_used([ledger.used("acme", now)])
+    assert ledger.used("acme", NOON) == told(102, 102)[0]
+    assert ledger.used("acme", jumped).in_month == 6
+    assert budgets.check(tenant, jumped) is None
+    assert budgets.check(tenant, NOON) is not None
 
 
 def test_gateway_adds_what_the_controller_does_not_know_of_yet() -> None:
