@@ -34,6 +34,7 @@ logger = logging.getLogger("multiworld.serve")
 LOOK_S = 0.5  # between checks for new models and for models that are due
 REPORT_S = 0.5  # for a process's report; a late one counts with its last
 POLICY_S = 10.0  # for a policy to decide; a later decision does not count
+TOGETHER_S = 0.25  # for policies whose decisions are carried out by weight
 START_S = 1.0  # assumed to start a replica, until one has been measured
 
 
@@ -118,6 +119,7 @@ class Autoscaler:
         self._unusable: dict[str, ModelSpec] = {}
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._slow: dict[str, asyncio.Task[None]] = {}  # carried out when decided
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -131,9 +133,10 @@ class Autoscaler:
             self._woken.set()
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        tasks = [*self._slow.values(), *filter(None, [self._task])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self) -> None:
         while True:
@@ -150,15 +153,17 @@ class Autoscaler:
                 await asyncio.sleep(START_S)
 
     def _pause_s(self) -> float:
-        due_at = min(
-            (model.due_at for model in self._models.values()), default=math.inf
-        )
-        return max(0.0, min(due_at - self._clock(), LOOK_S))
+        due = [m.due_at for name, m in self._models.items() if name not in self._slow]
+        return max(0.0, min(min(due, default=math.inf) - self._clock(), LOOK_S))
 
     async def _look(self) -> None:
         self._sync_models()
         now = self._clock()
-        due = [name for name, model in self._models.items() if model.due_at <= now]
+        due = [
+            name
+            for name, model in self._models.items()
+            if model.due_at <= now and name not in self._slow
+        ]
         if not due:
             return
         for name in due:  # before the await, during which ``wake`` may make one due
@@ -166,23 +171,39 @@ class Autoscaler:
         reports = await self._owner.reports(REPORT_S)
         order = sorted(due, key=lambda n: -self._models[n].spec.weight)
         asked = [a for name in order if (a := self._ask(name, reports)) is not None]
-        try:
-            await self._carry_out_all(asked)
-        finally:
-            for each in asked:
-                each.deciding.cancel()
+        await self._carry_out_all(asked)
 
     async def _carry_out_all(self, asked: Sequence[_Asked]) -> None:
-        """Carry out decisions, those of the heaviest models first."""
+        """Carry out decisions, those of the heaviest models first; a late one alone."""
+        try:
+            if asked:
+                deciding = [each.deciding for each in asked]
+                await asyncio.wait(deciding, timeout=TOGETHER_S)
+        except asyncio.CancelledError:
+            for each in asked:
+                each.deciding.cancel()
+            raise
         for each in asked:
-            name = each.snapshot.model
-            try:
-                self._decided(each, await each.deciding)
-            except Exception as error:  # a user's policy must not stop other models
-                logger.exception("scaling of model %s failed", name)
-                text = f"the policy failed: {type(error).__name__}: {error}"
-                self._journal.set_reason("scaling", name, text)
-                each.known.due_at = self._clock() + START_S
+            if each.deciding.done():
+                await self._carry_out_one(each)
+            else:
+                name = each.snapshot.model
+                task = asyncio.ensure_future(self._carry_out_one(each))
+                self._slow[name] = task
+                task.add_done_callback(functools.partial(self._carried_out, name))
+
+    def _carried_out(self, name: str, task: asyncio.Task[None]) -> None:
+        del self._slow[name]
+
+    async def _carry_out_one(self, asked: _Asked) -> None:
+        name = asked.snapshot.model
+        try:
+            self._decided(asked, await asked.deciding)
+        except Exception as error:  # a user's policy must not stop other models
+            logger.exception("scaling of model %s failed", name)
+            text = f"the policy failed: {type(error).__name__}: {error}"
+            self._journal.set_reason("scaling", name, text)
+            asked.known.due_at = self._clock() + START_S
 
     def _sync_models(self) -> None:
         specs = {

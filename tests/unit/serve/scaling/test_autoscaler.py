@@ -371,6 +371,33 @@ async def test_policy_that_hangs_stops_nothing_else(
         await until(lambda: s.replicas("m") == (3,))
 
 
+async def test_policy_that_takes_long_delays_no_other_model(
+    policies: dict[str, FakePolicy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other model is scaled up and down meanwhile; the late decision counts."""
+    monkeypatch.setattr(module, "TOGETHER_S", 0.01)
+    is_over = threading.Event()
+
+    def takes_long(snapshot: Snapshot) -> Decision:
+        is_over.wait(9.0)
+        return Decision(replicas=(4,), why="late")
+
+    async with service() as s:
+        s.serve("m", spec(weight=5.0), 1)
+        s.serve("n", spec(policy="two"), 1)
+        policies["one"].decides, policies["two"].decides = takes_long, to(2)
+        s.scaler.start()
+        try:
+            await until(lambda: s.replicas("n") == (2,))
+            policies["two"].decides = to(3)
+            await until(lambda: s.replicas("n") == (3,))
+            assert len(policies["one"].seen) == 1
+            assert s.replicas("m") == (1,)
+        finally:
+            is_over.set()
+        await until(lambda: s.replicas("m") == (4,))
+
+
 async def test_decision_about_a_fleet_that_has_changed_does_not_count(
     policies: dict[str, FakePolicy],
 ) -> None:
