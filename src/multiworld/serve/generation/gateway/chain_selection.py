@@ -192,7 +192,7 @@ class ChainSelection:
 
     def relieved(self, stream: Stream, uneven: Uneven) -> Chain | None:
         """Return a stream's chain with the new replica in place of the busiest one;
-        None if its hardware fingerprint is another, or a replica of the chain is gone."""
+        None if its hardware fingerprint differs, or a replica of the chain is gone."""
         new = self.view.table.replicas[uneven.new]
         if stream.fingerprints.get(new.stage) not in (None, new.fingerprint):
             return None
