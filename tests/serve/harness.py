@@ -269,6 +269,16 @@ class Served:
         self.process.kill()
         self.process.wait()
 
+    def kill_all(self) -> None:
+        """Kill the controller, the store and all processes, as a power cut does."""
+        self.note()
+        helpers = self.heartbeat_helpers()
+        self.kill_controller()
+        for pid in [*(pid for pid, _ in self.pids), *helpers]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.wait_gone()
+
     def end(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Shut the service down; the caller checks that no process is left."""
         if self.process is not None and self.process.poll() is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -413,3 +414,33 @@ async def test_shutdown_answers_what_was_accepted(
         )
         await asyncio.to_thread(service.end, number)
         assert (await slow).status_code == 200
+
+
+def test_service_that_has_died_starts_as_for_the_first_time(tmp_path: Path) -> None:
+    """Of the version that is asked for, at a free port, with the sizes it had."""
+    with served(tmp_path, spec_with()) as service:
+        service.scale("add", 3)
+        service.until(lambda: service.stages() == [1, 3, 1], "scaled")
+        port, names = service.store_port(), {p.name for p in service.status().processes}
+        service.kill_all()
+        with socket.create_server(("127.0.0.1", port)):
+            service.spec["models"]["m"]["version"] = "2"
+            service.start()
+        status = service.status()
+        assert status.active == {"m": "2"}
+        assert {p.version for p in status.processes if p.model} == {"2"}
+        assert service.stages() == [1, 3, 1]
+        assert not names & {p.name for p in status.processes}, "no name is used again"
+        assert service.infer(3.0).json()["outputs"][0]["data"] == [expected(3.0)]
+
+
+def test_service_that_has_died_refuses_what_cannot_start(tmp_path: Path) -> None:
+    """A spec that does not fit, as when it starts for the first time."""
+    with served(tmp_path, spec_with()) as service:
+        service.kill_all()
+        stage = service.spec["models"]["m"]["stages"][1]
+        stage["memory_mb"] = 10**9
+        with pytest.raises(AssertionError, match="memory"):
+            service.start()
+        del stage["memory_mb"]
+        service.start()

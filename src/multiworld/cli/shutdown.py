@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -35,7 +36,8 @@ def _end(processes: list[tuple[int, int]], number: int, limit_s: float) -> None:
     limit = time.monotonic() + limit_s
     for pid, began in processes:
         if began_at(pid) == began:
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
     while time.monotonic() < limit and any(began_at(p) == b for p, b in processes):
         time.sleep(0.02)
 
@@ -57,6 +59,12 @@ def shutdown(service: Service, as_json: bool) -> None:
             raise click.ClickException(
                 f"the controller (process {pid}) runs, but does not answer; kill it, "
                 "and repeat this"
+            ) from None
+        if record.app.launcher == "ray":
+            raise click.ClickException(
+                "no controller runs, and only one can release what the service has "
+                "reserved on the Ray cluster: start it with `multiworld serve`, and "
+                "repeat this"
             ) from None
         _end_without_controller(service.folder, record)
     limit = time.monotonic() + END_S + record.app.gateway.shutdown_s

@@ -124,7 +124,7 @@ def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) 
         scaled = operations.scale(
             asked.model, asked.stage, asked.replicas, is_confirmed=asked.is_confirmed
         )
-        await controller.recorded()
+        await controller.confirmed()
         return respond(scaled)
 
     @app.post("/update")
@@ -133,7 +133,7 @@ def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) 
             spec = await asyncio.to_thread(parse_spec, asked.text, asked.where)
             await _unless(ended, in_thread(partial(fetch, spec)))
             since = operations.update(spec)
-        await controller.recorded()
+        await controller.confirmed()
         desired = controller.fleet.desired.models
         versions = {name: model.version for name, model in desired.items()}
         starts = [model.start_s or 0.0 for model in desired.values()]
@@ -142,7 +142,7 @@ def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) 
     @app.post("/drain")
     async def drain(asked: Drain) -> Response:
         operations.drain(asked.name)
-        await controller.recorded()
+        await controller.confirmed()
         return respond(answers.Drained(asked.name))
 
     @app.post("/chaos")

@@ -11,7 +11,12 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from multiworld.errors import LaunchError, MemberLostError, PlacementError
+from multiworld.errors import (
+    LaunchError,
+    MemberLostError,
+    PlacementError,
+    ServeError,
+)
 from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.net.rare_log import RareLog
 from multiworld.serve.control import status
@@ -71,7 +76,12 @@ STARTING = (ProcessPhase.LAUNCHING, ProcessPhase.JOINED)
 
 
 class Controller:
-    """The controller of one service; `old` is the record of an earlier controller."""
+    """The controller of one service.
+
+    ``old`` is the record of an earlier controller whose processes may live; ``ended``,
+    of one that has none left: its numbers and its sizes are continued, and all else is
+    as if the service started for the first time.
+    """
 
     def __init__(
         self,
@@ -83,16 +93,18 @@ class Controller:
         port: int,
         old: Record | None = None,
         clock: Callable[[], float] = time.monotonic,
+        ended: Record | None = None,
     ) -> None:
         self.app, self.port, self.store = app, port, store
+        self._ended, last = ended, old or ended
         self.dtypes: dict[str, str] = {}
         self.store_trouble = ""
         self._folder, self._launcher, self._clock = folder, launcher, clock
         self.fleet = Reconciler(
             ready_s=app.ready_s,
             drain_s=app.drain_s,
-            first=1 if old is None else old.next_number,
-            number=0 if old is None else old.number,
+            first=1 if last is None else last.next_number,
+            number=0 if last is None else last.number,
             active=None if old is None else old.active,
             starts_at_once=starts_at_once(launcher.nodes()),
         )
@@ -148,15 +160,13 @@ class Controller:
         self.fleet.starts_at_once = starts_at_once(self._launcher.nodes())
         self._launcher.settle()
         if old is None:
-            desired = desired_state_of(self.app)
+            desired = self._first_state()
         else:
             desired = with_new_versions_started(
                 desired_state_of(self.app, sizes_before(old, self.app)), old.active
             )
             self._remember_old_versions(old, desired)
         self._versions.add(self.app)
-        if old is None:
-            self.placement.admit(desired)
         for process in adopted:
             self.happened(events.Adopted(process))
             self._links.open(process.name)
@@ -164,6 +174,21 @@ class Controller:
         self.placement.start()
         self.scaler.start()
         self._ticker = self._loop.create_task(self._tick())
+
+    def _first_state(self) -> DesiredState:
+        """Return what is wanted at first; raise PlacementError if it does not fit."""
+        self._versions.add(self.app)
+        desired = desired_state_of(self.app)
+        if self._ended is not None:
+            sizes = sizes_before(self._ended, self.app)
+            try:
+                found = desired_state_of(self.app, sizes)
+                self.placement.admit(found)
+                return found
+            except PlacementError:
+                pass  # there is less room than there was
+        self.placement.admit(desired)
+        return desired
 
     def _remember_old_versions(self, old: Record, desired: DesiredState) -> None:
         """Register versions that run but are no longer desired."""
@@ -334,7 +359,14 @@ class Controller:
             url=self.url,
             store=self.store.address,
             trouble="; ".join(
-                filter(None, (self._launcher.trouble(), self.store_trouble))
+                filter(
+                    None,
+                    (
+                        self._launcher.trouble(),
+                        self.store_trouble,
+                        self._record.trouble,
+                    ),
+                )
             ),
             operations=self.history.operations(OPERATIONS_SHOWN),
             dtypes=self.dtypes,
@@ -461,7 +493,9 @@ class Controller:
         self._changed.set()
         process, cause = self.fleet.processes.get(name), why
         if code and code > 0 and (process is None or process.phase not in STARTING):
-            why += f"; last line of its log: {self.processes.last_words(name)}"
+            why += (
+                f"; last line of its log: {self.processes.last_words(name) or 'none'}"
+            )
         if process is not None and not self._is_ending:
             self._gone(name, why, cause)
         elif code:
@@ -475,8 +509,9 @@ class Controller:
     def _gone(self, name: str, why: str, cause: str = "") -> None:
         process = self.fleet.processes.get(name)
         if process is not None and process.phase in STARTING:
-            cause = self.processes.last_words(name)
-            why += f" while starting; last line of its log: {cause}"
+            words = self.processes.last_words(name)
+            cause = words or cause or why
+            why += f" while starting; last line of its log: {words or 'none'}"
         self.happened(events.ProcessGone(name, why, cause=cause))
 
     def nodes_changed(self) -> None:
@@ -543,6 +578,15 @@ class Controller:
     async def recorded(self) -> None:
         """Wait at most ``RECORDED_S`` until the latest change is on disk."""
         await self._record.settled(RECORDED_S)
+
+    async def confirmed(self) -> None:
+        """Wait for the record; raise ServeError if it could not be written."""
+        await self.recorded()
+        if self._record.trouble:
+            raise ServeError(
+                f"in effect, but a controller that replaces this one would not know of "
+                f"it: {self._record.trouble}"
+            )
 
     def _save(self) -> None:
         fleet = self.fleet

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from dataclasses import replace
 from typing import Protocol
 
 from multiworld.errors import PlacementError, ServeError, UnknownModelError
@@ -79,6 +80,12 @@ class Operations:
         number = desired_state.stage_number(spec, model, stage)
         desired = self._fleet.desired
         before, desired = desired_state.rescaled(desired, spec, model, number, replicas)
+        active = self._fleet.active.get(model, "")
+        is_updating = active not in ("", desired.models[model].version)
+        if is_updating and not replicas:
+            raise ServeError(
+                f"an update of {model!r} is under way; scale to zero when it is over"
+            )
         if replicas > before:
             self._placement.admit(desired)
             if not is_confirmed:
@@ -86,8 +93,25 @@ class Operations:
         name = spec.stages[number].name or str(number)
         text = f"{model}/{name}: from {before} to {replicas} replicas"
         self._history.say("scale", text)
+        if is_updating:
+            self._scale_active(model, active, number, replicas)
         self._owner.want(desired)
         return Scaled(before, replicas)
+
+    def _scale_active(
+        self, model: str, version: str, stage: int, replicas: int
+    ) -> None:
+        """Scale the version that serves during an update, if its spec lets it."""
+        known = self._fleet.version(model, version)
+        old = self._versions.specs.get(model, {}).get(version)
+        if known is None or old is None or stage >= len(known.replicas):
+            return
+        alone = replace(self._fleet.desired, models={model: known})
+        try:
+            _, alone = desired_state.rescaled(alone, old, model, stage, replicas)
+        except ServeError:
+            return
+        self._fleet.remember(model, alone.models[model])
 
     def _check_sane(self, desired: DesiredState) -> None:
         count = sum(sum(model.replicas) for model in desired.models.values())
@@ -123,9 +147,11 @@ class Operations:
         self._versions.add(app)
         try:
             self._placement.admit(changed)
-        except PlacementError as error:
+        except Exception as error:  # also of a user's placement policy
             owner.app = old_app
             self._versions.restore(before)
+            if not isinstance(error, PlacementError):
+                raise
             raise PlacementError(
                 f"{error}; during an update, a model runs in both versions until the "
                 "new one is ready",

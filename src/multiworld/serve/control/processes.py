@@ -29,13 +29,14 @@ class Processes:
         self._launcher, self._bookings, self._logs = launcher, bookings, logs
         self.running: dict[str, RunningProcess] = {}
         self._starting: set[str] = set()
+        self._log_ends: dict[str, int] = {}  # bytes of each log at its last launch
         self._changed = asyncio.Event()
 
     def log_of(self, name: str) -> Path:
         return self._logs / f"{name.replace('/', '-')}.log"
 
     def last_words(self, name: str) -> str:
-        return last_words(self.log_of(name))
+        return last_words(self.log_of(name), self._log_ends.get(name, 0))
 
     async def launch(
         self, args: ProcessArgs, location: Location | None, need: Need
@@ -44,6 +45,7 @@ class Processes:
         name = args.name
         self._starting.add(name)
         self._remove_old_logs()
+        self._note_log(name)
         try:
             # If cancelled, it may still start; a later controller ends it.
             return await self._launcher.launch(
@@ -54,6 +56,13 @@ class Processes:
             raise
         finally:
             self._starting.discard(name)
+
+    def _note_log(self, name: str) -> None:
+        """Leave out what a process of an earlier service with this name has logged."""
+        with contextlib.suppress(OSError):  # it has none yet
+            self._log_ends[name] = self.log_of(name).stat().st_size
+            if len(self._log_ends) > KEPT_LOGS:
+                del self._log_ends[next(iter(self._log_ends))]
 
     def _remove_old_logs(self) -> None:
         used = {self.log_of(name).name for name in (*self.running, *self._starting)}

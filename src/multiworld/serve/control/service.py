@@ -101,11 +101,13 @@ async def _run(
 ) -> int:
     startup = Startup(process_began(), on_phase=on_progress)
     startup.end("to import torch")
-    old = folder.load()
+    old, ended = folder.load(), None
+    if old is not None and not may_live(old):
+        old, ended = None, old
     allowed_connections(app.gateway.max_connections)
     _check_tls(app)
     if app.host == "auto":
-        app = app.model_copy(update={"host": old.app.host if old else own_address()})
+        app = app.model_copy(update={"host": _host_of(old or ended) or own_address()})
     check_policies(app)
     check_launcher(app.launcher)
     preload = Preload(_preload(app), waiting)
@@ -117,16 +119,26 @@ async def _run(
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order in which GPUs are booked
     }
     security = Security.from_environment({**os.environ, **env})
-    if old is not None and old.store is not None:
-        await check_secret(old.store, security)
-    reserved, port = _reserve(app, old)
-    store = await start_store(folder, env, old.store if old else None, app.host)
+    kept = old.store if old else _living_store(ended)
+    if kept is not None:
+        await check_secret(kept, security)
+    reserved, port = _reserve(app, old or ended)
+    store = await start_store(folder, env, kept, app.host)
     try:
         with reserved:
             startup.end("to start the store")
             up = partial(_say_up, startup, on_up)
             await _control(
-                app, folder, up, preload, env, security, port, store, old, on_progress
+                app,
+                folder,
+                up,
+                preload,
+                env,
+                security,
+                port,
+                store,
+                Before(old, ended),
+                on_progress,
             )
     except Exception:
         await _leave_store(folder, store)
@@ -144,6 +156,38 @@ async def _leave_store(folder: StateFolder, store: StoreRecord) -> None:
             folder.save(kept.model_copy(update={"store": store}))
     except (ServeError, OSError) as error:
         logger.error("the store may block its port: %s", error)
+
+
+def may_live(record: Record) -> bool:
+    """Return whether processes of a record may live; on a cluster they always may."""
+    if record.app.launcher != "local":
+        return True
+    return any(began_at(p.pid) == p.began for p in record.processes)
+
+
+def _living_store(record: Record | None) -> StoreRecord | None:
+    if record is None or record.store is None:
+        return None
+    store = record.store
+    return store if began_at(store.pid) == store.began else None
+
+
+def _host_of(record: Record | None) -> str:
+    """Return the address to listen at that a service had; empty: it may change."""
+    if record is None or not (may_live(record) or _living_store(record)):
+        return ""
+    try:
+        _check_free(record.app.host, 0)
+    except OSError:
+        return ""  # this machine has another address now
+    return record.app.host
+
+
+class Before(NamedTuple):
+    """The record of the controller before: of one of the two kinds, or of none."""
+
+    old: Record | None  # processes of it may live
+    ended: Record | None  # none is left
 
 
 class Preload(NamedTuple):
@@ -185,9 +229,10 @@ async def _control(
     security: Security,
     port: int,
     store: StoreRecord,
-    old: Record | None,
+    before: Before,
     on_progress: OnProgress,
 ) -> None:
+    old = before.old
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -199,7 +244,9 @@ async def _control(
         launcher = await _launcher(
             app, folder, preload, env, holder, is_new=old is None
         )
-        controller = Controller(folder, app, manager, launcher, store, port, old)
+        controller = Controller(
+            folder, app, manager, launcher, store, port, old, ended=before.ended
+        )
         holder.append(controller)
         progress = Progress(controller.fleet, on_progress)
         controller.history.on_event = progress.happened

@@ -244,14 +244,15 @@ def models_order(specs: Specs) -> ModelsChanged:
     )
 
 
-def last_words(log: Path) -> str:
+def last_words(log: Path, begin: int = 0) -> str:
+    """Return the last line of a log after ``begin`` bytes; empty without one."""
     try:
         with open(log, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_END))
+            file.seek(max(begin, os.fstat(file.fileno()).st_size - LOG_END))
             text = file.read(LOG_END).decode(errors="replace").strip()
     except OSError:
         text = ""
-    last = LOG_PREFIX.sub("", text.splitlines()[-1]) if text else "none"
+    last = LOG_PREFIX.sub("", text.splitlines()[-1]) if text else ""
     return last[-LAST_WORDS:]
 
 

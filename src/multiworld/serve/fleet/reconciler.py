@@ -150,6 +150,9 @@ class Reconciler:
         """Numbers of replicas of all versions that are desired or run."""
         return {key: model.replicas for key, model in self._versions.items()}
 
+    def version(self, name: str, version: str) -> DesiredModel | None:
+        return self._versions.get((name, version))
+
     def remember(self, name: str, model: DesiredModel) -> None:
         """Record a version that is no longer desired but may still run."""
         self._versions[name, model.version] = model
@@ -282,7 +285,9 @@ class Reconciler:
                 yield from self._roll_back(name, model.version)
 
     def _note_waits(self, now: float) -> None:
-        """Leave the time in which a replica waits for other stages out of its start."""
+        """Leave the time in which a replica waits for others out of its start: for
+        other stages, or for a gateway to probe it."""
+        has_gateway = any(self._probers())
         for process in self.processes.values():
             if process.waited_at is not None:
                 process.since += now - process.waited_at
@@ -290,7 +295,9 @@ class Reconciler:
             is_waiting = (
                 process.phase is ProcessPhase.LOADED
                 and not process.is_gateway
-                and not self._is_complete(process.model, process.version)
+                and not (
+                    has_gateway and self._is_complete(process.model, process.version)
+                )
             )
             process.waited_at = now if is_waiting else None
 
@@ -434,7 +441,7 @@ class Reconciler:
                     p.phase is ProcessPhase.READY
                     for p in self._processes_of((name, model.version, s))
                 )
-                >= count
+                >= max(1, count)  # it has not answered a probe before
                 for s, count in enumerate(model.replicas)
             ):
                 self.active[name] = model.version
@@ -490,11 +497,7 @@ class Reconciler:
         return [p for p in self.processes.values() if p.is_gateway]
 
     def _probes(self, now: float) -> Iterator[Action]:
-        gateways = [
-            p.name
-            for p in self._gateways()
-            if p.phase is ProcessPhase.READY and p.is_joined
-        ]
+        gateways = self._probers()
         if not gateways:
             return
         for process in self.processes.values():
@@ -511,6 +514,13 @@ class Reconciler:
             turn = _number(process.name) + probe.failures
             probe.gateway, probe.asked_at = gateways[turn % len(gateways)], now
             yield Probe(process.name, probe.gateway, limit_s)
+
+    def _probers(self) -> list[str]:
+        return [
+            p.name
+            for p in self._gateways()
+            if p.phase is ProcessPhase.READY and p.is_joined
+        ]
 
     def _probe_s(self, process: Process) -> float:
         """Return the limit of a replica's next probe: twice the last, to a deadline."""

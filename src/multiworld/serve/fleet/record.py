@@ -265,6 +265,7 @@ class RecordKeeper:
 
     def __init__(self, save: Callable[[Record], None], log: RareLog) -> None:
         self._save, self._log = save, log
+        self.trouble = ""  # why the newest record is not on disk
         self._newest: Record | None = None
         self._saved: Record | None = None
         self._writing: asyncio.Task[None] | None = None
@@ -286,6 +287,8 @@ class RecordKeeper:
             try:
                 await asyncio.to_thread(self._save, record)
             except OSError as error:  # the next record tries again
+                self.trouble = f"cannot write the record of the service: {error}"
                 self._log.error("cannot write the record of the service", error)
                 return
+            self.trouble = ""
             self._saved = record

@@ -80,6 +80,8 @@ class Forks:
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._starting[order.name] = future
         self._server.send(order)
+        if not self._server.is_running:
+            self._fail(order.name, "the fork server has exited")
         return await future
 
     def _on_news(self, news: ForkNews) -> None:

@@ -167,9 +167,10 @@ class HelperProcess(Generic[M]):
 
     async def close(self, limit_s: float = END_S) -> None:
         """Close the socket and await the exit; kill the process after ``limit_s``."""
-        for task in (self._reading, self._pinging):
-            if task is not None:
-                task.cancel()
+        tasks = [t for t in (self._reading, self._pinging) if t is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._writer is not None:
             self._writer.close()
         if self._socket is not None:

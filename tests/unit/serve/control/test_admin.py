@@ -104,7 +104,7 @@ class FakeController:
             lambda name, order: None,
         )
 
-    async def recorded(self) -> None:
+    async def confirmed(self) -> None:
         """Return at once: nothing is written."""
 
     def status(self) -> answers.StatusAnswer:

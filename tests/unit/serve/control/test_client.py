@@ -59,6 +59,7 @@ def test_end_of_a_log_is_shown_without_its_time(tmp_path: Path) -> None:
         log.write_text(f"first\n{when} ERROR multiworld.serve: m/0/2: no weights\n")
         texts.append(last_words(log))
     assert texts == ["m/0/2: no weights"] * 2
+    assert last_words(log, log.stat().st_size) == "", "of an earlier process only"
 
 
 def test_missing_controller_is_named(tmp_path: Path) -> None:

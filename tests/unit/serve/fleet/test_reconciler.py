@@ -622,6 +622,28 @@ def test_replica_that_waits_for_another_stage_is_not_late() -> None:
     assert third not in slow.fleet.processes
 
 
+def test_replica_that_waits_for_a_gateway_is_not_late() -> None:
+    """Nobody else can probe it; the gateway is the one that is late."""
+    slow = Slow(1, ready_s=100.0)
+    gateway, replica = slow.launched
+    slow.handle(Joined(replica))
+    slow.handle(Loaded(replica))
+    slow.now += 101.0
+    slow.handle(Ticked())
+    assert replica in slow.fleet.processes
+    slow.now += 2.0
+    slow.handle(Ticked())
+    assert gateway not in slow.fleet.processes
+
+
+def test_new_version_without_replicas_is_not_active() -> None:
+    """The old one serves until the new one has answered a probe."""
+    service = Service(1, 1, 1)
+    service.handle(DesiredStateChanged(desired(0, 0, 0, version="2")))
+    assert service.fleet.active == {"m": "1"}
+    assert service.ready() == [1, 1, 1]
+
+
 def test_stage_that_was_lost_does_not_wait_for_starts_that_hang() -> None:
     """One replica of it starts beside them; what only grows waits."""
     slow = Slow(1, 1, 1, starts_at_once=8)

@@ -349,9 +349,12 @@ async def test_record_that_could_not_be_written_is_tried_again(
     keeper.keep(record(number=1))
     await keeper.settled(10.0)
     assert "no space left" in caplog.text
+    assert "no space left" in keeper.trouble
     disk.is_full = False
     keeper.keep(record(number=1))
     await until(lambda: disk.found == [1])
+    await keeper.settled(10.0)
+    assert not keeper.trouble
 
 
 def test_folder_whose_socket_cannot_be_is_refused(tmp_path: Path) -> None:

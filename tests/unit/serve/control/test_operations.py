@@ -1,0 +1,67 @@
+"""Operations of administrators, on a real reconciler."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from multiworld.errors import ServeError
+from multiworld.serve.control.operations import Operations
+from multiworld.serve.control.versions import Versions
+from multiworld.serve.fleet.desired_state import desired_state_of
+from multiworld.serve.fleet.events import DesiredStateChanged
+from multiworld.serve.fleet.reconciler import Reconciler
+from multiworld.serve.fleet.state import DesiredState
+from multiworld.serve.spec.schema import AppSpec
+
+
+def app(version: str) -> AppSpec:
+    """Return a service of a model with two stages, of two replicas each at first."""
+    bounds = {"min_replicas": 0, "max_replicas": 9, "initial_replicas": 2}
+    stages = [{"name": "a", "replicas": 2}, {"name": "b", "autoscaling_config": bounds}]
+    model = {"factory": "x:y", "version": version, "stages": stages}
+    return AppSpec.model_validate({"app": "s", "models": {"m": model}})
+
+
+class Service:
+    """A fleet of which no process is ever ready."""
+
+    def __init__(self) -> None:
+        self.fleet = Reconciler(ready_s=50.0, drain_s=20.0)
+        versions = Versions(None)
+        for version in ("1", "2"):
+            versions.add(app(version))
+            self.want(desired_state_of(app(version)))
+        owner = SimpleNamespace(want=self.want)
+        placement = SimpleNamespace(
+            admit=lambda wanted: None, nodes=[SimpleNamespace(cpus=9)]
+        )
+        history = SimpleNamespace(say=lambda *words: None)
+        fakes = cast("Any", (owner, placement, history))
+        self.operations = Operations(
+            fakes[0], self.fleet, versions, fakes[1], cast("Any", None), fakes[2]
+        )
+
+    def want(self, wanted: DesiredState) -> None:
+        """Set the desired state."""
+        self.fleet.handle(DesiredStateChanged(wanted), 0.0)
+
+
+def test_scale_during_an_update_reaches_the_version_that_serves() -> None:
+    """It has the load, and it is what is left if the update is rolled back."""
+    service = Service()
+    assert service.fleet.active == {"m": "1"}
+    service.operations.scale("m", "b", 4)
+    for version in ("1", "2"):
+        model = service.fleet.version("m", version)
+        assert model is not None
+        assert model.replicas == (2, 4)
+
+
+def test_scale_to_zero_waits_for_the_end_of_an_update() -> None:
+    """A version without replicas would be active before it has answered."""
+    service = Service()
+    with pytest.raises(ServeError, match="an update of 'm' is under way"):
+        service.operations.scale("m", "b", 0)
