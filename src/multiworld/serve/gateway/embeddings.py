@@ -124,7 +124,7 @@ def _embedding_request(body: Body) -> EmbeddingRequest:
     json_limits.check_objects(body)
     payload = json_limits.decode(body, _bodies)
     model = _small("model", payload.model)
-    encoding = _small("encoding_format", payload.encoding_format)
+    encoding = _small("encoding_format", payload.encoding_format) or "float"
     dimensions = _small("dimensions", payload.dimensions)
     if not isinstance(model, str):
         raise InvalidRequestError(
@@ -221,11 +221,42 @@ async def _embed_all(
 ) -> Response:
     """Embed all texts with one version of a model."""
     asked_at = gateway.authenticator.clock()
+    is_counted = False
     while True:
+        version, model, inputs = await _prepared(gateway, admitted, parsed)
+        tokens = sum(next(iter(tensors.values())).numel() for tensors in inputs)
+        if not is_counted:
+            gateway.authenticator.count_prompt(admitted, tokens)
+            is_counted = True
+        work = _embed(gateway, admitted, request, parsed, version, inputs, asked_at)
         try:
-            return await _embed(gateway, admitted, request, parsed, asked_at)
+            answers = await work
         except OutdatedError:  # an update was completed meanwhile
-            pass
+            continue
+        vectors = [answer[model.embedding][0] for answer in answers]
+        render = partial(
+            _render, parsed.model, vectors, tokens, is_base64=parsed.is_base64
+        )
+        size = sum(vector.numel() for vector in vectors)
+        if 4 * size >= responses.RENDER_BYTES:
+            return await asyncio.to_thread(render)
+        return render()
+
+
+async def _prepared(
+    gateway: Gateway, admitted: AdmittedRequest, parsed: EmbeddingRequest
+) -> tuple[str, Model, list[Tensors]]:
+    """Return the active version, its model, and the tensors of all inputs."""
+    name = parsed.model
+    version, model = gateway.model(name, None, admitted.tenant)
+    _check_dimensions(parsed.dimensions, model)
+    if model.generation is not None:
+        raise _invalid("model", "generates text and embeds none; use another model")
+    served = gateway.route(name, admitted.tenant)
+    frontend = await gateway.text(served, version, model)
+    size = 16 * sum(map(len, parsed.inputs))  # that is as slow to parse
+    inputs = await off_loop(size, partial(_checked, frontend, model, parsed.inputs))
+    return version, model, inputs
 
 
 async def _embed(
@@ -233,23 +264,21 @@ async def _embed(
     admitted: AdmittedRequest,
     request: Request,
     parsed: EmbeddingRequest,
+    version: str,
+    inputs: list[Tensors],
     asked_at: float,
-) -> Response:
+) -> list[Tensors]:
     name, admitted.rows = parsed.model, 0
-    version, model = gateway.model(name, None, admitted.tenant)
     deadline_s = responses.timeout_of(request)
     if deadline_s is None:
         deadline_s = gateway.deadline_s(name, admitted.tenant)
     clock = gateway.authenticator.clock
     deadline_at = asked_at + deadline_s
-    _check_dimensions(parsed.dimensions, model)
-    if model.generation is not None:
-        raise _invalid("model", "generates text and embeds none; use another model")
+    routes = gateway.dispatcher.table.routes
     served = gateway.route(name, admitted.tenant)
-    room = gateway.dispatcher.table.routes[served].max_queued_requests
-    frontend = await gateway.text(served, version, model)
-    size = 16 * sum(map(len, parsed.inputs))  # that is as slow to parse
-    inputs = await off_loop(size, partial(_checked, frontend, model, parsed.inputs))
+    if served not in routes:  # it was removed meanwhile
+        raise OutdatedError(f"{served!r} is served no longer")
+    room = routes[served].max_queued_requests
     window = asyncio.Semaphore(max(1, min(WINDOW, room)))
 
     async def one(tensors: Tensors) -> Tensors:
@@ -258,16 +287,8 @@ async def _embed(
             return await gateway.infer(admitted, name, version, tensors, left_s)
 
     if len(inputs) == 1:
-        answers = [await one(inputs[0])]
-    else:
-        answers = await _all(map(one, inputs))
-    tokens = sum(next(iter(tensors.values())).numel() for tensors in inputs)
-    vectors = [answer[model.embedding][0] for answer in answers]
-    render = partial(_render, name, vectors, tokens, is_base64=parsed.is_base64)
-    size = sum(vector.numel() for vector in vectors)
-    if 4 * size >= responses.RENDER_BYTES:
-        return await asyncio.to_thread(render)
-    return render()
+        return [await one(inputs[0])]
+    return await _all(map(one, inputs))
 
 
 async def _all(parts: Iterable[Coroutine[Any, Any, Tensors]]) -> list[Tensors]:

@@ -36,6 +36,7 @@ from multiworld.serve.tenants.authenticator import (
     digest_of,
 )
 from multiworld.serve.tenants.directory import ANONYMOUS, Tenant
+from multiworld.serve.tenants.fair_pool import FairPool
 from multiworld.serve.transport.collation import rows_of
 from multiworld.serve.transport.control_messages import (
     Counted,
@@ -71,6 +72,7 @@ class Gateway:
         self._bases: dict[str, str] = {}
         self._dedicated = set[str]()  # models of one tenant that were ready here
         self._loading: dict[tuple[str, str], asyncio.Future[Any]] = {}
+        self.compiling = FairPool("multiworld compile")  # of structures
         self.counts = RequestCounts()
         self.fleet = FleetReport()
         self.ask_fleet: Callable[[], Awaitable[None]] = _nothing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import (
     HttpToolsProtocol,
@@ -29,6 +30,10 @@ CREDENTIALS = (b"authorization", b"x-api-key")
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 PIPELINED = 64  # requests on a connection whose answers are not complete
+PIPELINED_BYTES = 64 * 1024  # of their bodies; then their client is not read from
+
+# Headers of an upgrade that is not done, and of HTTP/2's (RFC 9110, section 7.8).
+UPGRADE = (b"upgrade", b"http2-settings")
 
 STALL_S = 30.0  # for a client to read some of an answer that is waiting for it
 
@@ -67,6 +72,20 @@ class HeadKeeper:
 
     def is_closing(self) -> bool:
         return self._transport.is_closing()
+
+
+def head_without_upgrade(
+    method: bytes, url: bytes, version: str, headers: list[tuple[bytes, bytes]]
+) -> bytes:
+    """Return a request's head as if its client had not asked for another protocol."""
+    lines = [b"%s %s HTTP/%s" % (method, url, version.encode())]
+    for name, value in headers:
+        if name == b"connection":
+            kept = [w for w in value.split(b",") if w.strip().lower() not in UPGRADE]
+            value = b",".join(kept)
+        if name not in UPGRADE:
+            lines.append(b"%s: %s" % (name, value))
+    return b"\r\n".join([*lines, b"", b""])
 
 
 def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
@@ -149,6 +168,8 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
 
         def on_headers_complete(self) -> None:
             self._has_progress = True
+            if self.parser.should_upgrade():
+                return  # they come again
             self._stop_timer()
             if len(self._cycles) >= PIPELINED:
                 self.transport.close()
@@ -157,6 +178,7 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
                 if self.cycle is not None:
                     self._cycles.append(self.cycle)
                     self.cycle.transport = self._heads  # type: ignore[assignment]
+                    self._read_on()
 
         def on_response_complete(self) -> None:
             self._heads.flush()  # a HEAD request has no body
@@ -171,12 +193,31 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             if self._refusal or self.transport.is_closing():
                 return
             self._has_progress = False
-            super().data_received(data)
+            self._unset_keepalive_if_required()
+            self._feed(data)
             if self._refusal:
                 return
             self._count_unused(len(data))
             self._limit_late_body()
             self._limit_idle()
+
+        def _feed(self, data: bytes) -> None:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                # The parser takes what follows for the other protocol: a server that
+                # does not know that one reads on as if it had not been asked.
+                method = self.parser.get_method()
+                version = self.parser.get_http_version()
+                if method == b"CONNECT":
+                    self._refuse("405 Method Not Allowed", "CONNECT is not served")
+                    return
+                head = head_without_upgrade(method, self.url, version, self.headers)
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+                self._feed(head + data[upgrade.args[0] :])
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
 
         def on_body(self, body: bytes) -> None:
             self._has_progress = True
@@ -184,7 +225,7 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
                 super().on_body(body)
 
         def on_message_complete(self) -> None:
-            if self._refusal:
+            if self._refusal or self.parser.should_upgrade():
                 return
             self._has_progress = True
             self._stop_late_timer()
@@ -192,6 +233,13 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             super().on_message_complete()
             if self.cycle is not None:  # uvicorn leaves it if the answer was earlier
                 self.cycle.more_body = False
+            self._read_on()
+
+        def _read_on(self) -> None:
+            """Read on between messages: else nobody notices that a client leaves."""
+            waiting = sum(len(cycle.body) for cycle, _ in self.pipeline)
+            if waiting <= PIPELINED_BYTES:
+                self.flow.resume_reading()
 
         def _scope(self) -> dict[str, Any]:
             return self.scope  # type: ignore[return-value]

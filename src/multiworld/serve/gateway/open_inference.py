@@ -53,6 +53,8 @@ class _InputParameters(msgspec.Struct, frozen=True):
 
 class _OutputParameters(msgspec.Struct, frozen=True):
     binary_data: Any = None
+    classification: Any = None
+    shared_memory_region: Any = None
 
 
 class _Input(msgspec.Struct, frozen=True):
@@ -331,6 +333,12 @@ def _outputs(
     is_binary = parameters.binary_data_output is True
     wanted: dict[str, bool] = {}
     for item in listed:
+        asked = item.parameters
+        if asked and (asked.classification or asked.shared_memory_region is not None):
+            raise InvalidRequestError(
+                f"output {item.name[:SHOWN]!r}: classification and shared memory are "
+                "not offered; leave them out"
+            )
         chosen = item.parameters and item.parameters.binary_data
         wanted[item.name] = (is_binary if chosen is None else chosen) is True
     known = {spec.name for spec in model.outputs}

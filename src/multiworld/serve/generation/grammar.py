@@ -13,7 +13,7 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from fractions import Fraction
 from typing import Any
 
@@ -22,6 +22,8 @@ from torch import Tensor
 
 from multiworld.errors import InvalidRequestError, ModelFailedError, ServeError
 from multiworld.serve.spec.stage import Generation
+from multiworld.serve.tenants.fair_pool import FairPool
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -77,10 +79,22 @@ def import_grammars() -> None:
 
 def grammar_of_schema(schema: Any, param: str) -> str:
     """Return a grammar of a schema's JSON texts; ``param`` is the request's field."""
+    _check_schema(schema, param)
+    try:
+        grammar = _matcher().grammar_from_json_schema(
+            json.dumps(schema), overrides=SPACES
+        )
+    except ValueError as error:
+        raise _invalid(f"cannot be enforced: {_short(error)}", param) from None
+    return _checked(grammar, param)
+
+
+def _check_schema(schema: Any, param: str) -> None:
+    """Check all that needs no compiling."""
     if not isinstance(schema, dict):
         raise _invalid("is not an object", param)
-    matcher, text = _matcher(), json.dumps(schema)
-    _check_length(text, param)
+    _matcher()
+    _check_length(json.dumps(schema), param)
     _check_multiples(schema, param)
     try:
         from jsonschema_rs import ValidationError
@@ -95,11 +109,6 @@ def grammar_of_schema(schema: Any, param: str) -> str:
         raise _invalid(f"is not a JSON schema: {place}: {why}", param) from None
     except (ValueError, RecursionError):
         raise _invalid("is nested too deeply", param) from None
-    try:
-        grammar = matcher.grammar_from_json_schema(text, overrides=SPACES)
-    except ValueError as error:
-        raise _invalid(f"cannot be enforced: {_short(error)}", param) from None
-    return _checked(grammar, param)
 
 
 def grammar_of_regex(regex: str, param: str) -> str:
@@ -158,7 +167,7 @@ def _forms_of(tools: Sequence[tuple[str, Any]], key: str) -> str:
     _check_length(json.dumps(schemas), "tools", MAX_TOOLS)
     _check_multiples(schemas, "tools")
     for _, parameters in tools:
-        grammar_of_schema(parameters, "tools")
+        _check_schema(parameters, "tools")  # compiled once, all together
     return "\n    | ".join(
         f'"{{\\"name\\": {_quoted(name)}, \\"{key}\\": " '
         f"%json {json.dumps({'x-guidance': SPACES, **parameters})} "
@@ -240,6 +249,8 @@ def _short(why: object) -> str:
     text = str(why).partition("<non-verbose/>")[0].strip()
     if text == NO_TEXT:
         return "no text has this structure"
+    if text.startswith("panic"):
+        return "it is too complex"
     return text if len(text) <= MAX_ERROR else text[:MAX_ERROR] + " …"
 
 
@@ -264,14 +275,15 @@ class Matchers:
     def __init__(self, model: Generation) -> None:
         self._model = model
         # Grammars are compiled without the GIL, in parallel to other sequences' steps.
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="multiworld grammar")
+        self._pool = FairPool("multiworld grammar")
         self._tokenizer: Any = None
         self._compiled: OrderedDict[str, Any] = OrderedDict()
         self._failures: OrderedDict[str, str] = OrderedDict()
 
-    def begin(self, grammar: str) -> Matcher:
+    def begin(self, grammar: str, share: Share = DEFAULT_SHARE) -> Matcher:
         """Start to compile a grammar returned by a function of this module."""
-        made = self._pool.submit(self._made, grammar)
+        call = functools.partial(self._made, grammar)
+        made = self._pool.submit(share, float(len(grammar)), call)
         failed = functools.partial(self._failed, grammar)
         return Matcher(made, failed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 
@@ -29,7 +30,7 @@ class GrowingText:
         self._window = _Window(tokenizer, before[-CONTEXT:], skips_special)
         self._min_tokens = min_tokens
         self._count = 0
-        self._stop = tuple(filter(None, stop))
+        self._stop = StopStrings(tuple(filter(None, stop)))
         self._held = ""
         self._given: list[str] = []
         self.length = 0
@@ -50,27 +51,23 @@ class GrowingText:
         if self.is_stopped:
             return ""
         self._count += 1
-        self._held += self._window.add(token)
-        return self._give_out(is_end=False)
+        return self._give_out(self._window.add(token), is_end=False)
 
     def end(self) -> str:
         """Return what was held back; an incomplete character becomes U+FFFD."""
         if self.is_stopped:
             return ""
-        self._held += self._window.rest()
-        return self._give_out(is_end=True)
+        return self._give_out(self._window.rest(), is_end=True)
 
-    def _give_out(self, *, is_end: bool) -> str:
-        stop = self._stop if self._count >= self._min_tokens else ()
-        at = min(
-            (place for s in stop if (place := self._held.find(s)) >= 0), default=-1
-        )
-        if at >= 0:
+    def _give_out(self, new: str, *, is_end: bool) -> str:
+        self._held += new
+        is_looking = self._count >= self._min_tokens
+        if is_looking and self._stop.advance(new):
             self.is_stopped = True
-            given, self._held = self._held[:at], ""
+            given, self._held = self._held[: self._stop.find(self._held)], ""
         else:
             # A possible start of a stop string is held back.
-            keep = 0 if is_end else _held_back(self._held, stop)
+            keep = self._stop.begun if is_looking and not is_end else 0
             cut = len(self._held) - keep
             given, self._held = self._held[:cut], self._held[cut:]
         self._given.append(given)
@@ -78,16 +75,50 @@ class GrowingText:
         return given
 
 
-def _held_back(text: str, stop: Sequence[str]) -> int:
-    return max(
-        (
-            length
-            for each in stop
-            for length in range(1, min(len(each), len(text) + 1))
-            if text.endswith(each[:length])
-        ),
-        default=0,
-    )
+class StopStrings:
+    """Finds stop strings in text that grows, by the algorithm of Knuth, Morris and
+    Pratt: each character is looked at a bounded number of times, whatever the text."""
+
+    def __init__(self, strings: tuple[str, ...]) -> None:
+        self._strings = strings
+        self._begun = [0] * len(strings)  # characters of each that end the text
+
+    @property
+    def begun(self) -> int:
+        """Length of the longest prefix of a stop string that ends the text."""
+        return max(self._begun, default=0)
+
+    def advance(self, new: str) -> bool:
+        """Look at more text; return whether it has a whole stop string."""
+        is_found = False
+        for number, string in enumerate(self._strings):
+            borders, length = _borders(string), self._begun[number]
+            for character in new:
+                while length and string[length] != character:
+                    length = borders[length - 1]
+                length += string[length] == character
+                if length == len(string):
+                    is_found = True
+                    break
+            self._begun[number] = length
+        return is_found
+
+    def find(self, text: str) -> int:
+        """Return where the first whole stop string begins."""
+        places = (text.find(string) for string in self._strings)
+        return min(place for place in places if place >= 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _borders(string: str) -> tuple[int, ...]:
+    """Return for each prefix the length of its longest proper prefix that ends it."""
+    found, length = [0] * len(string), 0
+    for at in range(1, len(string)):
+        while length and string[length] != string[at]:
+            length = found[length - 1]
+        length += string[length] == string[at]
+        found[at] = length
+    return tuple(found)
 
 
 class _Window:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import secrets
 import signal
 import socket
@@ -59,7 +60,6 @@ ASK_S = 0.2  # between two requests for replicas of a model that has none
 OTHER_FILES = 256  # besides its clients' connections
 MIN_CONNECTIONS = 64  # for a gateway to run
 BACKLOG = 2048  # connections waiting to be accepted
-KEEP_ALIVE_S = 30  # until an idle HTTP connection is closed
 LOOK_S = 1.0  # between checks whether the gateway is orphaned
 
 # Idle time after which a gateway without a controller exits, as a multiple of
@@ -189,7 +189,7 @@ class GatewayProcess:
                 access_log=False,
                 lifespan="off",
                 backlog=BACKLOG,
-                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_keep_alive=math.ceil(self._spec.keep_alive_s),
                 timeout_graceful_shutdown=int(self._spec.shutdown_s) or 1,
                 server_header=False,
                 proxy_headers=False,

@@ -628,6 +628,9 @@ class GatewaySpec(_Strict):
     head_s: Seconds = 10.0
     """Maximum seconds for a client to send the headers of a request; a slower one is
     answered with 408. A TLS handshake has as long; then its connection is closed."""
+    keep_alive_s: Seconds = 30.0
+    """Seconds until an idle connection is closed, in whole seconds. Give more than a
+    proxy in front keeps its own: it would send requests into connections that close."""
     shutdown_s: Seconds = 30.0
     """Seconds that accepted requests have to finish at a shutdown."""
     access_log: bool = False

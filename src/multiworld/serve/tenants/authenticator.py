@@ -216,6 +216,6 @@ def digest_of(tensors: Tensors) -> str:
 
 def _key_in(headers: Mapping[str, str]) -> str:
     kind, _, key = headers.get("authorization", "").partition(" ")
-    if kind.lower() == "bearer":
+    if kind.lower() == "bearer" and key.strip():
         return key.strip()
     return headers.get("x-api-key", "").strip()

@@ -49,6 +49,31 @@ async def test_embeddings_come_in_the_order_of_the_inputs() -> None:
     assert (said["object"], said["model"]) == ("list", "t")
 
 
+async def test_tokens_of_embeddings_are_counted_for_the_tenant() -> None:
+    """Once, though an update is completed meanwhile; limits of tokens hold for them."""
+    fake = Fake()
+
+    async def answers(model: str, tensors: Tensors) -> Tensors:
+        if fake.dispatcher.calls[-1]["version"] != "2":
+            fake.serve("2", t=TEXT)
+            raise OutdatedError("version 1 is not active")
+        return await doubled(model, tensors)
+
+    fake.dispatcher.answers = answers
+    assert (await embed(fake, input=["ab", "c"])).status_code == 200
+    meter = fake.gateway.authenticator.meter
+    assert (
+        sum(row.prompt_tokens for _, rows in meter.take_due(0.0) for row in rows) == 3
+    )
+
+
+@pytest.mark.parametrize("more", [{"encoding_format": None}, {"dimensions": None}])
+async def test_null_is_as_good_as_nothing(more: dict[str, None]) -> None:
+    """As clients send what their users did not set."""
+    said = (await embed(Fake(), input="a", **more)).json()
+    assert said["data"][0]["embedding"] == [97.0, -97.0]
+
+
 async def test_embeddings_of_one_answer_are_of_one_version() -> None:
     """An update that is completed meanwhile begins them anew."""
     fake = Fake()

@@ -20,6 +20,7 @@ from multiworld.serve.gateway.http_protocol import (
     HeadKeeper,
     bounded,
 )
+from multiworld.serve.gateway.http_request import CONNECTION
 from tests.unit.serve.edges import HANG_S, until
 
 LARGE = 20_000_000
@@ -38,6 +39,15 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
         WAITING.add(id(scope))
         while (await receive())["type"] != "http.disconnect":
             pass
+        WAITING.discard(id(scope))
+        return
+    if scope["path"] == "/works":  # on a request that it has read
+        while (await receive())["more_body"]:
+            pass
+        WAITING.add(id(scope))
+        lost = asyncio.Event()
+        scope[CONNECTION].on_lost.add(lost.set)
+        await lost.wait()
         WAITING.discard(id(scope))
         return
     if scope["path"] == "/slow":
@@ -582,3 +592,61 @@ async def test_client_that_waits_with_its_body_is_asked_for_it() -> None:
         )
         assert await client.head() == CONTINUE
         assert await client.ask(b"hello") == (200, b"5")
+
+
+UPGRADE = (
+    b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"
+)
+"""What Java's HttpClient and ``curl --http2`` send with their first request."""
+
+BODIES = {
+    "none": (b"GET", b"", b"0"),
+    "whole": (b"POST", b"Content-Length: 5\r\n\r\nhello", b"5"),
+    "chunked": (
+        b"POST",
+        b"Transfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n0\r\n\r\n",
+        b"2",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+@pytest.mark.parametrize("piece", [1, 7, 1000])
+async def test_upgrade_that_is_not_done_is_ignored(kind: str, piece: int) -> None:
+    """The request is answered, and the next one on the connection."""
+    method, rest, size = BODIES[kind]
+    text = method + b" / HTTP/1.1\r\nHost: x\r\n" + UPGRADE + (rest or b"\r\n")
+    async with serving() as server:
+        client = await server.connect()
+        for begin in range(0, len(text), piece):
+            client.send(text[begin : begin + piece])
+            await asyncio.sleep(0)
+        assert await client.answer() == (200, size)
+        assert await client.ask() == (200, b"0")
+
+
+async def test_tunnel_is_refused() -> None:
+    """The parser takes it for an upgrade, too."""
+    async with serving() as server:
+        client = await server.connect()
+        status, _ = await client.ask(b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert status == 405
+        assert await client.is_closed()
+
+
+@pytest.mark.parametrize("more", [b"", GET], ids=["alone", "pipelined"])
+async def test_client_that_leaves_is_noticed_however_long_its_body_was(
+    more: bytes,
+) -> None:
+    """Reading pauses while a body waits to be read, and is resumed after it."""
+    size = 100_000
+    head = b"POST /works HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size
+    async with serving() as server:
+        client = await server.connect()
+        client.send(head)
+        await until(lambda: bool(server.connections))
+        await asyncio.sleep(0.05)  # so that the request waits for its body
+        client.send(b"x" * size + more)
+        await until(lambda: bool(WAITING))
+        await client.close()
+        await until(lambda: not WAITING)

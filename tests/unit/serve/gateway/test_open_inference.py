@@ -147,6 +147,16 @@ def test_bad_body_is_reported(raw: bytes, length: str | None, words: str) -> Non
         parse(raw, length, MODEL)
 
 
+@pytest.mark.parametrize(
+    "parameters", [{"classification": 1}, {"shared_memory_region": "r"}]
+)
+def test_output_of_another_form_is_refused(parameters: dict[str, Any]) -> None:
+    """Else its client would take plain numbers for what it asked for."""
+    asked = {**body(), "outputs": [{"name": "y", "parameters": parameters}]}
+    with pytest.raises(InvalidRequestError, match="classification and shared memory"):
+        parse(json.dumps(asked).encode(), None, MODEL)
+
+
 def test_extra_bytes_are_an_error() -> None:
     """A client with wrong lengths gets an error."""
     head = json.dumps(body()).encode()

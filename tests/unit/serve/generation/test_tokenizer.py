@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from multiworld.errors import InvalidRequestError
-from multiworld.serve.generation.growing_text import PENDING, GrowingText
+from multiworld.serve.generation.growing_text import PENDING, GrowingText, StopStrings
 from multiworld.serve.generation.tokenizer import Tokenizer
 from tests.tiny_decoder import save_tokenizer
 
@@ -97,6 +97,31 @@ def test_text_ends_before_the_first_stop_string(
     given_out += growing.end()
     assert given_out == text.partition(stop)[0]
     assert growing.is_stopped == (stop in text)
+
+
+@given(
+    text=st.text("ab", max_size=40),
+    stops=st.lists(st.text("ab", min_size=1, max_size=6), max_size=3),
+    sizes=st.lists(st.integers(1, 5), min_size=40, max_size=40),
+)
+def test_only_what_may_begin_a_stop_string_is_held_back(
+    text: str, stops: list[str], sizes: list[int]
+) -> None:
+    """The longest end that is the beginning of one, however the text comes."""
+    found, held = StopStrings(tuple(stops)), ""
+    for size in sizes:
+        new, text = text[:size], text[size:]
+        held += new
+        whole = [held.find(stop) for stop in stops if stop in held]
+        assert found.advance(new) == bool(whole)
+        if whole:
+            assert found.find(held) == min(whole)
+            return
+        begun = max(
+            (n for s in stops for n in range(len(s)) if held.endswith(s[:n])), default=0
+        )
+        assert found.begun == begun
+        held = held[len(held) - begun :]
 
 
 def test_what_may_begin_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:

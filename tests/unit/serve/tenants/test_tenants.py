@@ -303,7 +303,7 @@ def test_authenticator_admits_requests_with_a_key() -> None:
         authenticator.admit({})
     with pytest.raises(UnauthorizedError, match="unknown, expired"):
         authenticator.admit(headers(make_key()[0]))
-    admitted = authenticator.admit({"x-api-key": key})
+    admitted = authenticator.admit({"x-api-key": key, "authorization": "Bearer "})
     with pytest.raises(OverloadedError, match="max_parallel_requests"):
         authenticator.admit(headers(key))
     authenticator.count_bytes(admitted, 10)

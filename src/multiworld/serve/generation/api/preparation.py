@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from multiworld.errors import InvalidRequestError
+from multiworld.errors import DeadlineExceededError, InvalidRequestError
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.generation.api.chat_messages import characters_of
 from multiworld.serve.generation.api.choices import Choice
@@ -179,6 +179,25 @@ def _has_special_marks(wanted: Wanted, served: ServedModel) -> bool:
     return served.family == "hermes" and mark in served.tokenizer.special
 
 
+async def _compiled(
+    gateway: Gateway, admitted: AdmittedRequest, wanted: Wanted, structure: Structure
+) -> str:
+    """Return the grammar of a structure; tenants take turns, since it takes seconds."""
+    limit_s = wanted.timeout_s
+    if limit_s is None:
+        limit_s = gateway.deadline_s(wanted.model, admitted.tenant)
+    work = gateway.compiling.submit(
+        admitted.tenant.share, float(admitted.bytes_in + 1), structure.grammar
+    )
+    try:
+        async with asyncio.timeout(limit_s):
+            return await asyncio.wrap_future(work)
+    except TimeoutError as error:
+        raise DeadlineExceededError(
+            f"structure was not compiled within {limit_s:g} s"
+        ) from error
+
+
 async def _ready(
     gateway: Gateway,
     admitted: AdmittedRequest,
@@ -192,7 +211,7 @@ async def _ready(
     if wanted.calling is not None and wanted.calling.is_strict:
         wanted = replace(wanted, structure=_strict(wanted, served))
     if wanted.structure is not None:
-        grammar = await asyncio.to_thread(wanted.structure.grammar)
+        grammar = await _compiled(gateway, admitted, wanted, wanted.structure)
         sampling = msgspec.structs.replace(wanted.sampling, grammar=grammar)
         wanted = replace(wanted, sampling=sampling)
     sampling, calling = wanted.sampling, wanted.calling

@@ -40,7 +40,8 @@ async def answered(
     async def answer(admitted: AdmittedRequest, reservation: Reservation) -> Response:
         body = await gateway.read_body(request, admitted, reservation)
         try:
-            ready = await _prepared(gateway, admitted, request, read, body)
+            preparing = _prepared(gateway, admitted, request, read, body)
+            ready = await while_connected(request, preparing)
         except ServeError:
             admitted.model = model_named_in(body)
             raise

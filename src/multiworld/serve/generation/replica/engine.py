@@ -125,7 +125,7 @@ class Engine:
         if not grammar or not self._is_last:
             return None
         if stream not in self._structures:
-            self._structures[stream] = self._matchers.begin(grammar)
+            self._structures[stream] = self._matchers.begin(grammar, start.share)
         # Done once its structure is compiled: a step that contains the sequence blocks
         # until then.
         return self._structures[stream].made
