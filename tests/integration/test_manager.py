@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 from typing import Any
@@ -167,6 +168,34 @@ async def test_forked_child_can_not_use_its_parents_worlds(fork_server: None) ->
         os.close(writer)
         assert text.startswith("UsedAfterForkError"), text
         await asyncio.gather(left.send(torch.ones(1), dst=1), right.recv(src=0))
+
+
+async def test_forked_child_keeps_its_own_files(fork_server: None) -> None:
+    """Sockets that it has inherited close their numbers when they are freed."""
+    async with Arena("direct") as arena:
+        await arena.world(2)
+        pid = os.fork()
+        if pid == 0:
+            closed = 0
+            try:
+                mine = [os.open(os.devnull, os.O_RDONLY) for _ in range(40)]
+                for manager in arena.managers:
+                    with contextlib.suppress(Exception):
+                        manager.watchdog.close_nowait(politely=False)
+                closed = sum(not is_open(number) for number in mine)
+            finally:
+                os._exit(closed)
+        _, status = await asyncio.to_thread(os.waitpid, pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+
+
+def is_open(number: int) -> bool:
+    """Return whether a descriptor is open."""
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
 
 
 def test_manager_needs_a_running_loop() -> None:

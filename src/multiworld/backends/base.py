@@ -88,8 +88,8 @@ class WorldView(Protocol):
         link should soon report the lost member. If it does not, the world breaks
         without naming a member."""
 
-    async def wait_over(self) -> None:
-        """Wait until the world is broken or closed."""
+    async def wait_gone(self, rank: int) -> None:
+        """Wait until a member has left, or the world is over. Cancellation: Safe."""
 
     async def wait_incomplete(self) -> None:
         """Wait until the world is broken or closed, or a member has left."""

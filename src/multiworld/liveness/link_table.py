@@ -96,7 +96,9 @@ class LinkTable:
         self._endpoints: dict[str, Endpoint] = {}
         self._peers: dict[LinkKey, Peer] = {}
         self._awaited: dict[LinkKey, asyncio.Future[None]] = {}
+        self._waiters: Counter[LinkKey] = Counter()
         self._linking: dict[LinkKey, asyncio.Task[None]] = {}
+        self._opening: set[Stream] = set()  # control connections before their link
         self._is_closed = False
         _tables[uid] = self
 
@@ -174,13 +176,21 @@ class LinkTable:
     async def _wait_for_link(self, key: LinkKey, member: Member) -> None:
         """Wait for the other side to dial, and probe whether it is alive."""
         awaited = self._await_link(key)
-        while True:
-            await asyncio.wait((awaited,), timeout=PROBE_S)
-            if not awaited.done():
-                await self._probe(member, awaited)
-            if awaited.done():
-                awaited.result()
-                return
+        self._waiters[key] += 1
+        try:
+            while True:
+                await asyncio.wait((awaited,), timeout=PROBE_S)
+                if not awaited.done():
+                    await self._probe(member, awaited)
+                if awaited.done():
+                    awaited.result()
+                    return
+        finally:
+            self._waiters[key] -= 1
+            if not self._waiters[key]:
+                del self._waiters[key]
+                if self._awaited.get(key) is awaited:
+                    del self._awaited[key]  # the member never came
 
     async def _probe(self, member: Member, awaited: asyncio.Future[None]) -> None:
         """Raise if a member is not there; return at once if its link comes."""
@@ -206,11 +216,14 @@ class LinkTable:
             seal=fresh,
         )
         control = await self.reach(address, hello)
+        self._opening.add(control)
         try:
             sock = await self._dial_heartbeat(key, address, seal, number=1)
         except BaseException:
             control.close()
             raise
+        finally:
+            self._opening.discard(control)
         peer = self._add(SocketLink(key, control, self), seal)
         peer.address = address
         try:
@@ -305,6 +318,7 @@ class LinkTable:
 
     def filenos(self) -> list[int]:
         found = self.heartbeats.filenos() + dialing_filenos()
+        found += [control.fileno() for control in self._opening]
         for endpoint in self._endpoints.values():
             found += endpoint.filenos()
         for peer in self._peers.values():

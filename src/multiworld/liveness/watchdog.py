@@ -4,6 +4,7 @@ their worlds (``WorldTable``) over connections to peer managers (``LinkTable``).
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import math
 import time
@@ -29,6 +30,9 @@ from multiworld.rendezvous.membership import (
 __all__ = ["WatchDog"]
 
 logger = logging.getLogger("multiworld.watchdog")
+
+# Errors of this process, for which no peer is to blame.
+OWN_LACK = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN}
 
 SILENT_S = 60.0  # seconds of silence after which a link that no world uses is closed
 
@@ -120,6 +124,8 @@ class WatchDog:
         try:
             await self._links.connect(key, member)
         except OSError as error:
+            if error.errno in OWN_LACK:
+                raise
             raise MemberUnreachableError(member.rank, str(error)) from error
         link = self._links.link(key)
         if link is None:
@@ -186,6 +192,8 @@ class WatchDog:
         try:
             return await self._links.reach(member.address, hello)
         except OSError as error:
+            if error.errno in OWN_LACK:
+                raise
             raise MemberUnreachableError(peer, str(error)) from error
 
     def has_lane(self, nonce: int, rank: int, channel: str) -> bool:

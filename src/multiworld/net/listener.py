@@ -28,7 +28,7 @@ from multiworld.net.handshake import (
 )
 from multiworld.net.handshake_messages import Hello
 from multiworld.net.security import Security
-from multiworld.net.tcp import tune
+from multiworld.net.tcp import keep_alive, tune
 
 ACCEPTS_A_TURN = 16  # connections accepted before the event loop's other tasks run
 LOG_EVERY_S = 10.0  # seconds between lines of one kind: a scanner must not fill the log
@@ -148,7 +148,7 @@ class Listener:
                 sock, where = await loop.sock_accept(listener)
             except OSError as error:
                 # This process is out of descriptors, or the dialer has gone away.
-                self._logger.warning("could not accept a connection: %s", error)
+                self.count("not accepted", "", error)
                 await asyncio.sleep(0.05)
                 continue
             self._greet(sock, where)
@@ -184,6 +184,8 @@ class Listener:
         kept = False
         try:
             tune(sock)
+            if sock.family != socket.AF_UNIX:
+                keep_alive(sock)  # a host that vanished must not stay connected
             async with asyncio.timeout(HELLO_S):
                 if self._security.tls is not None and await _speaks_tls(sock):
                     context = self._security.tls.context(is_server=True)

@@ -292,7 +292,10 @@ class Registry:
             actions += self._outdated(world.reforming, epoch)
             world.reforming = None
         self._prefixes[name] = key_prefix(name, epoch, nonce)
-        return [*actions, *(Reply(c.session, c.request, outcome) for c in claims)]
+        actions += (Reply(c.session, c.request, outcome) for c in claims)
+        for waiting in world.forming.values():  # the new members do not know of them
+            actions += self._notify(waiting, is_gone=False)
+        return actions
 
     def _notify(self, claim: Claimed, *, is_gone: bool) -> list[Action]:
         """Notify the holders of the living incarnation of a claim that waits."""

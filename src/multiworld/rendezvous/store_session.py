@@ -46,11 +46,9 @@ class SessionOwner(Protocol):
     def holdings(self, where: StoreAddresses) -> list[messages.Announce]:
         """Return each rank that this process holds in worlds of a store."""
 
-    def member_waits(self, note: messages.NewcomerWaits) -> None:
-        """Handle a newcomer that waits for a rank, or has stopped waiting."""
-
-    def member_gave_up(self, note: messages.MemberGaveUp) -> None:
-        """Handle an admitted member that withdrew its claim."""
+    def noticed(self, notice: messages.NewcomerWaits | messages.MemberGaveUp) -> None:
+        """Handle a newcomer that waits for a rank, or has stopped waiting; or an
+        admitted member that withdrew its claim."""
 
 
 class SessionLostError(Exception):
@@ -152,10 +150,8 @@ class StoreSession:
             case messages.AskHolds(ask, world, epoch, rank):
                 holds = self._owner.holds(world, epoch, rank)
                 self._send(messages.HoldsAnswer(ask, holds))
-            case messages.NewcomerWaits():
-                self._owner.member_waits(message)
-            case messages.MemberGaveUp():
-                self._owner.member_gave_up(message)
+            case messages.NewcomerWaits() | messages.MemberGaveUp():
+                self._owner.noticed(message)
             case messages.ClaimReceived(request):
                 taken = self._taken.get(request)
                 if taken is not None and not taken.done():

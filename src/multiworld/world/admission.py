@@ -23,6 +23,12 @@ from multiworld.world.join_request import JoinRequest
 from multiworld.world.local_member import LocalMember, ManagerServices
 from multiworld.world.world import Changes, World
 
+Notice = messages.MemberGaveUp | messages.NewcomerWaits
+
+MAX_EARLY = 256  # notices of one world that are kept until this process has entered it
+
+LATE = "it was admitted and did not connect in time"
+
 
 @dataclass(slots=True)
 class Admittance:
@@ -46,6 +52,9 @@ class Admission:
         self._local_members: dict[str, LocalMember] = {}
         self._met: set[LocalMember] = set()  # those that count as users of a session
         self._seen: dict[str, int] = {}
+        # Notices of incarnations that the store has just admitted this process to: they
+        # come right behind the admission, before its task runs again.
+        self._early: dict[str, list[Notice]] = {}
         services.over, services.closed = self._over, self.release
 
     @property
@@ -87,6 +96,7 @@ class Admission:
             await self._open(local, deadline)
         except BaseException:
             if local is None:
+                self._early.pop(name, None)
                 self.joiner.leave(where)
             else:
                 session.withdraw(name)  # so that the others need not wait for its links
@@ -110,6 +120,9 @@ class Admission:
         local = LocalMember(incarnation, request, session.address, self._services)
         self._local_members[name] = local
         self._met.add(local)
+        for notice in self._early.pop(name, ()):
+            if notice.epoch == incarnation.epoch:
+                _noted(local, notice)
         return local
 
     def _adopt(self, local: LocalMember) -> World:
@@ -122,7 +135,12 @@ class Admission:
             async with asyncio.timeout_at(deadline):
                 await local.open()
         except TimeoutError as error:
-            raise _not_connected(local) from error
+            late = _not_connected(local)
+            if 0 < len(local.unlinked) < local.incarnation.size - 1:
+                # Some did connect: the others learn which member did not.
+                for rank in local.unlinked:
+                    local.report(WasLost(rank, LATE))
+            raise late from error
         except MemberUnreachableError as error:
             # Report it to the others too: none of them can continue without it.
             local.report(WasLost(error.rank, "it was lost while joining", str(error)))
@@ -296,7 +314,7 @@ class Admission:
     def _give_up(self, local: LocalMember) -> None:
         """Close or release an unopened incarnation, or keep it for ``reform``."""
         for rank in local.unlinked if local.phase is Phase.JOINING else ():
-            local.report(WasLost(rank, "it was admitted and did not connect in time"))
+            local.report(WasLost(rank, LATE))
         if local.phase is Phase.JOINING:
             local.close_nowait()
         if local.phase is Phase.CLOSED:
@@ -367,16 +385,23 @@ class Admission:
             and local.phase in (Phase.JOINING, Phase.READY)
         ]
 
-    def member_gave_up(self, note: messages.MemberGaveUp) -> None:
-        local = self._local_members.get(note.world)
-        if local is not None and local.incarnation.epoch == note.epoch:
-            why = "it gave up while it was being admitted"
-            local.report(WasLost(note.rank, why, "the store reports it"))
+    def noticed(self, notice: Notice) -> None:
+        local = self._local_members.get(notice.world)
+        if local is not None and local.incarnation.epoch == notice.epoch:
+            _noted(local, notice)
+        elif notice.epoch > self._seen.get(notice.world, 0):
+            early = self._early.setdefault(notice.world, [])
+            if len(early) < MAX_EARLY:
+                early.append(notice)
 
-    def member_waits(self, note: messages.NewcomerWaits) -> None:
-        local = self._local_members.get(note.world)
-        if local is not None and local.incarnation.epoch == note.epoch:
-            local.member_waits(note.rank, note.size, is_gone=note.is_gone)
+
+def _noted(local: LocalMember, notice: Notice) -> None:
+    match notice:
+        case messages.MemberGaveUp(rank=rank):
+            why = "it gave up while it was being admitted"
+            local.report(WasLost(rank, why, "the store reports it"))
+        case messages.NewcomerWaits(rank=rank, size=size, is_gone=is_gone):
+            local.member_waits(rank, size, is_gone=is_gone)
 
 
 def _not_connected(local: LocalMember) -> errors.JoinTimeoutError:

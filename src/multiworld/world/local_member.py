@@ -75,7 +75,7 @@ class LocalMember:
         )
         self.security = services.watchdog.security
         self._changed = asyncio.Event()
-        self._is_superseded = False
+        self.is_superseded = False
         self.waiting: dict[int, int] = {}  # newcomer's rank -> the size it expects
         self._over = self._loop.create_future()
         self._ready_ranks = {self.rank}
@@ -121,6 +121,11 @@ class LocalMember:
             self._changed.clear()
             await self._changed.wait()
 
+    async def wait_gone(self, rank: int) -> None:
+        while not (self._life.is_over or rank in self.left):
+            self._changed.clear()
+            await self._changed.wait()
+
     async def wait_incomplete(self) -> None:
         while not (self._life.is_over or self.left):
             self._changed.clear()
@@ -145,10 +150,10 @@ class LocalMember:
 
     def supersede(self) -> None:
         """Stop publishing events: a newer incarnation has replaced this one."""
-        self._is_superseded = True
+        self.is_superseded = True
 
     def _publish(self, event: Event) -> None:
-        if not self._is_superseded:
+        if not self.is_superseded:
             self._services.publish(event)
 
     async def wait_over(self) -> None:

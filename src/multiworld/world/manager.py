@@ -514,10 +514,14 @@ class WorldManager:
             found += local.filenos()
             local.abandon_after_fork()
         found += [connection.fileno() for connection in self._lingering]
+        # Not ``close``: objects that the child has inherited still own the numbers, and
+        # would close what gets them next.
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for fd in found:
             if fd >= 0:
                 with contextlib.suppress(OSError):
-                    os.close(fd)
+                    os.dup2(nothing, fd, inheritable=False)
+        os.close(nothing)
 
 
 def _install_fork_hook() -> None:

@@ -63,5 +63,6 @@ async def keep(
             if newer is None or newer is world or not newer.is_ready:
                 break
             world = newer
-        if world.is_closed and newer in (None, world):
+        is_left = world.is_closed and not world.is_superseded
+        if is_left and newer in (None, world):
             return

@@ -42,11 +42,8 @@ class Owner:
     def holdings(self, where: StoreAddresses) -> list[Announce]:
         return [Announce(world, epoch, rank, "me") for world, epoch, rank in self.held]
 
-    def member_waits(self, note: NewcomerWaits) -> None:
-        self.notes.append(note)
-
-    def member_gave_up(self, note: MemberGaveUp) -> None:
-        self.notes.append(note)
+    def noticed(self, notice: NewcomerWaits | MemberGaveUp) -> None:
+        self.notes.append(notice)
 
 
 def member_of(rank: int, uid: str = "") -> Member:

@@ -310,10 +310,37 @@ async def test_note_about_another_incarnation_is_ignored(
     (world,) = await arena.world(1, "w")
     held = admissions[0]
     for name, epoch in (("w", 2), ("x", 1)):
-        held.member_gave_up(MemberGaveUp(name, epoch, 0))
-        held.member_waits(NewcomerWaits(name, epoch, 0, 2, is_gone=False))
+        held.noticed(MemberGaveUp(name, epoch, 0))
+        held.noticed(NewcomerWaits(name, epoch, 0, 2, is_gone=False))
     assert world.is_ready
     assert world.waiting == {}
+
+
+async def test_notice_that_comes_with_the_admission_is_kept(
+    arena: Arena, admissions: list[Admission]
+) -> None:
+    """The store sends it right behind, before the task that joins runs again."""
+    arena.manager(0)
+    admissions[0].noticed(MemberGaveUp("w", 1, 1))
+    found = await asyncio.gather(
+        arena.join("w", 0, 2), arena.join("w", 1, 2), return_exceptions=True
+    )
+    assert isinstance(found[0], MemberLostError), found
+    assert found[0].rank == 1
+
+
+async def test_newcomer_that_waits_is_announced_to_survivors_that_reform(
+    arena: Arena,
+) -> None:
+    """They may grow the world at once: the newcomer has long been there."""
+    worlds = await arena.world(3, "w")
+    joining = asyncio.create_task(arena.join("w", 3, 4))
+    await until(lambda: all(world.waiting for world in worlds))
+    await lose(arena, 2, worlds)
+    reformed = await asyncio.gather(*(world.reform() for world in worlds[:2]))
+    await until(lambda: all(world.waiting == {3: 4} for world in reformed))
+    joining.cancel()
+    await asyncio.gather(joining, return_exceptions=True)
 
 
 async def test_member_that_gave_up_while_it_was_admitted_breaks_the_world(
@@ -321,7 +348,7 @@ async def test_member_that_gave_up_while_it_was_admitted_breaks_the_world(
 ) -> None:
     """Nobody waits for a member that will never connect."""
     worlds = await arena.world(2, "w")
-    admissions[0].member_gave_up(MemberGaveUp("w", 1, 1))
+    admissions[0].noticed(MemberGaveUp("w", 1, 1))
     with pytest.raises(MemberLostError, match="gave up") as lost:
         await worlds[0].barrier()
     assert lost.value.rank == 1

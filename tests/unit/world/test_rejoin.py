@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.world.rejoin import FIRST_S, LAST_S, pause_s
+from multiworld.world.rejoin import FIRST_S, LAST_S, keep, pause_s
 
 
 @given(st.integers(1, 10_000), st.floats(0, 1))
@@ -13,3 +17,30 @@ def test_pauses_grow_and_end(failures: int, chance: float) -> None:
     """No pause exceeds the longest, or is under half the shortest."""
     assert FIRST_S / 2 <= pause_s(failures, chance) <= LAST_S
     assert pause_s(failures + 1, chance) >= pause_s(failures, chance)
+
+
+@dataclass
+class Closed:
+    """A world that is closed, by the program or for its next incarnation."""
+
+    is_superseded: bool
+    is_closed: bool = True
+    is_ready: bool = False
+
+    async def wait_incomplete(self) -> None:
+        """Return at once."""
+
+
+@pytest.mark.parametrize(("is_superseded", "turns"), [(False, 1), (True, 3)])
+async def test_world_is_kept_unless_the_program_has_left_it(
+    is_superseded: bool, turns: int
+) -> None:
+    """A ``grow`` or ``reform`` that failed closes it too, and leaves no newer one."""
+    made = [Closed(is_superseded=is_superseded and number < 2) for number in range(3)]
+    joins = iter(made)
+
+    async def join() -> Any:
+        return next(joins)
+
+    found = [world async for world in keep("w", join, lambda: None)]
+    assert found == cast("Any", made[:turns])

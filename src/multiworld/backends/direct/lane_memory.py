@@ -16,7 +16,9 @@ from multiworld.backends.direct.lane_socket import LaneSocket
 from multiworld.backends.direct.lending import Block, Borrowed, Lender
 from multiworld.backends.direct.outbound import Outbound
 
-LOOK_S = 0.002  # seconds between looks for a free slot while the bell cannot be heard
+# Seconds between looks for a free slot while the bell cannot be heard: the first, and
+# the most that they double to.
+LOOK_S, LOOK_MAX_S = 0.002, 0.032
 
 RIGHTS_BYTES = socket.CMSG_SPACE(4)
 
@@ -43,6 +45,7 @@ class LaneMemory:
         self._slots = shared_memory.slots_in(ring_bytes) if self.is_usable else 0
         self._descriptors: deque[int] = deque()  # arrived, and not mapped yet
         self._looking: asyncio.TimerHandle | None = None
+        self._look_s = LOOK_S
         self._loop = asyncio.get_running_loop()
 
     # Sending.
@@ -88,12 +91,15 @@ class LaneMemory:
     def look_later(self) -> None:
         """Look for a free slot again: the bell is not heard while reading pauses."""
         if self._looking is None:
-            self._looking = self._loop.call_later(LOOK_S, self._look)
+            self._looking = self._loop.call_later(self._look_s, self._look)
 
     def _look(self) -> None:
         self._stop_looking()
         if self._outbound.is_starving and self._connection.is_open:
+            self._look_s = min(2 * self._look_s, LOOK_MAX_S)
             self._flush()
+        if not self._outbound.is_starving:
+            self._look_s = LOOK_S
 
     def _stop_looking(self) -> None:
         if self._looking is not None:
