@@ -95,11 +95,17 @@ class LaneMemory:
 
     def _look(self) -> None:
         self._stop_looking()
-        if self._outbound.is_starving and self._connection.is_open:
-            self._look_s = min(2 * self._look_s, LOOK_MAX_S)
-            self._flush()
-        if not self._outbound.is_starving:
+        if not (self._outbound.is_starving and self._connection.is_open):
             self._look_s = LOOK_S
+            return
+        frames = self._outbound.frames
+        self._look_s = min(2 * self._look_s, LOOK_MAX_S)
+        self._flush()
+        if self._outbound.frames != frames:  # the receiver frees slots
+            self._look_s = LOOK_S
+            if self._looking is not None:
+                self._stop_looking()
+                self.look_later()
 
     def _stop_looking(self) -> None:
         if self._looking is not None:

@@ -66,6 +66,11 @@ class Outbound:
         self._control_frames: deque[int] = deque()
 
     @property
+    def frames(self) -> int:
+        """Number of frames so far."""
+        return self._sequence
+
+    @property
     def is_idle(self) -> bool:
         return not (self._frame or self._current or self._queue or self._control_frames)
 
