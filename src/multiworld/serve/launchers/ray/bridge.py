@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -172,13 +173,18 @@ class Bridge:
         self._starters.shutdown(wait=True)
 
     def _carry_out(self, order: protocol.ActorOrder) -> None:
-        match order:
-            case protocol.LaunchActor():
-                self._launch(order)
-            case protocol.AdoptActor(name, ranks, must_be_known):
-                self._adopt(name, ranks, must_be_known)
-            case protocol.KillActor(name, ranks):
-                self._kill(name, ranks)
+        try:
+            match order:
+                case protocol.LaunchActor():
+                    self._launch(order)
+                case protocol.AdoptActor(name, ranks, must_be_known):
+                    self._adopt(name, ranks, must_be_known)
+                case protocol.KillActor(name, ranks):
+                    self._kill(name, ranks)
+        except Exception:  # nobody would ever hear of the replica
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)  # the launcher starts another bridge, which settles everything
 
     def _start(self, body: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=body, args=args, daemon=True).start()

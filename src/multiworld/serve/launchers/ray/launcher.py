@@ -141,6 +141,7 @@ class RayLauncher:
         for name, future in list(self._starting.items()):
             if text and not future.done():
                 del self._starting[name]
+                self._ending.add(name)  # its actors may start nevertheless
                 future.set_exception(LaunchError(f"{name}: {text}"))
         self._on_nodes()
 
@@ -161,6 +162,7 @@ class RayLauncher:
                 self._resolve(name, RunningProcess(name, pid, began))
             case protocol.LaunchFailed(name, error):
                 self._ranks.pop(name, None)
+                self._ending.discard(name)
                 self._resolve(name, LaunchError(f"{name}: {error}"))
             case protocol.Exited(name, code):
                 self._exited(name, code)
