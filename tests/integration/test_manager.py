@@ -176,7 +176,7 @@ async def test_forked_child_keeps_its_own_files(fork_server: None) -> None:
         await arena.world(2)
         pid = os.fork()
         if pid == 0:
-            closed = 0
+            closed = 255
             try:
                 mine = [os.open(os.devnull, os.O_RDONLY) for _ in range(40)]
                 for manager in arena.managers:

@@ -188,7 +188,7 @@ class MessageBackend:
                 raise self._view.left_error(rank) from error
             self._view.trouble(rank, str(error))
             await self._view.wait_gone(rank)  # or it leaves before that
-            if self._view.has_left(rank) and not self._is_over:
+            if not self._is_over:
                 raise self._view.left_error(rank) from error
             raise self._view.broken_error() from error
 

@@ -27,8 +27,9 @@ from multiworld.net.handshake import (
     refusal,
 )
 from multiworld.net.handshake_messages import Hello
+from multiworld.net.rare_log import RareLog
 from multiworld.net.security import Security
-from multiworld.net.tcp import keep_alive, tune
+from multiworld.net.tcp import tune
 
 ACCEPTS_A_TURN = 16  # connections accepted before the event loop's other tasks run
 LOG_EVERY_S = 10.0  # seconds between lines of one kind: a scanner must not fill the log
@@ -90,6 +91,7 @@ class Listener:
         # By "version", "secret", "tls", "malformed", "slow", "crowded", "refused".
         self.refused: Counter[str] = Counter()
         self._logged: dict[str, tuple[float, int]] = {}
+        self._rare_log = RareLog(logger)
         self._greeting: dict[asyncio.Task[None], socket.socket] = {}
         self._is_closed = False
         loop = asyncio.get_running_loop()
@@ -148,7 +150,7 @@ class Listener:
                 sock, where = await loop.sock_accept(listener)
             except OSError as error:
                 # This process is out of descriptors, or the dialer has gone away.
-                self.count("not accepted", "", error)
+                self._rare_log.error("could not accept a connection", error)
                 await asyncio.sleep(0.05)
                 continue
             self._greet(sock, where)
@@ -184,8 +186,6 @@ class Listener:
         kept = False
         try:
             tune(sock)
-            if sock.family != socket.AF_UNIX:
-                keep_alive(sock)  # a host that vanished must not stay connected
             async with asyncio.timeout(HELLO_S):
                 if self._security.tls is not None and await _speaks_tls(sock):
                     context = self._security.tls.context(is_server=True)

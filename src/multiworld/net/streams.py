@@ -37,6 +37,9 @@ class Stream(Protocol):
     def shutdown(self, how: int, /) -> None:
         """Shut down one direction; ``how`` is as for ``socket.shutdown``."""
 
+    def setsockopt(self, level: int, option: int, value: int, /) -> None:
+        """Set an option of the socket below."""
+
     def close(self) -> None:
         """Close the connection."""
 
@@ -54,6 +57,9 @@ class TlsStream:
 
     def fileno(self) -> int:
         return self._sock.fileno()
+
+    def setsockopt(self, level: int, option: int, value: int, /) -> None:
+        self._sock.setsockopt(level, option, value)
 
     def pending(self) -> int:
         """Return the number of decrypted bytes, which the event loop cannot see."""

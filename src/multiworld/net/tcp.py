@@ -8,6 +8,8 @@ import ipaddress
 import socket
 from typing import Any
 
+from multiworld.net.streams import Stream
+
 TCP_THIN_LINEAR_TIMEOUTS = 16
 TCP_RTO_MAX_MS = 44  # Python 3.11 has no names for these two
 
@@ -35,7 +37,7 @@ def persist(sock: socket.socket) -> None:
 KEEP_ALIVE_S = 5  # seconds without traffic, and between probes
 
 
-def keep_alive(sock: socket.socket) -> None:
+def keep_alive(sock: Stream) -> None:
     """Notice the end of a TCP connection that is hardly used, such as a store's."""
     # The system of a machine that was restarted refuses the first probe.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

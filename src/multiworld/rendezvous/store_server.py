@@ -12,7 +12,7 @@ from multiworld.net.handshake_messages import Hello
 from multiworld.net.listener import Listener
 from multiworld.net.security import Security
 from multiworld.net.streams import Stream
-from multiworld.net.tcp import resolve
+from multiworld.net.tcp import keep_alive, resolve
 from multiworld.rendezvous import store_messages as messages
 from multiworld.rendezvous.store_service import StoreService
 
@@ -88,6 +88,7 @@ class StoreServer:
         return None
 
     def take(self, stream: Stream, hello: Hello) -> None:
+        keep_alive(stream)  # a host that vanished must not be a member for ever
         key = 0
 
         def deliver(message: messages.StoreMessage) -> None:

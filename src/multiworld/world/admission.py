@@ -5,8 +5,10 @@ that members never disagree about which one is current."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Coroutine
+from collections import Counter
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +28,10 @@ from multiworld.world.world import Changes, World
 Notice = messages.MemberGaveUp | messages.NewcomerWaits
 
 MAX_EARLY = 256  # notices of one world that are kept until this process has entered it
+
+# Seconds from its admission in which a member must have connected, before it is blamed
+# for a join that is late: another one's own deadline may be nearly over by then.
+CONNECT_S = 2.0
 
 LATE = "it was admitted and did not connect in time"
 
@@ -55,6 +61,8 @@ class Admission:
         # Notices of incarnations that the store has just admitted this process to: they
         # come right behind the admission, before its task runs again.
         self._early: dict[str, list[Notice]] = {}
+        self._claiming: Counter[str] = Counter()  # claims in flight, by world
+        self._failed: set[str] = set()  # worlds whose next incarnation did not open
         services.over, services.closed = self._over, self.release
 
     @property
@@ -76,6 +84,30 @@ class Admission:
         session = await self.joiner.enter(
             where, may_host=may_host, world=name, deadline=deadline
         )
+        with self._claims(name):
+            return await self._join(request, session, deadline, may_host=may_host)
+
+    @contextlib.contextmanager
+    def _claims(self, name: str) -> Iterator[None]:
+        """Keep notices of a world until this process has entered it."""
+        self._claiming[name] += 1
+        try:
+            yield
+        finally:
+            self._claiming[name] -= 1
+            if not self._claiming[name]:
+                del self._claiming[name]
+                self._early.pop(name, None)
+
+    async def _join(
+        self,
+        request: JoinRequest,
+        session: StoreSession,
+        deadline: float,
+        *,
+        may_host: bool,
+    ) -> World:
+        name, where = request.name, request.where
         local: LocalMember | None = None
         try:
             # A broken world, or one that a member has left, is replaced here.
@@ -96,7 +128,6 @@ class Admission:
             await self._open(local, deadline)
         except BaseException:
             if local is None:
-                self._early.pop(name, None)
                 self.joiner.leave(where)
             else:
                 session.withdraw(name)  # so that the others need not wait for its links
@@ -120,6 +151,7 @@ class Admission:
         local = LocalMember(incarnation, request, session.address, self._services)
         self._local_members[name] = local
         self._met.add(local)
+        self._failed.discard(name)
         for notice in self._early.pop(name, ()):
             if notice.epoch == incarnation.epoch:
                 _noted(local, notice)
@@ -136,8 +168,9 @@ class Admission:
                 await local.open()
         except TimeoutError as error:
             late = _not_connected(local)
-            if 0 < len(local.unlinked) < local.incarnation.size - 1:
-                # Some did connect: the others learn which member did not.
+            # Some did connect, and the rest had the time: the others learn who did not.
+            some = 0 < len(local.unlinked) < local.incarnation.size - 1
+            if some and local.age_s >= CONNECT_S:
                 for rank in local.unlinked:
                     local.report(WasLost(rank, LATE))
             raise late from error
@@ -160,17 +193,18 @@ class Admission:
             await self._enter_again(local, deadline)
             admitted = Admittance()
             gathering = self._gather_survivors(local, deadline, admitted)
-            local = await self._next(local, admitted, gathering)
+            with self._claims(name):
+                local = await self._next(local, admitted, gathering)
             try:
                 await self._open(local, deadline)
-            except errors.WorldBrokenError:
+            except errors.WorldBrokenError as error:
                 # Another member was lost meanwhile: continue without that one too.
                 if local.phase is not Phase.BROKEN or not local.lost or local.is_stale:
-                    self._give_up(local)
+                    self._give_up(local, error)
                     raise
                 continue
-            except BaseException:
-                self._give_up(local)
+            except BaseException as error:
+                self._give_up(local, error)
                 raise
             return self._adopt(local)
 
@@ -279,11 +313,12 @@ class Admission:
             seen=local.incarnation.epoch,
         )
         claiming = self._claim_next(local, claim, deadline, admitted)
-        grown = await self._next(local, admitted, local.until_over(claiming))
+        with self._claims(name):
+            grown = await self._next(local, admitted, local.until_over(claiming))
         try:
             await self._open(grown, deadline)
-        except BaseException:
-            self._give_up(grown)
+        except BaseException as error:
+            self._give_up(grown, error)
             raise
         return self._adopt(grown)
 
@@ -311,11 +346,22 @@ class Admission:
         ending.add_done_callback(self._services.closing.discard)
         return new
 
-    def _give_up(self, local: LocalMember) -> None:
+    def has_failed(self, name: str) -> bool:
+        """Return whether a world's next incarnation, by ``grow`` or ``reform``, has not
+        opened, and this process has not joined it since."""
+        return name in self._failed
+
+    def _give_up(self, local: LocalMember, error: BaseException) -> None:
         """Close or release an unopened incarnation, or keep it for ``reform``."""
-        for rank in local.unlinked if local.phase is Phase.JOINING else ():
+        name = local.incarnation.world
+        self._failed.add(name)
+        is_late = isinstance(error, errors.JoinTimeoutError)
+        for rank in local.unlinked if is_late and local.phase is Phase.JOINING else ():
             local.report(WasLost(rank, LATE))
         if local.phase is Phase.JOINING:
+            session = self.joiner.session(local.request.where)
+            if session is not None:
+                session.withdraw(name)  # the others learn that this member gave up
             local.close_nowait()
         if local.phase is Phase.CLOSED:
             self.release(local)
@@ -389,10 +435,10 @@ class Admission:
         local = self._local_members.get(notice.world)
         if local is not None and local.incarnation.epoch == notice.epoch:
             _noted(local, notice)
-        elif notice.epoch > self._seen.get(notice.world, 0):
+        elif self._claiming[notice.world]:
             early = self._early.setdefault(notice.world, [])
-            if len(early) < MAX_EARLY:
-                early.append(notice)
+            early.append(notice)
+            del early[:-MAX_EARLY]
 
 
 def _noted(local: LocalMember, notice: Notice) -> None:

@@ -49,11 +49,6 @@ class BlockingWorld:
         return self._world.is_closed
 
     @property
-    def is_superseded(self) -> bool:
-        """As ``multiworld.World.is_superseded``."""
-        return self._world.is_superseded
-
-    @property
     def left(self) -> frozenset[int]:
         """As ``multiworld.World.left``."""
         return self._world.left

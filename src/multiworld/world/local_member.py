@@ -67,6 +67,7 @@ class LocalMember:
         self.store, self.linger = store, services.linger
         self._services, self._watchdog = services, services.watchdog
         self._loop = asyncio.get_running_loop()
+        self._begun_at = self._loop.time()
         self._life = lifecycle.Life(
             world=incarnation.world,
             epoch=incarnation.epoch,
@@ -75,7 +76,7 @@ class LocalMember:
         )
         self.security = services.watchdog.security
         self._changed = asyncio.Event()
-        self.is_superseded = False
+        self._is_superseded = False
         self.waiting: dict[int, int] = {}  # newcomer's rank -> the size it expects
         self._over = self._loop.create_future()
         self._ready_ranks = {self.rank}
@@ -88,6 +89,11 @@ class LocalMember:
     @property
     def phase(self) -> Phase:
         return self._life.phase
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since its admission."""
+        return self._loop.time() - self._begun_at
 
     @property
     def is_broken(self) -> bool:
@@ -150,10 +156,10 @@ class LocalMember:
 
     def supersede(self) -> None:
         """Stop publishing events: a newer incarnation has replaced this one."""
-        self.is_superseded = True
+        self._is_superseded = True
 
     def _publish(self, event: Event) -> None:
-        if not self.is_superseded:
+        if not self._is_superseded:
             self._services.publish(event)
 
     async def wait_over(self) -> None:

@@ -311,7 +311,12 @@ class WorldManager:
                 device=device,
             )
 
-        return keep(name, join, lambda: self.worlds.get(name))
+        return keep(
+            name,
+            join,
+            lambda: self.worlds.get(name),
+            lambda: self._admission.has_failed(name),
+        )
 
     def _check_usable(self, name: str) -> None:
         if self._is_forked:
@@ -516,12 +521,19 @@ class WorldManager:
         found += [connection.fileno() for connection in self._lingering]
         # Not ``close``: objects that the child has inherited still own the numbers, and
         # would close what gets them next.
-        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # it can open no more files, so that none gets these numbers
+            nothing = -1
         for fd in found:
             if fd >= 0:
                 with contextlib.suppress(OSError):
-                    os.dup2(nothing, fd, inheritable=False)
-        os.close(nothing)
+                    if nothing < 0:
+                        os.close(fd)
+                    else:
+                        os.dup2(nothing, fd, inheritable=False)
+        if nothing >= 0:
+            os.close(nothing)
 
 
 def _install_fork_hook() -> None:

@@ -33,9 +33,14 @@ def pause_s(failures: int, chance: float) -> float:
 
 
 async def keep(
-    name: str, join: Callable[[], Awaitable[World]], newest: Callable[[], World | None]
+    name: str,
+    join: Callable[[], Awaitable[World]],
+    newest: Callable[[], World | None],
+    has_failed: Callable[[], bool],
 ) -> AsyncIterator[World]:
     """Yield a ready world, and its next incarnation whenever the last one has ended."""
+    # ``has_failed``: a ``grow`` or ``reform`` of the program has closed the world, and
+    # its next incarnation could not be opened.
     failures = 0
     while True:
         try:
@@ -63,6 +68,5 @@ async def keep(
             if newer is None or newer is world or not newer.is_ready:
                 break
             world = newer
-        is_left = world.is_closed and not world.is_superseded
-        if is_left and newer in (None, world):
+        if world.is_closed and newer in (None, world) and not has_failed():
             return

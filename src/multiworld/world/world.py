@@ -147,11 +147,6 @@ class World(CollectiveMethods):
         return self._life.phase is Phase.CLOSED
 
     @property
-    def is_superseded(self) -> bool:
-        """True once ``reform`` or ``grow`` has begun the next incarnation."""
-        return self._life.is_superseded
-
-    @property
     def left(self) -> frozenset[int]:
         """Ranks that have left politely."""
         return self._life.left

@@ -320,11 +320,11 @@ async def test_notice_that_comes_with_the_admission_is_kept(
     arena: Arena, admissions: list[Admission]
 ) -> None:
     """The store sends it right behind, before the task that joins runs again."""
-    arena.manager(0)
+    joining = asyncio.create_task(arena.join("w", 0, 2))
+    await until(lambda: bool(admissions))
+    await turns(5)
     admissions[0].noticed(MemberGaveUp("w", 1, 1))
-    found = await asyncio.gather(
-        arena.join("w", 0, 2), arena.join("w", 1, 2), return_exceptions=True
-    )
+    found = await asyncio.gather(joining, arena.join("w", 1, 2), return_exceptions=True)
     assert isinstance(found[0], MemberLostError), found
     assert found[0].rank == 1
 

@@ -23,7 +23,6 @@ def test_pauses_grow_and_end(failures: int, chance: float) -> None:
 class Closed:
     """A world that is closed, by the program or for its next incarnation."""
 
-    is_superseded: bool
     is_closed: bool = True
     is_ready: bool = False
 
@@ -31,16 +30,16 @@ class Closed:
         """Return at once."""
 
 
-@pytest.mark.parametrize(("is_superseded", "turns"), [(False, 1), (True, 3)])
+@pytest.mark.parametrize(("failures", "turns"), [(0, 1), (2, 3)])
 async def test_world_is_kept_unless_the_program_has_left_it(
-    is_superseded: bool, turns: int
+    failures: int, turns: int
 ) -> None:
     """A ``grow`` or ``reform`` that failed closes it too, and leaves no newer one."""
-    made = [Closed(is_superseded=is_superseded and number < 2) for number in range(3)]
-    joins = iter(made)
+    made = [Closed() for _ in range(3)]
+    joins, failed = iter(made), iter([True] * failures + [False])
 
     async def join() -> Any:
         return next(joins)
 
-    found = [world async for world in keep("w", join, lambda: None)]
-    assert found == cast("Any", made[:turns])
+    kept = keep("w", join, lambda: None, lambda: next(failed))
+    assert [world async for world in kept] == cast("Any", made[:turns])

@@ -83,9 +83,7 @@ class LaneSocket:
         # The rest of a frame always comes, or the connection ends.
         self._low_water = wanted
         with contextlib.suppress(OSError):
-            self.sock.setsockopt(  # type: ignore[attr-defined]
-                socket.SOL_SOCKET, socket.SO_RCVLOWAT, max(1, wanted)
-            )
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, max(1, wanted))
 
     def drain(self, size: int) -> bool:
         """Read and drop up to ``size`` bytes; return False at the end of the stream."""

@@ -22,6 +22,7 @@ from multiworld.serve.launchers.base import RunningProcess
 from multiworld.serve.models import imported_sources
 from multiworld.serve.models.factory import check_policies
 from multiworld.serve.placement.manager import PlacementManager
+from multiworld.serve.placement.replica_bookings import asks_of
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.transport.control_messages import (
     InjectHang,
@@ -80,6 +81,7 @@ class Operations:
         number = desired_state.stage_number(spec, model, stage)
         desired = self._fleet.desired
         before, desired = desired_state.rescaled(desired, spec, model, number, replicas)
+        name = spec.stages[number].name or str(number)
         active = self._fleet.active.get(model, "")
         is_updating = active not in ("", desired.models[model].version)
         if is_updating and not replicas:
@@ -90,26 +92,36 @@ class Operations:
             self._placement.admit(desired)
             if not is_confirmed:
                 self._check_sane(desired)
-        name = spec.stages[number].name or str(number)
         text = f"{model}/{name}: from {before} to {replicas} replicas"
         self._history.say("scale", text)
         if is_updating:
-            self._scale_active(model, active, number, replicas)
+            self._scale_active(desired, model, active, name, replicas)
         self._owner.want(desired)
         return Scaled(before, replicas)
 
     def _scale_active(
-        self, model: str, version: str, stage: int, replicas: int
+        self,
+        desired: DesiredState,
+        model: str,
+        version: str,
+        stage: str,
+        replicas: int,
     ) -> None:
-        """Scale the version that serves during an update, if its spec lets it."""
+        """Scale the version that serves during an update, if its spec and the room
+        beside the new version let it."""
         known = self._fleet.version(model, version)
         old = self._versions.specs.get(model, {}).get(version)
-        if known is None or old is None or stage >= len(known.replicas):
+        if known is None or old is None:
             return
         alone = replace(self._fleet.desired, models={model: known})
         try:
-            _, alone = desired_state.rescaled(alone, old, model, stage, replicas)
-        except ServeError:
+            number = desired_state.stage_number(old, model, stage)
+            _, alone = desired_state.rescaled(alone, old, model, number, replicas)
+            if replicas > known.replicas[number]:
+                specs = self._versions.specs
+                both = asks_of(desired, specs) + asks_of(alone, specs)
+                self._placement.bookings.admit(both)
+        except ServeError:  # it has no such stage, may not have as many, or no room
             return
         self._fleet.remember(model, alone.models[model])
 

@@ -288,6 +288,9 @@ class Reconciler:
         """Leave the time in which a replica waits for others out of its start: for
         other stages, or for a gateway to probe it."""
         has_gateway = any(self._probers())
+        if not has_gateway:
+            updates = self._updates.items()
+            self._updates = {name: (version, now) for name, (version, _) in updates}
         for process in self.processes.values():
             if process.waited_at is not None:
                 process.since += now - process.waited_at

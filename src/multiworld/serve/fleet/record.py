@@ -273,7 +273,11 @@ class RecordKeeper:
     def keep(self, record: Record) -> None:
         """Write a record soon, unless it equals the last one written."""
         self._newest = record
-        if record != self._saved and (self._writing is None or self._writing.done()):
+        if self._writing is not None and not self._writing.done():
+            return
+        if record == self._saved:
+            self.trouble = ""
+        else:
             self._writing = asyncio.get_running_loop().create_task(self._write())
 
     async def settled(self, limit_s: float) -> None:

@@ -15,7 +15,12 @@ from fastapi import FastAPI, Request, Response
 from torch import Tensor
 
 from multiworld.backends.dtypes import memory_of, plain
-from multiworld.errors import InvalidRequestError, ServeError
+from multiworld.errors import (
+    InvalidRequestError,
+    NoReplicaError,
+    OverloadedError,
+    ServeError,
+)
 from multiworld.serve.core.refusals import OutdatedError
 from multiworld.serve.gateway import http_responses as responses
 from multiworld.serve.gateway import json_limits, open_inference
@@ -221,18 +226,22 @@ async def _embed_all(
 ) -> Response:
     """Embed all texts with one version of a model."""
     asked_at = gateway.authenticator.clock()
-    is_counted = False
     while True:
         version, model, inputs = await _prepared(gateway, admitted, parsed)
         tokens = sum(next(iter(tensors.values())).numel() for tensors in inputs)
-        if not is_counted:
-            gateway.authenticator.count_prompt(admitted, tokens)
-            is_counted = True
         work = _embed(gateway, admitted, request, parsed, version, inputs, asked_at)
+        is_refused = False
         try:
             answers = await work
         except OutdatedError:  # an update was completed meanwhile
+            is_refused = True
             continue
+        except (OverloadedError, NoReplicaError):
+            is_refused = True
+            raise
+        finally:
+            if not is_refused:
+                gateway.authenticator.count_prompt(admitted, tokens)
         vectors = [answer[model.embedding][0] for answer in answers]
         render = partial(
             _render, parsed.model, vectors, tokens, is_base64=parsed.is_base64

@@ -19,6 +19,7 @@ import selectors
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -28,6 +29,9 @@ from setproctitle import setproctitle
 from multiworld.serve.launchers import protocol
 from multiworld.serve.replica.leash import open_leash, wear_leash
 from multiworld.serve.resources.open_files import raise_limit
+
+# Looks at threads that may be gone soon, and seconds between them.
+GONE_LOOKS, GONE_S = 20, 0.01
 
 
 class ForkServer:
@@ -70,7 +74,7 @@ class ForkServer:
         """Fork a process; return whether this process can fork others."""
         name = order.name
         threads = count_threads()
-        if threads != 1:
+        if threads != 1 and has_more_threads(1):
             error = (
                 f"the fork server has {threads} threads, so it cannot fork; a module "
                 "that the model imports starts one"
@@ -157,6 +161,16 @@ def count_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def has_more_threads(before: int) -> bool:
+    """Return whether threads have been added that stay: one that was joined is there
+    for a moment."""
+    for _ in range(GONE_LOOKS):
+        if count_threads() <= before:
+            return False
+        time.sleep(GONE_S)
+    return True
+
+
 class WaitingServer(NamedTuple):
     """A forked fork server that waits for ``Begin``; it exits with the socket."""
 
@@ -218,7 +232,12 @@ def _begin(control: socket.socket) -> None:
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    _serve(control, sys.argv[2:])
+    try:
+        _serve(control, sys.argv[2:])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)  # a module's thread would hold up the end of the interpreter
 
 
 def _serve(control: socket.socket, modules: Sequence[str]) -> None:
@@ -232,9 +251,9 @@ def _serve(control: socket.socket, modules: Sequence[str]) -> None:
             importlib.import_module(module)
         except Exception:
             traceback.print_exc()  # only processes that need the module will fail
-        if count_threads() > threads:
+        if has_more_threads(threads):
             control.sendall(protocol.LineCodec.encode(protocol.Threaded(module)))
-            return
+            return  # and exit: see ``main``
     gc.collect()
     gc.freeze()
     ForkServer(control, has_modules=bool(modules)).run()

@@ -101,9 +101,10 @@ class Forks:
         """Leave a module and those after it, which may import it, to the processes."""
         kept = self._preload.index(module) if module in self._preload else 0
         logger.warning(
-            "a thread of %s keeps the fork server from forking: processes import it "
+            "a thread of %s keeps the fork server from forking: processes import %s "
             "themselves, which takes them time and memory",
-            module or ", ".join(self._preload),
+            module or "a module",
+            ", ".join(self._preload[kept:]),
         )
         del self._preload[kept:]
 

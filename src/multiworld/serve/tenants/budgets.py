@@ -75,7 +75,7 @@ class _Spans:
         spans = self._tokens.setdefault(tenant, {})
         spans[start] = tokens
         if len(spans) > KEPT:
-            del spans[min(spans)]
+            del spans[min(other for other in spans if other != start)]
 
 
 class _Usage:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from multiworld.errors import ServeError
+from multiworld.errors import PlacementError, ServeError
 from multiworld.serve.control.operations import Operations
 from multiworld.serve.control.versions import Versions
 from multiworld.serve.fleet.desired_state import desired_state_of
@@ -20,29 +20,41 @@ from multiworld.serve.spec.schema import AppSpec
 def app(version: str) -> AppSpec:
     """Return a service of a model with two stages, of two replicas each at first."""
     bounds = {"min_replicas": 0, "max_replicas": 9, "initial_replicas": 2}
-    stages = [{"name": "a", "replicas": 2}, {"name": "b", "autoscaling_config": bounds}]
+    stages: list[dict[str, Any]] = [{"name": "pre"}] if version == "3" else []
+    stages += [
+        {"name": "a", "replicas": 2},
+        {"name": "b", "autoscaling_config": bounds},
+    ]
     model = {"factory": "x:y", "version": version, "stages": stages}
     return AppSpec.model_validate({"app": "s", "models": {"m": model}})
 
 
 class Service:
-    """A fleet of which no process is ever ready."""
+    """A fleet of which no process is ever ready, in an update to a version."""
 
-    def __init__(self) -> None:
+    def __init__(self, new: str = "2") -> None:
         self.fleet = Reconciler(ready_s=50.0, drain_s=20.0)
         versions = Versions(None)
-        for version in ("1", "2"):
+        for version in ("1", new):
             versions.add(app(version))
             self.want(desired_state_of(app(version)))
         owner = SimpleNamespace(want=self.want)
+        self.room = 99
         placement = SimpleNamespace(
-            admit=lambda wanted: None, nodes=[SimpleNamespace(cpus=9)]
+            admit=lambda wanted: None,
+            nodes=[SimpleNamespace(cpus=9)],
+            bookings=SimpleNamespace(admit=self.admit),
         )
         history = SimpleNamespace(say=lambda *words: None)
         fakes = cast("Any", (owner, placement, history))
         self.operations = Operations(
             fakes[0], self.fleet, versions, fakes[1], cast("Any", None), fakes[2]
         )
+
+    def admit(self, asks: list[Any]) -> None:
+        """Refuse more replicas than there is room for."""
+        if sum(count for _, _, count, _ in asks) > self.room:
+            raise PlacementError("no room")
 
     def want(self, wanted: DesiredState) -> None:
         """Set the desired state."""
@@ -58,6 +70,25 @@ def test_scale_during_an_update_reaches_the_version_that_serves() -> None:
         model = service.fleet.version("m", version)
         assert model is not None
         assert model.replicas == (2, 4)
+
+
+def test_scale_during_an_update_is_of_the_stage_with_that_name() -> None:
+    """The new version may have another stage before it."""
+    service = Service("3")
+    service.operations.scale("m", "b", 4)
+    service.operations.scale("m", "pre", 3)
+    found = [service.fleet.version("m", version) for version in ("1", "3")]
+    assert [model and model.replicas for model in found] == [(2, 4), (3, 2, 4)]
+
+
+def test_scale_during_an_update_leaves_room_for_the_new_version() -> None:
+    """Without it the update would be rolled back."""
+    service = Service()
+    service.room = 10
+    service.operations.scale("m", "b", 4)
+    model = service.fleet.version("m", "1")
+    assert model is not None
+    assert model.replicas == (2, 2)
 
 
 def test_scale_to_zero_waits_for_the_end_of_an_update() -> None:

@@ -73,6 +73,10 @@ def test_usage_outlives_a_clock_that_jumps_and_jumps_back() -> None:
         ledger.add([row(tokens, now)])
         budgets.set_used([ledger.used("acme", now)])
     assert ledger.used("acme", NOON) == told(102, 102)[0]
+    for day in range(1, 9):  # however many days it has jumped to
+        ledger.add([row(1, NOON + day * DAY_S)])
+    ledger.add([row(60, NOON)])
+    assert ledger.used("acme", NOON).in_day >= 100
     assert ledger.used("acme", jumped).in_month == 6
     assert budgets.check(tenant, jumped) is None
     assert budgets.check(tenant, NOON) is not None

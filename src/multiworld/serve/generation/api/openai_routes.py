@@ -27,6 +27,7 @@ from multiworld.serve.generation.api.preparation import (
     prepare_chat,
     prepare_completion,
     served_model,
+    timed,
 )
 from multiworld.serve.generation.api.request_fields import decoded
 from multiworld.serve.generation.api.request_lifecycle import Form, answered
@@ -64,14 +65,16 @@ async def _read_chat(
     gateway: Gateway, admitted: AdmittedRequest, request: Request, body: Body
 ) -> Ready:
     parsed = await off_loop(len(body), partial(chat_of, body))
-    return await prepare_chat(gateway, admitted, *parsed)
+    asked, wanted = parsed
+    return await prepare_chat(gateway, admitted, asked, timed(wanted, request))
 
 
 async def _read_completion(
     gateway: Gateway, admitted: AdmittedRequest, request: Request, body: Body
 ) -> Ready:
     parsed = await off_loop(len(body), partial(completion_of, body))
-    return await prepare_completion(gateway, admitted, *parsed)
+    asked, wanted = parsed
+    return await prepare_completion(gateway, admitted, asked, timed(wanted, request))
 
 
 # Tokens.

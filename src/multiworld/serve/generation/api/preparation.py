@@ -13,6 +13,8 @@ import msgspec
 
 from multiworld.errors import DeadlineExceededError, InvalidRequestError
 from multiworld.serve.gateway.gateway import Gateway
+from multiworld.serve.gateway.http_request import AnyRequest
+from multiworld.serve.gateway.http_responses import timeout_of
 from multiworld.serve.generation.api.chat_messages import characters_of
 from multiworld.serve.generation.api.choices import Choice
 from multiworld.serve.generation.api.completion_answers import Ready
@@ -179,6 +181,11 @@ def _has_special_marks(wanted: Wanted, served: ServedModel) -> bool:
     return served.family == "hermes" and mark in served.tokenizer.special
 
 
+def timed(wanted: Wanted, request: AnyRequest) -> Wanted:
+    """Return what a client wants, with the timeout of its headers; check it."""
+    return replace(wanted, timeout_s=timeout_of(request, wanted.timeout_s))
+
+
 async def _compiled(
     gateway: Gateway, admitted: AdmittedRequest, wanted: Wanted, structure: Structure
 ) -> str:
@@ -186,9 +193,7 @@ async def _compiled(
     limit_s = wanted.timeout_s
     if limit_s is None:
         limit_s = gateway.deadline_s(wanted.model, admitted.tenant)
-    work = gateway.compiling.submit(
-        admitted.tenant.share, float(admitted.bytes_in + 1), structure.grammar
-    )
+    work = gateway.compiling.submit(admitted.tenant.share, 1.0, structure.grammar)
     try:
         async with asyncio.timeout(limit_s):
             return await asyncio.wrap_future(work)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from multiworld.errors import RequestPoisonedError, ServeError
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
-from multiworld.serve.gateway.http_responses import EventStream, respond, timeout_of
+from multiworld.serve.gateway.http_responses import EventStream, respond
 from multiworld.serve.gateway.request_body import Body, model_named_in, while_connected
 from multiworld.serve.generation.api.choices import Piece, digest_of, generate
 from multiworld.serve.generation.api.completion_answers import Ready
@@ -22,6 +22,9 @@ from multiworld.serve.tenants.authenticator import AdmittedRequest
 
 # Reads a body, and prepares the request in it.
 Reader = Callable[[Gateway, AdmittedRequest, Request, Body], Awaitable[Ready]]
+
+
+LEAST_S = 0.001  # of a deadline, which then is over at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ async def answered(
     async def answer(admitted: AdmittedRequest, reservation: Reservation) -> Response:
         body = await gateway.read_body(request, admitted, reservation)
         try:
+            began = gateway.authenticator.clock()
             preparing = _prepared(gateway, admitted, request, read, body)
             ready = await while_connected(request, preparing)
         except ServeError:
@@ -48,7 +52,12 @@ async def answered(
         del body
         admitted.model = ready.wanted.model
         reservation.release()  # a stream may take long
-        timeout_s = timeout_of(request, ready.wanted.timeout_s)
+        timeout_s = ready.wanted.timeout_s
+        if ready.wanted.structure is not None:  # to compile it may have taken seconds
+            if timeout_s is None:
+                timeout_s = gateway.deadline_s(ready.wanted.model, admitted.tenant)
+            spent_s = gateway.authenticator.clock() - began
+            timeout_s = max(LEAST_S, timeout_s - spent_s)
         # A refused request is not charged, and its status can still say so.
         share, count = admitted.tenant.share, len(ready.choices)
         places = gateway.streams.reserve(ready.served, share, count)

@@ -23,7 +23,7 @@ from multiworld.serve.gateway.request_body import Body, off_loop
 from multiworld.serve.generation.api.choices import Piece
 from multiworld.serve.generation.api.completion_answers import Ready, kept_alive
 from multiworld.serve.generation.api.completions import wanted_of
-from multiworld.serve.generation.api.preparation import prepare_completion
+from multiworld.serve.generation.api.preparation import prepare_completion, timed
 from multiworld.serve.generation.api.request_fields import (
     CompletionBody,
     decoded,
@@ -111,6 +111,7 @@ def _reader(name: str, version: str | None, is_streamed: bool) -> Reader:
         wanted = replace(
             wanted_of(completion), is_streamed=is_streamed, echo=not is_excluded
         )
+        wanted = timed(wanted, request)
         ready = await prepare_completion(gateway, admitted, completion, wanted)
         return replace(ready, id=asked.id)
 
