@@ -12,4 +12,4 @@ def _start(number: int, frame: FrameType | None) -> None:
 
 
 signal.signal(signal.SIGALRM, _start)
-signal.setitimer(signal.ITIMER_REAL, 0.01)
+signal.setitimer(signal.ITIMER_REAL, 0.5)
