@@ -21,10 +21,10 @@ from tests.serve.texts import (
     PROMPT,
     STAGES,
     Stream,
-    asked,
     client,
     post,
     spec_of,
+    undisturbed,
 )
 from tests.tiny_decoder import greedy, save_decoder
 
@@ -87,11 +87,7 @@ def service(
 @pytest.fixture(scope="module")
 def pieces(service: Served) -> list[str]:
     """Return the texts of the tokens of an undisturbed stream."""
-    body = asked()
-    body |= body.pop("extra_body")
-    answer = post(service, "/v1/completions", body).json()
-    found: list[str] = answer["choices"][0]["logprobs"]["tokens"]
-    return found
+    return undisturbed(service)
 
 
 def test_text_is_what_transformers_generates(

@@ -33,6 +33,7 @@ from tests.serve.texts import (
     is_whole,
     post,
     spec_of,
+    undisturbed,
 )
 from tests.tiny_decoder import greedy, save_decoder
 
@@ -142,11 +143,7 @@ async def kill_at(service: Served, action: str, stage: str, index: int) -> list[
 @pytest.fixture(scope="module")
 def pieces(service: Served) -> list[str]:
     """Return the texts of the tokens of an undisturbed stream."""
-    body = asked()
-    body |= body.pop("extra_body")
-    answer = post(service, "/v1/completions", body).json()
-    found: list[str] = answer["choices"][0]["logprobs"]["tokens"]
-    return found
+    return undisturbed(service)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -53,6 +53,15 @@ def asked(count: int = COUNT, **more: Any) -> dict[str, Any]:
     return {**wanted, "logprobs": 0, "extra_body": extra, **more}
 
 
+def undisturbed(service: Served) -> list[str]:
+    """Return the texts of the tokens of an undisturbed stream."""
+    body = asked()
+    body |= body.pop("extra_body")
+    answer = post(service, "/v1/completions", body).json()
+    found: list[str] = answer["choices"][0]["logprobs"]["tokens"]
+    return found
+
+
 class Stream:
     """A stream of a text completion whose tokens are counted.
 

@@ -159,6 +159,7 @@ class Controller:
         self._is_started = True
         self.fleet.starts_at_once = starts_at_once(self._launcher.nodes())
         self._launcher.settle()
+        self._versions.add(self.app)
         if old is None:
             desired = self._first_state()
         else:
@@ -166,7 +167,6 @@ class Controller:
                 desired_state_of(self.app, sizes_before(old, self.app)), old.active
             )
             self._remember_old_versions(old, desired)
-        self._versions.add(self.app)
         for process in adopted:
             self.happened(events.Adopted(process))
             self._links.open(process.name)
@@ -177,7 +177,6 @@ class Controller:
 
     def _first_state(self) -> DesiredState:
         """Return what is wanted at first; raise PlacementError if it does not fit."""
-        self._versions.add(self.app)
         desired = desired_state_of(self.app)
         if self._ended is not None:
             sizes = sizes_before(self._ended, self.app)

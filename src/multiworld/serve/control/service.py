@@ -102,7 +102,7 @@ async def _run(
     startup = Startup(process_began(), on_phase=on_progress)
     startup.end("to import torch")
     old, ended = folder.load(), None
-    if old is not None and not may_live(old):
+    if old is not None and not _may_live(old):
         old, ended = None, old
     allowed_connections(app.gateway.max_connections)
     _check_tls(app)
@@ -158,7 +158,7 @@ async def _leave_store(folder: StateFolder, store: StoreRecord) -> None:
         logger.error("the store may block its port: %s", error)
 
 
-def may_live(record: Record) -> bool:
+def _may_live(record: Record) -> bool:
     """Return whether processes of a record may live; on a cluster they always may."""
     if record.app.launcher != "local":
         return True
@@ -174,7 +174,7 @@ def _living_store(record: Record | None) -> StoreRecord | None:
 
 def _host_of(record: Record | None) -> str:
     """Return the address to listen at that a service had; empty: it may change."""
-    if record is None or not (may_live(record) or _living_store(record)):
+    if record is None or not (_may_live(record) or _living_store(record)):
         return ""
     try:
         _check_free(record.app.host, 0)
