@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from typing import NoReturn
 
 import click
 
@@ -48,7 +49,12 @@ def shutdown(service: Service, as_json: bool) -> None:
     """End a service after it has answered the accepted requests."""
     record = service.folder.load()
     if record is None:
-        raise click.ClickException(f"no service runs in {service.folder.path}")
+        if not service.folder.is_controlled():
+            raise click.ClickException(f"no service runs in {service.folder.path}")
+        # It has started nothing yet: it waits for machines, or builds its models.
+        app = service.ask("POST", "/shutdown", ShuttingDown).app
+        _await_end(service.folder, END_S)
+        _show_end(app, as_json, is_over=not service.folder.is_controlled())
     try:
         service.ask("POST", "/shutdown", ShuttingDown)
     except ServeError as error:
@@ -67,17 +73,25 @@ def shutdown(service: Service, as_json: bool) -> None:
                 "repeat this"
             ) from None
         _end_without_controller(service.folder, record)
-    limit = time.monotonic() + END_S + record.app.gateway.shutdown_s
-    while service.folder.load() is not None and time.monotonic() < limit:
+    _await_end(service.folder, END_S + record.app.gateway.shutdown_s)
+    _show_end(record.app.app, as_json, is_over=service.folder.load() is None)
+
+
+def _await_end(folder: StateFolder, limit_s: float) -> None:
+    """Wait until the service is gone, and then until its controller has exited."""
+    limit = time.monotonic() + limit_s
+    while time.monotonic() < limit and (
+        folder.load() is not None or folder.is_controlled()
+    ):
         time.sleep(0.05)
-    is_over = service.folder.load() is None
-    while is_over and service.folder.is_controlled() and time.monotonic() < limit:
-        time.sleep(0.05)  # the service is gone, but its controller is still exiting
+
+
+def _show_end(app: str, as_json: bool, *, is_over: bool) -> NoReturn:
     show(
-        {"app": record.app.app, "is_over": is_over},
+        {"app": app, "is_over": is_over},
         as_json=as_json,
-        text=f"{record.app.app} has ended"
+        text=f"{app} has ended"
         if is_over
-        else f"{record.app.app} has not ended yet; see `multiworld status`",
+        else f"{app} has not ended yet; see `multiworld status`",
     )
     sys.exit(0 if is_over else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 from multiworld.cli.logs import logs
 from multiworld.cli.main import cli
 from multiworld.errors import ServeError
+from multiworld.serve.control.answers import ShuttingDown
 from multiworld.serve.control.client import Service
 from multiworld.serve.fleet.record import Record, StateFolder
 from multiworld.serve.spec.loader import parse_spec
@@ -66,3 +68,26 @@ def test_refusal_of_a_shutdown_is_shown(
     assert isinstance(done.exception, ServeError | SystemExit | click.ClickException)
     assert "audit log cannot be written" in f"{done.output} {done.exception}"
     assert "kill it" not in done.output
+
+
+def test_shutdown_ends_a_service_that_has_started_nothing_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for machines: it has no record, but a controller that answers."""
+    monkeypatch.setenv("MULTIWORLD_STATE", str(tmp_path))
+    folder = StateFolder(tmp_path / "shop")
+    folder.make()
+    lock = folder.lock()
+
+    def answer(service: Service, *_: object, **__: object) -> ShuttingDown:
+        assert service.folder.path == folder.path
+        os.close(lock)  # as its exit does
+        return ShuttingDown("shop")
+
+    monkeypatch.setattr(Service, "ask", answer)
+    done = CliRunner().invoke(cli, ["shutdown"])
+    assert done.output == "shop has ended\n"
+    assert done.exit_code == 0
+    again = CliRunner().invoke(cli, ["shutdown", "--app", "shop"])
+    assert "no service runs in" in str(again.output)
+    assert again.exit_code == 1

@@ -119,7 +119,13 @@ def _who() -> str:
 
 
 def running() -> list[Path]:
-    return sorted(path.parent for path in state_root().glob("*/record.json"))
+    """Return the folders of services that run, or whose controller starts them."""
+    folders = sorted(path for path in state_root().glob("*/") if path.is_dir())
+    return [
+        path
+        for path in folders
+        if (path / "record.json").exists() or StateFolder(path).is_controlled()
+    ]
 
 
 def _find(app: str | None) -> Path:
