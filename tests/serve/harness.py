@@ -128,7 +128,7 @@ class Served:
         if self.process is not None and self.process.stdout is not None:
             self.process.stdout.close()
         self.path.write_text(yaml.safe_dump(self.spec, sort_keys=False))
-        words = ["serve", "-v", "--json", str(self.path), "--state", str(self.state)]
+        words = ["serve", "--json", str(self.path), "--state", str(self.state)]
         with open(self.folder / "serve.log", "ab") as log:
             self.process = warm.start(words, self.cwd, log)
         assert self.process.stdout is not None

@@ -41,7 +41,9 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Return a service of three stages, with two replicas of the middle one."""
-    with served(tmp_path_factory.mktemp("service"), spec_with()) as found:
+    spec = spec_with()
+    spec["gateway"] = {**spec.get("gateway", {}), "access_log": True}
+    with served(tmp_path_factory.mktemp("service"), spec) as found:
         yield found
 
 
@@ -208,6 +210,9 @@ def test_logs_are_found_by_name(service: Served) -> None:
     (found,) = service.command("logs", name, *state)
     assert Path(found["path"]).stem == name.replace("/", "-")
     assert any("loaded in" in line for line in found["lines"])
+    assert service.infer(1.0).status_code == 200
+    (gateway,) = service.command("logs", "gateway", *state)
+    assert any("POST /v2/models/m/infer 200" in line for line in gateway["lines"])
     every = {Path(one["path"]).stem for one in service.command("logs", *state)}
     assert {name.replace("/", "-"), "store", "launcher"} <= every
     assert "store" not in {

@@ -21,8 +21,10 @@ OOM_SCORE = 500
 
 def main(text: str) -> int:
     """Run the process described by ``ProcessArgs`` as JSON; return its exit code."""
+    # Forced: the process that this one is forked from has configured it for people.
     logging.basicConfig(
-        level=logging.INFO,
+        level=min(logging.INFO, logging.getLogger().level),
+        force=True,
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
