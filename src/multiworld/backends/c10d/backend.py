@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from multiworld.backends.base import Bundle, Handler, Meta, Peek, Received, WorldView
+from multiworld.backends.base import Handler, Peek, Received, WorldView
 from multiworld.backends.c10d.flat import as_bytes, flat_of, on_device
 from multiworld.backends.c10d.group_collectives import GroupCollectives
 from multiworld.backends.c10d.groups import Group, check_backend
@@ -34,24 +34,26 @@ HEADER_TAG_BASE = 1 << 62  # first tag of announcements on the direct data path
 MAX_BACKEND_TAG = 2**31 - 1  # largest tag that a native group carries: a C int
 
 
-class C10dBackend:
+class C10dBackend(DirectBackend):
     """Backend of one world on a c10d group. Sends and receives of a native group cannot
-    be withdrawn, so that cancelling one breaks the world."""
+    be withdrawn, so that cancelling one breaks the world. When a member has left, the
+    collectives of the group go on: it has completed its part of them, or it would have
+    said ``EndCollectives``."""
 
     def __init__(self, view: WorldView, name: str) -> None:
-        self._view, self._name = view, name
+        super().__init__(view)
+        self._name = name
         self._rank, self._size = view.rank, view.incarnation.size
         self._loop = asyncio.get_running_loop()
-        self._direct = DirectBackend(view)
         self._runner = WorkRunner(view, name)
-        self.collectives = GroupCollectives(view, self._direct, self._runner)
+        self.collectives = GroupCollectives(view, self._over_lanes, self._runner)
         self._public: ProcessGroup | None = None
         self._sending: dict[tuple[int, int], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._receiving: dict[tuple[int, int], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._headers: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
 
     async def open(self) -> None:
-        await self._direct.open()
+        await super().open()
         incarnation = self._view.incarnation
         prefix = key_prefix(incarnation.world, incarnation.epoch, incarnation.nonce)
         host = incarnation.members[self._rank].address.host
@@ -99,7 +101,7 @@ class C10dBackend:
 
     async def send(self, tensor: Tensor, dst: int, tag: int) -> None:
         if self._is_ours(tensor):
-            await self._direct.send(tensor, dst, tag)
+            await super().send(tensor, dst, tag)
             return
         self._check_tag(tag)
         tensor = on_device(tensor, self._view.device, "the tensor to send")
@@ -107,7 +109,7 @@ class C10dBackend:
         header = [CODES[tensor.dtype], list(tensor.shape)]
         async with self._sending[dst, tag]:
             try:
-                await self._direct.send_object(header, dst, HEADER_TAG_BASE + tag)
+                await self.send_object(header, dst, HEADER_TAG_BASE + tag)
             except asyncio.CancelledError:
                 # The header may have been sent. The receiver would then expect this
                 # size of the next tensor, and Gloo ends the process if it differs.
@@ -120,7 +122,7 @@ class C10dBackend:
 
     async def recv(self, out: Tensor | None, src: int | None, tag: int) -> Received:
         if self._is_ours(out):
-            return await self._direct.recv(out, src, tag)
+            return await super().recv(out, src, tag)
         self._check_tag(tag)
         if src is None:
             raise UnsupportedOperationError(
@@ -142,7 +144,7 @@ class C10dBackend:
     async def _next_header(self, src: int, tag: int) -> Any:
         headers = self._headers[src, tag]
         if not headers:
-            headers.append(await self._direct.recv_object(src, HEADER_TAG_BASE + tag))
+            headers.append(await self.recv_object(src, HEADER_TAG_BASE + tag))
         return headers[0]
 
     def _target(
@@ -172,20 +174,6 @@ class C10dBackend:
                 f"{self._name} carries tags up to {limit}, not {tag}"
             )
 
-    async def send_bundle(
-        self, tensors: Mapping[str, Tensor], meta: Meta, dst: int, tag: int
-    ) -> None:
-        await self._direct.send_bundle(tensors, meta, dst, tag)
-
-    async def recv_bundle(self, src: int | None, tag: int) -> Bundle:
-        return await self._direct.recv_bundle(src, tag)
-
-    async def send_object(self, obj: Any, dst: int, tag: int) -> None:
-        await self._direct.send_object(obj, dst, tag)
-
-    async def recv_object(self, src: int | None, tag: int) -> Any:
-        return await self._direct.recv_object(src, tag)
-
     def handle(
         self, src: int, tag: int, handler: Handler, peek: Peek | None = None
     ) -> None:
@@ -193,7 +181,7 @@ class C10dBackend:
             raise UnsupportedOperationError(
                 f"{self._name} cannot pass tensors to a handler; use host_p2p='direct'"
             )
-        self._direct.handle(src, tag, handler, peek)
+        super().handle(src, tag, handler, peek)
 
     # Members and closing.
 
@@ -220,22 +208,11 @@ class C10dBackend:
         if isinstance(message, EndCollectives) and message.left == rank:
             self._runner.abandoned(rank, message.number)
         else:
-            self._direct.on_message(rank, message)
-
-    def member_left(self, rank: int) -> None:
-        # Collectives of the group go on: the member has completed its part of them, or
-        # it would have said EndCollectives.
-        self._direct.member_left(rank)
+            super().on_message(rank, message)
 
     def abort(self) -> None:
-        self._direct.abort()
+        super().abort()
         self._free()
-
-    def has_message(self, src: int | None, tag: int) -> bool:
-        return self._direct.has_message(src, tag)
-
-    def drop_messages(self) -> None:
-        self._direct.drop_messages()
 
     def begin_close(self) -> None:
         if self._runner.unfinished:
@@ -243,16 +220,16 @@ class C10dBackend:
             for rank in range(self._size):
                 if rank != self._rank:
                     self._view.notify(rank, EndCollectives(nonce, first, self._rank))
-        self._direct.begin_close()
+        super().begin_close()
 
     async def close(self) -> None:
-        await self._direct.close()
+        await super().close()
         dropped = self._loop.create_future()
         if self._free(lambda: self._runner.from_thread(dropped, None)):
             await dropped
 
     def close_nowait(self) -> None:
-        self._direct.close_nowait()
+        super().close_nowait()
         self._free()
 
     def _free(self, done: Callable[[], None] | None = None) -> bool:
@@ -272,7 +249,7 @@ class C10dBackend:
         return True
 
     def filenos(self) -> list[int]:
-        found = self._direct.filenos()
+        found = super().filenos()
         return (
             found
             if self._runner.group is None
