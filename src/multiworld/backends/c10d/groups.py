@@ -7,11 +7,10 @@ import contextlib
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store
 
 from multiworld.backends import torch_names
 from multiworld.backends.c10d import nccl, sockets
@@ -23,54 +22,9 @@ from multiworld.errors import ConfigError
 CONNECT_S = 2.0
 
 
-class GroupMaker(Protocol):
-    """Function that makes a native group on a store."""
-
-    def __call__(
-        self, store: Store, rank: int, size: int, host: str, timeout_s: float
-    ) -> Any:
-        """Return a group bound to the address ``host``; block until it is connected."""
-
-
-def _nccl_maker(device: torch.device) -> GroupMaker:
-    def make(store: Store, rank: int, size: int, host: str, timeout_s: float) -> Any:
-        return nccl.make_nccl(store, rank, size, device, timeout_s)
-
-    return make
-
-
-def make_gloo(store: Store, rank: int, size: int, host: str, timeout_s: float) -> Any:
-    """Return a Gloo group that binds to ``host`` and connects eagerly; blocks."""
-    # Its own device has its own listener, by which ``sockets`` finds it.
-    return torch_names.new_gloo(
-        store, rank, size, host=host, connect_s=CONNECT_S, timeout_s=timeout_s
-    )
-
-
-def make_registered(name: str) -> GroupMaker:
-    """Return a maker for a backend that a plugin registered with torch."""
-    plugin = torch_names.plugins()[name.upper()]
-
-    def make(store: Store, rank: int, size: int, host: str, timeout_s: float) -> Any:
-        if plugin.extended_api:
-            raise ConfigError(
-                "backend", name, "use a backend registered without extended_api"
-            )
-        return plugin.creator_fn(store, rank, size, timedelta(seconds=timeout_s))
-
-    return make
-
-
-def maker_of(name: str, device: torch.device) -> GroupMaker:
-    if name == "nccl":
-        return _nccl_maker(device)
-    return make_gloo if name == "gloo" else make_registered(name)
-
-
 def check_backend(name: str, device: torch.device) -> None:
     """Check, before any I/O, that this process can use a backend."""
     torch_names.check("c10d")
-    known = ["direct", "memory", *dist.Backend.backend_list]
     plugins = [plugin.lower() for plugin in torch_names.plugins()]
     available = dist.is_backend_available(name) if isinstance(name, str) else False
     if name in ("gloo", "nccl") and available:
@@ -82,7 +36,7 @@ def check_backend(name: str, device: torch.device) -> None:
         return
     if name in plugins:
         return
-    usable = [k for k in known if k in ("direct", "memory", *plugins)]
+    usable = ["direct", "memory", *plugins]
     usable += [k for k in ("gloo", "nccl") if dist.is_backend_available(k)]
     raise ConfigError("backend", name, f"use one of {', '.join(dict.fromkeys(usable))}")
 
@@ -111,11 +65,27 @@ class Group:
 
     def make(self, rank: int, size: int, host: str, timeout_s: float) -> None:
         """Make the native group; block until it is connected, or until ``give_up``."""
-        make = maker_of(self.name, self.device)
-        self.native = make(self.store, rank, size, host, timeout_s)
+        self.native = self._new(rank, size, host, timeout_s)
         if self.name == "gloo":
             self._note_addresses(rank)
         self._published.clear()
+
+    def _new(self, rank: int, size: int, host: str, timeout_s: float) -> Any:
+        """Return a native group, bound to ``host``."""
+        name, store = self.name, self.store
+        if name == "nccl":
+            return nccl.make_nccl(store, rank, size, self.device, timeout_s)
+        if name == "gloo":
+            # Its own device has its own listener, by which ``sockets`` finds it.
+            return torch_names.new_gloo(
+                store, rank, size, host=host, connect_s=CONNECT_S, timeout_s=timeout_s
+            )
+        plugin = torch_names.plugins()[name.upper()]
+        if plugin.extended_api:
+            raise ConfigError(
+                "backend", name, "use a backend registered without extended_api"
+            )
+        return plugin.creator_fn(store, rank, size, timedelta(seconds=timeout_s))
 
     def _note_addresses(self, rank: int) -> None:
         own: sockets.SocketAddress | None = None

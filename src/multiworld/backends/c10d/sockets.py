@@ -7,10 +7,12 @@ the store. The listener is never touched, because that aborts the process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
 import struct
+from collections.abc import Iterator
 
 from multiworld.net.tcp import persist
 
@@ -49,36 +51,26 @@ class Connections:
         # before every use: it may have been closed and reused.
         self._fds = [int(name) for name in os.listdir("/proc/self/fd")]
         self._fds = self.filenos()
+        for _, sock in self._open():
+            persist(sock)
+
+    def filenos(self) -> list[int]:
+        """Return the descriptors that still are connections of this world."""
+        return [fd for fd, _ in self._open()]
+
+    def cut(self) -> None:
+        """Shut down every connection."""
+        for _, sock in self._open():
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _open(self) -> Iterator[tuple[int, socket.socket]]:
+        """Yield each descriptor with a duplicate, which is closed afterwards."""
         for fd in self._fds:
             sock = self._duplicate(fd)
             if sock is not None:
                 with sock:
-                    persist(sock)
-
-    def filenos(self) -> list[int]:
-        """Return the descriptors that still are connections of this world."""
-        found = []
-        for fd in self._fds:
-            sock = self._duplicate(fd)
-            if sock is not None:
-                sock.close()
-                found.append(fd)
-        return found
-
-    def cut(self) -> int:
-        """Shut down every connection; return the number shut down."""
-        count = 0
-        for fd in self._fds:
-            sock = self._duplicate(fd)
-            if sock is None:
-                continue
-            with sock:
-                try:
-                    sock.shutdown(socket.SHUT_RDWR)
-                    count += 1
-                except OSError:
-                    pass
-        return count
+                    yield fd, sock
 
     def _duplicate(self, fd: int) -> socket.socket | None:
         """Return a duplicate of a descriptor if it is a connection of this world."""
