@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from asyncio import Future
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -49,6 +50,7 @@ class Arrival:
         "is_complete",
         "is_lent",
         "is_merged",
+        "key",
         "memory",
         "merge",
         "number",
@@ -69,6 +71,7 @@ class Arrival:
     ) -> None:
         # ``number``: position among all messages and receives of the mailbox.
         self.number, self.source, self.description = number, source, description
+        self.key = source, description.tag
         self.is_borrowed, self.is_lent = place is not None, lent is not None
         if place is None:
             place = allocate(description) if lent is None else lent
@@ -110,40 +113,22 @@ def form_of(description: Description) -> tuple[torch.dtype, tuple[int, ...], int
     return dtype, shape, count
 
 
+@dataclass(slots=True, eq=False)
 class Receive:
     """A posted receive."""
 
-    __slots__ = (
-        "arrival",
-        "check",
-        "error",
-        "future",
-        "merge",
-        "number",
-        "place",
-        "settled",
-        "source",
-        "tag",
-    )
-
-    def __init__(
-        self,
-        source: int | None,
-        tag: int,
-        check: Check,
-        place: Place,
-        future: Future[Arrival],
-        merge: Merge | None = None,
-    ) -> None:
-        self.source, self.tag = source, tag
-        self.check, self.place, self.future = check, place, future
-        # Called with each part of a payload in shared memory, which is then not copied.
-        # Such a receive cannot be cancelled once its message has begun.
-        self.merge = merge
-        self.number = 0
-        self.arrival: Arrival | None = None
-        self.error: Exception | None = None
-        self.settled: Future[None] | None = None
+    source: int | None
+    tag: int
+    check: Check
+    place: Place
+    future: Future[Arrival]
+    # Called with each part of a payload in shared memory, which is then not copied.
+    # Such a receive cannot be cancelled once its message has begun.
+    merge: Merge | None = None
+    number: int = 0
+    arrival: Arrival | None = None
+    error: Exception | None = None
+    settled: Future[None] | None = None
 
     def fail(self, error: Exception) -> None:
         self.error = error

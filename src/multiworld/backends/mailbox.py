@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from torch import Tensor
 
@@ -109,12 +109,11 @@ class Mailbox:
         """Forget a receive that has returned its message, or was cancelled."""
         arrival = receive.arrival
         if arrival is not None:
-            key = arrival.source, arrival.description.tag
-            served = self._served.get(key)
+            served = self._served.get(arrival.key)
             if served is not None and receive in served:
                 served.remove(receive)
                 if not served:
-                    del self._served[key]
+                    del self._served[arrival.key]
             # Break the reference cycle: memory must be free once its tensor is dropped.
             receive.arrival = arrival.receive = None
         if receive.settled is not None and not receive.settled.done():
@@ -125,7 +124,7 @@ class Mailbox:
         arrival = receive.arrival
         if arrival is None or not self._served:
             return None
-        served = self._served.get((arrival.source, arrival.description.tag))
+        served = self._served.get(arrival.key)
         return None if not served or served[0] is receive else served[0]
 
     def _put_back(self, arrival: Arrival) -> None:
@@ -146,18 +145,12 @@ class Mailbox:
 
     def _with_later(self, arrival: Arrival) -> list[Receive]:
         """Return the receives that have later messages of the same source and tag."""
-        key = arrival.source, arrival.description.tag
-        found = [*self._served.get(key, ())]
-        found += [
-            receive
-            for receive in self._taken
-            if receive.arrival is not None
-            and (receive.arrival.source, receive.arrival.description.tag) == key
-        ]
         return [
             receive
-            for receive in found
-            if receive.arrival is not None and receive.arrival.number > arrival.number
+            for receive in (*self._served.get(arrival.key, ()), *self._taken)
+            if (later := receive.arrival) is not None
+            and later.key == arrival.key
+            and later.number > arrival.number
         ]
 
     def _give(self, receive: Receive, messages: deque[Arrival]) -> None:
@@ -165,11 +158,10 @@ class Mailbox:
         receive.arrival = None
         first = messages[0]
         error = receive.check(first.source, first.description)
-        key = first.source, first.description.tag
         if error is not None:
             self._taken.discard(receive)
-            if receive in self._served.get(key, ()):
-                self._served[key].remove(receive)
+            if receive in self._served.get(first.key, ()):
+                self._served[first.key].remove(receive)
             receive.fail(error)
             self.settle(receive)
             return
@@ -180,8 +172,7 @@ class Mailbox:
             self._serve(receive, first)
 
     def _serve(self, receive: Receive, arrival: Arrival) -> None:
-        key = arrival.source, arrival.description.tag
-        self._served.setdefault(key, deque()).append(receive)
+        self._served.setdefault(arrival.key, deque()).append(receive)
         if not receive.future.done():  # done if it was cancelled in this turn
             receive.future.set_result(arrival)
 
@@ -209,16 +200,7 @@ class Mailbox:
         if error is not None:
             receive.fail(error)
             return False
-        key = arrival.source, arrival.description.tag
-        queue = self._queues[key]
-        queue.popleft()
-        if not queue:
-            del self._queues[key]
-        self._held[arrival.source] -= _weight(arrival.description)
-        self._take(arrival, receive)
-        return True
-
-    def _take(self, arrival: Arrival, receive: Receive) -> None:
+        self._unhold(arrival)
         arrival.receive, receive.arrival = receive, arrival
         if arrival.on_taken is not None:
             arrival.on_taken()
@@ -226,10 +208,10 @@ class Mailbox:
             self._serve(receive, arrival)
         else:
             self._taken.add(receive)
+        return True
 
     def _hold(self, arrival: Arrival) -> None:
-        key = arrival.source, arrival.description.tag
-        queue = self._queues.setdefault(key, deque())
+        queue = self._queues.setdefault(arrival.key, deque())
         if queue and queue[-1].number > arrival.number:  # from ``_put_back``
             earlier = sum(1 for other in queue if other.number < arrival.number)
             queue.insert(earlier, arrival)
@@ -238,16 +220,11 @@ class Mailbox:
         self._held[arrival.source] += _weight(arrival.description)
 
     def _rematch(self, arrival: Arrival) -> None:
-        for receive in self._waiting_for(arrival.source, arrival.description.tag):
-            self._unpost(receive)
-            if self._offer(arrival, receive):
-                return
-
-    def _waiting_for(self, source: int, tag: int) -> list[Receive]:
-        waiting = self._posted.get(tag)
-        if not waiting:
-            return []
-        return [r for r in waiting if r.source is None or r.source == source]
+        for receive in list(self._posted.get(arrival.description.tag, ())):
+            if receive.source in (arrival.source, None):
+                self._unpost(receive)
+                if self._offer(arrival, receive):
+                    return
 
     def _no_source_left(self, receive: Receive) -> Exception | None:
         if receive.source is not None:
@@ -347,13 +324,12 @@ class Mailbox:
         self._make_room()
 
     def _unhold(self, arrival: Arrival) -> None:
-        key = arrival.source, arrival.description.tag
-        queue = self._queues.get(key)
+        queue = self._queues.get(arrival.key)
         if queue is None or arrival not in queue:
             return  # the mailbox was aborted meanwhile
         queue.remove(arrival)
         if not queue:
-            del self._queues[key]
+            del self._queues[arrival.key]
         self._held[arrival.source] -= _weight(arrival.description)
 
     def _repost(self, receive: Receive) -> None:
@@ -409,10 +385,12 @@ class Mailbox:
                 self._taken.discard(receive)
                 receive.arrival = None
                 receive.fail(make_error(source))
-        for queue in list(self._queues.values()):
-            for arrival in list(queue):
-                if arrival.source == source and not arrival.is_complete:
-                    self._unhold(arrival)
+        self._unhold_unfinished((source,))
+
+    def _unhold_unfinished(self, sources: Container[int]) -> None:
+        for arrival in [held for queue in self._queues.values() for held in queue]:
+            if arrival.source in sources and not arrival.is_complete:
+                self._unhold(arrival)
 
     def abort(self, make_error: Callable[[], Exception]) -> None:
         """Fail every receive; later ones get complete held messages, or fail too."""
@@ -425,10 +403,7 @@ class Mailbox:
         self._posted.clear()
         self._taken.clear()
         self._stalled.clear()
-        for queue in list(self._queues.values()):
-            for arrival in list(queue):
-                if not arrival.is_complete:
-                    self._unhold(arrival)
+        self._unhold_unfinished(self._sources)
 
     def clear(self) -> None:
         """Drop all held messages: the world was closed by this process."""

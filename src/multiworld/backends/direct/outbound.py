@@ -10,6 +10,7 @@ import zlib
 from asyncio import Future
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from multiworld.backends.arrivals import Description
 from multiworld.backends.direct import header as wire
@@ -22,32 +23,17 @@ from multiworld.backends.direct.shared_memory import SLOT_BYTES, Ring
 SHARED_BYTES = 128 * 1024
 
 
+@dataclass(slots=True, eq=False)
 class Outgoing:
     """A message in the send queue."""
 
-    __slots__ = (
-        "block",
-        "description",
-        "fragment",
-        "future",
-        "memory",
-        "offset",
-        "owner",
-    )
-
-    def __init__(
-        self,
-        description: Description,
-        memory: memoryview,
-        owner: object,
-        future: Future[None] | None,
-    ) -> None:
-        self.description, self.memory = description, memory
-        self.owner = owner  # keeps ``memory`` alive
-        self.future = future  # completes when ``memory`` is reusable
-        self.offset = 0
-        self.fragment = 0
-        self.block: Block | None = None
+    description: Description
+    memory: memoryview
+    owner: object  # keeps ``memory`` alive
+    future: Future[None] | None  # completes when ``memory`` is reusable
+    offset: int = 0
+    fragment: int = 0
+    block: Block | None = None
 
 
 class Outbound:
