@@ -51,26 +51,18 @@ class Link(Protocol):
         """Return the descriptors that a forked child must close."""
 
 
-class SocketLink:
+class SocketLink(FramedConnection[ControlMessage]):
     def __init__(self, key: LinkKey, stream: Stream, owner: LinkOwner) -> None:
         self.key = key
         self._owner = owner
         self._said_bye = False
-        self._framed = FramedConnection(
-            stream, control_messages, self._received, self._ended
-        )
-
-    def send(self, message: ControlMessage) -> None:
-        self._framed.send(message)
+        super().__init__(stream, control_messages, self._received, self._ended)
 
     def say_bye(self) -> None:
         self.send(Bye())
 
-    def close(self) -> None:
-        self._framed.close()
-
     def filenos(self) -> list[int]:
-        fd = self._framed.fileno()
+        fd = self.fileno()
         return [] if fd < 0 else [fd]
 
     def _received(self, message: ControlMessage) -> None:

@@ -9,7 +9,6 @@ import logging
 import os
 import secrets
 import socket
-from collections import Counter
 from pathlib import Path
 
 from multiworld.liveness.manager_messages import HeartbeatHello, ManagerHello
@@ -86,13 +85,10 @@ async def _connect(address: Address) -> socket.socket:
     raise TimeoutError(f"no connection within {CONNECTS * CONNECT_S:g} s")
 
 
-class Endpoint:
-    def __init__(self, address: Address, listener: Listener) -> None:
-        self.address, self._listener = address, listener
+class Endpoint(Listener):
+    """Listens on a free port of ``host`` and at a random Unix name."""
 
-    @classmethod
-    def listen(cls, host: str, acceptor: Acceptor, security: Security) -> Endpoint:
-        """Return an endpoint on a free port of ``host`` and a random Unix name."""
+    def __init__(self, host: str, acceptor: Acceptor, security: Security) -> None:
         info = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
         tcp = socket.create_server(info[0][4][:2], family=info[0][0], backlog=BACKLOG)
         tcp.setblocking(False)
@@ -106,7 +102,7 @@ class Endpoint:
             raise
         unix.setblocking(False)
         where = this_host()
-        address = Address(
+        self.address = Address(
             host=host,
             port=tcp.getsockname()[1],
             unix=name,
@@ -114,21 +110,7 @@ class Endpoint:
             netns=where.netns,
         )
         what = f"the listener on {host}"
-        return cls(address, Listener([tcp, unix], acceptor, security, logger, what))
-
-    @property
-    def refused(self) -> Counter[str]:
-        return self._listener.refused
-
-    def filenos(self) -> list[int]:
-        return self._listener.filenos()
-
-    def close_nowait(self) -> None:
-        self._listener.close_nowait()
-
-    async def close(self) -> None:
-        """Stop listening and wait for handshakes; cancelling ends only the wait."""
-        await self._listener.close()
+        super().__init__([tcp, unix], acceptor, security, logger, what)
 
 
 def dialing_filenos() -> list[int]:

@@ -118,7 +118,7 @@ class LinkTable:
             where = this_host()
             return Address(host="", port=0, unix="", boot=where.boot, netns=where.netns)
         if host not in self._endpoints:
-            self._endpoints[host] = Endpoint.listen(host, self, self._security)
+            self._endpoints[host] = Endpoint(host, self, self._security)
         return self._endpoints[host].address
 
     def key_of(self, me: Member, member: Member) -> LinkKey:

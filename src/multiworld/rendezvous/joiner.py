@@ -26,6 +26,8 @@ from multiworld.rendezvous.store_messages import (
     RankTaken,
     SealedMember,
     Stale,
+    StoreMessage,
+    StoreRequest,
     Survivor,
     SurvivorClaim,
     TermsDiffer,
@@ -36,7 +38,6 @@ from multiworld.rendezvous.store_service import StoreService
 from multiworld.rendezvous.store_session import (
     CONNECT_S,
     RETRY_S,
-    LocalConnection,
     SessionLostError,
     SessionOwner,
     StoreSession,
@@ -129,13 +130,8 @@ class Joiner:
                         session.drop()
                         return
 
-        self._look_no_more(addresses)
+        _stop(self._looking, addresses)
         self._looking[addresses] = asyncio.get_running_loop().create_task(look())
-
-    def _look_no_more(self, addresses: StoreAddresses) -> None:
-        looking = self._looking.pop(addresses, None)
-        if looking is not None:
-            looking.cancel()
 
     async def _is_served(self, address: StoreAddress) -> bool:
         try:
@@ -184,27 +180,21 @@ class Joiner:
             return
         del self._users[address]
         self._opening.pop(address, None)
-        self._stay_away(address)
-        self._look_no_more(address)
+        _stop(self._returning, address)
+        _stop(self._looking, address)
         session = self._sessions.pop(address, None)
         if session is not None:
             session.close()
         self._close_store(address)
-
-    def _stay_away(self, address: StoreAddresses) -> None:
-        returning = self._returning.pop(address, None)
-        if returning is not None:
-            returning.cancel()
 
     def session(self, address: StoreAddresses) -> StoreSession | None:
         return self._sessions.get(address)
 
     def close_nowait(self) -> None:
         self._users.clear()
-        for address in list(self._returning):
-            self._stay_away(address)
-        for address in list(self._looking):
-            self._look_no_more(address)
+        for tasks in (self._returning, self._looking):
+            for address in list(tasks):
+                _stop(tasks, address)
         for session in self._sessions.values():
             session.close()
         for address in list(self._stores):
@@ -279,16 +269,31 @@ class Joiner:
         if service is None or not service.is_on_this_loop():
             service = _local_services[address.host] = StoreService()
         session = StoreSession(address, self._owner)
-        session.attach(_DisposableWire(address.host, service, session))
+        session.attach(_LocalConnection(address.host, service, session))
         return session
 
 
-class _DisposableWire(LocalConnection):
-    """Connection to an in-process store, which closes with its last connection."""
+def _stop(
+    tasks: dict[StoreAddresses, asyncio.Task[None]], address: StoreAddresses
+) -> None:
+    task = tasks.pop(address, None)
+    if task is not None:
+        task.cancel()
+
+
+class _LocalConnection:
+    """Connection to a store in this process, which closes with its last connection."""
 
     def __init__(self, name: str, service: StoreService, session: StoreSession) -> None:
-        super().__init__(service, session)
-        self._name = name
+        self._loop = asyncio.get_running_loop()
+        self._name, self._service, self._session = name, service, session
+        self._key = service.open_session(self._deliver)
+
+    def _deliver(self, message: StoreMessage) -> None:
+        self._loop.call_soon(self._session.receive, message)
+
+    def send(self, message: StoreRequest) -> None:
+        self._loop.call_soon(self._service.receive, self._key, message)
 
     def close(self) -> None:
         self._service.close_session(self._key)

@@ -1,5 +1,5 @@
 """The store: the registry and the values, behind sessions. A session is a TCP
-connection (``StoreServer``), or a member of this process (``LocalConnection``)."""
+connection (``StoreServer``), or a member of this process (``Joiner``)."""
 
 from __future__ import annotations
 

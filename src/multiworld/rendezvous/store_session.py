@@ -24,7 +24,6 @@ from multiworld.net.streams import Stream, start_tls
 from multiworld.net.tcp import connected, keep_alive, resolve_all
 from multiworld.rendezvous import store_messages as messages
 from multiworld.rendezvous.store_address import StoreAddress, StoreAddresses
-from multiworld.rendezvous.store_service import StoreService
 
 logger = logging.getLogger("multiworld.store")
 
@@ -161,8 +160,11 @@ class StoreSession:
                 if future is not None and not future.done():
                     future.set_result(message)
 
-    def ended(self) -> None:
+    def ended(self, evidence: str = "", is_broken: bool = False) -> None:
         """Mark the connection as lost and fail every waiting request."""
+        if is_broken:
+            where = self.address
+            logger.warning("the store at %s violated the protocol: %s", where, evidence)
         self._wire = None
         for future in self._waiting.values():
             if not future.done():
@@ -181,49 +183,6 @@ class StoreSession:
         """End the session; the store no longer protects the ranks that it held."""
         self._on_lost = _ignore
         self.drop()
-
-
-class LocalConnection:
-    def __init__(self, service: StoreService, session: StoreSession) -> None:
-        loop = asyncio.get_running_loop()
-        self._loop, self._service = loop, service
-        self._session = session
-        self._key = service.open_session(self._deliver)
-
-    def _deliver(self, message: messages.StoreMessage) -> None:
-        self._loop.call_soon(self._session.receive, message)
-
-    def send(self, message: messages.StoreRequest) -> None:
-        self._loop.call_soon(self._service.receive, self._key, message)
-
-    def close(self) -> None:
-        self._loop.call_soon(self._service.close_session, self._key)
-
-
-class TcpConnection:
-    def __init__(self, stream: Stream, session: StoreSession) -> None:
-        self._session = session
-        self._framed = FramedConnection(
-            stream, messages.replies, session.receive, self._ended
-        )
-
-    def send(self, message: messages.StoreRequest) -> None:
-        self._framed.send(message)
-
-    def close(self) -> None:
-        self._framed.close()
-
-    def fileno(self) -> int:
-        return self._framed.fileno()
-
-    def _ended(self, evidence: str, is_broken: bool) -> None:
-        if is_broken:
-            logger.warning(
-                "the store at %s violated the protocol: %s",
-                self._session.address,
-                evidence,
-            )
-        self._session.ended()
 
 
 async def connect(
@@ -269,7 +228,9 @@ async def _connect_once(
     stream, local_host = await _open(address, world, security)
     session = StoreSession(address, owner)
     session.local_host = local_host
-    session.attach(TcpConnection(stream, session))
+    session.attach(
+        FramedConnection(stream, messages.replies, session.receive, session.ended)
+    )
     return session
 
 
@@ -303,16 +264,12 @@ async def _dial(places: Sequence[tuple[int, Any]]) -> socket.socket:
         try:
             is_last = number == len(places)
             async with asyncio.timeout(None if is_last else limit_s):
-                return await _connected(family, where)
+                sock = await connected(family, where)
+            keep_alive(sock)
+            return sock
         except OSError as error:  # TimeoutError is one
             failure = error
     raise failure
-
-
-async def _connected(family: int, where: Any) -> socket.socket:
-    sock = await connected(family, where)
-    keep_alive(sock)
-    return sock
 
 
 async def _shake_hands(

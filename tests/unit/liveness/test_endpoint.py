@@ -64,7 +64,7 @@ class Bench:
 
     def __init__(self, security: Security) -> None:
         self.owner = Owner()
-        self.endpoint = Endpoint.listen("127.0.0.1", self.owner, security)
+        self.endpoint = Endpoint("127.0.0.1", self.owner, security)
         self.near = self.endpoint.address
         self.far = elsewhere(self.near)
 
@@ -236,4 +236,4 @@ async def test_endpoint_that_is_closed_has_no_descriptors(bench: Bench) -> None:
 async def test_address_of_another_host_cannot_be_listened_on() -> None:
     """The error names the system's reason."""
     with pytest.raises(OSError, match="assign"):
-        Endpoint.listen("192.0.2.1", Owner(), NONE)
+        Endpoint("192.0.2.1", Owner(), NONE)
