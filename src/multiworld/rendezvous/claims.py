@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from multiworld.rendezvous.reform import ReformClaim
-from multiworld.rendezvous.store_messages import Claim, ClaimOutcome
+from multiworld.rendezvous.store_messages import (
+    Announce,
+    Claim,
+    ClaimOutcome,
+    HoldsAnswer,
+    Leave,
+    StoreMessage,
+    Withdraw,
+)
 
 SessionKey = int
 RequestKey = int
@@ -22,41 +30,12 @@ class Claimed(Claim, frozen=True, kw_only=True):
     fresh_nonce: int  # of the incarnation, if this claim completes it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Announced:
-    """A session reports a rank that it has held since before this registry started."""
-
-    session: SessionKey
-    world: str
-    epoch: int
-    rank: int
-    uid: str
-
-
 @dataclass(frozen=True, slots=True)
-class Left:
-    """A session gives up its rank; the ranks that it knows to be lost are freed too."""
+class Received:
+    """A message of a session, other than a claim."""
 
     session: SessionKey
-    world: str
-    epoch: int
-    rank: int
-    lost: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Withdrawn:
-    session: SessionKey
-    request: RequestKey
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A holder answered whether it still holds its rank."""
-
-    session: SessionKey
-    ask: int
-    holds: bool
+    message: Announce | HoldsAnswer | Leave | Withdraw
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,38 +56,18 @@ class Ticked:
     """Time has advanced; deadlines must be checked."""
 
 
-Happening = (
-    Claimed
-    | ReformClaim
-    | Announced
-    | Left
-    | Withdrawn
-    | Answered
-    | SessionEnded
-    | Refused
-    | Ticked
-)
+Happening = Claimed | ReformClaim | Received | SessionEnded | Refused | Ticked
 
 
 # Actions: the registry's outputs.
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    session: SessionKey
-    request: RequestKey
-    outcome: ClaimOutcome
-
-
-@dataclass(frozen=True, slots=True)
-class AskHolder:
-    """Question to a holder: does it still hold its rank?"""
+class Send:
+    """A message to a session: the outcome of its claim, a question, or a notice."""
 
     session: SessionKey
-    ask: int
-    world: str
-    epoch: int
-    rank: int
+    message: StoreMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,28 +75,6 @@ class Forget:
     """Deletion of every key of an incarnation that has ended."""
 
     prefix: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Notify:
-    """Notice to a holder: a newcomer waits for the next incarnation, or has stopped."""
-
-    session: SessionKey
-    world: str
-    epoch: int
-    rank: int
-    size: int
-    is_gone: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Abandoned:
-    """Notice to a holder: a member withdrew its claim during its admission."""
-
-    session: SessionKey
-    world: str
-    epoch: int
-    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,4 +85,4 @@ class Remember:
     epoch: int
 
 
-Action = Reply | AskHolder | Forget | Notify | Abandoned | Remember
+Action = Send | Forget | Remember

@@ -15,24 +15,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from multiworld.rendezvous.claims import (
-    Abandoned,
     Action,
-    Announced,
-    Answered,
-    AskHolder,
     Claimed,
     Forget,
     Happening,
-    Left,
-    Notify,
+    Received,
     Refused,
     Remember,
-    Reply,
     RequestKey,
+    Send,
     SessionEnded,
     SessionKey,
     Ticked,
-    Withdrawn,
 )
 from multiworld.rendezvous.deadlines import Deadlines
 from multiworld.rendezvous.reform import Reform, ReformClaim
@@ -40,9 +34,17 @@ from multiworld.rendezvous.session_index import SessionIndex
 from multiworld.rendezvous.store_messages import (
     MAX_EPOCH,
     Admitted,
+    Announce,
+    AskHolds,
     ClaimOutcome,
     Crowded,
+    HoldsAnswer,
+    Leave,
+    MemberGaveUp,
+    NewcomerWaits,
+    Reply,
     TermsDiffer,
+    Withdraw,
 )
 from multiworld.rendezvous.world_claims import (
     Current,
@@ -52,6 +54,7 @@ from multiworld.rendezvous.world_claims import (
     WorldClaims,
     expired_survivors,
     mismatch,
+    reply,
     stale,
     taken,
     timed_out,
@@ -100,37 +103,47 @@ class Registry:
         if name is not None:
             actions += self._tidy(name)
         for action in actions:
-            if isinstance(action, Reply):
-                is_admitted = isinstance(action.outcome, Admitted)
-                self._sessions.answer(
-                    action.session, action.request, is_admitted=is_admitted
-                )
+            match action:
+                case Send(session, Reply(request, outcome)):
+                    is_admitted = isinstance(outcome, Admitted)
+                    self._sessions.answer(session, request, is_admitted=is_admitted)
         return actions
 
     def _world_of(self, happening: Happening) -> str | None:
-        if isinstance(happening, Answered):
-            asking = self._asking.get(happening.ask)
+        message = happening.message if isinstance(happening, Received) else happening
+        if isinstance(message, HoldsAnswer):
+            asking = self._asking.get(message.ask)
             return None if asking is None else asking.world
-        return getattr(happening, "world", None)
+        return getattr(message, "world", None)
 
     def _apply(self, happening: Happening, now: float) -> list[Action]:
         match happening:
             case Claimed() | ReformClaim():
                 return self._received(happening, now)
-            case Announced():
-                return self._announced(happening)
-            case Left():
-                return self._leave(happening)
-            case Withdrawn():
-                return self._withdraw(happening)
-            case Answered():
-                return self._answered(happening, now)
+            case Received(session, message):
+                return self._heard(session, message, now)
             case SessionEnded(session):
                 return self._session_ended(session, now)
             case Refused(world, outcome):
                 return self._dissolve(world, outcome)
             case Ticked():
                 return self._tick(now)
+
+    def _heard(
+        self,
+        session: SessionKey,
+        message: Announce | HoldsAnswer | Leave | Withdraw,
+        now: float,
+    ) -> list[Action]:
+        match message:
+            case Announce():
+                return self._announced(session, message)
+            case Leave():
+                return self._leave(session, message)
+            case Withdraw(request):
+                return self._withdraw(session, request)
+            case HoldsAnswer():
+                return self._answered(session, message, now)
 
     def world_count(self) -> int:
         return len(self._worlds)
@@ -147,12 +160,12 @@ class Registry:
 
     def _received(self, claim: Claimed | ReformClaim, now: float) -> list[Action]:
         if self._sessions.waiting_count(claim.session) >= MAX_CLAIMS:
-            return [Reply(claim.session, claim.request, Crowded(MAX_CLAIMS))]
+            return [reply(claim, Crowded(MAX_CLAIMS))]
         self._sessions.wait(claim.session, claim.request, claim.world)
         seen = claim.epoch if isinstance(claim, ReformClaim) else claim.seen
         if not self._is_credible(claim.world, seen):
             why = f"epoch {seen} is beyond what any store gives out"
-            return [Reply(claim.session, claim.request, TermsDiffer(why))]
+            return [reply(claim, TermsDiffer(why))]
         if isinstance(claim, ReformClaim):
             return self._reform(claim)
         return self._claim(claim, now)
@@ -169,6 +182,10 @@ class Registry:
         holder = None if current is None else current.holders.pop(rank, None)
         if holder is not None:
             self._sessions.forget(holder.session, holder.request)
+
+    def _drop_holders(self, world: WorldClaims) -> None:
+        for rank in list(world.current.holders) if world.current else ():
+            self._drop_holder(world.current, rank)
 
     def _wait(
         self, claim: Claimed | ReformClaim, rival: Claimed | ReformClaim | None
@@ -214,7 +231,8 @@ class Registry:
         )
         world.asking[claim.rank] = self._asks
         self._ask_deadlines.set(self._asks, self._asking[self._asks].deadline)
-        return [AskHolder(holder, self._asks, claim.world, current.epoch, claim.rank)]
+        asks = AskHolds(self._asks, claim.world, current.epoch, claim.rank)
+        return [Send(holder, asks)]
 
     def _asked(self, ask: int) -> Question:
         """Remove a question that is answered, or that nobody will answer."""
@@ -223,9 +241,11 @@ class Registry:
         self._worlds[asking.world].asking.pop(asking.rank, None)
         return asking
 
-    def _answered(self, answer: Answered, now: float) -> list[Action]:
+    def _answered(
+        self, session: SessionKey, answer: HoldsAnswer, now: float
+    ) -> list[Action]:
         asking = self._asking.get(answer.ask)
-        if asking is None or asking.holder != answer.session:
+        if asking is None or asking.holder != session:
             return []  # too late, or from a session that was not asked
         self._asked(answer.ask)
         if answer.holds:
@@ -254,7 +274,7 @@ class Registry:
         if terms != (claim.size, claim.terms, claim.place):
             return self._dissolve(claim.world, mismatch(world.forming))
         if len(world.forming) < claim.size:
-            return self._notify(claim, is_gone=False)
+            return [*self._notify(claim, is_gone=False)]
         claims = [world.forming[rank] for rank in sorted(world.forming)]
         for each in claims:
             self._deadlines.drop(wait_key(each))
@@ -279,8 +299,7 @@ class Registry:
         }
         first = claims[0]
         reforms = first.epoch if isinstance(first, ReformClaim) else None
-        for rank in list(world.current.holders) if world.current else ():
-            self._drop_holder(world.current, rank)
+        self._drop_holders(world)
         world.current = Current(epoch, holders, reforms, len(claims))
         for rank, claim in enumerate(claims):
             self._add_rank(claim.session, name, rank)
@@ -292,12 +311,12 @@ class Registry:
             actions += self._outdated(world.reforming, epoch)
             world.reforming = None
         self._prefixes[name] = key_prefix(name, epoch, nonce)
-        actions += (Reply(c.session, c.request, outcome) for c in claims)
+        actions += (reply(claim, outcome) for claim in claims)
         for waiting in world.forming.values():  # the new members do not know of them
             actions += self._notify(waiting, is_gone=False)
         return actions
 
-    def _notify(self, claim: Claimed, *, is_gone: bool) -> list[Action]:
+    def _notify(self, claim: Claimed, *, is_gone: bool) -> list[Send]:
         """Notify the holders of the living incarnation of a claim that waits."""
         world = self._worlds.get(claim.world)
         current = None if world is None else world.current
@@ -306,15 +325,11 @@ class Registry:
         waiting = {waiting.uid for waiting in world.forming.values()}
         if any(holder.uid == claim.uid for holder in current.holders.values()):
             return []  # not a newcomer, but a member in a ``grow``
+        note = NewcomerWaits(
+            claim.world, current.epoch, claim.rank, claim.size, is_gone
+        )
         return [
-            Notify(
-                session=holder.session,
-                world=claim.world,
-                epoch=current.epoch,
-                rank=claim.rank,
-                size=claim.size,
-                is_gone=is_gone,
-            )
+            Send(holder.session, note)
             for holder in current.holders.values()
             if holder.uid not in waiting
         ]
@@ -349,7 +364,7 @@ class Registry:
             return [stale(claim, claim.epoch)]
         other = next(iter(reform.claims.values()), claim)
         if other.terms != claim.terms:
-            return [Reply(claim.session, claim.request, TermsDiffer(claim.terms))]
+            return [reply(claim, TermsDiffer(claim.terms))]
         self._wait(claim, reform.claims.get(claim.rank))
         reform.accept(claim)
         return self._settle(world)
@@ -365,33 +380,26 @@ class Registry:
         nonce = claims[-1].fresh_nonce
         return self._complete(world, claims, nonce, reform.epoch)
 
-    def _announced(self, announced: Announced) -> list[Action]:
+    def _announced(self, session: SessionKey, announced: Announce) -> list[Action]:
         name, epoch = announced.world, announced.epoch
         if not self._is_credible(name, epoch):
             return []
         self._highest[name] = max(self._highest.get(name, 0), epoch)
         world = self._worlds.setdefault(name, WorldClaims())
         if world.current is None or world.current.epoch < epoch:
-            for rank in list(world.current.holders) if world.current else ():
-                self._drop_holder(world.current, rank)
+            self._drop_holders(world)
             world.current = Current(epoch, {})
         if world.current.epoch > epoch:
             return []
         holder = world.current.holders.get(announced.rank)
         if holder is None or holder.uid == announced.uid:
             self._drop_holder(world.current, announced.rank)
-            world.current.holders[announced.rank] = Holder(
-                announced.uid, announced.session
-            )
-            self._add_rank(announced.session, name, announced.rank)
+            world.current.holders[announced.rank] = Holder(announced.uid, session)
+            self._add_rank(session, name, announced.rank)
         actions: list[Action] = [Remember(name, self._highest[name])]
         for claim in world.forming.values():
             notes = self._notify(claim, is_gone=False)
-            actions += [
-                note
-                for note in notes
-                if isinstance(note, Notify) and note.session == announced.session
-            ]
+            actions += (note for note in notes if note.session == session)
         return actions
 
     def _forget(self, name: str) -> list[Action]:
@@ -407,17 +415,17 @@ class Registry:
         for claim in claims:
             self._deadlines.drop(wait_key(claim))
             actions += self._notify(claim, is_gone=True)
-            actions.append(Reply(claim.session, claim.request, outcome))
+            actions.append(reply(claim, outcome))
         return actions
 
     # Departures.
 
-    def _leave(self, left: Left) -> list[Action]:
+    def _leave(self, session: SessionKey, left: Leave) -> list[Action]:
         world = self._worlds.get(left.world)
         if world is None or world.current is None or world.current.epoch != left.epoch:
             return []
         holder = world.current.holders.get(left.rank)
-        if holder is not None and holder.session == left.session:
+        if holder is not None and holder.session == session:
             for rank in (left.rank, *left.lost):
                 self._drop_holder(world.current, rank)
         return self._tidy(left.world)
@@ -433,8 +441,7 @@ class Registry:
         self._sessions.forget_world(name, world.sessions)
         return self._forget(name)
 
-    def _withdraw(self, withdrawn: Withdrawn) -> list[Action]:
-        key, request = withdrawn.session, withdrawn.request
+    def _withdraw(self, key: SessionKey, request: RequestKey) -> list[Action]:
         name = self._sessions.forget(key, request)
         world = None if name is None else self._worlds.get(name)
         if name is None or world is None:
@@ -462,10 +469,9 @@ class Registry:
                 # Nobody was in that incarnation: the one before may reform again.
                 if not current.members and current.reforms is not None:
                     self._void[name] = current.reforms
-                return [
-                    Abandoned(other.session, name, current.epoch, rank)
-                    for other in current.holders.values()
-                ]
+                note = MemberGaveUp(name, current.epoch, rank)
+                others = current.holders.values()
+                return [Send(other.session, note) for other in others]
         return []
 
     def _drop_claims(

@@ -98,22 +98,17 @@ class StoreService:
                     self._refuse_claim(session, message, problem)
                 else:
                     self._when_settled(session, self._claim(session, message))
-            case store_messages.Announce(world, epoch, rank, uid):
-                self._handle(
-                    claims.Announced(
-                        session=session, world=world, epoch=epoch, rank=rank, uid=uid
-                    )
-                )
-            case store_messages.Leave(world, epoch, rank, lost):
-                left = claims.Left(session, world, epoch, rank, frozenset(lost))
-                self._handle(left)
             case store_messages.Withdraw(request):
                 deferred = self._deferred.pop((session, request), None)
                 if deferred is not None:
                     deferred.cancel()
-                self._handle(claims.Withdrawn(session, request))
-            case store_messages.HoldsAnswer(ask, holds):
-                self._handle(claims.Answered(session, ask, holds))
+                self._handle(claims.Received(session, message))
+            case (
+                store_messages.Announce()
+                | store_messages.Leave()
+                | store_messages.HoldsAnswer()
+            ):
+                self._handle(claims.Received(session, message))
             case _:
                 self._value(session, message)
 
@@ -161,18 +156,10 @@ class StoreService:
     def _handle(self, happening: claims.Happening) -> None:
         for action in self._registry.handle(happening, self._loop.time()):
             match action:
-                case claims.Reply(session, request, outcome):
-                    self._send(session, store_messages.Reply(request, outcome))
-                case claims.AskHolder(session, ask, world, epoch, rank):
-                    self._send(
-                        session, store_messages.AskHolds(ask, world, epoch, rank)
-                    )
-                case claims.Notify():
-                    self._notify(action)
+                case claims.Send(session, message):
+                    self._send(session, message)
                 case claims.Remember(world, epoch):
                     self._remember(world, epoch)
-                case claims.Abandoned(session, world, epoch, rank):
-                    self._send(session, store_messages.MemberGaveUp(world, epoch, rank))
                 case claims.Forget(prefix):
                     self._values.delete_prefix(prefix)
         self._arm()
@@ -184,12 +171,6 @@ class StoreService:
             self._memory.remember(world, epoch)
         except OSError as error:  # no reason to refuse the waiting members
             rare_log.error("cannot store the epochs of worlds", error)
-
-    def _notify(self, note: claims.Notify) -> None:
-        waits = store_messages.NewcomerWaits(
-            note.world, note.epoch, note.rank, note.size, note.is_gone
-        )
-        self._send(note.session, waits)
 
     # Values.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from multiworld.rendezvous import store_messages as messages
-from multiworld.rendezvous.claims import Action, Claimed, Reply, RequestKey, SessionKey
+from multiworld.rendezvous.claims import Action, Claimed, RequestKey, Send, SessionKey
 from multiworld.rendezvous.reform import Reform, ReformClaim
 
 WaitKey = tuple[str, bool, int]  # world, whether it is a survivor's, and rank
@@ -74,19 +74,22 @@ def wait_key(claim: Claimed | ReformClaim) -> WaitKey:
     return claim.world, isinstance(claim, ReformClaim), claim.rank
 
 
+def reply(claim: Claimed | ReformClaim, outcome: messages.ClaimOutcome) -> Send:
+    return Send(claim.session, messages.Reply(claim.request, outcome))
+
+
 def timed_out(
     claim: Claimed | ReformClaim, present: list[int], missing: list[int]
-) -> Reply:
-    outcome = messages.JoinTimedOut(tuple(present), tuple(missing))
-    return Reply(claim.session, claim.request, outcome)
+) -> Send:
+    return reply(claim, messages.JoinTimedOut(tuple(present), tuple(missing)))
 
 
-def stale(claim: ReformClaim, current: int) -> Reply:
-    return Reply(claim.session, claim.request, messages.Stale(current))
+def stale(claim: ReformClaim, current: int) -> Send:
+    return reply(claim, messages.Stale(current))
 
 
-def taken(claim: Claimed) -> Reply:
-    return Reply(claim.session, claim.request, messages.RankTaken())
+def taken(claim: Claimed) -> Send:
+    return reply(claim, messages.RankTaken())
 
 
 def mismatch(forming: dict[int, Claimed]) -> messages.TermsDiffer:

@@ -10,20 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiworld.rendezvous.claims import (
-    Abandoned,
-    Announced,
-    Answered,
-    AskHolder,
     Claimed,
     Forget,
-    Left,
-    Notify,
+    Received,
     Refused,
     Remember,
-    Reply,
+    Send,
     SessionEnded,
     Ticked,
-    Withdrawn,
 )
 from multiworld.rendezvous.reform import ReformClaim
 from multiworld.rendezvous.registry import (
@@ -36,12 +30,20 @@ from multiworld.rendezvous.registry import (
 from multiworld.rendezvous.store_messages import (
     MAX_EPOCH,
     Admitted,
+    Announce,
+    AskHolds,
     Crowded,
+    HoldsAnswer,
     JoinTimedOut,
+    Leave,
+    MemberGaveUp,
+    NewcomerWaits,
     RankTaken,
+    Reply,
     Stale,
     TermsDiffer,
     VersionDiffers,
+    Withdraw,
 )
 from tests.lines import lines_of
 from tests.unit.rendezvous.sessions import sealed_of
@@ -89,31 +91,56 @@ class Bench:
         return epoch, {session for session, _ in admitted}
 
 
-def replies_of(actions: list[Any]) -> list[Reply]:
+def left(session: int, world: str, epoch: int, rank: int, *lost: int) -> Received:
+    """Return the message of a session that leaves."""
+    return Received(session, Leave(world, epoch, rank, lost))
+
+
+def withdrawn(session: int, request: int) -> Received:
+    """Return the message of a session that withdraws a claim."""
+    return Received(session, Withdraw(request))
+
+
+def answered(session: int, ask: int, holds: bool) -> Received:
+    """Return the answer of a holder."""
+    return Received(session, HoldsAnswer(ask, holds))
+
+
+def announced(session: int, epoch: int, rank: int) -> Received:
+    """Return the message of a session that has held a rank since before."""
+    return Received(session, Announce("w", epoch, rank, f"u{session}"))
+
+
+def replies_of(actions: list[Any]) -> list[Any]:
     """Return the answers among ``actions``."""
-    return [action for action in actions if isinstance(action, Reply)]
+    return [action for action in actions if kind_of(action) is Reply]
+
+
+def kind_of(action: Any) -> type:
+    """Return the type of an action, or of the message that it sends."""
+    return type(action.message if isinstance(action, Send) else action)
 
 
 def admitted_of(actions: list[Any]) -> list[tuple[int, Admitted]]:
     """Return the admitted sessions and the message to each of them."""
     return [
-        (reply.session, reply.outcome)
+        (reply.session, reply.message.outcome)
         for reply in replies_of(actions)
-        if isinstance(reply.outcome, Admitted)
+        if isinstance(reply.message.outcome, Admitted)
     ]
 
 
 def kinds(actions: list[Any]) -> list[type]:
     """Return the types of the actions."""
-    return [type(action) for action in actions]
+    return [kind_of(action) for action in actions]
 
 
 def errors(actions: list[Any]) -> list[tuple[int, type]]:
     """Return the refused sessions and the types of the reasons."""
     return [
-        (reply.session, type(reply.outcome))
+        (reply.session, type(reply.message.outcome))
         for reply in replies_of(actions)
-        if not isinstance(reply.outcome, Admitted)
+        if not isinstance(reply.message.outcome, Admitted)
     ]
 
 
@@ -156,9 +183,11 @@ def test_claim_on_a_held_rank_asks_the_holder_who_keeps_it() -> None:
     """An answer refuses the claim."""
     bench = held()
     (ask,) = bench.claim(3, 1)
-    assert isinstance(ask, AskHolder)
-    assert (ask.session, ask.world, ask.epoch, ask.rank) == (2, "w", 1, 1)
-    assert errors(bench.handle(Answered(ask.session, ask.ask, True))) == [
+    assert isinstance(ask.message, AskHolds)
+    assert ask.session == 2
+    asked = ask.message
+    assert (asked.world, asked.epoch, asked.rank) == ("w", 1, 1)
+    assert errors(bench.handle(answered(ask.session, ask.message.ask, True))) == [
         (3, RankTaken)
     ]
 
@@ -167,20 +196,20 @@ def test_only_the_holder_answers_whether_it_holds_its_rank() -> None:
     """Another one, that guesses the number of the question, changes nothing."""
     bench = held()
     (ask,) = bench.claim(3, 1)
-    assert isinstance(ask, AskHolder)
+    assert isinstance(ask.message, AskHolds)
     for session in (1, 3, 7):
         for holds in (False, True):
-            assert bench.handle(Answered(session, ask.ask, holds)) == []
-    assert errors(bench.handle(Answered(2, ask.ask, True))) == [(3, RankTaken)]
+            assert bench.handle(answered(session, ask.message.ask, holds)) == []
+    assert errors(bench.handle(answered(2, ask.message.ask, True))) == [(3, RankTaken)]
 
 
 def test_only_the_holder_leaves_its_rank() -> None:
     """Another session that says so changes nothing."""
     bench = held()
     for session in (1, 3):
-        assert bench.handle(Left(session, "w", 1, 1)) == []
+        assert bench.handle(left(session, "w", 1, 1)) == []
     (ask,) = bench.claim(3, 1)
-    assert isinstance(ask, AskHolder), "it is held still"
+    assert isinstance(ask.message, AskHolds), "it is held still"
 
 
 def test_claim_on_a_held_rank_when_the_holder_is_silent_then_next_epoch() -> None:
@@ -188,11 +217,9 @@ def test_claim_on_a_held_rank_when_the_holder_is_silent_then_next_epoch() -> Non
     bench = held()
     bench.claim(3, 1)
     bench.now += ASK_S
-    assert kinds(bench.handle(Ticked())) == [Notify]
-    bench.handle(Left(1, "w", 1, 0))
-    assert (
-        bench.admitted([a for a in bench.claim(1, 0) if isinstance(a, Reply)])[0] == 2
-    )
+    assert kinds(bench.handle(Ticked())) == [NewcomerWaits]
+    bench.handle(left(1, "w", 1, 0))
+    assert bench.admitted(replies_of(bench.claim(1, 0)))[0] == 2
 
 
 def test_claim_on_a_dead_holders_rank_needs_no_question() -> None:
@@ -200,7 +227,8 @@ def test_claim_on_a_dead_holders_rank_needs_no_question() -> None:
     bench = held()
     bench.handle(SessionEnded(2))
     (note,) = bench.claim(3, 1)  # the remaining holder is told
-    assert (note.session, note.epoch, note.rank, note.is_gone) == (1, 1, 1, False)
+    told = note.message
+    assert (note.session, told.epoch, told.rank, told.is_gone) == (1, 1, 1, False)
     actions = bench.claim(1, 0)
     assert isinstance(actions[0], Forget)
     assert bench.admitted(actions[1:]) == (2, {1, 3})
@@ -211,19 +239,19 @@ def test_holder_that_dies_while_it_is_asked_lets_the_claim_in() -> None:
     bench = held()
     bench.claim(3, 1)
     bench.handle(SessionEnded(2))
-    bench.handle(Left(1, "w", 1, 0))
-    replies = [a for a in bench.claim(1, 0) if isinstance(a, Reply)]
+    bench.handle(left(1, "w", 1, 0))
+    replies = replies_of(bench.claim(1, 0))
     assert bench.admitted(replies) == (2, {1, 3})
 
 
 def test_rank_that_a_member_knows_to_be_lost_is_free_at_once() -> None:
     """Nobody asks a dead host; a session that holds no rank is not believed."""
     bench = held()
-    bench.handle(Left(9, "w", 1, 0, frozenset({1})))
+    bench.handle(left(9, "w", 1, 0, 1))
     (ask,) = bench.claim(3, 1)
-    assert isinstance(ask, AskHolder)
-    bench.handle(Left(1, "w", 1, 0, frozenset({1})))
-    assert not any(isinstance(action, AskHolder) for action in bench.claim(4, 1))
+    assert isinstance(ask.message, AskHolds)
+    bench.handle(left(1, "w", 1, 0, 1))
+    assert AskHolds not in kinds(bench.claim(4, 1))
 
 
 def test_holder_that_claims_again_replaces_itself() -> None:
@@ -239,7 +267,9 @@ def test_different_terms_dissolve_the_gathering() -> None:
     actions = bench.claim(2, 1, 3)
     assert errors(actions) == [(1, TermsDiffer), (2, TermsDiffer)]
     asked = "rank 0 asked for size 2, t; rank 1 asked for size 3, t"
-    assert [reply.outcome for reply in replies_of(actions)] == [TermsDiffer(asked)] * 2
+    assert [reply.message.outcome for reply in replies_of(actions)] == [
+        TermsDiffer(asked)
+    ] * 2
     assert bench.registry.next_deadline() is None
 
 
@@ -252,7 +282,7 @@ def test_deadline_names_present_and_missing() -> None:
     bench.now = 30
     actions = bench.handle(Ticked())
     assert errors(actions) == [(1, JoinTimedOut), (2, JoinTimedOut)]
-    outcomes = [reply.outcome for reply in replies_of(actions)]
+    outcomes = [reply.message.outcome for reply in replies_of(actions)]
     assert outcomes == [JoinTimedOut(present=(0, 2), missing=(1,))] * 2
 
 
@@ -260,7 +290,7 @@ def test_withdrawn_claim_frees_its_rank() -> None:
     """A cancelled join leaves nothing behind."""
     bench = Bench()
     bench.claim(1, 0)
-    bench.handle(Withdrawn(1, 1))
+    bench.handle(withdrawn(1, 1))
     bench.claim(2, 0)
     assert bench.admitted(bench.claim(3, 1)) == (1, {2, 3})
 
@@ -271,15 +301,15 @@ def test_refused_peer_is_reported_to_waiting_members() -> None:
     bench.claim(1, 0)
     why = VersionDiffers(9, "it is old")
     (reply,) = replies_of(bench.handle(Refused("w", why)))
-    assert (reply.session, reply.request, reply.outcome) == (1, 1, why)
+    assert reply == Send(1, Reply(1, why))
     assert bench.handle(Refused("unknown", why)) == []
 
 
 def test_names_that_nobody_holds_are_forgotten_but_their_numbers() -> None:
     """The keys of their last incarnation are deleted too."""
     bench = held()
-    assert bench.handle(Left(1, "w", 1, 0)) == []
-    (forget,) = bench.handle(Left(2, "w", 1, 1))
+    assert bench.handle(left(1, "w", 1, 0)) == []
+    (forget,) = bench.handle(left(2, "w", 1, 1))
     assert isinstance(forget, Forget)
     bench.claim(1, 0)
     assert bench.admitted(bench.claim(2, 1))[0] == 2
@@ -312,7 +342,7 @@ def test_any_history_then_epochs_grow_and_every_claim_is_answered_once(
     """No two incarnations of a name have the same epoch."""
     bench = Bench()
     epochs: list[int] = []
-    answered: set[tuple[int, int]] = set()
+    done: set[tuple[int, int]] = set()
     for kind, one, two in history:
         if kind == "claim":
             actions = bench.claim(one, two, 3)
@@ -322,11 +352,11 @@ def test_any_history_then_epochs_grow_and_every_claim_is_answered_once(
             bench.now += one
             actions = bench.handle(Ticked())
         else:
-            actions = bench.handle(Answered(two, one, bool(two % 2)))
-        replies = [a for a in actions if isinstance(a, Reply)]
-        for reply in replies:
-            assert (reply.session, reply.request) not in answered
-            answered.add((reply.session, reply.request))
+            actions = bench.handle(answered(two, one, bool(two % 2)))
+        for reply in replies_of(actions):
+            key = reply.session, reply.message.request
+            assert key not in done
+            done.add(key)
         new = {outcome.epoch for _, outcome in admitted_of(actions)}
         assert len(new) <= 1
         epochs += new
@@ -341,9 +371,10 @@ def test_newcomer_is_reported_to_the_members_until_it_is_gone() -> None:
     bench = held()
     notes = bench.claim(3, 2, size=3)
     assert {note.session for note in notes} == {1, 2}
-    assert {(note.rank, note.size, note.is_gone) for note in notes} == {(2, 3, False)}
-    gone = bench.handle(Withdrawn(3, bench.requests))
-    assert {(note.session, note.is_gone) for note in gone} == {(1, True), (2, True)}
+    assert {note.message for note in notes} == {NewcomerWaits("w", 1, 2, 3, False)}
+    gone = bench.handle(withdrawn(3, bench.requests))
+    assert {note.session for note in gone} == {1, 2}
+    assert all(note.message.is_gone for note in gone)
 
 
 def test_members_that_grow_hold_what_they_have_until_it_is_complete() -> None:
@@ -351,10 +382,10 @@ def test_members_that_grow_hold_what_they_have_until_it_is_complete() -> None:
     bench = held()
     bench.claim(3, 2, size=3)
     assert errors(bench.claim(1, 0, size=3)) == []
-    bench.handle(Withdrawn(1, bench.requests))
+    bench.handle(withdrawn(1, bench.requests))
     (ask,) = bench.claim(4, 0, size=3)  # still held
-    assert isinstance(ask, AskHolder)
-    bench.handle(Answered(ask.session, ask.ask, True))
+    assert isinstance(ask.message, AskHolds)
+    bench.handle(answered(ask.session, ask.message.ask, True))
     bench.claim(1, 0, size=3)
     assert bench.admitted(bench.claim(2, 1, size=3)) == (2, {1, 2, 3})
 
@@ -399,7 +430,7 @@ def three() -> Bench:
     for rank in range(3):
         bench.claim(rank + 1, rank, 3)
     for rank in range(3):
-        bench.handle(Left(rank + 1, "w", 1, rank))
+        bench.handle(left(rank + 1, "w", 1, rank))
     return bench
 
 
@@ -452,7 +483,7 @@ def test_survivors_that_wait_too_long_learn_who_is_missing() -> None:
     assert bench.registry.waiting_count() == 1
     bench.now += 31
     (reply,) = bench.handle(Ticked())
-    assert reply.outcome == JoinTimedOut(present=(0,), missing=(2,))
+    assert reply.message.outcome == JoinTimedOut(present=(0,), missing=(2,))
     assert bench.registry.next_deadline() is None
 
 
@@ -469,13 +500,13 @@ def test_no_two_places_give_out_the_same_epoch(highest: int, count: int) -> None
 def test_what_was_announced_is_held_and_its_number_not_given_again() -> None:
     """A store that lost its state learns it from the members."""
     bench = Bench()
-    bench.handle(Announced(session=1, world="w", epoch=5, rank=0, uid="u1"))
+    bench.handle(announced(1, 5, 0))
     (ask,) = bench.claim(3, 0)
-    assert isinstance(ask, AskHolder)
-    assert errors(bench.handle(Answered(ask.session, ask.ask, True))) == [
+    assert isinstance(ask.message, AskHolds)
+    assert errors(bench.handle(answered(ask.session, ask.message.ask, True))) == [
         (3, RankTaken)
     ]
-    bench.handle(Left(1, "w", 5, 0))
+    bench.handle(left(1, "w", 5, 0))
     bench.claim(3, 0)
     assert bench.admitted(bench.claim(4, 1))[0] == 6
 
@@ -511,7 +542,7 @@ def test_accusations_go_with_their_accuser() -> None:
     """The accused may then claim; a survivor that withdrew can be accused itself."""
     bench = three()
     reform(bench, 1, 0, {1})
-    bench.handle(Withdrawn(1, bench.requests))
+    bench.handle(withdrawn(1, bench.requests))
     assert reform(bench, 2, 1, {0}) == []
     assert bench.admitted(reform(bench, 3, 2, {0})) == (2, {2, 3})
     bench = three()
@@ -529,19 +560,16 @@ def test_one_that_gives_up_in_the_instant_of_admission_is_reported_to_the_others
     bench.claim(1, 0)
     first = bench.requests
     bench.claim(2, 1)
-    (told,) = [
-        action
-        for action in bench.handle(Withdrawn(1, first))
-        if isinstance(action, Abandoned)
-    ]
-    assert (told.session, told.world, told.epoch, told.rank) == (2, "w", 1, 0)
+    actions = bench.handle(withdrawn(1, first))
+    (told,) = [action for action in actions if kind_of(action) is MemberGaveUp]
+    assert told == Send(2, MemberGaveUp("w", 1, 0))
 
 
 def test_survivor_that_gave_up_in_the_instant_of_admission_may_reform_again() -> None:
     """Nobody was ever in that incarnation; its epoch is not given out again."""
     bench = three()
     assert bench.admitted(reform(bench, 1, 0, {1, 2})) == (2, {1})
-    bench.handle(Withdrawn(1, bench.requests))
+    bench.handle(withdrawn(1, bench.requests))
     assert bench.admitted(reform(bench, 1, 0, {1, 2})) == (3, {1})
     assert errors(reform(bench, 1, 0, {1, 2})) == [(1, Stale)]
 
@@ -550,7 +578,7 @@ def test_half_that_was_accused_may_continue_if_the_other_gave_up() -> None:
     """Then that one cannot: exactly one half continues."""
     bench = three()
     bench.admitted(reform(bench, 1, 0, {1, 2}))
-    bench.handle(Withdrawn(1, bench.requests))
+    bench.handle(withdrawn(1, bench.requests))
     assert reform(bench, 2, 1, {0}) == []
     assert bench.admitted(reform(bench, 3, 2, {0})) == (3, {2, 3})
     assert errors(reform(bench, 1, 0, {1, 2})) == [(1, Stale)]
@@ -562,8 +590,8 @@ def test_survivor_that_gave_up_is_stale_if_another_one_may_have_gone_on() -> Non
     reform(bench, 1, 0, {2})
     first = bench.requests
     assert bench.admitted(reform(bench, 2, 1, {2})) == (2, {1, 2})
-    bench.handle(Left(2, "w", 2, 1))
-    bench.handle(Withdrawn(1, first))
+    bench.handle(left(2, "w", 2, 1))
+    bench.handle(withdrawn(1, first))
     assert errors(reform(bench, 1, 0, {1, 2})) == [(1, Stale)]
 
 
@@ -581,7 +609,7 @@ def test_withdrawn_claims_leave_nothing_behind() -> None:
     bench = Bench()
     for _ in range(100):
         bench.claim(1, 0)
-        bench.handle(Withdrawn(1, bench.requests))
+        bench.handle(withdrawn(1, bench.requests))
     assert bench.registry.world_count() == 0
 
 
@@ -612,8 +640,8 @@ def work_beside(waiting: int) -> dict[str, int]:
     messages: dict[str, tuple[Any, float]] = {
         "claim": (claim_of(2, 1, "w", 0), 0.0),
         "completed": (claim_of(3, 1, "w", 1), 0.0),
-        "left": (Left(2, "w", 1, 0), 0.0),
-        "withdrawn": (Withdrawn(1, waiting // 2), 0.0),
+        "left": (left(2, "w", 1, 0), 0.0),
+        "withdrawn": (withdrawn(1, waiting // 2), 0.0),
         "session ended": (SessionEnded(3), 0.0),
         "ticked": (Ticked(), 31.0),
     }
@@ -641,7 +669,7 @@ def test_session_has_a_limit_of_claims_that_wait() -> None:
         registry.handle(claim_of(1, number + 1, f"x{number}", 0), 0.0)
     one_more = claim_of(1, MAX_CLAIMS + 1, "w", 0)
     assert registry.handle(one_more, 0.0) == [
-        Reply(1, MAX_CLAIMS + 1, Crowded(MAX_CLAIMS))
+        Send(1, Reply(MAX_CLAIMS + 1, Crowded(MAX_CLAIMS)))
     ]
     assert registry.handle(claim_of(2, 1, "x0", 1), 0.0)
     assert registry.handle(one_more, 0.0) == []
@@ -652,25 +680,23 @@ def test_session_has_a_limit_of_claims_that_wait() -> None:
 def test_epoch_that_leaves_no_room_is_not_believed(epoch: int) -> None:
     """Announced, or seen by a member; the next join has an epoch that can be used."""
     bench = Bench()
-    announced = Announced(session=9, world="w", epoch=epoch, rank=0, uid="u9")
-    assert bench.handle(announced) == []
+    assert bench.handle(announced(9, epoch, 0)) == []
     (reply,) = bench.claim(1, 0, seen=epoch)
-    assert isinstance(reply.outcome, TermsDiffer)
+    assert isinstance(reply.message.outcome, TermsDiffer)
     bench.claim(1, 0)
     assert admitted_epochs(bench.claim(2, 1)) == [1, 1]
 
 
 def admitted_epochs(actions: list[Any]) -> list[int]:
     """Return the epochs that members were admitted to."""
-    outcomes = [action.outcome for action in actions if isinstance(action, Reply)]
-    return [outcome.epoch for outcome in outcomes if isinstance(outcome, Admitted)]
+    return [outcome.epoch for _, outcome in admitted_of(actions)]
 
 
 def test_highest_epoch_that_is_believed_leaves_room_for_many_joins() -> None:
     """A lie costs no more than that."""
     bench = Bench()
     lie = MAX_EPOCH - RESERVE - 1
-    bench.handle(Announced(session=9, world="w", epoch=lie, rank=0, uid="u9"))
+    bench.handle(announced(9, lie, 0))
     bench.handle(SessionEnded(9))
     for _ in range(100):
         bench.claim(1, 0)
