@@ -109,12 +109,12 @@ class LaneCollectives:
             return
         if self.rank < extra:
             await self.receive_into(operation, self.rank + power, arrived)
-            await self._combine(combine, flat, arrived)
+            await offload(size_of(flat), combine, flat, arrived)
         mask = 1
         while mask < power:
             partner = self.rank ^ mask
             await self.exchange(operation, partner, flat, partner, arrived)
-            await self._combine(combine, flat, arrived)
+            await offload(size_of(flat), combine, flat, arrived)
             mask *= 2
         if self.rank < extra:
             await self.send(operation, self.rank + power, flat)
@@ -317,9 +317,6 @@ class LaneCollectives:
             for task in sending:
                 task.cancel()
             await asyncio.gather(*sending, return_exceptions=True)
-
-    async def _combine(self, combine: Combine, total: Tensor, arrived: Tensor) -> None:
-        await offload(size_of(total), combine, total, arrived)
 
     def matching(
         self,

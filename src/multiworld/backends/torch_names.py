@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -120,59 +120,42 @@ def _resolve(name: str) -> Any:
 # Registration of a group with torch.distributed.
 
 
-def new_group(
+def register_group(
+    native: Any,
+    backend: str,
     store: Store,
     rank: int,
-    size: int,
     *,
     name: str,
-    kind: Any,
     device: torch.device,
-    backend: Any,
+    ids: Sequence[int],  # global ones, by rank
 ) -> ProcessGroup:
-    """Return a group around a native one; ``kind`` is a ``BackendType``."""
-    group_name: Any = name
-    group = ProcessGroup(store, rank, size)
-    group._set_default_backend(kind)
-    group._register_backend(torch.device(device.type), kind, backend)
-    group._set_group_name(group_name)
-    group._set_group_desc(group_name)
-    return group
-
-
-def register_group(
-    group: ProcessGroup,
-    backend_name: str,
-    store: Store,
-    *,
-    name: str,
-    config: str,  # backend by device, such as ``cpu:gloo``
-    rank_mapping: Mapping[int, int],  # ranks in the group by global id
-) -> None:
-    """Register a group with ``torch.distributed``."""
+    """Return a group around a native one, registered with ``torch.distributed``."""
     from torch.distributed import distributed_c10d
 
-    # As torch's _register_pg_in_world does, which 2.11 lacks.
+    kinds = ProcessGroup.BackendType
+    kind = {"gloo": kinds.GLOO, "nccl": kinds.NCCL}.get(backend, kinds.CUSTOM)
     group_name: Any = name
+    group = ProcessGroup(store, rank, len(ids))
+    group._set_default_backend(kind)
+    group._register_backend(torch.device(device.type), kind, native)
+    group._set_group_name(group_name)
+    group._set_group_desc(group_name)
+    # As torch's _register_pg_in_world does, which 2.11 lacks.
     world = distributed_c10d._world
-    world.pg_map[group] = (backend_name, store)
+    world.pg_map[group] = (backend, store)
     world.pg_names[group] = group_name
-    world.pg_backend_config[group] = config
+    world.pg_backend_config[group] = f"{device.type}:{backend}"
     distributed_c10d._register_process_group(group_name, group)
-    world.pg_group_ranks[group] = dict(rank_mapping)
+    world.pg_group_ranks[group] = {each: index for index, each in enumerate(ids)}
     tag = f"ptd:{name}"
     world.tags_to_pg.setdefault(tag, []).append(group)
     world.pg_to_tag[group] = tag
-
-
-def is_registered(group: ProcessGroup) -> bool:
-    from torch.distributed import distributed_c10d
-
-    return group in distributed_c10d._world.pg_map
+    return group
 
 
 def forget_group(group: ProcessGroup) -> None:
-    """Undo ``register_group``.
+    """Undo ``register_group``; safe to repeat.
 
     Not by ``destroy_process_group``: it waits for the work of NCCL's group, which may
     wait for a lost member, and its owner ends the group in a thread.
@@ -180,6 +163,8 @@ def forget_group(group: ProcessGroup) -> None:
     from torch.distributed import distributed_c10d
 
     world = distributed_c10d._world
+    if group not in world.pg_map:
+        return
     tables: tuple[Any, ...] = (
         world.pg_map,
         world.pg_names,

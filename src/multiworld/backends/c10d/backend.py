@@ -24,7 +24,7 @@ from multiworld.backends.dtypes import CODES, DTYPES, is_plain, overwrite
 from multiworld.errors import TensorMismatchError, UnsupportedOperationError
 from multiworld.incarnation.lifecycle import Failed
 from multiworld.liveness.manager_messages import BackendMessage, EndCollectives
-from multiworld.net.threads import in_thread
+from multiworld.net.threads import in_thread, settle
 from multiworld.rendezvous.blocking_values import BlockingValues
 from multiworld.rendezvous.registry import key_prefix
 
@@ -225,7 +225,7 @@ class C10dBackend(DirectBackend):
     async def close(self) -> None:
         await super().close()
         dropped = self._loop.create_future()
-        if self._free(lambda: self._runner.from_thread(dropped, None)):
+        if self._free(lambda: settle(self._loop, dropped)):
             await dropped
 
     def close_nowait(self) -> None:

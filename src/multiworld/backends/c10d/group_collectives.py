@@ -97,8 +97,7 @@ class GroupCollectives:
         src = call.root
         is_root = self._rank == src
         tensor = self._checked(call.tensor, is_written=not is_root)
-        options = self._options(dist.BroadcastOptions())
-        options.rootRank = src
+        options = self._options(dist.BroadcastOptions(), rootRank=src)
         return Native(
             prepare=lambda: [flat_of(tensor)],
             start=lambda pg, work: pg.broadcast([as_bytes(work[0])], options),
@@ -108,8 +107,7 @@ class GroupCollectives:
     def _all_reduce(self, call: Call) -> Native:
         tensor, op = call.tensor, call.op
         plan = self._reduction(self._checked(tensor, is_written=True), op)
-        options = self._options(dist.AllreduceOptions())
-        options.reduceOp = plan.native_op
+        options = self._options(dist.AllreduceOptions(), reduceOp=plan.native_op)
 
         def finish(work: list[Tensor]) -> None:
             plan.finish(work[1], work[0])
@@ -125,8 +123,9 @@ class GroupCollectives:
         tensor, dst, op = call.tensor, call.root, call.op
         is_root = self._rank == dst
         plan = self._reduction(self._checked(tensor, is_written=is_root), op)
-        options = self._options(dist.ReduceOptions())
-        options.reduceOp, options.rootRank = plan.native_op, dst
+        options = self._options(
+            dist.ReduceOptions(), reduceOp=plan.native_op, rootRank=dst
+        )
 
         def prepare() -> list[Tensor]:
             flat = flat_of(tensor)
@@ -163,8 +162,7 @@ class GroupCollectives:
         targets = (
             self._matching(outs, tensor, "outs", is_written=True) if is_root else []
         )
-        options = self._options(dist.GatherOptions())
-        options.rootRank = dst
+        options = self._options(dist.GatherOptions(), rootRank=dst)
 
         def start(pg: Any, work: list[Tensor]) -> Any:
             views = [[as_bytes(flat) for flat in work[1:]]] if is_root else []
@@ -181,8 +179,7 @@ class GroupCollectives:
         self._checked(out, is_written=True)
         is_root = self._rank == src
         parts = self._matching(tensors, out, "tensors") if is_root else []
-        options = self._options(dist.ScatterOptions())
-        options.rootRank = src
+        options = self._options(dist.ScatterOptions(), rootRank=src)
 
         def prepare() -> list[Tensor]:
             flat = flat_of(out)
@@ -204,8 +201,7 @@ class GroupCollectives:
         out, tensors, op = call.tensor, call.tensors, call.op
         plan = self._reduction(self._checked(out, is_written=True), op)
         parts = self._matching(tensors, out, "tensors")
-        options = self._options(dist.AllreduceOptions())
-        options.reduceOp = plan.native_op
+        options = self._options(dist.AllreduceOptions(), reduceOp=plan.native_op)
 
         def finish(work: list[Tensor]) -> None:
             plan.finish(work[1], work[0])
@@ -249,8 +245,9 @@ class GroupCollectives:
             prepare=list, start=lambda pg, _: pg.barrier(options), finish=lambda _: None
         )
 
-    def _options(self, options: Any) -> Any:
-        options.timeout = self._limit
+    def _options(self, options: Any, **fields: Any) -> Any:
+        for name, value in (("timeout", self._limit), *fields.items()):
+            setattr(options, name, value)
         return options
 
     def _checked(self, tensor: Tensor, *, is_written: bool = False) -> Tensor:

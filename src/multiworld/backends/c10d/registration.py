@@ -43,29 +43,13 @@ def register(
     name: str,
 ) -> ProcessGroup:
     """Return a group around the native ``backend`` that torch's functions accept."""
-    kinds = ProcessGroup.BackendType
-    kind = {"gloo": kinds.GLOO, "nccl": kinds.NCCL}.get(name, kinds.CUSTOM)
     with _lock:
         _ensure_default_group()
         group_name = f"multiworld:{next(_names)}:{world}"
-        group = torch_names.new_group(
-            store,
-            rank,
-            size,
-            name=group_name,
-            kind=kind,
-            device=device,
-            backend=backend,
-        )
         ids = [next(_ids) for _ in range(size)]
         ids[rank] = dist.get_rank()
-        torch_names.register_group(
-            group,
-            name,
-            store,
-            name=group_name,
-            config=f"{device.type}:{name}",
-            rank_mapping={global_id: index for index, global_id in enumerate(ids)},
+        group = torch_names.register_group(
+            backend, name, store, rank, name=group_name, device=device, ids=ids
         )
         _meshes[group_name] = []
         return group
@@ -78,8 +62,7 @@ def unregister(group: ProcessGroup) -> None:
             mesh = reference()
             if mesh is not None:
                 torch_names.empty_mesh(mesh)
-        if torch_names.is_registered(group):
-            torch_names.forget_group(group)
+        torch_names.forget_group(group)
 
 
 def mesh_of(group: ProcessGroup, device: torch.device, dim_name: str) -> DeviceMesh:

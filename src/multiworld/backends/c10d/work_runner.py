@@ -14,7 +14,7 @@ from multiworld.backends.c10d import nccl
 from multiworld.backends.c10d.groups import Group
 from multiworld.errors import UnsupportedOperationError
 from multiworld.incarnation.lifecycle import Failed
-from multiworld.net.threads import in_thread
+from multiworld.net.threads import in_thread, settle
 
 LEFT_GRACE_S = 1.0  # for the collectives that a member completed before it left
 
@@ -78,9 +78,9 @@ class WorkRunner:
             try:
                 completed.value()
             except RuntimeError as error:
-                self.from_thread(future, error)
+                settle(self._loop, future, error=error)
             else:
-                self.from_thread(future, None)
+                settle(self._loop, future)
 
         try:
             work.get_future().add_done_callback(done)
@@ -93,24 +93,6 @@ class WorkRunner:
             await self._until(future)
         finally:
             del self._collectives[future]
-
-    def from_thread(
-        self, future: asyncio.Future[None], error: Exception | None
-    ) -> None:
-        """Complete ``future``; may be called from any thread."""
-
-        def complete() -> None:
-            if future.done():
-                return
-            if error is None:
-                future.set_result(None)
-            else:
-                future.set_exception(error)
-
-        try:
-            self._loop.call_soon_threadsafe(complete)
-        except RuntimeError:
-            pass  # the loop is closed, so nobody waits any more
 
     async def _until(self, future: asyncio.Future[Any]) -> None:
         self._waiting.add(future)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from multiworld.backends.arrivals import Description
+from multiworld.backends.base import ErrorMaker
 from multiworld.backends.direct.header import FRAGMENT_BYTES, HeaderError
 from multiworld.backends.direct.inbound import Inbound
 from multiworld.backends.direct.lane_memory import LaneMemory
@@ -31,8 +32,6 @@ SHARED_IS_FASTER = 16
 LOW_WATER_BYTES = 256 * 1024
 HOLD_TURNS = 4  # turns of the loop for which a message is held for a receive
 TAKE_IN_BYTES = 16 * 1024 * 1024  # maximum to read from the kernel when a world breaks
-
-ErrorMaker = Callable[[], Exception]
 
 
 class LaneOwner(Protocol):
