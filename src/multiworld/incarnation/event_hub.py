@@ -17,7 +17,7 @@ class Subscription:
         self._hub = hub
         self._queue: deque[Event] = deque()
         self._dropped = 0
-        self._waiter: asyncio.Future[None] | None = None
+        self.changed = asyncio.Event()  # or the hub has closed
 
     def put(self, event: Event) -> None:
         """Append an event; drop the oldest one if the queue is full."""
@@ -25,12 +25,7 @@ class Subscription:
             self._queue.popleft()
             self._dropped += 1
         self._queue.append(event)
-        self.wake()
-
-    def wake(self) -> None:
-        """Wake the reader, so that it checks the queue and the hub again."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self.changed.set()
 
     def get_nowait(self) -> Event | None:
         """Return the next event or None; first ``EventsDropped`` if some were lost."""
@@ -49,8 +44,8 @@ class Subscription:
                 elif self._hub.is_closed:
                     return
                 else:
-                    self._waiter = asyncio.get_running_loop().create_future()
-                    await self._waiter
+                    self.changed.clear()
+                    await self.changed.wait()
         finally:
             self._hub.unsubscribe(self)
 
@@ -77,4 +72,4 @@ class EventHub:
         """End every subscriber's iteration once it has read its queue."""
         self.is_closed = True
         for subscription in self._subscriptions:
-            subscription.wake()
+            subscription.changed.set()

@@ -134,7 +134,7 @@ class WatchDog:
         is_judged = self._is_enabled and not isinstance(link, LocalLink)
         watched = limits if is_judged else detector.DetectionLimits(math.inf)
         self._observe(detector.Watched(_name(key), incarnation.nonce, watched))
-        for message in self._worlds.early(incarnation.nonce, key):
+        for message in self._worlds.early.take(incarnation.nonce, key):
             if (link := self._links.link(key)) is not None:
                 self.link_message(link, message)
 
@@ -362,7 +362,7 @@ class WatchDog:
         Args:
             nonce, rank, channel, sock: As for ``has_lane``, and the connection.
         """
-        self._worlds.lane_arrived(nonce, rank, channel, sock)
+        self._worlds.lanes.put((nonce, rank, channel), sock)
 
 
 def _name(key: LinkKey) -> str:

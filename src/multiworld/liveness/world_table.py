@@ -13,7 +13,6 @@ from multiworld.liveness.control_link import LinkKey
 from multiworld.liveness.failure_detector import Finding
 from multiworld.liveness.manager_messages import WorldMessage
 from multiworld.liveness.pending_lanes import PendingLanes
-from multiworld.net.streams import Stream
 
 RETIRED_LIMIT = 4096  # ended incarnations that are remembered, to refuse their data
 
@@ -98,7 +97,7 @@ class WorldTable:
     def __init__(self) -> None:
         self._attached: dict[int, Attached] = {}
         self._ranks: dict[LinkKey, dict[int, int]] = {}
-        self._early = EarlyMessages()
+        self.early = EarlyMessages()
         self._retired: deque[int] = deque(maxlen=RETIRED_LIMIT)
         self.lanes = PendingLanes()
 
@@ -123,7 +122,7 @@ class WorldTable:
         """Refuse data for an incarnation from now on; its messages still arrive."""
         if nonce not in self._retired:
             self._retired.append(nonce)
-        self._early.drop(nonce)
+        self.early.drop(nonce)
         self.lanes.drop(nonce)
 
     def ranks(self, nonce: int) -> frozenset[int]:
@@ -151,11 +150,7 @@ class WorldTable:
         if rank is not None and nonce in self._attached:
             self._attached[nonce].port.on_message(rank, message)
         elif nonce not in self._retired:
-            self._early.keep(key, message, now)
-
-    def early(self, nonce: int, key: LinkKey) -> list[WorldMessage]:
-        """Take the messages that came by a link before its incarnation was known."""
-        return self._early.take(nonce, key)
+            self.early.keep(key, message, now)
 
     def finding(self, finding: Finding, key: LinkKey) -> None:
         """Pass a finding about a link's peer to the incarnation that it names."""
@@ -175,9 +170,6 @@ class WorldTable:
             return "that epoch of the world is over"
         return None
 
-    def lane_arrived(self, nonce: int, rank: int, channel: str, sock: Stream) -> None:
-        self.lanes.put((nonce, rank, channel), sock)
-
     def purge(self, now: float) -> None:
-        self._early.purge(now)
+        self.early.purge(now)
         self.lanes.purge(self._attached, now)

@@ -50,13 +50,8 @@ class Reform:
         return bool(self.claims) and not self.missing()
 
     def remove(self, rank: int) -> None:
+        """Remove a claim, with its accusations."""
         del self.claims[rank]
-
-    def drop(self, session: int, request: int | None = None) -> None:
-        """Remove the claims of a session, or of one request, with their accusations."""
-        for rank, claim in list(self.claims.items()):
-            if claim.session == session and request in (None, claim.request):
-                del self.claims[rank]
 
     def members(self) -> list[ReformClaim]:
         """Return the survivors' claims, in the order of their new ranks."""

@@ -21,9 +21,11 @@ class SessionIndex:
     def __init__(self) -> None:
         self._sessions: dict[SessionKey, _Session] = {}
 
+    def _of(self, session: SessionKey) -> _Session:
+        return self._sessions.get(session, _Session())
+
     def waiting_count(self, session: SessionKey) -> int:
-        found = self._sessions.get(session)
-        return 0 if found is None else len(found.waiting)
+        return len(self._of(session).waiting)
 
     def wait(self, session: SessionKey, request: RequestKey, world: str) -> None:
         found = self._sessions.setdefault(session, _Session())
@@ -32,16 +34,14 @@ class SessionIndex:
     def answer(
         self, session: SessionKey, request: RequestKey, *, is_admitted: bool
     ) -> None:
-        found = self._sessions.get(session)
-        world = None if found is None else found.waiting.pop(request, None)
-        if found is not None and world is not None and is_admitted:
+        found = self._of(session)
+        world = found.waiting.pop(request, None)
+        if world is not None and is_admitted:
             found.admitted[request] = world
 
     def forget(self, session: SessionKey, request: RequestKey) -> str | None:
         """Remove a request; return its world, or None if there was no such request."""
-        found = self._sessions.get(session)
-        if found is None:
-            return None
+        found = self._of(session)
         world = found.waiting.pop(request, None)
         return found.admitted.pop(request, None) if world is None else world
 
@@ -51,13 +51,11 @@ class SessionIndex:
 
     def ranks(self, session: SessionKey, world: str) -> list[int]:
         """Return the ranks of a world that a session may have claimed or held."""
-        found = self._sessions.get(session)
-        return [] if found is None else list(found.ranks.get(world, ()))
+        return list(self._of(session).ranks.get(world, ()))
 
     def forget_world(self, world: str, sessions: Iterable[SessionKey]) -> None:
         for session in sessions:
-            if session in self._sessions:
-                self._sessions[session].ranks.pop(world, None)
+            self._of(session).ranks.pop(world, None)
 
     def end(self, session: SessionKey) -> dict[str, set[int]]:
         """Remove a session; return the ranks by world that it may have claimed."""

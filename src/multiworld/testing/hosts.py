@@ -46,11 +46,11 @@ class HostError(RuntimeError):
     """A network command failed."""
 
 
-def _run(*command: str) -> str:
+def _run(*command: str, may_fail: bool = False) -> str:
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=COMMAND_S, check=False
     )
-    if done.returncode:
+    if done.returncode and not may_fail:
         raise HostError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
 
@@ -122,12 +122,8 @@ class Host:
     def restore(self) -> None:
         """Undo ``cut``, ``cut_towards`` and ``throttle``."""
         _run("ip", "-n", self.namespace, "neigh", "flush", "nud", "permanent")
-        subprocess.run(
-            ["tc", "-n", self.namespace, "qdisc", "del", "dev", "eth0", "root"],
-            capture_output=True,
-            timeout=COMMAND_S,
-            check=False,
-        )
+        device = ("dev", "eth0", "root")
+        _run("tc", "-n", self.namespace, "qdisc", "del", *device, may_fail=True)
         self._plug("master", BRIDGE)
 
     def cut_towards(self, other: Host) -> None:
@@ -243,12 +239,7 @@ class Hosts:
 
     def _take_down(self) -> None:
         for name in self._namespaces():
-            subprocess.run(
-                ["ip", "netns", "del", name],
-                capture_output=True,
-                timeout=COMMAND_S,
-                check=False,
-            )
+            _run("ip", "netns", "del", name, may_fail=True)
         self._hosts.clear()
 
     def _namespaces(self) -> list[str]:

@@ -123,17 +123,16 @@ class LocalMember:
 
     async def wait_more_lost(self, known: frozenset[int]) -> None:
         """Wait until a member outside ``known`` is lost or has left."""
-        while self.lost | self.left <= known:
-            self._changed.clear()
-            await self._changed.wait()
+        await self._until(lambda: not self.lost | self.left <= known)
 
     async def wait_gone(self, rank: int) -> None:
-        while not (self._life.is_over or rank in self.left):
-            self._changed.clear()
-            await self._changed.wait()
+        await self._until(lambda: self._life.is_over or rank in self.left)
 
     async def wait_incomplete(self) -> None:
-        while not (self._life.is_over or self.left):
+        await self._until(lambda: self._life.is_over or bool(self.left))
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
             self._changed.clear()
             await self._changed.wait()
 

@@ -12,10 +12,10 @@ from multiworld.rendezvous.reform import Reform, ReformClaim
 from tests.unit.rendezvous.sessions import sealed_of
 
 
-def claim(rank: int, *lost: int, size: int = 4, session: int = 0) -> ReformClaim:
+def claim(rank: int, *lost: int, size: int = 4) -> ReformClaim:
     """Return the claim of a survivor; each rank has a session of its own."""
     return ReformClaim(
-        session=session or rank + 100,
+        session=rank + 100,
         request=rank,
         world="w",
         epoch=3,
@@ -109,20 +109,10 @@ def test_withdrawn_claim_takes_its_accusations_with_it() -> None:
     """A survivor that gives up must not keep another one out."""
     reform = Reform(3, 3)
     offer(reform, claim(0, 1, 2), claim(0, 1, 2))
-    reform.drop(100, request=7)
-    assert ranks(reform) == [0]
-    reform.drop(100, request=0)
+    reform.remove(0)
     assert ranks(reform) == []
     assert offer(reform, claim(2)) == []
     assert reform.missing() == [0, 1]
-
-
-def test_session_that_ends_drops_all_its_claims() -> None:
-    """One process may hold several ranks of a world by several managers."""
-    reform = Reform(3, 3)
-    offer(reform, claim(0, session=5), claim(1, session=5), claim(2, session=6))
-    reform.drop(5)
-    assert ranks(reform) == [2]
 
 
 accusations = st.lists(st.frozensets(st.integers(0, 4)), min_size=5, max_size=5)
