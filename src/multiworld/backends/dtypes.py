@@ -119,10 +119,10 @@ def _has_memory(tensor: Tensor) -> bool:
 def require_matching(
     tensors: Sequence[Tensor] | None,
     like: Tensor,
-    size: int,
     what: str,
-    check: Callable[[Tensor], Tensor],
     *,
+    size: int,
+    check: Callable[[Tensor], Tensor],
     is_written: bool = False,  # then each needs memory of its own
 ) -> list[Tensor]:
     """Return ``check(tensor)`` of each, if there is one like ``like`` for each rank."""

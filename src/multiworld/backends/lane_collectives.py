@@ -8,6 +8,7 @@ U. Manber, IJPP 17(1), 1988.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,9 @@ class LaneCollectives:
     ) -> None:
         self._view, self._channel, self._open_lane = view, channel, open_lane
         self.rank, self.size = view.rank, view.incarnation.size
+        self.matching = functools.partial(
+            dtypes.require_matching, size=self.size, check=checked
+        )
         self._turn = asyncio.Lock()
         self._number = self._running = 0
         self._ends_at: tuple[int, int] | None = None
@@ -317,18 +321,6 @@ class LaneCollectives:
             for task in sending:
                 task.cancel()
             await asyncio.gather(*sending, return_exceptions=True)
-
-    def matching(
-        self,
-        tensors: Sequence[Tensor] | None,
-        like: Tensor,
-        what: str,
-        *,
-        is_written: bool = False,
-    ) -> list[Tensor]:
-        return dtypes.require_matching(
-            tensors, like, self.size, what, checked, is_written=is_written
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from contextlib import AsyncExitStack
-from types import TracebackType
 
 from multiworld.config import WorldConfig
 from multiworld.net.security import Security
@@ -58,12 +57,7 @@ class Arena:
             self._stack.push_async_callback(self._server.close)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await asyncio.gather(*(manager.close() for manager in self.managers))
         await self._stack.aclose()
 

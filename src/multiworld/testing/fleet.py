@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 from typing import Any
 
 from multiworld.testing.hosts import Host, enter_namespace
@@ -262,12 +261,7 @@ class ProcessFleet:
     async def __aenter__(self) -> ProcessFleet:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         for child in self._children:
             child.end()
 

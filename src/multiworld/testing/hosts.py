@@ -25,7 +25,6 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 COMMAND_S = 10.0
 """Maximum seconds for one network command."""
@@ -198,23 +197,13 @@ class Hosts:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._take_down()
 
     async def __aenter__(self) -> Hosts:
         return self.__enter__()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._take_down()
 
     def _make(self) -> None:

@@ -25,7 +25,6 @@ import os
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future, InvalidStateError, wait
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -274,12 +273,7 @@ class WorldManager:
     def __enter__(self) -> WorldManager:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -10,7 +10,6 @@ import os
 import secrets
 import weakref
 from collections.abc import AsyncIterator
-from types import TracebackType
 
 import torch
 
@@ -97,12 +96,7 @@ class WorldManager:
     async def __aenter__(self) -> WorldManager:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     # Finding.

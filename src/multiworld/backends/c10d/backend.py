@@ -5,6 +5,7 @@ announces the dtype and shape of what the native group carries."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -154,10 +155,7 @@ class C10dBackend(DirectBackend):
         if out is None:
             return torch.empty(shape, dtype=dtype, device=self._view.device)
         on_device(out, self._view.device, "the tensor to receive into")
-        count = 1
-        for extent in shape:
-            count *= extent
-        if (out.dtype, out.numel()) != (dtype, count):
+        if (out.dtype, out.numel()) != (dtype, math.prod(shape)):
             raise TensorMismatchError(
                 f"rank {src} sent {shape} of {dtype}, but the tensor to receive into "
                 f"has {out.numel()} elements of {out.dtype}; the message is still "

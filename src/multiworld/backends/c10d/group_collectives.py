@@ -4,8 +4,9 @@ process if two sizes differ, and hangs if the operations differ."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -59,6 +60,10 @@ class GroupCollectives:
     ) -> None:
         self._view, self._lanes, self._runner = view, lanes, runner
         self._rank, self._size = view.rank, view.incarnation.size
+        self._checked = functools.partial(_checked, device=view.device)
+        self._matching = functools.partial(
+            require_matching, size=self._size, check=self._checked
+        )
         self._turn = asyncio.Lock()
         self._numbers = itertools.count()  # equal at all members
         self._limit = timedelta(seconds=view.config.operation_s)
@@ -250,27 +255,6 @@ class GroupCollectives:
             setattr(options, name, value)
         return options
 
-    def _checked(self, tensor: Tensor, *, is_written: bool = False) -> Tensor:
-        tensor = on_device(tensor, self._view.device, "a collective's tensor")
-        if tensor.dtype not in CODES:
-            raise TensorMismatchError(f"tensors of {tensor.dtype} cannot be sent")
-        if is_written:
-            require_receivable(tensor, "a collective's tensor")
-        return tensor
-
-    def _matching(
-        self,
-        tensors: Sequence[Tensor] | None,
-        like: Tensor,
-        what: str,
-        *,
-        is_written: bool = False,
-    ) -> list[Tensor]:
-        check = self._checked
-        return require_matching(
-            tensors, like, self._size, what, check, is_written=is_written
-        )
-
     async def _run_native(self, call: Call, native: Native) -> None:
         """Agree on the operation, then prepare, start, await and finish it."""
         number = next(self._numbers)
@@ -313,6 +297,17 @@ class GroupCollectives:
                     f"{_describe(theirs.tolist())}; all members must call the same "
                     "collectives in the same order, with equal dtypes and sizes"
                 )
+
+
+def _checked(
+    tensor: Tensor, *, device: torch.device, is_written: bool = False
+) -> Tensor:
+    tensor = on_device(tensor, device, "a collective's tensor")
+    if tensor.dtype not in CODES:
+        raise TensorMismatchError(f"tensors of {tensor.dtype} cannot be sent")
+    if is_written:
+        require_receivable(tensor, "a collective's tensor")
+    return tensor
 
 
 def _describe(terms: list[int]) -> str:

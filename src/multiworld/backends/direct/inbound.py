@@ -314,10 +314,7 @@ class Inbound:
         if header.dtype not in SIZES:
             raise HeaderError(f"dtype code {header.dtype} is unknown in this version")
         if header.kind == wire.TENSOR:
-            count = 1
-            for extent in shape:
-                count *= extent
-            if count * SIZES[header.dtype] != header.size:
+            if math.prod(shape) * SIZES[header.dtype] != header.size:
                 raise HeaderError(f"shape {shape} does not fit {header.size} bytes")
         elif header.kind != wire.COLLECTIVE and header.dtype != UINT8:
             raise HeaderError("a bundle or an object has a dtype other than uint8")

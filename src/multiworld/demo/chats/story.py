@@ -8,10 +8,10 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import yaml
 
@@ -171,21 +171,11 @@ class Story:
         except TimeoutError:
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    async def ask(
-        self,
-        method: str,
-        path: str,
-        kind: type[T],
-        *,
-        json: Mapping[str, object] | None = None,
-        params: Mapping[str, str | float | bool] | None = None,
-    ) -> T:
+    async def ask(self, method: str, path: str, kind: type[T], **options: Any) -> T:
         """Send a request to the controller from a thread; see ``Service.ask``."""
-        service = self._service
-        assert service is not None
-        return await asyncio.to_thread(
-            lambda: service.ask(method, path, kind, json=json, params=params)
-        )
+        assert self._service is not None
+        ask = self._service.ask
+        return await asyncio.to_thread(lambda: ask(method, path, kind, **options))
 
     # Watching.
 
