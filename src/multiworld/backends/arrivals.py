@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from asyncio import Future
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -39,51 +39,30 @@ Lent = Callable[[Description], Tensor]
 Merge = Callable[[int, memoryview], None]
 
 
+@dataclass(slots=True, eq=False)
 class Arrival:
-    """A message that has begun to arrive. Its memory is ``place`` (the caller's
-    tensor), ``lent`` (the sender's), or its own."""
+    """A message that has begun to arrive. Its tensor is the caller's (``is_borrowed``),
+    lies in memory of the sender (``is_lent``), or is its own."""
 
-    __slots__ = (
-        "description",
-        "handler",
-        "is_borrowed",
-        "is_complete",
-        "is_lent",
-        "is_merged",
-        "key",
-        "memory",
-        "merge",
-        "number",
-        "on_taken",
-        "receive",
-        "received",
-        "source",
-        "tensor",
-    )
+    number: int  # position among all messages and receives of the mailbox
+    source: int
+    description: Description
+    tensor: Tensor
+    is_borrowed: bool = False
+    is_lent: bool = False
+    received: int = 0
+    is_complete: bool = False
+    merge: Merge | None = None
+    is_merged: bool = False
+    receive: Receive | None = None
+    handler: Handler | None = None
+    on_taken: Callable[[], object] | None = None
+    key: tuple[int, int] = field(init=False)  # source and tag
+    memory: memoryview = field(init=False)  # of the tensor
 
-    def __init__(
-        self,
-        number: int,
-        source: int,
-        description: Description,
-        place: Tensor | None,
-        lent: Tensor | None = None,
-    ) -> None:
-        # ``number``: position among all messages and receives of the mailbox.
-        self.number, self.source, self.description = number, source, description
-        self.key = source, description.tag
-        self.is_borrowed, self.is_lent = place is not None, lent is not None
-        if place is None:
-            place = allocate(description) if lent is None else lent
-        self.tensor = place
+    def __post_init__(self) -> None:
+        self.key = self.source, self.description.tag
         self.memory = memory_of(self.tensor)
-        self.received = 0
-        self.is_complete = False
-        self.merge: Merge | None = None
-        self.is_merged = False
-        self.receive: Receive | None = None
-        self.handler: Handler | None = None
-        self.on_taken: Callable[[], object] | None = None
 
     def own(self) -> None:
         """Move the bytes that have arrived from the caller's tensor to a new one."""

@@ -16,6 +16,7 @@ from multiworld.backends.arrivals import (
     Description,
     Lent,
     Receive,
+    allocate,
 )
 from multiworld.backends.base import Handler, Peek
 from multiworld.backends.direct.header import TENSOR
@@ -278,11 +279,16 @@ class Mailbox:
                 if place is None and receive.merge is None:
                     arrival = self._own(source, description, lent)
                 else:
-                    number = next(self._numbers)
-                    arrival = Arrival(number, source, description, place)
+                    arrival = Arrival(
+                        next(self._numbers),
+                        source,
+                        description,
+                        allocate(description) if place is None else place,
+                        is_borrowed=place is not None,
+                        merge=receive.merge,
+                    )
                 self._unpost(receive)
                 arrival.receive, receive.arrival = receive, arrival
-                arrival.merge = receive.merge
                 self._taken.add(receive)
                 return arrival
             self._unpost(receive)
@@ -296,8 +302,11 @@ class Mailbox:
         return arrival
 
     def _own(self, source: int, description: Description, lent: Lent | None) -> Arrival:
-        tensor = None if lent is None else lent(description)
-        return Arrival(next(self._numbers), source, description, None, tensor)
+        is_lent = lent is not None
+        tensor = allocate(description) if lent is None else lent(description)
+        return Arrival(
+            next(self._numbers), source, description, tensor, is_lent=is_lent
+        )
 
     def finish(self, arrival: Arrival) -> None:
         """Complete a message whose last byte has arrived; wake its receive."""
@@ -341,10 +350,14 @@ class Mailbox:
 
     def deliver(self, source: int, description: Description, tensor: Tensor) -> Arrival:
         """Take a complete message and its ``tensor``, whatever the budget."""
-        arrival = Arrival(next(self._numbers), source, description, tensor)
-        arrival.is_borrowed = False
-        arrival.received = description.size
-        arrival.is_complete = True
+        arrival = Arrival(
+            next(self._numbers),
+            source,
+            description,
+            tensor,
+            received=description.size,
+            is_complete=True,
+        )
         arrival.handler = self._handler_of(source, description)
         if arrival.handler is not None:
             _pass(tensor, arrival.handler)

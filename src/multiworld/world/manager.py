@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import secrets
 import weakref
@@ -33,7 +34,6 @@ __all__ = ["BrokenWorldException", "WorldManager"]
 DEFAULT_PORT = 29500  # for ``port=-1``: torch's default for a store
 
 _managers: weakref.WeakSet[WorldManager] = weakref.WeakSet()
-_fork_hook_installed = False
 
 
 class WorldManager:
@@ -335,13 +335,6 @@ class WorldManager:
                 world=name,
             )
 
-    async def _stop_changing(self, name: str) -> None:
-        """Cancel a join or change of a world that is in progress."""
-        task = self._joining.get(name)
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
     def _reserve(self, name: str) -> None:
         world = self.worlds.get(name)
         self._check_free(name)
@@ -416,7 +409,10 @@ class WorldManager:
             return
         if name not in self._joining:
             self.world(name)
-        await self._stop_changing(name)
+        changing = self._joining.get(name)
+        if changing is not None:
+            changing.cancel()
+            await asyncio.gather(changing, return_exceptions=True)
         if name in self.worlds:
             await self._admission.end(self._admission.local_member(name))
 
@@ -530,11 +526,9 @@ class WorldManager:
             os.close(nothing)
 
 
+@functools.cache
 def _install_fork_hook() -> None:
-    global _fork_hook_installed
-    if not _fork_hook_installed:
-        _fork_hook_installed = True
-        os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _after_fork() -> None:
