@@ -18,7 +18,7 @@ from multiworld.net.listener import Acceptor, Listener, shake_hands
 from multiworld.net.security import Security
 from multiworld.net.streams import Stream, handshaking_filenos, start_tls
 from multiworld.net.tcp import connected, resolve
-from multiworld.rendezvous.membership import Address, HostIdentity
+from multiworld.rendezvous.membership import Address
 
 logger = logging.getLogger("multiworld.watchdog")
 
@@ -34,9 +34,15 @@ _dialing: set[socket.socket] = set()
 
 
 @functools.cache
-def this_host() -> HostIdentity:
+def _this_host() -> tuple[str, str]:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return HostIdentity(boot=boot, netns=str(os.stat("/proc/self/ns/net").st_ino))
+    return boot, str(os.stat("/proc/self/ns/net").st_ino)
+
+
+def address_here(host: str, port: int, unix: str) -> Address:
+    """Return an address on this host."""
+    boot, netns = _this_host()
+    return Address(host=host, port=port, unix=unix, boot=boot, netns=netns)
 
 
 async def dial(address: Address, hello: ManagerHello, security: Security) -> Stream:
@@ -73,7 +79,7 @@ async def reach(address: Address, hello: ManagerHello, security: Security) -> St
 
 
 async def _connect(address: Address) -> socket.socket:
-    if address.is_on(this_host()):
+    if address.is_on(_this_host()):
         return await connected(socket.AF_UNIX, "\0" + address.unix)
     family, target = await resolve(address.host, address.port)
     for _ in range(CONNECTS):
@@ -101,14 +107,7 @@ class Endpoint(Listener):
             tcp.close()
             raise
         unix.setblocking(False)
-        where = this_host()
-        self.address = Address(
-            host=host,
-            port=tcp.getsockname()[1],
-            unix=name,
-            boot=where.boot,
-            netns=where.netns,
-        )
+        self.address = address_here(host, tcp.getsockname()[1], name)
         what = f"the listener on {host}"
         super().__init__([tcp, unix], acceptor, security, logger, what)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from multiworld.liveness.control_link import Link, LinkKey, LocalLink, SocketLink
-from multiworld.liveness.endpoint import Endpoint, dialing_filenos, reach, this_host
+from multiworld.liveness.endpoint import Endpoint, address_here, dialing_filenos, reach
 from multiworld.liveness.heartbeat import HeartbeatReport, Mode
 from multiworld.liveness.heartbeat_links import HeartbeatLinks
 from multiworld.liveness.manager_messages import (
@@ -115,8 +115,7 @@ class LinkTable:
         """Listen on ``host``; return the address. "" means inside this process only."""
         self._check_open()
         if not host:
-            where = this_host()
-            return Address(host="", port=0, unix="", boot=where.boot, netns=where.netns)
+            return address_here("", 0, "")
         if host not in self._endpoints:
             self._endpoints[host] = Endpoint(host, self, self._security)
         return self._endpoints[host].address

@@ -5,14 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
-class HostIdentity:
-    """The kernel's boot ID and the network namespace's inode, equal on one host."""
-
-    boot: str
-    netns: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
     """Address of a listener; without port and Unix name, within its process only."""
@@ -20,11 +12,12 @@ class Address:
     host: str
     port: int
     unix: str
+    # The kernel's boot ID and the network namespace's inode, equal on one host.
     boot: str
     netns: str
 
-    def is_on(self, host: HostIdentity) -> bool:
-        return (self.boot, self.netns) == (host.boot, host.netns)
+    def is_on(self, host: tuple[str, str]) -> bool:
+        return (self.boot, self.netns) == host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

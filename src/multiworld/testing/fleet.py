@@ -17,7 +17,7 @@ import socket
 import struct
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -181,17 +181,8 @@ class Child:
         Args:
             limit_s: Maximum seconds to wait. Cancellation: Safe; no report is lost.
         """
-        try:
-            async with asyncio.timeout(limit_s):
-                kind, what = await self._mail.get()
-        except TimeoutError:
-            raise ChildFailedError(
-                f"process {self.pid} sent no report in time"
-            ) from None
-        except EOFError:
-            raise ChildFailedError(
-                f"process {self.pid} ended without a report"
-            ) from None
+        async with self._in_time(limit_s, "sent no report in time"):
+            kind, what = await self._mail.get()
         if kind != "report":
             raise ChildFailedError(f"process {self.pid} ended ({kind}): {what}")
         return what
@@ -204,21 +195,25 @@ class Child:
         Args:
             limit_s: Maximum seconds to wait. Cancellation: Safe, but drops reports too.
         """
+        async with self._in_time(limit_s, "did not end in time"):
+            while True:
+                kind, what = await self._mail.get()
+                if kind == "done":
+                    break
+                if kind == "failed":
+                    raise ChildFailedError(f"process {self.pid} failed: {what}")
+            await asyncio.to_thread(self._process.join)
+
+    @contextlib.asynccontextmanager
+    async def _in_time(self, limit_s: float, failure: str) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(limit_s):
-                while True:
-                    kind, what = await self._mail.get()
-                    if kind == "done":
-                        break
-                    if kind == "failed":
-                        raise ChildFailedError(f"process {self.pid} failed: {what}")
-                await asyncio.to_thread(self._process.join)
+                yield
         except TimeoutError:
-            raise ChildFailedError(f"process {self.pid} did not end in time") from None
+            raise ChildFailedError(f"process {self.pid} {failure}") from None
         except EOFError:
-            raise ChildFailedError(
-                f"process {self.pid} ended without a report"
-            ) from None
+            why = "ended without a report"
+            raise ChildFailedError(f"process {self.pid} {why}") from None
 
     def kill(self) -> None:
         """Kill the process with SIGKILL."""

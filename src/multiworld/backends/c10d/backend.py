@@ -247,12 +247,8 @@ class C10dBackend(DirectBackend):
         return True
 
     def filenos(self) -> list[int]:
-        found = super().filenos()
-        return (
-            found
-            if self._runner.group is None
-            else found + self._runner.group.filenos()
-        )
+        group = self._runner.group
+        return super().filenos() + ([] if group is None else group.filenos())
 
 
 def _drop_made(making: asyncio.Future[Any], group: Group) -> None:

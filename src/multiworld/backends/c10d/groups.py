@@ -117,10 +117,8 @@ class Group:
             self.native.abort()
 
     def filenos(self) -> list[int]:
-        found = [self.store.fileno()]
-        return (
-            found if self._connections is None else self._connections.filenos() + found
-        )
+        found = [] if self._connections is None else self._connections.filenos()
+        return [*found, self.store.fileno()]
 
     def drop(self, done: Callable[[], None] | None = None) -> None:
         """Free the native group in a thread, because its destructor joins threads."""

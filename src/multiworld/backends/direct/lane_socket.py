@@ -21,11 +21,8 @@ class LaneSocket:
         poll: Callable[[], None],
     ) -> None:
         self.sock = sock
-        self._on_readable, self._on_writable, self._poll = (
-            on_readable,
-            on_writable,
-            poll,
-        )
+        self._on_readable, self._on_writable = on_readable, on_writable
+        self._poll = poll
         # Under TLS, bytes can be there that the loop does not see.
         self._pending: Callable[[], int] | None = getattr(sock, "pending", None)
         self._fd = sock.fileno()
