@@ -90,18 +90,10 @@ class Lane(Protocol):
         """Return the descriptor; -1 if there is none or it is closed."""
 
 
-class _Parked:
-    """Number of this process's receives that are parked in an event loop now."""
-
-    count = 0
-
-
-def parked_count() -> int:
-    return _Parked.count
-
-
 class Channel:
     """Mailbox and lanes for one purpose: messages or collectives of one world."""
+
+    parked = 0  # number of this process's receives that are parked now
 
     def __init__(self, sources: Iterable[int], budget_bytes: int) -> None:
         # ``budget_bytes``: maximum of unexpected messages to hold for each source.
@@ -196,7 +188,7 @@ class Channel:
         self, is_there: Callable[[], bool], poll: Callable[[], None]
     ) -> bool:
         """Poll for a message while that is worth it; return True if none came."""
-        seconds = 0.0 if _Parked.count else self._spin.seconds
+        seconds = 0.0 if Channel.parked else self._spin.seconds
         if not seconds:
             return False
         began_at = now = time.perf_counter()
@@ -228,12 +220,12 @@ class Channel:
         return receive.future.done()
 
     async def _park(self, future: asyncio.Future[Arrival]) -> None:
-        _Parked.count += 1
+        Channel.parked += 1
         began = time.perf_counter()
         try:
             await future
         finally:
-            _Parked.count -= 1
+            Channel.parked -= 1
             self._spin.parked(time.perf_counter() - began)
             self._received = 0
 

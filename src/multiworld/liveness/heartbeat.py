@@ -104,8 +104,12 @@ class Heartbeat:
 
     def _send_removals(self) -> None:
         for number in list(self._unremoved):
+            if self._control is None:
+                return
             order = heartbeat_helper.encode_order(heartbeat_helper.REMOVE, number)
-            if not self._send_order(order):
+            try:
+                self._control.send(order)
+            except OSError:
                 return  # the helper reads too slowly; the next tick tries again
             self._unremoved.discard(number)
 
@@ -269,15 +273,6 @@ class Heartbeat:
                 socket.send_fds(self._control, [order], [datagrams.fileno()])
         except OSError:
             self._unsent.add(number)  # it reads too slowly; the next tick tries again
-
-    def _send_order(self, order: bytes) -> bool:
-        if self._control is None:
-            return False
-        try:
-            self._control.send(order)
-        except OSError:
-            return False
-        return True
 
 
 def give_sign(sign: mmap.mmap | bytearray) -> None:

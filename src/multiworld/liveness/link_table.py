@@ -174,7 +174,8 @@ class LinkTable:
 
     async def _wait_for_link(self, key: LinkKey, member: Member) -> None:
         """Wait for the other side to dial, and probe whether it is alive."""
-        awaited = self._await_link(key)
+        loop = asyncio.get_running_loop()
+        awaited = self._awaited.setdefault(key, loop.create_future())
         self._waiters[key] += 1
         try:
             while True:
@@ -297,11 +298,6 @@ class LinkTable:
         if awaited is not None and not awaited.done():
             awaited.set_result(None)
         return peer
-
-    def _await_link(self, key: LinkKey) -> asyncio.Future[None]:
-        if key not in self._awaited:
-            self._awaited[key] = asyncio.get_running_loop().create_future()
-        return self._awaited[key]
 
     # Ending.
 

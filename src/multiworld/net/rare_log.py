@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -17,21 +18,19 @@ class RareLog:
         self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._logger, self._clock = logger, clock
-        self._logged_at: dict[str, float] = {}
-        self._hidden: dict[str, int] = {}
+        # When each cause was logged last, and how often it was suppressed since.
+        self._causes: dict[str, tuple[float, int]] = {}
 
     def error(self, what: str, error: Exception) -> None:
         cause = f"{what}: {error}"
         now = self._clock()
-        if now - self._logged_at.get(cause, -AGAIN_S) < AGAIN_S:
-            self._hidden[cause] = self._hidden.get(cause, 0) + 1
+        logged_at, hidden = self._causes.get(cause, (-math.inf, 0))
+        if now - logged_at < AGAIN_S:
+            self._causes[cause] = logged_at, hidden + 1
             return
-        self._logged_at.pop(cause, None)  # keeps the dict in order of time
-        self._logged_at[cause] = now
-        if len(self._logged_at) > MAX_CAUSES:
-            oldest = next(iter(self._logged_at))
-            del self._logged_at[oldest]
-            self._hidden.pop(oldest, None)
-        hidden = self._hidden.pop(cause, 0)
+        self._causes.pop(cause, None)  # keeps the dict in order of time
+        self._causes[cause] = now, 0
+        if len(self._causes) > MAX_CAUSES:
+            del self._causes[next(iter(self._causes))]
         more = f" ({hidden} more times since)" if hidden else ""
         self._logger.error("%s%s", cause, more)
