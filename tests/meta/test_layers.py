@@ -105,7 +105,7 @@ def test_every_module_has_a_layer() -> None:
 
 
 def test_few_modules_read_the_wall_clock() -> None:
-    """It may jump; it is used for what people see, for expiry, and for budgets only."""
+    """It may jump; it is used for what people see, expiry, budgets, and order only."""
     found = {
         name.removeprefix("multiworld.")
         for name in LIBRARY
@@ -122,6 +122,7 @@ def test_few_modules_read_the_wall_clock() -> None:
         "serve.fleet.history",
         "serve.gateway.embeddings",
         "serve.generation.api.preparation",
+        "serve.generation.gateway.streams",
         "serve.tenants.authenticator",
         "serve.tenants.database",
     }

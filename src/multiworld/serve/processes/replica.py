@@ -135,7 +135,7 @@ def _generation_of(
         limits.compute_s,
         generation.deterministic,
         clock,
-        engine_limits.blocks,
+        engine_limits.blocks * engine_limits.block_size,
     )
     scheduler = Scheduler(engine_limits)
     worker = GenerationWorker(settings, engine, scheduler, clock)

@@ -201,7 +201,7 @@ class Net:
         self.may_fail = False
         self.probing: set[asyncio.Task[None]] | None = None
         self.gateways = {
-            name: Streams(name, lambda: self.now, chance.random)
+            name: Streams(name, lambda: self.now, chance.random, lambda: 0.0)
             for name in (f"gateway/{n + 1}" for n in range(gateways))
         }
         self.streams = self.gateways[GATEWAY]
@@ -456,10 +456,14 @@ class Net:
         if ready:
             self._deliver(self.chance.choice(ready))
             return True
-        self.now += 0.5
+        wakes = [at for at in map(self._wakes_at, workers) if at is not None]
+        self.now = min([self.now + 0.5, *(at + 0.001 for at in wakes if at > self.now)])
         self._tick()
         await asyncio.sleep(0)
-        return any(self.queues.values())
+        return bool(wakes) or any(self.queues.values())
+
+    def _wakes_at(self, name: str) -> float | None:
+        return self.worker(name).wakes_at
 
     def _tick(self) -> None:
         """Let processes that run look at their clocks."""

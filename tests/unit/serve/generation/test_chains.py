@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import random
+import unittest.mock
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from multiworld.serve.generation.gateway.chain_selection import HOME
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.generation_messages import (
     ActivationRows,
+    KvHeld,
     RunsAlone,
     Step,
     Tokens,
@@ -87,7 +89,7 @@ async def test_replacement_is_probed_though_streams_that_wait_have_all_memory(
     lost: int,
 ) -> None:
     """They wait for the replacement, which is ready only once it was probed."""
-    limits = dataclasses.replace(LIMITS, blocks=24)
+    limits = replace(LIMITS, blocks=24)
     for seed in range(4):
         net = Net(random.Random(seed), [1, 1, 1], limits)
         clients = [Client(net, [n, 5, 6] * 7 + [1, 2], 20) for n in range(4)]
@@ -197,7 +199,7 @@ async def test_prompt_that_begins_like_an_earlier_one_is_not_computed_again() ->
 
 async def test_text_that_waits_takes_no_memory_for_its_known_beginning() -> None:
     """In no stage, nor does it push rows of others out of the log."""
-    limits = dataclasses.replace(LIMITS, max_num_seqs=1)
+    limits = replace(LIMITS, max_num_seqs=1)
     net = Net(random.Random(7), [1, 1, 1], limits, prefix_bytes=1 << 20)
     await net.connected()
     shared = list(range(1, 41))
@@ -222,7 +224,7 @@ async def test_text_that_waits_takes_no_memory_for_its_known_beginning() -> None
 
 async def test_stage_without_the_known_beginning_gets_it_in_turn() -> None:
     """A replacement knows no prompts: all stages compute, once it is their turn."""
-    limits = dataclasses.replace(LIMITS, max_num_seqs=1)
+    limits = replace(LIMITS, max_num_seqs=1)
     net = Net(random.Random(8), [1, 1, 1], limits, prefix_bytes=1 << 20)
     await net.connected()
     shared = list(range(1, 41))
@@ -241,6 +243,42 @@ async def test_stage_without_the_known_beginning_gets_it_in_turn() -> None:
     await whole(net, again)
     assert net.worker(fresh).counts["prefix_cache_hits"] == 40
     await freed(net)
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+async def test_loss_while_a_stream_begins_stalls_no_other(is_stopped: bool) -> None:
+    """What a later stage holds may be heard after the stream was returned."""
+    limits = replace(LIMITS, max_num_batched_tokens=64)
+    for seed in range(6):
+        net = Net(random.Random(seed), [1, 1, 1], limits)
+        await net.connected()
+        _, middle, last = net.alive()
+        net.probing = set()
+        old = Client(net, [3, 4], 60)
+        await net.settle(lambda client=old: len(client.items) > 4)
+        new = Client(net, [1, 2, 3] * 40, 20)
+
+        def has_told(net: Net = net, pair: tuple[str, str] = (last, middle)) -> bool:
+            number = max(net.streams.router.streams)
+            sent = [e[0] for e in net.queues.get(pair, ()) if isinstance(e, tuple)]
+            told = [message for message in sent if isinstance(message, KvHeld)]
+            return number in {message.key[1] for message in told}
+
+        await net.settle(has_told)
+        if is_stopped:
+            net.stop(middle)
+        with unittest.mock.patch.object(net.chance, "random", return_value=0.9):
+            net.replace(last)  # what it sent arrives
+        begun = net.now
+        while net.now < begun + 0.3:
+            await net.turn()
+            await asyncio.sleep(0)
+        net.resume(middle)
+        await whole(net, old, new)
+        for client in (old, new):
+            first = min(at for at in client.times if at > begun)
+            assert first - begun < 10.0, f"seed {seed}"
+        await freed(net)
 
 
 async def test_streams_whose_chain_is_whole_notice_nothing(
@@ -472,7 +510,7 @@ async def test_replica_holds_no_more_than_its_memory_when_another_is_gone(
     seed: int, count: int
 ) -> None:
     """All streams come to the survivor; after every step the limit is checked."""
-    limits = dataclasses.replace(LIMITS, blocks=60)
+    limits = replace(LIMITS, blocks=60)
     net = Net(random.Random(seed), [2, 2, count], limits, gateways=2)
     await net.connected()
     clients = [
@@ -593,7 +631,7 @@ async def test_streams_of_a_drained_stage_continue_while_another_is_prepared(
 ) -> None:
     """Nobody else computes a token again, and no attempt is made anew."""
     # While there are two first stages, each may have half of the blocks.
-    limits = dataclasses.replace(LIMITS, blocks=2 * LIMITS.blocks)
+    limits = replace(LIMITS, blocks=2 * LIMITS.blocks)
     net = Net(random.Random(left), [1, 1, 1], limits)
     await net.connected()
     clients = [Client(net, [5, 6, 7] * 60, 60) for _ in range(2)]
@@ -669,7 +707,7 @@ async def test_stream_without_a_log_moves_around_what_cannot_fill_its_neighbour(
     seed: int,
 ) -> None:
     """Other replicas of the stages before take their places, up to the tokens."""
-    limits = dataclasses.replace(LIMITS, blocks=2 * LIMITS.blocks)
+    limits = replace(LIMITS, blocks=2 * LIMITS.blocks)
     net = Net(random.Random(seed), [2, 2, 2], limits, log_bytes=0)
     await net.connected()
     client = Client(net, [5, 6, 7] * 20, 60)

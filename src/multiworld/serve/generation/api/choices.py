@@ -137,9 +137,9 @@ def _piece(choice: Choice, item: TokenItem) -> Piece:
         choice.offsets.append(offset)
     # A token that ends the text is not part of it.
     text = "" if item.finish == "stop" else choice.text.add(item.token)
-    finish = "stop" if choice.text.is_stopped else item.finish
-    if finish:
+    if item.finish:  # the end may complete a stop string that was held back
         text += choice.text.end()
+    finish = "stop" if choice.text.is_stopped else item.finish
     choice.finish = finish
     return Piece(choice, text, item, finish, offset)
 

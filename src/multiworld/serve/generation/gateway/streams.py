@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import random
 import time
@@ -60,8 +59,9 @@ class Streams:
         name: str,
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self.name, self._clock = name, clock
+        self.name, self._clock, self._wall_clock = name, clock, wall_clock
         self.router = StreamRouter(name, chance)
         self.counts, self.timed = self.router.counts, self.router.timed
         self.attainment = self.router.attainment
@@ -69,7 +69,7 @@ class Streams:
         # Called repeatedly with a model that may scale to zero, while a stream waits.
         self.on_missing: Callable[[str], None] = lambda model: None
         self._clients: dict[int, asyncio.Queue[TokenItem | ServeError]] = {}
-        self._numbers = itertools.count(1)
+        self._number = 0
         self._edges: dict[str, Outbox] = {}
         self._has_streams = asyncio.Event()
         self._pauses = PauseDetector(TICK_S)
@@ -100,8 +100,10 @@ class Streams:
             self.asked_at = self._clock()
         route = self.router.route(model)
         now = self._clock()
+        # By the time, as replicas without memory drop the latest of all gateways.
+        self._number = max(self._number + 1, int(1000 * self._wall_clock()))
         stream = Stream(
-            next(self._numbers),
+            self._number,
             model,
             version or route.version,
             list(tokens),

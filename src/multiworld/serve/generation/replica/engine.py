@@ -46,11 +46,11 @@ class Engine:
         compute_s: float | None,
         is_deterministic: bool,
         clock: Callable[[], float],
-        pages: int = 0,  # of KV memory to allocate at first, on a GPU
+        tokens: int = 0,  # of KV memory to allocate at first, on a GPU
     ) -> None:
         self._stage, self._threads, self._model = stage, threads, model
         self._compute_s, self._clock = compute_s or HUNG_S, clock
-        self._is_deterministic, self._pages = is_deterministic, pages
+        self._is_deterministic, self._tokens = is_deterministic, tokens
         self._guard = HangGuard(self._exit_if_hung)
         self._thread: ComputeThread | None = None
         self._is_last = is_last
@@ -79,7 +79,7 @@ class Engine:
             model=self._model,
             is_deterministic=self._is_deterministic,
             transfers=Transfers(torch.device(context.device)),
-            pages=self._pages,
+            tokens=self._tokens,
         )
         self._guard.start()
 

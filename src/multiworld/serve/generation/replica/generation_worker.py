@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
@@ -93,7 +94,24 @@ class GenerationWorker:
         while True:
             self._has_work.clear()
             if not await self.compute_next():
-                await self._has_work.wait()
+                await self._wait()
+
+    async def _wait(self) -> None:
+        """Wait for a message, or until time alone makes a step possible."""
+        timer = None
+        if self.wakes_at is not None:
+            wait_s = max(0.0, self.wakes_at - self._clock())
+            timer = asyncio.get_running_loop().call_later(wait_s, self._has_work.set)
+        try:
+            await self._has_work.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    @property
+    def wakes_at(self) -> float | None:
+        at = self._scheduler.wakes_at
+        return at if math.isfinite(at) else None
 
     async def look(self) -> None:
         while True:
@@ -101,10 +119,8 @@ class GenerationWorker:
             self.tick()
 
     def tick(self) -> None:
-        """Return overdue sequences to their gateways; retry full replicas."""
+        """Return overdue sequences to their gateways."""
         self._handle(events.Ticked(self._pauses.look(self._clock())))
-        if self._scheduler.pool.full.names:
-            self._has_work.set()
 
     def table_changed(self, table: RoutingTable) -> None:
         """Use a new routing table; end the sequences of gateways that are gone."""

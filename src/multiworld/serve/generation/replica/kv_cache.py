@@ -114,9 +114,9 @@ class KvCache:
         self,
         block_size: int = 16,
         attention: Callable[[KvCache, Sequence[Rows]], Attention] | None = None,
-        granule: int = 1,
+        granule: int | None = None,  # None: blocks
     ) -> None:
-        self.granule = granule
+        self.granule = block_size if granule is None else granule
         self._attention = attention or StepAttention
         self._memory = KvMemory(block_size)
         self._lengths: dict[Hashable, int] = {}

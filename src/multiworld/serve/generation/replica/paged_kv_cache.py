@@ -50,13 +50,13 @@ def torch_kernel() -> Callable[..., Tensor] | None:
 class PagedKvCache:
     """KV cache of one stage; what is not written yet is zero."""
 
-    granule = 1
-
     def __init__(
-        self, page_size: int = 16, pages: int = FEWEST, transfers: Transfers = HOST
+        self, page_size: int = 16, tokens: int = 0, transfers: Transfers = HOST
     ) -> None:
-        self.page_size, self.transfers = page_size, transfers
-        self._count = max(FEWEST, pages)  # at first; doubled when they do not suffice
+        self.page_size = self.granule = page_size
+        self.transfers = transfers
+        # At first; doubled when they do not suffice.
+        self._count = max(FEWEST, -(-tokens // page_size))
         # Page 0 stays zero: tables are padded with it.
         self._free = list(range(1, self._count))
         self._pages: dict[Hashable, list[int]] = {}

@@ -132,16 +132,18 @@ class Recovery:
                 self._next_has(key, count)
             case generation_messages.PauseSequences(keys):
                 for key in keys:
-                    self._scheduler.pause(key)
+                    self._pause(key)
             case generation_messages.EndSequences(keys):
                 for key in keys:
                     self._end(key)
             case generation_messages.KvEvicted():
                 self._pass_back(message)
             case generation_messages.StepDone(number, tokens):
-                self._scheduler.sampled(number, tokens)
+                self._scheduler.sampled(number, tokens, self._now)
             case generation_messages.KvRebuilt(key, token):
-                self._scheduler.resume(key, token)
+                state = self.table.get(key)
+                if state is not None and not state.is_paused:
+                    self._scheduler.resume(key, token)
 
     def _disconnected(self, peer: str) -> None:
         """End the sequences of a lost gateway; return those of a lost replica."""
@@ -226,6 +228,8 @@ class Recovery:
         elif before >= 0:
             held = generation_messages.KvHeld(key, state.held)
             self._send(start.chain[before], held)
+        elif state.is_paused:
+            return
         elif self._scheduler.pool.knows(key):
             self._scheduler.rewind(key, state.held)
             if self._is_last:  # the only stage: no other reports that it caught up
@@ -270,10 +274,16 @@ class Recovery:
         self._memory.free(state.stream)
         self._actions.append(act.Forget(state.stream))
 
+    def _pause(self, key: Key) -> None:
+        self._scheduler.pause(key)
+        state = self.table.get(key)
+        if state is not None:
+            state.is_paused = True
+
     def return_to_gateway(self, keys: Iterable[Key], lacks: str = "") -> None:
         """Return sequences to their gateways: they cannot continue as they are."""
         for key in keys:
-            self._scheduler.pause(key)
+            self._pause(key)
             failed = generation_messages.SequenceFailed(key, lacks=lacks)
             self._send(key[0], failed)
 

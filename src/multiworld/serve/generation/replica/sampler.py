@@ -289,9 +289,14 @@ def _largest(blocks: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
     which = maxima.topk(min(FEW, maxima.shape[-1]), sorted=False).indices
     at = which + torch.arange(len(blocks))[:, None] * blocks.shape[1]
     largest = blocks.reshape(-1, BLOCK).index_select(0, at.flatten())
-    found = largest.view(len(blocks), -1).topk(FEW)
-    words = which.gather(1, found.indices // BLOCK) * BLOCK + found.indices % BLOCK
-    return found.values, words
+    # In columns of 16 words: the FEW largest are in the columns of the largest maxima.
+    columns = largest.view(len(blocks), 16, -1)
+    first = columns.amax(1).topk(min(FEW, columns.shape[2]), sorted=False).indices
+    columns = columns.gather(2, first[:, None].expand(-1, 16, -1))
+    values, found = columns.flatten(1).topk(FEW)
+    place = found // first.shape[1] * (largest.numel() // len(blocks) // 16)
+    place += first.gather(1, found % first.shape[1])
+    return values, which.gather(1, place // BLOCK) * BLOCK + place % BLOCK
 
 
 def _drawn_of_few(

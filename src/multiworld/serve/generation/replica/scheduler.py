@@ -96,8 +96,11 @@ class Scheduler:
         self.pool.free(sequence)
         return is_elsewhere
 
-    def sampled(self, step: int, tokens: Iterable[tuple[Key, int | None]]) -> None:
+    def sampled(
+        self, step: int, tokens: Iterable[tuple[Key, int | None]], now: float = 0.0
+    ) -> None:
         """Record the next token of each sequence of a step."""
+        self.steps.took(step, now)
         # None: its prompt is not complete yet, or it has ended.
         came = dict(tokens)
         routes = {self.pool.known[key].route for key in came if key in self.pool.known}
@@ -112,6 +115,11 @@ class Scheduler:
                     self.pool.reserve_own(key)  # until its gateway knows
             self.steps.came_back(step, key)
         self.steps.left_out(step, routes, lambda key: self.pool.known[key].route)
+
+    @property
+    def wakes_at(self) -> float:
+        """Time from which on there may be a step that now is none; may be infinite."""
+        return min(self.steps.next_late_at, self.pool.full.ends_at)
 
     def next_step(self, now: float = 0.0) -> PlannedStep | None:
         return self._planner.next_step(now)

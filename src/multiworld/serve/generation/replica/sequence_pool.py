@@ -14,6 +14,7 @@ replica that it makes ready.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 
 from multiworld.serve.generation.engine_limits import EngineLimits
@@ -43,6 +44,11 @@ class FullReplicas:
             pause_s = min(LONGEST_FULL_S, max(FULL_S, 2 * pause_s))
             self._pauses[replica] = now + pause_s, pause_s
         self.update(now)
+
+    @property
+    def ends_at(self) -> float:
+        """Time at which the next one receives something again; may be infinite."""
+        return min((self._pauses[name][0] for name in self.names), default=math.inf)
 
     def update(self, now: float) -> None:
         """Forget replicas that have had memory for as long as they were avoided."""
@@ -175,6 +181,11 @@ class SequencePool:
             self._preempt(victim)
         self.run(sequence)
         return True
+
+    def may_run(self, sequence: ScheduledSequence) -> bool:
+        """Return whether a sequence runs, or ``admit`` would run it."""
+        is_running = sequence.number in self.running
+        return is_running or self._victims_for(sequence) is not None
 
     def _victims_for(
         self, newcomer: ScheduledSequence

@@ -26,6 +26,7 @@ class SequenceState:
     # Tokens that the next stage has or was sent; None: it has not reported.
     sent: int | None = None
     prepared: Sequence[int] = ()  # stages prepared while it runs elsewhere; else empty
+    is_paused: bool = False  # or returned: only another attempt continues it
     is_evicted: bool = False  # for lack of memory; its rows in flight are useless
 
     @property

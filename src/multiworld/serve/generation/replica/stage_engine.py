@@ -136,11 +136,11 @@ def engine_of(
     model: Generation,
     is_deterministic: bool,  # or ModelFailedError
     transfers: Transfers = HOST,  # of the device that the stage was loaded on
-    pages: int = 0,  # of KV memory to allocate at first, on a GPU
+    tokens: int = 0,  # of KV memory to allocate at first, on a GPU
 ) -> StageEngine:
     """Return the engine of a loaded stage; on a CPU its weights are packed."""
     if not transfers.is_host and model.attention is None:
-        paged = PagedKvCache(pages=pages, transfers=transfers)
+        paged = PagedKvCache(tokens=tokens, transfers=transfers)
         return StageEngine(function, is_last, model, paged, transfers)
     is_module = isinstance(function, nn.Module)
     with torch.inference_mode():

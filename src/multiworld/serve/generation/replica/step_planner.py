@@ -63,7 +63,8 @@ class StepPlanner:
     def next_step(self, now: float) -> PlannedStep | None:
         """Begin the next step; return None if there is none to compute now."""
         self._pool.full.update(now)
-        if len(self._steps) >= self._steps.max_steps:
+        self._steps.update(now)
+        if self._steps.punctual >= self._steps.max_steps:
             return None
         self._pool.planned.clear()
         self._pool.shrink()
@@ -97,11 +98,13 @@ class StepPlanner:
             )
             ready = {s.share for s in (*self._ready(), *self._heads())}
             rows = max(map(budget.left, ready), default=0)
-            if len(self._steps) and rows < STEP_ROWS:
+            if self._steps.punctual and rows < STEP_ROWS:
                 return bool(parts)  # more would cost more than it computes
             self._share(parts, budget)
             return bool(parts)
-        flying = self._steps.cost - STEP_ROWS * len(self._steps)
+        for share in demands:
+            self._pool.shares.reach(share)
+        flying = self._steps.cost - STEP_ROWS * self._steps.punctual
         self._decode(parts, SHARED_TOKENS - flying if is_shared else math.inf)
         left = max_tokens - sum(part.count for part in parts)
         self._prefill(parts, min(left, self._prompt_tokens(is_shared=is_shared)))
@@ -145,8 +148,12 @@ class StepPlanner:
         ]
 
     def _ready_suspects(self) -> list[ScheduledSequence]:
-        """Return the suspects, least recently computed first."""
-        found = [s for s in self._pool.suspects.values() if not s.is_paused]
+        """Return the suspects that run or may, least recently computed first."""
+        found = [
+            s
+            for s in self._pool.suspects.values()
+            if not s.is_paused and self._pool.may_run(s)
+        ]
         return sorted(found, key=lambda s: (s.last_step, s.number))
 
     def _admit_higher_priorities(self) -> None:
@@ -168,7 +175,7 @@ class StepPlanner:
         if sequence.number not in self._pool.running and not self._pool.admit(sequence):
             return False
         left = self._limits.max_num_batched_tokens - sum(part.count for part in parts)
-        count = self._chunk(sequence, left, is_alone=not parts)
+        count = self._chunk(sequence, left, parts)
         if not count or not self._pool.has_room(sequence, count):
             return False
         parts.append(self._take(sequence, count))
@@ -204,8 +211,12 @@ class StepPlanner:
         is_open = True
         had = {self._pool.known[part.key].share for part in parts}
         contenders = self._contenders(ready, is_open=is_open)
+        reached: set[int] = set()
         while contenders and not budget.is_spent:
             rank, share = heapq.heappop(contenders)
+            if share.priority not in reached:
+                reached.add(share.priority)
+                self._pool.shares.reach(share)
             head = self._next_of(share, ready, is_open=is_open)
             left = budget.left(share)
             if head is None or (not left and share in had):
@@ -261,10 +272,10 @@ class StepPlanner:
         if sequence.number in self._pool.running:
             ready[sequence.share].pop()
         else:
-            fits = self._chunk(sequence, rows, is_alone=not parts) > 0
+            fits = self._chunk(sequence, rows, parts) > 0
             if not fits or not self._pool.admit(sequence):
                 return False
-        count = self._chunk(sequence, rows, is_alone=not parts)
+        count = self._chunk(sequence, rows, parts)
         is_left = sequence.number in self._pool.running  # it was not preempted
         if is_left and count and self._pool.has_room(sequence, count):
             parts.append(part := self._take(sequence, count))
@@ -276,10 +287,13 @@ class StepPlanner:
     def _decode(self, parts: list[StepPart], budget: float) -> None:
         """Add the next token of each running sequence that is ready, up to a share."""
         # ``budget``: in rows without context.
+        late = self._steps.late()
         decoding = [
             s
             for s in self._pool.running.values()
-            if s.lacking <= 1 and not (s.is_paused or s.is_suspect or s.is_probe)
+            if s.lacking <= 1
+            and not (s.is_paused or s.is_suspect or s.is_probe)
+            and not (s.is_in_flight and s.key in late)
         ]
         if not decoding or budget <= 0:
             return
@@ -346,11 +360,11 @@ class StepPlanner:
             if running and sequence is running[-1]:
                 running.pop()  # it may have been preempted meanwhile
             else:
-                fits = self._chunk(sequence, budget, is_alone=not parts) > 0
+                fits = self._chunk(sequence, budget, parts) > 0
                 if not fits or not self._pool.admit(sequence):
                     is_open = False  # later ones would overtake it repeatedly
                     continue
-            count = self._chunk(sequence, budget, is_alone=not parts)
+            count = self._chunk(sequence, budget, parts)
             is_left = sequence.number in self._pool.running
             if is_left and count and self._pool.has_room(sequence, count):
                 parts.append(self._take(sequence, count))
@@ -359,11 +373,12 @@ class StepPlanner:
     # Parts of a step.
 
     def _chunk(
-        self, sequence: ScheduledSequence, budget: int, *, is_alone: bool
+        self, sequence: ScheduledSequence, budget: int, parts: list[StepPart]
     ) -> int:
         if self._limits.is_prefill_chunked:
             return min(sequence.lacking, budget)
-        fits = sequence.lacking <= budget or is_alone
+        # A prompt longer than the budget goes beside next tokens, but no other prompt.
+        fits = sequence.lacking <= budget or all(part.count == 1 for part in parts)
         return sequence.lacking if fits else 0
 
     def _take(self, sequence: ScheduledSequence, count: int) -> StepPart:
@@ -374,6 +389,8 @@ class StepPlanner:
         sequence.last_step = self._steps.last_number + 1
         self._pool.planned.add(sequence.key)
         cost = sequence.costs.of(begin, count, samples=samples)
+        if not self._pool.queue.has(sequence.share):  # all that it asked for runs
+            self._pool.shares.lift(sequence.share, self._steps.cost + STEP_ROWS)
         self._pool.shares.charge(sequence.share, count + cost)
         return StepPart(sequence.key, begin, count, samples)
 

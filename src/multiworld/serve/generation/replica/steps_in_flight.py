@@ -3,11 +3,13 @@
 A step may be split on its way, where its sequences use different replicas; the parts
 return one by one. Sequences of one route stay together: one that is missing when the
 others of its route return will not return at all. That, and a step of which nothing
-returns, indicates an undetected fault of a later stage.
+returns, indicates an undetected fault of a later stage. A step that takes several times
+as long as others do is *late*: the sequences of other routes do not wait for it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -22,12 +24,17 @@ GRACE_S = 1.0
 # what arrived, and one that is late all the time still judges.
 COUNTED_S = 2 * GRACE_S
 
+# A step is late after so many times the duration of the others, and so many seconds.
+LATE_FACTOR, LATE_S = 3.0, 0.1
+FORGET = 0.9  # of the longest duration, with each step
+
 
 @dataclass(slots=True)
 class _Step:
     waits_for: set[Key]
     samples: Collection[Key]
-    cost: float = 0.0
+    cost: float
+    began: float
     waited_s: float | None = None  # None: until the first check
 
 
@@ -38,26 +45,54 @@ class StepsInFlight:
         self.max_steps = max_steps
         self._steps: dict[int, _Step] = {}
         self._missing: dict[Key, float | None] = {}
-        self._checked_at = 0.0
+        self._checked_at = self._now = 0.0
+        self._late_after_s = math.inf  # until a step has returned
         self.last_number = 0
 
     def __len__(self) -> int:
         return len(self._steps)
+
+    def update(self, now: float) -> None:
+        self._now = now
+
+    def _is_late(self, step: _Step) -> bool:
+        return self._now >= step.began + self._late_after_s
+
+    def _punctual(self) -> list[_Step]:
+        return [step for step in self._steps.values() if not self._is_late(step)]
+
+    @property
+    def punctual(self) -> int:
+        """Number of steps that are not late."""
+        return len(self._punctual())
+
+    def late(self) -> set[Key]:
+        """Return the sequences in steps that are late."""
+        found: set[Key] = set()
+        return found.union(
+            *(s.waits_for for s in self._steps.values() if self._is_late(s))
+        )
+
+    @property
+    def next_late_at(self) -> float:
+        """Time at which the next step is late; infinite if none will be."""
+        first = min((step.began for step in self._punctual()), default=math.inf)
+        return first + self._late_after_s
 
     def __contains__(self, key: Key) -> bool:
         return any(key in step.waits_for for step in self._steps.values())
 
     @property
     def cost(self) -> float:
-        """Cost of all of them together, in rows."""
-        return sum(step.cost for step in self._steps.values())
+        """Cost of those that are not late together, in rows."""
+        return sum(step.cost for step in self._punctual())
 
     def begin(self, parts: Collection[StepPart], cost: float = 0.0) -> int:
         """Add a step that costs ``cost`` rows; return its number."""
         self.last_number += 1
         waits_for = {part.key for part in parts}
         samples = frozenset(part.key for part in parts if part.samples)
-        self._steps[self.last_number] = _Step(waits_for, samples, cost)
+        self._steps[self.last_number] = _Step(waits_for, samples, cost, self._now)
         for key in waits_for:
             self._missing.pop(key, None)
         return self.last_number
@@ -77,6 +112,18 @@ class StepsInFlight:
             step.waits_for.discard(key)
             if not step.waits_for:
                 del self._steps[number]
+
+    def took(self, number: int, now: float) -> None:
+        """Record that a step has returned, at least in part."""
+        step = self._steps.get(number)
+        if step is None:
+            return
+        late_after_s = LATE_FACTOR * (now - step.began)
+        if math.isfinite(self._late_after_s):
+            # One late step does not make all that follow punctual.
+            late_after_s = min(late_after_s, LATE_FACTOR * self._late_after_s)
+            late_after_s = max(late_after_s, FORGET * self._late_after_s)
+        self._late_after_s = max(LATE_S, late_after_s)
 
     def leave(self, key: Key) -> None:
         """Record that a sequence does not return in any step."""

@@ -31,6 +31,9 @@ class WaitingQueue:
     def shares(self) -> list[Share]:
         return [share for share in self._queues if share is not None]
 
+    def has(self, share: Share) -> bool:
+        return share in self._queues
+
     def head(
         self, share: Share, full: Collection[str] = ()
     ) -> ScheduledSequence | None:

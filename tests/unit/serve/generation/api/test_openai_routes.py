@@ -997,6 +997,18 @@ async def test_values_that_ask_for_nothing_are_taken(tokenizer: Tokenizer) -> No
     assert played.streams.sessions == ["chat 7"]
 
 
+async def test_stop_string_that_the_last_token_completes_is_the_reason(
+    tokenizer: Tokenizer,
+) -> None:
+    """The token was the last one allowed, and ends within a character."""
+    played = Played(tokenizer)
+    played.streams.text = list(tokenizer.encode("aé", has_special=False))[:-1]
+    asked = {"messages": PROMPT, "stop": ["\ufffd"]}
+    _, answer = await played.post(CHAT, asked)
+    (choice,) = answer["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("a", "stop")
+
+
 async def test_stop_string_ends_the_text_before_it(tokenizer: Tokenizer) -> None:
     """Also if it comes in several tokens, streamed or whole."""
     played = Played(tokenizer)

@@ -207,7 +207,7 @@ def test_kernel_that_does_not_run_is_replaced(
 
 def test_pages_grow_when_they_do_not_suffice() -> None:
     """What was written stays."""
-    paged = PagedKvCache(4, pages=1)
+    paged = PagedKvCache(4, tokens=1)
     attended(paged, [Rows("a", 0, 20)], 1)
     kept = paged.copied("a", 0, 20)
     attended(paged, [Rows("b", 0, 4000)], 2)

@@ -71,9 +71,9 @@ class Pipeline:
         assert len(alive) < limit.steps
         keys = [part.key for part in step.parts]
         assert len(set(keys)) == len(keys), "a sequence has one part at most"
-        count = sum(part.count for part in step.parts)
-        is_whole = not limit.is_prefill_chunked and len(step.parts) == 1
-        assert count <= limit.max_num_batched_tokens or is_whole
+        counts = [part.count for part in step.parts]
+        is_whole = not limit.is_prefill_chunked and sum(n > 1 for n in counts) == 1
+        assert sum(counts) <= limit.max_num_batched_tokens or is_whole
         assert len(self.scheduler.pool.running) <= limit.max_num_seqs
         assert 0 <= self.scheduler.pool.used_blocks <= limit.blocks
         for part in step.parts:
@@ -865,3 +865,99 @@ def test_rows_cost_more_with_context() -> None:
     assert rows_of(64, 0) == 64
     assert rows_of(1, 1024) > 2
     assert rows_of(64, 1024) < 64 * rows_of(1, 1024)
+
+
+@pytest.mark.parametrize("extra", [Share("light"), Share("low", priority=-1)])
+def test_newcomer_gets_half_beside_one_that_takes_less_than_its_share(
+    extra: Share,
+) -> None:
+    """Its counter is that of the tenant that is next, not of one that wants little."""
+    scheduler = Scheduler(limits(seqs=9, tokens=64, blocks=9000))
+    pipeline, wanted = Pipeline(scheduler), {}
+    flood, newcomer = Share("flood"), Share("newcomer")
+    served = dict.fromkeys((flood, newcomer, extra), 0)
+
+    def add(share: Share, prompt: int, tokens: int) -> None:
+        number = key(len(wanted))
+        wanted[number] = tokens
+        scheduler.add(ScheduledSequence(number, [1] * prompt, share))
+
+    def step(*busy: Share) -> None:
+        for share in busy:
+            waiting = [s for s in scheduler.pool.known.values() if s.share == share]
+            for _ in range(len(waiting), 12):
+                add(share, 100, 20)
+        planned = pipeline.plan()
+        assert planned is not None
+        for part in planned.parts:
+            served[scheduler.pool.known[part.key].share] += part.count
+        pipeline.finish_one(wanted)
+
+    add(extra, 10, 10_000)
+    for _ in range(500):
+        step(flood)
+    served.update(dict.fromkeys(served, 0))
+    for _ in range(200):
+        step(flood, newcomer)
+    assert 0.8 < served[flood] / served[newcomer] < 1.25
+
+
+def test_step_that_is_late_holds_up_no_other_sequences() -> None:
+    """A replica of its chain was stopped; the steps of others are as many as before."""
+    scheduler = Scheduler(limits(seqs=9, tokens=64, steps=1))
+    for number in range(4):
+        scheduler.add(ScheduledSequence(key(number), [1]))
+    first = scheduler.next_step(0.0)
+    assert first is not None
+    scheduler.sampled(first.number, [(key(n), 5) for n in range(4)], 0.05)
+    second = scheduler.next_step(0.05)
+    assert second is not None
+    scheduler.sampled(second.number, [(key(n), 5) for n in range(3)], 0.1)
+    assert scheduler.next_step(0.1) is None
+    assert scheduler.wakes_at == pytest.approx(0.2)
+    now = 0.21
+    for _ in range(3):
+        step = scheduler.next_step(now)
+        assert step is not None
+        assert [part.key for part in step.parts] == [key(n) for n in range(3)]
+        assert scheduler.next_step(now) is None
+        now += 0.05
+        scheduler.sampled(step.number, [(key(n), 5) for n in range(3)], now)
+    scheduler.sampled(second.number, [(key(3), 5)], now)
+    step = scheduler.next_step(now)
+    assert step is not None
+    assert {part.key for part in step.parts} == {key(n) for n in range(4)}
+    assert scheduler.wakes_at > now + 0.1
+
+
+def test_replica_without_memory_is_tried_again_when_its_pause_ends() -> None:
+    """Whatever else happens or does not."""
+    scheduler = Scheduler(limits())
+    assert scheduler.wakes_at == float("inf")
+    scheduler.evict(key(1), "back", 5.0)
+    assert scheduler.wakes_at == pytest.approx(5.1)
+
+
+def test_whole_prompt_longer_than_a_step_is_computed_beside_others() -> None:
+    """Else sequences that run, one after the other, would keep it out for ever."""
+    scheduler = Scheduler(limits(tokens=8, chunked=False))
+    scheduler.add(ScheduledSequence(key(1), [1]))
+    first = scheduler.next_step()
+    assert first is not None
+    scheduler.sampled(first.number, [(key(1), 5)])
+    scheduler.add(ScheduledSequence(key(2), [1] * 20))
+    scheduler.add(ScheduledSequence(key(3), [1] * 3))
+    second = scheduler.next_step()
+    assert second is not None
+    assert [(p.key, p.count) for p in second.parts] == [(key(1), 1), (key(2), 20)]
+
+
+def test_suspect_that_finds_no_room_holds_up_nobody() -> None:
+    """The steps of the others need not end for it."""
+    scheduler = Scheduler(limits(seqs=2, steps=2, tokens=64))
+    pipeline = Pipeline(scheduler)
+    for number in range(2):
+        scheduler.add(ScheduledSequence(key(number), [1] * 40))
+    assert pipeline.plan() is not None
+    scheduler.add(ScheduledSequence(key(2), [1], is_suspect=True))
+    assert pipeline.plan() is not None
