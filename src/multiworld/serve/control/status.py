@@ -89,15 +89,15 @@ def _failing(fleet: Reconciler, now: float) -> Iterator[answers.FailingStage]:
     for name, model in fleet.desired.models.items():
         for stage in range(len(model.replicas)):
             post = name, model.version, stage
-            failures = fleet.backoff.failures(post)
-            if failures and not _has_ready(fleet, *post):
+            crashes = fleet.backoff.of(post)
+            if crashes.failures and not _has_ready(fleet, *post):
                 yield answers.FailingStage(
                     model=name,
                     version=model.version,
                     stage=stage,
-                    failures=failures,
-                    cause=fleet.backoff.cause(post),
-                    next_in_s=max(0.0, fleet.backoff.not_before(post) - now),
+                    failures=crashes.failures,
+                    cause=crashes.cause,
+                    next_in_s=max(0.0, crashes.not_before - now),
                 )
 
 
@@ -119,7 +119,7 @@ def _shown(process: Process, sources: StatusSources) -> answers.ProcessShown:
         booked_cpus=need.cpus,
         booked_memory_bytes=need.memory_bytes,
         gpus=() if booking is None else booking.spot.gpus,
-        crashes=sources.fleet.backoff.failures(post),
+        crashes=sources.fleet.backoff.of(post).failures,
         log=str(sources.log_of(name)),
         restarts=sources.fleet.losses[post],
     )

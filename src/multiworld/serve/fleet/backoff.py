@@ -23,22 +23,27 @@ STABLE_S = 10.0  # of readiness; a crash after that is no longer part of a loop
 
 
 @dataclass(slots=True)
-class _Count:
+class Crashes:
+    """The latest consecutive crashes of the processes with one key."""
+
     failures: int = 0
-    not_before: float = 0.0
+    not_before: float = 0.0  # monotonic time of the next replacement, at the earliest
     cause: str = ""
-    same: int = 0
+    same: int = 0  # of the latest, with the same cause
 
 
 class CrashBackoff:
     def __init__(self) -> None:
-        self._counts: dict[Hashable, _Count] = {}
+        self._counts: dict[Hashable, Crashes] = {}
+
+    def of(self, key: Hashable) -> Crashes:
+        return self._counts.get(key) or Crashes()
 
     def record_failure(
         self, key: Hashable, ready_s: float | None, now: float, cause: str = ""
     ) -> float:
         """Record a crash after ``ready_s`` (None: never ready); return the backoff."""
-        count = self._counts.setdefault(key, _Count())
+        count = self._counts.setdefault(key, Crashes())
         is_same = ready_s is None and cause == count.cause
         count.same = count.same + 1 if is_same else 1
         count.cause = cause
@@ -57,21 +62,3 @@ class CrashBackoff:
 
     def forget(self, key: Hashable) -> None:
         self._counts.pop(key, None)
-
-    def failures(self, key: Hashable) -> int:
-        count = self._counts.get(key)
-        return 0 if count is None else count.failures
-
-    def cause(self, key: Hashable) -> str:
-        count = self._counts.get(key)
-        return "" if count is None else count.cause
-
-    def equal_failures(self, key: Hashable) -> int:
-        """Return how many of the latest consecutive failures had the same cause."""
-        count = self._counts.get(key)
-        return 0 if count is None else count.same
-
-    def not_before(self, key: Hashable) -> float:
-        """Return the earliest (monotonic) time of a replacement."""
-        count = self._counts.get(key)
-        return 0.0 if count is None else count.not_before

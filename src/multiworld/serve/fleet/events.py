@@ -57,7 +57,6 @@ class ProcessGone:
 
     name: str
     why: str
-    is_clean: bool = False
     cause: str = ""  # its own words about a crash; equal crashes have equal causes
 
 

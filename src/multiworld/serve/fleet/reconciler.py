@@ -222,7 +222,7 @@ class Reconciler:
             if other.probe.gateway == process.name:
                 other.probe.gateway = ""
         yield Kill(event.name)
-        if process.is_going or event.is_clean:
+        if process.is_going:
             yield LogEvent("left", f"{event.name}: {event.why}", event.name)
             return
         ready_s = now - process.since if process.phase is ProcessPhase.READY else None
@@ -234,7 +234,7 @@ class Reconciler:
         if pause_s:
             text += f"; its replacement starts in {pause_s:.1f} s"
         yield LogEvent("lost", text, event.name)
-        failures = self.backoff.equal_failures(key)
+        failures = self.backoff.of(key).same
         is_first = ready_s is None and key not in self.start_s
         is_first = is_first and not process.is_gateway and key[0] not in self._updates
         if is_first and failures == FIRST_START_FAILURES:
@@ -258,26 +258,22 @@ class Reconciler:
 
     def _check_deadlines(self, now: float) -> Iterator[Action]:
         for process in list(self.processes.values()):
-            late_s = now - process.since
-            if process.is_going and late_s > self.drain_s:
-                yield from self._gone(
-                    events.ProcessGone(
-                        process.name, f"not drained within {self.drain_s:g} s"
-                    ),
-                    now,
-                )
-            start_s = self._start_s_of(process.model, process.version)
-            if process.is_starting and late_s > start_s:
-                why = f"not ready within {start_s:g} s"
-                yield from self._gone(events.ProcessGone(process.name, why), now)
-            was_adopted = process.phase is ProcessPhase.READY and not process.is_joined
-            if was_adopted and late_s > self.ready_s:
-                why = f"adopted, but did not join within {self.ready_s:g} s"
+            if process.is_going:
+                limit_s, why = self.drain_s, "not drained"
+            elif process.is_starting:
+                limit_s = self._start_s_of(process.model, process.version)
+                why = "not ready"
+            elif not process.is_joined:
+                limit_s, why = self.ready_s, "adopted, but did not join"
+            else:
+                continue
+            if now - process.since > limit_s:
+                why = f"{why} within {limit_s:g} s"
                 yield from self._gone(events.ProcessGone(process.name, why), now)
         for name, (_, began) in list(self._updates.items()):
             model = self.desired.models[name]
             failures = max(
-                self.backoff.failures((name, model.version, stage))
+                self.backoff.of((name, model.version, stage)).failures
                 for stage in range(len(model.replicas))
             )
             start_s = self._start_s_of(name, model.version)
@@ -326,7 +322,7 @@ class Reconciler:
         text = f"{name}: version {version} is not ready; {old.version} stays active"
         for stage in range(len(self._versions[name, version].replicas)):
             key = name, version, stage
-            if cause := self.backoff.cause(key) or self.unplaced.get(key, ""):
+            if cause := self.backoff.of(key).cause or self.unplaced.get(key, ""):
                 text += f"; stage {stage}: {cause}"
         yield LogEvent("rolled back", text)
         for process in list(self.processes.values()):
@@ -384,7 +380,9 @@ class Reconciler:
             lost = self._lost[key] = min(self._lost.get(key, 0), missing)
             if not missing and all(p.phase is not ProcessPhase.LAUNCHING for p in kept):
                 self.unplaced.pop(key, None)
-            not_before = max(self.backoff.not_before(key), self._retry_at.get(key, 0.0))
+            not_before = max(
+                self.backoff.of(key).not_before, self._retry_at.get(key, 0.0)
+            )
             if missing and now >= not_before:
                 shortages.append(Shortage(key, count, missing, lost))
         starting = sum(

@@ -93,7 +93,7 @@ class Service:
                 return [Probed(name)] if self.answers_probes else []
             case Finish(name):
                 self.order.append(name)
-                return [ProcessGone(name, "done", is_clean=True)]
+                return [ProcessGone(name, "done")]
             case Announce(table):
                 return [Applied(name, table.number) for name in sorted(self.alive)]
             case LogEvent():
@@ -133,7 +133,7 @@ def test_unplaced_replica_waits_and_is_reported_once() -> None:
     assert service.fleet.unplaced == {("m", "1", 1): "no machine has 2 cpus"}
     service.tick(10.0)
     assert service.kinds().count("unplaced") == 1
-    assert service.fleet.backoff.failures(("m", "1", 1)) == 0
+    assert service.fleet.backoff.of(("m", "1", 1)).failures == 0
     service.room = 1
     service.handle(CapacityChanged(64))
     assert service.ready() == [1, 3, 1]
