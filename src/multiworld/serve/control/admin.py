@@ -55,16 +55,16 @@ class Chaos(_AdminRequest):
     seconds: float = Field(default=5.0, gt=0, le=3600)
 
 
-async def _unless(ended: asyncio.Event, call: Awaitable[None]) -> None:
-    """Await ``call``; raise ``ServeError`` once the service ends."""
+async def is_done_before(ended: asyncio.Event, call: Awaitable[None]) -> bool:
+    """Await ``call``; return False if the service ends first."""
     work = asyncio.ensure_future(call)
     ending = asyncio.ensure_future(ended.wait())
     either: set[asyncio.Future[Any]] = {work, ending}
     try:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise ServeError("the service ends; the update was not applied")
-        work.result()
+        if work.done():
+            work.result()
+        return work.done()
     finally:
         ending.cancel()
         work.cancel()
@@ -131,7 +131,8 @@ def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) 
     async def update(asked: Update) -> Response:
         async with updating:  # in the order in which they were asked for
             spec = await asyncio.to_thread(parse_spec, asked.text, asked.where)
-            await _unless(ended, in_thread(partial(fetch, spec)))
+            if not await is_done_before(ended, in_thread(partial(fetch, spec))):
+                raise ServeError("the service ends; the update was not applied")
             since = operations.update(spec)
         await controller.confirmed()
         desired = controller.fleet.desired.models

@@ -353,20 +353,12 @@ class Controller:
     # Status.
 
     def status(self) -> StatusAnswer:
+        troubles = self._launcher.trouble(), self.store_trouble, self._record.trouble
         sources = status.StatusSources(
             app=self.app,
             url=self.url,
             store=self.store.address,
-            trouble="; ".join(
-                filter(
-                    None,
-                    (
-                        self._launcher.trouble(),
-                        self.store_trouble,
-                        self._record.trouble,
-                    ),
-                )
-            ),
+            trouble="; ".join(filter(None, troubles)),
             operations=self.history.operations(OPERATIONS_SHOWN),
             dtypes=self.dtypes,
             fleet=self.fleet,
@@ -469,7 +461,7 @@ class Controller:
             self.processes.add(running)
             self._save()
         else:
-            self.processes.kill(running)
+            self._launcher.kill(running)  # its exit releases its booking
 
     def _book(self, name: str, post: tuple[str, str, int], need: Need) -> Location:
         if trouble := self._launcher.trouble():
@@ -599,7 +591,8 @@ class Controller:
             fleet,
             self.store,
             self.port,
-            status.records_of(fleet, self.processes.running, self.bookings),
+            self.processes.running,
+            self.bookings.ledger,
         )
         self._record.keep(record)
 

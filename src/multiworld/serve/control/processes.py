@@ -109,10 +109,6 @@ class Processes:
         if name in self.running:
             self._launcher.kill(self.running[name], number)
 
-    def kill(self, running: RunningProcess) -> None:
-        """Kill a process that is no longer desired; its exit releases its booking."""
-        self._launcher.kill(running)
-
     def forget(self, name: str) -> None:
         """Remove a process, and kill it if it runs."""
         running = self.running.pop(name, None)

@@ -19,7 +19,7 @@ from multiworld.config import MIB
 from multiworld.errors import ServeError, SpecError
 from multiworld.net.rare_log import RareLog
 from multiworld.net.security import Security
-from multiworld.serve.control.admin import make_admin
+from multiworld.serve.control.admin import is_done_before, make_admin
 from multiworld.serve.control.controller import Controller
 from multiworld.serve.control.startup import Startup, process_began
 from multiworld.serve.control.store_process import (
@@ -58,6 +58,9 @@ PRELOAD = [
 
 OnProgress = Callable[[str], object]  # one line, for people
 OnUp = Callable[[Controller, Startup], None]  # of a service that is ready
+
+# Kinds of events that are told while a service starts.
+PROGRESS = ("ready", "lost", "unplaced", "probe failed", "adopted")
 
 logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
@@ -197,20 +200,14 @@ class Preload(NamedTuple):
     waiting: WaitingServer | None
 
 
-class Progress:
-    KINDS = ("ready", "lost", "unplaced", "probe failed", "adopted")
-
-    def __init__(self, fleet: Reconciler, on_progress: OnProgress) -> None:
-        self._fleet, self._on_progress = fleet, on_progress
-
-    def happened(self, entry: HistoryEntry) -> None:
-        if entry.kind not in self.KINDS:
-            return
-        processes = self._fleet.processes.values()
-        ready = sum(p.phase is ProcessPhase.READY for p in processes)
-        said = entry.text if entry.kind == "ready" else f"{entry.kind}: {entry.text}"
-        count = f"{ready} of {len(processes)} processes are ready"
-        self._on_progress(f"{count}: {said}")
+def _say_progress(
+    fleet: Reconciler, on_progress: OnProgress, entry: HistoryEntry
+) -> None:
+    if entry.kind not in PROGRESS:
+        return
+    ready = sum(p.phase is ProcessPhase.READY for p in fleet.processes.values())
+    said = entry.text if entry.kind == "ready" else f"{entry.kind}: {entry.text}"
+    on_progress(f"{ready} of {len(fleet.processes)} processes are ready: {said}")
 
 
 def _say_up(startup: Startup, on_up: OnUp, controller: Controller) -> None:
@@ -248,8 +245,8 @@ async def _control(
             folder, app, manager, launcher, store, port, old, ended=before.ended
         )
         holder.append(controller)
-        progress = Progress(controller.fleet, on_progress)
-        controller.history.on_event = progress.happened
+        say = partial(_say_progress, controller.fleet, on_progress)
+        controller.history.on_event = say
         admin = _admin(controller, folder, ended)
         serving = loop.create_task(admin.serve())
         minding = loop.create_task(_mind_store(controller, folder, env, security))
@@ -318,37 +315,20 @@ async def _is_prepared(
             await controller.await_machines()  # a wider dtype takes more memory
             await controller.plan_first()
 
-    loop = asyncio.get_running_loop()
-    made, end = loop.create_task(prepare()), loop.create_task(ended.wait())
-    try:
-        await asyncio.wait({made, end}, return_when=asyncio.FIRST_COMPLETED)
-        if made.done():
-            made.result()
-        return made.done()
-    finally:
-        made.cancel()
-        end.cancel()
+    return await is_done_before(ended, prepare())
 
 
 async def _until_ended(
     controller: Controller, ended: asyncio.Event, on_up: Callable[[Controller], None]
 ) -> None:
-    loop = asyncio.get_running_loop()
-    up = loop.create_task(controller.wait_ready())
-    end = loop.create_task(ended.wait())
     try:
-        await asyncio.wait({up, end}, return_when=asyncio.FIRST_COMPLETED)
-        if up.done():
-            try:
-                up.result()
-            except ServeError:
-                await controller.shutdown()
-                raise
-            on_up(controller)
-        await end
-    finally:
-        up.cancel()
-        end.cancel()
+        is_up = await is_done_before(ended, controller.wait_ready())
+    except ServeError:
+        await controller.shutdown()
+        raise
+    if is_up:
+        on_up(controller)
+    await ended.wait()
 
 
 async def _launcher(

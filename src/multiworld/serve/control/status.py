@@ -21,7 +21,7 @@ from multiworld.serve.fleet.state import Process, ProcessPhase
 from multiworld.serve.launchers.base import RunningProcess
 from multiworld.serve.placement.replica_bookings import ReplicaBookings, Specs
 from multiworld.serve.resources.amounts import Need
-from multiworld.serve.resources.bookings import Bookings
+from multiworld.serve.resources.bookings import Booking, Bookings
 from multiworld.serve.spec.schema import AppSpec, GatewaySpec
 from multiworld.serve.transport.control_messages import ModelsChanged, Reports
 
@@ -181,7 +181,8 @@ def record_of(
     fleet: Reconciler,
     store: StoreRecord,
     port: int,
-    processes: list[ProcessRecord],
+    running: Mapping[str, RunningProcess],
+    bookings: Bookings,
 ) -> Record:
     return Record(
         app=app,
@@ -198,33 +199,29 @@ def record_of(
             name: {v: list(n) for (m, v), n in fleet.sizes.items() if m == name}
             for name, _ in fleet.sizes
         },
-        processes=processes,
+        processes=[
+            _recorded(process, running[name], bookings.bookings.get(name))
+            for name, process in fleet.processes.items()
+            if name in running
+        ],
     )
 
 
-def records_of(
-    fleet: Reconciler, running: Mapping[str, RunningProcess], bookings: ReplicaBookings
-) -> list[ProcessRecord]:
-    found = []
-    for p in fleet.processes.values():
-        if p.name not in running:
-            continue
-        booking = bookings.ledger.bookings.get(p.name)
-        found.append(
-            ProcessRecord(
-                name=p.name,
-                model=p.model,
-                version=p.version,
-                stage=p.stage,
-                phase=p.phase.value,
-                pid=running[p.name].pid,
-                began=running[p.name].began,
-                node="" if booking is None else booking.spot.node,
-                gpus=() if booking is None else booking.spot.gpus,
-                is_drain_requested=p.is_drain_requested,
-            )
-        )
-    return found
+def _recorded(
+    process: Process, running: RunningProcess, booking: Booking | None
+) -> ProcessRecord:
+    return ProcessRecord(
+        name=process.name,
+        model=process.model,
+        version=process.version,
+        stage=process.stage,
+        phase=process.phase.value,
+        pid=running.pid,
+        began=running.began,
+        node="" if booking is None else booking.spot.node,
+        gpus=() if booking is None else booking.spot.gpus,
+        is_drain_requested=process.is_drain_requested,
+    )
 
 
 def url_of(gateway: GatewaySpec, port: int) -> str:

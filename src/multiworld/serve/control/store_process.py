@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-from pathlib import Path
 
 from multiworld.errors import (
     LaunchError,
@@ -19,6 +18,7 @@ from multiworld.errors import (
 from multiworld.net.security import Security
 from multiworld.rendezvous.store_address import parse_store
 from multiworld.rendezvous.store_session import check_store
+from multiworld.serve.control.status import last_words
 from multiworld.serve.fleet.record import StateFolder, StoreRecord
 from multiworld.serve.launchers.base import began_at
 
@@ -64,7 +64,7 @@ async def start_store(
     if not line:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        raise LaunchError(f"the store did not start: {_tail(log)}")
+        raise LaunchError(f"the store did not start: {last_words(log) or f'see {log}'}")
     address = json.loads(line)["store"]
     return StoreRecord(
         address=address, pid=process.pid, began=began_at(process.pid) or 0
@@ -111,8 +111,3 @@ async def end_store(store: StoreRecord) -> None:
         if began_at(store.pid) != store.began:
             return
         await asyncio.sleep(LOOK_S)
-
-
-def _tail(path: Path) -> str:
-    lines = path.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else f"see {path}"
