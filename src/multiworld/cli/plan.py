@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -20,7 +20,7 @@ from rich.table import Table
 
 from multiworld.cli.options import JSON, SPEC, FiniteRange, new_table, print_table
 from multiworld.errors import PlacementError
-from multiworld.serve.control.dtypes import resolve
+from multiworld.serve.control.dtypes import Resolved, resolve
 from multiworld.serve.control.service import measured_machine_of
 from multiworld.serve.fleet.desired_state import bounds_of, desired_state_of
 from multiworld.serve.models.factory import build_model, stage_name
@@ -42,6 +42,7 @@ from multiworld.serve.scaling.scaling_plans import ScalingPlan, plans_of
 from multiworld.serve.simulation.model_builder import costs_of, pipeline_of
 from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
+from multiworld.serve.spec.stage import Model
 
 SHOWN = 6  # maximum number of scaling plans of a model; --json prints all
 
@@ -98,15 +99,6 @@ class PlanShown(msgspec.Struct, frozen=True):
     dtypes: dict[str, str] = {}
 
 
-class Outlook(msgspec.Struct, frozen=True):
-    """The planned placement, and the load that it would carry."""
-
-    stages: list[StageOutlook]
-    models: list[PlannedModel]
-    solver: str
-    gap: float | None
-
-
 def read_nodes(path: Path) -> list[Node]:
     """Return the machines in a file that ``multiworld nodes --json`` has printed."""
     # Free resources are ignored, because a plan is for empty machines.
@@ -121,19 +113,22 @@ def read_nodes(path: Path) -> list[Node]:
         ) from error
 
 
-def _rows(app: AppSpec) -> list[PlannedStage]:
+def _rows(
+    app: AppSpec, built: Mapping[str, Model], stages: Iterable[StageOutlook]
+) -> list[PlannedStage]:
+    placed = {(stage.model, stage.stage): stage for stage in stages}
     rows = []
     for name, spec in app.models.items():
-        model = build_model(spec)
         for number, stage in enumerate(spec.stages):
             low, high = bounds_of(spec, number)
+            found = placed[name, number]
             rows.append(
                 PlannedStage(
                     model=name,
                     version=spec.version,
                     stage=number,
-                    name=stage_name(spec, model, number),
-                    replicas=stage.initial_count,
+                    name=stage_name(spec, built[name], number),
+                    replicas=sum(found.where.values()) or stage.initial_count,
                     min_replicas=low,
                     max_replicas=high,
                     max_batch_size=stage.max_batch_size,
@@ -143,12 +138,17 @@ def _rows(app: AppSpec) -> list[PlannedStage]:
                     threads=stage.threads,
                     cpus=stage.cpus,
                     memory_mb=stage.memory_mb,
+                    where=found.where,
+                    busy=found.busy,
                 )
             )
     return rows
 
 
-def _placed(app: AppSpec, machines: Sequence[Node], limit_s: float) -> Outlook:
+def _placed(
+    app: AppSpec, machines: Sequence[Node], limit_s: float
+) -> tuple[Placement, list[StageOutlook], list[PlannedModel]]:
+    """Return the planned placement, and the load that it would carry."""
     from multiworld.serve.placement.solver import place
 
     problem = problem_of(machines, asks_in(app.models))
@@ -173,7 +173,6 @@ def _placed(app: AppSpec, machines: Sequence[Node], limit_s: float) -> Outlook:
                 short=found.unplaced[need.name] if need.name in lacking else "",
             )
         )
-    gap = None if found.gap == float("inf") else found.gap
     apart = [name for name in app.models if name not in found.served]
     # The solvers do not know cores and memory beside GPUs, nor a GPU's number.
     is_open = apart or not lacking
@@ -198,7 +197,7 @@ def _placed(app: AppSpec, machines: Sequence[Node], limit_s: float) -> Outlook:
             PlannedModel(name, app.models[name].demand, None, None, None, short)
             for name in apart
         ]
-    return Outlook(stages, models, found.solver, gap)
+    return found, stages, models
 
 
 Spread = dict[tuple[str, int], Counter[str]]  # replicas of each stage, by location
@@ -243,23 +242,11 @@ def _in_words(spot: Location) -> str:
     return f"{spot.node}/gpu{gpus}" if gpus else device_name(spot.node, None)
 
 
-def _placed_stage(row: PlannedStage, found: Outlook) -> PlannedStage:
-    for stage in found.stages:
-        if (stage.model, stage.stage) == (row.model, row.stage):
-            replicas = sum(stage.where.values()) or row.replicas
-            return msgspec.structs.replace(
-                row, where=stage.where, busy=stage.busy, replicas=replicas
-            )
-    return row
-
-
-def _plan(
-    app: AppSpec,
-    rows: list[PlannedStage],
-    machines: Sequence[Node],
-    found: Outlook,
-) -> PlanShown:
-    gateway = app.gateway
+def _planned(resolved: Resolved, machines: Sequence[Node], limit_s: float) -> PlanShown:
+    app, gateway = resolved.app, resolved.app.gateway
+    built = {name: build_model(spec) for name, spec in app.models.items()}
+    found, stages, models = _placed(app, machines, limit_s)
+    rows = _rows(app, built, stages)
     workers = sum(row.replicas * row.ranks for row in rows)
     return PlanShown(
         app=app.app,
@@ -269,13 +256,14 @@ def _plan(
         scaling_plans={
             name: _scaling_plans(name, spec) for name, spec in app.models.items()
         },
-        notes={name: list(build_model(m).notes) for name, m in app.models.items()},
-        models=found.models,
+        notes={name: list(model.notes) for name, model in built.items()},
+        models=models,
         solver=found.solver,
-        gap=found.gap,
+        gap=None if found.gap == float("inf") else found.gap,
         gateways=gateway.replicas,
         listens=f"{gateway.host}:{gateway.port or '(a free port)'}",
         processes=workers + gateway.replicas + 3,
+        dtypes=resolved.why,
     )
 
 
@@ -283,7 +271,7 @@ def _plan(
 UNTRIED = "text generation on GPUs is slow, and little tried; see the documentation"
 
 
-def _show(app: AppSpec, plan: PlanShown, found: Outlook) -> None:
+def _show(app: AppSpec, plan: PlanShown) -> None:
     print_table(_table(plan))
     console = Console()
     console.print(
@@ -304,9 +292,9 @@ def _show(app: AppSpec, plan: PlanShown, found: Outlook) -> None:
     for name, scaling_plans in plan.scaling_plans.items():
         if scaling_plans:
             console.print(_scaled(name, scaling_plans), soft_wrap=True, markup=False)
-    for model in found.models:
+    for model in plan.models:
         console.print(_expected(app, model), soft_wrap=True)
-    console.print(f"placed by {found.solver}, {_quality(found.gap)}")
+    console.print(f"placed by {plan.solver}, {_quality(plan.gap)}")
 
 
 def _quality(gap: float | None) -> str:
@@ -417,13 +405,9 @@ def plan(spec: Path, nodes: Path | None, limit: float, as_json: bool) -> None:
     app = load_spec(spec)
     machines = [measured_machine_of(app)] if nodes is None else read_nodes(nodes)
     resolved = resolve(app, machines, {})
-    app = resolved.app
-    rows = _rows(app)
-    found = _placed(app, machines, limit)
-    planned = _plan(app, [_placed_stage(row, found) for row in rows], machines, found)
-    planned = msgspec.structs.replace(planned, dtypes=resolved.why)
+    planned = _planned(resolved, machines, limit)
     if as_json:
         click.echo(json.dumps(msgspec.to_builtins(planned), indent=2))
     else:
-        _show(app, planned, found)
+        _show(resolved.app, planned)
     sys.exit(1 if any(model.short for model in planned.models) else 0)
