@@ -99,13 +99,11 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             # ``head_s``: from the start of a connection, or the first byte of a later
             # request, until its headers are complete; then 408. Beyond
             # ``max_connections``: 503.
-            self._timer: asyncio.TimerHandle | None = None
-            self._late_timer: asyncio.TimerHandle | None = None
+            self._timers: dict[str, asyncio.TimerHandle] = {}  # head, late, stall
             self._has_progress = False
             self._unused_bytes = 0
             self._head_bytes = 0
             self._credentials: set[bytes] = set()
-            self._stall_timer: asyncio.TimerHandle | None = None
             self._connection = Connection()
             self._cycles: list[RequestResponseCycle] = []  # requests without an end
             self._refusal = b""  # is sent once these have been answered
@@ -124,9 +122,8 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
                 self._start_timer()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_timer()
-            self._stop_late_timer()
-            self._stop_stall_timer()
+            for name in list(self._timers):
+                self._stop_timer(name)
             super().connection_lost(exc)
             for cycle in self._cycles:  # uvicorn tells the latest one only
                 if not cycle.response_complete:
@@ -136,13 +133,11 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self._stop_stall_timer()
-            self._stall_timer = self.loop.call_later(
-                STALL_S, self._close_stalled, self._unsent_bytes()
-            )
+            self._stop_timer("stall")
+            self._start_stall_timer()
 
         def resume_writing(self) -> None:
-            self._stop_stall_timer()
+            self._stop_timer("stall")
             super().resume_writing()
 
         def on_message_begin(self) -> None:
@@ -150,7 +145,7 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             self._scope()[CONNECTION] = self._connection
             self._head_bytes = 0
             self._credentials.clear()
-            if self._timer is None:
+            if "head" not in self._timers:
                 self._start_timer()
 
         def on_url(self, url: bytes) -> None:
@@ -170,7 +165,7 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             self._has_progress = True
             if self.parser.should_upgrade():
                 return  # they come again
-            self._stop_timer()
+            self._stop_timer("head")
             if len(self._cycles) >= PIPELINED:
                 self.transport.close()
             if not self._refusal and not self.transport.is_closing():
@@ -228,7 +223,7 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             if self._refusal or self.parser.should_upgrade():
                 return
             self._has_progress = True
-            self._stop_late_timer()
+            self._stop_timer("late")
             self._scope()[IS_COMPLETE] = True
             super().on_message_complete()
             if self.cycle is not None:  # uvicorn leaves it if the answer was earlier
@@ -258,21 +253,19 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             if self._unsent_bytes() >= unsent:
                 self.transport.abort()
                 return
-            self._stall_timer = self.loop.call_later(
+            self._start_stall_timer()
+
+        def _start_stall_timer(self) -> None:
+            self._timers["stall"] = self.loop.call_later(
                 STALL_S, self._close_stalled, self._unsent_bytes()
             )
-
-        def _stop_stall_timer(self) -> None:
-            if self._stall_timer is not None:
-                self._stall_timer.cancel()
-                self._stall_timer = None
 
         def _count_unused(self, size: int) -> None:
             """Limit what the parser buffers: headers, trailers, chunk extensions."""
             self._unused_bytes = 0 if self._has_progress else self._unused_bytes + size
             if self._unused_bytes <= HEAD_BYTES or self.transport.is_closing():
                 return
-            if self._timer is None:  # trailers: an answer may have started
+            if "head" not in self._timers:  # trailers: an answer may have started
                 self.transport.close()
                 return
             self._refuse(*TOO_LONG)
@@ -281,8 +274,9 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             """Limit the time for the rest of a body whose answer is complete."""
             cycle = self.cycle
             is_late = cycle is not None and cycle.response_complete and cycle.more_body
-            if is_late and self._late_timer is None:
-                self._late_timer = self.loop.call_later(head_s, self.transport.close)
+            if is_late and "late" not in self._timers:
+                close = self.transport.close
+                self._timers["late"] = self.loop.call_later(head_s, close)
 
         def _limit_idle(self) -> None:
             """Limit the time after an empty line, which is of no request."""
@@ -290,32 +284,26 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             is_between = cycle is None or (
                 cycle.response_complete and not cycle.more_body
             )
-            has_timer = self._timer or self.timeout_keep_alive_task
+            has_timer = "head" in self._timers or self.timeout_keep_alive_task
             if is_between and not has_timer and not self.transport.is_closing():
                 self._start_timer()
 
-        def _stop_late_timer(self) -> None:
-            if self._late_timer is not None:
-                self._late_timer.cancel()
-                self._late_timer = None
-
         def _start_timer(self) -> None:
             text = f"headers took longer than {head_s:g} s; send them faster"
-            self._timer = self.loop.call_later(
+            self._timers["head"] = self.loop.call_later(
                 head_s, self._refuse, "408 Request Timeout", text
             )
 
-        def _stop_timer(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+        def _stop_timer(self, name: str) -> None:
+            if (timer := self._timers.pop(name, None)) is not None:
+                timer.cancel()
 
         def send_400_response(self, msg: str) -> None:
             self._refuse("400 Bad Request", msg)
 
         def _refuse(self, status: str, text: str) -> None:
             """Refuse a request and close, after the answers to those before it."""
-            self._stop_timer()
+            self._stop_timer("head")
             if self._refusal:
                 return
             body = f'{{"error": "{text}"}}'
