@@ -171,16 +171,14 @@ class Authenticator:
 
     def needs_digest(self, tenant: Tenant, model_version: ModelVersion) -> bool:
         """Return whether a tenant's requests need ``check_poison``."""
-        model_key = f"{model_version[0]} {model_version[1]}"
-        return self.quarantine.has_records(tenant.name, model_key)
+        return self.quarantine.has_records(tenant.name, model_version)
 
     def check_poison(
         self, admitted: AdmittedRequest, model_version: ModelVersion, digest: str
     ) -> None:
         """Refuse poison requests, and all requests of a quarantined tenant."""
         tenant, now = admitted.tenant, self.clock()
-        model_key = f"{model_version[0]} {model_version[1]}"
-        quarantine_s = self.quarantine.remaining_s(tenant.name, model_key, now)
+        quarantine_s = self.quarantine.remaining_s(tenant.name, model_version, now)
         if quarantine_s:
             self._count_refusal_once(admitted, "quarantined")
             raise errors.QuarantinedError(
@@ -189,7 +187,7 @@ class Authenticator:
                 "s, without those",
                 retry_after_s=quarantine_s,
             )
-        if self.quarantine.is_poison(tenant.name, model_key, digest, now):
+        if self.quarantine.is_poison(tenant.name, model_version, digest, now):
             self._count_refusal_once(admitted, "poisonous")
             raise errors.RequestPoisonedError(
                 f"this request to model {model_version[0]!r} is a poison request: it "
@@ -200,8 +198,7 @@ class Authenticator:
         self, tenant: str, model_version: ModelVersion, digest: str
     ) -> float:
         """Record a poison request; return the seconds of the quarantine, or 0."""
-        model_key = f"{model_version[0]} {model_version[1]}"
-        return self.quarantine.add(tenant, model_key, digest, self.clock())
+        return self.quarantine.add(tenant, model_version, digest, self.clock())
 
 
 def digest_of(tensors: Tensors) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import hmac
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -51,9 +51,6 @@ class Tenant:
             pattern == "*" or fnmatch.fnmatchcase(model, pattern)
             for pattern in self.models
         )
-
-    def with_key(self, key: Key) -> Tenant:
-        return replace(self, keys=(*self.keys, key))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -10,6 +10,7 @@ affected.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 POISON_S = 3600.0  # for which a poison request is refused
@@ -19,7 +20,7 @@ POISON_LIMIT, WINDOW_S = 3, 300.0  # this many poison requests within this time
 # Seconds of a tenant's first quarantine, and of the longest; each doubles the last.
 FIRST_QUARANTINE_S, LONGEST_QUARANTINE_S = 30.0, 3600.0
 
-TenantModel = tuple[str, str]
+TenantModel = tuple[str, Hashable]
 
 
 @dataclass(slots=True)
@@ -38,11 +39,11 @@ class Quarantine:
     def __init__(self) -> None:
         self._records: dict[TenantModel, _Record] = {}
 
-    def has_records(self, tenant: str, model: str) -> bool:
+    def has_records(self, tenant: str, model: Hashable) -> bool:
         """Return whether a tenant has sent poison; only then is a digest needed."""
         return (tenant, model) in self._records
 
-    def add(self, tenant: str, model: str, digest: str, now: float) -> float:
+    def add(self, tenant: str, model: Hashable, digest: str, now: float) -> float:
         """Record a poison request; return the resulting quarantine in seconds, or 0."""
         record = self._records.setdefault((tenant, model), _Record())
         record.poison[digest] = now
@@ -56,19 +57,17 @@ class Quarantine:
             length = min(
                 LONGEST_QUARANTINE_S, FIRST_QUARANTINE_S * 2.0**record.quarantines
             )
-            record.quarantined_until, record.quarantines = (
-                now + length,
-                record.quarantines + 1,
-            )
+            record.quarantined_until = now + length
+            record.quarantines += 1
             record.found_at.clear()
             return length
         return 0.0
 
-    def remaining_s(self, tenant: str, model: str, now: float) -> float:
+    def remaining_s(self, tenant: str, model: Hashable, now: float) -> float:
         record = self._records.get((tenant, model))
         return 0.0 if record is None else max(0.0, record.quarantined_until - now)
 
-    def is_poison(self, tenant: str, model: str, digest: str, now: float) -> bool:
+    def is_poison(self, tenant: str, model: Hashable, digest: str, now: float) -> bool:
         record = self._records.get((tenant, model))
         at = None if record is None else record.poison.get(digest)
         return at is not None and now - at < POISON_S

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -150,7 +151,7 @@ class Fake:
             text, key_id, digest = make_key()
             self.keys[tenant.name] = text
             key = Key(id=key_id, digest=digest, made_at=0.0)
-            authenticator.directory.put([tenant.with_key(key)])
+            authenticator.directory.put([replace(tenant, keys=(*tenant.keys, key))])
         limits = BodyLimits(max_body_bytes, max_body_bytes)
         bodies = BodyBudget(4 * max_body_bytes)
         self.gateway = Gateway(self.dispatcher, limits, bodies, authenticator)
