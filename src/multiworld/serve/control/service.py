@@ -374,15 +374,11 @@ def own_address() -> str:
         return address
 
 
-def machine_of(app: AppSpec) -> Node:
-    limit = app.machine.memory_mb
-    return this_node(
-        app.machine.name, app.machine.cpus, None if limit is None else int(limit * MIB)
-    )
-
-
 def measured_machine_of(app: AppSpec) -> Node:
-    return dataclasses.replace(machine_of(app), bfloat16=bfloat16_cost())
+    machine = app.machine
+    limit = None if machine.memory_mb is None else int(machine.memory_mb * MIB)
+    found = this_node(machine.name, machine.cpus, limit)
+    return dataclasses.replace(found, bfloat16=bfloat16_cost())
 
 
 def _preload(app: AppSpec) -> list[str]:

@@ -199,20 +199,15 @@ def _check_dimensions(dimensions: int | None, model: Model) -> None:
         raise _invalid("dimensions", rule)
 
 
-def _encoded(frontend: Any, inputs: list[str] | list[list[int]]) -> list[Tensors]:
-    if isinstance(inputs[0], str):
-        return [frontend.encode(text) for text in inputs]
-    encode = getattr(frontend, "encode_tokens", None)
-    if encode is None:
-        raise _invalid("input", "must be text: this model takes no arrays of tokens")
-    return [encode(tokens) for tokens in inputs]
-
-
 def _checked(
     frontend: Any, model: Model, inputs: list[str] | list[list[int]]
 ) -> list[Tensors]:
     """Return the tensors of inputs; refuse token ids that the model does not take."""
-    found = _encoded(frontend, inputs)
+    is_text = isinstance(inputs[0], str)
+    encode = getattr(frontend, "encode" if is_text else "encode_tokens", None)
+    if encode is None:
+        raise _invalid("input", "must be text: this model takes no arrays of tokens")
+    found: list[Tensors] = [encode(each) for each in inputs]
     for tensors in found:
         open_inference.check(tensors, model)
     return found

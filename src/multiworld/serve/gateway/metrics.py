@@ -8,7 +8,6 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -96,17 +95,15 @@ def render(
     fleet: messages.FleetReport,
     table: RoutingTable,
 ) -> bytes:
-    registry = CollectorRegistry()
-    registry.register(_Families(_families(sums, gateways, fleet, table)))
-    return generate_latest(registry)
+    return generate_latest(_Families(_families(sums, gateways, fleet, table)))
 
 
 class _Families(Collector):
     def __init__(self, families: Iterator[Metric]) -> None:
-        self._families = list(families)
+        self._families = families
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._families
+        return self._families
 
 
 def _families(

@@ -37,7 +37,7 @@ from multiworld.serve.models.factory import build_model, stage_name
 from multiworld.serve.resources.amounts import Need, mib, needs_of
 from multiworld.serve.resources.usage import family_of, outgrows, usage_of
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec
-from multiworld.serve.spec.stage import Generation, Model, StageContext
+from multiworld.serve.spec.stage import Model, StageContext
 from multiworld.serve.transport import control_messages as messages
 from multiworld.serve.transport.control_agent import ControlAgent
 from multiworld.serve.transport.edges import EdgeKeeper
@@ -57,11 +57,6 @@ TELL_S = 0.5  # between the report of excessive memory use and the exit
 OUTGROWN = 99  # exit code of a process that used more memory than it booked
 
 
-def _credit_of_next(spec: ModelSpec, stage: int) -> int:
-    """Return the credit that a replica of the next stage grants a sender."""
-    return spec.stages[min(stage + 1, len(spec.stages) - 1)].max_ongoing_requests
-
-
 class _Parts(NamedTuple):
     """Loader of the stage, owner of the edges, and maker of ``StageLoaded``."""
 
@@ -74,37 +69,32 @@ def _parts_of(args: ProcessArgs, clock: Callable[[], float]) -> _Parts:
     assert args.spec is not None
     model = build_model(args.spec)
     if args.spec.engine is not None and model.generation is not None:
-        return _engine_of(args, args.spec, args.spec.engine, model.generation, clock)
+        facts, make = model.generation, maker_of(args.spec.engine)
+        settings = settings_of(args.name, args.spec, facts, args.device, args.gpus)
+        engine = EngineWorker(make, settings, clock)
+        return _Parts(
+            engine, engine, lambda _: messages.StageLoaded("", facts.weights())
+        )
     if args.spec.generation is not None and model.generation is not None:
         return _generation_of(args, args.spec, args.spec.generation, model, clock)
     limits = args.spec.stages[args.stage]
     name = stage_name(args.spec, model, args.stage)
     runner = Executor(model.stages[args.stage], name, limits.threads)
+    last = len(args.spec.stages) - 1
+    following = args.spec.stages[min(args.stage + 1, last)]
     worker = Worker(
         args.name,
         args.stage,
-        args.stage == len(args.spec.stages) - 1,
+        args.stage == last,
         runner,
         WorkerLimits(
             max_batch_size=limits.max_batch_size,
             max_wait_s=limits.max_wait_ms / 1000,
-            max_ongoing_requests=_credit_of_next(args.spec, args.stage),
+            max_ongoing_requests=following.max_ongoing_requests,
             compute_s=limits.compute_s,
         ),
     )
     return _Parts(runner, worker, lambda _: messages.StageLoaded())
-
-
-def _engine_of(
-    args: ProcessArgs,
-    spec: ModelSpec,
-    engine: str,
-    facts: Generation,
-    clock: Callable[[], float],
-) -> _Parts:
-    settings = settings_of(args.name, spec, facts, args.device, args.gpus)
-    worker = EngineWorker(maker_of(engine), settings, clock)
-    return _Parts(worker, worker, lambda _: messages.StageLoaded("", facts.weights()))
 
 
 def _generation_of(

@@ -35,9 +35,4 @@ def snapshot_from_json(data: dict[str, Any]) -> Snapshot:
     if not isinstance(memory, dict):
         return snapshot
     adapter: TypeAdapter[Any] = _MEMORY if "costs" in memory else _TOKEN_MEMORY
-    return Snapshot(
-        **{
-            **{name: getattr(snapshot, name) for name in snapshot.__slots__},
-            "memory": adapter.validate_python(memory),
-        }
-    )
+    return replace(snapshot, memory=adapter.validate_python(memory))

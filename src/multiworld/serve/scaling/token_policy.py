@@ -99,10 +99,11 @@ def decide(snapshot: Snapshot) -> Decision:
     if len(known) == len(costs) and lengths is not None:
         factor = _factor(snapshot, known, lengths, factor)
         needs, why = _token_needs(snapshot, known, lengths, factor)
-        is_urgent = _has_missed(snapshot.samples)
+        before, last = snapshot.samples[-2:][0], snapshot.samples[-1]
+        is_urgent = last.missed > before.missed
     replicas, pending = rules.settled(snapshot, needs, old.pending, is_urgent=is_urgent)
-    before = [stage.replicas for stage in snapshot.stages]
-    text = why if replicas == before else f"{before} → {replicas}: {why}"
+    now = [stage.replicas for stage in snapshot.stages]
+    text = why if replicas == now else f"{now} → {replicas}: {why}"
     return Decision(
         replicas=tuple(replicas),
         why=text,
@@ -153,10 +154,6 @@ def _factor(
     found = min(MAX_FACTOR, max(MIN_FACTOR, sequences * seconds / tokens / wanted_s))
     step = min(1.0, snapshot.interval_s / rules.look_back_s(snapshot))
     return before + step * (found - before)
-
-
-def _has_missed(samples: Sequence[Sample]) -> bool:
-    return len(samples) > 1 and samples[-1].missed > samples[-2].missed
 
 
 def _queue_needs(snapshot: Snapshot) -> tuple[list[tuple[int, int]], str]:

@@ -97,6 +97,10 @@ class Replica:
     running: list[Request] = field(default_factory=list)
     finished: deque[Request] = field(default_factory=deque)
 
+    @property
+    def is_done(self) -> bool:
+        return not (self.queue or self.running or self.finished)
+
 
 @dataclass(frozen=True, slots=True)
 class Moment:
@@ -207,14 +211,11 @@ class Pipeline:
             self._leave_if_done(replica, now)
 
     def _leave_if_done(self, replica: Replica, now: float) -> None:
-        if replica.is_draining and not replica.is_gone and self._is_done(replica):
+        if replica.is_draining and not replica.is_gone and replica.is_done:
             replica.is_gone = True
             self._replicas[replica.stage].remove(replica)
             self._replica_s[replica.stage] += now - replica.launched_at
             self._room.free(replica.name)
-
-    def _is_done(self, replica: Replica) -> bool:
-        return not (replica.queue or replica.running or replica.finished)
 
     def _live(self, k: int) -> list[Replica]:
         return [r for r in self._replicas[k] if not r.is_draining]

@@ -113,10 +113,6 @@ class TokenPipeline(Pipeline):
             made.scheduler = Scheduler(self._limits)
         return made
 
-    def _is_done(self, replica: Replica) -> bool:
-        assert isinstance(replica, TextReplica)
-        return replica.is_done
-
     def _at_stage(self, k: int) -> list[TextReplica]:
         found = [r for r in self._live(k) if r.is_ready]
         return [r for r in found if isinstance(r, TextReplica)]
