@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -14,18 +15,46 @@ from typing import IO, Generic, TypeVar
 
 from multiworld.errors import LaunchError
 from multiworld.serve.launchers.fork_server import WaitingServer
-from multiworld.serve.launchers.forked_child import ForkedChild
 from multiworld.serve.launchers.protocol import Begin, Line, LineCodec, Ping, Pong
 
 logger = logging.getLogger("multiworld.serve")
 
 M = TypeVar("M")
-Child = asyncio.subprocess.Process | ForkedChild
 
 END_S = 5.0  # for a helper process to exit before it is killed
 PING_S = 1.0  # between pings
 MISSED_LIMIT = 5  # unanswered pings: then it counts as hung
 LINE = 2**24  # maximum bytes of a line; enough for thousands of machines
+
+
+class ForkedChild:
+    """A child of ``os.fork``; it is reaped when it exits, as those of asyncio are."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._exited = asyncio.Event()
+        self._pidfd = os.pidfd_open(pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
+
+    def _reap(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        _, status = os.waitpid(self.pid, 0)
+        self.returncode = os.waitstatus_to_exitcode(status)
+        self._exited.set()
+
+    def kill(self) -> None:
+        """Kill it; do nothing if it has exited."""
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    async def wait(self) -> None:
+        """Wait until it has exited."""
+        await self._exited.wait()
+
+
+Child = asyncio.subprocess.Process | ForkedChild
 
 
 class HelperProcess(Generic[M]):

@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 from multiworld.errors import LaunchError
 from multiworld.serve.launchers.base import (
     LauncherContext,
-    OnExit,
     RunningProcess,
     began_at,
 )
-from multiworld.serve.launchers.fork_server import WaitingServer
 from multiworld.serve.launchers.forks import Forks
 from multiworld.serve.launchers.protocol import Launch
 from multiworld.serve.resources.amounts import Location, Need, Node
@@ -26,22 +23,20 @@ from multiworld.serve.transport.process_args import ProcessArgs
 class LocalLauncher:
     """Processes of this machine, forked from a fork server."""
 
-    def __init__(
-        self,
-        preload: Sequence[str],
-        env: dict[str, str],
-        log: Path,
-        on_exit: OnExit,
-        node: Node,
-        waiting: WaitingServer | None = None,
-    ) -> None:
-        self._node, self._env, self._on_exit = node, env, on_exit
+    def __init__(self, context: LauncherContext) -> None:
+        self._context, self._on_exit = context, context.on_exit
         self._loop = asyncio.get_running_loop()
-        self._forks = Forks(preload, env, log, self._exited, waiting)
+        self._forks = Forks(
+            context.preload,
+            context.env,
+            context.logs / "launcher.log",
+            self._exited,
+            context.waiting,
+        )
         self._watched: dict[str, int] = {}
 
     def nodes(self) -> tuple[Node, ...]:
-        return (self._node,)
+        return (self._context.node,)
 
     def trouble(self) -> str:
         return self._forks.trouble
@@ -57,7 +52,7 @@ class LocalLauncher:
         self, name: str, args: ProcessArgs, log: Path, spot: Location | None, need: Need
     ) -> RunningProcess:
         text = args.model_dump_json()
-        pid = await self._forks.fork(Launch(name, text, str(log), self._env))
+        pid = await self._forks.fork(Launch(name, text, str(log), self._context.env))
         node = "" if spot is None else spot.node
         running = RunningProcess(name, pid, began_at(pid) or 0, node)
         if not self._watch(running):
@@ -108,12 +103,4 @@ class LocalLauncher:
 
 async def make(context: LauncherContext) -> LocalLauncher:
     """Return a launcher; its fork server starts with the first process."""
-    log = context.logs / "launcher.log"
-    return LocalLauncher(
-        context.preload,
-        context.env,
-        log,
-        context.on_exit,
-        context.node,
-        context.waiting,
-    )
+    return LocalLauncher(context)

@@ -19,10 +19,11 @@ from multiworld.serve.launchers.fork_server import WaitingServer
 from multiworld.serve.launchers.helper_process import HelperProcess
 from multiworld.serve.launchers.local import LocalLauncher
 from multiworld.serve.launchers.protocol import Line
-from multiworld.serve.resources.amounts import Location, Need, Node
+from multiworld.serve.resources.amounts import Location, Need
 from multiworld.serve.resources.usage import family_of
 from multiworld.serve.transport.process_args import ProcessArgs
 from tests.unit.serve.edges import until
+from tests.unit.serve.launchers.contexts import context
 
 WAIT_S = 50.0
 FAKE_ENTRY = "tests.unit.serve.launchers.fake_entry"
@@ -59,12 +60,14 @@ class Launched:
         self.told = asyncio.Event()
         env = {"PYTHONPATH": python_path(), "GREETING": "hello"}
         self.launcher = LocalLauncher(
-            [FAKE_ENTRY, "no.such.module", *more],
-            env,
-            folder / "launcher.log",
-            self._exited,
-            Node("here", 2.0, 10),
-            waiting,
+            context(
+                "local",
+                folder,
+                preload=[FAKE_ENTRY, "no.such.module", *more],
+                env=env,
+                on_exit=self._exited,
+                waiting=waiting,
+            )
         )
 
     def _exited(self, name: str, code: int | None) -> None:

@@ -29,9 +29,9 @@ from multiworld.serve.launchers.protocol import (
 from multiworld.serve.launchers.ray import launcher as module
 from multiworld.serve.launchers.ray.launcher import RayLauncher, bundle_of
 from multiworld.serve.resources.amounts import Gpu, Location, Need, Node
-from multiworld.serve.spec.schema import RaySpec
 from multiworld.serve.transport.process_args import ProcessArgs
 from tests.recorded import recorded
+from tests.unit.serve.launchers.contexts import context
 from tests.until import until
 
 Kind = TypeVar("Kind")
@@ -89,16 +89,12 @@ class Bench:
         self.exits: list[tuple[str, int | None]] = []
         local = mock.AsyncMock(LocalLauncher)
         with recorded(module, Bridge, "HelperProcess") as bridges:
-            self.launcher = RayLauncher(
-                "app",
-                local,
-                RaySpec(address="auto"),
-                [],
-                {},
+            given = context(
+                "ray",
                 Path("/nowhere"),
-                lambda name, code: self.exits.append((name, code)),
-                lambda: None,
+                on_exit=lambda name, code: self.exits.append((name, code)),
             )
+            self.launcher = RayLauncher(given, local)
         (self.bridge,) = bridges
         self.hear = self.bridge.hear
         self.hear(ClusterNodes((NODE,), False))
@@ -154,7 +150,7 @@ async def test_new_bridge_keeps_what_runs_and_forgets_what_was_to_end(
     """An order to end one may have been lost with the old bridge."""
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     bench = Bench()
-    await bench.launcher.start(is_new=True)
+    await bench.launcher.start()
     stays, goes = await bench.launched("m/0/1"), await bench.launched("m/0/2")
     assert stays.name == "m/0/1"
     bench.launcher.kill(goes)

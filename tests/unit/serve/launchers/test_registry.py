@@ -16,7 +16,7 @@ from multiworld.serve.launchers.registry import (
     make_launcher,
 )
 from multiworld.serve.resources.amounts import Node
-from multiworld.serve.spec.schema import AppSpec
+from tests.unit.serve.launchers.contexts import context
 
 
 async def make(context: LauncherContext) -> Any:
@@ -25,22 +25,6 @@ async def make(context: LauncherContext) -> Any:
 
 
 NOT_A_FUNCTION = 5
-
-
-def context(launcher: str, logs: Path) -> LauncherContext:
-    """Return the context of a service with this launcher."""
-    models = {"m": {"factory": "x:y", "stages": [{}]}}
-    app = AppSpec.model_validate({"app": "mine", "models": models})
-    return LauncherContext(
-        app=app.model_copy(update={"launcher": launcher}),
-        preload=(),
-        env={},
-        logs=logs,
-        node=Node("here", 2.0, 10),
-        on_exit=lambda name, code: None,
-        on_nodes=lambda: None,
-        is_new=True,
-    )
 
 
 @pytest.mark.parametrize("name", [*LAUNCHERS, f"{__name__}:make"])

@@ -16,7 +16,6 @@ from multiworld.errors import LaunchError, ServeError
 from multiworld.serve.launchers import local, protocol
 from multiworld.serve.launchers.base import (
     LauncherContext,
-    OnExit,
     RunningProcess,
     began_at,
 )
@@ -47,31 +46,24 @@ class RayLauncher:
 
     def __init__(
         self,
-        app: str,
+        context: LauncherContext,
         local: LocalLauncher,
-        spec: RaySpec,
-        preload: Sequence[str],
-        env: dict[str, str],
-        log: Path,
-        on_exit: OnExit,
-        on_nodes: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock = clock
-        self._app, self._local, self._spec, self._env = app, local, spec, env
+        self._context, self._local, self._clock = context, local, clock
+        self._spec = context.app.ray or RaySpec()
         # Log of the bridge; those of the fork servers are beside it.
-        self._log, self._on_exit, self._on_nodes = log, on_exit, on_nodes
-        self._preload = tuple(preload)
+        self._log = context.logs / "ray.log"
         self._loop = asyncio.get_running_loop()
         self._bridge = HelperProcess(
             BRIDGE,
-            log,
+            self._log,
             protocol.BRIDGE_NEWS,
             self._on_news,
             self._bridge_ended,
             self._bridge_hangs,
             # A cluster that the bridge has started exits with it.
-            is_replaceable=spec.address != "local",
+            is_replaceable=self._spec.address != "local",
         )
         self._nodes: dict[str, Node] = {}
         self._ranks: dict[str, int] = {}
@@ -81,8 +73,9 @@ class RayLauncher:
         self._trouble = ""
         self._monitoring: asyncio.Task[None] | None = None
 
-    async def start(self, *, is_new: bool) -> None:
+    async def start(self) -> None:
         """Connect to the cluster, or start one with ``address: local``."""
+        is_new = self._context.is_new
         try:
             # Else there are replicas to adopt, and an unreachable head is no error.
             await self._connect(START_S if is_new else ADOPT_S)
@@ -99,13 +92,12 @@ class RayLauncher:
 
     async def _connect(self, limit_s: float = START_S) -> None:
         await _check_reachable(self._spec.address)
-        words = [self._spec.address, self._spec.namespace, self._app]
+        words = [self._spec.address, self._spec.namespace, self._context.app.app]
         first = await self._bridge.start(words, {}, limit_s)
         if isinstance(first, protocol.ClusterReady):
             self._set_nodes(first.nodes)
-        self._bridge.send(
-            protocol.WarmNodes(self._preload, os.getcwd(), str(self._log.parent))
-        )
+        preload, logs = tuple(self._context.preload), str(self._context.logs)
+        self._bridge.send(protocol.WarmNodes(preload, os.getcwd(), logs))
         self._heard_at = self._clock()
 
     async def _monitor(self) -> None:
@@ -143,7 +135,7 @@ class RayLauncher:
                 del self._starting[name]
                 self._ending.add(name)  # its actors may start nevertheless
                 future.set_exception(LaunchError(f"{name}: {text}"))
-        self._on_nodes()
+        self._context.on_nodes()
 
     # News of the bridge.
 
@@ -155,7 +147,7 @@ class RayLauncher:
                     self._set_trouble("")
                 if not is_same:
                     self._set_nodes(nodes)
-                    self._on_nodes()
+                    self._context.on_nodes()
             case protocol.Launched(name, pid, began):
                 if name not in self._starting:
                     self._end(name)  # its launch has timed out
@@ -170,7 +162,7 @@ class RayLauncher:
     def _exited(self, name: str, code: int | None) -> None:
         self._ending.discard(name)
         if self._ranks.pop(name, None) is not None:
-            self._on_exit(name, code)
+            self._context.on_exit(name, code)
 
     def _end(self, name: str) -> None:
         if name in self._ranks:
@@ -244,7 +236,7 @@ class RayLauncher:
                 address=node.address,
                 bundle=bundle_of(need, node),
                 args=tuple(one.model_dump_json() for one in of_ranks),
-                env=self._env,
+                env=self._context.env,
                 log=str(log),
             )
         )
@@ -356,16 +348,6 @@ def _last_line(log: Path) -> str:
 
 
 async def make(context: LauncherContext) -> RayLauncher:
-    app = context.app
-    launcher = RayLauncher(
-        app.app,
-        await local.make(context),
-        app.ray or RaySpec(),
-        context.preload,
-        context.env,
-        context.logs / "ray.log",
-        context.on_exit,
-        context.on_nodes,
-    )
-    await launcher.start(is_new=context.is_new)
+    launcher = RayLauncher(context, await local.make(context))
+    await launcher.start()
     return launcher
