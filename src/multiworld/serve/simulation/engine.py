@@ -21,7 +21,6 @@ from multiworld.serve.scaling.snapshot import (
     Policy,
     Sample,
     Snapshot,
-    StageLimits,
     StageNow,
     StageSeen,
     TextObjectives,
@@ -40,19 +39,15 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageModel:
-    """One stage of a simulated model."""
+class StageModel(StageNow):
+    """One stage of a simulated model, as it starts."""
 
-    name: str
     # Seconds of a batch, for its work (its rows, if each request takes 1).
     seconds: Callable[[float], float]
     max_batch_size: int = 16
     max_wait_s: float = 0.0  # of the oldest request of a batch, for others
     window: int = 32  # requests that one sender may have waiting at a replica
     replicas: int = 1
-    limits: StageLimits | None = None
-    # Seconds of a request in a full batch; None if the policy does not know it.
-    item_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,9 @@ from multiworld.serve.resources.amounts import Need
 from multiworld.serve.resources.assignment import assign
 from multiworld.serve.resources.bookings import Bookings
 from multiworld.serve.scaling.limits import interval_s, limits_of, text_of
+from multiworld.serve.scaling.rules import limits_now
 from multiworld.serve.scaling.scaling_plans import StageCost
-from multiworld.serve.scaling.snapshot import Policy, StageLimits
+from multiworld.serve.scaling.snapshot import Policy
 from multiworld.serve.scaling.step_costs import USUAL_RATIO
 from multiworld.serve.simulation.engine import PipelineModel, Room, StageModel
 from multiworld.serve.spec.profiles import ModelProfile
@@ -114,10 +115,7 @@ def costs_of(model: PipelineModel) -> list[StageCost]:
         StageCost(
             item_s=stage.item_s or 0.0,
             batch_s=stage.seconds(1.0),
-            limits=stage.limits
-            or StageLimits(
-                min_replicas=stage.replicas, max_replicas=max(1, stage.replicas)
-            ),
+            limits=limits_now(stage),
         )
         for stage in model.stages
     ]
