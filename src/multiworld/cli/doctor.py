@@ -183,6 +183,8 @@ def _helper() -> Finding:
 
 
 def _addresses() -> list[Finding]:
+    from multiworld.net.tcp import own_address
+
     name = socket.gethostname()
     try:
         entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
@@ -191,8 +193,8 @@ def _addresses() -> list[Finding]:
         return [Finding("host name", "warn", f"{name}: {error}", remedy)]
     found = sorted({str(entry[4][0]) for entry in entries})
     findings = []
-    outside = _outside_address()
-    if outside is None:
+    outside = own_address()
+    if outside.startswith("127."):
         remedy = "worlds across hosts need a network interface"
         findings.append(Finding("address", "warn", "loopback only", remedy))
     else:
@@ -209,17 +211,6 @@ def _addresses() -> list[Finding]:
     else:
         findings.append(Finding("host name", "ok", f"{name} is {', '.join(found)}"))
     return findings
-
-
-def _outside_address() -> str | None:
-    """Return the address that other hosts see. Connecting UDP sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.connect(("192.0.2.1", 9))  # TEST-NET-1 of RFC 5737
-        except OSError:
-            return None
-        address = str(sock.getsockname()[0])
-    return None if address.startswith("127.") else address
 
 
 def _interface_of(address: str) -> str:

@@ -21,6 +21,9 @@ RETRANSMIT_MS = 1000
 # much earlier. But the failure detector decides which peers are lost, not TCP.
 UNACKNOWLEDGED_MS = 15 * 60 * 1000
 
+# An address in another network that no host has (RFC 5737: for documentation).
+ELSEWHERE = ("198.51.100.1", 9)
+
 
 def persist(sock: socket.socket) -> None:
     """Let a TCP connection survive a network outage and resume soon after it."""
@@ -86,3 +89,13 @@ async def resolve_all(host: str, port: int) -> list[tuple[int, Any]]:
 async def resolve(host: str, port: int) -> tuple[int, Any]:
     """Return the family and the first address of ``host``."""
     return (await resolve_all(host, port))[0]
+
+
+def own_address() -> str:
+    """Return this machine's address on other networks, or loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(ELSEWHERE)  # sends nothing
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])

@@ -19,6 +19,7 @@ from multiworld.config import MIB
 from multiworld.errors import ServeError, SpecError
 from multiworld.net.rare_log import RareLog
 from multiworld.net.security import Security
+from multiworld.net.tcp import own_address
 from multiworld.serve.control.admin import is_done_before, make_admin
 from multiworld.serve.control.controller import Controller
 from multiworld.serve.control.startup import Startup, process_began
@@ -66,9 +67,6 @@ logger = logging.getLogger("multiworld.serve")
 rare_log = RareLog(logger)
 
 ADMIN_LOOK_S = 0.02  # between looks whether the server of commands has started
-
-# An address in another network that no host has (RFC 5737: for documentation).
-ELSEWHERE = "198.51.100.1"
 
 
 async def run_service(
@@ -361,17 +359,6 @@ async def _launcher(
         is_new=is_new,
     )
     return await make_launcher(context)
-
-
-def own_address() -> str:
-    """Return this machine's address on other networks, or loopback."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((ELSEWHERE, 9))  # sends nothing
-        except OSError:
-            return "127.0.0.1"
-        address: str = probe.getsockname()[0]
-        return address
 
 
 def measured_machine_of(app: AppSpec) -> Node:
