@@ -13,6 +13,7 @@ from multiworld.cli.options import SPEC, of_service, show
 from multiworld.serve.control.answers import StatusAnswer, Updated, plain
 from multiworld.serve.control.client import Service
 from multiworld.serve.fleet.entries import HistoryEntry
+from multiworld.serve.spec.loader import read_text
 
 LOOK_S = 0.3  # seconds between checks of the progress
 FETCH_S = 3600.0  # seconds for the controller to fetch models, before it answers
@@ -31,11 +32,7 @@ def update(service: Service, spec: Path, no_wait: bool, as_json: bool) -> None:
     outcome, and exits with 1 after a rollback. Ctrl-C stops the waiting, not the
     update.
     """
-    try:
-        text = spec.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise click.ClickException(f"cannot read {spec}: {reason}") from error
+    text = read_text(spec)
     service.ask("GET", "/status", StatusAnswer)  # so that a hung controller is noticed
     body = {"text": text, "where": str(spec.resolve())}
     if not as_json:

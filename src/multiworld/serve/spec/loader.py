@@ -34,14 +34,17 @@ KeyPath = tuple[str | int, ...]  # keys and list indices that lead to a value
 
 def load_spec(path: Path) -> AppSpec:
     """Read a YAML spec from a file; ``SpecError.problems`` lists every mistake."""
+    return parse_spec(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise SpecError(f"{path} is longer than {MAX_BYTES} bytes; split the spec")
-        text = path.read_text()
+        return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SpecError(f"cannot read {path}: {reason}") from error
-    return parse_spec(text, str(path))
 
 
 def parse_spec(text: str, where: str = "spec") -> AppSpec:
