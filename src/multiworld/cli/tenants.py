@@ -43,20 +43,11 @@ COUNT = click.IntRange(0, 2**53)
 # Settings for which 0 means no limit: the type and the help of their options.
 LIMITS = {
     "rpm_limit": (COUNT, "Most requests in any minute"),
-    "max_parallel_requests": (
-        click.IntRange(0, 2**53),
-        "Most requests in flight at once",
-    ),
+    "max_parallel_requests": (COUNT, "Most requests in flight at once"),
     "bytes_per_s": (FiniteRange(0), "Mean bytes a second of requests and answers"),
-    "tpm_limit": (
-        click.IntRange(0, 2**53),
-        "Mean tokens a minute of prompts and completions",
-    ),
+    "tpm_limit": (COUNT, "Mean tokens a minute of prompts and completions"),
     "tokens_per_day": (COUNT, "Budget of tokens for each day (UTC)"),
-    "tokens_per_month": (
-        click.IntRange(0, 2**53),
-        "Budget of tokens for each month (UTC)",
-    ),
+    "tokens_per_month": (COUNT, "Budget of tokens for each month (UTC)"),
 }
 
 VALID = click.option(

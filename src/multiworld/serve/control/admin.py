@@ -8,23 +8,19 @@ from functools import partial
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from multiworld.errors import ServeError
 from multiworld.net.threads import in_thread
 from multiworld.serve.control import answers
-from multiworld.serve.control.admin_tenants import add_tenants, respond
+from multiworld.serve.control.admin_tenants import AdminRequest, add_tenants, respond
 from multiworld.serve.control.controller import Controller
 from multiworld.serve.control.status import decisions_of, nodes_of, with_reports
 from multiworld.serve.models.factory import fetch
 from multiworld.serve.spec.loader import parse_spec
 
 
-class _AdminRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class Scale(_AdminRequest):
+class Scale(AdminRequest):
     """Body of ``/scale``: run a stage with this many replicas."""
 
     model: str
@@ -33,20 +29,20 @@ class Scale(_AdminRequest):
     is_confirmed: bool = False
 
 
-class Update(_AdminRequest):
+class Update(AdminRequest):
     """Body of ``/update``: the new spec; ``text`` is YAML, ``where`` its path."""
 
     text: str
     where: str = "spec"
 
 
-class Drain(_AdminRequest):
+class Drain(AdminRequest):
     """Body of ``/drain``: the process to replace."""
 
     name: str
 
 
-class Chaos(_AdminRequest):
+class Chaos(AdminRequest):
     """Body of ``/chaos``: the fault to inject, and the stage to inject it into."""
 
     action: Literal["kill", "stop", "cut"]

@@ -26,10 +26,12 @@ SHOWN = 400  # maximum characters of a value in the audit log
 ValidS = Annotated[float, Field(gt=0, le=3_153_600_000)]  # for which a key is valid
 
 
-class TenantSettings(BaseModel):
-    """Limits and rights of a tenant; omitted fields stay unchanged."""
-
+class AdminRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+
+class TenantSettings(AdminRequest):
+    """Limits and rights of a tenant; omitted fields stay unchanged."""
 
     models: list[Annotated[str, Field(min_length=1, max_length=200)]] | None = None
     rpm_limit: Annotated[int, Field(ge=1)] | None = None
@@ -57,19 +59,15 @@ class NewTenant(TenantSettings):
     valid_s: ValidS | None = None
 
 
-class Rotation(BaseModel):
+class Rotation(AdminRequest):
     """A new key, valid for ``valid_s``; the others expire after ``grace_s`` seconds."""
-
-    model_config = ConfigDict(extra="forbid")
 
     grace_s: Annotated[float, Field(ge=0, le=31_536_000)] = 0.0
     valid_s: ValidS | None = None
 
 
-class Revocation(BaseModel):
+class Revocation(AdminRequest):
     """A key to revoke; without one, all keys of the tenant."""
-
-    model_config = ConfigDict(extra="forbid")
 
     key: str | None = None
 

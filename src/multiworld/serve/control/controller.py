@@ -171,7 +171,7 @@ class Controller:
             self.happened(events.Adopted(process))
             self._links.open(process.name)
         self.want(desired)
-        self.placement.start()
+        self.placement.replanner.start()
         self.scaler.start()
         self._ticker = self._loop.create_task(self._tick())
 
@@ -333,7 +333,7 @@ class Controller:
         """Shut down the controller only; the service keeps running."""
         self._is_ending = True
         await self.scaler.close()
-        await self.placement.close()
+        await self.placement.replanner.close()
         await self._links.close_all()
         tasks = list(self._launching)
         if self._ticker is not None:
@@ -386,7 +386,7 @@ class Controller:
 
     def want(self, desired: DesiredState) -> None:
         self.happened(events.DesiredStateChanged(desired))
-        self.placement.wake()
+        self.placement.replanner.wake()
 
     def happened(self, event: events.Event) -> None:
         if self._is_ending or not self._is_started:

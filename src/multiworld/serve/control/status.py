@@ -86,11 +86,16 @@ def status_of(sources: StatusSources) -> answers.StatusAnswer:
 
 
 def _failing(fleet: Reconciler, now: float) -> Iterator[answers.FailingStage]:
+    ready = {
+        (p.model, p.version, p.stage)
+        for p in fleet.processes.values()
+        if p.phase is ProcessPhase.READY
+    }
     for name, model in fleet.desired.models.items():
         for stage in range(len(model.replicas)):
             post = name, model.version, stage
             crashes = fleet.backoff.of(post)
-            if crashes.failures and not _has_ready(fleet, *post):
+            if crashes.failures and post not in ready:
                 yield answers.FailingStage(
                     model=name,
                     version=model.version,
@@ -165,14 +170,6 @@ def decisions_of(
         for decided in journal.last(last)
     )
     return answers.DecisionsAnswer(tuple(decisions), tuple(journal.reasons()))
-
-
-def _has_ready(fleet: Reconciler, model: str, version: str, stage: int) -> bool:
-    where = (model, version, stage, ProcessPhase.READY)
-    return any(
-        (p.model, p.version, p.stage, p.phase) == where
-        for p in fleet.processes.values()
-    )
 
 
 def record_of(

@@ -62,7 +62,7 @@ class PlacementManager:
         self._history, self._owner = history, owner
         self._journal = journal or DecisionLog()
         self.bookings = ReplicaBookings(launcher.nodes(), policy)
-        self._replanner = Replanner(self._snapshot, self._apply_plan)
+        self.replanner = Replanner(self._snapshot, self._apply_plan)
         self._text = self._trouble = ""
 
     @property
@@ -88,21 +88,12 @@ class PlacementManager:
 
     async def plan_first(self, wanted: DesiredState) -> None:
         try:
-            planned = await self._replanner.plan(self._snapshot(wanted))
+            planned = await self.replanner.plan(self._snapshot(wanted))
         except Exception:  # the service can start without a plan
             logger.exception("planning failed; the service starts without a plan")
             return
         if planned is not None:
             self._apply_plan(planned)
-
-    def start(self) -> None:
-        self._replanner.start()
-
-    def wake(self) -> None:
-        self._replanner.wake()
-
-    async def close(self) -> None:
-        await self._replanner.close()
 
     def _snapshot(self, wanted: DesiredState | None = None) -> PlacementSnapshot:
         models = (wanted or self._fleet.desired).models
@@ -158,7 +149,7 @@ class PlacementManager:
             text = trouble or "replicas can be started again"
             self._history.say("launcher", text)
         self._owner.happened(events.CapacityChanged(starts_at_once(self.nodes)))
-        self.wake()
+        self.replanner.wake()
 
     def check_memory(self) -> None:
         for name, limit in self.bookings.limits().items():

@@ -190,7 +190,7 @@ class Autoscaler:
                 name = each.snapshot.model
                 task = asyncio.ensure_future(self._carry_out_one(each))
                 self._slow[name] = task
-                task.add_done_callback(lambda _, name=name: self._slow.pop(name))
+                task.add_done_callback(functools.partial(self._slow.pop, name))
 
     async def _carry_out_one(self, asked: _Asked) -> None:
         name = asked.snapshot.model

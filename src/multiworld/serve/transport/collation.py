@@ -39,16 +39,9 @@ def group_of(tensors: Tensors, ragged: Mapping[str, float]) -> Hashable:
     # Names, dtypes and fixed dimensions. Dimension 0 (rows) and, for ragged tensors,
     # dimension 1 (length) may differ. ``ragged`` has padding values.
     return tuple(
-        (name, tensor.dtype, _fixed(name, tensor, ragged))
+        (name, tensor.dtype, tensor.dim(), *tensor.shape[2 if name in ragged else 1 :])
         for name, tensor in sorted(tensors.items())
     )
-
-
-def _fixed(
-    name: str, tensor: Tensor, ragged: Mapping[str, float]
-) -> tuple[tuple[int, ...], int]:
-    skipped = 2 if name in ragged else 1
-    return tuple(tensor.shape[skipped:]), tensor.dim()
 
 
 def length_of(tensors: Tensors, ragged: Mapping[str, float]) -> int:
