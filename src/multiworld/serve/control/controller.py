@@ -114,7 +114,13 @@ class Controller:
         self.journal = DecisionLog(folder.path / "decisions.jsonl")
         policy = import_factory(app.placement) if app.placement else assign
         self.placement = PlacementManager(
-            launcher, self.fleet, self.history, self, policy, self.journal
+            launcher,
+            self.fleet,
+            self.history,
+            self.journal,
+            policy,
+            self._versions.specs,
+            self.happened,
         )
         self.bookings = self.placement.bookings
         self.processes = Processes(launcher, self.bookings.ledger, folder.logs)
@@ -280,7 +286,7 @@ class Controller:
                 self.happened(events.Paused(now - before - TICK_S))
                 continue  # first read the messages that arrived during the pause
             self.happened(events.Ticked())
-            self.placement.check_memory()
+            self.placement.check_memory(self.processes.running)
             if number % COLLECT_TICKS == 0:
                 self._spawn(self._collect())
 
@@ -508,13 +514,10 @@ class Controller:
     def nodes_changed(self) -> None:
         self.placement.nodes_changed()
 
-    # For the placement manager, the autoscaler and operations.
+    # For the autoscaler and operations.
 
     def admit(self, desired: DesiredState, model: str) -> None:
         self.placement.admit(desired, model)
-
-    def running(self, name: str) -> RunningProcess | None:
-        return self.processes.running.get(name)
 
     @property
     def specs(self) -> Specs:

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 from multiworld.serve.fleet import events
 from multiworld.serve.fleet.decision_log import DecisionLog
@@ -32,20 +32,6 @@ from multiworld.serve.resources.assignment import Policy
 logger = logging.getLogger("multiworld.serve")
 
 
-class PlacementOwner(Protocol):
-    """The runner of a service's processes."""
-
-    @property
-    def specs(self) -> Specs:
-        """Specs of all known versions, by model and version."""
-
-    def happened(self, event: events.Event) -> None:
-        """Handle an event that the placement manager has observed."""
-
-    def running(self, name: str) -> RunningProcess | None:
-        """Return a process by its name; None if it does not run."""
-
-
 class PlacementManager:
     """The machines of a service, the bookings on them, and the placement plan."""
 
@@ -54,13 +40,14 @@ class PlacementManager:
         launcher: Launcher,
         fleet: Reconciler,
         history: History,
-        owner: PlacementOwner,
+        journal: DecisionLog,
         policy: Policy,
-        journal: DecisionLog | None = None,
+        specs: Specs,  # of all known versions
+        happened: Callable[[events.Event], None],
     ) -> None:
         self._launcher, self._fleet = launcher, fleet
-        self._history, self._owner = history, owner
-        self._journal = journal or DecisionLog()
+        self._history, self._journal = history, journal
+        self._specs, self._happened = specs, happened
         self.bookings = ReplicaBookings(launcher.nodes(), policy)
         self.replanner = Replanner(self._snapshot, self._apply_plan)
         self._text = self._trouble = ""
@@ -75,10 +62,10 @@ class PlacementManager:
         """Raise ``PlacementError`` if the machines lack room for all models, or one."""
         if model is not None:
             wanted = replace(wanted, models={model: wanted.models[model]})
-        self.bookings.admit(asks_of(wanted, self._owner.specs))
+        self.bookings.admit(asks_of(wanted, self._specs))
 
     def restore(self, record: ProcessRecord) -> None:
-        spec = self._owner.specs[record.model][record.version]
+        spec = self._specs[record.model][record.version]
         post = record.model, record.version, record.stage
         spot = Location(record.node, record.gpus)
         need = needs_of(spec)[record.stage]
@@ -99,7 +86,7 @@ class PlacementManager:
         models = (wanted or self._fleet.desired).models
         asks = [
             ReplicaRequest(
-                name, self._owner.specs[name][w.version], [(n, n) for n in w.replicas]
+                name, self._specs[name][w.version], [(n, n) for n in w.replicas]
             )
             for name, w in models.items()
         ]
@@ -131,7 +118,7 @@ class PlacementManager:
         ]
         for name in self.bookings.moves(ready):
             self._history.say("move", f"{name}: moved as planned", name)
-            self._owner.happened(events.DrainRequested(name))
+            self._happened(events.DrainRequested(name))
 
     # Machines.
 
@@ -148,18 +135,18 @@ class PlacementManager:
             self._trouble = trouble
             text = trouble or "replicas can be started again"
             self._history.say("launcher", text)
-        self._owner.happened(events.CapacityChanged(starts_at_once(self.nodes)))
+        self._happened(events.CapacityChanged(starts_at_once(self.nodes)))
         self.replanner.wake()
 
-    def check_memory(self) -> None:
+    def check_memory(self, running: Mapping[str, RunningProcess]) -> None:
         for name, limit in self.bookings.limits().items():
-            running = self._owner.running(name)
-            used = running and self._launcher.outgrown(running, limit)
-            if used:
-                self.outgrown(name, used, limit)
+            if name in running:
+                used = self._launcher.outgrown(running[name], limit)
+                if used:
+                    self.outgrown(name, used, limit)
 
     def outgrown(self, name: str, used: int, limit: int) -> None:
         """Kill a replica that uses more memory than it booked, both in bytes."""
         text = f"it used {mib(used)} of memory; memory_mb books {mib(limit)}"
         self._history.say("outgrown", f"{name}: {text}", name)
-        self._owner.happened(events.ProcessGone(name, text))
+        self._happened(events.ProcessGone(name, text))
