@@ -21,16 +21,19 @@ from multiworld.serve.models.factory import build_model
 from multiworld.serve.models.meter import BatchMeter, Meter, measured_stages
 from multiworld.serve.models.partition import Part, cut
 from multiworld.serve.spec.loader import load_spec
-from multiworld.serve.spec.schema import AppSpec, ModelSpec
+from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.spec.stage import Model
 
 
-def chosen_model(app: AppSpec, name: str | None, path: Path) -> tuple[str, ModelSpec]:
+def chosen_model(path: Path, name: str | None) -> tuple[str, ModelSpec]:
+    """Return a model of a spec, with the dtype that it has on this machine."""
+    app = load_spec(path)
     chosen = name or next(iter(app.models))
     if chosen not in app.models:
         known = ", ".join(app.models)
         raise click.ClickException(f"no model {chosen!r} in {path}; there are: {known}")
-    return chosen, app.models[chosen]
+    machine = measured_machine_of(app)
+    return chosen, resolved_here(chosen, app.models[chosen], machine)
 
 
 def meter_of(
@@ -167,12 +170,10 @@ def partition(
 
     Loads the model in this process, one stage at a time.
     """
-    app = load_spec(spec)
-    name, chosen = chosen_model(app, model, spec)
-    resolved = resolved_here(name, chosen, measured_machine_of(app))
-    torch.set_num_threads(resolved.stages[0].threads)
-    found = _measured(resolved, rows, context, repeats)
+    name, chosen = chosen_model(spec, model)
+    torch.set_num_threads(chosen.stages[0].threads)
+    found = _measured(chosen, rows, context, repeats)
     if as_json:
         click.echo(json.dumps({"model": name, "rows": rows, **found}, indent=2))
     else:
-        _show(name, rows, resolved, found)
+        _show(name, rows, chosen, found)

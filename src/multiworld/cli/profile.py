@@ -13,14 +13,11 @@ from rich.table import Table
 
 from multiworld.cli.options import CONTEXT, JSON, SPEC, new_table, print_table
 from multiworld.cli.partition import chosen_model, meter_of
-from multiworld.serve.control.dtypes import resolved_here
-from multiworld.serve.control.service import measured_machine_of
 from multiworld.serve.generation.replica.stage_meter import TextMeter
 from multiworld.serve.models.factory import build_model, modules_of
 from multiworld.serve.models.meter import Meter
 from multiworld.serve.models.profiler import profile_model
 from multiworld.serve.resources.amounts import mib
-from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.profiles import ModelProfile
 
 
@@ -95,9 +92,7 @@ def profile(
 
     Loads the model in this process, one stage at a time.
     """
-    app = load_spec(spec)
-    name, chosen = chosen_model(app, model, spec)
-    resolved = resolved_here(name, chosen, measured_machine_of(app))
+    name, resolved = chosen_model(spec, model)
     built = build_model(resolved)
     for module in modules_of(resolved, built):
         importlib.import_module(module)  # the fork server imports these, too

@@ -26,6 +26,9 @@ from multiworld.serve.scaling.snapshot import (
     TextObjectives,
 )
 
+# Calls a function at a time of the simulation, with that time.
+At = Callable[[float, Callable[[float], None]], None]
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Arrival:
@@ -143,14 +146,10 @@ class Room:
 
 
 class Pipeline:
-    """One model in a simulation; ``at`` calls a function at a time."""
+    """One model in a simulation."""
 
     def __init__(
-        self,
-        model: PipelineModel,
-        at: Callable[[float, Callable[[float], None]], None],
-        chance: Chance,
-        room: Room,
+        self, model: PipelineModel, at: At, chance: Chance, room: Room
     ) -> None:
         self._model, self._at, self._chance, self._room = model, at, chance, room
         self._replicas: list[list[Replica]] = [[] for _ in model.stages]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiworld.serve.core.load_balancer import Chance
 from multiworld.serve.simulation.engine import (
     Arrival,
+    At,
     Pipeline,
     PipelineModel,
     Room,
@@ -52,11 +53,7 @@ def simulate(
     return [pipeline.outcome(max(now, last)) for pipeline in pipelines]
 
 
-def _feed(
-    pipeline: Pipeline,
-    trace: Iterator[Arrival],
-    at: Callable[[float, Callable[[float], None]], None],
-) -> None:
+def _feed(pipeline: Pipeline, trace: Iterator[Arrival], at: At) -> None:
     arrival = next(trace, None)
     if arrival is not None:
 
@@ -68,11 +65,7 @@ def _feed(
 
 
 def _tick(
-    pipeline: Pipeline,
-    interval_s: float,
-    last: float,
-    at: Callable[[float, Callable[[float], None]], None],
-    chance: Chance,
+    pipeline: Pipeline, interval_s: float, last: float, at: At, chance: Chance
 ) -> None:
     """Schedule a decision every interval until no request is left."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from multiworld.serve.core.load_balancer import Chance
@@ -28,6 +28,7 @@ from multiworld.serve.generation.replica.scheduler import Scheduler
 from multiworld.serve.scaling.snapshot import Sample, StageSeen
 from multiworld.serve.simulation.engine import (
     Arrival,
+    At,
     Pipeline,
     PipelineModel,
     Replica,
@@ -88,11 +89,7 @@ class TextReplica(Replica):
 
 class TokenPipeline(Pipeline):
     def __init__(
-        self,
-        model: PipelineModel,
-        at: Callable[[float, Callable[[float], None]], None],
-        chance: Chance,
-        room: Room,
+        self, model: PipelineModel, at: At, chance: Chance, room: Room
     ) -> None:
         super().__init__(model, at, chance, room)
         assert model.limits is not None
