@@ -69,8 +69,11 @@ async def _generates(target: Target, url: str, model: str) -> bool:
         return False
 
 
-def trusting(target: Target, ca: Path | None) -> Target:
-    """Return a target that trusts the certificates in a file."""
+def _secured(target: Target, ca: Path | None, key: str | None) -> Target:
+    """Return a target that trusts the certificates in a file, and sends a key."""
+    if key is not None:
+        headers = {**target.headers, "Authorization": f"Bearer {key}"}
+        target = replace(target, headers=headers)
     if ca is None:
         return target
     try:
@@ -79,13 +82,6 @@ def trusting(target: Target, ca: Path | None) -> Target:
         raise click.ClickException(
             f"--ca {ca}: {error}; give a PEM file with certificates"
         ) from error
-
-
-def with_key(target: Target, key: str | None) -> Target:
-    if key is None:
-        return target
-    headers = {**target.headers, "Authorization": f"Bearer {key}"}
-    return replace(target, headers=headers)
 
 
 def _print_breakdown(phases: list[PhaseSummary], cpu: dict[str, float] | None) -> None:
@@ -285,11 +281,11 @@ def load(
     far. The exit status is 1 if a request failed.
     """
     target = target_of(url, model, texts, body, "The quick brown fox.")
-    target = with_key(trusting(target, ca), key)
+    target = _secured(target, ca, key)
     if body is None and asyncio.run(_generates(target, url, model)):
         prompt = "Tell me about the quick brown fox."
         target = target_of(url, model, texts, None, prompt, max_tokens)
-        target = with_key(trusting(target, ca), key)
+        target = _secured(target, ca, key)
     metrics = f"{url.rstrip('/')}/metrics" if breakdown else None
     if metrics is not None:
         target = replace(target, headers={**target.headers, "X-Timing": "1"})

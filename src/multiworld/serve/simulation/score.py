@@ -52,11 +52,8 @@ def judge(policy: str, outcome: SimulationResult) -> Score:
     )
 
 
-def flaps(
-    changes: Sequence[tuple[float, Sequence[int], Sequence[int]]],
-    within_s: float = FLAP_S,
-) -> int:
-    """Return how often a stage was scaled one way and back within ``within_s``."""
+def flaps(changes: Sequence[tuple[float, Sequence[int], Sequence[int]]]) -> int:
+    """Return how often a stage was scaled one way and back within ``FLAP_S``."""
     count = 0
     last: dict[int, tuple[float, int]] = {}
     for at, before, after in changes:
@@ -65,6 +62,6 @@ def flaps(
                 continue
             way = 1 if new > old else -1
             then, other = last.get(k, (at, way))
-            count += other != way and at - then <= within_s
+            count += other != way and at - then <= FLAP_S
             last[k] = at, way
     return count

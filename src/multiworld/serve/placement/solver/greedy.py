@@ -38,29 +38,17 @@ class _Ledger:
         self.used: dict[int, int] = defaultdict(int)
 
     def take(
-        self, device: int, stage: StageNeed, rate: float, *, is_last: bool
+        self, device: int, stage: StageNeed, rate: float, *, is_last: bool, by: int = 1
     ) -> None:
-        """Book a replica with a planned rate in items per second."""
-        self.memory[device] -= stage.memory_bytes
-        self.cores[device] -= stage.cores
-        self.used[device] += 1
-        self._book(device, stage, rate, is_last=is_last)
-
-    def release(
-        self, device: int, stage: StageNeed, rate: float, *, is_last: bool
-    ) -> None:
-        self.memory[device] += stage.memory_bytes
-        self.cores[device] += stage.cores
-        self.used[device] -= 1
-        self._book(device, stage, -rate, is_last=is_last)
-
-    def _book(
-        self, device: int, stage: StageNeed, rate: float, *, is_last: bool
-    ) -> None:
+        """Book a replica with a rate in items per second; ``by`` -1: give it back."""
         place = self.places[device]
-        self.seconds[device] -= rate * stage.seconds[place.device.kind] * stage.width
+        seconds = rate * stage.seconds[place.device.kind] * stage.width
+        self.memory[device] -= by * stage.memory_bytes
+        self.cores[device] -= by * stage.cores
+        self.used[device] += by
+        self.seconds[device] -= by * seconds
         if not is_last:
-            self.bytes_s[place.node] -= rate * stage.out_bytes
+            self.bytes_s[place.node] -= by * rate * stage.out_bytes
 
     def able(self, device: int, stage: StageNeed, *, is_last: bool) -> float:
         """Return how many items per second a replica on the device could do."""
@@ -81,7 +69,7 @@ def place_greedily(problem: Problem) -> dict[Slot, int]:
         slots[m, k].append(d)
     counts: Counter[Slot] = Counter()
     for m in sorted(range(len(problem.models)), key=lambda m: _urgency(problem, m)):
-        counts.update(slot for slot, _ in _Placing(problem, ledger, m, slots).run())
+        counts.update(_Placing(problem, ledger, m, slots).run())
     return dict(counts)
 
 
@@ -108,22 +96,22 @@ class _Placing:
         self._running = Counter(problem.running)
         self._chosen: list[tuple[Slot, float]] = []
 
-    def run(self) -> list[tuple[Slot, float]]:
-        """Return a slot and a rate for each replica; none if a stage does not fit."""
+    def run(self) -> list[Slot]:
+        """Return a slot for each replica; none if a stage does not fit."""
         for k, stage in enumerate(self._model.stages):
             for _ in range(max(1, stage.min_replicas)):
                 if not self._add(k):
-                    return self._give_up()
+                    self._give_up()
+                    return []
         for k in range(len(self._model.stages)):
             while self._missing(k) > ENOUGH and self._add(k):
                 pass
-        return self._chosen
+        return [slot for slot, _ in self._chosen]
 
-    def _give_up(self) -> list[tuple[Slot, float]]:
+    def _give_up(self) -> None:
         for (_, k, d), rate in self._chosen:
             stage = self._model.stages[k]
-            self._ledger.release(d, stage, rate, is_last=self._is_last(k))
-        return []
+            self._ledger.take(d, stage, rate, is_last=self._is_last(k), by=-1)
 
     def _is_last(self, k: int) -> bool:
         return k + 1 == len(self._model.stages)
