@@ -134,12 +134,13 @@ def _families(
     yield cpu
 
 
+def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"multiworld_{name}", text, labels=labels)
+
+
 def _build_info() -> Metric:
-    info = GaugeMetricFamily(
-        "multiworld_build_info",
-        "Always 1; versions of this gateway's software.",
-        labels=["version", "python", "torch"],
-    )
+    text = "Always 1; versions of this gateway's software."
+    info = _gauge("build_info", text, "version", "python", "torch")
     python = platform.python_version()
     info.add_metric([multiworld.__version__, python, torch.__version__], 1.0)
     return info
@@ -176,26 +177,12 @@ def _latencies(sums: Sums) -> Iterator[Metric]:
 def _gateways(
     gateways: Mapping[str, messages.GatewayReport], table: RoutingTable
 ) -> Iterator[Metric]:
-    in_flight = GaugeMetricFamily(
-        "multiworld_in_flight",
-        "Requests accepted and not answered.",
-        labels=["gateway"],
-    )
-    waiting = GaugeMetricFamily(
-        "multiworld_waiting",
-        "Requests waiting at the gateway.",
-        labels=["gateway", "model"],
-    )
-    held = GaugeMetricFamily(
-        "multiworld_replica_in_flight",
-        "Attempts of a gateway at a replica.",
-        labels=["gateway", *OF_REPLICA],
-    )
-    silent = GaugeMetricFamily(
-        "multiworld_replica_silent",
-        "1 while a replica is silent.",
-        labels=["gateway", *OF_REPLICA],
-    )
+    of_one = ("gateway", *OF_REPLICA)
+    in_flight = _gauge("in_flight", "Requests accepted and not answered.", "gateway")
+    waiting = _gauge("waiting", "Requests waiting at the gateway.", "gateway", "model")
+    text = "Attempts of a gateway at a replica."
+    held = _gauge("replica_in_flight", text, *of_one)
+    silent = _gauge("replica_silent", "1 while a replica is silent.", *of_one)
     for gateway, report in gateways.items():
         in_flight.add_metric([gateway], report.in_flight)
         for model, count in report.waiting.items():
@@ -218,7 +205,7 @@ def _replicas(
             counter.add_metric(_labels(name, table), report.counts.get(what, 0))
         yield counter
     for what, text in GAUGES.items():
-        gauge = GaugeMetricFamily(f"multiworld_replica_{what}", text, labels=OF_REPLICA)
+        gauge = _gauge(f"replica_{what}", text, *OF_REPLICA)
         for name, report in reports.items():
             gauge.add_metric(_labels(name, table), float(getattr(report, what)))
         yield gauge
