@@ -40,7 +40,7 @@ from multiworld.serve.gateway.embedded_server import EmbeddedServer
 from multiworld.serve.generation.replica.matmul_speed import bfloat16_cost
 from multiworld.serve.launchers.base import Launcher, LauncherContext, began_at
 from multiworld.serve.launchers.fork_server import WaitingServer
-from multiworld.serve.launchers.registry import check_launcher, make_launcher
+from multiworld.serve.launchers.registry import maker_of
 from multiworld.serve.models.factory import build_model, check_policies, modules_of
 from multiworld.serve.processes.gateway import allowed_connections, listen
 from multiworld.serve.resources.amounts import Node
@@ -110,7 +110,7 @@ async def _run(
     if app.host == "auto":
         app = app.model_copy(update={"host": _host_of(old or ended) or own_address()})
     check_policies(app)
-    check_launcher(app.launcher)
+    maker_of(app.launcher)  # so that a mistake in its name is told early
     preload = Preload(_preload(app), waiting)
     startup.end("to build the models")
     env = {
@@ -358,7 +358,7 @@ async def _launcher(
         on_nodes=nodes_changed,
         is_new=is_new,
     )
-    return await make_launcher(context)
+    return await maker_of(app.launcher)(context)
 
 
 def measured_machine_of(app: AppSpec) -> Node:

@@ -120,7 +120,7 @@ def _shown(process: Process, sources: StatusSources) -> answers.ProcessShown:
         phase=process.phase,
         since_s=sources.now - process.entered.get(process.phase, process.since),
         pid=running[name].pid if name in running else None,
-        node=sources.bookings.node_of(name),
+        node="" if booking is None else booking.spot.node,
         booked_cpus=need.cpus,
         booked_memory_bytes=need.memory_bytes,
         gpus=() if booking is None else booking.spot.gpus,

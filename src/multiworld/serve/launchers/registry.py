@@ -3,8 +3,7 @@ package.module:make``), an ``async def make(context) -> Launcher``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from multiworld.errors import SpecError
 from multiworld.serve.launchers.base import Launcher, LauncherContext
@@ -17,17 +16,8 @@ LAUNCHERS = {
 }
 
 
-async def make_launcher(context: LauncherContext) -> Launcher:
-    launcher: Launcher = await _maker(context.app.launcher)(context)
-    return launcher
-
-
-def check_launcher(name: str) -> None:
-    """Raise ``SpecError`` unless a launcher of this name or import path exists."""
-    _maker(name)
-
-
-def _maker(name: str) -> Callable[[LauncherContext], Any]:
+def maker_of(name: str) -> Callable[[LauncherContext], Awaitable[Launcher]]:
+    """Return the factory of a launcher by its name or import path."""
     path = LAUNCHERS.get(name, name)
     if ":" not in path:
         known = ", ".join(LAUNCHERS)

@@ -107,11 +107,6 @@ class ReplicaBookings:
             if booking.need.memory_bytes
         }
 
-    def node_of(self, name: str) -> str:
-        """Return the machine of a replica; empty if it has none."""
-        booking = self.ledger.bookings.get(name)
-        return "" if booking is None else booking.spot.node
-
 
 def asks_of(wanted: DesiredState, specs: Specs) -> list[PlaceRequest]:
     asks: list[PlaceRequest] = []

@@ -454,7 +454,7 @@ class GatewayProcess:
             latest = max(self._dispatcher.asked_at, self._streams.asked_at)
             asked_at = now if is_busy else latest
             lost_at = self._agent.lost_at
-            factor = ORPHAN_FACTOR if self._agent.was_joined else 1
+            factor = ORPHAN_FACTOR if self._agent.joined_at is not None else 1
             if lost_at is None:
                 continue
             if now - max(asked_at, lost_at) > factor * self._args.orphan_s:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -107,7 +106,7 @@ def in_words(need: Need) -> str:
     if need.gpus:
         parts.append(_gpus_in_words(need))
     if need.nodes:
-        parts.append(f"one of {listed(sorted(need.nodes))}")
+        parts.append(f"one of {', '.join(sorted(need.nodes))}")
     return " and ".join(parts) or "nothing that is booked"
 
 
@@ -121,7 +120,3 @@ def _gpus_in_words(need: Need) -> str:
 
 def mib(size: float) -> str:
     return f"{size / MIB:,.0f} MiB"
-
-
-def listed(names: Sequence[str]) -> str:
-    return ", ".join(names) or "none"

@@ -12,7 +12,6 @@ from multiworld.serve.resources.amounts import (
     Need,
     Node,
     in_words,
-    listed,
     mib,
 )
 
@@ -130,7 +129,7 @@ def _of_gpus(free: Free, need: Need, gpus: tuple[int, ...]) -> list[str]:
     wanted = gpus or (() if need.gpu is None else (need.gpu,))
     for gpu in wanted:
         if gpu not in left:
-            return [f"it has no GPU {gpu}, only {listed([str(n) for n in left])}"]
+            return [f"it has no GPU {gpu}, only {', '.join(map(str, left))}"]
     able = [gpu for gpu in able_gpus(free, need) if not wanted or gpu in wanted]
     if len(able) >= need.gpus:
         return []

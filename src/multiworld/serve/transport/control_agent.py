@@ -47,7 +47,6 @@ class ControlAgent:
         self._outbox: asyncio.Queue[News] = asyncio.Queue()
         # Monotonic time of the loss; None while connected.
         self.lost_at: float | None = clock()
-        self.was_joined = False
         self.joined_at: float | None = None  # monotonic, the last; None before
 
     def fact(self, news: News) -> None:
@@ -76,7 +75,7 @@ class ControlAgent:
         async for world in self._manager.keep(
             self._world_name, rank=1, size=2, store=self._store, config=self._config
         ):
-            self._world, self.lost_at, self.was_joined = world, None, True
+            self._world, self.lost_at = world, None
             self.joined_at = self._clock()
             self._outbox = asyncio.Queue()
             for fact in self._facts.values():

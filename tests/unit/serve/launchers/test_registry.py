@@ -12,8 +12,7 @@ from multiworld.serve.launchers.base import LauncherContext
 from multiworld.serve.launchers.local import LocalLauncher
 from multiworld.serve.launchers.registry import (
     LAUNCHERS,
-    check_launcher,
-    make_launcher,
+    maker_of,
 )
 from multiworld.serve.resources.amounts import Node
 from tests.unit.serve.launchers.contexts import context
@@ -30,7 +29,7 @@ NOT_A_FUNCTION = 5
 @pytest.mark.parametrize("name", [*LAUNCHERS, f"{__name__}:make"])
 def test_known_launchers_and_import_paths_are_accepted(name: str) -> None:
     """Nothing is started."""
-    check_launcher(name)
+    maker_of(name)
 
 
 @pytest.mark.parametrize(
@@ -46,18 +45,20 @@ def test_known_launchers_and_import_paths_are_accepted(name: str) -> None:
 def test_unknown_launcher_is_named_with_those_there_are(name: str, words: str) -> None:
     """Before anything is started."""
     with pytest.raises(SpecError, match=words):
-        check_launcher(name)
+        maker_of(name)
 
 
 async def test_launcher_is_made_from_the_context(tmp_path: Path) -> None:
     """That of the spec; the local one knows this machine only."""
-    made: object = await make_launcher(context(f"{__name__}:make", tmp_path))
+    made: object = await maker_of(f"{__name__}:make")(
+        context(f"{__name__}:make", tmp_path)
+    )
     assert made == "mine"
-    local = await make_launcher(context("local", tmp_path))
+    local = await maker_of("local")(context("local", tmp_path))
     assert isinstance(local, LocalLauncher)
     assert local.nodes() == (Node("here", 2.0, 10),)
     assert local.trouble() == ""
     local.settle()
     await local.close()
     with pytest.raises(SpecError):
-        await make_launcher(context("slurm", tmp_path))
+        maker_of("slurm")

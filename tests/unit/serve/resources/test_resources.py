@@ -166,8 +166,7 @@ def test_machine_that_is_gone_keeps_its_bookings_until_they_are_released() -> No
     assert why == "none of its stage is there, and there is room"
     assert places.set_nodes(nodes(1)) == ([], ["n1"])
     assert places.set_nodes(nodes(3)) == (["n1", "n2"], [])
-    assert places.node_of("a") == spot.node
-    assert places.node_of("b") == ""
+    assert places.ledger.bookings["a"].spot == spot
 
 
 def test_replica_of_several_gpus_takes_them_whole() -> None:

@@ -14,8 +14,8 @@ from multiworld.serve.placement.solver.problem import (
     Problem,
     Replica,
     StageNeed,
-    in_mib,
 )
+from multiworld.serve.resources.amounts import mib
 
 # Candidate for a replica: the numbers of a model, its stage, and a device.
 Slot = tuple[int, int, int]
@@ -209,13 +209,13 @@ def _impossible(problem: Problem, model: ModelNeed) -> Iterator[str]:
             yield f"stage {k} may only be on {names}: no such node"
         elif stage.memory_bytes > largest:
             yield (
-                f"stage {k} takes {in_mib(stage.memory_bytes)}; the largest device it "
-                f"may use has {in_mib(largest)}"
+                f"stage {k} takes {mib(stage.memory_bytes)}; the largest device it "
+                f"may use has {mib(largest)}"
             )
         else:
             yield (
                 f"stage {k} needs a device of kind {kinds} with "
-                f"{in_mib(stage.memory_bytes)}; there is none"
+                f"{mib(stage.memory_bytes)}; there is none"
             )
     budgets = budgets_of(problem, model)
     if any(budget < 0 for budget in budgets):

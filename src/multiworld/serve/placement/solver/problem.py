@@ -100,7 +100,3 @@ class Placement:
         if self.bound in (float("inf"), 0.0):
             return float("inf") if self.bound else 0.0
         return max(0.0, (self.bound - self.value) / abs(self.bound))
-
-
-def in_mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:,.0f} MiB"

@@ -12,8 +12,8 @@ from multiworld.serve.placement.solver.problem import (
     Problem,
     Replica,
     StageNeed,
-    in_mib,
 )
+from multiworld.serve.resources.amounts import mib
 
 SLACK = 1e-6  # relative, of all checks: solvers compute in floating point
 
@@ -71,7 +71,7 @@ class _Books:
         """Yield the devices and nodes whose bookings exceed their resources."""
         for name, size in self._memory.items():
             if size > self.devices[name].memory_bytes:
-                yield f"{name}: {in_mib(size)} booked is more than it has"
+                yield f"{name}: {mib(size)} booked is more than it has"
         for name, share in self._seconds.items():
             limit = self.problem.utilisation * self.devices[name].capacity
             if share > limit * (1 + SLACK):
