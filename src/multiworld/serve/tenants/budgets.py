@@ -62,47 +62,38 @@ def exhausted(tenant: Tenant, used: TokensUsed) -> str:
     return ""
 
 
-class _Spans:
-    """Tokens of tenants by the starts of days, or of months."""
-
-    def __init__(self) -> None:
-        self._tokens: dict[str, dict[int, int]] = {}
-
-    def get(self, tenant: str, start: int) -> int:
-        return self._tokens.get(tenant, {}).get(start, 0)
-
-    def set(self, tenant: str, start: int, tokens: int) -> None:
-        spans = self._tokens.setdefault(tenant, {})
-        spans[start] = tokens
-        if len(spans) > KEPT:
-            del spans[min(other for other in spans if other != start)]
-
-
 class _Usage:
+    """Tokens of tenants by the starts of days, and of months."""
+
     def __init__(self) -> None:
-        self._days, self._months = _Spans(), _Spans()
+        self._days: dict[str, dict[int, int]] = {}
+        self._months: dict[str, dict[int, int]] = {}
 
     def set(self, used: TokensUsed) -> None:
-        self._days.set(used.tenant, used.day, used.in_day)
-        self._months.set(used.tenant, used.month, used.in_month)
+        for known, start, tokens in (
+            (self._days, used.day, used.in_day),
+            (self._months, used.month, used.in_month),
+        ):
+            spans = known.setdefault(used.tenant, {})
+            spans[start] = tokens
+            if len(spans) > KEPT:
+                del spans[min(other for other in spans if other != start)]
 
-    def at(self, tenant: str, wall_s: float) -> TokensUsed:
+    def used(self, tenant: str, wall_s: float) -> TokensUsed:
         day, month = day_of(wall_s), month_of(wall_s)
-        in_day, in_month = self._days.get(tenant, day), self._months.get(tenant, month)
+        in_day = self._days.get(tenant, {}).get(day, 0)
+        in_month = self._months.get(tenant, {}).get(month, 0)
         return TokensUsed(tenant, day, in_day, month, in_month)
 
 
-class TokenLedger:
+class TokenLedger(_Usage):
     def __init__(
         self, in_day: Mapping[str, int], in_month: Mapping[str, int], wall_s: float
     ) -> None:
-        self._usage = _Usage()
+        super().__init__()
         day, month = day_of(wall_s), month_of(wall_s)
         for name, count in in_month.items():
-            self._usage.set(TokensUsed(name, day, in_day.get(name, 0), month, count))
-
-    def used(self, tenant: str, wall_s: float) -> TokensUsed:
-        return self._usage.at(tenant, wall_s)
+            self.set(TokensUsed(name, day, in_day.get(name, 0), month, count))
 
     def add(self, rows: Iterable[UsageRow]) -> set[str]:
         """Add usage; return the tenants that used any tokens."""
@@ -111,23 +102,23 @@ class TokenLedger:
             tokens = row.prompt_tokens + row.generated_tokens
             if not tokens:
                 continue
-            old = self._usage.at(row.tenant, row.minute)
+            old = self.used(row.tenant, row.minute)
             more = old._replace(
                 in_day=old.in_day + tokens, in_month=old.in_month + tokens
             )
-            self._usage.set(more)
+            self.set(more)
             changed.add(row.tenant)
         return changed
 
 
-class TokenBudgets:
+class TokenBudgets(_Usage):
     def __init__(self) -> None:
-        self._usage = _Usage()
+        super().__init__()
         self._since: Counter[str] = Counter()
 
     def set_used(self, used: Iterable[TokensUsed]) -> None:
         for each in used:
-            self._usage.set(each)
+            self.set(each)
 
     def count(self, tenant: str, tokens: int) -> None:
         """Count tokens that the controller does not know of yet."""
@@ -144,7 +135,7 @@ class TokenBudgets:
         """Return why a tenant gets no more tokens; None if it does."""
         if not has_budget(tenant):
             return None
-        used = self._usage.at(tenant.name, wall_s)
+        used = self.used(tenant.name, wall_s)
         more = self._since.get(tenant.name, 0)
         now = used._replace(in_day=used.in_day + more, in_month=used.in_month + more)
         limit = exhausted(tenant, now)
