@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
+from rich.markup import escape
 from rich.table import Table
 
 from multiworld.cli import options
@@ -28,11 +29,11 @@ def _table(found: Sequence[NodeShown] | Sequence[Node], title: str) -> Table:
         free_cpus = None if shown is None else shown.free_cpus
         free_bytes = None if shown is None else shown.free_memory_bytes
         table.add_row(
-            node.name,
-            node.address,
+            escape(node.name),
+            escape(node.address),
             _of(node.cpus, free_cpus, 1.0, "g"),
             _of(node.memory_bytes, free_bytes, MIB, ",.0f") + " MiB",
-            "\n".join(_gpu(gpu, shown) for gpu in node.gpus) or "none",
+            escape("\n".join(_gpu(gpu, shown) for gpu in node.gpus)) or "none",
             "\n".join(shown.replicas if shown else ()),
         )
     return table

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from multiworld.cli.options import JSON, SPEC, FiniteRange, new_table, print_table
 from multiworld.errors import PlacementError
+from multiworld.serve.control.answers import NodeShown
 from multiworld.serve.control.dtypes import Resolved, resolve
 from multiworld.serve.control.service import measured_machine_of
 from multiworld.serve.fleet.desired_state import bounds_of, desired_state_of
@@ -43,6 +44,8 @@ from multiworld.serve.simulation.model_builder import costs_of, pipeline_of
 from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 from multiworld.serve.spec.stage import Model
+
+MAX_CPUS, MAX_BYTES = 4096, 2**50  # of a machine
 
 SHOWN = 6  # maximum number of scaling plans of a model; --json prints all
 
@@ -103,7 +106,13 @@ def read_nodes(path: Path) -> list[Node]:
     """Return the machines in a file that ``multiworld nodes --json`` has printed."""
     # Free resources are ignored, because a plan is for empty machines.
     try:
-        return TypeAdapter(list[Node]).validate_python(json.loads(path.read_text()))
+        given = json.loads(path.read_text())
+        found = TypeAdapter(list[Node]).validate_python(given)
+        for node, entries in zip(found, given, strict=True):
+            _check_node(node, entries)
+        if len({node.name for node in found}) < len(found):
+            raise ValueError("two machines have the same name")
+        return found
     except OSError as error:
         raise click.ClickException(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
@@ -111,6 +120,25 @@ def read_nodes(path: Path) -> list[Node]:
             f"{path} does not list machines; write it with `multiworld nodes --json`, "
             f"or by hand with a name, cpus and memory_bytes each: {error}"
         ) from error
+
+
+def _check_node(node: Node, given: dict[str, object]) -> None:
+    """Raise ValueError for unknown fields, and for numbers that no machine has."""
+    if unknown := given.keys() - {*NodeShown.__struct_fields__}:
+        raise ValueError(f"{node.name}: unknown field {', '.join(sorted(unknown))}")
+    sizes = {"memory_bytes": node.memory_bytes}
+    sizes |= {f"memory_bytes of GPU {g.index}": g.memory_bytes for g in node.gpus}
+    wrong = [name for name, size in sizes.items() if not 0 <= size <= MAX_BYTES]
+    bandwidth = 1.0 if node.bandwidth is None else node.bandwidth
+    for name, is_right in (
+        ("name", bool(node.name)),
+        ("cpus", 0 < node.cpus <= MAX_CPUS),
+        ("price", 0 <= node.price < math.inf),
+        ("bandwidth", 0 < bandwidth < math.inf),
+    ):
+        wrong += [] if is_right else [name]
+    if wrong:
+        raise ValueError(f"machine {node.name!r}: no machine has this {wrong[0]}")
 
 
 def _rows(
@@ -329,14 +357,15 @@ def _table(plan: PlanShown) -> Table:
             batch,
             row.device,
             ", ".join(books) or "-",
-            "\n".join(where) or "[red]not placed[/]",
+            escape("\n".join(where)) or "[red]not placed[/]",
         )
     return table
 
 
 def _scaling_plans(name: str, spec: ModelSpec) -> list[ScalingPlan]:
     """Return an autoscaled model's scaling plans, if all its item_ms are declared."""
-    if not is_scaled(spec) or not all(stage.item_ms for stage in spec.stages):
+    is_planned = is_scaled(spec) and spec.generation is None  # text: by tokens
+    if not is_planned or not all(stage.item_ms for stage in spec.stages):
         return []
     model = pipeline_of(name, spec, decide, None, 0.0)
     aim = model.objective_s, model.objective_share

@@ -38,8 +38,8 @@ def _table(app: str, rows: list[_Row]) -> Table:
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
-            row.name,
-            row.node,
+            escape(row.name),
+            escape(row.node),
             row.phase,
             _size(row.memory_bytes),
             _size(row.booked_memory_bytes) if row.booked_memory_bytes else "-",

@@ -47,6 +47,8 @@ from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.profiles import ModelProfile, load_profile
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
+MAX_REPLICAS = 4096  # of a stage, as in a spec
+
 OWN = "spec"  # the policy that the spec itself chooses
 ORACLE = "oracle"  # the policy that knows the future
 COMPARED = (OWN, *reference_policies.BUILT_IN, ORACLE)  # those compared by default
@@ -215,9 +217,11 @@ def _fleet(
             given = tuple(int(count) for count in counts.split(","))
         except ValueError:
             given = ()
-        if len(given) != len(model.stages) or min(given, default=0) < 1:
+        fits = all(1 <= count <= MAX_REPLICAS for count in given)
+        if len(given) != len(model.stages) or not fits:
             raise click.UsageError(
-                f"fixed:{counts}: give {len(model.stages)} numbers, one for each stage"
+                f"fixed:{counts}: give {len(model.stages)} numbers from 1 to "
+                f"{MAX_REPLICAS:,}, one for each stage"
             )
         return given
     plans = plans_of(costs_of(model), model.objective_s, model.objective_share)

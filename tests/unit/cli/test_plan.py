@@ -122,3 +122,25 @@ def test_what_the_service_refuses_is_short(
     (model,) = json.loads(done.stdout)["models"]
     assert done.exit_code == 1
     assert said in model["short"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"cpus": float("inf")}, "no machine has this cpus"),
+        ({"memory_bytes": 8 * 10**31}, "no machine has this memory_bytes"),
+        ({"price": float("nan")}, "no machine has this price"),
+        ({"bandwith": 1e9}, "unknown field bandwith"),
+        ({"name": "other"}, "two machines have the same name"),
+    ],
+)
+def test_wrong_machines_are_refused(
+    tmp_path: Path, change: dict[str, object], said: str
+) -> None:
+    """A misspelt field is not ignored."""
+    spec, nodes = tmp_path / "app.yaml", tmp_path / "nodes.json"
+    spec.write_text("models: {m: {factory: 'tests.serve.models:model', stages: [{}]}}")
+    nodes.write_text(json.dumps([{**NODE, "name": "other"}, {**NODE, **change}]))
+    done = CliRunner().invoke(cli, ["plan", str(spec), "--nodes", str(nodes)])
+    assert done.exit_code == 1
+    assert said in done.output

@@ -53,7 +53,7 @@ class TenantManager:
         in_day = registry.tokens_since(budgets.day_of(now))
         in_month = registry.tokens_since(budgets.month_of(now))
         self._ledger = budgets.TokenLedger(in_day, in_month, now)
-        self._exhausted: dict[str, str] = {}
+        self._exhausted: dict[str, tuple[str, int, int]] = {}
         # If cancelled, an operation may be stored without being in effect; repeat it.
         self._lock = asyncio.Lock()
         self._poison: deque[tuple[float, messages.PoisonFound]] = deque(maxlen=POISON)
@@ -125,15 +125,15 @@ class TenantManager:
         """Record once each time that a tenant has exhausted a budget."""
         used = self._ledger.used(tenant.name, time.time())
         limit = budgets.exhausted(tenant, used)
-        before = self._exhausted.pop(tenant.name, "")
+        before = self._exhausted.pop(tenant.name, None)
         if not limit:
             return
-        self._exhausted[tenant.name] = limit
-        if before == limit:
+        since = used.day if limit == "tokens_per_day" else used.month
+        now = self._exhausted[tenant.name] = limit, since, getattr(tenant, limit)
+        if before == now:
             return
         self._history.say("budget", f"{tenant.name} has used up its {limit}")
         act = f"{limit} of {tenant.name} is used up"
-        since = used.day if limit == "tokens_per_day" else used.month
         try:
             found = await asyncio.to_thread(
                 self.registry.usage, tenant.name, since, by_minute=False

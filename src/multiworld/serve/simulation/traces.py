@@ -8,9 +8,10 @@ from __future__ import annotations
 import csv
 import math
 import random
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from multiworld.errors import ServeError
@@ -26,6 +27,11 @@ GENERATED = ("GeneratedTokens", "Response tokens", "generated_tokens", "output_t
 # prompt of 1,500 tokens takes as long as about 40 to 80 output tokens.)
 TOKEN_WEIGHT = 20.0
 
+LONGEST_S = 1e8  # of a trace: three years
+MOST_REQUESTS = 10_000_000  # of a generated one; they are kept in memory
+
+_FINER = re.compile(r"(\.\d{6})\d+")  # than microseconds, which a date has at most
+
 
 def read_trace(path: Path, *, by_tokens: bool = False) -> list[Arrival]:
     """Read a CSV file; ``by_tokens``: work follows from tokens, else it is 1."""
@@ -38,7 +44,10 @@ def read_trace(path: Path, *, by_tokens: bool = False) -> list[Arrival]:
         raise ServeError(f"trace {path} is not a CSV file: {error}") from error
     if not found:
         raise ServeError(f"trace {path} has no requests")
-    return _from_zero(found)
+    found = _from_zero(found)
+    if found[-1].at > LONGEST_S:
+        raise ServeError(f"trace {path} is longer than {LONGEST_S:g} s")
+    return found
 
 
 def _read(rows: Iterable[list[str]], path: Path, by_tokens: bool) -> list[Arrival]:
@@ -70,9 +79,10 @@ def _seconds(text: str) -> float | None:
     except ValueError:
         pass
     try:
-        return datetime.fromisoformat(text.strip()[:26]).timestamp()
+        at = datetime.fromisoformat(_FINER.sub(r"\1", text.strip()))
     except ValueError:
         return None
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
 
 def _columns(titles: Sequence[str]) -> list[tuple[int, float]]:
@@ -155,7 +165,7 @@ def generated(text: str, seed: int = 0) -> list[Arrival]:
                 raise ValueError
             if min(given["rate"], given["prompt"], given["answer"]) < 0:
                 raise ValueError
-            if given["seconds"] <= 0:
+            if not 0 < given["seconds"] <= LONGEST_S:
                 raise ValueError
             if not MIN_CV <= given["cv"] <= MAX_CV:
                 raise ValueError
@@ -164,6 +174,10 @@ def generated(text: str, seed: int = 0) -> list[Arrival]:
                 f"{part!r} is not a trace; write poisson:rate=5,seconds=600 or "
                 "gamma:rate=5,seconds=600,cv=4; join several with +"
             ) from None
+        if len(found) + given["rate"] * given["seconds"] > MOST_REQUESTS:
+            raise ServeError(
+                f"{text!r} has more than {MOST_REQUESTS:,} requests; lower the rate"
+            )
         cv = 1.0 if kind == "poisson" else given["cv"]
         if given["rate"] > 0:
             part_ = gamma(given["rate"], given["seconds"], cv, seed + number)

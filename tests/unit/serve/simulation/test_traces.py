@@ -37,6 +37,9 @@ def read(folder: Path, text: str | bytes, *, by_tokens: bool = False) -> list[Ar
         "\ufeffat\n1\n2\n4\n",
         "2023-11-16 18:00:01\n2023-11-16 18:00:02\n2023-11-16 18:00:04\n",
         "2023-11-16T18:00:01Z\n2023-11-16T18:00:02Z\n2023-11-16T18:00:04Z\n",
+        "2023-11-16 18:00:01.0000000\n2023-11-16 20:00:02+02:00\n2023-11-16 18:00:04.0",
+        "2023-11-16 18:00:01.000000+00:00\n2023-11-16 18:00:02.0+00:00\n"
+        "2023-11-16 18:00:04+00:00\n",
         '"1"\n"2"\n"4"\n',
     ],
 )
@@ -145,6 +148,14 @@ def test_wrong_description_shows_the_right_one(text: str) -> None:
     """A silent trace is refused too."""
     with pytest.raises(ServeError, match=r"poisson:rate=5|without any requests"):
         generated(text)
+
+
+def test_endless_trace_is_refused(tmp_path: Path) -> None:
+    """Before it fills the memory, or is simulated second by second."""
+    with pytest.raises(ServeError, match=r"more than 10,000,000 requests"):
+        generated("poisson:rate=1e12,seconds=600")
+    with pytest.raises(ServeError, match=r"longer than"):
+        read(tmp_path, "1\n1e300\n")
 
 
 def test_parts_follow_each_other_and_differ() -> None:

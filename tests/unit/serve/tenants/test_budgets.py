@@ -186,4 +186,12 @@ async def test_controller_tells_all_gateways_and_writes_the_end_down(
     two = manager()
     greeting = [o for o in two.greeting() if isinstance(o, BudgetsUsed)]
     assert greeting[0].used[0].in_day == 120
+    # The first report of the next day uses it all up, and so on.
+    for day, count in ((1, 100), (2, 150)):
+        monkeypatch.setattr("time.time", lambda day=day: NOON + 86_400 * day)
+        late = row(count, NOON + 86_400 * day)
+        two.used("gateway/1", UsageReport("meter", 1 + day, (late,)))
+        await two.settled()
+    acts = [e.act for e in two.registry.audited(9)]
+    assert acts == ["tokens_per_day of acme is used up"] * 3
     await two.close()

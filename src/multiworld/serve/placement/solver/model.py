@@ -185,8 +185,12 @@ def reasons(problem: Problem, served: Mapping[str, float]) -> dict[str, str]:
             continue
         short = next(_impossible(problem, model), None)
         found[model.name] = short or (
-            f"{served[model.name]:.4g} of {model.demand:.4g} items/s: the devices that "
-            "its stages fit on have no more time or memory"
+            (
+                f"{served[model.name]:.4g} of {model.demand:.4g} items/s"
+                if served[model.name]
+                else "not served"
+            )
+            + ": the devices that its stages fit on have no more time or memory"
         )
     return found
 
@@ -203,19 +207,27 @@ def _impossible(problem: Problem, model: ModelNeed) -> Iterator[str]:
             if not stage.nodes or problem.nodes[p.node].name in stage.nodes
         ]
         kinds = ", ".join(sorted(stage.seconds))
-        largest = max((p.device.memory_bytes for p in allowed), default=0)
-        if not allowed:
+        able = [p.device for p in allowed if p.device.kind in stage.seconds]
+        largest = max((device.memory_bytes for device in able), default=0)
+        if not places:
+            yield "there is no machine"
+        elif not allowed:
             names = ", ".join(sorted(stage.nodes))
             yield f"stage {k} may only be on {names}: no such node"
+        elif not able:
+            what = f"a device of kind {kinds}" if kinds else "a GPU"
+            yield f"stage {k} needs {what}; there is none"
         elif stage.memory_bytes > largest:
             yield (
                 f"stage {k} takes {mib(stage.memory_bytes)}; the largest device it "
                 f"may use has {mib(largest)}"
             )
         else:
+            cores = max(device.capacity for device in able)
+            memory = f" and {mib(stage.memory_bytes)}" if stage.memory_bytes else ""
             yield (
-                f"stage {k} needs a device of kind {kinds} with "
-                f"{mib(stage.memory_bytes)}; there is none"
+                f"stage {k} takes {stage.cores:g} cores{memory}; of the devices that "
+                f"it may use, none has that (the most cores are {cores:g})"
             )
     budgets = budgets_of(problem, model)
     if any(budget < 0 for budget in budgets):

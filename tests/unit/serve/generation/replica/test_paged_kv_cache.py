@@ -408,6 +408,6 @@ def test_engine_of_a_device_has_pages(tmp_path: Path) -> None:
         "is_deterministic": False,
     }
     device = Transfers(torch.device("cuda"))
-    paged = engine_of(function, transfers=device, pages=500, **options)
+    paged = engine_of(function, transfers=device, tokens=8000, **options)
     assert isinstance(paged.cache, PagedKvCache)
     assert isinstance(engine_of(function, **options).cache, KvCache)
