@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from multiworld.errors import InvalidRequestError, ModelFailedError, ServeError
+from multiworld.serve.core.refusals import wrong_field
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.tenants.fair_pool import FairPool
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
@@ -85,14 +86,14 @@ def grammar_of_schema(schema: Any, param: str) -> str:
             json.dumps(schema), overrides=SPACES
         )
     except ValueError as error:
-        raise _invalid(f"cannot be enforced: {_short(error)}", param) from None
+        raise wrong_field(param, f"cannot be enforced: {_short(error)}") from None
     return _checked(grammar, param)
 
 
 def _check_schema(schema: Any, param: str) -> None:
     """Check all that needs no compiling."""
     if not isinstance(schema, dict):
-        raise _invalid("is not an object", param)
+        raise wrong_field(param, "is not an object")
     _matcher()
     _check_length(json.dumps(schema), param)
     _check_multiples(schema, param)
@@ -106,9 +107,9 @@ def _check_schema(schema: Any, param: str) -> None:
         names = ("[%d]" if type(n) is int else ".%s" for n in error.instance_path)
         place = "".join(names) % tuple(error.instance_path) or "it"
         why = _short(error.message)
-        raise _invalid(f"is not a JSON schema: {place}: {why}", param) from None
+        raise wrong_field(param, f"is not a JSON schema: {place}: {why}") from None
     except (ValueError, RecursionError):
-        raise _invalid("is nested too deeply", param) from None
+        raise wrong_field(param, "is nested too deeply") from None
 
 
 def grammar_of_regex(regex: str, param: str) -> str:
@@ -123,14 +124,14 @@ def grammar_of_lark(grammar: str, param: str) -> str:
     matcher = _matcher()
     _check_length(grammar, param)
     if "%json" in grammar or grammar.lstrip().startswith("{"):
-        raise _invalid('has a JSON schema; give that as "json"', param)
+        raise wrong_field(param, 'has a JSON schema; give that as "json"')
     return _checked(matcher.grammar_from_lark(grammar), param)
 
 
 def grammar_of_choice(choices: Sequence[str], param: str) -> str:
     """Return a grammar that accepts exactly one of ``choices``."""
     if not choices or not all(choices):
-        raise _invalid("must be a list of non-empty strings", param)
+        raise wrong_field(param, "must be a list of non-empty strings")
     lines = " | ".join(json.dumps(choice) for choice in choices)
     return grammar_of_lark(f"start: {lines}", param)
 
@@ -226,7 +227,7 @@ def _checked(grammar: str, param: str) -> str:
     grammar = _unforced(grammar)
     why = _matcher().validate_grammar(grammar)
     if why and not why.startswith("WARNING"):
-        raise _invalid(f"cannot be enforced: {_short(why)}", param)
+        raise wrong_field(param, f"cannot be enforced: {_short(why)}")
     return grammar
 
 
@@ -257,16 +258,12 @@ def _short(why: object) -> str:
 def _check_multiples(schema: Any, param: str) -> None:
     if not _are_few_multiples(schema):
         rule = f"has multipleOf whose least common multiple is beyond {MAX_MULTIPLES}"
-        raise _invalid(rule, param)
+        raise wrong_field(param, rule)
 
 
 def _check_length(text: str, param: str, limit: int = MAX_CHARACTERS) -> None:
     if len(text) > limit:
-        raise _invalid(f"is longer than {limit} characters", param)
-
-
-def _invalid(rule: str, param: str) -> InvalidRequestError:
-    return InvalidRequestError(f'"{param}" {rule}', param=param, code="invalid_value")
+        raise wrong_field(param, f"is longer than {limit} characters")
 
 
 class Matchers:

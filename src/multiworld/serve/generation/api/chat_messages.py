@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import reprlib
 from typing import Any
 
 import msgspec
 
-from multiworld.errors import InvalidRequestError
+from multiworld.serve.core.refusals import wrong_field
 from multiworld.serve.gateway.json_limits import NOT_JSON
 
 # Of messages in OpenAI's API.
@@ -15,6 +16,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # Values in the arguments of all tool calls of a chat, at most; strings count by their
 # commas and brackets. This many take some 10 ms to decode.
 MAX_ARGUMENTS = 50_000
+
+_wrong = functools.partial(wrong_field, "messages")
 
 
 def for_template(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -90,9 +93,3 @@ def _decoded(arguments: str) -> Any:
     except NOT_JSON:  # such as those of a truncated answer
         return arguments
     return found if isinstance(found, dict) else arguments
-
-
-def _wrong(rule: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f'"messages" {rule}', param="messages", code="invalid_value"
-    )

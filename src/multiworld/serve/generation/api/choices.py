@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from array import array
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from multiworld.errors import ServeError
-from multiworld.serve.generation.gateway.stream import TimeLimits
-from multiworld.serve.generation.gateway.streams import Places, Streams
+from multiworld.serve.generation.gateway.streams import Places
 from multiworld.serve.generation.growing_text import GrowingText
 from multiworld.serve.generation.tokenizer import Tokenizer
-from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.generation_messages import Sampling, TokenItem
+
+# ``Streams.stream`` with all but the prompt and the sampling.
+Open = Callable[
+    [Sequence[int], Sampling], AbstractAsyncContextManager[AsyncIterator[TokenItem]]
+]
 
 MIN_LOGPROB = -9999.0  # of probability zero, as in vLLM: JSON has no infinity
 
@@ -63,19 +67,11 @@ def digest_of(choices: Sequence[Choice], sampling: Sampling) -> str:
 
 
 async def generate(
-    streams: Streams,
-    model: str,
-    version: str,  # that the choices were prepared for
+    stream: Open,
     choices: Sequence[Choice],
-    places: Places,
     samplings: Sequence[Sampling],
-    deadline_s: float | None,
-    limits: TimeLimits,
-    share: Share,
-    adapter: str = "",
-    session: str = "",
-    request: str = "",
-    on_token: Callable[[], None] = lambda: None,
+    places: Places,
+    on_token: Callable[[], None],
 ) -> AsyncGenerator[Piece]:
     """Generate all choices at once; if one fails, the others end."""
     arrived: asyncio.Queue[Piece | ServeError | Exception] = asyncio.Queue()
@@ -83,19 +79,7 @@ async def generate(
     async def one(choice: Choice, sampling: Sampling) -> None:
         places.take()
         try:
-            async with streams.stream(
-                model,
-                choice.prompt,
-                sampling,
-                deadline_s=deadline_s,
-                limits=limits,
-                share=share,
-                adapter=adapter,
-                session=session,
-                request=request,
-                version=version,
-                has_place=True,
-            ) as tokens:
+            async with stream(choice.prompt, sampling) as tokens:
                 async for item in tokens:
                     await asyncio.sleep(0)  # let others run
                     if not choice.is_prompt_only:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from multiworld.errors import InvalidRequestError
+from multiworld.serve.core.refusals import wrong_field
 from multiworld.serve.generation.api.chat_messages import for_template
 from multiworld.serve.generation.api.request_fields import (
     CHAT,
@@ -17,7 +18,6 @@ from multiworld.serve.generation.api.request_fields import (
     CompletionBody,
     check_supported,
     decoded,
-    wrong_field,
 )
 from multiworld.serve.generation.api.structure import Structure, structure_of
 from multiworld.serve.generation.api.tools import Calling, calling_of

@@ -64,16 +64,14 @@ def add_generation(app: FastAPI, gateway: Gateway) -> None:
 async def _read_chat(
     gateway: Gateway, admitted: AdmittedRequest, request: Request, body: Body
 ) -> Ready:
-    parsed = await off_loop(len(body), partial(chat_of, body))
-    asked, wanted = parsed
+    asked, wanted = await off_loop(len(body), partial(chat_of, body))
     return await prepare_chat(gateway, admitted, asked, timed(wanted, request))
 
 
 async def _read_completion(
     gateway: Gateway, admitted: AdmittedRequest, request: Request, body: Body
 ) -> Ready:
-    parsed = await off_loop(len(body), partial(completion_of, body))
-    asked, wanted = parsed
+    asked, wanted = await off_loop(len(body), partial(completion_of, body))
     return await prepare_completion(gateway, admitted, asked, timed(wanted, request))
 
 

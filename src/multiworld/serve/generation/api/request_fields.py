@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from multiworld.errors import InvalidRequestError
+from multiworld.serve.core.refusals import wrong_field
 from multiworld.serve.gateway.json_limits import NOT_JSON, check_values
 from multiworld.serve.generation.api.tools import NamedTool, Tool
 
@@ -199,9 +200,3 @@ def _requests_nothing(name: str, value: Any) -> bool:
         nothing = DEFAULTS
     is_bool = isinstance(value, bool)
     return any(isinstance(one, bool) is is_bool and value == one for one in nothing)
-
-
-def wrong_field(
-    param: str, rule: str, code: str = "invalid_value"
-) -> InvalidRequestError:
-    return InvalidRequestError(f'"{param}" {rule}', param=param, code=code)

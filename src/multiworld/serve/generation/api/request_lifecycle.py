@@ -66,21 +66,21 @@ async def answered(
         gateway.authenticator.count_prompt(
             admitted, sum(len(choice.prompt) for choice in prompts)
         )
-        generated = generate(
-            gateway.streams,
+        stream = partial(
+            gateway.streams.stream,
             ready.served,
-            ready.version,
-            ready.choices,
-            places,
-            [replace(sampling, choice=one.index % n) for one in ready.choices],
-            timeout_s,
-            ready.limits,
-            share,
-            gateway.adapter(ready.wanted.model),
-            ready.wanted.session,
-            admitted.id,
-            partial(gateway.authenticator.count_generated, admitted),
+            deadline_s=timeout_s,
+            limits=ready.limits,
+            share=share,
+            adapter=gateway.adapter(ready.wanted.model),
+            session=ready.wanted.session,
+            request=admitted.id,
+            version=ready.version,
+            has_place=True,
         )
+        samplings = [replace(sampling, choice=one.index % n) for one in ready.choices]
+        count_generated = partial(gateway.authenticator.count_generated, admitted)
+        generated = generate(stream, ready.choices, samplings, places, count_generated)
         pieces = _watched(gateway, admitted, ready, generated)
         if ready.wanted.is_streamed:
             return form.event_stream(form.events(ready, pieces))

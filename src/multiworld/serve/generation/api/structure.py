@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
+from multiworld.serve.core.refusals import wrong_field
 from multiworld.serve.generation import grammar as grammars
 from multiworld.serve.generation.api.request_fields import (
     ResponseFormat,
     StructuredOutputs,
-    wrong_field,
 )
 from multiworld.serve.generation.api.tools import Calling
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import json
 import threading
@@ -23,7 +24,6 @@ from multiworld.serve.generation.api import (
     openai_routes,
 )
 from multiworld.serve.generation.api.choices import Choice, generate
-from multiworld.serve.generation.gateway.stream import NO_LIMITS
 from multiworld.serve.generation.gateway.streams import Places, Streams
 from multiworld.serve.generation.growing_text import GrowingText
 from multiworld.serve.generation.tokenizer import Tokenizer
@@ -647,18 +647,8 @@ async def test_tokens_are_charged_that_the_client_does_not_read(
 
     choice = Choice(0, [5, 6], GrowingText(tokenizer))
     places = Places(streams.router.waiting_for_tokens("g"), DEFAULT_SHARE, 1)
-    pieces = generate(
-        streams,
-        "g",
-        "1",
-        [choice],
-        places,
-        [Sampling(max_tokens=20)],
-        None,
-        NO_LIMITS,
-        DEFAULT_SHARE,
-        on_token=charge,
-    )
+    stream = functools.partial(streams.stream, "g", session="", request="", version="1")
+    pieces = generate(stream, [choice], [Sampling(max_tokens=20)], places, charge)
     await anext(pieces)
     async with asyncio.timeout(20.0):
         while count < 20:  # noqa: ASYNC110 - it is the loop's turns that count
