@@ -32,19 +32,13 @@ class GrowingText:
         self._count = 0
         self._stop = StopStrings(tuple(filter(None, stop)))
         self._held = ""
-        self._given: list[str] = []
-        self.length = 0
+        self._length = 0
         self.is_stopped = False
 
     @property
     def offset(self) -> int:
         """Characters before the next token: those emitted and those held back."""
-        return self.length + len(self._held)
-
-    @property
-    def text(self) -> str:
-        """All text that was emitted; ``length`` is its number of characters."""
-        return "".join(self._given)
+        return self._length + len(self._held)
 
     def add(self, token: int) -> str:
         """Add a token; return the text that can be emitted now."""
@@ -70,8 +64,7 @@ class GrowingText:
             keep = self._stop.begun if is_looking and not is_end else 0
             cut = len(self._held) - keep
             given, self._held = self._held[:cut], self._held[cut:]
-        self._given.append(given)
-        self.length += len(given)
+        self._length += len(given)
         return given
 
 

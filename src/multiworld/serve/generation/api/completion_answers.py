@@ -6,7 +6,6 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -20,47 +19,12 @@ from multiworld.serve.generation.api.choices import (
     chat_logprobs,
     text_logprobs,
 )
-from multiworld.serve.generation.api.completions import Wanted
-from multiworld.serve.generation.api.tools import CallParser, Family
-from multiworld.serve.generation.gateway.stream import TimeLimits
-from multiworld.serve.generation.tokenizer import Tokenizer
+from multiworld.serve.generation.api.preparation import Ready
+from multiworld.serve.generation.api.tools import CallParser
 from multiworld.serve.transport.generation_messages import TokenItem
 
 MAX_LOGPROBS = 500_000  # of the output, in one whole answer
 KEEP_ALIVE_S = 10.0  # seconds without a token after which a stream gets a comment
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """A request that was checked against its model."""
-
-    wanted: Wanted
-    served: str  # name of the model that serves it, maybe a dedicated one
-    version: str
-    tokenizer: Tokenizer
-    choices: tuple[Choice, ...]
-    is_chat: bool
-    echoes: tuple[str, ...]  # text that each choice begins with
-    id: str
-    made_at: int
-    limits: TimeLimits
-    family: Family | None = None
-
-    def parser(self) -> CallParser | None:
-        """Return a parser of the tool calls of one choice; None if it may call none."""
-        calling = self.wanted.calling
-        return None if calling is None else CallParser(calling, self.family)
-
-    def head(self, *, is_chunk: bool = False) -> dict[str, Any]:
-        kind = "text_completion"
-        if self.is_chat:
-            kind = "chat.completion.chunk" if is_chunk else "chat.completion"
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.made_at,
-            "model": self.wanted.model,
-        }
 
 
 async def whole(ready: Ready, pieces: AsyncGenerator[Piece]) -> Response:
@@ -115,7 +79,7 @@ def _choice(
         if "tool_calls" in found["message"] and not _is_cut(ready, choice):
             found["finish_reason"] = "tool_calls"
         found["logprobs"] = (
-            chat_logprobs(ready.tokenizer, items) if has_logprobs else None
+            chat_logprobs(ready.served.tokenizer, items) if has_logprobs else None
         )
     else:
         found["text"] = text
@@ -131,16 +95,14 @@ def _is_cut(ready: Ready, choice: Choice) -> bool:
 
 
 def _text_logprobs(ready: Ready, choice: Choice) -> dict[str, Any]:
-    echo = ready.echoes[choice.index]
+    tokenizer, echo = ready.served.tokenizer, ready.echoes[choice.index]
     offsets = [len(echo) + at for at in choice.offsets]
     if not ready.wanted.echo:
-        return text_logprobs(ready.tokenizer, choice.items, offsets)
+        return text_logprobs(tokenizer, choice.items, offsets)
     skips_special = ready.wanted.skips_special
-    before = ready.tokenizer.offsets(choice.prompt, echo, skips_special=skips_special)
-    return text_logprobs(
-        *(ready.tokenizer, choice.items, [*before, *offsets]),
-        *(choice.prompt, choice.scores),
-    )
+    before = tokenizer.offsets(choice.prompt, echo, skips_special=skips_special)
+    offsets = [*before, *offsets]
+    return text_logprobs(tokenizer, choice.items, offsets, choice.prompt, choice.scores)
 
 
 def _message(ready: Ready, text: str) -> dict[str, Any]:
@@ -294,9 +256,9 @@ def _event(
         before = len(ready.echoes[choice.index])
         offsets = [before + piece.offset for piece in pieces]
         logprobs = (
-            chat_logprobs(ready.tokenizer, items)
+            chat_logprobs(ready.served.tokenizer, items)
             if ready.is_chat
-            else text_logprobs(ready.tokenizer, items, offsets)
+            else text_logprobs(ready.served.tokenizer, items, offsets)
         )
     found |= {"logprobs": logprobs, "finish_reason": finish or None, **more}
     if ready.wanted.has_ids:

@@ -20,9 +20,10 @@ from multiworld.serve.gateway.http_responses import (
 )
 from multiworld.serve.gateway.request_body import Body, model_named_in, off_loop
 from multiworld.serve.generation.api.chat_messages import characters_of, for_template
-from multiworld.serve.generation.api.completion_answers import Ready, events, whole
+from multiworld.serve.generation.api.completion_answers import events, whole
 from multiworld.serve.generation.api.completions import chat_of, completion_of
 from multiworld.serve.generation.api.preparation import (
+    Ready,
     ServedModel,
     prepare_chat,
     prepare_completion,

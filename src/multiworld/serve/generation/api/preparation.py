@@ -17,7 +17,6 @@ from multiworld.serve.gateway.http_request import AnyRequest
 from multiworld.serve.gateway.http_responses import timeout_of
 from multiworld.serve.generation.api.chat_messages import characters_of
 from multiworld.serve.generation.api.choices import Choice
-from multiworld.serve.generation.api.completion_answers import Ready
 from multiworld.serve.generation.api.completions import (
     MAX_CHOICES,
     Wanted,
@@ -26,7 +25,7 @@ from multiworld.serve.generation.api.completions import (
 )
 from multiworld.serve.generation.api.request_fields import ChatBody, CompletionBody
 from multiworld.serve.generation.api.structure import Structure
-from multiworld.serve.generation.api.tools import BEGIN, END, Family
+from multiworld.serve.generation.api.tools import BEGIN, END, CallParser, Family
 from multiworld.serve.generation.gateway.stream import TimeLimits
 from multiworld.serve.generation.growing_text import GrowingText
 from multiworld.serve.generation.limits import longest_of
@@ -39,7 +38,7 @@ MAX_SCORES = 200_000  # prompt logprobs in one answer; each takes about 50 bytes
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    name: str  # of the replicas
+    name: str  # maybe that of a dedicated model
     generation: Generation
     tokenizer: Tokenizer
     version: str
@@ -47,6 +46,35 @@ class ServedModel:
     limits: TimeLimits
     family: Family | None
     has_controls: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A request that was checked against its model."""
+
+    wanted: Wanted
+    served: ServedModel
+    choices: tuple[Choice, ...]
+    is_chat: bool
+    echoes: tuple[str, ...]  # text that each choice begins with
+    id: str
+    made_at: int
+
+    def parser(self) -> CallParser | None:
+        """Return a parser of the tool calls of one choice; None if it may call none."""
+        calling = self.wanted.calling
+        return None if calling is None else CallParser(calling, self.served.family)
+
+    def head(self, *, is_chunk: bool = False) -> dict[str, Any]:
+        kind = "text_completion"
+        if self.is_chat:
+            kind = "chat.completion.chunk" if is_chunk else "chat.completion"
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.made_at,
+            "model": self.wanted.model,
+        }
 
 
 async def served_model(
@@ -273,14 +301,10 @@ async def _ready(
         ]
     return Ready(
         replace(wanted, sampling=sampling),
-        served.name,
-        served.version,
-        tokenizer,
+        served,
         choices,
         is_chat,
         tuple(echoes[index // wanted.n] for index in range(len(choices))),
         prefix + secrets.token_hex(12),
         int(time.time()),
-        served.limits,
-        served.family,
     )

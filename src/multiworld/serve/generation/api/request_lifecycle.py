@@ -17,7 +17,7 @@ from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.http_responses import EventStream, respond
 from multiworld.serve.gateway.request_body import Body, model_named_in, while_connected
 from multiworld.serve.generation.api.choices import Piece, digest_of, generate
-from multiworld.serve.generation.api.completion_answers import Ready
+from multiworld.serve.generation.api.preparation import Ready
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 
 # Reads a body, and prepares the request in it.
@@ -60,7 +60,7 @@ async def answered(
             timeout_s = max(LEAST_S, timeout_s - spent_s)
         # A refused request is not charged, and its status can still say so.
         share, count = admitted.tenant.share, len(ready.choices)
-        places = gateway.streams.reserve(ready.served, share, count)
+        places = gateway.streams.reserve(ready.served.name, share, count)
         sampling, n = ready.wanted.sampling, ready.wanted.n
         prompts = ready.choices[::n]
         gateway.authenticator.count_prompt(
@@ -68,14 +68,14 @@ async def answered(
         )
         stream = partial(
             gateway.streams.stream,
-            ready.served,
+            ready.served.name,
             deadline_s=timeout_s,
-            limits=ready.limits,
+            limits=ready.served.limits,
             share=share,
             adapter=gateway.adapter(ready.wanted.model),
             session=ready.wanted.session,
             request=admitted.id,
-            version=ready.version,
+            version=ready.served.version,
             has_place=True,
         )
         samplings = [replace(sampling, choice=one.index % n) for one in ready.choices]
@@ -99,11 +99,11 @@ async def _prepared(
     """Prepare a request for the active version; again if an update is completed."""
     while True:
         ready = await read(gateway, admitted, request, body)
-        model, tenant = ready.wanted.model, admitted.tenant
-        known = model, ready.version
+        model, tenant, served = ready.wanted.model, admitted.tenant, ready.served
+        known = model, served.version
         await gateway.check_poison(admitted, known, partial(_digest, ready))
         version, _ = gateway.model(model, None, tenant)
-        if (version, gateway.route(model, tenant)) == (ready.version, ready.served):
+        if (version, gateway.route(model, tenant)) == (served.version, served.name):
             return ready
 
 
@@ -119,7 +119,7 @@ async def _watched(
             async for piece in pieces:
                 yield piece
     except RequestPoisonedError:
-        model_version = ready.wanted.model, ready.version
+        model_version = ready.wanted.model, ready.served.version
         gateway.found_poison(admitted.tenant, model_version, await _digest(ready))
         raise
 

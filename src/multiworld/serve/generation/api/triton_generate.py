@@ -21,9 +21,9 @@ from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.openapi import KNOWN_MODEL
 from multiworld.serve.gateway.request_body import Body, off_loop
 from multiworld.serve.generation.api.choices import Piece
-from multiworld.serve.generation.api.completion_answers import Ready, kept_alive
+from multiworld.serve.generation.api.completion_answers import kept_alive
 from multiworld.serve.generation.api.completions import wanted_of
-from multiworld.serve.generation.api.preparation import prepare_completion, timed
+from multiworld.serve.generation.api.preparation import Ready, prepare_completion, timed
 from multiworld.serve.generation.api.request_fields import (
     CompletionBody,
     decoded,
@@ -124,7 +124,7 @@ def _form(name: str) -> Form:
         return {
             **head,
             "model_name": name,
-            "model_version": ready.version,
+            "model_version": ready.served.version,
             "text_output": text,
         }
 
