@@ -18,10 +18,7 @@ from torch import Tensor
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.generation.engines import llama_cpp, vllm
-from multiworld.serve.generation.engines.engine_args import (
-    gpu_environment,
-    refuse_reserved,
-)
+from multiworld.serve.generation.engines.engine_args import refuse_reserved
 from multiworld.serve.generation.engines.engine_server import (
     Answer,
     EngineServer,
@@ -43,7 +40,6 @@ from multiworld.serve.models.huggingface import (
     number_of,
     read_json,
 )
-from multiworld.serve.resources.inventory import visible_gpus
 from multiworld.serve.spec.schema import LLAMA_CPP, OPENAI, VLLM
 from multiworld.serve.spec.stage import Model, Stage, StageContext, Tensors, TensorSpec
 from multiworld.serve.transport.edges import SILENT_S
@@ -160,12 +156,9 @@ class EngineEncoder:
         return server
 
     async def _start(self) -> EngineServer:
-        silence_s = 2 * self._settings.hung_s
-        server = EngineServer(self._engine, silence_s=silence_s)
+        server = EngineServer(self._engine, silence_s=2 * self._settings.hung_s)
         command = _command_of(self._engine, self._settings, server.port)
-        env = gpu_environment(self._settings, visible_gpus())
-        env |= vllm.OFFLINE
-        await server.start(command, env, self._settings.cpus)
+        await server.start(command, self._settings, vllm.OFFLINE)
         return server
 
     async def _connect(self, server: EngineServer, choice: ServerChoice) -> None:

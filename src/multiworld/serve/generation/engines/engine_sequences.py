@@ -103,7 +103,6 @@ class EngineSequence:
         return self.start.key
 
     def next_run(self) -> Run:
-        """Return what the engine has to do."""
         start = self.start
         sampling, ends = start.sampling, self.ends
         if self.is_prepared:
@@ -147,7 +146,6 @@ class EngineSequences:
 
     @property
     def running(self) -> int:
-        """Number of sequences in the engine."""
         return len(self._runs)
 
     @property
@@ -224,7 +222,6 @@ class EngineSequences:
         self._wait(self._known[stream])
 
     def _wait(self, sequence: EngineSequence) -> None:
-        """Queue a sequence."""
         start, stream = sequence.start, sequence.key[:2]
         if start.is_probe or sequence.is_prepared:
             self._urgent[stream] = sequence

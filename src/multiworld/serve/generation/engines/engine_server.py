@@ -11,11 +11,14 @@ import aiohttp
 import msgspec
 
 from multiworld.errors import InvalidRequestError
+from multiworld.serve.generation.engines.engine_args import gpu_environment
 from multiworld.serve.generation.engines.engine_process import EngineProcess, HeldPort
 from multiworld.serve.generation.engines.whole_engine import (
     EngineLostError,
+    EngineSettings,
     RunFailedError,
 )
+from multiworld.serve.resources.inventory import visible_gpus
 from multiworld.serve.transport.edges import SILENT_S
 
 logger = logging.getLogger("multiworld.serve")
@@ -63,11 +66,15 @@ class EngineServer:
     # Its life.
 
     async def start(
-        self, command: Sequence[str], env: Mapping[str, str], cpus: float | None
+        self,
+        command: Sequence[str],
+        settings: EngineSettings,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         """Start the server as a child, and wait until it answers."""
         logger.info("starting %s", " ".join(command))
-        self._process = EngineProcess(command, env, int(cpus or 0))
+        env = {**(env or {}), **gpu_environment(settings, visible_gpus())}
+        self._process = EngineProcess(command, env, int(settings.cpus or 0))
         exited = asyncio.ensure_future(self._process.wait())
         try:
             while not exited.done() and not await self.answers():
@@ -87,11 +94,9 @@ class EngineServer:
             exited.cancel()
 
     async def answers(self) -> bool:
-        """Return whether the health route answers with 200."""
         return await self._get(self._health) is not None
 
     async def wait_lost(self) -> str:
-        """Wait until the server is lost; return why."""
         if self._process is not None:
             return f"{self.title} exited with code {await self._process.wait()}"
         failures = 0
@@ -101,7 +106,6 @@ class EngineServer:
         return f"{self.title} at {self.url} does not answer {self._health}"
 
     def stopped_s(self) -> float:
-        """Return the seconds for which one of its processes has been stopped."""
         return 0.0 if self._process is None else self._process.stopped_s()
 
     async def close(self) -> None:
@@ -113,7 +117,6 @@ class EngineServer:
         self._release()
 
     def kill(self) -> None:
-        """Kill a child at once."""
         if self._process is not None:
             self._process.kill()
         self._release()

@@ -106,7 +106,6 @@ class EngineWorker:
             await self._engine.close()
 
     async def look(self) -> None:
-        """Call ``tick`` periodically."""
         try:
             while True:
                 await asyncio.sleep(LOOK_S)
@@ -142,12 +141,10 @@ class EngineWorker:
 
     @property
     def has_gateway(self) -> bool:
-        """True while a gateway is connected."""
         return bool(self._outboxes.gateways())
 
     @property
     def is_idle(self) -> bool:
-        """True if it has no sequence."""
         return not len(self.sequences)
 
     def leaks(self) -> dict[str, int]:
@@ -156,11 +153,9 @@ class EngineWorker:
         return {**self.sequences.leaks(), **tasks}
 
     async def wait_sent(self) -> None:
-        """Wait until all messages were sent."""
         await self._outboxes.wait_sent()
 
     def report(self) -> WorkerReport:
-        """Return the current state of the replica."""
         return WorkerReport(
             queued=self.sequences.waiting,
             computing=self.sequences.running,
@@ -175,16 +170,13 @@ class EngineWorker:
     # Edges.
 
     def edge_up(self, outbox: Outbox) -> None:
-        """Use a new incarnation of an edge."""
         self._outboxes.up(outbox)
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
-        """Stop using an incarnation of an edge, whose peer left or was lost."""
         if self._outboxes.down(outbox):
             self._handle(Disconnected(outbox.edge.peer))
 
     def received(self, outbox: Outbox, frame: Sequence[Entry]) -> None:
-        """Handle the messages of a frame that has arrived."""
         peer = outbox.edge.peer
         for message, contents in frame:
             check(message, contents, peer, self.name, 0, NO_SEQUENCES)
@@ -208,7 +200,7 @@ class EngineWorker:
                     self.counts["rows"] += len(run.tokens)
                     task = asyncio.ensure_future(self._run(number, run))
                     self._tasks[number] = task
-                    task.add_done_callback(partial(self._done, number))
+                    task.add_done_callback(partial(self._tasks.pop, number))
                 case engine_sequences.Abort(number):
                     if number in self._tasks:
                         self._tasks[number].cancel()
@@ -252,9 +244,6 @@ class EngineWorker:
         self._steps += tokens / max(1, len(self._tasks))
         self.counts["rows"] += tokens
         self.counts["steps"] = int(self._steps)
-
-    def _done(self, number: int, task: asyncio.Task[None]) -> None:
-        self._tasks.pop(number, None)
 
 
 def check_types(tokens: Sequence[whole_engine.EngineToken]) -> None:

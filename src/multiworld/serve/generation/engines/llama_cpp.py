@@ -12,16 +12,11 @@ from typing import Any
 
 from multiworld.errors import SpecError
 from multiworld.serve.generation.engines import xllamacpp_server
-from multiworld.serve.generation.engines.engine_args import (
-    flags_of,
-    gpu_environment,
-    refuse_reserved,
-)
+from multiworld.serve.generation.engines.engine_args import flags_of, refuse_reserved
 from multiworld.serve.generation.engines.engine_server import EngineServer
 from multiworld.serve.generation.engines.token_server_engine import TokenServerEngine
 from multiworld.serve.generation.engines.token_servers import LlamaCpp
 from multiworld.serve.generation.engines.whole_engine import EngineSettings
-from multiworld.serve.resources.inventory import visible_gpus
 
 # Arguments that the service sets itself, with the field of the spec to use.
 RESERVED = {
@@ -61,13 +56,10 @@ class LlamaCppEngine(TokenServerEngine):
         weights_of(settings)
 
     async def start(self) -> None:
-        """Start llama.cpp, and wait until it answers."""
-        silence_s = 2 * self._settings.hung_s
-        self._server = EngineServer("llama.cpp", silence_s=silence_s)
+        settings = self._settings
+        self._server = EngineServer("llama.cpp", silence_s=2 * settings.hung_s)
         self.phase = "loading"
-        env = gpu_environment(self._settings, visible_gpus())
-        command = self._command(self._server.port)
-        await self._server.start(command, env, self._settings.cpus)
+        await self._server.start(self._command(self._server.port), settings)
         await self.warm_up()
 
     def _command(self, port: int) -> list[str]:

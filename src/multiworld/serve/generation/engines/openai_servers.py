@@ -37,9 +37,6 @@ class _Props(msgspec.Struct):
     total_slots: int = 0
 
 
-_PROPS = msgspec.json.Decoder(_Props)
-
-
 class OpenAiEngine(TokenServerEngine):
     """One of the servers, of this replica as long as it runs."""
 
@@ -90,14 +87,14 @@ class OpenAiEngine(TokenServerEngine):
             )
         tokenizer = Tokenizer(Path(self._settings.path))
         token_servers.check_text(tokenizer)
-        ends = self._settings.end_tokens
-        end = ends[0] if ends else 0
+        end = next(iter(self._settings.end_tokens), 0)
         return token_servers.CompletionsOfText(model, tokenizer, end, adapters)
 
     async def _check_slots(self, server: EngineServer) -> None:
         """Check that each sequence has a slot of its own, with its keys and values."""
         try:
-            count = _PROPS.decode(await server.get("/props")).total_slots
+            answer = await server.get("/props")
+            count = msgspec.json.decode(answer, type=_Props).total_slots
         except msgspec.DecodeError:
             count = 0
         if count <= self._settings.max_num_seqs:

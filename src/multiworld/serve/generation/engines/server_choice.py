@@ -39,9 +39,6 @@ class _Models(msgspec.Struct):
     data: list[_Model] = []
 
 
-_MODELS = msgspec.json.Decoder(_Models)
-
-
 class ServerChoice:
     """The server of one replica. Raises ``SpecError`` if the arguments are not valid.
 
@@ -109,7 +106,8 @@ class ServerChoice:
         if self.args.model:
             return self.args.model
         try:
-            answer = _MODELS.decode(await server.get("/v1/models"))
+            given = await server.get("/v1/models")
+            answer = msgspec.json.decode(given, type=_Models)
         except msgspec.DecodeError:
             answer = _Models()
         names = [one.id for one in answer.data]

@@ -86,7 +86,6 @@ class TokenServerEngine:
         return min(1.0, self._tokens / self._capacity) if self._capacity else 0.0
 
     async def warm_up(self) -> None:
-        """Generate a token."""
         self.phase = "warming up"
         try:
             async with aclosing(self.generate(Run((0,), 1, WARM_UP))) as found:
@@ -99,11 +98,9 @@ class TokenServerEngine:
 
     @property
     def title(self) -> str:
-        """Name of the server, for messages."""
         return self._dialect.title if self._dialect else "the server"
 
     async def wait_lost(self) -> str:
-        """Wait until the server is lost; return why."""
         assert self._server is not None
         return await self._server.wait_lost()
 

@@ -167,11 +167,9 @@ class LlamaCpp:
     ) -> AsyncGenerator[list[EngineToken]]:
         found = answer_of(self._decoder, await server.post(self.path, body))
         count, scores = run.sampling.logprobs, found.completion_probabilities
-        if count is None:
-            yield [EngineToken(token) for token in found.tokens]
-        elif not scores and len(found.tokens) == 1:
+        if count is not None and not scores and len(found.tokens) == 1:
             yield [await self._scored(server, body, found.tokens[0], count)]
-        elif len(scores) < len(found.tokens):
+        elif count is None or len(scores) < len(found.tokens):
             yield [EngineToken(token) for token in found.tokens]
         else:
             self._whole = next(iter(found.tokens), self._whole)

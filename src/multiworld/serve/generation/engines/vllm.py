@@ -34,7 +34,6 @@ from multiworld.serve.generation.engines import vllm_sampling
 from multiworld.serve.generation.engines.engine_args import (
     check_adapter,
     flags_of,
-    gpu_environment,
     refuse_reserved,
 )
 from multiworld.serve.generation.engines.engine_folder import EngineFolder
@@ -52,7 +51,6 @@ from multiworld.serve.generation.engines.whole_engine import (
 )
 from multiworld.serve.generation.replica import sampler
 from multiworld.serve.models.huggingface import read_json
-from multiworld.serve.resources.inventory import visible_gpus
 from multiworld.serve.transport.generation_messages import Sampling
 
 # Logits processors are of runner V1; with Triton on GPUs, V2 is the default.
@@ -160,16 +158,13 @@ class VllmEngine:
     # Its life.
 
     async def start(self) -> None:
-        """Start vLLM, and wait until it answers."""
-        silence_s = 2 * self._settings.hung_s
-        self._server = EngineServer("vLLM", silence_s=silence_s)
+        self._server = EngineServer("vLLM", silence_s=2 * self._settings.hung_s)
         self._folder = EngineFolder()
         write_modules(self._folder.path, self._settings)
         self.phase = "loading"
         command = self._command(self._server.port)
         try:
-            env = self._environment()
-            await self._server.start(command, env, self._settings.cpus)
+            await self._server.start(command, self._settings, self._environment())
             self.phase = "warming up"
             # With what clients may ask: a release may answer in another form.
             scores = 1 if self._max_logprobs else 0
@@ -214,7 +209,7 @@ class VllmEngine:
         found = {"PYTHONPATH": folder, RUNNER: runner, **OFFLINE}
         if len(os.fsencode(folder)) <= MAX_SOCKETS:
             found["VLLM_RPC_BASE_PATH"] = folder  # it leaves them if it is killed
-        return {**found, **gpu_environment(self._settings, visible_gpus())}
+        return found
 
     async def wait_lost(self) -> str:
         """Wait until vLLM's server has exited; return why. Measures ``usage``."""
