@@ -280,7 +280,7 @@ class TokenPipeline(Pipeline):
         if old is not new:
             old.remove(key)
             new.add(moved)
-        elif old.pool.knows(key):
+        elif key in old.pool.known:
             old.move(key, moved)
             old.resume(sequence.key, None)
 

@@ -117,12 +117,6 @@ class ChainSelection:
         self.sources.leave(chain)
         self.load.subtract(chain)
 
-    def reserve(self, replicas: Iterable[str]) -> None:
-        self.load.update(replicas)
-
-    def release(self, replicas: Iterable[str]) -> None:
-        self.load.subtract(replicas)
-
     def choose(self, stream: Stream, avoided: Collection[str] = ()) -> Chain | None:
         """Return a chain for a waiting stream; None if a stage has no replica."""
         # ``avoided``: replicas that are chosen only where there are no others.

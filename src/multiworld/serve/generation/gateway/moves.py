@@ -120,7 +120,7 @@ class Moves:
         stream.move = Move(chain, began_at=now)
         self._moving[stream.number] = stream
         stream.become(Phase.MOVING)
-        self._chains.reserve(incoming(stream))
+        self._chains.load.update(incoming(stream))
         self._prepare(stream, stream.move, now)
 
     def _prepare(self, stream: Stream, move: Move, now: float) -> None:
@@ -162,7 +162,7 @@ class Moves:
     def finish(self, stream: Stream) -> Move:
         """End the preparation of a stream that now continues on the new replicas."""
         assert stream.move is not None
-        self._chains.release(incoming(stream))  # it enters its whole chain
+        self._chains.load.subtract(incoming(stream))  # it enters its chain
         del self._moving[stream.number]
         move, stream.move = stream.move, None
         stream.become(Phase.COMPUTING)
@@ -171,7 +171,7 @@ class Moves:
     def drop(self, stream: Stream) -> None:
         if stream.move is not None:
             fresh = incoming(stream)
-            self._chains.release(fresh)
+            self._chains.load.subtract(fresh)
             self._end_at(fresh, (self._name, stream.number, stream.move.attempt))
             del self._moving[stream.number]
             stream.move = None

@@ -18,7 +18,12 @@ from torch.nn import functional
 
 from multiworld.serve.generation.replica.batch_invariant_layers import OUTPUTS, cover
 from multiworld.serve.generation.replica.hardware_fingerprint import known
-from multiworld.serve.generation.replica.kv_cache import Batch, KvCache, Rows
+from multiworld.serve.generation.replica.kv_cache import (
+    Batch,
+    KvCache,
+    Rows,
+    additive_mask,
+)
 from multiworld.serve.generation.replica.kv_memory import SLOTS
 
 # Keys per iteration of torch's kernel (kvSplitSize in FlashAttentionKernel.cpp).
@@ -282,12 +287,7 @@ class InvariantAttention:
         if mask is None:
             at = torch.arange(count).repeat(group)
             at = functional.pad(at, (0, rows - len(at))) + begins[:, None]
-            of = torch.arange(length)
-            hidden = of > at[..., None]
-            if window is not None:
-                hidden |= of <= at[..., None] - window
-            mask = torch.zeros(hidden.shape, dtype=dtype)
-            mask.masked_fill_(hidden, float("-inf"))
+            mask = additive_mask(at[..., None], torch.arange(length), window, dtype)
             mask = self._masks[form] = mask[:, None]
         return mask
 

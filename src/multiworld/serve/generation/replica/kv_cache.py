@@ -278,13 +278,9 @@ class StepAttention:
         if known is None:
             first = 0 if window is None else max(0, int(batch.at.min()) - window + 1)
             end = int(batch.at.max()) + 1
-            at, of = batch.at[:, None], torch.arange(first, end)
-            hidden = of > at
-            if window is not None:
-                hidden |= of <= at - window
-            mask = torch.zeros(hidden.shape, dtype=dtype)
-            mask.masked_fill_(hidden, float("-inf"))
-            is_needed = bool(hidden.any())
+            of = torch.arange(first, end)
+            mask = additive_mask(batch.at[:, None], of, window, dtype)
+            is_needed = bool(mask.any())
             known = slice(first, end), mask[:, None, None] if is_needed else None
             self._seen_by[batch, window] = known
         return known
@@ -303,6 +299,17 @@ class StepAttention:
                 mask &= of > at - window
             self._masks[rows.begin, rows.count, window] = mask
         return mask
+
+
+def additive_mask(
+    at: Tensor, of: Tensor, window: int | None, dtype: torch.dtype
+) -> Tensor:
+    """Return 0 for the keys ``of`` that the rows ``at`` attend to, and else -inf."""
+    hidden = of > at
+    if window is not None:
+        hidden |= of <= at - window
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return mask.masked_fill_(hidden, float("-inf"))
 
 
 def of_single_rows(

@@ -23,6 +23,7 @@ from multiworld.serve.generation.replica.kv_cache import (
     Layers,
     MissingTokensError,
     Rows,
+    additive_mask,
     of_rows,
     of_single_rows,
 )
@@ -297,13 +298,9 @@ class PagedAttention:
         found.index_copy_(0, self._single_rows, out)
 
     def _single_mask(self, tables: Tensor, query: Tensor, window: int | None) -> Tensor:
-        ends = self._ends.index_select(0, self._singles)[:, None]
-        at = torch.arange(tables.shape[1] * self._cache.page_size, device=ends.device)
-        hidden = at >= ends
-        if window is not None:
-            hidden = hidden | (at < ends - window)
-        mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
-        return mask.masked_fill(hidden, float("-inf"))[:, None, None]
+        at = self._ends.index_select(0, self._singles)[:, None] - 1
+        of = torch.arange(tables.shape[1] * self._cache.page_size, device=at.device)
+        return additive_mask(at, of, window, query.dtype)[:, None, None]
 
     def _attend_one(
         self,

@@ -191,7 +191,7 @@ class Recovery:
         if state.prepared:
             return pool.reserve(state.earlier, state.key, len(state.start.tokens))
         for old in state.earlier:
-            if pool.knows(old):
+            if old in pool.known:
                 self._scheduler.move(old, _scheduled(state))
             elif pool.has_reserved(old):
                 self._scheduler.take_over(old, _scheduled(state))
@@ -213,7 +213,7 @@ class Recovery:
         if held < state.logged:  # only earlier stages can replay these rows
             state.held = state.logged = held
         begin, end = min(held, state.held), state.held
-        is_moved = self._scheduler.pool.knows(key)
+        is_moved = key in self._scheduler.pool.known
         if begin < end or is_moved:
             peer = state.start.chain[self._stage + 1]
             self._actions.append(act.SendLogged(peer, key, begin, end, is_moved))
@@ -230,7 +230,7 @@ class Recovery:
             self._send(start.chain[before], held)
         elif state.is_paused:
             return
-        elif self._scheduler.pool.knows(key):
+        elif key in self._scheduler.pool.known:
             self._scheduler.rewind(key, state.held)
             if self._is_last:  # the only stage: no other reports that it caught up
                 self._scheduler.resume(key, None)

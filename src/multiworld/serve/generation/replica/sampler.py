@@ -420,8 +420,6 @@ def _threshold(likely: Tensor, parameters: Parameters) -> float:
     # ``likely``: [vocabulary, padded to blocks], float32.
     min_probability = 0.0
     top_k, top_p = parameters.top_k, parameters.top_p
-    if not (parameters.min_p > 0 or top_k or top_p < 1):
-        return min_probability
     maxima = likely.view(-1, BLOCK).amax(-1)
     if parameters.min_p > 0:
         min_probability = parameters.min_p * float(maxima.amax())

@@ -82,9 +82,6 @@ class SequencePool:
         self.preempted: list[Key] = []  # since they were taken
         self._arrivals = 0
 
-    def knows(self, key: Key) -> bool:
-        return key in self.known
-
     def is_paused(self, key: Key) -> bool:
         sequence = self.known.get(key)
         return sequence is not None and sequence.is_paused
