@@ -23,18 +23,8 @@ class Attainment:
         self.missed: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()  # by a full queue
 
-    def ended(
-        self,
-        model: str,
-        took_s: float,
-        objective_s: float | None,
-        error: BaseException | None,
-    ) -> None:
-        """Count a finished request; no ``ServeError`` means that the caller gave up."""
-        is_late = objective_s is not None and took_s > objective_s
-        self.count(model, error, is_late=is_late)
-
     def count(self, model: str, error: BaseException | None, *, is_late: bool) -> None:
+        """Count a finished request; no ``ServeError`` means that the caller gave up."""
         if error is None:
             (self.missed if is_late else self.attained)[model] += 1
         elif isinstance(error, OverloadedError):

@@ -44,7 +44,7 @@ def test_requests_are_counted_by_how_they_end(
 ) -> None:
     """A request is missed if more replicas would have helped it."""
     found = Attainment()
-    found.ended("m", took_s, 1.0, error)
+    found.count("m", error, is_late=took_s > 1.0)
     assert found.attained["m"] == (counted == "attained")
     assert found.missed["m"] == (counted == "missed")
     assert found.refused["m"] == isinstance(error, OverloadedError)
@@ -53,7 +53,7 @@ def test_requests_are_counted_by_how_they_end(
 def test_without_an_objective_every_answer_is_in_time() -> None:
     """Only refused requests are missed."""
     found = Attainment()
-    found.ended("m", 100.0, None, None)
-    found.ended("m", 100.0, None, DeadlineExceededError("late"))
-    found.ended("m", 0.0, None, OverloadedError("full"))
+    found.count("m", None, is_late=False)
+    found.count("m", DeadlineExceededError("late"), is_late=False)
+    found.count("m", OverloadedError("full"), is_late=False)
     assert (found.attained["m"], found.missed["m"]) == (1, 1)

@@ -136,8 +136,9 @@ class Dispatcher:
     ) -> None:
         """Count a finished request, unless it is a probe."""
         if job.via is None:
-            took_s = self._clock() - started_at
-            self._attainment.ended(job.model, took_s, route.objective_s, error)
+            limit_s = route.objective_s
+            is_late = limit_s is not None and self._clock() - started_at > limit_s
+            self._attainment.count(job.model, error, is_late=is_late)
 
     async def probe(self, replica: str, tensors: Tensors, limit_s: float) -> None:
         """Send one request through a replica and wait for its answer."""

@@ -19,6 +19,7 @@ first answer counts. Requests execute at least once; answers are delivered once.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable, Iterator
 
 from multiworld.errors import ServeError, UnknownModelError
 from multiworld.serve.core import refusals
@@ -169,8 +170,7 @@ class Router:
             for request in list(self._requests.values()):
                 if request.job.model == model and not request.attempts:
                     error = UnknownModelError(f"model {model!r} is no longer served")
-                    number = request.job.number
-                    actions += [Reject(number, error), *self._end(number)]
+                    actions += self._reject(request.job.number, error)
         return actions
 
     def _reject_outdated(self, model: str) -> list[Action]:
@@ -187,15 +187,12 @@ class Router:
             action
             for request in outdated
             if not request.attempts
-            for action in self._reject_as_outdated(request.job)
+            for action in self._reject(request.job.number, _outdated(request.job))
         ]
 
     def _is_outdated(self, job: events.Submitted) -> bool:
         route = self._view.table.routes.get(job.model)
         return route is not None and job.version not in ("", route.version)
-
-    def _reject_as_outdated(self, job: events.Submitted) -> list[Action]:
-        return [Reject(job.number, _outdated(job)), *self._end(job.number)]
 
     def _answered(self, attempt: Attempt, is_last: bool) -> list[Action]:
         number, nth = attempt
@@ -209,9 +206,12 @@ class Router:
         return actions
 
     def _failed(self, number: int, nth: int, error: ServeError) -> list[Action]:
-        if number not in self._requests:
-            return []
-        return [Reject(number, error), *self._end(number, keep=nth)]
+        return self._reject(number, error, nth) if number in self._requests else []
+
+    def _reject(
+        self, number: int, error: ServeError, keep: int | None = None
+    ) -> list[Action]:
+        return [Reject(number, error), *self._end(number, keep)]
 
     def _end(self, number: int, keep: int | None = None) -> list[Action]:
         """Forget a request and cancel its attempts, except attempt ``keep``."""
@@ -240,8 +240,7 @@ class Router:
             _, number = heapq.heappop(self._deadlines)
             request = self._requests.get(number)
             if request is not None:
-                error = self._too_late(request)
-                actions += [Reject(number, error), *self._end(number)]
+                actions += self._reject(number, self._too_late(request))
         return actions
 
     def _too_late(self, request: Request) -> ServeError:
@@ -257,13 +256,9 @@ class Router:
 
     def _begun(self, event: events.Begun) -> list[Action]:
         models: dict[str, None] = {}
-        for number, nth in event.attempts:
-            request = self._requests.get(number)
-            state = None if request is None else request.attempts.get(nth)
-            if request is None or state is None:
-                continue
+        for attempt, request, state in self._in_flight(event.attempts):
             if self._stage_of(event.replica) >= self._stage_of(state.replica):
-                self._move((number, nth), state, event.replica)
+                self._move(attempt, state, event.replica)
                 state.is_begun, state.is_isolated = True, event.is_isolated
                 state.is_done = False
             models[request.job.model] = None
@@ -273,13 +268,20 @@ class Router:
             return self._lost(events.Lost(event.replica))
         return [action for model in models for action in self._pump(model)]
 
+    def _in_flight(
+        self, attempts: Iterable[Attempt]
+    ) -> Iterator[tuple[Attempt, Request, AttemptState]]:
+        """Yield those of some attempts that are in flight, with their requests."""
+        for number, nth in attempts:
+            request = self._requests.get(number)
+            if request is not None and nth in request.attempts:
+                yield (number, nth), request, request.attempts[nth]
+
     def _note_done(self, event: events.Begun) -> None:
         """Mark the previous batch as done: a replica computes one batch at a time."""
-        for number, nth in self._computing.get(event.replica, ()):
-            request = self._requests.get(number)
-            state = None if request is None else request.attempts.get(nth)
-            is_other = (number, nth) not in event.attempts
-            if state is not None and state.replica == event.replica and is_other:
+        before = self._computing.get(event.replica, ())
+        for attempt, _, state in self._in_flight(before):
+            if state.replica == event.replica and attempt not in event.attempts:
                 state.is_done = True
         self._computing[event.replica] = event.attempts
 
@@ -307,10 +309,8 @@ class Router:
             if request.losses.is_poison:
                 job, losses = request.job, request.losses.isolated
                 self._isolate_tenant(job)
-                actions += [
-                    Reject(number, refusals.poisoned(number, job.model, losses)),
-                    *self._end(number),
-                ]
+                error = refusals.poisoned(number, job.model, losses)
+                actions += self._reject(number, error)
             else:
                 why = "the replica left" if event.is_polite else "the replica was lost"
                 actions += self._replay(request, event.replica, why)
@@ -331,12 +331,9 @@ class Router:
         """Reject a tenant's waiting requests; those in flight may still be answered."""
         actions: list[Action] = []
         for request in self._requests_of(tenant, model):
-            job = request.job
             if not request.attempts:
-                actions += [
-                    Reject(job.number, refusals.quarantined(model)),
-                    *self._end(job.number),
-                ]
+                error = refusals.quarantined(model)
+                actions += self._reject(request.job.number, error)
         return actions
 
     def _requests_of(self, tenant: str, model: str) -> list[Request]:
@@ -365,15 +362,11 @@ class Router:
     def _dropped(self, event: events.Dropped) -> list[Action]:
         actions: list[Action] = []
         models: dict[str, None] = {}
-        for number, nth in event.attempts:
-            request = self._requests.get(number)
-            state = None if request is None else request.attempts.get(nth)
-            if request is None or state is None:
-                continue
+        for attempt, request, state in self._in_flight(event.attempts):
             if self._stage_of(state.replica) >= event.stage:
                 continue  # it arrived: its replica reports it, or is lost
-            del request.attempts[nth]
-            self._held[state.replica].pop((number, nth), None)
+            del request.attempts[attempt[1]]
+            self._held[state.replica].pop(attempt, None)
             if not event.is_returned:
                 self._add_loss(request)
             actions += self._replay(
@@ -395,7 +388,7 @@ class Router:
         if request.attempts or request.is_waiting:
             return []
         if self._is_outdated(request.job):
-            return self._reject_as_outdated(request.job)
+            return self._reject(number, _outdated(request.job))
         self._enqueue(request)
         return [Replayed(number, replica, why)]
 
@@ -410,20 +403,15 @@ class Router:
         """Hedge requests held by or sent to a silent replica, oldest first."""
         actions: list[Action] = []
         models: dict[str, None] = {}
-        for number, nth in sorted(attempts):
-            request = self._requests.get(number)
-            if request is None or nth not in request.attempts:
-                continue
+        for (number, _), request, state in self._in_flight(sorted(attempts)):
             is_hedged = request.is_waiting or len(request.attempts) > 1
             if is_hedged or request.is_suspect or request.winner is not None:
                 continue
             if self._is_outdated(request.job):
                 continue
             self._enqueue(request)
-            at = request.attempts[nth].replica
-            actions.append(
-                Replayed(number, at, "this replica or the next one is silent")
-            )
+            why = "this replica or the next one is silent"
+            actions.append(Replayed(number, state.replica, why))
             models[request.job.model] = None
         return actions + [a for model in models for a in self._pump(model)]
 

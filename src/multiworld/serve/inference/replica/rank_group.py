@@ -59,10 +59,11 @@ class RankGroup:
         self._limits: dict[int, int] = {}
         self._ended = asyncio.Condition()
         self._ended_batch = 0
-        peers = range(1, self.size) if self.rank == LEADER else [LEADER]
+        # The leader and each other rank report to each other.
+        self._peers = range(1, self.size) if self.rank == LEADER else [LEADER]
         self._watching = [
             self._loop.create_task(self._watch(peer), name="multiworld rank group")
-            for peer in peers
+            for peer in self._peers
         ]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -132,13 +133,12 @@ class RankGroup:
         # If cancelled, a report may be missing: the replica must exit.
         if failed:
             report = [self._batch, self._begun]
-            others = range(1, self.size) if self.rank == LEADER else [LEADER]
-            for other in others:
-                await self._world.send_object(report, dst=other, tag=FAILED)
+            for peer in self._peers:
+                await self._world.send_object(report, dst=peer, tag=FAILED)
             # Every rank's part has ended then.
             if self.rank == LEADER:
-                for other in others:
-                    await self._world.recv_object(src=other, tag=SETTLED)
+                for peer in self._peers:
+                    await self._world.recv_object(src=peer, tag=SETTLED)
         async with self._ended:
             self._ended_batch = self._batch
             self._ended.notify_all()
@@ -149,10 +149,8 @@ class RankGroup:
 
     async def _share(self, batch: Tensors) -> None:
         self.begin()
-        others = range(1, self.size)
-        await asyncio.gather(
-            *(self._world.send_bundle(batch, dst=other) for other in others)
-        )
+        sends = (self._world.send_bundle(batch, dst=peer) for peer in self._peers)
+        await asyncio.gather(*sends)
 
     def settle(self) -> None:
         self._wait(self.end(failed=True))
@@ -184,10 +182,8 @@ async def join_group(
     store: str,
     config: WorldConfig,
 ) -> World:
-    world_name = f"group:{name}"
-    return await manager.join(
-        world_name, rank=rank, size=size, store=store, config=config
-    )
+    group = f"group:{name}"
+    return await manager.join(group, rank=rank, size=size, store=store, config=config)
 
 
 async def follow(world: World, runner: Executor, device: str) -> None:
