@@ -60,7 +60,8 @@ def _is_same(kind: Any, config: Any, folder: Path) -> bool:
         base = kind(config).base_model
     anatomy = anatomy_of(base, folder)
     count = len(base.get_submodule(anatomy.chain))
-    _set(base, anatomy, nn.ModuleList(Identity() for _ in range(count)))
+    chain = nn.ModuleList(Identity() for _ in range(count))
+    base.set_submodule(anatomy.chain, chain)
     holder = base.get_submodule(anatomy.chain.rpartition(".")[0])
     if getattr(holder, "conv", None) is not None:
         return False  # of DeBERTa: between the first two layers
@@ -113,15 +114,10 @@ def _part(base: nn.Module, span: Span, anatomy: Anatomy) -> nn.Module:
     # With the same tensors, which nobody writes.
     part = copy.deepcopy(base, {id(tensor): tensor for tensor in _tensors(base)})
     strip(part, span, anatomy)
-    _set(part, anatomy, nn.ModuleList())
+    part.set_submodule(anatomy.chain, nn.ModuleList())
     config: Any = part.config
     config.num_hidden_layers = 0
     return part
-
-
-def _set(base: nn.Module, anatomy: Anatomy, chain: nn.ModuleList) -> None:
-    parent, _, last = anatomy.chain.rpartition(".")
-    setattr(base.get_submodule(parent), last, chain)
 
 
 def _run(part: nn.Module, **given: Tensor) -> Tensor:

@@ -52,9 +52,8 @@ def model(
     if quantization not in (None, "int8"):
         raise SpecError(f"{folder}: quantization {quantization!r} is not int8")
     check_config(folder, config, quantization)
-    stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    dtype = dtype or ("float32" if quantization else stored)
-    datatype = _datatype(dtype, folder)
+    dtype = dtype_of(config, dtype, quantization, folder)
+    datatype = DATATYPES[dtype]
     output = (
         TensorSpec("embedding", datatype, (-1, hidden))
         if pooling
@@ -256,11 +255,16 @@ def longest_of(config: dict[str, Any], default: int) -> int:
     return found
 
 
-def _datatype(dtype: str, folder: Path) -> str:
-    if dtype not in DATATYPES:
+def dtype_of(
+    config: dict[str, Any], asked: str | None, quantization: str | None, folder: Path
+) -> str:
+    """Return the dtype to compute in: by default the folder's, or float32 with int8."""
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    found = asked or ("float32" if quantization else stored)
+    if found not in DATATYPES:
         known = ", ".join(DATATYPES)
-        raise SpecError(f"{folder}: dtype {dtype!r} is not one of {known}")
-    return DATATYPES[dtype]
+        raise SpecError(f"{folder}: dtype {found!r} is not one of {known}")
+    return found
 
 
 def _pooling(folder: Path) -> Pooling | None:

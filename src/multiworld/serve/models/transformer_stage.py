@@ -41,9 +41,7 @@ def load(
 ) -> LayerPart:
     """Load the part of a model that has the layers of a span."""
     from transformers import MODEL_MAPPING, AutoConfig
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     if config.is_encoder_decoder:
         raise SpecError(

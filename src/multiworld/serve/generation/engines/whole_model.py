@@ -54,7 +54,7 @@ def model(path: str, spec: ModelSpec) -> Model:
         tokenizer=functools.partial(folder_facts.tokenizer, folder),
         end_tokens=folder_facts.end_tokens(config, folder),
         vocabulary=huggingface.number_of(config, ("vocab_size",), folder),
-        max_tokens=folder_facts.max_tokens(config),
+        max_tokens=huggingface.configured_length(config, folder_facts.MAX_TOKENS),
         kv_bytes=[0],
         weights=functools.partial(_name_of, folder, what),
         defaults=folder_facts.defaults(folder, generation.generation_config),

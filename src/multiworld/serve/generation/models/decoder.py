@@ -34,10 +34,7 @@ def model(
     layers = huggingface.number_of(config, huggingface.LAYERS, folder)
     # By default the numbers of layers are as equal as possible.
     cuts = huggingface.cuts_of(layers, stages, cut, folder)
-    stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    dtype = dtype or ("float32" if quantization else stored)
-    if dtype not in SIZES:
-        raise SpecError(f"{folder}: dtype {dtype!r} is not one of {', '.join(SIZES)}")
+    dtype = huggingface.dtype_of(config, dtype, quantization, folder)
     if deterministic and config.get("attn_logit_softcapping"):
         raise SpecError(
             f"{folder}: the model caps the scores of its attention, which cannot be "

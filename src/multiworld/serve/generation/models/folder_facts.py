@@ -48,11 +48,6 @@ def check_kinds(kinds: Sequence[str], folder: Path) -> None:
 MAX_TOKENS = 2**20  # of a sequence, where a folder names no maximum
 
 
-def max_tokens(config: dict[str, Any]) -> int:
-    """Return the maximum number of tokens of a sequence."""
-    return huggingface.configured_length(config, MAX_TOKENS)
-
-
 def defaults(folder: Path, source: str) -> dict[str, float]:
     """Return the sampling defaults of a folder; none if ``source`` is ``none``."""
     if source == "none":

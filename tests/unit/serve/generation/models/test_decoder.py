@@ -312,7 +312,8 @@ def test_sequences_end_before_their_length_changes_others(
     if longest == 99:
         config["original_max_position_embeddings"] = 99
     assert huggingface.longest_of(config, 7) == longest
-    assert folder_facts.max_tokens(config) == 500  # engines of others
+    # Engines of others:
+    assert huggingface.configured_length(config, folder_facts.MAX_TOKENS) == 500
 
 
 def test_unknown_dtype_is_refused(tmp_path: Path) -> None:
