@@ -127,7 +127,7 @@ def test_bodies_of_text_routes() -> None:
 def _read_chat(content: bytes) -> None:
     _, wanted = chat_of(content)
     if wanted.structure is not None:
-        wanted.structure.grammar()
+        wanted.structure()
 
 
 def _refused(call: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from multiworld.serve.generation.api.request_fields import (
 )
 from multiworld.serve.generation.api.structure import Structure, structure_of
 from multiworld.serve.generation.api.tools import Calling, calling_of
+from multiworld.serve.generation.grammar import grammar_of_calls, grammar_of_schema
 from multiworld.serve.transport.generation_messages import Sampling
 
 MAX_CHOICES = 64  # of one request, over all of its prompts
@@ -91,9 +93,11 @@ def _with_tools(asked: ChatBody, wanted: Wanted) -> Wanted:
         if structure is not None or asked.ignore_eos:
             rule = "cannot be given with a structure or with ignore_eos"
             raise wrong_field("tool_choice", rule)
-        structure = Structure("calls", calling, "tools")
         if calling.named:
-            structure = Structure("json", calling.named_parameters, "tools")
+            structure = partial(grammar_of_schema, calling.named_parameters, "tools")
+        else:
+            is_single = calling.is_single
+            structure = partial(grammar_of_calls, calling.forms(), is_single=is_single)
     return replace(wanted, calling=calling, structure=structure)
 
 

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from multiworld.serve.generation.api.request_fields import ChatBody, CompletionB
 from multiworld.serve.generation.api.structure import Structure
 from multiworld.serve.generation.api.tools import BEGIN, END, CallParser, Family
 from multiworld.serve.generation.gateway.stream import TimeLimits
+from multiworld.serve.generation.grammar import grammar_of_marked_calls
 from multiworld.serve.generation.growing_text import GrowingText
 from multiworld.serve.generation.limits import longest_of
 from multiworld.serve.generation.tokenizer import Tokenizer
@@ -188,8 +190,9 @@ def _strict(wanted: Wanted, served: ServedModel) -> Structure:
     assert wanted.calling is not None
     token_id = served.tokenizer.fast.token_to_id
     begin, end = token_id(BEGIN), token_id(END)
-    has_marks = served.family == "hermes" and begin is not None and end is not None
-    if not has_marks or wanted.structure is not None or wanted.sampling.ignore_eos:
+    is_free = wanted.structure is None and not wanted.sampling.ignore_eos
+    has_calls = is_free and served.family == "hermes"
+    if not has_calls or begin is None or end is None:
         raise InvalidRequestError(
             "strict tools are enforced with tool_choice required, or with a name; with "
             "auto, this model or this request does not allow it",
@@ -198,7 +201,7 @@ def _strict(wanted: Wanted, served: ServedModel) -> Structure:
         )
     forms = wanted.calling.forms(is_strict=True)
     ends = served.generation.end_tokens
-    return Structure("marked calls", (forms, begin, end, ends), "tools")
+    return partial(grammar_of_marked_calls, forms, begin, end, ends)
 
 
 def _has_special_marks(wanted: Wanted, served: ServedModel) -> bool:
@@ -221,7 +224,7 @@ async def _compiled(
     limit_s = wanted.timeout_s
     if limit_s is None:
         limit_s = gateway.deadline_s(wanted.model, admitted.tenant)
-    work = gateway.compiling.submit(admitted.tenant.share, 1.0, structure.grammar)
+    work = gateway.compiling.submit(admitted.tenant.share, 1.0, structure)
     try:
         async with asyncio.timeout(limit_s):
             return await asyncio.wrap_future(work)

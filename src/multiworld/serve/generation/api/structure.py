@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,38 +14,17 @@ from multiworld.serve.generation.api.request_fields import (
     ResponseFormat,
     StructuredOutputs,
 )
-from multiworld.serve.generation.api.tools import Calling
 
+# Checks the required structure of an answer, and returns its grammar: in a second.
+Structure = Callable[[], str]
 
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """The required structure of an answer, not checked yet."""
-
-    kind: str  # selects the function that makes the grammar
-    value: Any
-    param: str  # field of the request that has it
-
-    def grammar(self) -> str:
-        """Check the structure and return its grammar; this may take a second."""
-        makers: dict[str, Callable[[Any, str], str]] = {
-            "json": grammars.grammar_of_schema,
-            "regex": grammars.grammar_of_regex,
-            "choice": grammars.grammar_of_choice,
-            "grammar": grammars.grammar_of_lark,
-            "calls": _grammar_of_calls,
-            "marked calls": _grammar_of_marked_calls,
-        }
-        return makers[self.kind](self.value, self.param)
-
-
-def _grammar_of_calls(calling: Calling, param: str) -> str:
-    return grammars.grammar_of_calls(calling.forms(), is_single=calling.is_single)
-
-
-def _grammar_of_marked_calls(
-    given: tuple[list[tuple[str, Any]], int, int, tuple[int, ...]], param: str
-) -> str:
-    return grammars.grammar_of_marked_calls(*given)
+# By field of ``structured_outputs``.
+MAKERS: dict[str, Callable[[Any, str], str]] = {
+    "json": grammars.grammar_of_schema,
+    "regex": grammars.grammar_of_regex,
+    "choice": grammars.grammar_of_choice,
+    "grammar": grammars.grammar_of_lark,
+}
 
 
 def structure_of(
@@ -53,13 +32,14 @@ def structure_of(
 ) -> Structure | None:
     """Return the structure that a request requires; None: any."""
     found: list[Structure] = []
+    of_schema = grammars.grammar_of_schema
     if form is not None and form.type == "json_object":
-        found.append(Structure("json", {"type": "object"}, "response_format"))
+        found.append(partial(of_schema, {"type": "object"}, "response_format"))
     elif form is not None and form.type == "json_schema":
         schema = None if form.json_schema is None else form.json_schema.schema
         if schema is None:
             raise wrong_field("response_format", "needs json_schema with a schema")
-        found.append(Structure("json", schema, "response_format"))
+        found.append(partial(of_schema, schema, "response_format"))
     if outputs is not None:
         fields = msgspec.structs.asdict(outputs)
         if fields.pop("json_object"):
@@ -68,7 +48,8 @@ def structure_of(
         if len(given) != 1:
             rule = "must have exactly one of json, regex, choice, grammar, json_object"
             raise wrong_field("structured_outputs", rule)
-        found += [Structure(k, v, "structured_outputs") for k, v in given.items()]
+        param = "structured_outputs"
+        found += [partial(MAKERS[kind], v, param) for kind, v in given.items()]
     if len(found) > 1:
         raise wrong_field("structured_outputs", "cannot be given with response_format")
     return found[0] if found else None

@@ -11,7 +11,7 @@ import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -41,8 +41,17 @@ TRIES = 16  # requests at most; each excludes one more such token
 TOKEN = "token_id:"  # prefix of tokens in vLLM's log-probabilities
 
 
-class Dialect(Protocol):
-    """The requests and answers of one kind of server."""
+def refuse(title: str, name: str, remedy: str) -> InvalidRequestError:
+    """Return the error for a parameter that a server does not cover."""
+    text = f"this model's engine, {title}, does not support {name}; {remedy}"
+    return InvalidRequestError(text, param=name)
+
+
+class Dialect:
+    """The requests and answers of one kind of server.
+
+    By default answers are server-sent events, each with some tokens.
+    """
 
     title: str  # name of the server, for messages
     path: str  # the route
@@ -50,47 +59,29 @@ class Dialect(Protocol):
 
     def check(self, sampling: Sampling) -> None:
         """Raise ``InvalidRequestError`` for parameters that the server lacks."""
+        # What no server that samples itself covers.
+        if sampling.grammar:
+            remedy = "a structure that was begun cannot be continued after a loss"
+            raise refuse(self.title, "structured output", remedy)
+        if sampling.prompt_logprobs is not None:
+            raise refuse(self.title, "echo with logprobs", "leave out one of the two")
 
     def body(self, run: Run, piece: Piece, slot: int, keep: bool) -> dict[str, Any]:
         """Return the body of a request; ``keep``: use the slot's keys and values."""
-
-    def answers(
-        self, server: EngineServer, body: dict[str, Any], run: Run
-    ) -> AsyncGenerator[list[EngineToken]]:
-        """Send a request, and yield its tokens as they arrive."""
-
-
-def refuse(title: str, name: str, remedy: str) -> InvalidRequestError:
-    """Return the error for a parameter that a server does not cover."""
-    text = f"this model's engine, {title}, does not support {name}; {remedy}"
-    return InvalidRequestError(text, param=name)
-
-
-class _Streamed:
-    """Answers are server-sent events, each with some tokens."""
-
-    path: str
-
-    def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
-        """Return the tokens of an event."""
         raise NotImplementedError
 
     async def answers(
         self, server: EngineServer, body: dict[str, Any], run: Run
     ) -> AsyncGenerator[list[EngineToken]]:
+        """Send a request, and yield its tokens as they arrive."""
         async with aclosing(server.events(self.path, body)) as events:
             async for data in events:
                 if tokens := self.tokens(data, run):
                     yield tokens
 
-
-def check_common(title: str, sampling: Sampling) -> None:
-    """Refuse what no server that samples itself covers."""
-    if sampling.grammar:
-        remedy = "a structure that was begun cannot be continued after a loss"
-        raise refuse(title, "structured output", remedy)
-    if sampling.prompt_logprobs is not None:
-        raise refuse(title, "echo with logprobs", "leave out one of the two")
+    def tokens(self, data: bytes, run: Run) -> list[EngineToken]:
+        """Return the tokens of an event."""
+        raise NotImplementedError
 
 
 # llama.cpp's own route.
@@ -107,7 +98,7 @@ class _Completion(Answer):
     completion_probabilities: list[_Probability] = msgspec.field(default_factory=list)
 
 
-class LlamaCpp:
+class LlamaCpp(Dialect):
     """``/completion`` of llama.cpp's server: token ids in, token ids out.
 
     Its stream leaves out tokens that end within a character. So each token is one
@@ -116,15 +107,12 @@ class LlamaCpp:
     """
 
     title, path = "llama.cpp", "/completion"
-    piece: int | None = 1
+    piece = 1
 
     def __init__(self, adapters: Sequence[str] = ()) -> None:
         self._adapters = adapters
         self._decoder = msgspec.json.Decoder(_Completion)
         self._whole: int | None = None  # a token that ends no character too early
-
-    def check(self, sampling: Sampling) -> None:
-        check_common(self.title, sampling)
 
     def body(self, run: Run, piece: Piece, slot: int, keep: bool) -> dict[str, Any]:
         given = run.sampling
@@ -240,7 +228,7 @@ class _Chunk(Answer):
 
 
 @dataclass
-class Completions(_Streamed):
+class Completions(Dialect):
     """``/v1/completions`` with token ids in and out, as vLLM has them."""
 
     model: str  # its name at the server
@@ -250,7 +238,7 @@ class Completions(_Streamed):
     piece: int | None = PIECE
 
     def check(self, sampling: Sampling) -> None:
-        check_common(self.title, sampling)
+        super().check(sampling)
         if sampling.min_tokens and len(sampling.stop_token_ids) > MAX_STOPS:
             name = f"min_tokens with more than {MAX_STOPS} stop_token_ids"
             raise refuse(self.title, name, "leave out one of the two")
@@ -333,7 +321,7 @@ def _scored(token: int, place: int, scores: _Scores, count: int | None) -> Engin
 
 
 @dataclass
-class CompletionsOfText(_Streamed):
+class CompletionsOfText(Dialect):
     """``/v1/completions`` with text in and out: OpenAI's fields only, not exact."""
 
     model: str  # its name at the server
@@ -345,7 +333,7 @@ class CompletionsOfText(_Streamed):
     piece: int | None = None
 
     def check(self, sampling: Sampling) -> None:
-        check_common(self.title, sampling)
+        super().check(sampling)
         if sampling.logprobs is not None:
             raise refuse(self.title, "logprobs", "leave it out")
 
