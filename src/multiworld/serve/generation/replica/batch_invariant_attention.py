@@ -208,15 +208,16 @@ class InvariantAttention:
             max_count = sizes.sequences if len(query) // heads <= sizes.rows[0] else 1
             self._batches, others = self._cache.batches(self._rows, room, max_count)
             self._others = [(n, r, torch.tensor([r.begin])) for n, r in others]
+        tiled = functools.partial(
+            self._in_tiles, sizes=sizes.rows, window=window, scale=factor
+        )
         found = query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
         for batch in self._batches:
             memory = self._cache.append_batch(batch, layer, key, value)
             length = room(int(batch.at[0]) + 1)
             keys, values = (each[:, :, :length] for each in memory)
             queries = query.index_select(1, batch.rows).transpose(0, 1)
-            out = self._in_tiles(
-                queries[:, :, None], keys, values, batch.at, sizes.rows, window, factor
-            )
+            out = tiled(queries[:, :, None], keys, values, batch.at)
             found.index_copy_(0, batch.rows, out[:, :, 0])
         for offset, rows, begins in self._others:
             here = slice(offset, offset + rows.count)
@@ -224,15 +225,7 @@ class InvariantAttention:
             keys, values = self._cache.append(
                 rows, layer, key[:, here], value[:, here], room=length
             )
-            out = self._in_tiles(
-                query[None, :, here],
-                keys[None],
-                values[None],
-                begins,
-                sizes.rows,
-                window,
-                factor,
-            )
+            out = tiled(query[None, :, here], keys[None], values[None], begins)
             found[here] = out[0].transpose(0, 1)
         return found
 
@@ -242,6 +235,7 @@ class InvariantAttention:
         key: Tensor,
         value: Tensor,
         begins: Tensor,
+        *,
         sizes: Sequence[int],
         window: int | None,
         scale: float,

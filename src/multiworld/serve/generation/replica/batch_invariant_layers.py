@@ -158,7 +158,8 @@ def make_routers_invariant(module: nn.Module) -> None:
     for found in module.modules():
         each: Any = found
         function, weight = found.forward, getattr(found, "weight", None)
-        if not type(found).__name__.endswith("Router") or not _is_of_rows(function):
+        is_router = type(found).__name__.endswith("Router")
+        if not is_router or len(inspect.signature(function).parameters) != 1:
             continue  # ``check_layers`` decides on routers of rows and more
         if isinstance(weight, Tensor) and weight.ndim == 2:
             sizes = _sizes_of(
@@ -167,10 +168,6 @@ def make_routers_invariant(module: nn.Module) -> None:
                 weight.new_zeros(1, weight.shape[1]),
             )
             each.forward = InvariantRouter(function, sizes)
-
-
-def _is_of_rows(function: Callable[..., object]) -> bool:
-    return len(inspect.signature(function).parameters) == 1
 
 
 def _numbers(router: Callable[[Tensor], Routed], given: Tensor) -> Tensor:

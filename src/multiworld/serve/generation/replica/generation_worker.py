@@ -407,7 +407,9 @@ class GenerationWorker:
                 continue
             state.held = part.begin + part.count
             if part.key in outputs:
-                self._log_rows(state, part.begin, outputs[part.key])
+                rows = outputs[part.key]
+                dropped = self._log.append(state.stream, part.begin, rows)
+                self.recovery.unlogged(dropped)
         for span, block in found.blocks:
             state = self._table.get(span.key)
             if state is not None:
@@ -423,10 +425,6 @@ class GenerationWorker:
                 if blocks:
                     state.logged = 0
                     self.recovery.unlogged(self._log.share(state.stream, blocks))
-
-    def _log_rows(self, state: SequenceState, begin: int, rows: Tensor) -> None:
-        state.held = begin + len(rows)
-        self.recovery.unlogged(self._log.append(state.stream, begin, rows))
 
     def _deliver(self, tokens: Iterable[TokenItem]) -> None:
         for gateway, message in by_gateway(tokens):

@@ -240,8 +240,8 @@ class PagedAttention:
         )
         self._others = [n for n, each in enumerate(rows) if each.count > 1]
         self._masks: dict[tuple[int, int | None], Tensor] = {}
-        self._single_tables: Tensor | None = None
-        self._single_masks: dict[int | None, Tensor] = {}
+        # The pages of the sequences with one row, and what is hidden of them.
+        self._singles_by: dict[int | None, tuple[Tensor, Tensor]] = {}
 
     def attend(
         self,
@@ -269,57 +269,33 @@ class PagedAttention:
                 window,
             )
         found = query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
-        if len(self._singles) and softcap is None:
-            self._attend_singles(found, query, keys, values, scale, window)
-        others = self._others if softcap is None else range(len(self._rows))
-        for n in others:
-            self._attend_one(n, found, query, (keys, values), scale, window, softcap)
+        if len(self._singles) and softcap is None:  # in one call
+            tables, mask = self._single_tables(window, query.dtype)
+            rows = query.index_select(1, self._single_rows)
+            memory = gather(keys, tables), gather(values, tables)
+            out = of_single_rows(rows, *memory, mask, scale)
+            found.index_copy_(0, self._single_rows, out)
+        for n in self._others if softcap is None else range(len(self._rows)):
+            one, begin = self._rows[n], self._offsets[n]
+            here, end = slice(begin, begin + one.count), one.begin + one.count
+            table = self._table[n : n + 1]
+            memory = gather(keys, table)[0, :, :end], gather(values, table)[0, :, :end]
+            mask = self._mask(n, window)
+            out = of_rows(query[:, here], *memory, mask, scale, softcap)
+            found[here] = out.transpose(0, 1)
         return found
 
-    def _attend_singles(
-        self,
-        found: Tensor,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float | None,
-        window: int | None,
-    ) -> None:
-        """Attend for the sequences with one row, in one call."""
-        if self._single_tables is None:
-            self._single_tables = self._table.index_select(0, self._singles)
-        tables, mask = self._single_tables, self._single_masks.get(window)
-        if mask is None:
-            mask = self._single_masks[window] = self._single_mask(tables, query, window)
-        rows = query.index_select(1, self._single_rows)
-        out = of_single_rows(
-            rows, gather(keys, tables), gather(values, tables), mask, scale
-        )
-        found.index_copy_(0, self._single_rows, out)
-
-    def _single_mask(self, tables: Tensor, query: Tensor, window: int | None) -> Tensor:
-        at = self._ends.index_select(0, self._singles)[:, None] - 1
-        of = torch.arange(tables.shape[1] * self._cache.page_size, device=at.device)
-        return additive_mask(at, of, window, query.dtype)[:, None, None]
-
-    def _attend_one(
-        self,
-        n: int,
-        found: Tensor,
-        query: Tensor,
-        pools: Pool,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> None:
-        rows = self._rows[n]
-        end, offset = rows.begin + rows.count, self._offsets[n]
-        here = slice(offset, offset + rows.count)
-        table = self._table[n : n + 1]
-        keys, values = (gather(pages, table)[0, :, :end] for pages in pools)
-        mask = self._mask(n, window)
-        out = of_rows(query[:, here], keys, values, mask, scale, softcap)
-        found[here] = out.transpose(0, 1)
+    def _single_tables(
+        self, window: int | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        known = self._singles_by.get(window)
+        if known is None:
+            tables = self._table.index_select(0, self._singles)
+            at = self._ends.index_select(0, self._singles)[:, None] - 1
+            of = torch.arange(tables.shape[1] * self._cache.page_size, device=at.device)
+            known = tables, additive_mask(at, of, window, dtype)[:, None, None]
+            self._singles_by[window] = known
+        return known
 
     def _mask(self, n: int, window: int | None) -> Tensor:
         """Return which keys each row of a sequence attends to, [rows, keys]."""

@@ -305,7 +305,9 @@ class Router:
             request = self._requests[number]
             state = request.attempts.pop(nth)
             if not event.is_polite:
-                self._record_loss(request, state)
+                is_computed = state.is_begun and not state.is_done
+                is_alone = is_computed and state.is_isolated
+                self._add_loss(request, is_computed=is_computed, is_alone=is_alone)
             if request.losses.is_poison:
                 job, losses = request.job, request.losses.isolated
                 self._isolate_tenant(job)
@@ -348,15 +350,11 @@ class Router:
     def _is_isolated(self, queue: Queue, job: events.Submitted) -> bool:
         return queue.isolated_until.get(job.share.tenant, 0.0) > self._now
 
-    def _record_loss(self, request: Request, state: AttemptState) -> None:
-        is_computed = state.is_begun and not state.is_done
-        self._add_loss(request, is_computed=is_computed, is_alone=state.is_isolated)
-
     def _add_loss(
         self, request: Request, *, is_computed: bool = False, is_alone: bool = False
     ) -> None:
         request.losses.has_begun = is_computed
-        request.losses.add(self._now, is_alone=is_computed and is_alone)
+        request.losses.add(self._now, is_alone=is_alone)
         request.is_suspect |= request.losses.is_suspect
 
     def _dropped(self, event: events.Dropped) -> list[Action]:
