@@ -112,8 +112,8 @@ class Gateway:
 
     def report(self) -> GatewayReport:
         report = self.dispatcher.report()
-        at_streams = self.streams.load()
-        waiting, streams = report.waiting, self.streams
+        at_streams = self.streams.router.load()
+        streams, queued = self.streams, self.streams.router.waiting
         of_streams = streams.attainment
         return msgspec.structs.replace(
             report,
@@ -126,8 +126,8 @@ class Gateway:
             generated_tokens=streams.timed.of("generation_tokens"),
             in_flight=report.in_flight + self.streams.in_flight,
             load={**report.load, **at_streams},
-            waiting={m: n + streams.waiting(m) for m, n in waiting.items()},
-            pending={m: n + streams.waiting(m) for m, n in report.pending.items()},
+            waiting={m: n + queued(m) for m, n in report.waiting.items()},
+            pending={m: n + queued(m) for m, n in report.pending.items()},
             cpu_s=time.process_time(),
         )
 

@@ -159,7 +159,7 @@ class TokenPipeline(Pipeline):
             return
         scheduler = sequence.chain[0].scheduler
         assert scheduler is not None
-        scheduler.remove(sequence.key)
+        scheduler.pool.remove(sequence.key)
         self._schedulers.leave(_names(sequence.chain))
         for replica in sequence.chain:
             replica.sequences.discard(sequence)
@@ -278,7 +278,7 @@ class TokenPipeline(Pipeline):
         assert old is not None
         assert new is not None
         if old is not new:
-            old.remove(key)
+            old.pool.remove(key)
             new.add(moved)
         elif key in old.pool.known:
             old.move(key, moved)

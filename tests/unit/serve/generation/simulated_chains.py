@@ -486,7 +486,7 @@ class Net:
         route = self.table.routes["m"]
         for streams in self.gateways.values():
             most = 2 * (route.max_queued_requests + 1)  # of several tenants
-            assert streams.router.waiting_for_tokens("m").count <= most
+            assert streams.router.without_token["m"].count <= most
 
     async def _compute(self, name: str) -> bool:
         """Let a replica compute a step; messages arrive meanwhile."""

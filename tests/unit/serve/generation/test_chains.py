@@ -341,7 +341,7 @@ async def _chain_of_a_session(seed: int) -> tuple[str, ...]:
     others = [Client(net, [6, n], 20, session="chat 7") for n in range(8)]
     await asyncio.sleep(0)
     first = [n for n in net.alive() if n.startswith("r0")]
-    loads = [net.streams.load().get(name, 0) for name in first]
+    loads = [net.streams.router.load().get(name, 0) for name in first]
     assert max(loads) - min(loads) <= HOME + 1
     await whole(net, client, *others)
     return chain

@@ -180,7 +180,7 @@ async def test_place_is_held_until_the_stream_is_there_or_its_client_is_gone() -
     with pytest.raises(OverloadedError, match="4 of your requests"):
         net.streams.reserve("m", share, 1)
     del places
-    assert net.streams.waiting("m") == 2
+    assert net.streams.router.waiting("m") == 2
     net.streams.reserve("m", share, 2)
     for client in clients:
         client.task.cancel()

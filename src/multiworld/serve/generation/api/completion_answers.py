@@ -118,7 +118,8 @@ def _message(ready: Ready, text: str) -> dict[str, Any]:
             calls[found.number] = name + found.name, arguments + found.arguments
     if not calls:
         # A truncated call is not text.
-        return {"role": "assistant", "content": text if parser.is_free else None}
+        content = text if parser.calling.is_free else None
+        return {"role": "assistant", "content": content}
     shown = [
         {
             "id": f"call_{secrets.token_hex(12)}",

@@ -134,7 +134,7 @@ class CallParser:
     """Finds the calls in the output of one choice, as it grows."""
 
     def __init__(self, calling: Calling, family: Family | None) -> None:
-        self._calling, self._family = calling, family
+        self.calling, self._family = calling, family
         self._held = ""
         # More of a call that is not complete; joined once it is, or may be.
         self._later: list[str] = []
@@ -142,10 +142,6 @@ class CallParser:
         self._is_open = self._is_free = False
         self._listed = ListedCalls()
         self.calls = 0
-
-    @property
-    def is_free(self) -> bool:
-        return self._calling.is_free
 
     def feed(self, text: str) -> Iterator[str | Call]:
         """Parse more output; yield text to send, or calls."""
@@ -155,9 +151,9 @@ class CallParser:
             if self._family != "hermes" or END not in self._tail:
                 return  # the call is not complete yet
         self._join()
-        if self._calling.named:
+        if self.calling.named:
             yield from self._named()
-        elif self._calling.is_required:
+        elif self.calling.is_required:
             yield from self._required()
         elif self._family == "hermes":
             yield from self._marked()
@@ -173,7 +169,7 @@ class CallParser:
 
     def end(self) -> Iterator[str | Call]:
         """Yield the rest, after the last output."""
-        if not self._calling.is_free:
+        if not self.calling.is_free:
             return  # the rest is a truncated call
         self._join()
         found = self._parsed(self._held.removeprefix(BEGIN).removesuffix(END))
@@ -192,7 +188,7 @@ class CallParser:
     def _named(self) -> Iterator[Call]:
         """Yield the arguments of the one call as they arrive."""
         if self._held or not self.calls:
-            name = "" if self.calls else self._calling.named
+            name = "" if self.calls else self.calling.named
             yield Call(0, name, self._held)
             self._held, self.calls = "", 1
 
@@ -256,7 +252,7 @@ class CallParser:
 
     def _call(self, call: Any) -> tuple[str, str]:
         """Return the tool and arguments of a call; raise ``ValueError`` if invalid."""
-        names = [tool.function.name for tool in self._calling.tools]
+        names = [tool.function.name for tool in self.calling.tools]
         if not isinstance(call, dict) or call.get("name") not in names:
             raise ValueError("no call of a known tool")
         given = call.get("arguments", call.get("parameters", {}))
@@ -266,7 +262,7 @@ class CallParser:
 
     def _calls(self, found: list[tuple[str, str]]) -> Iterator[Call]:
         for name, text in found:
-            if not (self._calling.is_single and self.calls):
+            if not (self.calling.is_single and self.calls):
                 yield Call(self.calls, name, text)
                 self.calls += 1
 

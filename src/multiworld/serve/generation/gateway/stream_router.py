@@ -64,9 +64,8 @@ class StreamRouter:
         self._waiting, self._timers = WaitingStreams(), StreamTimers()
         self._retried: list[Stream] = []
         # Streams without a token, by model.
-        self._without_token: defaultdict[str, WaitingTenants] = defaultdict(
-            WaitingTenants
-        )
+        self.without_token: defaultdict[str, WaitingTenants]
+        self.without_token = defaultdict(WaitingTenants)
         self._suspects: set[int] = set()  # that are computed, and perhaps others
         self._has_room_for_suspects = False  # one of them has ended, or is none now
         self._chains = ChainSelection(self.view, chance)
@@ -117,9 +116,6 @@ class StreamRouter:
         """Return the number of a model's streams that have no chain."""
         return self._waiting.count(model)
 
-    def waiting_for_tokens(self, model: str) -> WaitingTenants:
-        return self._without_token[model]
-
     def route(self, model: str) -> Route:
         route = self.view.table.routes.get(model)
         if route is None:
@@ -128,7 +124,7 @@ class StreamRouter:
 
     def check_room(self, model: str, share: Share, count: int = 1) -> None:
         """Raise OverloadedError if too many streams, of a tenant too, lack a token."""
-        waiting = self._without_token[model]
+        waiting = self.without_token[model]
         limit = self.route(model).max_queued_requests + 1
         if count > limit:
             raise errors.InvalidRequestError(
@@ -148,7 +144,7 @@ class StreamRouter:
         self.streams[stream.number] = stream
         self._waiting.add(stream)
         self._timers.watch(stream)
-        self._without_token[stream.model].add(stream.share)
+        self.without_token[stream.model].add(stream.share)
         self.attainment.arrived[stream.model] += not stream.via
         self._place(stream)
 
@@ -169,7 +165,7 @@ class StreamRouter:
         self._waiting.remove(stream)
         self._has_room_for_suspects |= stream.losses.is_suspect
         if stream.first_at is None:
-            self._without_token[stream.model].remove(stream.share.tenant)
+            self.without_token[stream.model].remove(stream.share.tenant)
         stream.become(Phase.ENDED)
         if error is not None:
             self._actions.append(act.Deliver(stream.number, error))
@@ -306,7 +302,7 @@ class StreamRouter:
         stream.last_at = self._now
         if stream.first_at is None:
             stream.first_at = self._now
-            self._without_token[stream.model].remove(stream.share.tenant)
+            self.without_token[stream.model].remove(stream.share.tenant)
             if stream.limits.between_tokens_s is not None:
                 self._timers.watch(stream)
             if not stream.via:

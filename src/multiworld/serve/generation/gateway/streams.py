@@ -138,7 +138,7 @@ class Streams:
 
     async def probe(self, replica: str, prompt: Sequence[int], limit_s: float) -> None:
         """Generate two tokens through a replica; ServeError if it fails or is late."""
-        known = self.table.replicas.get(replica)
+        known = self.router.view.table.replicas.get(replica)
         if known is None:
             raise UnknownModelError(f"the routing table has no replica {replica!r}")
         sampling = Sampling(temperature=0.0, max_tokens=2, ignore_eos=True)
@@ -154,10 +154,6 @@ class Streams:
                 pass
 
     @property
-    def table(self) -> RoutingTable:
-        return self.router.view.table
-
-    @property
     def in_flight(self) -> int:
         return len(self.router.streams)
 
@@ -167,17 +163,11 @@ class Streams:
     def reserve(self, model: str, share: Share, count: int) -> Places:
         """Return places for streams to open; OverloadedError if there is no room."""
         self.check_room(model, share, count)
-        return Places(self.router.waiting_for_tokens(model), share, count)
+        return Places(self.router.without_token[model], share, count)
 
     def quarantine(self, tenant: str, model: str) -> None:
         """End a tenant's streams without a token that wait for a chain, of any kind."""
         self._handle(events.TenantQuarantined(tenant, model))
-
-    def load(self) -> dict[str, int]:
-        return self.router.load()
-
-    def waiting(self, model: str) -> int:
-        return self.router.waiting(model)
 
     # The table and the edges.
 

@@ -148,7 +148,7 @@ class GenerationWorker:
             "prefixes in use": self._prefixes.in_use,
             "blocks": self._scheduler.pool.used_blocks,
             "rebuilt tokens": len(self.recovery.sampled),
-            "scheduled": int(not self._scheduler.pool.is_idle),
+            "scheduled": len(self._scheduler.pool.known),
         }
         return {kind: count for kind, count in found.items() if count}
 

@@ -193,7 +193,7 @@ class Recovery:
         for old in state.earlier:
             if old in pool.known:
                 self._scheduler.move(old, _scheduled(state))
-            elif pool.has_reserved(old):
+            elif old in pool.reserved:
                 self._scheduler.take_over(old, _scheduled(state))
         return True
 
@@ -268,7 +268,7 @@ class Recovery:
         if state is None:
             return
         self.counts["requests"] += not (state.start.is_probe or state.prepared)
-        self._scheduler.remove(key)
+        self._scheduler.pool.remove(key)
         self.sampled.pop(key, None)
         self._watched.discard(key)
         self._memory.free(state.stream)

@@ -45,9 +45,6 @@ class Scheduler:
         sequence.is_paused = True
         self.pool.run_reserved(sequence, old)
 
-    def remove(self, key: Key) -> None:
-        self.pool.remove(key)
-
     def pause(self, key: Key) -> None:
         """Compute nothing of a sequence until ``resume``; its steps do not return."""
         sequence = self.pool.known.get(key)

@@ -78,7 +78,7 @@ class SequencePool:
         self.preemptions, self.granule, self.withheld = 0, 1, 0
         self._use = TenantUse(limits.max_num_seqs, limits.blocks)
         self._free = limits.blocks
-        self._reserved: dict[Key, int] = {}
+        self.reserved: dict[Key, int] = {}  # blocks
         self.preempted: list[Key] = []  # since they were taken
         self._arrivals = 0
 
@@ -89,10 +89,6 @@ class SequencePool:
     @property
     def waiting(self) -> int:
         return len(self.known) - len(self.running)
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.known
 
     def enter(self, sequence: ScheduledSequence) -> None:
         """Add a sequence, which neither runs nor waits yet."""
@@ -131,7 +127,7 @@ class SequencePool:
         sequence.key = key
 
     def remove(self, key: Key) -> None:
-        self._free += self._reserved.pop(key, 0)
+        self._free += self.reserved.pop(key, 0)
         self._free += self._forget(key)
 
     def _forget(self, key: Key) -> int:
@@ -147,24 +143,21 @@ class SequencePool:
 
     def reserve(self, earlier: Iterable[Key], key: Key, tokens: int) -> bool:
         """Reserve blocks instead of those of ``earlier`` keys, if enough are free."""
-        self._free += sum(self._reserved.pop(old, 0) for old in earlier)
+        self._free += sum(self.reserved.pop(old, 0) for old in earlier)
         needed = self.blocks_of(tokens + 1)
         if needed > self._free - self.withheld or self._slots <= 0:
             return False
         self._free -= needed
-        self._reserved[key] = needed
+        self.reserved[key] = needed
         return True
-
-    def has_reserved(self, key: Key) -> bool:
-        return key in self._reserved
 
     def reserve_own(self, key: Key) -> None:
         """Forget a sequence, but reserve the blocks that it had."""
-        self._reserved[key] = self._forget(key)
+        self.reserved[key] = self._forget(key)
 
     def run_reserved(self, sequence: ScheduledSequence, old: Key) -> None:
         """Run a sequence in the blocks that are reserved for ``old``."""
-        sequence.blocks = self._reserved.pop(old)
+        sequence.blocks = self.reserved.pop(old)
         self.run(sequence)
 
     # Admission and preemption.
@@ -310,7 +303,7 @@ class SequencePool:
 
     @property
     def _slots(self) -> int:
-        taken = len(self.running) + len(self._reserved)
+        taken = len(self.running) + len(self.reserved)
         return self.limits.max_num_seqs - taken
 
     @property

@@ -75,7 +75,7 @@ class Router:
 
     def missing(self, model: str) -> list[int]:
         route = self._view.table.routes.get(model)
-        return [] if route is None else self._missing(model, route)
+        return [] if route is None else self._view.missing(model, route.version)
 
     def sent(self, number: int) -> tuple[events.Submitted, int] | None:
         """Return a request and its number of attempts; None if it has ended."""
@@ -161,7 +161,7 @@ class Router:
 
     def _has_room(self, job: events.Submitted) -> bool:
         queue, route = self._queues[job.model], self._view.table.routes[job.model]
-        can_send = not queue.unsent.count and not self._missing(job.model, route)
+        can_send = not queue.unsent.count and not self.missing(job.model)
         return can_send and self._target(Request(job), route, can_send=True) is not None
 
     def _reject_unserved(self) -> list[Action]:
@@ -245,8 +245,7 @@ class Router:
 
     def _too_late(self, request: Request) -> ServeError:
         job = request.job
-        route = self._view.table.routes.get(job.model)
-        missing = [] if route is None else self._missing(job.model, route)
+        missing = self.missing(job.model)
         if missing and not request.attempts:
             return refusals.without_replica(job.model, missing[0])
         at = ", ".join(self.locations(job.number)).replace("waiting", "the gateway")
@@ -452,7 +451,7 @@ class Router:
             elif (replica := self._target(probe, route, can_send=True)) is not None:
                 queue.probes.remove(number)
                 actions.append(self._send(probe, replica))
-        can_send = not self._missing(model, route)
+        can_send = not self.missing(model)
         if queue.isolated is None and (number := self._next_suspect(queue)) is not None:
             suspect = self._requests[number]
             replica = self._target(suspect, route, can_send=can_send)
@@ -548,9 +547,6 @@ class Router:
             [r for r in replicas if r.name not in self._view.silent]
         )
         return choose(candidates, self._load, self._chance)
-
-    def _missing(self, model: str, route: Route) -> list[int]:
-        return self._view.missing(model, route.version)
 
 
 def _outdated(job: events.Submitted) -> OutdatedError:

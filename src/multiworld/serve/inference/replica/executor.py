@@ -56,7 +56,7 @@ class Quickness:
 
 class Executor:
     def __init__(self, stage: Stage, name: str, threads: int) -> None:
-        self._stage, self._name, self._threads = stage, name, threads
+        self.stage, self._name, self._threads = stage, name, threads
         self._thread: ComputeThread | None = None
         self._quickness = Quickness()
         self._function: StageFunction | None = None
@@ -64,10 +64,6 @@ class Executor:
         self._share: Callable[[Tensors], None] | None = None
         self._settle: Callable[[], None] | None = None
         self.calls = 0  # of the stage's function, begun: one for a batch, or more
-
-    @property
-    def stage(self) -> Stage:
-        return self._stage
 
     async def compute(self, batch: Tensors) -> None:
         assert self._thread is not None
@@ -94,7 +90,7 @@ class Executor:
         self._share = getattr(context.group, "share", None)
         self._settle = getattr(context.group, "settle", None)
         with torch.inference_mode():
-            self._function = self._stage.load(context)
+            self._function = self.stage.load(context)
         if getattr(self._function, "is_on_host", False):
             self._device = "cpu"
 
@@ -145,10 +141,10 @@ class Executor:
         ]
 
     def _compute(self, requests: list[Tensors], rows: list[int]) -> list[Tensors]:
-        ragged = self._stage.ragged
+        ragged = self.stage.ragged
         lengths = [length_of(request, ragged) for request in requests]
         with torch.inference_mode():
-            batch = collate(requests, ragged, self._stage.buckets)
+            batch = collate(requests, ragged, self.stage.buckets)
             if self._share is not None:
                 self._share(batch)
             self.calls += 1

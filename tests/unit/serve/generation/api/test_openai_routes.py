@@ -646,7 +646,7 @@ async def test_tokens_are_charged_that_the_client_does_not_read(
         count += 1
 
     choice = Choice(0, [5, 6], GrowingText(tokenizer))
-    places = Places(streams.router.waiting_for_tokens("g"), DEFAULT_SHARE, 1)
+    places = Places(streams.router.without_token["g"], DEFAULT_SHARE, 1)
     stream = functools.partial(streams.stream, "g", session="", request="", version="1")
     pieces = generate(stream, [choice], [Sampling(max_tokens=20)], places, charge)
     await anext(pieces)

@@ -100,13 +100,13 @@ def arrival_beside(running: int) -> list[int]:
         step(scheduler)
     # The counters that have grown are noted.
     scheduler.add(ScheduledSequence(("g", -2, 0), [1] * 9))
-    scheduler.remove(("g", -2, 0))
+    scheduler.pool.remove(("g", -2, 0))
     new = ScheduledSequence(("g", -1, 0), [1] * 9, Share("new"))
     add = partial(scheduler.add, new)
     lines = [lines_of(add)]
     newcomer = scheduler.pool.known["g", -1, 0]
     lines.append(lines_of(partial(scheduler.pool.admit, newcomer)))
-    return [*lines, lines_of(partial(scheduler.remove, ("g", -1, 0)))]
+    return [*lines, lines_of(partial(scheduler.pool.remove, ("g", -1, 0)))]
 
 
 def test_work_for_an_arrival_does_not_grow_with_the_sequences_that_run() -> None:

@@ -107,7 +107,7 @@ class Pipeline:
     def end(self, which: Key) -> None:
         """Let a sequence end."""
         self.ended.add(which)
-        self.scheduler.remove(which)
+        self.scheduler.pool.remove(which)
 
     def run(self, wanted: dict[Key, int], turns: int = 10_000) -> None:
         """Run until every sequence has its tokens."""
@@ -220,7 +220,7 @@ def test_prompt_that_may_not_be_cut_waits_for_a_step_of_its_own() -> None:
     assert first is not None
     assert [(p.key[1], p.count) for p in first.parts] == [(1, 3)]
     scheduler.sampled(first.number, [(key(1), None)])
-    scheduler.remove(key(1))
+    scheduler.pool.remove(key(1))
     second = scheduler.next_step()
     assert second is not None
     assert [(p.key[1], p.count) for p in second.parts] == [(2, 9)]
@@ -303,7 +303,7 @@ def test_sequence_that_can_never_fit_is_refused() -> None:
     scheduler = Scheduler(limits(block=2, blocks=3))
     with pytest.raises(TooManyTokensError, match="6 tokens need 4 blocks of 2; there"):
         scheduler.add(ScheduledSequence(key(1), [0] * 6))
-    assert scheduler.pool.is_idle
+    assert not scheduler.pool.known
 
 
 def test_sequence_that_ends_in_a_step_does_not_hold_it_up() -> None:
@@ -314,9 +314,9 @@ def test_sequence_that_ends_in_a_step_does_not_hold_it_up() -> None:
     step = scheduler.next_step()
     assert step is not None
     assert scheduler.next_step() is None
-    scheduler.remove(key(1))
+    scheduler.pool.remove(key(1))
     assert scheduler.next_step() is None, "the other one is still in flight"
-    scheduler.remove(key(2))
+    scheduler.pool.remove(key(2))
     scheduler.add(ScheduledSequence(key(3), [1]))
     assert scheduler.next_step() is not None
 
@@ -368,7 +368,7 @@ def test_every_sequence_gets_its_tokens_and_every_block_comes_back(
             )
         )
     pipeline.run(wanted)
-    assert scheduler.pool.is_idle
+    assert not scheduler.pool.known
     assert scheduler.pool.used_blocks == 0
     assert len(scheduler.pool.running) == scheduler.pool.waiting == 0
 
@@ -386,7 +386,7 @@ def test_sequence_that_has_ended_in_the_last_stage_holds_nobody_up() -> None:
     second = scheduler.next_step()
     assert second is not None
     assert [part.key[1] for part in second.parts] == [0, 1, 2, 4, 5, 6, 7]
-    scheduler.remove(key(3))
+    scheduler.pool.remove(key(3))
     assert scheduler.pool.used_blocks == 7
 
 
@@ -399,7 +399,7 @@ def test_sequence_whose_end_its_gateway_did_not_see_continues_without_a_step() -
     scheduler.sampled(step.number, [(key(1), None)])
     assert scheduler.next_step() is None
     again = ("gateway/1", 1, 1)
-    assert scheduler.pool.has_reserved(key(1))
+    assert key(1) in scheduler.pool.reserved
     scheduler.take_over(
         key(1), ScheduledSequence(again, [1, 2], computed=2, share=Share())
     )
@@ -408,7 +408,7 @@ def test_sequence_whose_end_its_gateway_did_not_see_continues_without_a_step() -
     step = scheduler.next_step()
     assert step is not None
     assert [(p.key, p.begin, p.count) for p in step.parts] == [(again, 2, 1)]
-    scheduler.remove(again)
+    scheduler.pool.remove(again)
     assert scheduler.pool.used_blocks == 0
 
 
@@ -417,7 +417,7 @@ def test_sequence_with_nothing_to_compute_is_refused() -> None:
     scheduler = Scheduler(limits())
     with pytest.raises(ValueError, match="all 3 tokens of"):
         scheduler.add(ScheduledSequence(key(1), [1, 2, 3], computed=3))
-    assert scheduler.pool.is_idle
+    assert not scheduler.pool.known
 
 
 def test_blocks_are_taken_from_a_sequence_although_no_step_is_planned() -> None:
@@ -428,7 +428,7 @@ def test_blocks_are_taken_from_a_sequence_although_no_step_is_planned() -> None:
     step = scheduler.next_step()
     assert step is not None
     scheduler.sampled(step.number, [(key(1), 5), (key(2), None)])
-    scheduler.remove(key(2))
+    scheduler.pool.remove(key(2))
     scheduler.add(ScheduledSequence(key(3), [1, 2]))
     scheduler.pool.withheld = 7  # one of them loses its blocks
     step = scheduler.next_step()
@@ -591,14 +591,14 @@ def test_tenant_that_was_here_lately_finds_little_in_flight() -> None:
     scheduler = Scheduler(limits(seqs=9, tokens=240, blocks=9000))
     scheduler.add(ScheduledSequence(key(1), [0], share=Share("quiet")))
     assert scheduler.next_step(0.0) is not None
-    scheduler.remove(key(1))
+    scheduler.pool.remove(key(1))
     here = (1.0, SHARED_TOKENS), (59.0, SHARED_TOKENS), (61.0, 240)
     for number, (now, rows) in enumerate(here, 2):
         scheduler.add(ScheduledSequence(key(number), [0] * 900, share=Share("loud")))
         step = scheduler.next_step(now)
         assert step is not None
         assert sum(part.count for part in step.parts) == rows
-        scheduler.remove(key(number))
+        scheduler.pool.remove(key(number))
 
 
 def test_tenant_below_its_share_preempts_for_slots_and_for_blocks() -> None:
@@ -752,7 +752,7 @@ def test_sequence_that_may_come_has_its_blocks_and_its_slot() -> None:
     assert scheduler.pool.used_blocks == 3
     assert not scheduler.pool.reserve([], key(2), 12)
     assert scheduler.pool.reserve([key(1)], key(3), 14)
-    assert not scheduler.pool.has_reserved(key(1))
+    assert key(1) not in scheduler.pool.reserved
     scheduler.add(ScheduledSequence(key(4), [1, 2]))
     scheduler.add(ScheduledSequence(key(5), [1, 2]))
     step = scheduler.next_step()
@@ -761,14 +761,14 @@ def test_sequence_that_may_come_has_its_blocks_and_its_slot() -> None:
     scheduler.take_over(
         key(3), ScheduledSequence(key(6), list(range(14)), computed=14, share=Share())
     )
-    scheduler.remove(key(4))
-    scheduler.remove(key(5))
+    scheduler.pool.remove(key(4))
+    scheduler.pool.remove(key(5))
     assert scheduler.next_step() is None, "it is paused"
     scheduler.resume(key(6), 7)
     step = scheduler.next_step()
     assert step is not None
     assert [(p.key, p.begin, p.count) for p in step.parts] == [(key(6), 14, 1)]
-    scheduler.remove(key(6))
+    scheduler.pool.remove(key(6))
     assert scheduler.pool.used_blocks == 0
 
 
@@ -777,7 +777,7 @@ def test_reservation_of_a_sequence_that_does_not_come_is_freed() -> None:
     scheduler = Scheduler(limits(blocks=2))
     assert scheduler.pool.reserve([], key(1), 7)
     assert not scheduler.pool.reserve([], key(2), 1)
-    scheduler.remove(key(1))
+    scheduler.pool.remove(key(1))
     assert scheduler.pool.reserve([], key(2), 1)
 
 
