@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import re
 import struct
@@ -47,10 +46,9 @@ def read_weights(path: Path, wanted: Set[str]) -> dict[str, Tensor]:
 def names_in(folder: Path) -> list[str]:
     """Return the names of all tensors of a folder."""
     try:
-        headers = [_header(file) for file in files_of(folder)]
+        return [name for name, *_ in _tensors_in(folder)]
     except (OSError, *DAMAGED) as error:
         raise SpecError(f"{folder}: {error!r}; give safetensors files") from error
-    return [name for name, *_ in itertools.chain.from_iterable(headers)]
 
 
 def files_of(path: Path) -> list[Path]:
@@ -114,10 +112,10 @@ def bytes_by_stage(folder: Path, cuts: Sequence[tuple[int, int]]) -> list[int]:
     """Return the bytes of weights that each stage of a decoder loads."""
     found = [0] * len(cuts)
     try:
-        headers = [_header(file) for file in files_of(folder)]
+        tensors = _tensors_in(folder)
     except (OSError, SpecError, *DAMAGED):
         return found  # loading the model reports the error
-    for name, begin, end in itertools.chain.from_iterable(headers):
+    for name, begin, end in tensors:
         layer = LAYER.search(name)
         if layer is None:
             # As the embeddings may also be the head.
@@ -129,14 +127,15 @@ def bytes_by_stage(folder: Path, cuts: Sequence[tuple[int, int]]) -> list[int]:
     return found
 
 
-def _header(file: Path) -> list[tuple[str, int, int]]:
-    with file.open("rb") as opened:
-        (size,) = struct.unpack("<Q", opened.read(8))
-        if size > MAX_HEADER:
-            raise ValueError(f"{file} is no safetensors file")
-        tensors = json.loads(opened.read(size))
-    return [
-        (name, *tensor["data_offsets"])
-        for name, tensor in tensors.items()
-        if name != "__metadata__"
-    ]
+def _tensors_in(folder: Path) -> list[tuple[str, int, int]]:
+    """Return the name, the begin and the end of each tensor of a folder's files."""
+    found: list[tuple[str, int, int]] = []
+    for file in files_of(folder):
+        with file.open("rb") as opened:
+            (size,) = struct.unpack("<Q", opened.read(8))
+            if size > MAX_HEADER:
+                raise ValueError(f"{file} is no safetensors file")
+            header = json.loads(opened.read(size))
+        header.pop("__metadata__", None)
+        found += ((name, *tensor["data_offsets"]) for name, tensor in header.items())
+    return found

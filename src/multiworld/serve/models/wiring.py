@@ -214,6 +214,3 @@ def _size(placeholder: Node, tensors: Sequence[tuple[str, Node]]) -> SizeOf:
         )
     compute = sympy.lambdify(symbols, expression, modules="math")
     return SizeOf(compute, tuple(known[symbol] for symbol in symbols))
-
-
-__all__ = ["Constant", "SizeOf", "StageInterface", "interfaces_of"]

@@ -53,37 +53,6 @@ class Attention(Protocol):
         """Append keys and values of the rows; return [rows, heads, size of values]."""
 
 
-class KvStore(Protocol):
-    """Keys and values of the sequences of one stage."""
-
-    @property
-    def granule(self) -> int:
-        """Tokens in multiples of which memory is allocated."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in use."""
-
-    @property
-    def lengths(self) -> dict[Hashable, int]:
-        """Number of tokens of each sequence."""
-
-    def step(self, rows: Sequence[Rows]) -> Attention:
-        """Return the attention of one step; sequences at position 0 start anew."""
-        # MissingTokensError: tokens before those of the step were never computed.
-
-    def free(self, sequence: Hashable) -> None:
-        """Free the memory of a sequence, if it has any."""
-
-    def copied(self, sequence: Hashable, begin: int, end: int) -> Layers:
-        """Return a copy of the keys and values at positions [begin, end)."""
-
-    def restore(
-        self, sequence: Hashable, pieces: Sequence[Layers], tokens: int
-    ) -> None:
-        """Start a sequence with ``pieces`` that were computed before."""
-
-
 class MissingTokensError(Exception):
     """Tokens before those of a step were never computed here."""
 
@@ -132,9 +101,11 @@ class KvCache:
 
     @property
     def lengths(self) -> dict[Hashable, int]:
+        """Number of tokens of each sequence."""
         return dict(self._lengths)
 
     def step(self, rows: Sequence[Rows]) -> Attention:
+        """Return the attention of one step; sequences at position 0 start anew."""
         for each in rows:
             if each.begin == 0:
                 self._memory.free(each.sequence)
@@ -205,6 +176,7 @@ class KvCache:
         return keys, values
 
     def copied(self, sequence: Hashable, begin: int, end: int) -> Layers:
+        """Return a copy of the keys and values at positions [begin, end)."""
         return {
             layer: (keys[:, begin:end].clone(), values[:, begin:end].clone())
             for layer, (keys, values) in self._memory.all_of(sequence).items()
@@ -214,6 +186,7 @@ class KvCache:
     def restore(
         self, sequence: Hashable, pieces: Sequence[Layers], tokens: int
     ) -> None:
+        """Start a sequence with ``pieces`` that were computed before."""
         self._memory.free(sequence)
         self._memory.make_room(sequence, tokens)
         self._lengths[sequence] = tokens

@@ -49,7 +49,7 @@ def torch_kernel() -> Callable[..., Tensor] | None:
 
 
 class PagedKvCache:
-    """KV cache of one stage; what is not written yet is zero."""
+    """``KvCache``, in pages; what is not written yet is zero."""
 
     def __init__(
         self, page_size: int = 16, tokens: int = 0, transfers: Transfers = HOST

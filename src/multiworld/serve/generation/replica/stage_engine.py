@@ -24,7 +24,6 @@ from multiworld.serve.generation.replica.batch_invariant_layers import (
 )
 from multiworld.serve.generation.replica.kv_cache import (
     KvCache,
-    KvStore,
     MissingTokensError,
     Rows,
 )
@@ -166,7 +165,7 @@ class StageEngine:
     function: StageFunction
     is_last: bool
     model: Generation
-    cache: KvStore = field(default_factory=KvCache)
+    cache: KvCache | PagedKvCache = field(default_factory=KvCache)
     transfers: Transfers = HOST
     _tails: dict[StreamId, Tail] = field(default_factory=dict)
 
