@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from multiworld.errors import OverloadedError
 from multiworld.serve.inference.gateway.actions import Dispatch, Reject
 from multiworld.serve.inference.gateway.events import (
-    Begun,
     Connected,
+    Received,
     Submitted,
     TableChanged,
     Withdrawn,
@@ -22,6 +22,7 @@ from multiworld.serve.inference.gateway.router import Router
 from multiworld.serve.inference.replica.batch_queue import BatchQueue, Work
 from multiworld.serve.inference.replica.forwarder import Forwarder
 from multiworld.serve.tenants.fair_queue import FairQueue, Share
+from multiworld.serve.transport.inference_messages import BatchBegun
 from multiworld.serve.transport.routing_table import (
     Replica,
     ReplicaState,
@@ -346,7 +347,7 @@ def test_priority_comes_first_in_a_router(seed: int) -> None:
     for number in range(1, 5):
         submit(found, number + 10 * seed, FLOOD)
     submit(found, 77, Share("vip", 1.0, priority=2))
-    actions = found.handle(Begun("r", ((0, 1),), is_isolated=False), 0.0)
+    actions = found.handle(Received("r", BatchBegun(((0, 1),), False)), 0.0)
     assert not [a for a in actions if isinstance(a, Dispatch)]
     (sent,) = [a for a in found.handle(Withdrawn(0), 0.0) if isinstance(a, Dispatch)]
     assert sent.attempt[0] == 77

@@ -194,23 +194,13 @@ class Dispatcher:
         peer = outbox.edge.peer
         for message, contents in frame:
             check(message, contents, peer, self.table, self._router.sent)
-            match message:
-                case inference_messages.Answers(items):
-                    for item, tensors in zip(items, contents, strict=True):
-                        self._latest, self._spent = tensors, item.spent
-                        self._handle(events.Answered(item.attempt, item.is_last))
-                    self._latest = {}
-                case inference_messages.BatchBegun(attempts, is_isolated):
-                    self._handle(events.Begun(peer, attempts, is_isolated))
-                case inference_messages.WorkDropped(attempts, stage):
-                    self._handle(events.Dropped(attempts, stage))
-                case inference_messages.WorkReturned(attempts, stage):
-                    dropped = events.Dropped(attempts, stage, is_returned=True)
-                    self._handle(dropped)
-                case inference_messages.WorkStuck(attempts):
-                    self._handle(events.Stuck(attempts))
-                case inference_messages.WorkFailed(attempt, error):
-                    self._handle(events.Failed(attempt, error.error()))
+            if isinstance(message, inference_messages.Answers):
+                for item, tensors in zip(message.items, contents, strict=True):
+                    self._latest, self._spent = tensors, item.spent
+                    self._handle(events.Answered(item.attempt, item.is_last))
+                self._latest = {}
+            elif isinstance(message, inference_messages.Note):
+                self._handle(events.Received(peer, message))
 
     def edge_down(self, outbox: Outbox, *, is_polite: bool) -> None:
         peer = outbox.edge.peer

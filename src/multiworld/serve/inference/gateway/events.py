@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from multiworld.errors import ServeError
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
-from multiworld.serve.transport.inference_messages import Attempt
+from multiworld.serve.transport.inference_messages import Attempt, Note
 from multiworld.serve.transport.routing_table import RoutingTable
 
 
@@ -25,29 +24,11 @@ class Submitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A replica began to compute a batch."""
+class Received:
+    """A replica reports what happens to requests."""
 
     replica: str
-    attempts: tuple[Attempt, ...]
-    is_isolated: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """Work on its way to a replica of ``stage`` may be lost, or came back."""
-
-    # Those that have reached the stage are ignored: the replica there reports them.
-    attempts: tuple[Attempt, ...]
-    stage: int
-    is_returned: bool = False  # refused, or no replica could take it: none died
-
-
-@dataclass(frozen=True, slots=True)
-class Stuck:
-    """A replica forwarded these to another replica, which has been silent since."""
-
-    attempts: tuple[Attempt, ...]
+    note: Note
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +37,6 @@ class Answered:
 
     attempt: Attempt
     is_last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    attempt: Attempt
-    error: ServeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +87,8 @@ class Ticked:
 
 Event = (
     Submitted
-    | Begun
-    | Dropped
-    | Stuck
+    | Received
     | Answered
-    | Failed
     | Withdrawn
     | TenantQuarantined
     | Connected

@@ -36,6 +36,7 @@ from multiworld.serve.inference.gateway.actions import (
     Replayed,
 )
 from multiworld.serve.inference.gateway.records import AttemptState, Queue, Request
+from multiworld.serve.transport import inference_messages
 from multiworld.serve.transport.inference_messages import Attempt
 from multiworld.serve.transport.routing_table import Replica, Route, first_ready
 
@@ -107,16 +108,10 @@ class Router:
         match event:
             case events.Submitted():
                 return self._submitted(event)
-            case events.Begun():
-                return self._begun(event)
-            case events.Dropped():
-                return self._dropped(event)
-            case events.Stuck(attempts):
-                return self._stuck(attempts)
+            case events.Received(replica, note):
+                return self._received(replica, note)
             case events.Answered(attempt, is_last):
                 return self._answered(attempt, is_last)
-            case events.Failed((number, attempt), error):
-                return self._failed(number, attempt, error)
             case events.TenantQuarantined(tenant, model):
                 return self._tenant_quarantined(tenant, model)
             case events.Withdrawn(number):
@@ -253,18 +248,33 @@ class Router:
 
     # Progress.
 
-    def _begun(self, event: events.Begun) -> list[Action]:
+    def _received(self, replica: str, note: inference_messages.Note) -> list[Action]:
+        match note:
+            case inference_messages.BatchBegun():
+                return self._begun(replica, note)
+            case inference_messages.WorkDropped(attempts, stage):
+                return self._dropped(attempts, stage)
+            case inference_messages.WorkReturned(attempts, stage):
+                return self._dropped(attempts, stage, is_returned=True)
+            case inference_messages.WorkStuck(attempts):
+                return self._stuck(attempts)
+            case inference_messages.WorkFailed((number, nth), error):
+                return self._failed(number, nth, error.error())
+
+    def _begun(
+        self, replica: str, batch: inference_messages.BatchBegun
+    ) -> list[Action]:
         models: dict[str, None] = {}
-        for attempt, request, state in self._in_flight(event.attempts):
-            if self._stage_of(event.replica) >= self._stage_of(state.replica):
-                self._move(attempt, state, event.replica)
-                state.is_begun, state.is_isolated = True, event.is_isolated
+        for attempt, request, state in self._in_flight(batch.attempts):
+            if self._stage_of(replica) >= self._stage_of(state.replica):
+                self._move(attempt, state, replica)
+                state.is_begun, state.is_isolated = True, batch.is_isolated
                 state.is_done = False
             models[request.job.model] = None
-        self._note_done(event)
-        if event.replica not in self._view.connected:
+        self._note_done(replica, batch.attempts)
+        if replica not in self._view.connected:
             # The replica was lost before its message arrived.
-            return self._lost(events.Lost(event.replica))
+            return self._lost(events.Lost(replica))
         return [action for model in models for action in self._pump(model)]
 
     def _in_flight(
@@ -276,13 +286,13 @@ class Router:
             if request is not None and nth in request.attempts:
                 yield (number, nth), request, request.attempts[nth]
 
-    def _note_done(self, event: events.Begun) -> None:
+    def _note_done(self, replica: str, attempts: tuple[Attempt, ...]) -> None:
         """Mark the previous batch as done: a replica computes one batch at a time."""
-        before = self._computing.get(event.replica, ())
+        before = self._computing.get(replica, ())
         for attempt, _, state in self._in_flight(before):
-            if state.replica == event.replica and attempt not in event.attempts:
+            if state.replica == replica and attempt not in attempts:
                 state.is_done = True
-        self._computing[event.replica] = event.attempts
+        self._computing[replica] = attempts
 
     def _stage_of(self, replica: str) -> int:
         known = self._view.table.replicas.get(replica)
@@ -356,15 +366,19 @@ class Router:
         request.losses.add(self._now, is_alone=is_alone)
         request.is_suspect |= request.losses.is_suspect
 
-    def _dropped(self, event: events.Dropped) -> list[Action]:
+    def _dropped(
+        self, attempts: tuple[Attempt, ...], stage: int, *, is_returned: bool = False
+    ) -> list[Action]:
+        """Replay work on its way to a stage that may be lost, or came back."""
+        # ``is_returned``: refused, or no replica could take it; none died.
         actions: list[Action] = []
         models: dict[str, None] = {}
-        for attempt, request, state in self._in_flight(event.attempts):
-            if self._stage_of(state.replica) >= event.stage:
+        for attempt, request, state in self._in_flight(attempts):
+            if self._stage_of(state.replica) >= stage:
                 continue  # it arrived: its replica reports it, or is lost
             del request.attempts[attempt[1]]
             self._held[state.replica].pop(attempt, None)
-            if not event.is_returned:
+            if not is_returned:
                 self._add_loss(request)
             actions += self._replay(
                 request, state.replica, "it did not reach the next stage"

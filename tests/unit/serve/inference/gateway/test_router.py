@@ -17,6 +17,7 @@ from multiworld.errors import (
     OverloadedError,
     QuarantinedError,
     RequestPoisonedError,
+    ServeError,
 )
 from multiworld.serve.core.refusals import OutdatedError
 from multiworld.serve.inference.gateway.actions import (
@@ -29,14 +30,11 @@ from multiworld.serve.inference.gateway.actions import (
 )
 from multiworld.serve.inference.gateway.events import (
     Answered,
-    Begun,
     Connected,
-    Dropped,
     Event,
-    Failed,
     Lost,
+    Received,
     Silent,
-    Stuck,
     Submitted,
     TableChanged,
     TenantQuarantined,
@@ -45,6 +43,15 @@ from multiworld.serve.inference.gateway.events import (
 )
 from multiworld.serve.inference.gateway.router import Router
 from multiworld.serve.tenants.fair_queue import Share
+from multiworld.serve.transport.inference_messages import (
+    Attempt,
+    BatchBegun,
+    WorkDropped,
+    WorkFailed,
+    WorkReturned,
+    WorkStuck,
+)
+from multiworld.serve.transport.protocol import RemoteError
 from multiworld.serve.transport.routing_table import (
     Replica,
     ReplicaState,
@@ -54,6 +61,25 @@ from multiworld.serve.transport.routing_table import (
 from tests.lines import lines_of
 
 READY = ReplicaState.READY
+
+Attempts = tuple[Attempt, ...]
+
+
+def begun(replica: str, attempts: Attempts, is_isolated: bool) -> Received:
+    return Received(replica, BatchBegun(attempts, is_isolated))
+
+
+def dropped(attempts: Attempts, stage: int, *, is_returned: bool = False) -> Received:
+    kind = WorkReturned if is_returned else WorkDropped
+    return Received("a", kind(attempts, stage))
+
+
+def stuck(attempts: Attempts) -> Received:
+    return Received("a", WorkStuck(attempts, 1))
+
+
+def failed(attempt: Attempt, error: ServeError) -> Received:
+    return Received("a", WorkFailed(attempt, RemoteError.of(error)))
 
 
 def table(
@@ -123,8 +149,8 @@ def test_request_goes_through_and_is_delivered_once() -> None:
     """A second answer to it is dropped."""
     run = Run(table(["a"], ["b"]))
     assert dispatched(run.submit(1)) == [("a", 1, 1, False)]
-    run.handle(Begun("a", ((1, 1),), False))
-    run.handle(Begun("b", ((1, 1),), False))
+    run.handle(begun("a", ((1, 1),), False))
+    run.handle(begun("b", ((1, 1),), False))
     assert run.router.locations(1) == ["b"]
     assert run.handle(Answered((1, 1), True)) == [Deliver(1, True)]
     assert run.handle(Answered((1, 1), True)) == []
@@ -169,9 +195,9 @@ def test_finished_attempt_is_not_suspected_when_its_replica_dies_later() -> None
     attempt = 3
     for poison in (50, 51, 52):
         at = run.router.locations(1)[0]
-        run.handle(Begun(at, ((1, attempt),), True))
+        run.handle(begun(at, ((1, attempt),), True))
         # It is done there and waits for the next stage; then the poison is begun.
-        run.handle(Begun(at, ((poison, 1),), True))
+        run.handle(begun(at, ((poison, 1),), True))
         actions = run.handle(Lost(at))
         assert 1 not in rejected(actions)
         run.handle(Connected(at))
@@ -185,7 +211,7 @@ def _all_suspected(run: Run, deadly: Sequence[int], others: Sequence[int]) -> No
         run.submit(number, tenant="deadly")
     for number in others:
         run.submit(number, tenant="other")
-    run.handle(Begun("a", tuple((n, 1) for n in (*deadly, *others)), False))
+    run.handle(begun("a", tuple((n, 1) for n in (*deadly, *others)), False))
     run.handle(Lost("a"))
 
 
@@ -195,7 +221,7 @@ def _solos(run: Run, actions: list[Action]) -> list[int]:
     while solos := [sent for sent in dispatched(actions) if sent[-1]]:
         ((_, number, attempt, _),) = solos
         order.append(number)
-        run.handle(Begun("a", ((number, attempt),), True))
+        run.handle(begun("a", ((number, attempt),), True))
         if number < 4:
             run.handle(Lost("a"))
             actions = run.handle(Connected("a"))
@@ -212,7 +238,7 @@ def test_tenant_of_a_poison_request_is_isolated_behind_other_suspects() -> None:
     assert [sent[-1] for sent in dispatched(run.submit(2, tenant="deadly"))] == [True]
     assert [sent[-1] for sent in dispatched(run.submit(11, tenant="other"))] == [False]
     assert not dispatched(run.submit(3, tenant="deadly"))
-    run.handle(Begun("a", ((11, 1), (2, 1)), False))
+    run.handle(begun("a", ((11, 1), (2, 1)), False))
     run.handle(Lost("a"))
     order = _solos(run, run.handle(Connected("a")))
     assert order.index(11) < order.index(3)
@@ -270,11 +296,11 @@ def test_requests_of_a_lost_batch_are_replayed_in_isolation_one_at_a_time() -> N
     victim = max("ab", key=lambda name: sum(at == name for at in held.values()))
     computed = [n for n, at in held.items() if at == victim]
     assert len(computed) == 2
-    run.handle(Begun(victim, tuple((n, 1) for n in computed), False))
+    run.handle(begun(victim, tuple((n, 1) for n in computed), False))
     other = "b" if victim == "a" else "a"
     assert dispatched(run.handle(Lost(victim))) == [(other, computed[0], 2, True)]
     assert dispatched(run.submit(9)) == [(other, 9, 1, False)]
-    run.handle(Begun(other, ((computed[0], 2),), True))
+    run.handle(begun(other, ((computed[0], 2),), True))
     after = run.handle(Answered((computed[0], 2), True))
     assert dispatched(after) == [(other, computed[1], 2, True)]
 
@@ -285,7 +311,7 @@ def test_request_in_isolation_at_two_losses_is_poison() -> None:
     run.submit(1)
     for strike in range(3):
         (at,) = run.router.locations(1)
-        run.handle(Begun(at, ((1, strike + 1),), strike > 0))
+        run.handle(begun(at, ((1, strike + 1),), strike > 0))
         actions = run.handle(Lost(at))
         if strike < 2:
             assert rejected(actions) == {}
@@ -368,20 +394,20 @@ def test_request_stuck_at_a_later_stage_is_hedged_through_the_same_first_stage()
     """A single replica of stage 0 suffices."""
     run = Run(table(["a"], ["b", "c"]))
     run.submit(1)
-    run.handle(Begun("a", ((1, 1),), False))
-    assert dispatched(run.handle(Stuck(((1, 1),)))) == [("a", 1, 2, False)]
-    assert dispatched(run.handle(Stuck(((1, 1), (1, 2))))) == []
+    run.handle(begun("a", ((1, 1),), False))
+    assert dispatched(run.handle(stuck(((1, 1),)))) == [("a", 1, 2, False)]
+    assert dispatched(run.handle(stuck(((1, 1), (1, 2))))) == []
 
 
 def test_dropped_work_is_sent_again_without_suspicion() -> None:
     """So is work of a replica that left."""
     run = Run(table(["a", "b"]))
     run.submit(1)
-    run.handle(Begun(run.router.locations(1)[0], ((1, 1),), False))
-    assert run.handle(Dropped(((1, 1),), 0)) == []  # it had arrived
-    (sent,) = dispatched(run.handle(Dropped(((1, 1),), 1)))
+    run.handle(begun(run.router.locations(1)[0], ((1, 1),), False))
+    assert run.handle(dropped(((1, 1),), 0)) == []  # it had arrived
+    (sent,) = dispatched(run.handle(dropped(((1, 1),), 1)))
     assert sent[1:] == (1, 2, False)
-    run.handle(Begun(sent[0], ((1, 2),), False))
+    run.handle(begun(sent[0], ((1, 2),), False))
     (again,) = dispatched(run.handle(Lost(sent[0], is_polite=True)))
     assert again[1:] == (1, 3, False)
 
@@ -391,9 +417,9 @@ def test_returned_work_is_never_suspected() -> None:
     run = Run(table(["a"], ["b"]))
     run.submit(1)
     for attempt in range(1, 6):
-        run.handle(Begun("a", ((1, attempt),), False))
-        dropped = Dropped(((1, attempt),), 1, is_returned=True)
-        assert dispatched(run.handle(dropped)) == [("a", 1, attempt + 1, False)]
+        run.handle(begun("a", ((1, attempt),), False))
+        returned = dropped(((1, attempt),), 1, is_returned=True)
+        assert dispatched(run.handle(returned)) == [("a", 1, attempt + 1, False)]
 
 
 def test_note_of_a_lost_replica_counts_as_its_loss() -> None:
@@ -401,7 +427,7 @@ def test_note_of_a_lost_replica_counts_as_its_loss() -> None:
     run = Run(table(["a"], ["b", "c"]))
     run.submit(1)
     run.handle(Lost("b"))
-    actions = run.handle(Begun("b", ((1, 1),), False))
+    actions = run.handle(begun("b", ((1, 1),), False))
     assert dispatched(actions) == [("a", 1, 2, True)]
 
 
@@ -409,7 +435,7 @@ def test_failure_of_the_model_is_the_answer() -> None:
     """It is not retried."""
     run = Run(table(["a"]))
     run.submit(1)
-    actions = run.handle(Failed((1, 1), ModelFailedError("no")))
+    actions = run.handle(failed((1, 1), ModelFailedError("no")))
     assert rejected(actions) == {1: ModelFailedError}
     assert len(run.router) == 0
 
@@ -530,7 +556,7 @@ class Fleet:
             return
         number, attempt, is_isolated = self.at[name].pop(0)
         if is_isolated or name not in self.quick:
-            self.handle(Begun(name, ((number, attempt),), is_isolated))
+            self.handle(begun(name, ((number, attempt),), is_isolated))
         if name in self.STAGES[1]:
             self.handle(Answered((number, attempt), True))
             return
@@ -540,22 +566,22 @@ class Fleet:
                 (number, attempt, is_isolated)
             )
         else:
-            self.handle(Dropped(((number, attempt),), 1))
+            self.handle(dropped(((number, attempt),), 1))
 
     def lose(self, name: str) -> None:
         """Lose a replica; it has begun its first work if the number is odd."""
         if name not in self.up:
             return
-        begun = [w for w in self.at[name][:1] if w[0] % 2]
-        for number, attempt, is_isolated in begun:
+        first = [w for w in self.at[name][:1] if w[0] % 2]
+        for number, attempt, is_isolated in first:
             if is_isolated or name not in self.quick:
-                self.handle(Begun(name, ((number, attempt),), is_isolated))
+                self.handle(begun(name, ((number, attempt),), is_isolated))
         held = [w[:2] for w in self.at[name]]
         self.at[name] = []
         self.up.discard(name)
         if name in self.STAGES[1]:  # the sender reports both begun and
             # unbegun work: it cannot tell them apart
-            self.handle(Dropped(tuple(held), 1))
+            self.handle(dropped(tuple(held), 1))
         self.handle(Lost(name))
 
     def revive(self, name: str) -> None:
@@ -619,11 +645,11 @@ def test_events_of_unknown_requests_are_ignored() -> None:
     """Notes about finished requests often arrive late."""
     run = Run(table(["a"]))
     for event in (
-        Begun("a", ((7, 1),), False),
-        Dropped(((7, 1),), 1),
-        Stuck(((7, 1),)),
+        begun("a", ((7, 1),), False),
+        dropped(((7, 1),), 1),
+        stuck(((7, 1),)),
         Answered((7, 1), True),
-        Failed((7, 1), ModelFailedError("no")),
+        failed((7, 1), ModelFailedError("no")),
         Withdrawn(7),
         Lost("unknown"),
     ):
