@@ -37,10 +37,8 @@ def build_model(spec: ModelSpec) -> Model:
         "cut": spec.cut,
     }
     if spec.generation is not None:
-        offered["dtype"] = spec.generation.dtype
-        offered["deterministic"] = spec.generation.deterministic
-        offered["quantization"] = spec.generation.quantization
-        offered["generation_config"] = spec.generation.generation_config
+        for name in ("dtype", "deterministic", "quantization", "generation_config"):
+            offered[name] = getattr(spec.generation, name)
     taken = {k: v for k, v in offered.items() if v is not None and _takes(function, k)}
     if offered.get("quantization") and "quantization" not in taken:
         raise SpecError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,18 +12,19 @@ import msgspec
 
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.core.refusals import wrong_field
+from multiworld.serve.generation import grammar as grammars
 from multiworld.serve.generation.api.chat_messages import for_template
 from multiworld.serve.generation.api.request_fields import (
     CHAT,
     COMPLETION,
     ChatBody,
     CompletionBody,
+    ResponseFormat,
+    StructuredOutputs,
     check_supported,
     decoded,
 )
-from multiworld.serve.generation.api.structure import Structure, structure_of
 from multiworld.serve.generation.api.tools import Calling, calling_of
-from multiworld.serve.generation.grammar import grammar_of_calls, grammar_of_schema
 from multiworld.serve.transport.generation_messages import Sampling
 
 MAX_CHOICES = 64  # of one request, over all of its prompts
@@ -40,6 +42,17 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 MAX_SESSION = 256  # characters of its name
 # Fields whose default is in the model's ``generation_config.json``.
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+# Checks the structure of an answer, and returns its grammar; it may take a second.
+Structure = Callable[[], str]
+
+# By field of ``structured_outputs``.
+MAKERS: dict[str, Callable[[Any, str], str]] = {
+    "json": grammars.grammar_of_schema,
+    "regex": grammars.grammar_of_regex,
+    "choice": grammars.grammar_of_choice,
+    "grammar": grammars.grammar_of_lark,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +107,11 @@ def _with_tools(asked: ChatBody, wanted: Wanted) -> Wanted:
             rule = "cannot be given with a structure or with ignore_eos"
             raise wrong_field("tool_choice", rule)
         if calling.named:
-            structure = partial(grammar_of_schema, calling.named_parameters, "tools")
+            named = calling.named_parameters
+            structure = partial(grammars.grammar_of_schema, named, "tools")
         else:
-            is_single = calling.is_single
-            structure = partial(grammar_of_calls, calling.forms(), is_single=is_single)
+            forms, is_single = calling.forms(), calling.is_single
+            structure = partial(grammars.grammar_of_calls, forms, is_single=is_single)
     return replace(wanted, calling=calling, structure=structure)
 
 
@@ -142,34 +156,31 @@ def prompts_of(prompt: Any) -> list[str] | list[list[int]]:
 
 
 def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
+    def number(name: str, low: float, high: float, default: float) -> Any:
+        return _between(name, getattr(asked, name), low, high, default)
+
     check_supported(asked)
     _check_metadata(asked.metadata)
-    n = int(_between("n", asked.n, 1, MAX_CHOICES, 1))
+    n = number("n", 1, MAX_CHOICES, 1)
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
     is_long = any(len(one) > MAX_STOP for one in stop)
     if len(stop) > MAX_STOPS or not all(stop) or is_long:
         raise wrong_field(
             "stop", f"must be at most {MAX_STOPS} strings of 1 to {MAX_STOP} characters"
         )
-    temperature = _between("temperature", asked.temperature, 0.0, 100.0, 1.0)
+    temperature = number("temperature", 0.0, 100.0, 1.0)
     sampling = Sampling(
         temperature=temperature if temperature >= GREEDY else 0.0,
-        top_p=_between("top_p", asked.top_p, 0.0, 1.0, 1.0),
-        top_k=max(0, int(_between("top_k", asked.top_k, -1, 2**31, 0))),
-        min_p=_between("min_p", asked.min_p, 0.0, 1.0, 0.0),
+        top_p=number("top_p", 0.0, 1.0, 1.0),
+        top_k=max(0, number("top_k", -1, 2**31, 0)),
+        min_p=number("min_p", 0.0, 1.0, 0.0),
         seed=secrets.randbits(63) if asked.seed is None else asked.seed % 2**63,
-        presence_penalty=_between(
-            "presence_penalty", asked.presence_penalty, -2.0, 2.0, 0.0
-        ),
-        frequency_penalty=_between(
-            "frequency_penalty", asked.frequency_penalty, -2.0, 2.0, 0.0
-        ),
-        repetition_penalty=_between(
-            "repetition_penalty", asked.repetition_penalty, 0.01, 100.0, 1.0
-        ),
+        presence_penalty=number("presence_penalty", -2.0, 2.0, 0.0),
+        frequency_penalty=number("frequency_penalty", -2.0, 2.0, 0.0),
+        repetition_penalty=number("repetition_penalty", 0.01, 100.0, 1.0),
         logit_bias=_biases(asked.logit_bias),
         stop_token_ids=_stop_tokens(asked.stop_token_ids or []),
-        min_tokens=int(_between("min_tokens", asked.min_tokens, 0, 2**31, 0)),
+        min_tokens=number("min_tokens", 0, 2**31, 0),
         max_tokens=int(_between("max_tokens", max_tokens, 1, 2**31, 0)),
         ignore_eos=bool(asked.ignore_eos),
         logprobs=None if logprobs is None else int(logprobs),
@@ -200,6 +211,34 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
         session=session,
         given=frozenset(n for n in DEFAULTED if getattr(asked, n) is not None),
     )
+
+
+def structure_of(
+    form: ResponseFormat | None, outputs: StructuredOutputs | None
+) -> Structure | None:
+    """Return the structure that a request requires; None: any."""
+    found: list[Structure] = []
+    of_schema = grammars.grammar_of_schema
+    if form is not None and form.type == "json_object":
+        found.append(partial(of_schema, {"type": "object"}, "response_format"))
+    elif form is not None and form.type == "json_schema":
+        schema = None if form.json_schema is None else form.json_schema.schema
+        if schema is None:
+            raise wrong_field("response_format", "needs json_schema with a schema")
+        found.append(partial(of_schema, schema, "response_format"))
+    if outputs is not None:
+        fields = msgspec.structs.asdict(outputs)
+        if fields.pop("json_object"):
+            fields["json"] = {"type": "object"}
+        given = {kind: value for kind, value in fields.items() if value is not None}
+        if len(given) != 1:
+            rule = "must have exactly one of json, regex, choice, grammar, json_object"
+            raise wrong_field("structured_outputs", rule)
+        param = "structured_outputs"
+        found += [partial(MAKERS[kind], v, param) for kind, v in given.items()]
+    if len(found) > 1:
+        raise wrong_field("structured_outputs", "cannot be given with response_format")
+    return found[0] if found else None
 
 
 def _check_metadata(given: dict[str, str] | None) -> None:

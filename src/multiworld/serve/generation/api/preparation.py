@@ -20,12 +20,12 @@ from multiworld.serve.generation.api.chat_messages import characters_of
 from multiworld.serve.generation.api.choices import Choice
 from multiworld.serve.generation.api.completions import (
     MAX_CHOICES,
+    Structure,
     Wanted,
     check_fits,
     prompts_of,
 )
 from multiworld.serve.generation.api.request_fields import ChatBody, CompletionBody
-from multiworld.serve.generation.api.structure import Structure
 from multiworld.serve.generation.api.tools import BEGIN, END, CallParser, Family
 from multiworld.serve.generation.gateway.stream import TimeLimits
 from multiworld.serve.generation.grammar import grammar_of_marked_calls
