@@ -22,7 +22,6 @@ ENGINE = "multiworld.serve.generation.engines.whole_model:model"
 
 
 def build_model(spec: ModelSpec) -> Model:
-    """Build the model that a spec describes."""
     count = len(spec.stages)
     factory = _factory_of(spec)
     function = import_factory(factory)

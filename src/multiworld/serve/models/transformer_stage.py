@@ -39,7 +39,6 @@ def load(
     device: str,
     quantization: str | None = None,
 ) -> LayerPart:
-    """Load the part of a model that has the layers of a span."""
     from transformers import MODEL_MAPPING, AutoConfig
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)

@@ -44,7 +44,6 @@ def read_weights(path: Path, wanted: Set[str]) -> dict[str, Tensor]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names of all tensors of a folder."""
     try:
         return [name for name, *_ in _tensors_in(folder)]
     except (OSError, *DAMAGED) as error:

@@ -35,7 +35,6 @@ def for_template(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def characters_of(messages: list[dict[str, Any]]) -> int:
-    """Return the number of characters of all contents."""
     return sum(len(message["content"]) for message in messages)
 
 

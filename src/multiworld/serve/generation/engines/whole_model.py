@@ -104,7 +104,6 @@ def _name_of(folder: Path, what: str) -> str:
 
 
 def maker_of(engine: str) -> Callable[[EngineSettings], WholeEngine]:
-    """Return the function that makes an engine's adapter."""
     name = ENGINES.get(engine, engine)
     if ":" not in name:
         known = ", ".join(ENGINES)
