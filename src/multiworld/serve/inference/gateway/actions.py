@@ -28,7 +28,6 @@ class Deliver:
     """Deliver the answer that has just arrived to the client."""
 
     number: int
-    is_last: bool
 
 
 @dataclass(frozen=True, slots=True)

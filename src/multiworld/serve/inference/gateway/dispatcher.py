@@ -165,7 +165,6 @@ class Dispatcher:
         return len(self._calls)
 
     def waiting(self, model: str) -> int:
-        """Return the number of requests that were never sent."""
         return self._router.waiting(model)
 
     def report(self) -> GatewayReport:
@@ -197,7 +196,8 @@ class Dispatcher:
             if isinstance(message, inference_messages.Answers):
                 for item, tensors in zip(message.items, contents, strict=True):
                     self._latest, self._spent = tensors, item.spent
-                    self._handle(events.Answered(item.attempt, item.is_last))
+                    if item.is_last:
+                        self._handle(events.Answered(item.attempt))
                 self._latest = {}
             elif isinstance(message, inference_messages.Note):
                 self._handle(events.Received(peer, message))
@@ -259,10 +259,9 @@ class Dispatcher:
                     if replica in self._edges:
                         cancel = inference_messages.Cancel((self.name, *attempt))
                         self._edges[replica].put(cancel)
-                case actions.Deliver(number, is_last):
-                    if is_last:
-                        self.counts["answered"] += 1
-                        self._deliver(number, self._latest)
+                case actions.Deliver(number):
+                    self.counts["answered"] += 1
+                    self._deliver(number, self._latest)
                 case actions.Reject(number, error):
                     self.counts[type(error).__name__] += 1
                     self._deliver(number, error)

@@ -33,10 +33,9 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An answer arrived; ``is_last``: the request has no further ones."""
+    """The answer to a request arrived, or the last part of it."""
 
     attempt: Attempt
-    is_last: bool
 
 
 @dataclass(frozen=True, slots=True)

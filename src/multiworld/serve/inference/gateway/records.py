@@ -31,7 +31,6 @@ class Request:
     is_waiting: bool = False
     is_suspect: bool = False  # may be poison: runs in isolation
     losses: LossLedger = field(default_factory=lambda: LossLedger(REQUEST_RULE))
-    winner: int | None = None  # the attempt whose answers are delivered
 
 
 @dataclass(slots=True)

@@ -110,8 +110,8 @@ class Router:
                 return self._submitted(event)
             case events.Received(replica, note):
                 return self._received(replica, note)
-            case events.Answered(attempt, is_last):
-                return self._answered(attempt, is_last)
+            case events.Answered((number, nth)):
+                return self._answered(number, nth)
             case events.TenantQuarantined(tenant, model):
                 return self._tenant_quarantined(tenant, model)
             case events.Withdrawn(number):
@@ -189,16 +189,10 @@ class Router:
         route = self._view.table.routes.get(job.model)
         return route is not None and job.version not in ("", route.version)
 
-    def _answered(self, attempt: Attempt, is_last: bool) -> list[Action]:
-        number, nth = attempt
-        request = self._requests.get(number)
-        if request is None or request.winner not in (None, nth):
+    def _answered(self, number: int, nth: int) -> list[Action]:
+        if number not in self._requests:
             return []
-        request.winner = nth
-        actions: list[Action] = [Deliver(number, is_last)]
-        if is_last:
-            actions += self._end(number, keep=nth)
-        return actions
+        return [Deliver(number), *self._end(number, keep=nth)]
 
     def _failed(self, number: int, nth: int, error: ServeError) -> list[Action]:
         return self._reject(number, error, nth) if number in self._requests else []
@@ -392,8 +386,6 @@ class Router:
         queue = self._queues[request.job.model]
         if queue.isolated == number:
             queue.isolated = None
-        if request.winner not in request.attempts:
-            request.winner = None
         if request.is_waiting and request.is_suspect and not request.attempts:
             self._enqueue(request)  # move it to the suspects
         if request.attempts or request.is_waiting:
@@ -416,9 +408,7 @@ class Router:
         models: dict[str, None] = {}
         for (number, _), request, state in self._in_flight(sorted(attempts)):
             is_hedged = request.is_waiting or len(request.attempts) > 1
-            if is_hedged or request.is_suspect or request.winner is not None:
-                continue
-            if self._is_outdated(request.job):
+            if is_hedged or request.is_suspect or self._is_outdated(request.job):
                 continue
             self._enqueue(request)
             why = "this replica or the next one is silent"

@@ -152,8 +152,8 @@ def test_request_goes_through_and_is_delivered_once() -> None:
     run.handle(begun("a", ((1, 1),), False))
     run.handle(begun("b", ((1, 1),), False))
     assert run.router.locations(1) == ["b"]
-    assert run.handle(Answered((1, 1), True)) == [Deliver(1, True)]
-    assert run.handle(Answered((1, 1), True)) == []
+    assert run.handle(Answered((1, 1))) == [Deliver(1)]
+    assert run.handle(Answered((1, 1))) == []
     assert len(run.router) == 0
     assert run.router.load() == {"a": 0, "b": 0}
 
@@ -226,7 +226,7 @@ def _solos(run: Run, actions: list[Action]) -> list[int]:
             run.handle(Lost("a"))
             actions = run.handle(Connected("a"))
         else:
-            actions = run.handle(Answered((number, attempt), True))
+            actions = run.handle(Answered((number, attempt)))
     return order
 
 
@@ -266,15 +266,6 @@ def test_quarantine_rejects_the_waiting_requests_of_a_tenant() -> None:
     assert rejected(run.handle(TenantQuarantined("deadly", "m"))) == {}
 
 
-def test_stream_is_delivered_in_parts_of_one_attempt() -> None:
-    """Parts of another attempt are dropped."""
-    run = Run(table(["a"]))
-    run.submit(1)
-    assert run.handle(Answered((1, 1), False)) == [Deliver(1, False)]
-    assert run.handle(Answered((1, 2), False)) == []
-    assert run.handle(Answered((1, 1), True)) == [Deliver(1, True)]
-
-
 def test_request_queued_at_a_lost_replica_is_replayed_at_once() -> None:
     """It did not cause the loss; after a second loss it is a suspect."""
     run = Run(table(["a", "b"], ["c"]))
@@ -301,7 +292,7 @@ def test_requests_of_a_lost_batch_are_replayed_in_isolation_one_at_a_time() -> N
     assert dispatched(run.handle(Lost(victim))) == [(other, computed[0], 2, True)]
     assert dispatched(run.submit(9)) == [(other, 9, 1, False)]
     run.handle(begun(other, ((computed[0], 2),), True))
-    after = run.handle(Answered((computed[0], 2), True))
+    after = run.handle(Answered((computed[0], 2)))
     assert dispatched(after) == [(other, computed[1], 2, True)]
 
 
@@ -372,8 +363,8 @@ def test_silent_replica_gets_nothing_and_its_work_is_hedged() -> None:
     assert dispatched(run.handle(Silent(at, True))) == [(other, 1, 2, False)]
     assert dispatched(run.handle(Silent(at, True))) == []  # it is hedged already
     assert dispatched(run.submit(2)) == [(other, 2, 1, False)]
-    actions = run.handle(Answered((1, 1), True))
-    assert actions == [Deliver(1, True), Cancel(other, (1, 2))]
+    actions = run.handle(Answered((1, 1)))
+    assert actions == [Deliver(1), Cancel(other, (1, 2))]
 
 
 def test_hedged_request_outlives_either_replica() -> None:
@@ -459,7 +450,7 @@ def test_new_version_gets_unsent_requests() -> None:
     merged = RoutingTable(2, ("g",), {"m": route}, {**old.replicas, **both.replicas})
     run.handle(TableChanged(merged))
     assert dispatched(run.handle(Connected("z"))) == [("z", 2, 1, False)]
-    assert run.handle(Answered((1, 1), True))[0] == Deliver(1, True)
+    assert run.handle(Answered((1, 1)))[0] == Deliver(1)
 
 
 def test_request_for_another_version_is_checked_again() -> None:
@@ -495,8 +486,8 @@ def test_request_is_not_hedged_by_another_version() -> None:
     run.handle(Silent("a", False))
     run.handle(Silent("a", True))
     assert run.handle(Silent("b", True)) == []
-    assert run.handle(Answered((1, 1), True))[0] == Deliver(1, True)
-    assert run.handle(Answered((2, 1), True))[0] == Deliver(2, True)
+    assert run.handle(Answered((1, 1)))[0] == Deliver(1)
+    assert run.handle(Answered((2, 1)))[0] == Deliver(2)
 
 
 def test_sessions_that_wait_are_not_looked_at_while_all_replicas_are_full() -> None:
@@ -540,7 +531,7 @@ class Fleet:
                 case Dispatch(replica, (number, attempt), is_isolated):
                     assert replica in self.up
                     self.at[replica].append((number, attempt, is_isolated))
-                case Deliver(number, True) | Reject(number, _):
+                case Deliver(number) | Reject(number, _):
                     self.ended.setdefault(number, []).append(action)
                 case Cancel(_, (number, attempt)):  # replicas pass it on
                     for name, works in self.at.items():
@@ -558,7 +549,7 @@ class Fleet:
         if is_isolated or name not in self.quick:
             self.handle(begun(name, ((number, attempt),), is_isolated))
         if name in self.STAGES[1]:
-            self.handle(Answered((number, attempt), True))
+            self.handle(Answered((number, attempt)))
             return
         following = [n for n in self.STAGES[1] if n in self.up]
         if following:
@@ -648,7 +639,7 @@ def test_events_of_unknown_requests_are_ignored() -> None:
         begun("a", ((7, 1),), False),
         dropped(((7, 1),), 1),
         stuck(((7, 1),)),
-        Answered((7, 1), True),
+        Answered((7, 1)),
         failed((7, 1), ModelFailedError("no")),
         Withdrawn(7),
         Lost("unknown"),
