@@ -255,7 +255,8 @@ async def test_loss_while_a_stream_begins_stalls_no_other(is_stopped: bool) -> N
         _, middle, last = net.alive()
         net.probing = set()
         old = Client(net, [3, 4], 60)
-        await net.settle(lambda client=old: len(client.items) > 4)
+        items = old.items
+        await net.settle(lambda items=items: len(items) > 4)  # type: ignore[misc]
         new = Client(net, [1, 2, 3] * 40, 20)
 
         def has_told(net: Net = net, pair: tuple[str, str] = (last, middle)) -> bool:

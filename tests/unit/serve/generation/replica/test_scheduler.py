@@ -873,7 +873,7 @@ def test_newcomer_gets_half_beside_one_that_takes_less_than_its_share(
 ) -> None:
     """Its counter is that of the tenant that is next, not of one that wants little."""
     scheduler = Scheduler(limits(seqs=9, tokens=64, blocks=9000))
-    pipeline, wanted = Pipeline(scheduler), {}
+    pipeline, wanted = Pipeline(scheduler), dict[Key, int]()
     flood, newcomer = Share("flood"), Share("newcomer")
     served = dict.fromkeys((flood, newcomer, extra), 0)
 
