@@ -47,7 +47,10 @@ def run(tokens: int, pause_s: float, picture: Path, *, as_json: bool) -> int:
     except BaseException:  # Ctrl-C
         shutil.rmtree(root, ignore_errors=True)
         raise
-    with console.status("comparing every token with the undisturbed model …") as status:
+    what = "comparing every token with the undisturbed model …"
+    if not console.is_terminal:
+        console.print(what)  # a status shows nothing then
+    with console.status(what) as status:
         verdict = check(
             folder,
             chats,

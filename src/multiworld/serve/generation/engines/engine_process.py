@@ -58,6 +58,7 @@ class EngineProcess:
                 )
         except BaseException:
             self._cores.release()
+            os.close(self._leash)
             raise
         finally:
             os.close(reader)

@@ -93,7 +93,9 @@ MAX_SOCKETS = 70
 USAGE_S = 1.0  # between measurements of the used KV memory
 
 # vLLM's metric of the used fraction.
-USAGE = re.compile(rb"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.e+-]+)", re.M)
+USAGE = re.compile(
+    rb"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? (\d+(?:\.\d*)?(?:e[+-]?\d+)?)", re.M
+)
 
 # Maximum number of adapters in one step on a GPU, unless ``engine_args`` says
 # otherwise; vLLM reserves memory for each.
