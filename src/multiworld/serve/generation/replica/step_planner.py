@@ -64,7 +64,7 @@ class StepPlanner:
         """Begin the next step; return None if there is none to compute now."""
         self._pool.full.update(now)
         self._steps.update(now)
-        if self._steps.punctual >= self._steps.max_steps:
+        if self._steps.places >= self._steps.max_steps:
             return None
         self._pool.planned.clear()
         self._pool.shrink()
@@ -98,13 +98,13 @@ class StepPlanner:
             )
             ready = {s.share for s in (*self._ready(), *self._heads())}
             rows = max(map(budget.left, ready), default=0)
-            if self._steps.punctual and rows < STEP_ROWS:
+            if self._steps.places and rows < STEP_ROWS:
                 return bool(parts)  # more would cost more than it computes
             self._share(parts, budget)
             return bool(parts)
         for share in demands:
             self._pool.shares.reach(share)
-        flying = self._steps.cost - STEP_ROWS * self._steps.punctual
+        flying = self._steps.cost - STEP_ROWS * self._steps.places
         self._decode(parts, SHARED_TOKENS - flying if is_shared else math.inf)
         left = max_tokens - sum(part.count for part in parts)
         self._prefill(parts, min(left, self._prompt_tokens(is_shared=is_shared)))

@@ -4,7 +4,8 @@ A step may be split on its way, where its sequences use different replicas; the 
 return one by one. Sequences of one route stay together: one that is missing when the
 others of its route return will not return at all. That, and a step of which nothing
 returns, indicates an undetected fault of a later stage. A step that takes several times
-as long as others do is *late*: the sequences of other routes do not wait for it.
+as long as others do is *late*: no other sequences wait for those in it. It is *passed*
+if it, or a step after it, has returned on another route: then it takes no place either.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class StepsInFlight:
         self._missing: dict[Key, float | None] = {}
         self._checked_at = self._now = 0.0
         self._late_after_s = math.inf  # until a step has returned
+        self._returned = 0  # the latest step of which some has returned
         self.last_number = 0
 
     def __len__(self) -> int:
@@ -58,13 +60,17 @@ class StepsInFlight:
     def _is_late(self, step: _Step) -> bool:
         return self._now >= step.began + self._late_after_s
 
-    def _punctual(self) -> list[_Step]:
-        return [step for step in self._steps.values() if not self._is_late(step)]
+    def _unpassed(self) -> list[_Step]:
+        return [
+            step
+            for number, step in self._steps.items()
+            if number > self._returned or not self._is_late(step)
+        ]
 
     @property
-    def punctual(self) -> int:
-        """Number of steps that are not late."""
-        return len(self._punctual())
+    def places(self) -> int:
+        """Number of steps that are not passed."""
+        return len(self._unpassed())
 
     def late(self) -> set[Key]:
         """Return the sequences in steps that are late."""
@@ -76,16 +82,16 @@ class StepsInFlight:
     @property
     def next_late_at(self) -> float:
         """Time at which the next step is late; infinite if none will be."""
-        first = min((step.began for step in self._punctual()), default=math.inf)
-        return first + self._late_after_s
+        steps = (s for s in self._steps.values() if not self._is_late(s))
+        return min((s.began for s in steps), default=math.inf) + self._late_after_s
 
     def __contains__(self, key: Key) -> bool:
         return any(key in step.waits_for for step in self._steps.values())
 
     @property
     def cost(self) -> float:
-        """Cost of those that are not late together, in rows."""
-        return sum(step.cost for step in self._punctual())
+        """Cost of those that are not passed together, in rows."""
+        return sum(step.cost for step in self._unpassed())
 
     def begin(self, parts: Collection[StepPart], cost: float = 0.0) -> int:
         """Add a step that costs ``cost`` rows; return its number."""
@@ -118,6 +124,7 @@ class StepsInFlight:
         step = self._steps.get(number)
         if step is None:
             return
+        self._returned = max(self._returned, number)
         late_after_s = LATE_FACTOR * (now - step.began)
         if math.isfinite(self._late_after_s):
             # One late step does not make all that follow punctual.
