@@ -255,7 +255,7 @@ async def test_new_version_takes_over_and_a_broken_one_is_rolled_back(
         return service.status().active["m"]
 
     async def update(**changes: Any) -> None:
-        text = yaml.safe_dump(spec_with(**changes))
+        text = yaml.safe_dump(spec_with(**changes, gateway=service.spec["gateway"]))
         await asyncio.to_thread(service.update, text)
 
     async with traffic(service):

@@ -80,6 +80,9 @@ def steps_of(page: str) -> list[Step]:
     return steps
 
 
+VALUE = re.compile(r'(?<=[: ])(?:"[^"\n]*"|\d+)(?=[,}])')
+
+
 def pattern_of(line: str) -> re.Pattern[str]:
     """Return a pattern of a line of output in which figures and spaces may differ."""
     words = line.translate(FRAME).split()
@@ -93,7 +96,7 @@ def missing_line(lines: tuple[str, ...], output: str) -> str | None:
     """Return the first of the lines that the output does not have, in their order."""
     output, at = output.translate(FRAME), 0
     for line in lines:
-        found = pattern_of(line).search(output, at)
+        found = pattern_of(line.removesuffix("…").strip()).search(output, at)
         if found is None:
             return line
         at = found.end()
@@ -266,14 +269,15 @@ def test_tutorial_of_a_language_model_runs(tmp_path: Path) -> None:
     reason="needs SmolLM2; `multiworld demo` fetches it",
 )
 def test_tutorial_of_a_language_model_runs_with_smollm2(tmp_path: Path) -> None:
-    """As its reader runs it; the answers that the page shows are its own."""
+    """As its reader runs it; what it writes differs by processor, but not its form."""
     run_page("llm-tutorial", tmp_path)
     page = PAGES["llm-tutorial"].read_text()
     shown = [content for kind, content in FENCE.findall(page) if kind == "console"]
     assert len(shown) == 3
     printed = (tmp_path / "terminal.txt").read_text(errors="replace")
     for content in shown:
-        assert content in printed
+        form = re.escape(VALUE.sub("\0", content)).replace("\0", VALUE.pattern)
+        assert re.search(form, printed), content
 
 
 @pytest.mark.parametrize("name", ["tutorial", "llm-tutorial"])

@@ -132,7 +132,7 @@ def _check_node(node: Node, given: dict[str, object]) -> None:
     bandwidth = 1.0 if node.bandwidth is None else node.bandwidth
     for name, is_right in (
         ("name", bool(node.name)),
-        ("cpus", 0 < node.cpus <= MAX_CPUS),
+        ("cpus", 0 <= node.cpus <= MAX_CPUS),  # 0: as the head of many clusters
         ("price", 0 <= node.price < math.inf),
         ("bandwidth", 0 < bandwidth < math.inf),
     ):

@@ -52,7 +52,9 @@ def shutdown(service: Service, as_json: bool) -> None:
         if not service.folder.is_controlled():
             raise click.ClickException(f"no service runs in {service.folder.path}")
         # It has started nothing yet: it waits for machines, or builds its models.
-        app = service.ask("POST", "/shutdown", ShuttingDown).app
+        app = service.folder.path.name
+        with contextlib.suppress(ServeError):  # it is ending already
+            app = service.ask("POST", "/shutdown", ShuttingDown).app
         _await_end(service.folder, END_S)
         _show_end(app, as_json, is_over=not service.folder.is_controlled())
     try:

@@ -124,7 +124,7 @@ def running() -> list[Path]:
     return [
         path
         for path in folders
-        if (path / "record.json").exists() or StateFolder(path).is_controlled()
+        if os.path.exists(path / "record.json") or StateFolder(path).is_controlled()
     ]
 
 

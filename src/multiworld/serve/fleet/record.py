@@ -195,7 +195,7 @@ class StateFolder:
         try:
             with open(self.path / "controller", "rb") as file:
                 found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _WHOLE_FILE)
-        except (FileNotFoundError, IsADirectoryError, PermissionError):
+        except OSError:  # there is none, or it is another user's
             return False
         kind: int = struct.unpack_from("h", found)[0]
         return kind != fcntl.F_UNLCK

@@ -79,7 +79,9 @@ def _seconds(text: str) -> float | None:
     except ValueError:
         pass
     try:
-        at = datetime.fromisoformat(_FINER.sub(r"\1", text.strip()))
+        at = datetime.fromisoformat(
+            _FINER.sub(r"\1", text.strip().removesuffix(" UTC"))
+        )
     except ValueError:
         return None
     return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
