@@ -57,7 +57,7 @@ class PagedKvCache:
         self.page_size = self.granule = page_size
         self.transfers = transfers
         # At first; doubled when they do not suffice.
-        self._count = max(FEWEST, -(-tokens // page_size))
+        self._count = max(FEWEST, 1 - (-tokens // page_size))  # page 0 is of none
         # Page 0 stays zero: tables are padded with it.
         self._free = list(range(1, self._count))
         self._pages: dict[Hashable, list[int]] = {}

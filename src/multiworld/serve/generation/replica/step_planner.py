@@ -71,7 +71,9 @@ class StepPlanner:
         parts: list[StepPart] = []
         if self._was_alone and len(self._steps):
             return None  # a suspect runs alone
-        suspects = self._ready_suspects()
+        # What is stuck may stay so for long: suspects wait for it, the others do not.
+        is_stuck = len(self._steps) > self._steps.places
+        suspects = [] if is_stuck else self._ready_suspects()
         # Steps of suspects and of the others take turns.
         is_alone = False
         if suspects and not (self._was_alone and self._plan(parts, now)):
@@ -105,7 +107,10 @@ class StepPlanner:
         for share in demands:
             self._pool.shares.reach(share)
         flying = self._steps.cost - STEP_ROWS * self._steps.places
-        self._decode(parts, SHARED_TOKENS - flying if is_shared else math.inf)
+        rows = max(
+            STEP_ROWS, SHARED_TOKENS - flying
+        )  # running ones go on beside prompts
+        self._decode(parts, rows if is_shared else math.inf)
         left = max_tokens - sum(part.count for part in parts)
         self._prefill(parts, min(left, self._prompt_tokens(is_shared=is_shared)))
         return bool(parts)
@@ -139,12 +144,14 @@ class StepPlanner:
 
     def _ready(self, *, is_probe: bool = False) -> list[ScheduledSequence]:
         """Return what runs and can be computed now: the probes, or all others."""
+        passed = self._steps.passed()  # no further chunks of theirs
         return [
             s
             for s in self._pool.running.values()
             if s.is_probe == is_probe
             and s.lacking
             and not (s.is_in_flight or s.is_paused or s.is_suspect)
+            and s.key not in passed
         ]
 
     def _ready_suspects(self) -> list[ScheduledSequence]:

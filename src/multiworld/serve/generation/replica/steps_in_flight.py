@@ -4,8 +4,9 @@ A step may be split on its way, where its sequences use different replicas; the 
 return one by one. Sequences of one route stay together: one that is missing when the
 others of its route return will not return at all. That, and a step of which nothing
 returns, indicates an undetected fault of a later stage. A step that takes several times
-as long as others do is *late*: no other sequences wait for those in it. It is *passed*
-if it, or a step after it, has returned on another route: then it takes no place either.
+as long as others do is *late*: no other sequences wait for those in it, if there is a
+place for theirs. It is *passed* if it, or a step after it, has returned on another
+route: then it takes no place either, and its own sequences are in no further step.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ class StepsInFlight:
     def _is_late(self, step: _Step) -> bool:
         return self._now >= step.began + self._late_after_s
 
+    def _is_passed(self, number: int, step: _Step) -> bool:
+        return number <= self._returned and self._is_late(step)
+
     def _unpassed(self) -> list[_Step]:
-        return [
-            step
-            for number, step in self._steps.items()
-            if number > self._returned or not self._is_late(step)
-        ]
+        steps = self._steps.items()
+        return [step for number, step in steps if not self._is_passed(number, step)]
 
     @property
     def places(self) -> int:
@@ -77,6 +78,17 @@ class StepsInFlight:
         found: set[Key] = set()
         return found.union(
             *(s.waits_for for s in self._steps.values() if self._is_late(s))
+        )
+
+    def passed(self) -> set[Key]:
+        """Return the sequences in steps that are passed."""
+        found: set[Key] = set()
+        return found.union(
+            *(
+                step.waits_for
+                for number, step in self._steps.items()
+                if self._is_passed(number, step)
+            )
         )
 
     @property
@@ -122,8 +134,8 @@ class StepsInFlight:
     def took(self, number: int, now: float) -> None:
         """Record that a step has returned, at least in part."""
         step = self._steps.get(number)
-        if step is None:
-            return
+        if step is None or self._is_passed(number, step):
+            return  # what was stuck does not say how long a step takes
         self._returned = max(self._returned, number)
         late_after_s = LATE_FACTOR * (now - step.began)
         if math.isfinite(self._late_after_s):

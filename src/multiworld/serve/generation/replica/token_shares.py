@@ -28,6 +28,11 @@ class TokenShares:
         self._levels: dict[int, float] = {}
         self._present: Counter[_Key] = Counter()
 
+    @property
+    def count(self) -> int:
+        """Number of tenants whose counters are kept."""
+        return len(self._served)
+
     def enter(self, share: Share, waits_for: float = 0.0) -> None:
         """Add a sequence that may have to wait for ``waits_for`` tokens of others."""
         if not self._present[_key(share)]:
@@ -38,6 +43,8 @@ class TokenShares:
         self._present[_key(share)] -= 1
         if not self._present[_key(share)]:
             del self._present[_key(share)]
+            if all(priority != share.priority for priority, _ in self._present):
+                self.reach(share)
         if len(self._served) > max(PRUNE_AT, 2 * len(self._present)):
             self._served = {
                 key: served

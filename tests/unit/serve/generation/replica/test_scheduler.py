@@ -13,6 +13,7 @@ from multiworld.serve.generation.replica.scheduled_sequence import ScheduledSequ
 from multiworld.serve.generation.replica.scheduler import Scheduler, TooManyTokensError
 from multiworld.serve.generation.replica.step_budget import BESIDE, cost_of, rows_of
 from multiworld.serve.generation.replica.step_planner import SHARED_TOKENS, PlannedStep
+from multiworld.serve.generation.replica.token_shares import PRUNE_AT, TokenShares
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.protocol import Key
 
@@ -961,3 +962,85 @@ def test_suspect_that_finds_no_room_holds_up_nobody() -> None:
     assert pipeline.plan() is not None
     scheduler.add(ScheduledSequence(key(2), [1], is_suspect=True))
     assert pipeline.plan() is not None
+
+
+def stuck(scheduler: Scheduler, prompt: int = 1) -> int:
+    """Begin a step of two routes of which only one returns; return its number."""
+    for number, route in enumerate(("fast", "slow")):
+        sequence = ScheduledSequence(key(number), [1] * prompt, route=("s0", route))
+        scheduler.add(sequence)
+    first = scheduler.next_step(0.0)
+    assert first is not None
+    assert len(first.parts) == 2
+    sample = 5 if first.parts[0].samples else None
+    scheduler.sampled(first.number, [(key(0), sample)], 0.05)
+    return first.number
+
+
+def test_sequence_of_a_step_that_others_passed_gets_no_further_steps() -> None:
+    """A slow replica would get all chunks of a prompt at once, without bound."""
+    scheduler = Scheduler(limits(seqs=9, tokens=8, steps=3))
+    stuck(scheduler, prompt=4)
+    long = ScheduledSequence(key(2), [1] * 80, route=("s0", "slow"))
+    scheduler.add(long)
+    now, parts = 0.05, 0
+    for _ in range(20):
+        now += 0.3
+        step = scheduler.next_step(now)
+        if step is None:
+            continue
+        parts += sum(part.key == key(2) for part in step.parts)
+        back = [(p.key, 5) for p in step.parts if p.key == key(0)]
+        scheduler.sampled(step.number, back, now + 0.05)
+    assert len(scheduler.pool.known[key(0)].tokens) > 15
+    assert parts <= 3
+
+
+def test_suspect_waits_for_a_stuck_step_but_others_do_not() -> None:
+    """It would run alone only once that has returned."""
+    scheduler = Scheduler(limits(seqs=9, tokens=64, steps=2))
+    number = stuck(scheduler)
+    suspect = ScheduledSequence(key(2), [1], is_suspect=True, route=("s0", "fast"))
+    scheduler.add(suspect)
+    now = 0.05
+    for _ in range(5):
+        now += 0.3
+        step = scheduler.next_step(now)
+        assert step is not None
+        assert [part.key for part in step.parts] == [key(0)]
+        scheduler.sampled(step.number, [(key(0), 5)], now + 0.05)
+    scheduler.sampled(number, [(key(1), 5)], now + 0.1)
+    step = scheduler.next_step(now + 0.1)
+    assert step is not None
+    assert step.is_alone
+
+
+def test_running_sequences_go_on_beside_a_prompt_after_another_tenant() -> None:
+    """While a second tenant counts as present, steps are small, but have their rows."""
+    scheduler = Scheduler(limits(seqs=9, tokens=64, steps=2, blocks=900))
+    pipeline, wanted = Pipeline(scheduler), {key(n): 10**6 for n in range(3)}
+    scheduler.add(ScheduledSequence(key(1), [1], share=Share("b")))
+    pipeline.plan()
+    pipeline.finish_one(wanted)
+    pipeline.end(key(1))
+    scheduler.add(ScheduledSequence(key(0), [1]))
+    pipeline.plan()
+    pipeline.finish_one(wanted)
+    scheduler.add(ScheduledSequence(key(2), [1] * 2000))
+    for _ in range(40):
+        while pipeline.plan() is not None:
+            pass
+        pipeline.finish_one(wanted)
+    assert pipeline.made[key(0)] > 10
+
+
+def test_counters_of_tenants_that_have_left_are_forgotten() -> None:
+    """Also if each of them had a single step."""
+    shares = TokenShares()
+    for number in range(4 * PRUNE_AT):
+        share = Share(f"tenant {number}")
+        shares.enter(share, 9.0)
+        shares.reach(share)
+        shares.charge(share, 5.0)
+        shares.leave(share)
+    assert shares.count <= PRUNE_AT + 1
