@@ -58,6 +58,7 @@ class StepPlanner:
     def __init__(self, pool: SequencePool, steps: StepsInFlight) -> None:
         self._limits, self._pool, self._steps = pool.limits, pool, steps
         self._seen: dict[str, float] = {}
+        self._charged: set[Share] = set()  # in the step that is being planned
         self._was_alone = False
 
     def next_step(self, now: float) -> PlannedStep | None:
@@ -67,6 +68,7 @@ class StepPlanner:
         if self._steps.places >= self._steps.max_steps:
             return None
         self._pool.planned.clear()
+        self._charged.clear()
         self._pool.shrink()
         parts: list[StepPart] = []
         if self._was_alone and len(self._steps):
@@ -396,9 +398,12 @@ class StepPlanner:
         sequence.last_step = self._steps.last_number + 1
         self._pool.planned.add(sequence.key)
         cost = sequence.costs.of(begin, count, samples=samples)
-        if not self._pool.queue.has(sequence.share):  # all that it asked for runs
-            self._pool.shares.lift(sequence.share, self._steps.cost + STEP_ROWS)
-        self._pool.shares.charge(sequence.share, count + cost)
+        share = sequence.share
+        if share not in self._charged and not self._pool.queue.has(share):
+            # All that it asked for runs.
+            self._pool.shares.lift(share, self._steps.cost + STEP_ROWS)
+        self._charged.add(share)
+        self._pool.shares.charge(share, count + cost)
         return StepPart(sequence.key, begin, count, samples)
 
     def _rows(self, part: StepPart) -> float:
