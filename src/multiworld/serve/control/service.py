@@ -60,7 +60,7 @@ PRELOAD = [
 OnProgress = Callable[[str], object]  # one line, for people
 OnUp = Callable[[Controller, Startup], None]  # of a service that is ready
 
-# Kinds of events that are told while a service starts.
+# Kinds of events that are shown while a service starts.
 PROGRESS = ("ready", "lost", "unplaced", "probe failed", "adopted")
 
 logger = logging.getLogger("multiworld.serve")
@@ -110,7 +110,7 @@ async def _run(
     if app.host == "auto":
         app = app.model_copy(update={"host": _host_of(old or ended) or own_address()})
     check_policies(app)
-    maker_of(app.launcher)  # so that a mistake in its name is told early
+    maker_of(app.launcher)  # so that a mistake in its name is noticed early
     preload = Preload(_preload(app), waiting)
     startup.end("to build the models")
     env = {

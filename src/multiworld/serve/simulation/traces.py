@@ -28,7 +28,7 @@ GENERATED = ("GeneratedTokens", "Response tokens", "generated_tokens", "output_t
 TOKEN_WEIGHT = 20.0
 
 LONGEST_S = 1e8  # of a trace: three years
-MOST_REQUESTS = 10_000_000  # of a generated one; they are kept in memory
+MAX_REQUESTS = 10_000_000  # of a generated one; they are kept in memory
 
 _FINER = re.compile(r"(\.\d{6})\d+")  # than microseconds, which a date has at most
 
@@ -176,9 +176,9 @@ def generated(text: str, seed: int = 0) -> list[Arrival]:
                 f"{part!r} is not a trace; write poisson:rate=5,seconds=600 or "
                 "gamma:rate=5,seconds=600,cv=4; join several with +"
             ) from None
-        if len(found) + given["rate"] * given["seconds"] > MOST_REQUESTS:
+        if len(found) + given["rate"] * given["seconds"] > MAX_REQUESTS:
             raise ServeError(
-                f"{text!r} has more than {MOST_REQUESTS:,} requests; lower the rate"
+                f"{text!r} has more than {MAX_REQUESTS:,} requests; lower the rate"
             )
         cv = 1.0 if kind == "poisson" else given["cv"]
         if given["rate"] > 0:

@@ -109,10 +109,9 @@ class StepPlanner:
         for share in demands:
             self._pool.shares.reach(share)
         flying = self._steps.cost - STEP_ROWS * self._steps.places
-        rows = max(
-            STEP_ROWS, SHARED_TOKENS - flying
-        )  # running ones go on beside prompts
-        self._decode(parts, rows if is_shared else math.inf)
+        # Those that run continue beside prompts, however much is in flight.
+        decoded = max(STEP_ROWS, SHARED_TOKENS - flying) if is_shared else math.inf
+        self._decode(parts, decoded)
         left = max_tokens - sum(part.count for part in parts)
         self._prefill(parts, min(left, self._prompt_tokens(is_shared=is_shared)))
         return bool(parts)
