@@ -3,9 +3,8 @@ sockets), ``memory`` (inside one process), or any that is registered with torch.
 
 from __future__ import annotations
 
-from multiworld.backends.base import Bundle, WorldView
+from multiworld.backends.base import Backend, Bundle, WorldView
 from multiworld.backends.direct.backend import DirectBackend
-from multiworld.backends.message_backend import Backend
 
 __all__ = ["Backend", "Bundle", "make_backend"]
 

@@ -16,7 +16,7 @@ from multiworld.backends.channel import Channel
 from multiworld.backends.channel import Lane as AnyLane
 from multiworld.backends.direct.header import TENSOR
 from multiworld.backends.dtypes import DTYPES, memory_of
-from multiworld.backends.message_backend import COLLECTIVE, P2P, Backend
+from multiworld.backends.message_backend import COLLECTIVE, P2P, MessageBackend
 from multiworld.backends.offload import in_thread
 
 _Key = tuple[int, int]  # nonce, rank
@@ -139,7 +139,7 @@ def _complete(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-class MemoryBackend(Backend):
+class MemoryBackend(MessageBackend):
     @property
     def rank(self) -> int:
         return self._view.rank

@@ -1,4 +1,4 @@
-"""Operations over lanes, shared by all backends."""
+"""Operations over lanes, shared by ``direct`` and ``memory``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from multiworld.backends import bundles, dtypes
 from multiworld.backends.arrivals import Check, Description, allocate
 from multiworld.backends.base import Bundle, Handler, Meta, Peek, Received, WorldView
 from multiworld.backends.channel import Channel, Lane
-from multiworld.backends.collective import Collectives
 from multiworld.backends.direct import header as wire
 from multiworld.backends.lane_collectives import LaneCollectives
 from multiworld.backends.offload import offload, size_of
@@ -29,16 +28,8 @@ from multiworld.liveness.manager_messages import (
 P2P, COLLECTIVE = "p2p", "collective"
 
 
-class Backend:
-    """Data transfer of one world, over lanes. Subclasses define how a lane opens.
-
-    The caller has checked the ranks. Every operation raises ``TensorMismatchError`` for
-    a tensor or message that it cannot take, and ``WorldView.broken_error`` once
-    ``abort`` was called. A receive takes from any member if ``src`` is None; a message
-    of the wrong kind or size stays first in its queue. Cancelling a send withdraws the
-    rest of the message, and cancelling a receive loses no message. A backend that
-    cannot do this breaks the world instead.
-    """
+class MessageBackend:
+    """A backend that moves messages over lanes. Subclasses define how a lane opens."""
 
     def __init__(self, view: WorldView) -> None:
         self._view = view
@@ -47,10 +38,9 @@ class Backend:
         self._others = others
         self._p2p = Channel(others, budget)
         self._collective = Channel(others, budget)
-        self._over_lanes = LaneCollectives(
+        self.collectives = LaneCollectives(
             view, self._collective, self._collective_lane
         )
-        self.collectives: Collectives = self._over_lanes
         self._opening: dict[int, asyncio.Task[Lane]] = {}
         self._turns: dict[int, asyncio.Lock] = {}
         self._in_turn: dict[int, int] = {}
@@ -60,7 +50,6 @@ class Backend:
         raise NotImplementedError
 
     async def open(self) -> None:
-        """Connect to the other members; after a cancellation, call ``close_nowait``."""
         loop = asyncio.get_running_loop()
         opening = [loop.create_task(self._open_p2p(rank)) for rank in self._others]
         try:
@@ -109,9 +98,6 @@ class Backend:
                 del self._turns[dst]
 
     async def recv(self, out: Tensor | None, src: int | None, tag: int) -> Received:
-        """Receive into ``out``, or into a new tensor if it is None. ``out`` has any
-        shape and strides, and the sent dtype and number of elements. Cancelling leaves
-        its content undefined."""
         if src is not None:
             found = self._p2p.next_from(src, tag)
             if found is not None:
@@ -173,8 +159,6 @@ class Backend:
     def handle(
         self, src: int, tag: int, handler: Handler, peek: Peek | None = None
     ) -> None:
-        """Pass each tensor from ``src`` with this tag to ``handler`` as it arrives.
-        ``peek`` may receive the bytes of a uint8 tensor in place of ``handler``."""
         self._p2p.mailbox.handle(src, tag, handler, peek)
 
     # Lanes for collectives.
@@ -237,7 +221,7 @@ class Backend:
             case OpenLane():
                 self._start_opening(rank)
             case EndCollectives(number=number, left=left):
-                self._over_lanes.end_from(number, left)
+                self.collectives.end_from(number, left)
 
     # Closing.
 
@@ -264,7 +248,6 @@ class Backend:
                 lane.fail_sends(lambda: self._view.left_error(rank))
 
     def member_left(self, rank: int) -> None:
-        """Fail the operations that need a member that has left."""
         self._p2p.member_left(rank, lambda: self._view.left_error(rank))
         if rank in self._collective.lanes or not self._has_lane(rank):
             self._collective.member_left(rank, lambda: self._view.left_error(rank))
@@ -273,24 +256,19 @@ class Backend:
             opening.cancel()
 
     def abort(self) -> None:
-        """Fail all operations and free everything, without waiting."""
         self._is_over = True
         self._cancel_opening()
         self._p2p.abort(self._view.broken_error)
         self._collective.abort(self._view.broken_error)
 
     def has_message(self, src: int | None, tag: int) -> bool:
-        """Return whether a complete message waits, even in a broken world."""
         return self._p2p.mailbox.has_message(src, tag)
 
     def begin_close(self) -> None:
-        """Queue a final frame behind the sent data, without waiting."""
         for lane in self._lanes():
             lane.begin_close(self._view.broken_error)
 
     async def close(self) -> None:
-        """Wait until sent data has left this process, then free all resources. The
-        caller limits the time, and calls ``close_nowait`` after a cancellation."""
         self.begin_close()
         await asyncio.gather(*(lane.wait_drained() for lane in self._lanes()))
 
@@ -306,7 +284,6 @@ class Backend:
                 self._view.linger(lane)
 
     def drop_messages(self) -> None:
-        """Drop what has arrived and was not received: the world is closed."""
         for channel in (self._p2p, self._collective):
             channel.mailbox.clear()
 
@@ -322,7 +299,6 @@ class Backend:
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The c10d group; raises ``UnsupportedOperationError`` if there is none."""
         raise UnsupportedOperationError(
             "this world's backend has no c10d process group; join it with "
             "backend='gloo' (or 'nccl')"

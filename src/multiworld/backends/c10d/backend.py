@@ -7,14 +7,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from multiworld.backends.base import Handler, Peek, Received, WorldView
+from multiworld.backends.base import Bundle, Handler, Meta, Peek, Received, WorldView
 from multiworld.backends.c10d.flat import as_bytes, flat_of, on_device
 from multiworld.backends.c10d.group_collectives import GroupCollectives
 from multiworld.backends.c10d.groups import Group, check_backend
@@ -35,26 +35,24 @@ HEADER_TAG_BASE = 1 << 62  # first tag of announcements on the direct data path
 MAX_BACKEND_TAG = 2**31 - 1  # largest tag that a native group carries: a C int
 
 
-class C10dBackend(DirectBackend):
+class C10dBackend:
     """Backend of one world on a c10d group. Sends and receives of a native group cannot
-    be withdrawn, so that cancelling one breaks the world. When a member has left, the
-    collectives of the group go on: it has completed its part of them, or it would have
-    said ``EndCollectives``."""
+    be withdrawn, so that cancelling one breaks the world."""
 
     def __init__(self, view: WorldView, name: str) -> None:
-        super().__init__(view)
-        self._name = name
+        self._view, self._name = view, name
         self._rank, self._size = view.rank, view.incarnation.size
         self._loop = asyncio.get_running_loop()
+        self._direct = DirectBackend(view)
         self._runner = WorkRunner(view, name)
-        self.collectives = GroupCollectives(view, self._over_lanes, self._runner)
+        self.collectives = GroupCollectives(view, self._direct, self._runner)
         self._public: ProcessGroup | None = None
         self._sending: dict[tuple[int, int], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._receiving: dict[tuple[int, int], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._headers: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
 
     async def open(self) -> None:
-        await super().open()
+        await self._direct.open()
         incarnation = self._view.incarnation
         prefix = key_prefix(incarnation.world, incarnation.epoch, incarnation.nonce)
         host = incarnation.members[self._rank].address.host
@@ -102,7 +100,7 @@ class C10dBackend(DirectBackend):
 
     async def send(self, tensor: Tensor, dst: int, tag: int) -> None:
         if self._is_ours(tensor):
-            await super().send(tensor, dst, tag)
+            await self._direct.send(tensor, dst, tag)
             return
         self._check_tag(tag)
         tensor = on_device(tensor, self._view.device, "the tensor to send")
@@ -110,7 +108,7 @@ class C10dBackend(DirectBackend):
         header = [CODES[tensor.dtype], list(tensor.shape)]
         async with self._sending[dst, tag]:
             try:
-                await self.send_object(header, dst, HEADER_TAG_BASE + tag)
+                await self._direct.send_object(header, dst, HEADER_TAG_BASE + tag)
             except asyncio.CancelledError:
                 # The header may have been sent. The receiver would then expect this
                 # size of the next tensor, and Gloo ends the process if it differs.
@@ -123,7 +121,7 @@ class C10dBackend(DirectBackend):
 
     async def recv(self, out: Tensor | None, src: int | None, tag: int) -> Received:
         if self._is_ours(out):
-            return await super().recv(out, src, tag)
+            return await self._direct.recv(out, src, tag)
         self._check_tag(tag)
         if src is None:
             raise UnsupportedOperationError(
@@ -145,7 +143,7 @@ class C10dBackend(DirectBackend):
     async def _next_header(self, src: int, tag: int) -> Any:
         headers = self._headers[src, tag]
         if not headers:
-            headers.append(await self.recv_object(src, HEADER_TAG_BASE + tag))
+            headers.append(await self._direct.recv_object(src, HEADER_TAG_BASE + tag))
         return headers[0]
 
     def _target(
@@ -172,6 +170,20 @@ class C10dBackend(DirectBackend):
                 f"{self._name} carries tags up to {limit}, not {tag}"
             )
 
+    async def send_bundle(
+        self, tensors: Mapping[str, Tensor], meta: Meta, dst: int, tag: int
+    ) -> None:
+        await self._direct.send_bundle(tensors, meta, dst, tag)
+
+    async def recv_bundle(self, src: int | None, tag: int) -> Bundle:
+        return await self._direct.recv_bundle(src, tag)
+
+    async def send_object(self, obj: Any, dst: int, tag: int) -> None:
+        await self._direct.send_object(obj, dst, tag)
+
+    async def recv_object(self, src: int | None, tag: int) -> Any:
+        return await self._direct.recv_object(src, tag)
+
     def handle(
         self, src: int, tag: int, handler: Handler, peek: Peek | None = None
     ) -> None:
@@ -179,7 +191,7 @@ class C10dBackend(DirectBackend):
             raise UnsupportedOperationError(
                 f"{self._name} cannot pass tensors to a handler; use host_p2p='direct'"
             )
-        super().handle(src, tag, handler, peek)
+        self._direct.handle(src, tag, handler, peek)
 
     # Members and closing.
 
@@ -206,11 +218,22 @@ class C10dBackend(DirectBackend):
         if isinstance(message, EndCollectives) and message.left == rank:
             self._runner.abandoned(rank, message.number)
         else:
-            super().on_message(rank, message)
+            self._direct.on_message(rank, message)
+
+    def member_left(self, rank: int) -> None:
+        # Collectives of the group go on: the member has completed its part of them, or
+        # it would have said EndCollectives.
+        self._direct.member_left(rank)
 
     def abort(self) -> None:
-        super().abort()
+        self._direct.abort()
         self._free()
+
+    def has_message(self, src: int | None, tag: int) -> bool:
+        return self._direct.has_message(src, tag)
+
+    def drop_messages(self) -> None:
+        self._direct.drop_messages()
 
     def begin_close(self) -> None:
         if self._runner.unfinished:
@@ -218,16 +241,16 @@ class C10dBackend(DirectBackend):
             for rank in range(self._size):
                 if rank != self._rank:
                     self._view.notify(rank, EndCollectives(nonce, first, self._rank))
-        super().begin_close()
+        self._direct.begin_close()
 
     async def close(self) -> None:
-        await super().close()
+        await self._direct.close()
         dropped = self._loop.create_future()
         if self._free(lambda: settle(self._loop, dropped)):
             await dropped
 
     def close_nowait(self) -> None:
-        super().close_nowait()
+        self._direct.close_nowait()
         self._free()
 
     def _free(self, done: Callable[[], None] | None = None) -> bool:
@@ -248,7 +271,7 @@ class C10dBackend(DirectBackend):
 
     def filenos(self) -> list[int]:
         group = self._runner.group
-        return super().filenos() + ([] if group is None else group.filenos())
+        return self._direct.filenos() + ([] if group is None else group.filenos())
 
 
 def _drop_made(making: asyncio.Future[Any], group: Group) -> None:

@@ -28,6 +28,7 @@ from multiworld.backends.c10d.gloo_reduction import Reduction
 from multiworld.backends.c10d.work_runner import WorkRunner
 from multiworld.backends.collective import Call, name_of
 from multiworld.backends.collectives import ALL_GATHER
+from multiworld.backends.direct.backend import DirectBackend
 from multiworld.backends.dtypes import (
     CODES,
     DTYPES,
@@ -36,7 +37,6 @@ from multiworld.backends.dtypes import (
     require_matching,
     require_receivable,
 )
-from multiworld.backends.lane_collectives import LaneCollectives
 from multiworld.backends.offload import offload, size_of
 from multiworld.backends.reduction import OP_CODES, OP_NAMES, op_name
 from multiworld.errors import MemberLeftError, MultiWorldError, TensorMismatchError
@@ -56,9 +56,9 @@ class GroupCollectives:
     """Collectives of one world on its native group, run one after the other."""
 
     def __init__(
-        self, view: WorldView, lanes: LaneCollectives, runner: WorkRunner
+        self, view: WorldView, direct: DirectBackend, runner: WorkRunner
     ) -> None:
-        self._view, self._lanes, self._runner = view, lanes, runner
+        self._view, self._direct, self._runner = view, direct, runner
         self._rank, self._size = view.rank, view.incarnation.size
         self._checked = functools.partial(_checked, device=view.device)
         self._matching = functools.partial(
@@ -75,7 +75,7 @@ class GroupCollectives:
         """Carry out a call; over lanes, if the group does not have the collective."""
         prepare_native = getattr(self, f"_{call.collective.name}", None)
         steps = (
-            self._lanes.run(call)
+            self._direct.collectives.run(call)
             if prepare_native is None
             else self._run_native(call, prepare_native(call))
         )
@@ -281,7 +281,7 @@ class GroupCollectives:
             )
         except MemberLeftError as error:
             # Who has completed it would wait for this member in the next one.
-            self._lanes.end_next(error.rank)
+            self._direct.collectives.end_next(error.rank)
             raise
         self._runner.unfinished.discard(number)  # this member has done its part
         await offload(size, native.finish, work)
@@ -289,7 +289,7 @@ class GroupCollectives:
     async def _agree(self, terms: list[int]) -> None:
         mine = torch.tensor(terms)
         outs = [torch.empty_like(mine) for _ in range(self._size)]
-        await self._lanes.run(Call(ALL_GATHER, mine, outs))
+        await self._direct.collectives.run(Call(ALL_GATHER, mine, outs))
         for rank, theirs in enumerate(outs):
             if theirs.tolist() != terms:
                 raise TensorMismatchError(
