@@ -126,19 +126,18 @@ def _check_node(node: Node, given: dict[str, object]) -> None:
     """Raise ValueError for unknown fields, and for numbers that no machine has."""
     if unknown := given.keys() - {*NodeShown.__struct_fields__}:
         raise ValueError(f"{node.name}: unknown field {', '.join(sorted(unknown))}")
-    sizes = {"memory_bytes": node.memory_bytes}
-    sizes |= {f"memory_bytes of GPU {g.index}": g.memory_bytes for g in node.gpus}
-    wrong = [name for name, size in sizes.items() if not 0 <= size <= MAX_BYTES]
+    sizes = [node.memory_bytes, *(gpu.memory_bytes for gpu in node.gpus)]
     bandwidth = 1.0 if node.bandwidth is None else node.bandwidth
-    for name, is_right in (
-        ("name", bool(node.name)),
-        ("cpus", 0 <= node.cpus <= MAX_CPUS),  # 0: as the head of many clusters
-        ("price", 0 <= node.price < math.inf),
-        ("bandwidth", 0 < bandwidth < math.inf),
-    ):
-        wrong += [] if is_right else [name]
-    if wrong:
-        raise ValueError(f"machine {node.name!r}: no machine has this {wrong[0]}")
+    is_right = {
+        "name": bool(node.name),
+        "cpus": 0 <= node.cpus <= MAX_CPUS,  # 0: as the head of many clusters
+        "memory_bytes": all(0 <= size <= MAX_BYTES for size in sizes),
+        "price": 0 <= node.price < math.inf,
+        "bandwidth": 0 < bandwidth < math.inf,
+    }
+    for field, known in is_right.items():
+        if not known:
+            raise ValueError(f"machine {node.name!r}: no machine has this {field}")
 
 
 def _rows(

@@ -8,6 +8,7 @@ whenever the test wants, and a step is computed at once. Processes are killed, s
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -456,14 +457,11 @@ class Net:
         if ready:
             self._deliver(self.chance.choice(ready))
             return True
-        wakes = [at for at in map(self._wakes_at, workers) if at is not None]
+        wakes = [self.worker(name).wakes_at for name in workers]
         self.now = min([self.now + 0.5, *(at + 0.001 for at in wakes if at > self.now)])
         self._tick()
         await asyncio.sleep(0)
-        return bool(wakes) or any(self.queues.values())
-
-    def _wakes_at(self, name: str) -> float | None:
-        return self.worker(name).wakes_at
+        return min(wakes, default=math.inf) < math.inf or any(self.queues.values())
 
     def _tick(self) -> None:
         """Let processes that run look at their clocks."""

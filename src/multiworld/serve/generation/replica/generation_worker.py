@@ -99,7 +99,7 @@ class GenerationWorker:
     async def _wait(self) -> None:
         """Wait for a message, or until time alone makes a step possible."""
         timer = None
-        if self.wakes_at is not None:
+        if math.isfinite(self.wakes_at):
             wait_s = max(0.0, self.wakes_at - self._clock())
             timer = asyncio.get_running_loop().call_later(wait_s, self._has_work.set)
         try:
@@ -109,9 +109,9 @@ class GenerationWorker:
                 timer.cancel()
 
     @property
-    def wakes_at(self) -> float | None:
-        at = self._scheduler.wakes_at
-        return at if math.isfinite(at) else None
+    def wakes_at(self) -> float:
+        """Time at which a step may be possible without a message; may be infinite."""
+        return self._scheduler.wakes_at
 
     async def look(self) -> None:
         while True:

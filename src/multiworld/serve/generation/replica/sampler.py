@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # names and meanings are vLLM's
     from multiworld.serve.transport.generation_messages import Sampling as Parameters
 
 BLOCK = 128  # words of the vocabulary in a block
+COLUMN = 16  # words of the chosen blocks that are compared by their largest first
 FEW = 64  # likeliest words that ``top_k`` and ``top_p`` consider first
 # Of the logits whose probabilities are computed at a time, in the cache.
 CHUNK_BYTES = 4 * 2**20
@@ -289,12 +290,13 @@ def _largest(blocks: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
     which = maxima.topk(min(FEW, maxima.shape[-1]), sorted=False).indices
     at = which + torch.arange(len(blocks))[:, None] * blocks.shape[1]
     largest = blocks.reshape(-1, BLOCK).index_select(0, at.flatten())
-    # In columns of 16 words: the FEW largest are in the columns of the largest maxima.
-    columns = largest.view(len(blocks), 16, -1)
-    first = columns.amax(1).topk(min(FEW, columns.shape[2]), sorted=False).indices
-    columns = columns.gather(2, first[:, None].expand(-1, 16, -1))
+    # The FEW largest of all are in the columns with the largest maxima.
+    columns = largest.view(len(blocks), COLUMN, -1)
+    width = columns.shape[2]
+    first = columns.amax(1).topk(min(FEW, width), sorted=False).indices
+    columns = columns.gather(2, first[:, None].expand(-1, COLUMN, -1))
     values, found = columns.flatten(1).topk(FEW)
-    place = found // first.shape[1] * (largest.numel() // len(blocks) // 16)
+    place = found // first.shape[1] * width
     place += first.gather(1, found % first.shape[1])
     return values, which.gather(1, place // BLOCK) * BLOCK + place % BLOCK
 

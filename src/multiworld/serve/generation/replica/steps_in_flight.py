@@ -12,7 +12,7 @@ route: then it takes no place either, and its own sequences are in no further st
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from multiworld.serve.transport.generation_messages import StepPart
@@ -38,6 +38,10 @@ class _Step:
     cost: float
     began: float
     waited_s: float | None = None  # None: until the first check
+
+
+def _sequences_of(steps: Iterable[_Step]) -> set[Key]:
+    return {key for step in steps for key in step.waits_for}
 
 
 class StepsInFlight:
@@ -75,21 +79,12 @@ class StepsInFlight:
 
     def late(self) -> set[Key]:
         """Return the sequences in steps that are late."""
-        found: set[Key] = set()
-        return found.union(
-            *(s.waits_for for s in self._steps.values() if self._is_late(s))
-        )
+        return _sequences_of(s for s in self._steps.values() if self._is_late(s))
 
     def passed(self) -> set[Key]:
         """Return the sequences in steps that are passed."""
-        found: set[Key] = set()
-        return found.union(
-            *(
-                step.waits_for
-                for number, step in self._steps.items()
-                if self._is_passed(number, step)
-            )
-        )
+        steps = self._steps.items()
+        return _sequences_of(step for n, step in steps if self._is_passed(n, step))
 
     @property
     def next_late_at(self) -> float:
