@@ -88,7 +88,7 @@ async def town(fork_server: None) -> AsyncIterator[Town]:
 async def test_call_that_holds_the_gil_is_no_loss(town: Town, kind: str) -> None:
     """It is reported as a stall with the thread's activity, and the world continues."""
     await town.settle()
-    town.citizens[1].order(("busy", kind, 3 * SILENCE_S))
+    town.citizens[1].order(("busy", kind, 3 * SILENCE_S, 1.25 * SILENCE_S))
     begin = time.monotonic()
     await town.advances("other", 0, 2)
     longest = await town.citizens[1].report(HANG_S)

@@ -26,18 +26,11 @@ FILES = (
     "tests/unit/serve/generation/models/test_decoder.py",
     "tests/unit/serve/control/test_dtypes.py",
 )
-ALL = (
+SELECTED = (
     "test_packed_linear or test_integer_linear or test_dtypes or numbers or "
     "(test_decoder and llama) or (widths and 4864) or (neighbours and llama and True)"
 )
 """All that depends on the processor, for one architecture; others take minutes."""
-
-FEW = (
-    "test_packed_linear or test_integer_linear or test_dtypes or (numbers and [2-) or "
-    "(test_decoder and llama) or (widths and [5-4864) or (neighbours and [2-llama-True)"
-)
-"""The same with one number of threads for each test, which the real processor runs
-with all numbers beside it."""
 
 IS_SMALLER = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT"),
@@ -47,21 +40,19 @@ IS_SMALLER = pytest.mark.skipif(
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("name", "selected"),
+    ("name", "tier"),
     [
-        pytest.param("AVX2", FEW, id="AVX2-few", marks=IS_SMALLER),
-        pytest.param("AVX2", ALL, id="AVX2", marks=[IS_SMALLER, pytest.mark.heavy]),
-        pytest.param("SSE4.1", ALL, id="SSE4.1", marks=pytest.mark.heavy),
+        pytest.param("AVX2", "not heavy", id="AVX2-few", marks=IS_SMALLER),
+        pytest.param("AVX2", "", id="AVX2", marks=[IS_SMALLER, pytest.mark.heavy]),
+        pytest.param("SSE4.1", "", id="SSE4.1", marks=pytest.mark.heavy),
     ],
 )
 def test_numerics_are_right_on_a_smaller_processor(
-    name: str, selected: str, tmp_path: Path
+    name: str, tier: str, tmp_path: Path
 ) -> None:
     """Packed products, deterministic mode and decoders, in a process of their own."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += ["-k", selected, *FILES]
-    if selected == FEW:
-        command += ["-m", "not heavy"]
+    command += ["-k", SELECTED, "-m", tier, *FILES]
     env = {**os.environ, **PROCESSORS[name], "MULTIWORLD_CACHE": str(tmp_path)}
     for given in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST"):
         env.pop(given, None)
