@@ -493,6 +493,19 @@ class ModelSpec(_Strict):
         return stages
 
     @model_validator(mode="after")
+    def _scaled(self) -> ModelSpec:
+        if self.generation is not None and self.objective_ms is not None:
+            raise ValueError(
+                "objective_ms has no effect on generated text; see ttft_ms and tpot_ms "
+                "of generation"
+            )
+        if self.scaling is not None and not any(
+            stage.autoscaling_config for stage in self.stages
+        ):
+            raise ValueError("scaling has no effect without an autoscaling_config")
+        return self
+
+    @model_validator(mode="after")
     def _stages_of_text(self) -> ModelSpec:
         for stage in self.stages if self.generation is not None else ():
             if stage.ranks > 1:

@@ -536,7 +536,15 @@ def test_new_version_is_tried_before_it_is_let_sleep() -> None:
 def test_policy_that_is_none_is_refused_before_anything_starts(path: str) -> None:
     """The error names what cannot be imported or called."""
     app = AppSpec.model_validate(
-        {"models": {"m": {"factory": "a:b", "stages": [{}], "scaling": path}}}
+        {
+            "models": {
+                "m": {
+                    "factory": "a:b",
+                    "stages": [{"autoscaling_config": {"max_replicas": 2}}],
+                    "scaling": path,
+                }
+            }
+        }
     )
     with pytest.raises(SpecError, match=path.partition(":")[2]):
         check_policies(app)

@@ -131,6 +131,18 @@ def test_good_spec_is_read() -> None:
         ),
         (
             "    stages:\n      - name: one",
+            "    generation: {}\n    objective_ms: 9\n    stages:\n      - name: one",
+            3,
+            "objective_ms has no effect on generated text; see ttft_ms",
+        ),
+        (
+            "    stages:\n      - name: one",
+            "    scaling: a:b\n    stages:\n      - name: one",
+            3,
+            "scaling has no effect without an autoscaling_config",
+        ),
+        (
+            "    stages:\n      - name: one",
             "    generation: {}\n    stages:\n      - max_batch_size: 8",
             3,
             "max_batch_size has no effect on generated text; see max_num_seqs",
