@@ -3,7 +3,7 @@ exceed a machine's resources, except by ``restore``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from multiworld.errors import PlacementError
@@ -44,15 +44,20 @@ class Bookings:
     def __init__(self, nodes: Iterable[Node] = ()) -> None:
         self.nodes: dict[str, Node] = {node.name: node for node in nodes}
         self.bookings: dict[str, Booking] = {}
+        self._on: dict[str, dict[str, Booking]] = {}  # by node
+        self._free: dict[str, Free] = {}  # of nodes with no change since
 
     def copy(self) -> Bookings:
         other = Bookings(self.nodes.values())
         other.bookings = dict(self.bookings)
+        other._on = {node: dict(here) for node, here in self._on.items()}
+        other._free = dict(self._free)
         return other
 
     def set_nodes(self, nodes: Iterable[Node]) -> None:
         """Replace the machines; bookings on a lost one stay until released."""
         self.nodes = {node.name: node for node in nodes}
+        self._free.clear()
 
     def book(self, name: str, post: object, spot: Location, need: Need) -> None:
         short = self.shortage(spot.node, need, spot.gpus)
@@ -65,32 +70,31 @@ class Bookings:
 
     def restore(self, name: str, post: object, spot: Location, need: Need) -> None:
         """Enter a replica that already runs, whether or not it fits."""
-        self.bookings[name] = Booking(name, post, spot, need)
+        self.release(name)
+        booking = Booking(name, post, spot, need)
+        self.bookings[name] = booking
+        self._on.setdefault(spot.node, {})[name] = booking
+        self._free.pop(spot.node, None)
 
     def release(self, name: str) -> None:
-        self.bookings.pop(name, None)
+        booking = self.bookings.pop(name, None)
+        if booking is not None:
+            here = self._on[booking.spot.node]
+            del here[name]
+            if not here:
+                del self._on[booking.spot.node]
+            self._free.pop(booking.spot.node, None)
 
     def on(self, node: str) -> list[Booking]:
-        return [b for b in self.bookings.values() if b.spot.node == node]
+        return list(self._on.get(node, {}).values())
 
     def count(self, node: str, post: object) -> int:
         return sum(b.post == post for b in self.on(node))
 
     def free(self, node: str) -> Free:
-        has, taken = self.nodes[node], self.on(node)
-        return Free(
-            has.cpus - sum(b.need.cpus for b in taken),
-            has.memory_bytes - sum(b.need.memory_bytes for b in taken),
-            {
-                gpu.index: gpu.memory_bytes
-                - sum(
-                    b.need.gpu_memory_bytes for b in taken if gpu.index in b.spot.gpus
-                )
-                for gpu in has.gpus
-            },
-            frozenset(gpu for b in taken for gpu in b.spot.gpus),
-            frozenset(gpu for b in taken if b.need.whole_gpus for gpu in b.spot.gpus),
-        )
+        if node not in self._free:
+            self._free[node] = _free(self.nodes[node], self.on(node))
+        return self._free[node]
 
     def shortage(self, node: str, need: Need, gpus: tuple[int, ...] = ()) -> str:
         """Return what a machine lacks for a replica (on ``gpus``); empty if it fits."""
@@ -109,6 +113,20 @@ class Bookings:
         if need.gpus:
             short += _of_gpus(free, need, gpus)
         return ", ".join(short)
+
+
+def _free(has: Node, taken: Sequence[Booking]) -> Free:
+    return Free(
+        has.cpus - sum(b.need.cpus for b in taken),
+        has.memory_bytes - sum(b.need.memory_bytes for b in taken),
+        {
+            gpu.index: gpu.memory_bytes
+            - sum(b.need.gpu_memory_bytes for b in taken if gpu.index in b.spot.gpus)
+            for gpu in has.gpus
+        },
+        frozenset(gpu for b in taken for gpu in b.spot.gpus),
+        frozenset(gpu for b in taken if b.need.whole_gpus for gpu in b.spot.gpus),
+    )
 
 
 def able_gpus(free: Free, need: Need) -> list[int]:

@@ -4,6 +4,7 @@ of all processes' reports; at once, if a model scaled to zero has a request."""
 from __future__ import annotations
 
 import asyncio
+import bisect
 import functools
 import logging
 import math
@@ -36,6 +37,34 @@ REPORT_S = 0.5  # for a process's report; a late one counts with its last
 POLICY_S = 10.0  # for a policy to decide; a later decision does not count
 TOGETHER_S = 0.25  # for policies whose decisions are carried out by weight
 START_S = 1.0  # assumed to start a replica, until one has been measured
+
+
+def largest_that_fits(
+    before: Sequence[int], after: Sequence[int], fits: Callable[[Sequence[int]], bool]
+) -> list[int]:
+    """Scale down as decided, and scale up evenly while there is room."""
+    counts = [min(one, other) for one, other in zip(before, after, strict=True)]
+    growing = [k for k, count in enumerate(after) if count > counts[k]]
+
+    def with_more(more: int) -> list[int]:
+        return [
+            min(after[k], count + more) if k in growing else count
+            for k, count in enumerate(counts)
+        ]
+
+    while growing:
+        top = max(after[k] - counts[k] for k in growing)
+        steps = range(1, top + 1)
+        counts = with_more(
+            bisect.bisect_left(steps, True, key=lambda more: not fits(with_more(more)))
+        )
+        for k in list(growing):
+            more = [count + (j == k) for j, count in enumerate(counts)]
+            if counts[k] < after[k] and fits(more):
+                counts = more
+            else:
+                growing.remove(k)
+    return counts
 
 
 class AutoscalerOwner(Protocol):
@@ -325,21 +354,15 @@ class Autoscaler:
             short = str(error)
         else:
             return wanted, ""
-        # Scale down as decided; scale up one replica at a time while there is room.
-        counts = [min(one, other) for one, other in zip(before, after, strict=True)]
-        growing = [k for k, count in enumerate(after) if count > counts[k]]
-        while growing:
-            for k in list(growing):
-                counts[k] += 1
-                try:
-                    self._owner.admit(self._with(name, counts), name)
-                except PlacementError:
-                    counts[k] -= 1
-                    growing.remove(k)
-                else:
-                    if counts[k] == after[k]:
-                        growing.remove(k)
-        return self._with(name, counts), short
+
+        def fits(counts: Sequence[int]) -> bool:
+            try:
+                self._owner.admit(self._with(name, counts), name)
+            except PlacementError:
+                return False
+            return True
+
+        return self._with(name, largest_that_fits(before, after, fits)), short
 
     def _with(self, name: str, replicas: Sequence[int]) -> DesiredState:
         wanted = self._fleet.desired

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from multiworld.errors import PlacementError
 from multiworld.serve.fleet.decision_log import DecisionLog
@@ -22,7 +24,7 @@ from multiworld.serve.fleet.history import History
 from multiworld.serve.fleet.reconciler import Reconciler
 from multiworld.serve.fleet.state import DesiredModel, DesiredState, ProcessPhase
 from multiworld.serve.scaling import autoscaler as module
-from multiworld.serve.scaling.autoscaler import Autoscaler
+from multiworld.serve.scaling.autoscaler import Autoscaler, largest_that_fits
 from multiworld.serve.scaling.snapshot import Decision, Snapshot
 from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.transport.control_messages import GatewayReport, Reports
@@ -635,3 +637,50 @@ async def test_policy_that_cannot_be_imported_is_not_imported_at_every_look(
         s.scaler.start()
         await until(lambda: len(policies["two"].seen) > 5)
         assert finder.counts["no_such_policy_module"] == 1
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 4)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(0, 60),
+)
+def test_what_fits_is_what_one_replica_after_the_other_gives(
+    stages: list[tuple[int, int, int]], room: int
+) -> None:
+    """With far fewer trials, each of which places all replicas."""
+    before, after, sizes = zip(*stages, strict=True)
+    trials = 0
+
+    def fits(counts: Sequence[int]) -> bool:
+        nonlocal trials
+        trials += 1
+        taken = [n * size for n, size in zip(counts, sizes, strict=True)]
+        return bool(sum(taken) <= room)
+
+    found = largest_that_fits(before, after, fits)
+    tried, trials = trials, 0
+    wanted = list(map(min, before, after))
+    growing = [k for k, count in enumerate(after) if count > wanted[k]]
+    while growing:
+        for k in list(growing):
+            more = [count + (j == k) for j, count in enumerate(wanted)]
+            wanted = more if fits(more) else wanted
+            if wanted is not more or wanted[k] == after[k]:
+                growing.remove(k)
+    assert found == wanted
+    assert tried <= (len(after) + 1) * (4 + len(after))
+
+
+def test_hundreds_of_replicas_are_few_trials() -> None:
+    """The controller answers nothing else while it tries."""
+    trials: list[int] = []
+
+    def fits(counts: Sequence[int]) -> bool:
+        trials.append(sum(counts))
+        return sum(counts) <= 300
+
+    assert largest_that_fits([1, 1], [400, 200], fits) == [150, 150]
+    assert len(trials) < 25
