@@ -1,11 +1,13 @@
 """Greedy placement: models by their value, one replica at a time. Pure.
 
-Each stage gets its minimum of replicas, then more until the demand is met or no device
-has time left. The result is always feasible; the solvers start from it.
+Each stage gets its minimum of replicas; then the slowest one gets more until the demand
+is met or no device has time left for it. The result is always feasible; the solvers
+start from it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter, defaultdict
 
@@ -95,6 +97,9 @@ class _Placing:
         self._model: ModelNeed = problem.models[m]
         self._running = Counter(problem.running)
         self._chosen: list[tuple[Slot, float]] = []
+        # Of each stage: its replicas by device, and the items per second that they do.
+        self._on: list[Counter[int]] = [Counter() for _ in self._model.stages]
+        self._rates = [0.0] * len(self._model.stages)
 
     def run(self) -> list[Slot]:
         """Return a slot for each replica; none if a stage does not fit."""
@@ -103,9 +108,11 @@ class _Placing:
                 if not self._add(k):
                     self._give_up()
                     return []
-        for k in range(len(self._model.stages)):
-            while self._missing(k) > ENOUGH and self._add(k):
-                pass
+        # The slowest stage grows next; what the others could do beyond it serves nobody.
+        stages = range(len(self._model.stages))
+        while self._missing(k := max(stages, key=self._missing)) > ENOUGH:
+            if not self._add(k):
+                break
         return [slot for slot, _ in self._chosen]
 
     def _give_up(self) -> None:
@@ -116,51 +123,42 @@ class _Placing:
     def _is_last(self, k: int) -> bool:
         return k + 1 == len(self._model.stages)
 
-    def _on(self, k: int) -> list[int]:
-        return [d for (_, j, d), _ in self._chosen if j == k]
-
     def _missing(self, k: int) -> float:
-        rates = (rate for (_, j, _), rate in self._chosen if j == k)
-        return self._model.demand - sum(rates)
+        return self._model.demand - self._rates[k]
 
     def _add(self, k: int) -> bool:
         """Add a replica of stage ``k`` in the best slot, if there is one."""
-        stage, on = self._model.stages[k], self._on(k)
-        if stage.max_replicas is not None and len(on) >= stage.max_replicas:
+        stage, on = self._model.stages[k], self._on[k]
+        if stage.max_replicas is not None and on.total() >= stage.max_replicas:
             return False
-        taken = set(on)
+        is_in_time = functools.cache(functools.partial(self._is_in_time, k))
+        places = self._ledger.places
         found = [
             d
             for d in self._slots[self._m, k]
-            if on.count(d) < stage.per_device
+            if on[d] < stage.per_device
             and stage.memory_bytes <= self._ledger.memory[d]
             and stage.cores <= self._ledger.cores[d] + ENOUGH
-            and self._is_in_time(k, d)
+            and is_in_time(places[d].device.kind)
         ]
-        if self._must_spread(k, taken):
-            nodes = {self._ledger.places[d].node for d in taken}
-            found = [d for d in found if self._ledger.places[d].node not in nodes]
-        has_all = len(on) >= max(1, stage.min_replicas)
+        nodes = {places[d].node for d in on}
+        if len(nodes) == 1 < spread_of(self._problem, stage):
+            found = [d for d in found if places[d].node not in nodes]
+        has_all = on.total() >= max(1, stage.min_replicas)
         best = max(found, key=lambda d: self._merit(k, d), default=None)
         if best is None or (has_all and self._rate(k, best) <= ENOUGH):
             return False
         rate = self._rate(k, best)
         self._chosen.append(((self._m, k, best), rate))
+        on[best] += 1
+        self._rates[k] += rate
         self._ledger.take(best, stage, rate, is_last=self._is_last(k))
         return True
 
-    def _must_spread(self, k: int, taken: set[int]) -> bool:
-        wanted = spread_of(self._problem, self._model.stages[k])
-        nodes = {self._ledger.places[d].node for d in taken}
-        return 0 < len(nodes) < wanted
-
-    def _is_in_time(self, k: int, d: int) -> bool:
+    def _is_in_time(self, k: int, kind: str) -> bool:
         places = self._ledger.places
-        kinds = [
-            {places[other].device.kind for other in self._on(j)}
-            | ({places[d].device.kind} if j == k else set())
-            for j in range(len(self._model.stages))
-        ]
+        kinds = [{places[d].device.kind for d in on} for on in self._on]
+        kinds[k].add(kind)
         return is_in_time(self._problem, self._model, kinds)
 
     def _rate(self, k: int, d: int) -> float:
@@ -171,7 +169,7 @@ class _Placing:
     def _merit(self, k: int, d: int) -> tuple[float, ...]:
         device = self._ledger.places[d].device
         runs = self._running[self._model.name, k, device.name]
-        is_running = self._on(k).count(d) < runs
+        is_running = self._on[k][d] < runs
         price = 0.0 if self._ledger.used[d] else device.price
         rate = self._rate(k, d) / max(ENOUGH, self._model.demand)
         full = self._ledger.used[d] / device.capacity if self._problem.balance else 0.0

@@ -56,6 +56,16 @@ def test_bottleneck_gets_more_replicas() -> None:
     assert found.gap < 1e-4
 
 
+def test_stages_grow_together_if_the_demand_cannot_be_met() -> None:
+    """Without a solver as well."""
+    nodes = tuple(node(f"n{n}", "cpu", "cpu") for n in range(4))
+    problem = Problem(nodes, (ModelNeed("m", (stage(), stage()), demand=1e6),))
+    counts = Counter[int]()
+    for (_, k, _), count in place_greedily(problem).items():
+        counts[k] += count
+    assert counts == {0: 4, 1: 4}
+
+
 def test_cheapest_devices_that_suffice_are_used() -> None:
     """The placement uses no more devices than needed."""
     cheap = Node("cheap", tuple(Device(f"c{i}", "cpu", 8 * GIB, 1.0) for i in range(3)))
