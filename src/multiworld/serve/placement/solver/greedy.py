@@ -108,7 +108,7 @@ class _Placing:
                 if not self._add(k):
                     self._give_up()
                     return []
-        # The slowest stage grows next; what the others could do beyond it serves nobody.
+        # The slowest stage grows next; what others could do beyond it serves nobody.
         stages = range(len(self._model.stages))
         while self._missing(k := max(stages, key=self._missing)) > ENOUGH:
             if not self._add(k):
@@ -145,10 +145,16 @@ class _Placing:
         if len(nodes) == 1 < spread_of(self._problem, stage):
             found = [d for d in found if places[d].node not in nodes]
         has_all = on.total() >= max(1, stage.min_replicas)
-        best = max(found, key=lambda d: self._merit(k, d), default=None)
-        if best is None or (has_all and self._rate(k, best) <= ENOUGH):
+        rates = {d: self._rate(k, d) for d in found}
+        most = max([ENOUGH, *rates.values()])
+        best = max(
+            found,
+            key=lambda d: (round(rates[d] / most, 3), *self._merit(k, d)),
+            default=None,
+        )
+        if best is None or (has_all and rates[best] <= ENOUGH):
             return False
-        rate = self._rate(k, best)
+        rate = rates[best]
         self._chosen.append(((self._m, k, best), rate))
         on[best] += 1
         self._rates[k] += rate
@@ -171,6 +177,5 @@ class _Placing:
         runs = self._running[self._model.name, k, device.name]
         is_running = self._on[k][d] < runs
         price = 0.0 if self._ledger.used[d] else device.price
-        rate = self._rate(k, d) / max(ENOUGH, self._model.demand)
         full = self._ledger.used[d] / device.capacity if self._problem.balance else 0.0
-        return round(rate, 3), is_running, -price, -full, -self._ledger.memory[d]
+        return is_running, -price, -full, -self._ledger.memory[d]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from multiworld.serve.placement.solver.problem import (
     Device,
@@ -21,6 +21,7 @@ from multiworld.serve.resources.amounts import mib
 Slot = tuple[int, int, int]
 
 Counts = Mapping[Slot, int]  # replicas in each slot
+FAR = 10.0  # a demand of so many times what all devices can serve counts as this
 REPLICA_COST = 1e-3  # per hour, of each replica: fewer are better, all else being equal
 
 
@@ -104,6 +105,28 @@ def spread_of(problem: Problem, stage: StageNeed) -> int:
         )
     ]
     return min(2, stage.min_replicas, max(1, len(allowed)))
+
+
+def within_reach(problem: Problem) -> Problem:
+    """Reduce demands far beyond what all devices could serve: shares of these would be
+    lost in roundings and worth less than the devices."""
+    places = places_of(problem)
+
+    def most(stage: StageNeed) -> float:
+        return sum(
+            problem.utilisation * place.device.capacity / max(seconds, 1e-12)
+            for place in places
+            if is_possible(problem, stage, place)
+            for seconds in [stage.seconds[place.device.kind] * stage.width]
+        )
+
+    models = tuple(
+        replace(model, demand=min(model.demand, FAR * reach))
+        if (reach := min(map(most, model.stages), default=0.0)) > 0
+        else model
+        for model in problem.models
+    )
+    return replace(problem, models=models)
 
 
 def worth_of(problem: Problem) -> float:

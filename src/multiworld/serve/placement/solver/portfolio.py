@@ -12,7 +12,13 @@ from dataclasses import replace
 from multiworld.serve.placement.solver import cp_sat
 from multiworld.serve.placement.solver.greedy import place_greedily
 from multiworld.serve.placement.solver.linear import Formulation
-from multiworld.serve.placement.solver.model import Counts, Slot, answer
+from multiworld.serve.placement.solver.model import (
+    Counts,
+    Slot,
+    answer,
+    reasons,
+    within_reach,
+)
 from multiworld.serve.placement.solver.problem import Placement, Problem
 from multiworld.serve.placement.solver.verify import faults
 
@@ -27,9 +33,9 @@ def place(
     clock: Callable[[], float] = time.monotonic,
 ) -> Placement:
     """Return the best placement found in time; never worse than the greedy one."""
-    formulation = Formulation(problem)
+    formulation = Formulation(within_reach(problem))
     end = clock() + limit_s
-    hint = place_greedily(problem)
+    hint = place_greedily(formulation.problem)
     best = _exact(formulation, hint, math.inf, "greedy")
     stay = _exact(formulation, _running(formulation), math.inf, "as it is")
     best = stay if stay.value >= best.value and stay.replicas else best
@@ -45,7 +51,7 @@ def place(
             found = _exact(formulation, chosen, bound, name)
             best = found if found.value > best.value else best
         best = replace(best, bound=bound)
-    return best
+    return replace(best, unplaced=reasons(problem, best.served))
 
 
 def _running(formulation: Formulation) -> Counts:

@@ -57,13 +57,17 @@ def test_bottleneck_gets_more_replicas() -> None:
 
 
 def test_stages_grow_together_if_the_demand_cannot_be_met() -> None:
-    """Without a solver as well."""
+    """By greedy alone as well, however far beyond the machines the demand is."""
     nodes = tuple(node(f"n{n}", "cpu", "cpu") for n in range(4))
     problem = Problem(nodes, (ModelNeed("m", (stage(), stage()), demand=1e6),))
     counts = Counter[int]()
     for (_, k, _), count in place_greedily(problem).items():
         counts[k] += count
     assert counts == {0: 4, 1: 4}
+    found = place(problem, 5.0)
+    assert faults(problem, found) == []
+    assert found.served["m"] == pytest.approx(4 * 0.8 / 0.1)
+    assert "32 of 1e+06 items/s" in found.unplaced["m"]
 
 
 def test_cheapest_devices_that_suffice_are_used() -> None:
