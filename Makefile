@@ -70,8 +70,8 @@ soak: $(STAMP)
 soak-serve: $(STAMP)
 	$(BIN)/python -m tests.serve.soak --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
-# Random faults under streams of generated text; every token is checked. With an engine
-# of others: ENGINE=vllm, llama.cpp (by xllamacpp), llama-server (on the PATH) or stand-in.
+# Random faults under streams of generated text; every token is checked. With an external
+# engine: ENGINE=vllm, llama.cpp (by xllamacpp), llama-server (on the PATH) or stand-in.
 soak-generate: $(STAMP)
 	$(BIN)/python -m tests.serve.soak_generate --minutes $(MINUTES) --seed $(SEED) --engine "$(ENGINE)" $(ARGS)
 

@@ -406,7 +406,7 @@ FIGURES: dict[str, Callable[[], str]] = {
         "texts", "preempted of 256 by MB for keys and values", 96, "preempted"
     ),
     "deterministic_worst": lambda: times(_deterministic()),
-    # Engines of others.
+    # External engines.
     "engine_pause": lambda: median(
         "engine_kills", PAUSE, 5, "vLLM behind multiworld", 1000
     ),

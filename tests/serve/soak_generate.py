@@ -83,7 +83,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """Parameters of the texts, by kind."""
 ENGINES = ("stand-in", "vllm", "llama.cpp", "llama-server")
-"""Engines of others that can be soaked."""
+"""External engines that can be soaked."""
 
 FAULTS = {"kill": 6, "stop": 2, "pause": 6, "drain": 2, "scale": 2, "update": 1}
 PAUSED_S = (0.3, 1.5)
@@ -145,7 +145,7 @@ def spec_of(folder: Path, threads: int) -> dict[str, Any]:
 
 
 def engine_spec(engine: str, folder: Path) -> dict[str, Any]:
-    """Return the spec of a model that an engine of others computes."""
+    """Return the spec of a model that an external engine computes."""
     from benchmarks.rivals.environment import default_folder, install, python_of
 
     more: dict[str, Any] = {"engine": "vllm"}

@@ -1,4 +1,4 @@
-"""A service whose replicas are engines of others, while these are lost and replaced."""
+"""A service whose replicas are external engines, while these are lost and replaced."""
 
 from __future__ import annotations
 

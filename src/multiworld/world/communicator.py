@@ -147,7 +147,7 @@ class WorldCommunicator:
         await self._world(world_name).scatter(tensor, scatter_list or None, src=src)
 
     def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-        """Return any other collective of ``World``, with ``world_name`` by keyword."""
+        """Return another collective of ``World``; pass ``world_name`` by keyword."""
         if name.startswith("_") or not hasattr(CollectiveMethods, name):
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 

@@ -173,7 +173,7 @@ class WorldManager:
             store: Address of the store: ``tcp://HOST:PORT``, or ``memory://NAME`` for
                 ``backend="memory"``. The default is ``MULTIWORLD_STORE`` in the
                 environment, or else ``MASTER_ADDR`` and ``MASTER_PORT`` (under
-                torchrun, which runs its own store there, the next port). If nobody
+                torchrun, whose own store is at that port, the port after it). If nobody
                 serves the address and it belongs to this host, rank 0 embeds the store.
                 Commas separate several addresses, in the same order on every member;
                 the first store that answers is used, and none is embedded.

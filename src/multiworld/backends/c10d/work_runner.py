@@ -85,7 +85,7 @@ class WorkRunner:
         try:
             work.get_future().add_done_callback(done)
         except (NotImplementedError, RuntimeError):
-            await self._in_thread(work.wait)  # works of this backend have no futures
+            await self._in_thread(work.wait)  # this backend's ``Work`` has no future
             return
         # If cancelled, the native work goes on: the caller must break the world.
         self._collectives[future] = number

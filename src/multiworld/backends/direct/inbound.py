@@ -94,7 +94,7 @@ class Inbound:
         window, self._window = self._window, None
         if window is not None:
             window.close()
-        self._blocks.clear()  # unmapped with the last tensor in them
+        self._blocks.clear()  # each is unmapped when its last tensor is freed
         self._stage, self._start, self._end = _NOTHING, 0, 0
         self._pending, self.is_held = None, False
 

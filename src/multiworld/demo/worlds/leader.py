@@ -65,7 +65,7 @@ class Outcome:
 
 
 class Leader:
-    """Runs the demo once; ``phase_s`` is the time before the kill and at the end."""
+    """Runs the demo once, with ``phase_s`` before the kill and after the recovery."""
 
     def __init__(
         self, backend: str, phase_s: float, tell: Callable[[str], None]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from multiworld.serve.core.load_balancer import HashRing
 from multiworld.serve.transport.routing_table import Replica, ReplicaState, RoutingTable
 
-KNOWN_SESSIONS = 4096  # whose homes are remembered: queued work asks again and again
+KNOWN_SESSIONS = 4096  # whose replicas are cached: queued work asks repeatedly
 
 
 class ReplicaView:

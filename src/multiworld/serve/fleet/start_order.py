@@ -42,7 +42,7 @@ def next_starts(shortages: Sequence[Shortage], free: int) -> list[StageKey]:
 def lost_stages(
     shortages: Sequence[Shortage], chosen: Sequence[StageKey], limit: int
 ) -> list[StageKey]:
-    """Return stages that have lost all of their replicas, and start none."""
+    """Return stages that lost all their replicas and have none starting."""
     found = [
         shortage.key
         for shortage in shortages

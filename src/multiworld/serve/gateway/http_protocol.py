@@ -279,7 +279,7 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
                 self._timers["late"] = self.loop.call_later(head_s, close)
 
         def _limit_idle(self) -> None:
-            """Limit the time after an empty line, which is of no request."""
+            """Limit the time after an empty line, which begins no request."""
             cycle = self.cycle
             is_between = cycle is None or (
                 cycle.response_complete and not cycle.more_body

@@ -32,7 +32,7 @@ from multiworld.serve.transport.collation import rows_of
 
 MAX_DIMENSIONS = 16  # of a tensor
 MAX_DIGITS = 18  # of a length; ``int`` takes long for millions of them
-MAX_ELEMENTS = 2**40  # of a tensor, and of each size
+MAX_ELEMENTS = 2**40  # in a tensor, and in each dimension
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32)
 FEW = 16  # values up to which Python checks them faster than torch
 SHOWN = 80  # characters of an invalid value in an error text

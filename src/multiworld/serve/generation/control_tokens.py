@@ -1,9 +1,9 @@
 """Control tokens in a chat: from the template only, not from what users write.
 
 In a message, the characters of a control token (``<|im_end|>``) must become ordinary
-tokens, or it could end its turn and start one of the system. So they are marked before
-the template is rendered, and encoded in two pieces afterwards, which no control token
-matches.
+tokens, or the message could end its turn and begin a system turn. So they are marked
+before the template is rendered, and encoded in two pieces afterwards, which no control
+token matches.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Cutter:
         is_flat = all("." not in name for name in self.begins[1:])
         whole = self._whole
         has_hooks = bool(whole._forward_hooks or whole._forward_pre_hooks)
-        # A subclass may compute more than its children.
+        # A subclass of ``Sequential`` may compute more than its child modules.
         is_plain = type(whole).forward is nn.Sequential.forward and not has_hooks
         return isinstance(whole, nn.Sequential) and is_plain and is_flat
 

@@ -25,7 +25,7 @@ class StageProfile(BaseModel):
 
     name: str
     weight_bytes: NonNegativeInt  # of the parameters; 0: it is no ``nn.Module``
-    loaded_bytes: NonNegativeInt  # growth of the process when it loaded the stage
+    loaded_bytes: NonNegativeInt  # memory the process gained by loading the stage
     peak_bytes: NonNegativeInt  # largest growth while it computed, loading included
     out_bytes: Count  # sent to the next stage for one item (a row)
     # Median seconds of one batch, by batch size in rows; for a model that generates

@@ -346,7 +346,7 @@ class ModelSpec(_Strict):
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the factory."""
     engine: str | None = Field(default=None, pattern=ENGINE)
-    """Engine of others that computes the whole model in each replica: `vllm`,
+    """External engine that computes the whole model in each replica: `vllm`,
     `llama.cpp`, `openai` (servers that somebody else runs), or
     `package.module:function` of an adapter. Such a model has no `stages`: `replicas`,
     `autoscaling_config`, `device`, `cpus`, `memory_mb`, `gpu_memory_mb`, `compute_s`

@@ -33,7 +33,7 @@ MAX_STOPS = 16  # stop strings
 MAX_STOP_TOKENS = 1024  # tokens that end a completion
 MAX_STOP = 256  # characters of a stop string; each token is searched for them
 MAX_BIASES = 1024
-GREEDY = 1e-5  # temperatures below it are 0, as in vLLM: the quotient would overflow
+GREEDY = 1e-5  # lower temperatures count as 0, as in vLLM: else logits / t overflows
 MAX_LOGPROBS = 20  # alternatives reported with each token
 DEFAULT_TOKENS = 16  # of a text completion that gives no number, as in OpenAI's API
 # Pairs of ``metadata``, characters of names and values, as in OpenAI's API.

@@ -1,1 +1,1 @@
-"""Engines of others as replicas: one process computes the whole model."""
+"""External engines as replicas: one process computes the whole model."""

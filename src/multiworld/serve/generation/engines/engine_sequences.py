@@ -386,7 +386,7 @@ class EngineSequences:
                 self._no_token(sequence, f"the engine failed: {error}")
 
     def _no_token(self, sequence: EngineSequence, why: str) -> None:
-        """Return a sequence to its gateway; give the engine up if that is usual."""
+        """Return a sequence to its gateway; after too many in a row, end the engine."""
         self.counts["failed_runs"] += 1
         self._failures += 1
         self._take_back(sequence)

@@ -26,7 +26,7 @@ from multiworld.serve.generation.engines.whole_engine import EngineToken, Run
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.transport.generation_messages import Sampling
 
-# Tokens of a piece: this many requests fewer, and at most this many tokens that are
+# Tokens in a piece. It divides the number of requests, and bounds the tokens that are
 # computed again after a loss.
 PIECE = 32
 # Biases of a request: with more, an error ends the engine of vLLM's GPU runner.

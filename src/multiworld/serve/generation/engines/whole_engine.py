@@ -1,4 +1,4 @@
-"""Whole engines: what an adapter to an engine of others has to provide. Pure.
+"""Whole engines: what an adapter to an external engine has to provide. Pure.
 
 A whole engine computes all layers of a model, so one replica is the only stage, and its
 loss costs a prefill. The gateway holds the tokens of every stream; an engine gets all
@@ -124,7 +124,7 @@ class EngineToken:
 
 
 class WholeEngine(Protocol):
-    """An engine of others, in the process of its replica.
+    """An external engine, in the process of its replica.
 
     Making one starts nothing. It raises SpecError if ``EngineSettings.args`` cannot be
     used.

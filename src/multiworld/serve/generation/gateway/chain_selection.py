@@ -79,7 +79,7 @@ class ChainSelection:
         self.sources = StepSources()
         # Streams at each replica, and those that are being moved to it.
         self.load: Counter[str] = Counter()
-        # Replicas that lacked a connection to another one lately, with the end of it.
+        # Until when to avoid replicas that lacked a connection to another one, by name.
         self._doubted: dict[str, float] = {}
 
     def doubt(self, replicas: Sequence[str], now: float) -> bool:

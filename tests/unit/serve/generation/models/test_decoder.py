@@ -312,7 +312,7 @@ def test_sequences_end_before_their_length_changes_others(
     if longest == 99:
         config["original_max_position_embeddings"] = 99
     assert huggingface.longest_of(config, 7) == longest
-    # Engines of others:
+    # External engines:
     assert huggingface.configured_length(config, folder_facts.MAX_TOKENS) == 500
 
 

@@ -301,7 +301,7 @@ def test_history_that_goes_back_is_as_if_it_had_not_gone_on(
 
 
 def test_module_needs_torch_alone() -> None:
-    """Engines of others load it in their own environment."""
+    """External engines load it in their own environment."""
     source = ast.parse(Path(sampler.__file__).read_text())
     # What is imported for type checkers only is not loaded.
     source.body = [node for node in source.body if not isinstance(node, ast.If)]
