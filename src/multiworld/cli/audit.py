@@ -14,7 +14,7 @@ from multiworld.serve.tenants.records import AuditEntry
 @click.option(
     "-n",
     "--last",
-    type=click.IntRange(1),
+    type=click.IntRange(1, 1_000_000),
     default=20,
     help="Number of operations to show.",
 )

@@ -27,7 +27,12 @@ def settle(
 
 
 def in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
-    """Start ``call`` in a thread of its own; cancelling stops the wait only."""
+    """Start ``call`` in a thread of its own; cancelling stops the wait only.
+
+    Raises:
+        RuntimeError: It raised what is no ``Exception``, such as ``SystemExit``, which
+            would end the event loop.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -36,6 +41,9 @@ def in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
             result = call()
         except Exception as error:
             settle(loop, future, error=error)
+        except BaseException as error:  # of a user's code
+            text = f"it ended its thread by {type(error).__name__}: {error}"
+            settle(loop, future, error=RuntimeError(text))
         else:
             settle(loop, future, result)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable
 from functools import partial
 from typing import Any, Literal
@@ -10,14 +11,17 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request, Response
 from pydantic import Field
 
-from multiworld.errors import ServeError
+from multiworld.errors import ServeError, SpecError
 from multiworld.net.threads import in_thread
 from multiworld.serve.control import answers
 from multiworld.serve.control.admin_tenants import AdminRequest, add_tenants, respond
 from multiworld.serve.control.controller import Controller
 from multiworld.serve.control.status import decisions_of, nodes_of, with_reports
-from multiworld.serve.models.factory import fetch
+from multiworld.serve.models.factory import fetch, import_all
 from multiworld.serve.spec.loader import parse_spec
+from multiworld.serve.spec.schema import AppSpec
+
+IMPORT_S = 60.0  # for the code that an update names
 
 
 class Scale(AdminRequest):
@@ -112,6 +116,27 @@ def _add_views(app: FastAPI, controller: Controller) -> None:
         return respond(controller.history.since(since))
 
 
+async def _import_code(spec: AppSpec) -> None:
+    """Run the users' code that an update imports, which may hang or exit."""
+    try:
+        async with asyncio.timeout(IMPORT_S):
+            await in_thread(partial(_try_import, spec))
+    except TimeoutError:
+        raise ServeError(
+            f"importing the code that the spec names takes over {IMPORT_S:.0f} s; the "
+            "update was not applied"
+        ) from None
+    except RuntimeError as error:
+        raise SpecError(
+            f"the code that the spec names cannot be used: {error}"
+        ) from error
+
+
+def _try_import(spec: AppSpec) -> None:
+    with contextlib.suppress(Exception):  # the update finds it, and refuses the spec
+        import_all(spec)
+
+
 def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) -> None:
     operations, updating = controller.operations, asyncio.Lock()
 
@@ -129,6 +154,7 @@ def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) 
             spec = await asyncio.to_thread(parse_spec, asked.text, asked.where)
             if not await is_done_before(ended, in_thread(partial(fetch, spec))):
                 raise ServeError("the service ends; the update was not applied")
+            await _import_code(spec)
             since = operations.update(spec)
         await controller.confirmed()
         desired = controller.fleet.desired.models

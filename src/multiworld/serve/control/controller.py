@@ -454,6 +454,11 @@ class Controller:
             except PlacementError as error:
                 self.happened(events.Unplaced(name, str(error)))
                 return
+            except Exception as error:  # a user's policy may raise anything
+                logger.exception("the placement policy failed")
+                text = f"the placement policy raised {type(error).__name__}: {error}"
+                self.happened(events.Unplaced(name, text))
+                return
             update = {"model": model, "stage": stage, "spec": spec, "gpus": spot.gpus}
             args = args.model_copy(update=update)
         args = args.model_copy(update={"alive": str(self._folder.alive)})
@@ -539,8 +544,13 @@ class Controller:
         table = messages.TableChanged(self.fleet.table)
         if not _is_gateway(name):
             return [table]
-        versions = status.models_order(self._versions.specs)
-        return [versions, *self.tenanting.greeting(), table]
+        # Not a version that was rolled back: its factory may end the gateway.
+        used = self._used_versions()
+        specs = {
+            model: {v: spec for v, spec in versions.items() if (model, v) in used}
+            for model, versions in self._versions.specs.items()
+        }
+        return [status.models_order(specs), *self.tenanting.greeting(), table]
 
     def joined(self, name: str) -> None:
         self.happened(events.Joined(name))
@@ -584,10 +594,8 @@ class Controller:
 
     def _save(self) -> None:
         fleet = self.fleet
-        needed = {(p.model, p.version) for p in fleet.processes.values()}
-        needed |= {(name, model.version) for name, model in self.app.models.items()}
-        needed |= {(n, model.version) for n, model in fleet.desired.models.items()}
-        self._versions.keep_only(needed | set(fleet.active.items()))
+        given = {(name, model.version) for name, model in self.app.models.items()}
+        self._versions.keep_only(given | self._used_versions())
         record = status.record_of(
             self.app,
             self._versions.specs,
@@ -598,6 +606,12 @@ class Controller:
             self.bookings.ledger,
         )
         self._record.keep(record)
+
+    def _used_versions(self) -> set[tuple[str, str]]:
+        fleet = self.fleet
+        used = {(p.model, p.version) for p in fleet.processes.values()}
+        used |= {(n, model.version) for n, model in fleet.desired.models.items()}
+        return used | set(fleet.active.items())
 
 
 def _is_gateway(name: str) -> bool:

@@ -158,7 +158,9 @@ class Operations:
         owner.app = app
         self._versions.add(app)
         try:
-            self._placement.admit(changed)
+            specs = self._versions.specs
+            both = asks_of(changed, specs) + asks_of(self._replaced(changed), specs)
+            self._placement.bookings.admit(both)
         except Exception as error:  # also of a user's placement policy
             owner.app = old_app
             self._versions.restore(before)
@@ -175,6 +177,16 @@ class Operations:
         owner.send_gateways(models_order(self._versions.specs))
         owner.want(changed)
         return last
+
+    def _replaced(self, wanted: DesiredState) -> DesiredState:
+        """Return the active versions that run until the wanted ones are ready."""
+        found = {}
+        for name, version in self._fleet.active.items():
+            known = self._fleet.version(name, version)
+            model = wanted.models.get(name)
+            if known is not None and model is not None and model.version != version:
+                found[name] = known
+        return replace(wanted, models=found)
 
     def _check_sources(self, app: AppSpec) -> None:
         """Refuse new versions whose code was imported before it was changed."""

@@ -8,15 +8,22 @@ import logging
 from collections.abc import Iterable
 from typing import Protocol
 
-from multiworld.errors import MemberLostError, WorldBrokenError, WorldClosedError
+from multiworld.errors import (
+    MemberLostError,
+    MultiWorldError,
+    WorldBrokenError,
+    WorldClosedError,
+)
+from multiworld.net.rare_log import RareLog
 from multiworld.serve.transport import control_messages as messages
-from multiworld.serve.transport.control_agent import control_world
+from multiworld.serve.transport.control_agent import AGAIN_S, control_world
 from multiworld.serve.transport.process_args import world_config
 from multiworld.serve.transport.protocol import MessageError
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
 
 logger = logging.getLogger("multiworld.serve")
+rare_log = RareLog(logger)
 
 JOIN_S = 20.0  # for a process to join its control world, per attempt
 REPORT_S = 2.0  # for the report of a process
@@ -117,6 +124,15 @@ class ProcessLinks:
             self._asked.pop(number, None)
 
     async def _live(self, name: str) -> None:
+        while True:
+            try:
+                await self._stay(name)
+                return
+            except (MultiWorldError, OSError) as error:
+                rare_log.error(f"{name} cannot be reached", error)
+            await asyncio.sleep(AGAIN_S)
+
+    async def _stay(self, name: str) -> None:
         world_name = control_world(self._app, name)
         try:
             async for world in self._manager.keep(

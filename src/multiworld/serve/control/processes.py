@@ -98,6 +98,8 @@ class Processes:
                     ProcessPhase(record.phase),
                     now,
                     is_drain_requested=record.is_drain_requested,
+                    fingerprint=record.fingerprint,
+                    weights=record.weights,
                 )
                 found.append((record, process))
         return found

@@ -11,7 +11,7 @@ import socket
 import ssl
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import uvicorn
 
@@ -88,9 +88,22 @@ async def run_service(
     folder.lock()
     held = folder.hold()
     try:
-        return await _run(app, folder, on_up, on_progress, waiting)
+        shown = _suppressed(on_up), _suppressed(on_progress)
+        return await _run(app, folder, *shown, waiting)
     finally:
         os.close(held)
+
+
+def _suppressed(show: Callable[..., object]) -> Callable[..., None]:
+    """Return a function that fails neither on a full disk nor on a closed pipe."""
+
+    def call(*args: Any) -> None:
+        try:
+            show(*args)
+        except (OSError, SystemExit) as error:  # rich exits if nobody reads the pipe
+            logger.error("progress cannot be shown: %s", error)
+
+    return call
 
 
 async def _run(

@@ -218,6 +218,8 @@ def _recorded(
         node="" if booking is None else booking.spot.node,
         gpus=() if booking is None else booking.spot.gpus,
         is_drain_requested=process.is_drain_requested,
+        fingerprint=process.fingerprint,
+        weights=process.weights,
     )
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 from multiworld.errors import (
     LaunchError,
@@ -22,6 +23,7 @@ from multiworld.serve.control.status import last_words
 from multiworld.serve.fleet.record import StateFolder, StoreRecord
 from multiworld.serve.launchers.base import began_at
 
+STARTED = "store.started"  # file in the state folder: process id and start of a store
 START_S = 30.0  # for the store to start
 ANSWER_S = 1.5  # for its answer
 CHECK_S = 1.0  # between checks of whether it runs and answers
@@ -39,6 +41,8 @@ async def start_store(
     """Return the running store, or start one at its old address."""
     if old is not None and began_at(old.pid) == old.began:
         return old
+    started = folder.path / STARTED
+    await _end_unrecorded(started)
     port = "0" if old is None else old.address.rpartition(":")[2]
     command = [sys.executable, "-m", "multiworld.cli.main", "store", "--json"]
     command += ["--host", host, "--port", port]
@@ -56,7 +60,10 @@ async def start_store(
             start_new_session=True,
         )
     assert process.stdout is not None
+    began = began_at(process.pid) or 0
     try:
+        # Until it is recorded: it would keep the port and the state from its successor.
+        started.write_text(json.dumps([process.pid, began]))
         async with asyncio.timeout(START_S):
             line = await process.stdout.readline()
     except TimeoutError:
@@ -66,9 +73,19 @@ async def start_store(
             process.kill()
         raise LaunchError(f"the store did not start: {last_words(log) or f'see {log}'}")
     address = json.loads(line)["store"]
-    return StoreRecord(
-        address=address, pid=process.pid, began=began_at(process.pid) or 0
-    )
+    return StoreRecord(address=address, pid=process.pid, began=began)
+
+
+async def _end_unrecorded(started: Path) -> None:
+    """Kill the store that a controller started and died before it recorded it."""
+    try:
+        pid, began = json.loads(started.read_text())  # noqa: ASYNC240 - a line
+    except (FileNotFoundError, ValueError, TypeError):
+        return
+    store = StoreRecord(address="", pid=int(pid), began=int(began))
+    if store.began:
+        kill_store(store)
+        await _until_ended(store)
 
 
 async def store_answers(store: StoreRecord, security: Security) -> bool:
@@ -99,7 +116,8 @@ async def check_secret(store: StoreRecord, security: Security) -> None:
 
 def kill_store(store: StoreRecord) -> None:
     if began_at(store.pid) == store.began:
-        os.kill(store.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(store.pid, signal.SIGKILL)
 
 
 async def end_store(store: StoreRecord) -> None:
@@ -107,6 +125,10 @@ async def end_store(store: StoreRecord) -> None:
     if began_at(store.pid) != store.began:
         return
     os.kill(store.pid, signal.SIGTERM)
+    await _until_ended(store)
+
+
+async def _until_ended(store: StoreRecord) -> None:
     for _ in range(int(END_S / LOOK_S)):
         if began_at(store.pid) != store.began:
             return

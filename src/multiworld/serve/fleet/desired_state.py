@@ -125,7 +125,7 @@ def stage_number(spec: ModelSpec, model: str, stage: str) -> int:
     names = [s.name or str(n) for n, s in enumerate(spec.stages)]
     if stage in names:
         return names.index(stage)
-    if stage.isdigit() and int(stage) < len(names):
+    if stage.isdecimal() and int(stage) < len(names):
         return int(stage)
     raise UnknownModelError(
         f"model {model!r} has no stage {stage!r}; its stages are {', '.join(names)}"

@@ -29,7 +29,7 @@ from multiworld.serve.fleet.start_order import (
     SLOW_START_S,
     Shortage,
     StageKey,
-    lost_stages,
+    lost_starts,
     next_starts,
 )
 from multiworld.serve.fleet.state import (
@@ -396,7 +396,7 @@ class Reconciler:
             p.is_starting and not p.is_gateway and now - p.since > SLOW_START_S
             for p in self.processes.values()
         )
-        chosen += lost_stages(shortages, chosen, slow)
+        chosen += lost_starts(shortages, chosen, slow)
         self._updates_wait({s.key for s in shortages} - set(chosen), now)
         for key in chosen:
             yield self._launch(key, now)

@@ -41,6 +41,8 @@ class ProcessRecord(BaseModel):
     node: str = ""  # empty beside the controller
     gpus: tuple[int, ...] = ()
     is_drain_requested: bool = False
+    fingerprint: str = ""
+    weights: str = ""
 
 
 class StoreRecord(BaseModel):
@@ -269,30 +271,48 @@ class RecordKeeper:
         self._newest: Record | None = None
         self._saved: Record | None = None
         self._writing: asyncio.Task[None] | None = None
+        # Number of records kept, and of the last one that was written or failed.
+        self._kept = self._tried = 0
+        self._tried_one = asyncio.Event()
 
     def keep(self, record: Record) -> None:
         """Write a record soon, unless it equals the last one written."""
         self._newest = record
+        self._kept += 1
         if self._writing is not None and not self._writing.done():
             return
         if record == self._saved:
-            self.trouble = ""
+            self.trouble, self._tried = "", self._kept
         else:
             self._writing = asyncio.get_running_loop().create_task(self._write())
 
     async def settled(self, limit_s: float) -> None:
-        """Wait at most ``limit_s`` until the newest record is written or has failed."""
-        if self._writing is not None:
-            await asyncio.wait({self._writing}, timeout=limit_s)
+        """Wait at most ``limit_s`` until what is the newest record now is written, or
+        could not be."""
+        wanted = self._kept
+        try:
+            async with asyncio.timeout(limit_s):
+                while self._tried < wanted:
+                    await self._tried_one.wait()
+        except TimeoutError:
+            pass
 
     async def _write(self) -> None:
         while self._newest is not None and self._newest != self._saved:
-            record = self._newest
+            record, number = self._newest, self._kept
             try:
                 await asyncio.to_thread(self._save, record)
-            except OSError as error:  # the next record tries again
+            except Exception as error:  # the next record tries again
                 self.trouble = f"cannot write the record of the service: {error}"
                 self._log.error("cannot write the record of the service", error)
+                self._has_tried(self._kept)
                 return
             self.trouble = ""
             self._saved = record
+            self._has_tried(number)
+        self._has_tried(self._kept)
+
+    def _has_tried(self, number: int) -> None:
+        self._tried = number
+        self._tried_one.set()
+        self._tried_one = asyncio.Event()

@@ -6,6 +6,7 @@ a replica, lost replicas, growth; then the stage with the smallest fraction of i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -39,18 +40,19 @@ def next_starts(shortages: Sequence[Shortage], free: int) -> list[StageKey]:
     return gateways + workers[: max(0, free)]
 
 
-def lost_stages(
+def lost_starts(
     shortages: Sequence[Shortage], chosen: Sequence[StageKey], limit: int
 ) -> list[StageKey]:
-    """Return stages that lost all their replicas and have none starting."""
-    found = [
-        shortage.key
+    """Return starts in place of lost replicas that are not chosen, the most needed
+    first."""
+    taken = Counter(chosen)
+    found = sorted(
+        (_urgency(shortage, nth), shortage.key)
         for shortage in shortages
-        if shortage.lost
-        and shortage.missing == shortage.count
-        and shortage.key not in chosen
-    ]
-    return found[:limit]
+        if shortage.key[0]
+        for nth in range(taken[shortage.key], min(shortage.missing, shortage.lost))
+    )
+    return [key for _, key in found[:limit]]
 
 
 def _urgency(shortage: Shortage, nth: int) -> tuple[int, float]:

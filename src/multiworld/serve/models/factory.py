@@ -137,6 +137,13 @@ def import_factory(factory: str) -> Callable[..., Any]:
     return found
 
 
+def import_all(app: AppSpec) -> None:
+    """Call the factories and import the policies of a spec."""
+    for spec in app.models.values():
+        build_model(spec)
+    check_policies(app)
+
+
 def check_policies(app: AppSpec) -> None:
     if app.placement is not None:
         import_factory(app.placement)

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from multiworld.errors import PlacementError
 from multiworld.serve.fleet import events
 from multiworld.serve.fleet.decision_log import DecisionLog
 from multiworld.serve.fleet.history import History
@@ -59,10 +60,24 @@ class PlacementManager:
     # Before anything is started.
 
     def admit(self, wanted: DesiredState, model: str | None = None) -> None:
-        """Raise ``PlacementError`` if the machines lack room for all models, or one."""
-        if model is not None:
+        """Raise ``PlacementError`` if the machines lack room for all models.
+
+        If they lack room for what is desired already, ``model`` may take what is left.
+        """
+        try:
+            self.bookings.admit(asks_of(wanted, self._specs))
+        except PlacementError:
+            if model is None or self._fits(self._fleet.desired):
+                raise
             wanted = replace(wanted, models={model: wanted.models[model]})
-        self.bookings.admit(asks_of(wanted, self._specs))
+            self.bookings.admit(asks_of(wanted, self._specs))
+
+    def _fits(self, wanted: DesiredState) -> bool:
+        try:
+            self.bookings.admit(asks_of(wanted, self._specs))
+        except PlacementError:
+            return False
+        return True
 
     def restore(self, record: ProcessRecord) -> None:
         spec = self._specs[record.model][record.version]

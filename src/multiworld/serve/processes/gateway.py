@@ -12,9 +12,9 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import uvicorn
 
@@ -29,7 +29,7 @@ from multiworld.serve.generation.api.openai_routes import add_generation
 from multiworld.serve.generation.api.triton_generate import add_generate
 from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.inference.gateway.dispatcher import Dispatcher
-from multiworld.serve.models.factory import build_model
+from multiworld.serve.processes.model_builds import ModelBuilds
 from multiworld.serve.resources.open_files import raise_limit
 from multiworld.serve.spec.datatypes import example_of
 from multiworld.serve.spec.schema import GatewaySpec, ModelSpec
@@ -52,6 +52,7 @@ logger = logging.getLogger("multiworld.serve")
 ROUTES = (add_generation, add_generate)  # add the routes of models that generate text
 GENERATION = get_args(GenerationMessage)  # messages that go to the streams
 PROBE_TOKENS = (1, 1, 1, 1)  # prompt of the probe of a model that generates text
+LOADING_S = 10.0  # to load tokenizers before it serves
 POISON = 256  # poison requests waiting to be reported to a controller
 USAGE_S = 1.0  # between usage reports
 FLEET_S = 2.0  # for the state of the fleet; then the last one is shown
@@ -176,7 +177,7 @@ class GatewayProcess:
         self._probes: set[asyncio.Task[None]] = set()
         self._loading: set[asyncio.Task[None]] = set()
         # Other orders do not wait for factories, but a table for versions of its own.
-        self._build_turn, self._building = asyncio.Lock(), 0
+        self._builds = ModelBuilds(self._add_model, self._apply_held_table)
         self._held_table: RoutingTable | None = None
         connections = allowed_connections(spec.max_connections)
         self._is_routed = asyncio.Event()
@@ -226,6 +227,7 @@ class GatewayProcess:
         finally:
             for task in (*tasks, serving, announcing, *self._probes, *self._loading):
                 task.cancel()
+            self._builds.close()
             await asyncio.gather(*tasks, serving, announcing, return_exceptions=True)
             await self._keeper.close()
 
@@ -233,7 +235,8 @@ class GatewayProcess:
         """Serve once there is a routing table, and all tokenizers are loaded."""
         # Until then the other gateways on the port serve alone.
         await self._is_routed.wait()
-        await asyncio.gather(*self._loading)
+        if self._loading:
+            await asyncio.wait(self._loading, timeout=LOADING_S)
         await self._server.serve(sockets=[sock])
 
     async def _announce_when_up(self) -> None:
@@ -246,17 +249,7 @@ class GatewayProcess:
         self._server.end()
         self._is_routed.set()
 
-    async def _add_model(self, name: str, text: str) -> None:
-        try:
-            spec = ModelSpec.model_validate_json(text)
-            # A factory of a user: its imports may take seconds.
-            model = await asyncio.to_thread(build_model, spec)
-        except MultiWorldError as error:
-            logger.error("model %s: %s", name, error)
-            return
-        except Exception:  # a user's factory may raise anything; serve the other models
-            logger.exception("model %s cannot be built", name)
-            return
+    def _add_model(self, name: str, spec: ModelSpec, model: Model) -> None:
         self._gateway.add_version(name, spec, model)
         if model.generation is not None or model.text is not None:
             self._prepare(name, spec.version, model)
@@ -270,18 +263,17 @@ class GatewayProcess:
             except Exception:  # the first request that needs it tries again
                 logger.exception("the tokenizer of %s cannot be loaded", name)
 
-        self._in_background(load())
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
+        task = asyncio.ensure_future(load())
         self._loading.add(task)
         task.add_done_callback(self._loading.discard)
 
     async def _obey(self, order: messages.Order) -> None:
         match order:
             case messages.ModelsChanged(specs):
-                self._building += 1
-                self._in_background(self._models_changed(specs))
+                for name, versions in specs.items():
+                    for version, text in versions.items():
+                        if version not in self._gateway.models.get(name, {}):
+                            self._builds.begin(name, version, text)
             case messages.TableChanged(table):
                 self._table_changed(table)
             case messages.AllTenants():
@@ -328,22 +320,13 @@ class GatewayProcess:
             self._fleet = None
             logger.warning("the controller did not send the state of the fleet")
 
-    async def _models_changed(self, specs: dict[str, dict[str, str]]) -> None:
-        try:
-            async with self._build_turn:
-                for name, versions in specs.items():
-                    for version, text in versions.items():
-                        if version not in self._gateway.models.get(name, {}):
-                            await self._add_model(name, text)
-        finally:
-            self._building -= 1
+    def _apply_held_table(self) -> None:
         if self._held_table is not None:
             self._table_changed(self._held_table)
 
     def _table_changed(self, table: RoutingTable) -> None:
-        models = self._gateway.models
         active = ((name, route.version) for name, route in table.routes.items())
-        if self._building and any(v not in models.get(name, {}) for name, v in active):
+        if any(version in self._builds for version in active):
             self._held_table = table  # it makes a version active that is being built
             return
         self._held_table = None
@@ -423,9 +406,9 @@ class GatewayProcess:
     async def _probe(self, replica: str, limit_s: float) -> None:
         error: str | None = None
         try:
-            if self._building:
-                async with self._build_turn:  # it may be of a version that is built now
-                    pass
+            known = self._dispatcher.table.replicas.get(replica)
+            if known is not None:
+                await self._builds.wait((known.model, known.version), limit_s)
             model = self._model_of(replica)
             if model.generation is not None:
                 await self._streams.probe(replica, PROBE_TOKENS, limit_s)

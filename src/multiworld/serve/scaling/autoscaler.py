@@ -76,7 +76,7 @@ class AutoscalerOwner(Protocol):
         """Return the reports of processes that answer within ``limit_s`` seconds."""
 
     def admit(self, wanted: DesiredState, model: str) -> None:
-        """Raise PlacementError unless all replicas of ``model`` fit."""
+        """Raise PlacementError if ``model`` has no room beside the other models."""
 
     def want(self, wanted: DesiredState) -> None:
         """Set the desired state."""

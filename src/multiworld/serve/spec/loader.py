@@ -112,7 +112,22 @@ def _spec_error(where: str, problems: list[str]) -> SpecError:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 010 and 1:30 as strings (8 and 90 in YAML 1.1), and 1e3 as 1000."""
+    """Reads 010 and 1:30 as strings (8 and 90 in YAML 1.1), and 1e3 as 1000.
+
+    It joins surrogate pairs, which JSON writes for characters such as emoji.
+    """
+
+    def construct_scalar(self, node: Any) -> Any:
+        value = super().construct_scalar(node)
+        if value.isascii():
+            return value
+        try:
+            return value.encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError:
+            raise yaml.constructor.ConstructorError(
+                problem="half of a surrogate pair, which is no text",
+                problem_mark=node.start_mark,
+            ) from None
 
 
 _Loader.yaml_implicit_resolvers = {

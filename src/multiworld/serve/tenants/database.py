@@ -69,10 +69,7 @@ class TenantDatabase:
             self._add_totals()
             self._db.execute(f"PRAGMA user_version = {FORMAT}")
         except sqlite3.Error as error:
-            raise ServeError(
-                f"{path} cannot be used ({error}); it holds tenants, usage and the "
-                "audit log: repair it, or move it away to start with an empty one"
-            ) from error
+            raise _unusable(path, error) from error
 
     def _check_format(self) -> None:
         (found,) = self._db.execute("PRAGMA user_version").fetchone()
@@ -106,6 +103,13 @@ class TenantDatabase:
             except sqlite3.Error as error:
                 raise ServeError(f"{self._path}: {error}") from error
 
+    def _read(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
+        try:
+            with self._lock:
+                return self._db.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise _unusable(self._path, error) from error
+
     def close(self) -> None:
         with self._lock:
             self._db.close()
@@ -114,10 +118,7 @@ class TenantDatabase:
 
     def tenants(self) -> dict[str, Tenant]:
         """Return all tenants by name; log and skip those that cannot be read."""
-        with self._lock:
-            rows = self._db.execute(
-                "SELECT name, data FROM tenants ORDER BY name"
-            ).fetchall()
+        rows = self._read("SELECT name, data FROM tenants ORDER BY name")
         found: dict[str, Tenant] = {}
         for name, data in rows:
             try:
@@ -168,8 +169,7 @@ class TenantDatabase:
             "SELECT tenant, CAST(sum(prompt_tokens + generated_tokens) AS INTEGER) "
             "FROM usage WHERE minute >= ? GROUP BY tenant"
         )
-        with self._lock:
-            return dict(self._db.execute(query, (minute,)).fetchall())
+        return dict(self._read(query, (minute,)))
 
     def forget_meters(self) -> None:
         """Remove the batch numbers of all meters; no gateway may be running."""
@@ -191,9 +191,7 @@ class TenantDatabase:
             + f" GROUP BY {group} ORDER BY 3, 4, 1"
         )
         values = (since,) if tenant is None else (since, tenant)
-        with self._lock:
-            rows = self._db.execute(query, values).fetchall()
-        return [UsageSum(*row) for row in rows]
+        return [UsageSum(*row) for row in self._read(query, values)]
 
     # Audit.
 
@@ -216,16 +214,22 @@ class TenantDatabase:
 
     def audited(self, last: int) -> list[AuditEntry]:
         """Return the ``last`` administrative actions, oldest first."""
-        with self._lock:
-            rows = self._db.execute(
-                "SELECT number, at, who, act, what, outcome FROM audit "
-                "ORDER BY number DESC LIMIT ?",
-                (last,),
-            ).fetchall()
+        query = (
+            "SELECT number, at, who, act, what, outcome FROM audit "
+            "ORDER BY number DESC LIMIT ?"
+        )
+        rows = self._read(query, (last,))
         return [
             AuditEntry(number, at, who, act, json.loads(what), outcome)
             for number, at, who, act, what, outcome in reversed(rows)
         ]
+
+
+def _unusable(path: Path, error: sqlite3.Error) -> ServeError:
+    return ServeError(
+        f"{path} cannot be used ({error}); it holds tenants, usage and the audit log: "
+        "repair it, or move it away to start with an empty one"
+    )
 
 
 def _sum(name: str) -> str:

@@ -9,13 +9,15 @@ import time
 from collections.abc import Awaitable, Callable
 
 from multiworld.config import WorldConfig
-from multiworld.errors import WorldBrokenError, WorldClosedError
+from multiworld.errors import MultiWorldError, WorldBrokenError, WorldClosedError
 from multiworld.serve.transport.control_messages import NEWS, ORDERS, Hello, News, Order
 from multiworld.serve.transport.protocol import MessageError
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
 
 logger = logging.getLogger("multiworld.serve")
+
+AGAIN_S = 2.0  # until the next try, where another server has the port of the store
 
 Obey = Callable[[Order], Awaitable[None]]
 
@@ -72,6 +74,15 @@ class ControlAgent:
     async def run(self) -> None:
         """Stay connected until cancelled; the control world closes with its manager."""
         self._facts[Hello] = Hello(os.getpid())
+        while True:
+            try:
+                await self._stay()
+                return
+            except (MultiWorldError, OSError) as error:
+                logger.warning("the controller cannot be reached: %s", error)
+            await asyncio.sleep(AGAIN_S)
+
+    async def _stay(self) -> None:
         async for world in self._manager.keep(
             self._world_name, rank=1, size=2, store=self._store, config=self._config
         ):

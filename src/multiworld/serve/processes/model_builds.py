@@ -1,0 +1,68 @@
+"""Builds of models in a gateway: calls of users' factories, which may do anything."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from multiworld.errors import MultiWorldError
+from multiworld.net.threads import in_thread
+from multiworld.serve.models.factory import build_model
+from multiworld.serve.spec.schema import ModelSpec
+from multiworld.serve.spec.stage import Model
+from multiworld.serve.tenants.authenticator import ModelVersion
+
+logger = logging.getLogger("multiworld.serve")
+
+TURN_S = 5.0  # that a factory has the others wait; it then continues beside them
+
+
+class ModelBuilds:
+    """Builds each version of a model once, in a thread; one that hangs holds up no
+    other."""
+
+    def __init__(
+        self,
+        built: Callable[[str, ModelSpec, Model], None],
+        ended: Callable[[], None],  # of each build, also if it failed
+    ) -> None:
+        self._built, self._ended = built, ended
+        self._tasks: dict[ModelVersion, asyncio.Task[None]] = {}
+        self._turn = asyncio.Lock()
+
+    def __contains__(self, version: ModelVersion) -> bool:
+        """Tell whether a version is being built."""
+        return version in self._tasks
+
+    def begin(self, name: str, version: str, text: str) -> None:
+        key = name, version
+        if key not in self._tasks:
+            self._tasks[key] = asyncio.ensure_future(self._build(key, text))
+
+    async def wait(self, version: ModelVersion, limit_s: float) -> None:
+        """Wait at most ``limit_s`` until a version is built, or cannot be."""
+        if version in self._tasks:
+            await asyncio.wait({self._tasks[version]}, timeout=limit_s)
+
+    def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def _build(self, key: ModelVersion, text: str) -> None:
+        name = key[0]
+        try:
+            async with self._turn:
+                spec = ModelSpec.model_validate_json(text)
+                building = asyncio.ensure_future(in_thread(partial(build_model, spec)))
+                if not (await asyncio.wait({building}, timeout=TURN_S))[0]:
+                    logger.warning("the factory of %s takes long", name)
+            self._built(name, spec, await building)
+        except MultiWorldError as error:
+            logger.error("model %s: %s", name, error)
+        except Exception:  # a factory may raise anything; serve the other models
+            logger.exception("model %s cannot be built", name)
+        finally:
+            del self._tasks[key]
+            self._ended()
