@@ -21,7 +21,7 @@ from multiworld.serve.models.factory import fetch, import_all
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.spec.schema import AppSpec
 
-IMPORT_S = 60.0  # for the code that an update names
+IMPORT_S = 20.0  # for the code that an update names
 
 
 class Scale(AdminRequest):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from multiworld.errors import InvalidRequestError, OverloadedError
 
@@ -54,13 +55,24 @@ def limit_s(size: int) -> float:
 
 @dataclass(slots=True, eq=False)
 class BodyBudget:
-    """Bytes that the bodies of all requests in flight may occupy together."""
+    """Bytes that the bodies of all requests in flight may occupy together.
+
+    A tenant may have half of them, so that it cannot keep all others out.
+    """
 
     limit: int
     used: int = 0
+    _of: Counter[str] = field(default_factory=Counter)  # by tenant
 
-    def reserve(self, size: int) -> None:
+    def reserve(self, size: int, tenant: str = "") -> None:
         """Reserve ``size`` bytes; raise ``NoMemoryError`` if they do not fit."""
+        if tenant and self._of[tenant] + size > self.limit / 2:
+            raise NoMemoryError(
+                f"bodies of this tenant's requests fill half of the "
+                f"{self.limit / 2**20:g} MiB of this gateway (gateway.max_bodies_mb); "
+                "retry later",
+                retry_after_s=RETRY_S,
+            )
         if self.used + size > self.limit:
             raise NoMemoryError(
                 f"bodies of requests in flight fill the {self.limit / 2**20:g} MiB of "
@@ -68,22 +80,27 @@ class BodyBudget:
                 retry_after_s=RETRY_S,
             )
         self.used += size
+        self._of[tenant] += size
 
-    def release(self, size: int) -> None:
+    def release(self, size: int, tenant: str = "") -> None:
         self.used -= size
+        self._of[tenant] -= size
+        if not self._of[tenant]:
+            del self._of[tenant]
 
 
 @dataclass(slots=True, eq=False)
 class Reservation:
     budget: BodyBudget
+    tenant: str = ""  # empty: without authentication
     size: int = 0
 
     def add(self, size: int) -> None:
-        self.budget.reserve(size)
+        self.budget.reserve(size, self.tenant)
         self.size += size
 
     def remove(self, size: int) -> None:
-        self.budget.release(size)
+        self.budget.release(size, self.tenant)
         self.size -= size
 
     def release(self) -> None:

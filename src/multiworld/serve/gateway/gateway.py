@@ -46,6 +46,7 @@ from multiworld.serve.transport.control_messages import (
 
 # Bytes of inputs from which their digest is computed in a thread.
 LARGE_BYTES = 256 * 1024
+ENCODERS = 2  # threads that encode prompts
 
 
 class Gateway:
@@ -73,6 +74,7 @@ class Gateway:
         self._dedicated = set[str]()  # models of one tenant that were ready here
         self._loading: dict[tuple[str, str], asyncio.Future[Any]] = {}
         self.compiling = FairPool("multiworld compile")  # of structures
+        self.encoding = FairPool("multiworld encode", ENCODERS)  # of prompts
         self.counts = RequestCounts()
         self.fleet = FleetReport()
         self.ask_fleet: Callable[[], Awaitable[None]] = _nothing

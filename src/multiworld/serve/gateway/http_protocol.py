@@ -103,6 +103,7 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             self._has_progress = False
             self._unused_bytes = 0
             self._head_bytes = 0
+            self._is_after_head = False
             self._credentials: set[bytes] = set()
             self._connection = Connection()
             self._cycles: list[RequestResponseCycle] = []  # requests without an end
@@ -144,6 +145,7 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             super().on_message_begin()
             self._scope()[CONNECTION] = self._connection
             self._head_bytes = 0
+            self._is_after_head = False
             self._credentials.clear()
             if "head" not in self._timers:
                 self._start_timer()
@@ -154,6 +156,8 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
 
         def on_header(self, name: bytes, value: bytes) -> None:
             self._count_head(len(name) + len(value) + HEADER_BYTES)
+            if self._is_after_head:  # a trailer, which is no header (RFC 9110, 6.5.1)
+                return
             if (key := name.lower()) in CREDENTIALS:
                 if key in self._credentials and not self.transport.is_closing():
                     text = f"more than one {key.decode()} header; send one"
@@ -162,7 +166,7 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
-            self._has_progress = True
+            self._has_progress = self._is_after_head = True
             if self.parser.should_upgrade():
                 return  # they come again
             self._stop_timer("head")

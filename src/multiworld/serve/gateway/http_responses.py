@@ -176,7 +176,7 @@ async def respond(
             _log_access(request, number, "-", refusal.status_code, 0.0)
         return refusal
     admitted.id = number
-    reservation = Reservation(gateway.bodies)
+    reservation = Reservation(gateway.bodies, admitted.tenant.name)
 
     def end(status: int) -> Phases | None:
         reservation.release()

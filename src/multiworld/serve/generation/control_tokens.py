@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from multiworld.errors import InvalidRequestError
 
+PART = 2**16  # characters that are searched at once
 DIGITS = 18  # of a mark. Templates leave digits as they are, also in JSON
 REFUSED = "the messages have a control token of this model; write it in another way"
 
@@ -26,8 +27,7 @@ class ControlTokens:
         # Also match names without brackets, where a template may add those.
         cores = {t[1:-1] for t in tokens if len(t) > 2 and not t[1:-1].isalnum()}
         whole, inner = _either({*filter(None, tokens)}), _either(cores)
-        # Templates may trim what they put into brackets.
-        self._pattern = re.compile(rf"{whole}|\A\s*{inner}|{inner}\s*\Z")
+        self._finder = _Finder(whole, inner, max(map(len, tokens), default=0))
         self._inside = f"{whole}|{inner}"
         self._tokens = re.compile(whole)
 
@@ -42,7 +42,7 @@ class ControlTokens:
             str(secrets.randbelow(9 * 10 ** (DIGITS - 1)) + 10 ** (DIGITS - 1))
             for _ in range(2)
         )
-        return Marks(self._pattern, self._inside, begin, end)
+        return Marks(self._finder, self._inside, begin, end)
 
 
 def _either(strings: Collection[str]) -> str:
@@ -51,21 +51,70 @@ def _either(strings: Collection[str]) -> str:
     return f"(?:{'|'.join(found) or '(?!)'})"
 
 
-class Marks:
-    """The marks of one chat, put before and after each match of ``pattern``."""
+class _Finder:
+    """Finds control tokens in a text, and at its ends those without brackets.
 
-    def __init__(
-        self, pattern: re.Pattern[str], inside: str, begin: str, end: str
-    ) -> None:
+    The search for one expression holds the GIL to its end, so long texts are searched
+    in parts.
+    """
+
+    def __init__(self, whole: str, inner: str, longest: int) -> None:
+        self._longest = longest
+        self._whole = re.compile(whole)
+        # Templates may trim what they put into brackets.
+        self._head = re.compile(rf"\s*{inner}")
+        self._tail = re.compile(rf"{inner}\s*\Z")
+
+    def find(self, text: str) -> Iterator[re.Match[str]]:
+        """Yield all matches from left to right; none overlaps another."""
+        at, tail = 0, self._at_end(text, 0)
+        if not self._whole.match(text) and (head := self._head.match(text)):
+            yield head
+            at = head.end()
+        while True:
+            if tail is not None and tail.start() < at:
+                tail = self._at_end(text, at)
+            found = self._next(text, at)
+            if found is None or (tail is not None and tail.start() < found.start()):
+                break
+            yield found
+            at = max(found.end(), at + 1)
+        if tail is not None:
+            yield tail
+
+    def _next(self, text: str, at: int) -> re.Match[str] | None:
+        while at < len(text):
+            end = at + PART
+            found = self._whole.search(text, at, end + self._longest)
+            if found is not None and found.start() < end:
+                return found
+            at = end
+        return None
+
+    def _at_end(self, text: str, at: int) -> re.Match[str] | None:
+        end = len(text.rstrip())
+        starts = range(max(at, end - self._longest), end)
+        found = (self._tail.match(text, start) for start in starts)
+        return next(filter(None, found), None)
+
+
+class Marks:
+    """The marks of one chat, put before and after each control token."""
+
+    def __init__(self, finder: _Finder, inside: str, begin: str, end: str) -> None:
         # ``inside``: an expression of what stands between marks.
-        self._pattern, self._begin, self._end = pattern, begin, end
+        self._finder, self._begin, self._end = finder, begin, end
         self._split = re.compile(f"{begin}({inside}){end}|{begin}|{end}", re.IGNORECASE)
         self.is_used = False
 
     def put(self, value: Any) -> Any:
         """Return plain data with marks in all of its strings."""
         if isinstance(value, str):
-            return self._pattern.sub(self._marked, value)
+            parts, at = list[str](), 0
+            for found in self._finder.find(value):
+                parts += value[at : found.start()], self._marked(found)
+                at = found.end()
+            return "".join([*parts, value[at:]]) if parts else value
         if isinstance(value, dict):
             return {self.put(k): self.put(v) for k, v in value.items()}
         if isinstance(value, list | tuple):

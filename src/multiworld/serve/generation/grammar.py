@@ -39,7 +39,7 @@ MAX_MULTIPLES = 50_000
 MAX_ITEMS = 3000
 # Compiled ones: each choice of a request, and each request of an agent, has the same
 # one. Copying takes 10 µs, compiling 50 ms and more.
-KEPT_GRAMMARS = 64
+KEPT_GRAMMARS = 32
 KEPT_FAILURES = 256  # too complex grammars that are not tried again
 MAX_ERROR = 300  # reported characters of an llguidance error, which quotes the grammar
 
@@ -56,6 +56,8 @@ MISSING = (
     "this server has no structured output: llguidance or jsonschema-rs is not installed"
 )
 
+# States of a grammar's lexer, of 0.5 KB each, which it keeps (``max_lexer_states``).
+MAX_STATES = 30_000
 MAX_ROW = 10_000  # alternatives at one position (``max_items_in_row`` of llguidance)
 # Part of llguidance's error about a token that a structure does not allow; all other
 # errors are about the structure.
@@ -95,7 +97,10 @@ def _check_schema(schema: Any, param: str) -> None:
     if not isinstance(schema, dict):
         raise wrong_field(param, "is not an object")
     _matcher()
-    _check_length(json.dumps(schema), param)
+    try:
+        _check_length(json.dumps(schema), param)
+    except RecursionError:
+        raise wrong_field(param, "is nested too deeply") from None
     _check_multiples(schema, param)
     try:
         from jsonschema_rs import ValidationError
@@ -195,7 +200,7 @@ def _are_few_multiples(schema: Any) -> bool:
             left += part.values()
             given = part.get("multipleOf")
             is_number = isinstance(given, int | float) and not isinstance(given, bool)
-            if is_number and given and math.isfinite(given):
+            if is_number and given and (isinstance(given, int) or math.isfinite(given)):
                 each = Fraction(str(given))
                 factor = math.lcm(scale, each.denominator) // scale
                 scale, multiple = scale * factor, multiple * factor
@@ -287,6 +292,7 @@ class Matchers:
     def _failed(self, grammar: str, why: str) -> None:
         """Do not try a grammar again: each attempt delays all sequences."""
         self._failures[grammar] = why
+        self._compiled.pop(grammar, None)  # with all states that it has taken
         while len(self._failures) > KEPT_FAILURES:
             self._failures.popitem(last=False)
 
@@ -309,7 +315,10 @@ class Matchers:
                 eos_token=list(self._model.end_tokens) or None,
             )
         limits = LLParserLimits(
-            step_max_items=MAX_ITEMS, max_items_in_row=MAX_ROW, verbose_errors=False
+            step_max_items=MAX_ITEMS,
+            max_items_in_row=MAX_ROW,
+            max_lexer_states=MAX_STATES,
+            verbose_errors=False,
         )
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
 

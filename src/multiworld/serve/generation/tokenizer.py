@@ -34,6 +34,18 @@ def _letters() -> dict[str, int]:
 BYTE_OF = _letters()
 
 
+def bytes_of(value: Any) -> int:
+    """Return the size of all strings in plain data, in UTF-8."""
+    if isinstance(value, str):
+        is_short = value.isascii()
+        return len(value) if is_short else len(value.encode("utf-8", "surrogatepass"))
+    if isinstance(value, dict):
+        return sum(bytes_of(k) + bytes_of(v) for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return sum(map(bytes_of, value))
+    return 0
+
+
 class Tokenizer:
     """The tokenizer (``tokenizer.json``) and chat template in a Hugging Face folder."""
 
@@ -86,15 +98,15 @@ class Tokenizer:
 
     @functools.cached_property
     def longest(self) -> int:
-        """Characters of the longest token."""
-        return max(map(len, self.fast.get_vocab()), default=1)
+        """Bytes of the longest token, in UTF-8."""
+        sizes = (len(token.encode()) for token in self.fast.get_vocab())
+        return max(sizes, default=1)
 
-    def check_length(self, characters: int, tokens: int, param: str = "prompt") -> None:
-        """Reject a text that cannot fit, before spending the time to encode it."""
-        if characters > tokens * self.longest:
+    def check_length(self, size: int, tokens: int, param: str = "prompt") -> None:
+        """Reject a text (of ``size`` bytes) that cannot fit, before it is encoded."""
+        if size > tokens * self.longest:
             raise InvalidRequestError(
-                f"this model takes at most {tokens} tokens; the text has {characters} "
-                "characters",
+                f"this model takes at most {tokens} tokens; the text has {size} bytes",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -197,7 +209,7 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"the chat template refuses the messages: {error}", param="messages"
             ) from error
-        self.check_length(len(str(text)), longest, "messages")  # including tools
+        self.check_length(bytes_of(str(text)), longest, "messages")  # including tools
         # A normalizer may make a control token of what is not like one.
         is_checked = self.fast.normalizer is not None and not has_controls
         if marks.is_used:

@@ -34,10 +34,6 @@ def for_template(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def characters_of(messages: list[dict[str, Any]]) -> int:
-    return sum(len(message["content"]) for message in messages)
-
-
 def _message(given: dict[str, Any]) -> dict[str, Any]:
     # Templates expect text in one piece, and no null fields.
     message = {name: value for name, value in given.items() if value is not None}

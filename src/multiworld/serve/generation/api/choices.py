@@ -23,7 +23,14 @@ Open = Callable[
     [Sequence[int], Sampling], AbstractAsyncContextManager[AsyncIterator[TokenItem]]
 ]
 
+MAX_UNREAD = 400_000  # of a request's pieces that wait for its client; see ``_cost``
 MIN_LOGPROB = -9999.0  # of probability zero, as in vLLM: JSON has no infinity
+
+
+class SlowClientError(ServeError):
+    """The client of a stream does not read what is generated for it."""
+
+    status = 408
 
 
 @dataclass(slots=True)
@@ -73,10 +80,16 @@ async def generate(
     places: Places,
     on_token: Callable[[], None],
 ) -> AsyncGenerator[Piece]:
-    """Generate all choices at once; if one fails, the others end."""
+    """Generate all choices at once; if one fails, the others end.
+
+    Raises:
+        SlowClientError: More waits for the client than a gateway keeps for it.
+    """
     arrived: asyncio.Queue[Piece | ServeError | Exception] = asyncio.Queue()
+    unread = 0
 
     async def one(choice: Choice, sampling: Sampling) -> None:
+        nonlocal unread
         places.take()
         try:
             async with stream(choice.prompt, sampling) as tokens:
@@ -85,6 +98,14 @@ async def generate(
                     if not choice.is_prompt_only:
                         on_token()  # even if the client does not read it
                     piece = _piece(choice, item)
+                    unread += _cost(piece)
+                    if unread > MAX_UNREAD:
+                        while not arrived.empty():
+                            arrived.get_nowait()
+                        raise SlowClientError(
+                            "the client reads more slowly than tokens are generated, "
+                            "and too many wait for it; read faster, or ask for less"
+                        )
                     arrived.put_nowait(piece)
                     if piece.finish:
                         return
@@ -102,11 +123,17 @@ async def generate(
             if not isinstance(piece, Piece):
                 raise piece
             open_choices -= bool(piece.finish)
+            unread -= _cost(piece)
             yield piece
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _cost(piece: Piece) -> int:
+    """Return the memory of a piece, in numbers of about 100 bytes."""
+    return 4 + len(piece.item.top)
 
 
 def _piece(choice: Choice, item: TokenItem) -> Piece:

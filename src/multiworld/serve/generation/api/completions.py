@@ -185,7 +185,8 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
         ignore_eos=bool(asked.ignore_eos),
         logprobs=None if logprobs is None else int(logprobs),
     )
-    if asked.ignore_eos and (asked.response_format or asked.structured_outputs):
+    structure = structure_of(asked.response_format, asked.structured_outputs)
+    if asked.ignore_eos and structure is not None:
         raise wrong_field("ignore_eos", "cannot be given with a structure, which ends")
     options = asked.stream_options
     for name in ("continuous_usage_stats", "include_obfuscation"):
@@ -207,7 +208,7 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
         skips_special=asked.skip_special_tokens is not False,
         timeout_s=asked.timeout_s,
         has_ids=bool(asked.return_token_ids),
-        structure=structure_of(asked.response_format, asked.structured_outputs),
+        structure=structure,
         session=session,
         given=frozenset(n for n in DEFAULTED if getattr(asked, n) is not None),
     )

@@ -19,7 +19,7 @@ from multiworld.serve.gateway.http_responses import (
     respond,
 )
 from multiworld.serve.gateway.request_body import Body, model_named_in, off_loop
-from multiworld.serve.generation.api.chat_messages import characters_of, for_template
+from multiworld.serve.generation.api.chat_messages import for_template
 from multiworld.serve.generation.api.completion_answers import events, whole
 from multiworld.serve.generation.api.completions import chat_of, completion_of
 from multiworld.serve.generation.api.preparation import (
@@ -32,6 +32,7 @@ from multiworld.serve.generation.api.preparation import (
 )
 from multiworld.serve.generation.api.request_fields import decoded
 from multiworld.serve.generation.api.request_lifecycle import Form, answered
+from multiworld.serve.generation.tokenizer import bytes_of
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 
 OPENAI = Form(whole, events, openai_error_response)
@@ -106,7 +107,7 @@ async def _tool(
         if parsed.messages is not None:
             parsed.messages = for_template(parsed.messages)
         served = await served_model(gateway, admitted, parsed.model)
-        given = characters_of(parsed.messages or []) + len(parsed.prompt or "")
+        given = bytes_of((parsed.messages, parsed.prompt))
         served.tokenizer.check_length(given, served.longest)
         return json_response(await asyncio.to_thread(answer, parsed, served))
 

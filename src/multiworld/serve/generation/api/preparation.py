@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from multiworld.errors import DeadlineExceededError, InvalidRequestError
+from multiworld.serve.core.refusals import wrong_field
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.http_request import AnyRequest
 from multiworld.serve.gateway.http_responses import timeout_of
-from multiworld.serve.generation.api.chat_messages import characters_of
 from multiworld.serve.generation.api.choices import Choice
 from multiworld.serve.generation.api.completions import (
     MAX_CHOICES,
@@ -31,7 +31,7 @@ from multiworld.serve.generation.gateway.stream import TimeLimits
 from multiworld.serve.generation.grammar import grammar_of_marked_calls
 from multiworld.serve.generation.growing_text import GrowingText
 from multiworld.serve.generation.limits import longest_of
-from multiworld.serve.generation.tokenizer import Tokenizer
+from multiworld.serve.generation.tokenizer import Tokenizer, bytes_of
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 
@@ -109,19 +109,20 @@ async def prepare_chat(
     gateway: Gateway, admitted: AdmittedRequest, asked: ChatBody, wanted: Wanted
 ) -> Ready:
     served = await served_model(gateway, admitted, asked.model)
-    served.tokenizer.check_length(
-        characters_of(asked.messages), served.longest, "messages"
-    )
-    tokens = await asyncio.to_thread(
+    tools, options = _shown_tools(wanted), asked.chat_template_kwargs or {}
+    size = bytes_of((asked.messages, tools, options))
+    served.tokenizer.check_length(size, served.longest, "messages")
+    encode = partial(
         served.tokenizer.chat,
         asked.messages,
         served.longest,
         begins_answer=asked.add_generation_prompt is not False,
-        tools=_shown_tools(wanted),
-        options=asked.chat_template_kwargs or {},
+        tools=tools,
+        options=options,
         effort=asked.reasoning_effort,
         has_controls=served.has_controls,
     )
+    tokens = await _encoded(gateway, admitted, size, encode)
     return await _ready(gateway, admitted, wanted, served, [tokens], "chatcmpl-")
 
 
@@ -130,25 +131,42 @@ async def prepare_completion(
 ) -> Ready:
     served = await served_model(gateway, admitted, asked.model)
     tokenizer = served.tokenizer
-    prompts = prompts_of(asked.prompt)
+    prompts: Sequence[str | list[int]] = prompts_of(asked.prompt)
     _check_choices(len(prompts), wanted.n)
     has_special = asked.add_special_tokens is not False
-    for prompt in prompts:
+    sizes = list(map(bytes_of, prompts))
+    for size in sizes:
+        tokenizer.check_length(size, served.longest)
+    tokens: list[Sequence[int]] = []
+    for prompt, size in zip(prompts, sizes, strict=True):
         if isinstance(prompt, str):
-            tokenizer.check_length(len(prompt), served.longest)
-    tokens = [
-        await asyncio.to_thread(tokenizer.encode, one, has_special=has_special)
-        if isinstance(one, str)
-        else one
-        for one in prompts
-    ]
+            encode = partial(tokenizer.encode, prompt, has_special=has_special)
+            tokens.append(await _encoded(gateway, admitted, size, encode))
+        else:
+            tokens.append(prompt)
+        if len(tokens[-1]) > served.longest:
+            break  # and is refused
     return await _ready(gateway, admitted, wanted, served, tokens, "cmpl-")
+
+
+async def _encoded(
+    gateway: Gateway,
+    admitted: AdmittedRequest,
+    size: int,
+    encode: Callable[[], list[int]],
+) -> list[int]:
+    """Encode a text in a thread; tenants take turns, as it may take a second."""
+    work = gateway.encoding.submit(admitted.tenant.share, 1.0 + size, encode)
+    return await asyncio.wrap_future(work)
 
 
 def _shown_tools(wanted: Wanted) -> list[dict[str, Any]]:
     if wanted.calling is None:
         return []
-    found: list[dict[str, Any]] = msgspec.to_builtins(wanted.calling.tools)
+    try:
+        found: list[dict[str, Any]] = msgspec.to_builtins(wanted.calling.tools)
+    except RecursionError:
+        raise wrong_field("tools", "are nested too deeply") from None
     for tool in found:
         tool["function"] = {k: v for k, v in tool["function"].items() if v is not None}
     return found

@@ -30,6 +30,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -125,13 +126,24 @@ class TokenHistory:
         """Count the occurrences of each word: 0 for one of the prompt only."""
         self._places: dict[int, int] = {}
         self._times: list[int] = []
-        size = len(self.tokens) + 64 if self._counts_words else 0
+        words: list[int] = []
+        if self._counts_words:
+            words = list(dict.fromkeys(self.tokens))
+            self._places = {token: place for place, token in enumerate(words)}
+            made = Counter(self.tokens[self.prompt :])
+            self._times = [made[token] for token in words]
+            low, high = self._within
+            self._within = min(low, *words, low), max(high, *words, high)
+        size = len(words) + 64 if self._counts_words else 0
         self._words = torch.zeros(size, dtype=torch.int64)
         self._less = torch.zeros(size)
-        if not self._counts_words:
-            return
-        for at, token in enumerate(self.tokens):
-            self._add(token, int(at >= self.prompt))
+        if words:
+            self._words[: len(words)] = torch.tensor(words)
+            less = [
+                self._presence + self._frequency * times if times else 0.0
+                for times in self._times
+            ]
+            self._less[: len(words)] = torch.tensor(less)
 
     def _add(self, token: int, times: int) -> None:
         place = self._places.setdefault(token, len(self._times))

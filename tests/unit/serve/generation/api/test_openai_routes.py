@@ -899,7 +899,7 @@ async def test_tools_that_cannot_fit_are_refused_before_they_are_read(
     asked = {"messages": PROMPT, "tools": [tool], "tool_choice": "required"}
     status, answer = await Played(tokenizer).post(CHAT, asked)
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-    assert "characters" in answer["error"]["message"]
+    assert " bytes" in answer["error"]["message"]
 
 
 async def test_prompts_times_choices_are_bounded(tokenizer: Tokenizer) -> None:
