@@ -338,6 +338,35 @@ async def test_disk_that_hangs_holds_up_nothing_and_gets_the_newest_record() -> 
     assert disk.found.count(4) == 1
 
 
+async def test_nobody_waits_for_later_records() -> None:
+    """In a busy fleet there is always another one."""
+    disk = Disk()
+    keeper = RecordKeeper(disk.save, RareLog(logging.getLogger("test")))
+    keeper.keep(record(number=1))
+    await asyncio.sleep(0)
+    waiting = asyncio.ensure_future(keeper.settled(30.0))
+    await asyncio.sleep(0)
+    disk.may_go_on.set()
+    number = 1
+    async with asyncio.timeout(10.0):
+        while not waiting.done():
+            number += 1
+            keeper.keep(record(number=number))
+            await asyncio.sleep(0.001)
+
+
+async def test_record_that_is_no_text_is_a_trouble() -> None:
+    """And does not end the keeper."""
+
+    def fail(one: Record) -> None:
+        raise UnicodeEncodeError("utf-8", "\ud83d", 0, 1, "surrogates not allowed")
+
+    keeper = RecordKeeper(fail, RareLog(logging.getLogger("test")))
+    keeper.keep(record(number=1))
+    await keeper.settled(10.0)
+    assert "surrogates" in keeper.trouble
+
+
 async def test_record_that_could_not_be_written_is_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

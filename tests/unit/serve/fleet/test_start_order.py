@@ -5,7 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.serve.fleet.start_order import Shortage, next_starts, starts_at_once
+from multiworld.serve.fleet.start_order import (
+    Shortage,
+    lost_starts,
+    next_starts,
+    starts_at_once,
+)
 from multiworld.serve.resources.amounts import Node
 
 GATEWAY = "", "", 0
@@ -76,3 +81,15 @@ def test_nodes_of_one_machine_share_its_cores() -> None:
     ]
     assert starts_at_once(nodes) == 9
     assert starts_at_once([]) == 0
+
+
+def test_lost_replicas_take_the_place_of_slow_starts() -> None:
+    """Those of stages without any first; what only grows waits."""
+    short = [
+        Shortage(stage(0), 4, 2, 1),
+        Shortage(stage(1), 2, 2, 2),
+        Shortage(stage(2), 5, 3, 0),
+    ]
+    assert lost_starts(short, [], 9) == [stage(1), stage(0), stage(1)]
+    assert lost_starts(short, [stage(1)], 9) == [stage(0), stage(1)]
+    assert lost_starts(short, [], 1) == [stage(1)]

@@ -29,6 +29,9 @@ LARGE = 20_000_000
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
+HEADERS = list[Any]()
+"""Headers of each request that was answered with the length of its body."""
+
 WAITING = set[int]()
 """Requests at ``/wait``, which end with their client."""
 
@@ -64,6 +67,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
         size += len(message.get("body", b""))
         is_more = message.get("more_body", False)
     text = str(size).encode()
+    HEADERS.append(list(scope["headers"]))
     if scope["path"] == "/large":
         text = b"x" * LARGE
     if scope["path"] == "/middle":
@@ -444,6 +448,16 @@ async def test_trailers_are_bounded_as_heads_are() -> None:
         client.send(head + b"0\r\nX: ")
         client.send(b"x" * 4 * HEAD_BYTES)
         assert await client.is_closed(limit_s=1.0)
+
+
+async def test_trailers_are_no_headers() -> None:
+    """A proxy that strips a header does not look for it there (RFC 9110, 6.5.1)."""
+    async with serving() as server:
+        client = await server.connect()
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        client.send(head + b"0\r\nAuthorization: a\r\nAuthorization: b\r\n\r\n")
+        assert await client.answer() == (200, b"0")
+        assert HEADERS[-1] == [(b"host", b"x"), (b"transfer-encoding", b"chunked")]
 
 
 # Bytes that come at once, and clients that read nothing.

@@ -476,3 +476,18 @@ async def test_body_that_has_arrived_is_bounded_as_any_other() -> None:
     client = FakeClient(hangs_up=True)
     with pytest.raises(ClientGoneError):
         await read_body(client.request(is_complete=True), LIMITS, room())
+
+
+async def test_one_tenant_has_half_of_the_budget() -> None:
+    """However many bodies it sends, others can send theirs."""
+    budget = BodyBudget(100)
+    one, other = Reservation(budget, "a"), Reservation(budget, "b")
+    one.add(50)
+    with pytest.raises(NoMemoryError, match="half"):
+        Reservation(budget, "a").add(1)
+    other.add(50)
+    one.release()
+    Reservation(budget, "a").add(50)
+    other.release()
+    alone = Reservation(BodyBudget(100))  # without keys, there is nobody to protect
+    alone.add(100)

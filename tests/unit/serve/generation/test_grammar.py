@@ -158,6 +158,7 @@ def test_matcher_that_begins_elsewhere_allows_the_same(matchers: Matchers) -> No
         ({"enum": ["x" * MAX_CHARACTERS]}, "longer than"),
         ({"type": "integer", "multipleOf": 10_000_019}, "multipleOf"),
         ({"type": "number", "multipleOf": 7000.3}, "multipleOf"),
+        ({"type": "integer", "multipleOf": int("9" * 401)}, "multipleOf"),
         ({"anyOf": [{"multipleOf": 9000 + n} for n in range(3)]}, "multipleOf"),
         ({"allOf": [{"multipleOf": n} for n in (7, 11, 13, 17, 19)]}, "multipleOf"),
         ({"multipleOf": 0.01, "allOf": [{"multipleOf": 701}]}, "multipleOf"),

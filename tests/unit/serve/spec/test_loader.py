@@ -222,3 +222,18 @@ def test_schema_describes_every_field() -> None:
     for definition in found["$defs"].values():
         for name, field in definition.get("properties", {}).items():
             assert field.get("description"), name
+
+
+def test_characters_in_two_surrogates_are_joined() -> None:
+    """As JSON writes them; half of one is no text."""
+    text = GOOD.replace("app: demo", 'app: demo\nlabels: "\\ud83d\\ude00"')
+    with pytest.raises(SpecError) as caught:
+        parse_spec(text)
+    assert "labels" in str(caught.value)
+    factory = GOOD.replace(
+        "    stages:", '    options: {a: "\\ud83d\\ude00"}\n    stages:'
+    )
+    (model,) = parse_spec(factory).models.values()
+    assert model.options == {"a": "\N{GRINNING FACE}"}
+    with pytest.raises(SpecError, match="surrogate"):
+        parse_spec(factory.replace("\\ude00", ""))

@@ -20,6 +20,7 @@ from multiworld.errors import OverloadedError, RequestPoisonedError, ServeError
 from multiworld.serve.gateway import request_body
 from multiworld.serve.gateway.http_responses import event_of
 from multiworld.serve.generation.api import (
+    choices,
     completion_answers,
     openai_routes,
 )
@@ -653,6 +654,25 @@ async def test_tokens_are_charged_that_the_client_does_not_read(
     async with asyncio.timeout(20.0):
         while count < 20:  # noqa: ASYNC110 - it is the loop's turns that count
             await asyncio.sleep(0)
+    await pieces.aclose()
+
+
+async def test_stream_that_nobody_reads_ends(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pieces would fill the memory of the gateway."""
+    monkeypatch.setattr(choices, "MAX_UNREAD", 40)
+    streams = PlayedStreams()
+    streams.text = [7] * 50
+    choice = Choice(0, [5, 6], GrowingText(tokenizer))
+    places = Places(streams.router.without_token["g"], DEFAULT_SHARE, 1)
+    stream = functools.partial(streams.stream, "g", session="", request="", version="1")
+    pieces = generate(stream, [choice], [Sampling(max_tokens=50)], places, lambda: None)
+    await anext(pieces)
+    for _ in range(200):
+        await asyncio.sleep(0)
+    with pytest.raises(choices.SlowClientError, match="read faster"):
+        await anext(pieces)
     await pieces.aclose()
 
 

@@ -428,3 +428,28 @@ def test_min_p_is_first_and_top_p_is_a_share_of_what_is_left() -> None:
         for seed in range(50)
     }
     assert drawn == {0}
+
+
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=40),
+    st.integers(0, 40),
+    st.floats(-2, 2),
+    st.floats(-2, 2),
+)
+def test_history_is_the_same_from_all_tokens_and_from_one_after_the_other(
+    tokens: list[int], prompt: int, presence: float, frequency: float
+) -> None:
+    """So a stream that continues elsewhere has the same penalties."""
+    prompt = min(prompt, len(tokens))
+    wanted = Sampling(presence_penalty=presence, frequency_penalty=frequency)
+    whole = TokenHistory(wanted, tokens, prompt)
+    grown = TokenHistory(wanted, tokens[:prompt], prompt)
+    for token in tokens[prompt:]:
+        grown.append(token)
+    if whole.words is None or grown.words is None:
+        assert whole.words is grown.words
+        return
+    for one, other in zip(whole.words, grown.words, strict=True):
+        assert torch.equal(one, other)
+    assert whole.is_within(21)
+    assert not whole.is_within(max(tokens))
