@@ -56,15 +56,15 @@ class WorldConfig:
 
     heartbeat_s: float = HEARTBEAT_S
     """Seconds between heartbeats; less than ``silence_s``. By default twenty fit into
-    ``silence_s``, so a few lost or late ones are harmless, and a network that recovers
-    within ``silence_s`` is heard in time. Like ``heartbeat``, this comes from the
-    settings of the manager, and every manager should use the same."""
+    ``silence_s``, so a few lost or late heartbeats are harmless, and so is a network
+    outage shorter than ``silence_s``. Like ``heartbeat``, this comes from the settings
+    of the manager, and every manager should use the same value."""
 
     heartbeat: Literal["process", "thread"] = "process"
-    """Sender of this process's heartbeats: a helper process or a thread. A process
-    keeps sending while one C call holds the GIL (an unpickle held it for 20 s) and
-    reports when this process is stopped. A thread saves that process but can do
-    neither. All worlds of a manager share one sender, so the manager's settings
+    """Sender of this process's heartbeats: a helper process or a thread. A helper
+    process keeps sending while one C call holds the GIL (an unpickle held it for 20 s),
+    and reports when this process is stopped. A thread needs no further process but can
+    do neither. All worlds of a manager share one sender, so the manager's settings
     decide, not those of a single join."""
 
     embed_store: bool = True

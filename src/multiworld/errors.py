@@ -391,7 +391,7 @@ class SpecError(ServeError, ValueError):
 class InvalidRequestError(ServeError):
     """The request is malformed or does not fit the model.
 
-    A model's stage may raise it too; its message becomes the response.
+    A stage of a model may raise this error, too; the response then has its message.
 
     Attributes:
         param: The invalid field of the request, or "".
@@ -476,10 +476,7 @@ class ModelFailedError(ServeError):
 
 
 class RequestPoisonedError(ServeError):
-    """A poison request: several replicas in a row died while they computed it alone.
-
-    Two replicas.
-    """
+    """A poison request: two replicas in a row died while they computed it alone."""
 
 
 class LaunchError(ServeError):

@@ -531,5 +531,5 @@ async def test_leave_during_a_reform_is_told_to_who_waits_for_it() -> None:
         reforming = asyncio.create_task(worlds[0].reform())
         await asyncio.sleep(0.1)
         await managers[0].leave("w")
-        with pytest.raises(WorldClosedError, match="left world 'w' meanwhile"):
+        with pytest.raises(WorldClosedError, match="left world 'w' during"):
             await reforming

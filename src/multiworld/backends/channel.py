@@ -1,5 +1,5 @@
 """A channel: one mailbox, and a lane to each other member. Messages and collectives
-have one each: a message that nobody receives cannot block a collective."""
+have a channel each, so a message that nobody receives cannot block a collective."""
 
 from __future__ import annotations
 

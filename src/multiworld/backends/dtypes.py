@@ -101,8 +101,8 @@ def require_host(tensor: object, what: str) -> Tensor:
     tensor = tensor.detach() if tensor.requires_grad else tensor
     if not _has_memory(tensor):
         raise TensorMismatchError(
-            f"{what} is a {type(tensor).__name__} without memory of its own; use what "
-            "it stands for (.wait(), .to_local(), .full_tensor())"
+            f"{what} is a {type(tensor).__name__} without memory of its own; use the "
+            "tensor that it stands for (.wait(), .to_local(), .full_tensor())"
         )
     return tensor
 
@@ -129,8 +129,8 @@ def require_matching(
     count = 0 if tensors is None else len(tensors)
     if tensors is None or count != size:
         raise TensorMismatchError(
-            f"{what} holds {count} tensors; this world has {size} members, pass one "
-            "tensor for each"
+            f"{what} holds {count} tensors, but this world has {size} members; pass "
+            "one tensor for each member"
         )
     checked = [check(tensor) for tensor in tensors]
     for rank, tensor in enumerate(checked):
@@ -152,8 +152,8 @@ def require_receivable(tensor: Tensor, what: str) -> None:
         if count > 1:
             if step <= reach:
                 raise TensorMismatchError(
-                    f"{what} overlaps itself (expand, unfold or as_strided); use one "
-                    "whose elements have memory of their own"
+                    f"{what} overlaps itself (expand, unfold or as_strided); use a "
+                    "tensor whose elements have memory of their own"
                 )
             reach += step * (count - 1)
 
@@ -170,7 +170,8 @@ def _require_apart(tensors: list[Tensor], what: str) -> None:
     for (_, end), (begin, _) in itertools.pairwise(ranges):
         if begin < end:
             raise TensorMismatchError(
-                f"tensors of {what} share memory; give each rank's tensor its own"
+                f"tensors of {what} share memory; give each rank's tensor memory of "
+                "its own"
             )
 
 

@@ -1,5 +1,6 @@
-"""Eager coroutines, which start at once in the caller's turn of the loop. Pure. One
-that never waits needs no task. (Python 3.12: ``asyncio.eager_task_factory``.)"""
+"""Eager coroutines, which start at once, in the caller's iteration of the event loop. A
+coroutine that never waits needs no task. Pure. (Python 3.12 has
+``asyncio.eager_task_factory``.)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Algorithms of collectives over lanes, and their order: that of the calls.
+"""Algorithms of collectives over lanes; collectives run in the order of the calls.
 
 Sources: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication
 Operations in MPICH", IJHPCA 19(1), 2005; dissemination barrier: D. Hensgen, R. Finkel,

@@ -1,5 +1,5 @@
 """The mailbox, which matches messages with receives; it does no I/O and never waits.
-Per source and tag, messages match in the order sent, receives in the order posted."""
+For each source and tag, messages match receives in the order of sending and posting."""
 
 from __future__ import annotations
 
@@ -445,7 +445,7 @@ def _pass(tensor: Tensor, handler: Handler) -> None:
     try:
         handler(tensor)
     except Exception:
-        logger.exception("a handler of messages raised an error, and must not")
+        logger.exception("a message handler raised an error; it must not raise")
 
 
 def _weight(description: Description) -> int:

@@ -346,7 +346,7 @@ class _Fits:
             f"rank {source} sent {list(found.shape)} of {dtypes.DTYPES[found.dtype]}, "
             f"but the tensor to receive into holds {self._out.numel()} of "
             f"{self._out.dtype}; the message is still there: receive it with a tensor "
-            "that fits, or with none"
+            "that fits, or omit out"
         )
 
     def place(self, found: Description) -> Tensor | None:

@@ -1,6 +1,6 @@
 """A pool of the memory of large received tensors. A block is reused once the last
-tensor, view or array on it is gone: new memory costs a page fault for every 4 KiB, up
-to ten times the copy into it."""
+tensor, view or array on it is gone, because new memory costs a page fault for every
+4 KiB, up to ten times as much as the copy into it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private names of torch that multiworld uses; no other module uses any. torch may
+"""Private names of torch that multiworld uses; no other module uses them. torch may
 rename them in any release, so ``check`` looks them up before they are used."""
 
 from __future__ import annotations

@@ -164,7 +164,10 @@ def _bfloat16() -> Finding:
     found = f"{round(cost, 2):g} times the time of float32"
     if cost <= SLOW:
         return Finding("bfloat16", "ok", found)
-    remedy = "bfloat16 models are served in float32 here; `dtype:` overrides it"
+    remedy = (
+        "bfloat16 models are served in float32 here; `dtype:` in the spec overrides "
+        "this"
+    )
     return Finding("bfloat16", "warn", found, remedy)
 
 
@@ -235,7 +238,10 @@ def _loopback(backend: str) -> Finding:
     try:
         asyncio.run(_try_world(backend))
     except Exception as error:
-        remedy = "see the error; a firewall on loopback, or /proc or Unix sockets amiss"
+        remedy = (
+            "see the error; the cause may be a firewall on loopback, or a fault of "
+            "/proc or of Unix sockets"
+        )
         return Finding(subject, "fail", f"{type(error).__name__}: {error}", remedy)
     return Finding(subject, "ok", "two members joined, sent and received")
 

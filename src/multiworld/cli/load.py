@@ -139,8 +139,8 @@ async def _try(target: Target) -> None:
                 raise click.ClickException(f"{target.url}: {text[:200]}")
             if response.status in (400, 415, 422):
                 raise click.ClickException(
-                    f"{target.url} refuses the request: {text[:400]}; give a valid one "
-                    "with --body or --texts"
+                    f"{target.url} refuses the request: {text[:400]}; give a valid "
+                    "request with --body or --texts"
                 )
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise click.ClickException(
@@ -228,18 +228,18 @@ def _table(found: Summary, rate: float) -> Table:
 @click.option(
     "--texts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Texts to embed, or to begin chats with, one a line, in turn.",
+    help="File of texts to embed or to begin chats with: one per line, used in turn.",
 )
 @click.option(
     "--body",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A JSON body of the Open Inference Protocol to send instead of texts.",
+    help="File with a JSON body of the Open Inference Protocol, sent instead of texts.",
 )
 @click.option(
     "--max-tokens",
     type=click.IntRange(1, 100_000),
     default=64,
-    help="Tokens of an answer, for a model that generates text.",
+    help="Maximum number of tokens of an answer, if the model generates text.",
 )
 @click.option(
     "--ca",
@@ -249,7 +249,7 @@ def _table(found: Summary, rate: float) -> Table:
 @click.option(
     "--key",
     envvar="MULTIWORLD_KEY",
-    help="API key of a tenant; better in MULTIWORLD_KEY, where nobody sees it.",
+    help="API key of a tenant; safer in MULTIWORLD_KEY, which other users cannot see.",
 )
 @click.option(
     "--breakdown",

@@ -31,7 +31,7 @@ def _end_of(path: Path, lines: int) -> list[str]:
     "--lines",
     type=click.IntRange(1),
     default=20,
-    help="Lines of each log.",
+    help="Number of lines to print of each log.",
 )
 @of_service
 def logs(service: Service, name: str | None, lines: int, as_json: bool) -> None:

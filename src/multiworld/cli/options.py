@@ -27,7 +27,7 @@ CONTEXT = click.option(
     "--context",
     type=click.IntRange(1, 2**20),
     default=256,
-    help="Tokens of each text, if the model generates text.",
+    help="Number of tokens of each text, if the model generates text.",
 )
 STATE = click.option(
     "--state",
@@ -36,7 +36,9 @@ STATE = click.option(
     "MULTIWORLD_STATE/APP.",
 )
 
-APP = click.option("--app", help="Name of the service; needed only if several run.")
+APP = click.option(
+    "--app", help="Name of the service; needed only if several services run."
+)
 
 
 def of_service(command: Callable[..., None]) -> Callable[..., None]:

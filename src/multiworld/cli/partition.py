@@ -160,7 +160,7 @@ def _show(name: str, rows: int, spec: ModelSpec, found: dict[str, Any]) -> None:
     "--repeats",
     type=click.IntRange(1, 1000),
     default=20,
-    help="Measurements of each part.",
+    help="Number of measurements of each part.",
 )
 @JSON
 def partition(

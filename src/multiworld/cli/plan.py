@@ -137,7 +137,7 @@ def _check_node(node: Node, given: dict[str, object]) -> None:
     }
     for field, known in is_right.items():
         if not known:
-            raise ValueError(f"machine {node.name!r}: no machine has this {field}")
+            raise ValueError(f"machine {node.name!r}: {field} is out of range")
 
 
 def _rows(
@@ -295,7 +295,7 @@ def _planned(resolved: Resolved, machines: Sequence[Node], limit_s: float) -> Pl
 
 
 # Note on models with another device than ``cpu``.
-UNTRIED = "text generation on GPUs is slow, and little tried; see the documentation"
+UNTRIED = "text generation on GPUs is slow and little tested; see the documentation"
 
 
 def _show(app: AppSpec, plan: PlanShown) -> None:
@@ -421,7 +421,7 @@ def _expected(app: AppSpec, model: PlannedModel) -> str:
     "--limit",
     type=FiniteRange(0, 3600),
     default=5.0,
-    help="Most seconds for the solvers.",
+    help="Maximum seconds for the solvers.",
 )
 @JSON
 def plan(spec: Path, nodes: Path | None, limit: float, as_json: bool) -> None:

@@ -27,7 +27,7 @@ def _batch(meter: Meter) -> str:
         return "a batch of n rows"
     return (
         f"a step of n sequences of {meter.context} tokens each; ({meter.context}): "
-        "of a prompt of that length; memory for KV blocks is booked besides"
+        "of a prompt of that length; memory for KV blocks is booked in addition"
     )
 
 
@@ -71,7 +71,7 @@ def _table(found: ModelProfile) -> Table:
     "--repeats",
     type=click.IntRange(1, 1000),
     default=10,
-    help="Measurements of each batch.",
+    help="Number of measurements of each batch.",
 )
 @click.option(
     "--out",
@@ -105,9 +105,9 @@ def profile(
     print_table(_table(found))
     console = Console()
     console.print(
-        f"ms (n): time of {_batch(meter)}. peak: beyond the "
+        f"ms (n): time of {_batch(meter)}. peak: memory beyond the "
         f"{mib(found.base_bytes)} of a process without a stage. memory_mb: memory to "
-        "book, the sum of both and 25 % more"
+        "book, which is the sum of both plus 25 %"
     )
     _keep(found, out)
     if out is not None:

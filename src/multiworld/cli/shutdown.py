@@ -66,13 +66,13 @@ def shutdown(service: Service, as_json: bool) -> None:
             pid = service.folder.controller()
             raise click.ClickException(
                 f"the controller (process {pid}) runs, but does not answer; kill it, "
-                "and repeat this"
+                "and repeat this command"
             ) from None
         if record.app.launcher == "ray":
             raise click.ClickException(
-                "no controller runs, and only one can release what the service has "
-                "reserved on the Ray cluster: start it with `multiworld serve`, and "
-                "repeat this"
+                "no controller runs, and only a controller can release what the "
+                "service has reserved on the Ray cluster: start one with `multiworld "
+                "serve`, and repeat this command"
             ) from None
         _end_without_controller(service.folder, record)
     _await_end(service.folder, END_S + record.app.gateway.shutdown_s)

@@ -177,7 +177,7 @@ def _model(
     kind, _, counts = chosen.partition(":")
     if model.limits is not None and chosen in NO_TEXTS:
         raise click.UsageError(
-            f"policy {chosen} does not know models that generate text; give "
+            f"policy {chosen} does not support models that generate text; give "
             "spec, queued, threshold, or fixed:N,N,…"
         )
     if kind == "fixed":
@@ -324,7 +324,7 @@ def _table(scores: Sequence[Score], app: AppSpec) -> Table:
 @click.option(
     "--by-tokens",
     is_flag=True,
-    help="Compute each request for a time in proportion to its tokens.",
+    help="Compute each request for a time proportional to its number of tokens.",
 )
 @click.option(
     "--stretch",

@@ -42,10 +42,13 @@ NAME = click.argument("name")
 COUNT = click.IntRange(0, 2**53)
 # Settings for which 0 means no limit: the type and the help of their options.
 LIMITS = {
-    "rpm_limit": (COUNT, "Most requests in any minute"),
-    "max_parallel_requests": (COUNT, "Most requests in flight at once"),
-    "bytes_per_s": (FiniteRange(0), "Mean bytes a second of requests and answers"),
-    "tpm_limit": (COUNT, "Mean tokens a minute of prompts and completions"),
+    "rpm_limit": (COUNT, "Maximum requests in any minute"),
+    "max_parallel_requests": (COUNT, "Maximum requests in flight at once"),
+    "bytes_per_s": (
+        FiniteRange(0),
+        "Maximum mean bytes per second of requests and answers",
+    ),
+    "tpm_limit": (COUNT, "Maximum mean tokens per minute of prompts and completions"),
     "tokens_per_day": (COUNT, "Budget of tokens for each day (UTC)"),
     "tokens_per_month": (COUNT, "Budget of tokens for each month (UTC)"),
 }
@@ -158,8 +161,8 @@ def _settings(command: F) -> F:
             "--model",
             "models",
             multiple=True,
-            help="Model that it may use (* and ? are wildcards); may be repeated. By "
-            "default all.",
+            help="Model that the tenant may use (* and ? are wildcards); may be "
+            "repeated. By default all.",
         ),
         *(
             click.option(
@@ -181,7 +184,7 @@ def _settings(command: F) -> F:
             "--operator/--no-operator",
             "is_operator",
             default=None,
-            help="Allow it to read /metrics, which cover all tenants.",
+            help="Allow the tenant to read /metrics, which cover all tenants.",
         ),
     )
     for option in reversed(options):
@@ -231,7 +234,7 @@ def create(
     "--suspend/--resume",
     "is_suspended",
     default=None,
-    help="Refuse its keys for now, or accept them again.",
+    help="Refuse the keys of the tenant for now, or accept them again.",
 )
 @of_service
 def change(service: Service, name: str, as_json: bool, **options: object) -> None:

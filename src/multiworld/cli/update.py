@@ -86,5 +86,5 @@ def _wait(service: Service, answer: Updated) -> str:
             short = [f"{k}: {why}" for k, why in status.unplaced.items()]
             short += [f"{f.model}: {f.cause}" for f in status.failing]
             reason = "; ".join(short) or "see `multiworld explain`"
-            return f"not all of it is ready after {answer.ready_s:g} s: {reason}"
+            return f"the update is not complete after {answer.ready_s:g} s: {reason}"
         time.sleep(LOOK_S)

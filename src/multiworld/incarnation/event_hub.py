@@ -1,5 +1,5 @@
-"""The hub that distributes events to subscribers. A slow one loses its oldest events,
-and never slows a world down."""
+"""The hub that distributes events to subscribers. A slow subscriber loses its
+oldest events, and never slows a world down."""
 
 from __future__ import annotations
 

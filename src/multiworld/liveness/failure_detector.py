@@ -1,13 +1,14 @@
 """Failure detector: verdicts from heartbeats, silence and closed connections. Pure.
 
 An observer that was late itself does not count its own delay as silence, and judges
-nobody before it has read what arrived meanwhile. A process that its helper reports as
-stopped counts as silent. One whose event loop gives no sign is *stalled*, which is a
-loss only beyond ``stalled_limit_s``.
+nobody before it has read what arrived during the delay. A process that its helper
+reports as stopped counts as silent. A process whose event loop gives no sign is
+*stalled*, which is a loss only beyond ``stalled_limit_s``.
 
 Two intervals are added to every limit: the last heartbeat before an outage may be one
-old, and the first after it may take another. A heartbeat says how long ago its sender
-heard this process, so both sides detect a one-way network partition.
+interval old, and the first after it may take another interval. A heartbeat says how
+long ago its sender heard this process, so both sides detect a one-way network
+partition.
 """
 
 from __future__ import annotations

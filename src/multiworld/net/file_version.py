@@ -1,4 +1,4 @@
-"""The version of a file that others replace, such as a certificate."""
+"""The version of a file that other programs replace, such as a certificate."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def accepting(greeting: Hello, security: Security) -> Generator[bytes, bytes, An
     answer = frames.decode_body((yield asked), _proofs)
     values = _values(greeting)
     if not security.is_proof(answer.proof, "dialer", values, challenge):
-        raise _refused("secret", "the dialer holds another secret than the acceptor")
+        raise _refused("secret", "the dialer and the acceptor hold different secrets")
     proof = security.proof("acceptor", values, challenge)
     return Answer(multiworld=ours, ok=True, proof=proof)
 

@@ -65,7 +65,7 @@ class Tls:
             if which not in _last:
                 raise
             # One of them may have been renewed, and not the other yet.
-            logger.warning("the certificates from before stay in use: %s", error)
+            logger.warning("the previous certificates stay in use: %s", error)
             return _last[which]
         _last[which] = found
         return found

@@ -1,4 +1,4 @@
-"""Blocking calls in threads of their own, which no process waits for at its end."""
+"""Blocking calls in threads of their own, for which no process waits when it exits."""
 
 from __future__ import annotations
 

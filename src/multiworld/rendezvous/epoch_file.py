@@ -86,5 +86,8 @@ def _read(path: Path) -> dict[str, int]:
 
 def _check_format(found: object, path: Path) -> None:
     if found != FORMAT:
-        rule = f"it has format {found!r}, this release reads {FORMAT}; use a newer one"
+        rule = (
+            f"it has format {found!r}, and this release reads {FORMAT}; use the "
+            "release that wrote it"
+        )
         raise ConfigError("state", str(path), rule)

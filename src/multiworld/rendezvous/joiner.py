@@ -99,7 +99,7 @@ class Joiner:
         except TimeoutError as error:
             raise errors.StoreUnreachableError(
                 f"no store answered at {address} for world {world!r} in time; another "
-                "attempt still waits for it",
+                "attempt of this process is still waiting",
                 address=str(address),
             ) from error
         try:
@@ -408,7 +408,7 @@ def _refusal(
             seen = claim.epoch if isinstance(claim, Survivor) else claim.seen
             return errors.StaleEpochError(
                 claim.world,
-                "the others went on without this process; join again to come back",
+                "the other members continued without this process; join again",
                 seen=seen,
                 expected=max(current, seen + 1),
                 evidence=f"the store is at epoch {current}",

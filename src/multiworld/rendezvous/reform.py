@@ -1,9 +1,9 @@
 """The choice of the members that continue after a loss, settled once. Pure.
 
 Each survivor claims its place at the store, and names the ranks that it believes lost.
-The first claim wins: a survivor that it accuses is refused, and accusations against one
-that claimed earlier are ignored. So of two halves that accuse each other exactly one
-continues.
+The first claim wins: a survivor that it accuses is refused, and accusations against a
+survivor that claimed earlier are ignored. So if two halves accuse each other, exactly
+one of them continues.
 """
 
 from __future__ import annotations

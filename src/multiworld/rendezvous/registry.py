@@ -6,8 +6,8 @@ registry or a member has seen. So epochs never go back, even in an empty registr
 
 If a claimed rank is held, the holder is asked. The claim may open the next epoch if the
 holder is silent or its session has ended. Members of a living incarnation keep their
-ranks until a larger one (``grow``) is complete. Survivors of a broken one: see
-``reform``.
+ranks until a larger incarnation (``grow``) is complete. For survivors of a broken
+incarnation, see ``reform``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A manager's session with a store, for all its worlds there. It answers whether this
-process still holds a rank. Losing it harms no ready world: members need it only to
-meet."""
+process still holds a rank. Losing the session harms no ready world: members need it
+only to meet."""
 
 from __future__ import annotations
 

@@ -456,7 +456,7 @@ def _not_connected(local: LocalMember) -> errors.JoinTimeoutError:
     name = local.incarnation.world
     return errors.JoinTimeoutError(
         f"world {name!r}: rank {', '.join(map(str, missing))} was admitted but did not "
-        "connect in time; check that its process runs, and the firewall",
+        "connect in time; check its process and the firewall",
         world=name,
         epoch=local.incarnation.epoch,
         present=present,

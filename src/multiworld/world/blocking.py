@@ -92,7 +92,7 @@ class _Loop:
                 return operation.ended.result()
             except CancelledError:
                 raise TimeoutError(
-                    f"{name} was not done within {timeout_s:g} s, and was cancelled; "
+                    f"{name} did not finish within {timeout_s:g} s and was cancelled; "
                     "give a larger timeout_s"
                 ) from None
         except BaseException:  # such as KeyboardInterrupt

@@ -173,8 +173,9 @@ class WorldManager:
             store: Address of the store: ``tcp://HOST:PORT``, or ``memory://NAME`` for
                 ``backend="memory"``. The default is ``MULTIWORLD_STORE`` in the
                 environment, or else ``MASTER_ADDR`` and ``MASTER_PORT`` (under
-                torchrun, whose own store is at that port, the port after it). If nobody
-                serves the address and it belongs to this host, rank 0 embeds the store.
+                torchrun, the port after ``MASTER_PORT``, which torchrun's own store
+                uses). If nobody serves the address and it belongs to this host, rank 0
+                embeds the store.
                 Commas separate several addresses, in the same order on every member;
                 the first store that answers is used, and none is embedded.
             backend: ``direct``, ``memory``, ``gloo``, ``nccl``, or any other backend of
@@ -249,7 +250,7 @@ class WorldManager:
             if self._is_closed:
                 raise self._closed_error(name) from None
             raise errors.WorldClosedError(
-                f"this process left world {name!r} meanwhile", world=name
+                f"this process left world {name!r} during this call", world=name
             ) from None
         finally:
             if self._joining.get(name) in (joining, None):

@@ -385,9 +385,9 @@ class World(CollectiveMethods):
     ) -> None:
         """Pass each tensor from a member to a function as it arrives.
 
-        It is called on the event loop, in the order of sending, until the world ends;
-        it must be short and must not raise. Bundles and objects still wait for
-        receives.
+        The function is called on the event loop, in the order of sending, until the
+        world ends; it must be short and must not raise. Bundles and objects still wait
+        for receives.
 
         Args:
             handler: Function of the tensor, which is new memory.
@@ -443,7 +443,7 @@ class World(CollectiveMethods):
         keep their order; their ranks become consecutive. The name stays and the epoch
         grows; this object stays broken. The store decides who survives by the first
         claims, so two members that accuse each other do not both continue. If another
-        member is lost meanwhile, the world continues without that one, too. The next
+        member is lost during the call, the world continues without it, too. The next
         incarnation may have only this member. Called on an older incarnation, this acts
         on the newest one of the name.
 
@@ -463,7 +463,7 @@ class World(CollectiveMethods):
         return await self._changes.reform(self.name)
 
     async def grow(self, *, to: int) -> World:
-        """Return the next incarnation, with newcomers; this one need not close first.
+        """Return the next incarnation, with newcomers; this one stays open until then.
 
         This is a collective: every member calls it with the same ``to``. Each newcomer
         joins as usual, with ``manager.join(name, rank=r, size=to, ...)`` and one of the
@@ -476,10 +476,10 @@ class World(CollectiveMethods):
 
         Raises:
             JoinTimeoutError: Not all members claimed their ranks within
-                ``WorldConfig.join_s``, and this world stays usable; or one did not
-                connect after its admission, and this world is closed.
+                ``WorldConfig.join_s``, and this world stays usable; or a member did
+                not connect after its admission, and this world is closed.
             WorldBrokenError: A member was lost. If the store had already admitted the
-                next incarnation, that one is broken, on every member:
+                next incarnation, that incarnation is broken on every member:
                 ``manager.world(name).reform()`` recovers it.
             ConfigError: ``to`` is not greater than the present size.
             StoreUnreachableError: No store answered; this world stays usable.

@@ -138,7 +138,7 @@ def test_proof_that_is_none_is_a_frame_error(body: bytes) -> None:
         theirs.send(body)
     theirs = accepting(hello, SECRET)
     next(theirs)
-    with pytest.raises(HandshakeError, match="another secret"):
+    with pytest.raises(HandshakeError, match="different secrets"):
         theirs.send(b"{}")
 
 

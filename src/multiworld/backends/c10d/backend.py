@@ -157,7 +157,7 @@ class C10dBackend:
             raise TensorMismatchError(
                 f"rank {src} sent {shape} of {dtype}, but the tensor to receive into "
                 f"has {out.numel()} elements of {out.dtype}; the message is still "
-                "there: receive it with a tensor that fits, or with none"
+                "there: receive it with a tensor that fits, or omit out"
             )
         if is_plain(out):
             return out.detach()

@@ -1,5 +1,5 @@
-"""Native c10d process groups: making, aborting and freeing them. Making one blocks and
-may fail half way: it runs in a thread, and ``give_up`` ends it."""
+"""Native c10d process groups: making, aborting and freeing them. Making a group blocks
+and may fail halfway, so it runs in a thread, and ``give_up`` ends it."""
 
 from __future__ import annotations
 

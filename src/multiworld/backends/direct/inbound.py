@@ -289,7 +289,7 @@ class Inbound:
         try:
             peek(self._stage[begin:end])
         except Exception:
-            logger.exception("a function of messages raised an error, and must not")
+            logger.exception("the peek function raised an error; it must not raise")
         return True
 
     def _handle_memory_frame(self, header: Header) -> None:

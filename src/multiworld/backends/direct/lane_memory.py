@@ -123,7 +123,10 @@ class LaneMemory:
             buffers, RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC
         )
         if flags & socket.MSG_CTRUNC:  # the next descriptor would be taken for it
-            raise OSError("a descriptor is lost: this process may open no more files")
+            raise OSError(
+                "a descriptor was lost, because this process has reached its limit of "
+                "open files; raise the limit with `ulimit -n`"
+            )
         for level, kind, data in rights:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self._keep(data)

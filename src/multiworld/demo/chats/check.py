@@ -1,6 +1,6 @@
-"""Comparison of the chats with the undisturbed model: in transformers' own forward
-pass, which rounds otherwise, and in one stage of the same kernels, whose very tokens
-``deterministic: true`` promises."""
+"""Comparison of the chats with the undisturbed model, which computes them in
+transformers' own forward pass, with other rounding, and in one stage with the same
+kernels, whose exact tokens ``deterministic: true`` promises."""
 
 from __future__ import annotations
 

@@ -153,7 +153,9 @@ def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) 
         async with updating:  # in the order in which they were asked for
             spec = await asyncio.to_thread(parse_spec, asked.text, asked.where)
             if not await is_done_before(ended, in_thread(partial(fetch, spec))):
-                raise ServeError("the service ends; the update was not applied")
+                raise ServeError(
+                    "the service is shutting down; the update was not applied"
+                )
             await _import_code(spec)
             since = operations.update(spec)
         await controller.confirmed()

@@ -56,7 +56,7 @@ class Service:
             status, content = self._exchange(method, target, body, limit_s)
         except (OSError, HTTPException) as error:
             remedy = (
-                "it runs, and may be busy; if it stays so, kill its process, and then"
+                "it runs, but may be busy; if it stays busy, kill it, and then run"
                 if self.folder.is_controlled()
                 else "start it with"
             )

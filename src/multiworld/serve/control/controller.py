@@ -215,7 +215,7 @@ class Controller:
                 self.placement.restore(record)
         kept = {record.name for record, _ in found}
         gone = sorted({record.name for record in old.processes} - kept)
-        text = f"{len(kept)} processes of the controller before keep running"
+        text = f"{len(kept)} processes of the previous controller keep running"
         if kept:
             text += f" ({', '.join(sorted(kept))})"
         if gone:
@@ -261,7 +261,7 @@ class Controller:
                 async with asyncio.timeout(FACTS_S):
                     await self._nodes_measured()
             except TimeoutError:
-                logger.warning("not all machines have said what they have")
+                logger.warning("not all machines have reported their resources")
         resolved = self.resolve(self.app)
         self.app, self.dtypes = resolved.app, resolved.why
 

@@ -169,7 +169,7 @@ async def _leave_store(folder: StateFolder, store: StoreRecord) -> None:
         elif kept.store != store:  # it has taken the place of the one before
             folder.save(kept.model_copy(update={"store": store}))
     except (ServeError, OSError) as error:
-        logger.error("the store may block its port: %s", error)
+        logger.error("the store may still occupy its port: %s", error)
 
 
 def _may_live(record: Record) -> bool:

@@ -2,9 +2,9 @@
 
 Work that kills what computes it must be found; work whose host dies must not be
 suspected. After some losses the work is a *suspect* and runs in isolation. If replicas
-die while it runs alone, it is *poison*, and is refused. Losses before anything was
-computed have another cause, and losses in quick succession are more likely one fault
-than two; neither counts again.
+die while it runs alone, it is *poison*, and is refused. A loss before anything was
+computed has another cause, and a loss soon after another is more likely the same fault
+than a second one; such losses are not counted.
 """
 
 from __future__ import annotations

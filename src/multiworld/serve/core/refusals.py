@@ -67,6 +67,6 @@ def quarantined(model: str) -> errors.QuarantinedError:
     """Refuse a request that waited when its tenant was quarantined."""
     return errors.QuarantinedError(
         f"your requests to model {model!r} are quarantined: several of them killed "
-        "the replicas that computed them; retry later, without those",
+        "the replicas that computed them; retry later, without those requests",
         retry_after_s=RETRY_AFTER_S,
     )

@@ -1,4 +1,4 @@
-"""What waits for a model, by tenant, and whose further requests are refused. Pure."""
+"""Waiting work of a model by tenant, and the tenants that may add no more. Pure."""
 
 from __future__ import annotations
 

@@ -149,14 +149,14 @@ def check_update(
     for name in fixed:
         if getattr(new, name) != getattr(old, name):
             raise ServeError(
-                f"{name} cannot be changed while the service runs; shut it down, "
-                "and serve the new spec"
+                f"{name} cannot be changed while the service runs; shut the service "
+                "down, and serve the new spec"
             )
     same = new.gateway.model_copy(update={"replicas": old.gateway.replicas})
     if same != old.gateway:
         raise ServeError(
             "only `replicas` of the gateway can be changed while the service runs; "
-            "shut it down, and serve the new spec"
+            "shut the service down, and serve the new spec"
         )
     for name, model in new.models.items():
         known = specs.get(name, {}).get(model.version)

@@ -253,7 +253,7 @@ class Reconciler:
             if other.is_drain_requested:  # nothing could replace it
                 other.is_drain_requested = False
                 yield LogEvent(
-                    "kept", f"{other.name} stays: there is no room for another"
+                    "kept", f"{other.name} stays: there is no room for its replacement"
                 )
 
     def _check_deadlines(self, now: float) -> Iterator[Action]:

@@ -246,7 +246,7 @@ class StateFolder:
         except ValueError as error:
             raise ServeError(
                 f"{self._record} cannot be read ({error}); end the processes it names "
-                "and remove it"
+                "and remove the file"
             ) from error
 
     def save(self, record: Record) -> None:

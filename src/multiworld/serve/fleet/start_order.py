@@ -1,7 +1,8 @@
 """Order in which missing processes start, and how many start at once. Pure.
 
 Starts compete for processor time, so the most needed go first: gateways, stages without
-a replica, lost replicas, growth; then the stage with the smallest fraction of its own.
+a replica, lost replicas, growth; then the stage that has the smallest fraction of its
+desired replicas.
 """
 
 from __future__ import annotations

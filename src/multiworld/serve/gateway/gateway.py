@@ -188,7 +188,7 @@ class Gateway:
         if version is not None and version != route.version:
             raise UnknownModelError(
                 f"active version of this model is {route.version!r}, not {version!r}; "
-                "use that one, or none"
+                "request the active version, or omit the version"
             )
         model = self.models.get(name, {}).get(route.version)
         if model is None:

@@ -1,5 +1,6 @@
 """Routes that most requests take, without the layers of FastAPI, which cost as much as
-all else. FastAPI documents them too, and serves every other path."""
+everything else together. FastAPI documents these routes, too, and serves every other
+path."""
 
 from __future__ import annotations
 

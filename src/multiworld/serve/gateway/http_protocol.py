@@ -117,7 +117,10 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
                 transport.set_write_buffer_limits(high=0)
             self._heads = HeadKeeper(transport)
             if len(self.connections) > max_connections:
-                text = f"gateway has {max_connections} connections; retry later"
+                text = (
+                    f"gateway has reached its limit of {max_connections} connections; "
+                    "retry later"
+                )
                 self._refuse("503 Service Unavailable", text)
             else:
                 self._start_timer()

@@ -1,5 +1,5 @@
-"""Prometheus metrics of a service. Counters are sums over all processes, exited ones
-included; gauges are of each process."""
+"""Prometheus metrics of a service. Counters are sums over all processes, including
+those that have exited; gauges are given for each process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OF_WORK = {
     "evicted": "Sequences that a stage had no memory for and returned to stage 0.",
     "refilled": "Tokens computed to rebuild the KV of a lost replica.",
     "prefix_cache_queries": "Tokens of prompts.",
-    "prefix_cache_hits": "Tokens of prompts that were known from earlier ones.",
+    "prefix_cache_hits": "Tokens of prompts that were known from earlier prompts.",
 }
 # Help text and labels of each counter, by kind.
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {

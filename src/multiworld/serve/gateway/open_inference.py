@@ -337,7 +337,7 @@ def _outputs(
         if asked and (asked.classification or asked.shared_memory_region is not None):
             raise InvalidRequestError(
                 f"output {item.name[:SHOWN]!r}: classification and shared memory are "
-                "not offered; leave them out"
+                "not supported; leave them out"
             )
         chosen = item.parameters and item.parameters.binary_data
         wanted[item.name] = (is_binary if chosen is None else chosen) is True
@@ -358,7 +358,7 @@ def render(
     missing = request.outputs.keys() - tensors.keys()
     if missing:
         raise InvalidRequestError(
-            f"model returned no output {', '.join(sorted(missing))}; leave it out"
+            f"model returned no output {', '.join(sorted(missing))}; do not request it"
         )
     outputs, blobs = [], []
     for label in request.outputs or tensors:
@@ -366,7 +366,8 @@ def render(
         if tensor.dtype not in NAME_OF:
             raise ModelFailedError(
                 f"output {label!r} has the dtype {tensor.dtype}, for which the Open "
-                "Inference Protocol has no name; let the last stage return another one"
+                "Inference Protocol has no name; let the last stage return another "
+                "dtype"
             )
         item: dict[str, Any] = {
             "name": label,

@@ -1,7 +1,7 @@
 """TLS handshakes that count as connections, and are bounded in time.
 
-asyncio's own server tells of a connection after its handshake, for which it allows a
-minute; so whoever sends nothing holds a descriptor that no limit knows.
+asyncio's own server reports a connection only after its handshake, for which it allows
+a minute. So a client that sends nothing would hold a descriptor that no limit counts.
 """
 
 from __future__ import annotations

@@ -72,9 +72,9 @@ def add_triton(app: FastAPI, gateway: Gateway) -> None:
     async def absent() -> Response:
         """Refuse a request that this server serves in another way."""
         text = (
-            "not offered here; Prometheus metrics are at /metrics, models are changed "
+            "not available here: Prometheus metrics are at /metrics, and models can be "
         )
-        return json_response({"error": f"{text}with `multiworld update`"}, 501)
+        return json_response({"error": f"{text}changed with `multiworld update`"}, 501)
 
     for path in ("/v2/models/stats", "/v2/models/{name}/stats"):
         app.add_api_route(path, absent, methods=["GET"], include_in_schema=False)

@@ -1,7 +1,7 @@
 """Names of prefixes, and the replicas that computed them. Pure.
 
-A name is a chain of hashes, one per block of tokens, that starts with the tenant: equal
-in every process, and response times do not reveal the requests of other tenants.
+A name is a chain of hashes, one per block of tokens. It is the same in every process.
+It starts with the tenant, so response times do not reveal other tenants' requests.
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ class Tokenizer:
         for name in options:
             if name in taken or name not in words:
                 raise InvalidRequestError(
-                    f"the chat template has no {reprlib.repr(name)} to set",
+                    f"the chat template has no variable {reprlib.repr(name)}",
                     param="chat_template_kwargs",
                     code="invalid_value",
                 )

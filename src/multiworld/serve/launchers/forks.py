@@ -102,7 +102,7 @@ class Forks:
         kept = self._preload.index(module) if module in self._preload else 0
         logger.warning(
             "a thread of %s keeps the fork server from forking: processes import %s "
-            "themselves, which takes them time and memory",
+            "themselves, which costs time and memory",
             module or "a module",
             ", ".join(self._preload[kept:]),
         )
@@ -114,7 +114,7 @@ class Forks:
             future.set_exception(LaunchError(f"{name}: {why}"))
 
     def _hangs(self) -> None:
-        self.trouble = "the fork server hangs and is replaced: nothing starts meanwhile"
+        self.trouble = "the fork server hangs; nothing starts until it is replaced"
 
     def _ended(self) -> None:
         for name in list(self._starting):

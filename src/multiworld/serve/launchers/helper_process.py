@@ -115,7 +115,7 @@ class HelperProcess(Generic[M]):
             line = b""
         if not line:
             await self.close(limit_s=0.0)
-            where = self._log or "the output of its starter"
+            where = self._log or "the output of the process that started it"
             raise LaunchError(f"{self._module} did not start; see {where}")
         loop = asyncio.get_running_loop()
         self._unanswered = 0

@@ -36,7 +36,7 @@ def check(kind: Any, config: Any, folder: Path) -> None:
         raise
     except Exception as error:  # without layers, which it may need
         logger.warning(
-            "%s: whether %s can be cut into stages could not be tried (%s: %s)",
+            "%s: whether %s can be cut into stages could not be checked (%s: %s)",
             folder,
             config.model_type,
             type(error).__name__,
@@ -45,9 +45,9 @@ def check(kind: Any, config: Any, folder: Path) -> None:
         return
     if not is_same:
         raise SpecError(
-            f"{folder}: {config.model_type} cannot be cut into stages, which would do "
-            "other work than one; serve it in one stage, use an engine, or write a "
-            "factory that returns its stages"
+            f"{folder}: {config.model_type} cannot be cut into stages, which together "
+            "would not compute the same as one stage; serve it in one stage, use an "
+            "engine, or write a factory that returns its stages"
         )
 
 

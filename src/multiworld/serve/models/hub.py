@@ -55,7 +55,7 @@ def folder_of(path: str, revision: str | None) -> str:
         return path
     if revision is None:
         raise SpecError(
-            f"{path!r} is no folder; to take it from the Hugging Face hub, add "
+            f"{path!r} is not a folder; to take it from the Hugging Face hub, add "
             "`revision:` with a commit, so that all replicas load the same weights"
         )
     try:
@@ -74,7 +74,7 @@ def folder_of(path: str, revision: str | None) -> str:
                 path, revision=revision, allow_patterns=FILES, local_files_only=True
             )
     except ValueError as error:
-        raise SpecError(f"path: {path!r} is no name of the hub: {error}") from error
+        raise SpecError(f"path: {path!r} is not a name on the hub: {error}") from error
     if found and (_is_marked(found) or not _answers(path, revision)):
         return found
     try:

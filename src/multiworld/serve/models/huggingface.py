@@ -341,5 +341,8 @@ def _load_stage(
 
     device = context.device
     if quantization and device != "cpu":
-        raise SpecError(f"{folder}: quantization: int8 has no products on {device}")
+        raise SpecError(
+            f"{folder}: quantization: int8 is for CPUs only, not for {device}; remove "
+            "it, or `device`"
+        )
     return transformer_stage.load(folder, span, dtype, pooling, device, quantization)

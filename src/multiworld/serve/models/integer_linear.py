@@ -4,8 +4,8 @@ Weights have a byte, and a scale for each output. Each row of activations is sca
 its largest magnitude and written as two integers of 7 bits, ``high + low / 128``, which
 are two rows of one call. Sums of integers do not round, and what follows them is
 exactly rounded: a row has the same bits in a call of any size, at any place, with any
-number of threads, and on any processor. With 7 bits no kernel saturates, which those of
-AVX2 would with 8 (two products are at most 2 x 128 x 127, which 16 bits hold).
+number of threads, and on any processor. With 7 bits no kernel saturates, as kernels for
+AVX2 would with 8 bits (two products are at most 2 x 128 x 127, which 16 bits hold).
 
 oneDNN computes them, or FBGEMM where the processor has no instructions for products of
 bytes (VNNI): there its kernels take a quarter of the time for up to 16 rows. The
@@ -210,7 +210,7 @@ def packed(integers: Tensor, scale: Tensor) -> Kernel:
             errors.append(f"{make.__name__}: {error}")
     raise ModelFailedError(
         f"quantization: int8 needs an operator that torch {torch.__version__} lacks "
-        f"here, or computes otherwise ({'; '.join(errors)}); remove quantization"
+        f"here, or computes differently ({'; '.join(errors)}); remove quantization"
     )
 
 

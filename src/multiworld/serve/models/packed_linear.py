@@ -78,4 +78,4 @@ def _check(packed: PackedLinear, matrix: Tensor, module: Any) -> None:
     wanted, found = module(given).float(), packed(given).float()
     scale = float(wanted.abs().max())
     if not torch.allclose(found, wanted, rtol=0.05, atol=0.05 * scale):
-        raise RuntimeError("the product of packed weights is another one")
+        raise RuntimeError("the product with packed weights differs")

@@ -1,4 +1,4 @@
-"""How a sentence encoder makes one vector of those of a text's tokens."""
+"""Pooling of the token vectors of a text into one vector, in sentence encoders."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Profiler of the stages of a model: time, memory and bytes per hop. It runs in a
-process of its own, and measures memory as its growth. Before each stage, the allocator
-returns what it kept from the previous one."""
+process of its own, and measures memory as the growth of that process. Before each
+stage, the allocator returns what it kept from the previous one."""
 
 from __future__ import annotations
 

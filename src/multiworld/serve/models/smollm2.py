@@ -90,7 +90,7 @@ def _convert(weights: Path, made: Path, tell: Callable[[str], None]) -> None:
         )
     except ImportError as error:
         raise ServeError(
-            f"{error}; pip install 'multiworld-elastic[demo]' has it"
+            f"{error}; install it with pip install 'multiworld-elastic[demo]'"
         ) from error
     # transformers cannot save a model loaded from this format: copy its weights.
     if hasattr(read.config, "quantization_config"):

@@ -1,5 +1,6 @@
 """Autoscaler: applies the decisions of each model's policy, which decides from samples
-of all processes' reports; at once, if a model scaled to zero has a request."""
+of the reports of all processes. A request to a model that was scaled to zero causes a
+decision at once."""
 
 from __future__ import annotations
 
@@ -310,7 +311,7 @@ class Autoscaler:
         kept = keep_starting(decision.replicas, wanted.replicas, starting, there)
         if kept == tuple(decision.replicas):
             return decision
-        why = f"{decision.why}; what is still starting is not drained"
+        why = f"{decision.why}; replicas that are starting are not drained"
         return replace(decision, replicas=kept, why=why)
 
     def _start_s(self, name: str, version: str) -> float:

@@ -62,8 +62,8 @@ class AutoscalingConfig(_Strict):
     """Autoscaling of a stage; names and meanings are those of Ray Serve."""
 
     min_replicas: Annotated[int, Field(ge=0, le=4096, strict=True)] = 1
-    """Minimum number of replicas. 0: none runs while there is no traffic, and the first
-    request then waits until a replica has started."""
+    """Minimum number of replicas. 0: no replica runs while there is no traffic, and the
+    first request then waits until a replica has started."""
     max_replicas: Count
     """Maximum number of replicas."""
     initial_replicas: Annotated[int, Field(ge=0, le=4096, strict=True)] | None = None
@@ -77,7 +77,7 @@ class AutoscalingConfig(_Strict):
     downscale_delay_s: Delay = 600.0
     """Seconds for which fewer replicas must suffice before any are drained."""
     downscale_to_zero_delay_s: Delay | None = None
-    """The same delay for the last replica; `downscale_delay_s` by default."""
+    """Like `downscale_delay_s`, but for the last replica; by default the same value."""
     look_back_period_s: Seconds = 30.0
     """Seconds over which arrivals are averaged."""
     upscaling_factor: Annotated[float, Field(gt=0, le=100, strict=True)] = 1.0
@@ -153,7 +153,7 @@ class StageSpec(_Strict):
         default_factory=list
     )
     """Names of the machines that the stage may run on; any machine by default. `*`
-    matches any characters, `?` one."""
+    matches any characters, `?` one character."""
 
     @model_validator(mode="after")
     def _gpu_memory_on_gpu(self) -> StageSpec:
@@ -202,7 +202,7 @@ class GenerationSpec(_Strict):
     backup_memory_mb: Annotated[float, Field(ge=0, le=1e8, strict=True)] = 128.0
     """Memory for the activation log in each replica, in MiB: the outputs it has sent to
     the next stage. They rebuild the keys and values of a replacement there; without
-    them, more stages compute again."""
+    them, more stages must compute again."""
     enable_prefix_caching: bool = True
     """`true`: a prompt with the same prefix as an earlier one of its tenant is computed
     only from the end of that prefix on."""
@@ -299,16 +299,16 @@ def _unlike_json(value: object, at: str) -> str | None:
     if isinstance(value, dict):
         odd = next((key for key in value if not isinstance(key, str)), None)
         if odd is not None:
-            return f"the key {odd!r}{at} is no text; quote it"
+            return f"the key {odd!r}{at} is not text; quote it"
         parts = [(f"{at} in {key!r}", part) for key, part in value.items()]
     elif isinstance(value, list | tuple):
         parts = [(f"{at} in item {n}", part) for n, part in enumerate(value)]
     elif isinstance(value, float) and not math.isfinite(value):
-        return f"{value!r}{at} is no value of JSON; write it as text"
+        return f"{value!r}{at} is not a JSON value; write it as text"
     elif value is None or isinstance(value, str | bool | int | float):
         return None
     else:
-        return f"{value!r}{at} is no value of JSON; write it as text"
+        return f"{value!r}{at} is not a JSON value; write it as text"
     found = (_unlike_json(part, where) for where, part in parts)
     return next((text for text in found if text is not None), None)
 
@@ -337,7 +337,7 @@ class ModelSpec(_Strict):
     """Folder of a Hugging Face model on disk, or its name on the hub (`OWNER/NAME`),
     from which it is fetched once; the model is cut between layers."""
     revision: str | None = Field(default=None, pattern=REVISION)
-    """Commit, tag or branch of a model on the hub, which needs it. A commit is best:
+    """Commit, tag or branch; required for a model on the hub. A commit is best, because
     replicas that start later then load the same weights."""
     generation: GenerationSpec | None = None
     """Makes the model generate text, behind the chat and completion routes of the
@@ -350,27 +350,29 @@ class ModelSpec(_Strict):
     `llama.cpp`, `openai` (servers that somebody else runs), or
     `package.module:function` of an adapter. Such a model has no `stages`: `replicas`,
     `autoscaling_config`, `device`, `cpus`, `memory_mb`, `gpu_memory_mb`, `compute_s`
-    and `nodes` stand at the model itself."""
+    and `nodes` are fields of the model itself."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the engine, by its own names: `tensor_parallel_size: 2` becomes
-    `--tensor-parallel-size 2`. Not for what this spec has fields for. With `openai`:
-    `urls`, `model`, `api_key_env` and `health`."""
+    `--tensor-parallel-size 2`. Not for settings that have a field in this spec.
+    With `openai`: `urls`, `model`, `api_key_env` and `health`."""
     adapters: dict[Annotated[str, Field(pattern=NAME)], str] = Field(
         default_factory=dict
     )
-    """With an `engine`: LoRA adapters of the model. Each is served as a model of its
-    own, by its name here, and by the same replicas. Values are folders (`vllm`), GGUF
-    files (`llama.cpp`), or names at the servers (`openai`)."""
+    """With an `engine`: LoRA adapters of the model, by name. The same replicas serve
+    each adapter as a model of that name. Values are folders (`vllm`), GGUF files
+    (`llama.cpp`), or names at the servers (`openai`)."""
     embeddings: bool = False
     """With `engine: vllm`, `llama.cpp` or `openai`: the engine embeds texts, behind
-    `/v1/embeddings`, and generates none. All of its arguments are in `engine_args`."""
+    `/v1/embeddings`, and generates no text. All of its arguments are in
+    `engine_args`."""
     exact: bool = True
-    """With `engine: openai`: a stream continues with the tokens of an undisturbed one,
-    so the servers must return token ids. `false` allows servers that return text, and
-    one request for a whole stream: what is sampled after a loss is drawn anew."""
+    """With `engine: openai`: after a loss, a stream continues with the tokens of an
+    undisturbed stream, so the servers must return token ids. `false` allows servers
+    that return text, and one request for a whole stream; tokens sampled after a loss
+    are then drawn anew."""
     engine_python: str | None = None
     """Python interpreter of the environment that the engine is installed in; by
-    default the one of the service."""
+    default the interpreter of the service."""
     replicas: Count | ReplicaRange | None = None
     """With an `engine`: number of replicas, or a range; see the field of a stage."""
     autoscaling_config: AutoscalingConfig | None = None
@@ -380,14 +382,14 @@ class ModelSpec(_Strict):
     many GPUs as `tensor_parallel_size` times `pipeline_parallel_size` in `engine_args`,
     and the engine sees only these."""
     cpus: Annotated[float, Field(gt=0, le=4096, strict=True)] | None = None
-    """With an `engine`: cores to book for a replica. Its engine runs on as many whole
-    cores, which no other engine of the service's user on that machine has."""
+    """With an `engine`: cores to book for a replica. Its engine runs on that many whole
+    cores, which no other engine of the service's user on that machine uses."""
     memory_mb: Annotated[float, Field(gt=0, le=1e8, strict=True)] | None = None
     """With an `engine`: main memory to book for a replica, all processes of the engine
     together, in MiB. A replica that uses more is killed."""
     gpu_memory_mb: Annotated[float, Field(gt=0, le=1e8, strict=True)] | None = None
     """With an `engine`: GPU memory to book on each GPU of a replica, in MiB; vLLM uses
-    no more. By default a replica has its GPUs for itself."""
+    no more. By default a replica has its GPUs to itself."""
     compute_s: Seconds | None = None
     """With an `engine`: seconds without any token, while sequences run, after which the
     engine counts as hung and the replica is replaced; 30 by default."""
@@ -502,15 +504,20 @@ class ModelSpec(_Strict):
         if self.scaling is not None and not any(
             stage.autoscaling_config for stage in self.stages
         ):
-            raise ValueError("scaling has no effect without an autoscaling_config")
+            raise ValueError(
+                "scaling has no effect without an autoscaling_config; add one to a "
+                "stage, or remove scaling"
+            )
         return self
 
     @model_validator(mode="after")
     def _stages_of_text(self) -> ModelSpec:
         for stage in self.stages if self.generation is not None else ():
             if stage.ranks > 1:
-                rule = "a model that generates text has one rank in each stage"
-                raise ValueError(rule)
+                raise ValueError(
+                    "a model that generates text has one rank in each stage; remove "
+                    "ranks"
+                )
             if stage.device != "cpu" and self.engine is None:
                 self._check_on_gpu()
             for name in OF_BATCHES:
@@ -538,7 +545,7 @@ class ModelSpec(_Strict):
             size = self.engine_args.get(name, 1)
             if type(size) is not int or not 1 <= size <= 1024:
                 raise ValueError(
-                    f"engine_args: {name} is a number from 1, not {size!r}"
+                    f"engine_args: {name} is a number from 1 to 1024, not {size!r}"
                 )
         names = {name.replace("-", "_") for name in self.engine_args}
         if "gpu_memory_utilization" in names and self.stages[0].gpu_memory_mb:
@@ -573,20 +580,23 @@ class ModelSpec(_Strict):
             for name in fields:
                 if getattr(self, name):
                     raise ValueError(
-                        f"{name} stands at a model with an engine only; add an engine, "
-                        "or write it at a stage"
+                        f"{name} is for models with an engine; add an engine, or move "
+                        "it to a stage if stages have this field"
                     )
             if not self.exact:
-                raise ValueError("exact stands at a model with an engine only")
+                raise ValueError("exact is for models with an engine; remove it")
             return self
         self._check_engine_gpus()
         if self.engine == OPENAI and self.engine_python is not None:
             raise ValueError("engine: openai starts no server; remove engine_python")
         if not self.exact and self.engine != OPENAI:
-            raise ValueError("exact: false has an effect with engine: openai only")
+            raise ValueError(
+                "exact: false has an effect only with engine: openai; remove exact"
+            )
         if self.path is None or self.options or self.cut or self.profile:
             raise ValueError(
-                "an engine needs a path, and has no factory, options, cut or profile"
+                "a model with an engine needs a path, and has no factory, "
+                "options, cut or profile"
             )
         if self.embeddings:
             self._check_embeddings()
@@ -611,7 +621,7 @@ class ModelSpec(_Strict):
         if (self.factory is None) == (self.path is None):
             raise ValueError("give either factory or path, and not both")
         if self.path is None and self.revision is not None:
-            raise ValueError("revision is of a path on the hub; remove it")
+            raise ValueError("revision is only for a path on the hub; remove it")
         return self
 
 
@@ -636,16 +646,17 @@ class GatewaySpec(_Strict):
     """Maximum size of the bodies of all requests in flight in a gateway, in MiB; beyond
     it, requests are answered with 503."""
     max_connections: Annotated[int, Field(ge=1, le=1_000_000, strict=True)] = 4096
-    """Maximum number of connections to a gateway; others are answered with 503, or
-    closed if others are in their TLS handshakes."""
+    """Maximum number of connections to a gateway; further connections are answered with
+    503, or, while other connections are in their TLS handshakes, closed."""
     head_s: Seconds = 10.0
     """Maximum seconds for a client to send the headers of a request; a slower one is
-    answered with 408. A TLS handshake has as long; then its connection is closed."""
+    answered with 408. A TLS handshake that takes longer is closed."""
     keep_alive_s: Seconds = 30.0
-    """Seconds until an idle connection is closed, in whole seconds. Give more than a
-    proxy in front keeps its own: it would send requests into connections that close."""
+    """Seconds until an idle connection is closed, in whole seconds. Give more than the
+    idle timeout of a proxy in front, which would otherwise send requests on connections
+    that are being closed."""
     shutdown_s: Seconds = 30.0
-    """Seconds that accepted requests have to finish at a shutdown."""
+    """Seconds that accepted requests have to finish when the service shuts down."""
     access_log: bool = False
     """`true`: log a line for every request that computes: its id (header
     `X-Request-Id`), tenant, method, path, status and seconds."""
@@ -709,7 +720,7 @@ class AppSpec(_Strict):
     """Seconds of silence after which a process counts as lost and is replaced."""
     ready_s: Seconds = 120.0
     """Maximum seconds for a process to become ready; after that it is replaced. A new
-    version is rolled back if none of its replicas becomes ready within this time."""
+    version is rolled back if no replica of it becomes ready within this time."""
     drain_s: Seconds = 60.0
     """Maximum seconds for a draining process to finish its work before it is killed."""
     orphan_s: Seconds = 10.0

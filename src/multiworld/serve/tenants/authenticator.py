@@ -184,7 +184,7 @@ class Authenticator:
             raise errors.QuarantinedError(
                 f"your requests to model {model_version[0]!r} are quarantined: "
                 f"several of them killed their replicas; retry in {quarantine_s:.0f} "
-                "s, without those",
+                "s, without those requests",
                 retry_after_s=quarantine_s,
             )
         if self.quarantine.is_poison(tenant.name, model_version, digest, now):

@@ -245,7 +245,7 @@ async def test_update_that_fetches_a_model_holds_up_nobody(
     async with asyncio.timeout(30.0):
         answer = await updating
     assert answer.status_code == 409
-    assert "the service ends" in answer.json()["error"]
+    assert "shutting down" in answer.json()["error"]
     goes_on.set()
 
 

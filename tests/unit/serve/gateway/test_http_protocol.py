@@ -376,7 +376,7 @@ async def test_connection_too_many_gets_503_until_another_ends() -> None:
         assert [(await c.ask())[0] for c in (first, second)] == [200, 200]
         third = await server.connect()
         status, body = await third.answer()
-        assert (status, b"has 2 connections" in body) == (503, True)
+        assert (status, b"limit of 2 connections" in body) == (503, True)
         assert await third.is_closed()
         assert (await first.ask())[0] == 200
         await first.close()

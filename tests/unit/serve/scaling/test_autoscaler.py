@@ -260,7 +260,7 @@ async def test_what_is_still_starting_is_not_drained(
         first, *others = s.fleet.processes.values()
         first.phase = ProcessPhase.READY
         s.scaler.start()
-        await until(lambda: "still starting is not drained" in s.reason())
+        await until(lambda: "starting are not drained" in s.reason())
         assert s.replicas() == (3,)
         for process in others:
             process.phase = ProcessPhase.READY

@@ -46,7 +46,7 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
     message["content"] = _content(message.get("content", "" if is_answer else None))
     calls = message.pop("tool_calls", [])
     if not isinstance(calls, list) or (calls and not is_answer):
-        raise _wrong('may have a list "tool_calls" in those of the assistant only')
+        raise _wrong('may have a list "tool_calls" only in messages of the assistant')
     if calls:
         message["tool_calls"] = [_call(call) for call in calls]
     return message
@@ -77,7 +77,8 @@ def _call(given: Any) -> dict[str, Any]:
         or given.get("type", "function") != "function"
     ):
         raise _wrong(
-            "has a tool call that is no function with a name, and arguments as a string"
+            "has a tool call that is not a function with a name, and with arguments as "
+            "a string"
         )
     return {**given, "function": dict(function)}
 

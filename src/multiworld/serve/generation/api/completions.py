@@ -187,7 +187,8 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
     )
     structure = structure_of(asked.response_format, asked.structured_outputs)
     if asked.ignore_eos and structure is not None:
-        raise wrong_field("ignore_eos", "cannot be given with a structure, which ends")
+        rule = "cannot be given with a structure, because a structure has an end"
+        raise wrong_field("ignore_eos", rule)
     options = asked.stream_options
     for name in ("continuous_usage_stats", "include_obfuscation"):
         if options is not None and getattr(options, name):
@@ -289,7 +290,8 @@ def check_fits(
     if room < max(1, wanted.max_tokens):
         raise InvalidRequestError(
             f"this model takes at most {longest} tokens; the prompt has {prompt} and "
-            f"the answer may have {max(1, wanted.max_tokens)}",
+            f"the answer may have {max(1, wanted.max_tokens)}; shorten the prompt, or "
+            "lower max_tokens",
             param=param,
             code="context_length_exceeded",
         )
@@ -298,7 +300,7 @@ def check_fits(
         if not 0 <= token < vocabulary:
             name = "logit_bias" if token in wanted.logit_bias else "stop_token_ids"
             raise wrong_field(
-                name, f"has token {token}; there are 0 to {vocabulary - 1}"
+                name, f"has token {token}; tokens are from 0 to {vocabulary - 1}"
             )
     if wanted.min_tokens > (wanted.max_tokens or room):
         raise wrong_field("min_tokens", "is more than max_tokens")

@@ -212,8 +212,8 @@ def _strict(wanted: Wanted, served: ServedModel) -> Structure:
     has_calls = is_free and served.family == "hermes"
     if not has_calls or begin is None or end is None:
         raise InvalidRequestError(
-            "strict tools are enforced with tool_choice required, or with a name; with "
-            "auto, this model or this request does not allow it",
+            "strict tools are enforced with tool_choice: required, or the name of a "
+            "tool; with auto, this model or this request does not support them",
             param="tools",
             code="unsupported_value",
         )

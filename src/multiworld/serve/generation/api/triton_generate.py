@@ -93,7 +93,7 @@ def _reader(name: str, version: str | None, is_streamed: bool) -> Reader:
         is_excluded = given.pop(EXCLUDES, False)
         if not isinstance(is_excluded, bool):
             raise InvalidRequestError(
-                f'"parameters" has a {EXCLUDES!r} that is no boolean',
+                f'{EXCLUDES!r} in "parameters" must be a boolean',
                 param="parameters",
             )
         for field in FIXED:

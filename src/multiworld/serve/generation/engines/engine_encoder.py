@@ -93,7 +93,9 @@ def model(
 def _check(vocabulary: int, longest: int, tensors: Tensors) -> None:
     check_ids(vocabulary, longest, tensors)
     if not (tensors["attention_mask"] != 0).any(1).all():
-        raise InvalidRequestError("a row of attention_mask has no token; leave it out")
+        raise InvalidRequestError(
+            "a row of attention_mask has no token; leave that row out"
+        )
 
 
 class _Item(msgspec.Struct):
@@ -197,7 +199,9 @@ class EngineEncoder:
         except (RunFailedError, ValueError, RuntimeError) as error:
             raise ModelFailedError(f"{self._engine} failed: {error}") from error
         if len(embedding) != len(inputs) or not embedding.isfinite().all():
-            raise ModelFailedError(f"{self._engine} sent other embeddings than asked")
+            raise ModelFailedError(
+                f"{self._engine} did not return one finite embedding for each input"
+            )
         return {"embedding": embedding}
 
     async def _answer(self, body: Mapping[str, Any]) -> list[_Item]:

@@ -1,4 +1,4 @@
-"""The HTTP server of an engine: a process of this replica, or one of somebody else."""
+"""The HTTP server of an engine: of this replica, or one that somebody else runs."""
 
 from __future__ import annotations
 

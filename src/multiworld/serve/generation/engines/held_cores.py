@@ -1,7 +1,7 @@
-"""Cores that engines on this host hold, so that no two of them compute on one.
+"""Cores that engines on this host hold, so that no two engines compute on one core.
 
 Two engines on one core wait for each other's time slices in every step; and vLLM binds
-its threads to the first cores, those of all replicas to the same.
+its threads to the first cores, which are the same for all replicas.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class HeldCores:
             logger.warning("cores are not held: %s", error)
         if count:
             found = len(self.numbers)
-            logger.warning("%d of %d cores are free; the engine has all", found, count)
+            text = "only %d of %d wanted cores are free; the engine may use all cores"
+            logger.warning(text, found, count)
         self.release()
 
     @contextlib.contextmanager

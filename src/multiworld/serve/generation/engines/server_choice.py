@@ -82,7 +82,8 @@ class ServerChoice:
                 await server.close()
         if chosen is None:
             raise EngineLostError(
-                f"none of {', '.join(self.args.urls)} answers {self.args.health}"
+                f"none of {', '.join(self.args.urls)} answers {self.args.health}; "
+                "start one, or correct urls and health in engine_args"
             )
         return chosen
 

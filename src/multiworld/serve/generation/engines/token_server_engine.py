@@ -169,8 +169,8 @@ class TokenServerEngine:
                 expected = piece.known[known : known + len(some)]
                 if [each.token for each in some[: len(expected)]] != [*expected]:
                     logger.warning(
-                        "%s repeats tokens differently; a sequence continues with "
-                        "tokens drawn anew",
+                        "%s did not repeat the known tokens; a sequence continues "
+                        "with newly drawn tokens",
                         self.title,
                     )
                     return

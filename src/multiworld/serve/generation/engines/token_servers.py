@@ -384,8 +384,8 @@ class CompletionsOfText(Dialect):
         read = self.tokenizer.encode(text, has_special=False)
         if [t for t in read if t in known] != [t for t in tokens if t in known]:
             raise InvalidRequestError(
-                "the request has the text of a control token, which this model's "
-                "engine would take for one; remove it"
+                "the request contains the text of a control token, which this model's "
+                "engine would take for the token itself; remove it"
             )
         return text or " "
 
@@ -398,5 +398,5 @@ def check_text(tokenizer: Tokenizer) -> None:
     if tokenizer.decode(tokens) != text:
         raise SpecError(
             "the tokenizer of this model cannot encode a text in parts, which a server "
-            "that returns no token ids needs; use one that returns them"
+            "that returns no token ids needs; use a server that returns them"
         )

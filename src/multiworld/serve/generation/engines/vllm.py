@@ -116,7 +116,7 @@ class _Logprob(msgspec.Struct):
     def number(self) -> int:
         number = self.token.removeprefix(TOKEN)
         if self.token_id is None and not number.isdigit():
-            raise RunFailedError(f"vLLM gave no id of a token, but {self.token!r}")
+            raise RunFailedError(f"vLLM returned {self.token!r} in place of a token id")
         return int(number) if self.token_id is None else self.token_id
 
 
@@ -251,7 +251,8 @@ class VllmEngine:
     def check(self, sampling: Sampling) -> None:
         if (sampling.logprobs or 0) > self._max_logprobs >= 0:
             raise InvalidRequestError(
-                f"this model's engine gives at most {self._max_logprobs} likely tokens",
+                f"this model's engine returns at most {self._max_logprobs} likely "
+                "tokens; lower logprobs",
                 param="logprobs",
             )
         if sampling.prompt_logprobs is not None:
@@ -374,7 +375,10 @@ def lora_arguments(adapters: Mapping[str, str], *, is_cpu: bool) -> dict[str, An
     highest = max(_rank_of(folder) for folder in folders.values())
     rank = next((rank for rank in RANKS if rank >= highest), None)
     if rank is None:
-        raise SpecError(f"adapters: a rank of {highest} is more than vLLM takes")
+        raise SpecError(
+            f"adapters: a rank of {highest} is more than vLLM supports; use adapters "
+            "of a lower rank"
+        )
     return {
         "enable_lora": True,
         "max_lora_rank": rank,

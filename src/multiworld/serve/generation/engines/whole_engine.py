@@ -2,7 +2,7 @@
 
 A whole engine computes all layers of a model, so one replica is the only stage, and its
 loss costs a prefill. The gateway holds the tokens of every stream; an engine gets all
-tokens so far, and returns further ones. It need not remember anything: a sequence that
+tokens so far, and returns the next ones. It need not remember anything: a sequence that
 is interrupted begins again elsewhere, with more tokens.
 
 To write an adapter, implement ``WholeEngine``, and name a function that takes
@@ -46,17 +46,17 @@ class EngineSettings:
         device: Torch device of the replica, such as ``cpu`` or ``cuda:0``.
         gpus: Indexes of the replica's GPUs, as torch counts them in this process; an
             engine must use no others.
-        adapters: LoRA adapters by the names that runs have: folders, files or names
+        adapters: LoRA adapters by the names in ``Run.adapter``: folders, files or names
             at a server, as the spec has them.
         gpu_memory_share: Share of each GPU's memory that the replica has booked; None:
-            its GPUs are its alone.
-        cpus: Cores that the replica has booked; None: it books none, and has all. An
-            engine on a CPU should use as many threads.
+            it has its GPUs to itself.
+        cpus: Cores that the replica has booked; None: it books none, and may use all.
+            An engine on a CPU should use as many threads as it has cores.
         memory_mb: Memory that the replica has booked, in MiB; None: it books none.
         max_model_len: Maximum number of tokens of a sequence; None: the engine's own.
         max_num_seqs: Maximum number of sequences that run at once.
         dtype: Dtype to compute in; None: the engine's own choice.
-        exact: A stream must continue with the tokens of an undisturbed one.
+        exact: Whether a stream must continue with the tokens of an undisturbed stream.
         hung_s: Seconds without any token, while sequences run, after which the engine
             counts as hung.
     """
@@ -126,13 +126,13 @@ class EngineToken:
 class WholeEngine(Protocol):
     """An external engine, in the process of its replica.
 
-    Making one starts nothing. It raises SpecError if ``EngineSettings.args`` cannot be
-    used.
+    Creating an engine starts nothing. It raises SpecError if ``EngineSettings.args``
+    cannot be used.
 
     Attributes:
         usage: Used fraction of the engine's KV memory; 0.0 if it is not known.
         phase: What the engine does until it has started, for ``multiworld status``.
-        has_adapters: It computes with ``Run.adapter``; may be left out if it does not.
+        has_adapters: Whether it computes with ``Run.adapter``; may be left out if not.
     """
 
     @property

@@ -58,7 +58,10 @@ def load(
             "write a factory that returns its stages"
         ) from error
     if config.is_encoder_decoder:
-        raise SpecError(f"{folder}: {config.model_type} is no decoder with one chain")
+        raise SpecError(
+            f"{folder}: {config.model_type} has an encoder and a decoder, not one "
+            f"chain of layers; {REMEDY}"
+        )
     folder_facts.check_kinds(getattr(config, "layer_types", None) or (), folder)
     config._attn_implementation = ATTENTION
     try:
@@ -89,9 +92,9 @@ def _check_attention(
         raise _without_interface(folder, len({*seen.layers}), span)
     if kv_numbers is not None and seen.kv_numbers > kv_numbers:
         raise SpecError(
-            f"{folder}: its layers keep {seen.kv_numbers} numbers of each token, and "
-            f"by its config.json {kv_numbers}, so that no memory could be kept to; "
-            f"{REMEDY}"
+            f"{folder}: its layers keep {seen.kv_numbers} numbers for each token, but "
+            f"by its config.json they keep {kv_numbers}, so the memory that was booked "
+            f"would not suffice; {REMEDY}"
         )
     config: Any = stage.whole.config
     kinds = getattr(config.get_text_config(), "layer_types", None)
@@ -101,15 +104,15 @@ def _check_attention(
     is_bound = window is not None and window < (longest or math.inf)
     if is_bound and is_windowed and not seen.has_window:
         raise SpecError(
-            f"{folder}: its layers attend to a window that they name in a mask only, "
-            f"and here they would attend to everything; {REMEDY}"
+            f"{folder}: its layers define their attention window only in a mask, which "
+            f"has no effect here, so they would attend to everything; {REMEDY}"
         )
 
 
 def _without_interface(folder: Path, count: int, span: Span) -> SpecError:
     return SpecError(
         f"{folder}: {count} of {span.end - span.begin} layers use transformers' "
-        f"interface of attention, so text cannot be generated in steps; {REMEDY}"
+        f"attention interface, so text cannot be generated in steps; {REMEDY}"
     )
 
 

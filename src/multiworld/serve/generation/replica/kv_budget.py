@@ -1,9 +1,9 @@
 """KV budget of a stage after the first. Pure.
 
 Stage 0 counts the blocks of its sequences. But several stage 0 replicas may share a
-later one, which also receives more after a loss. So every stage drops what does not
-fit, and stage 0 preempts it. All agree on what is dropped first, so at least one
-sequence makes progress.
+replica of a later stage, which also receives more sequences after a loss. So every
+stage drops what does not fit, and stage 0 preempts it. All agree on what is dropped
+first, so at least one sequence makes progress.
 """
 
 from __future__ import annotations

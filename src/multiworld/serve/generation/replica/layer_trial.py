@@ -34,8 +34,9 @@ def check_layers(stage: Any, cache: Callable[[], KvCache]) -> None:
             if not torch.equal(_computed(stage, cache(), given, steps), wanted):
                 raise ModelFailedError(
                     "deterministic: true is not possible: on this machine the layers "
-                    f"give a row other bits in another step ({torch.get_num_threads()} "
-                    "threads); set threads: 1 for the stage, or remove deterministic"
+                    "give a row different bits in different steps "
+                    f"({torch.get_num_threads()} threads); set threads: 1 for the "
+                    "stage, or remove deterministic"
                 )
 
 

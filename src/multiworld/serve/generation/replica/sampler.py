@@ -202,7 +202,7 @@ def sample(
             part = asking[begin : begin + size]
             chosen.update(_reported(logits, part, histories, tokens))
     return [
-        chosen.get(row) or ValueError(f"the largest logit is {one}, no finite number")
+        chosen.get(row) or ValueError(f"the largest logit is not finite: {one}")
         for row, one in enumerate(largest)
     ]
 

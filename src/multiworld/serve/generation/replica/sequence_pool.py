@@ -3,11 +3,11 @@
 If a running sequence needs a block and none is free, the latest sequence is preempted:
 its blocks are freed, and it is recomputed from its tokens when there is room
 (preemption by recompute, as in vLLM: Kwon et al., "Efficient Memory Management for
-Large Language Model Serving with PagedAttention", 2023). One of a higher priority may
-also preempt one of a lower priority for its slot.
+Large Language Model Serving with PagedAttention", 2023). A sequence of a higher
+priority may also preempt one of a lower priority for its slot.
 
 Slots and blocks are shared by weight between the tenants that have sequences; a tenant
-alone may use everything. One that has fewer than its share preempts for them. A probe
+alone may use everything. A tenant that has less than its share preempts others. A probe
 preempts whatever it must, and is preempted by no stream: streams may be waiting for the
 replica that it makes ready.
 """

@@ -242,8 +242,8 @@ class StageEngine:
             return Computed(tuple(parts), hidden=found)
         if found.shape != (len(flat), self.model.vocabulary):
             raise ValueError(
-                f"the last stage returned logits of shape {list(found.shape)}; "
-                f"[wanted, vocabulary] is {[len(flat), self.model.vocabulary]}"
+                f"the last stage returned logits of shape {list(found.shape)}; return "
+                f"[wanted, vocabulary], here {[len(flat), self.model.vocabulary]}"
             )
         return self._sampled(parts, rows_of, found)
 

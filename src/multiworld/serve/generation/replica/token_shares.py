@@ -6,8 +6,8 @@ Sheng et al., "Fairness in Serving Large Language Models", 2024). One that retur
 a while, or takes less than its share, gets hardly any credit for that: its counter is
 lifted to the *level*, the counter of the tenant that was next in the latest step (the
 virtual time of start-time fair queueing, Goyal et al., 1996), less the tokens of the
-steps in flight that it may have to wait for. Each priority has a level of its own: one
-that waits for a higher priority does not hold the level of that one down.
+steps in flight that it may have to wait for. Each priority has a level of its own: a
+tenant that waits for a higher priority does not hold down the level of that priority.
 """
 
 from __future__ import annotations

@@ -267,7 +267,8 @@ class Dispatcher:
                     self._deliver(number, error)
                 case actions.Replayed(number, replica, why):
                     self.counts["replayed"] += 1
-                    logger.info("request %d at %s again: %s", number, replica, why)
+                    text = "request %d, which was at %s, is sent again: %s"
+                    logger.info(text, number, replica, why)
         for replica, pieces in to_send.items():
             header = inference_messages.Work(tuple(item for item, _ in pieces))
             outbox = self._edges[replica]

@@ -120,7 +120,7 @@ class Executor:
 
     def needs_its_thread(self) -> None:
         """Stop being quick: a batch that failed here worked in the stage's thread."""
-        logger.info("stage %s computes in its own thread only", self._name)
+        logger.info("stage %s computes only in its own thread from now on", self._name)
         self._quickness.is_forbidden = True
 
     def _run(self, requests: list[Tensors], rows: list[int]) -> list[Outcome]:

@@ -239,7 +239,7 @@ class Bridge:
         try:
             self._facts[key] = ray.get(probe.remote(), timeout=GPU_S)
         except Exception as error:  # its GPUs are unused until then
-            sys.stderr.write(f"cannot find out yet what {key} has: {error}\n")
+            sys.stderr.write(f"the resources of {key} are not known yet: {error}\n")
 
     # Replicas.
 

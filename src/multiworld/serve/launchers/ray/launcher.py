@@ -87,7 +87,9 @@ class RayLauncher:
                     f"{text}. It needs multiworld-elastic[ray], and `ray start --head` "
                     "or `address: local`"
                 ) from error
-            self._trouble = f"{text}: replicas run on, but none is started or scaled"
+            self._trouble = (
+                f"{text}: replicas keep running, but none is started or scaled"
+            )
         self._monitoring = self._loop.create_task(self._monitor())
 
     async def _connect(self, limit_s: float = START_S) -> None:
@@ -108,7 +110,7 @@ class RayLauncher:
             if silent_s > SILENT_S and not self._trouble:
                 self._set_trouble(
                     f"the head of the Ray cluster has not answered for {silent_s:.0f} "
-                    "s: replicas run on, but none is started or scaled"
+                    "s: replicas keep running, but none is started or scaled"
                 )
             if not self._bridge.is_running:
                 await self._connect_again()
@@ -180,7 +182,7 @@ class RayLauncher:
 
     def _bridge_hangs(self) -> None:
         self._set_trouble(
-            "the Ray bridge hangs: replicas run on, but none is started or scaled"
+            "the Ray bridge hangs: replicas keep running, but none is started or scaled"
         )
 
     def _bridge_ended(self) -> None:

@@ -61,5 +61,5 @@ def test_limit_of_scores_is_said_before_a_run() -> None:
 def test_text_in_place_of_a_token_fails_the_run() -> None:
     """It would be no token at all, or that of another text."""
     text = event(is_old=True).replace(b"token_id:5", b"five")
-    with pytest.raises(RunFailedError, match="no id of a token, but 'five'"):
+    with pytest.raises(RunFailedError, match="returned 'five' in place"):
         tokens_of(text, Run((1,), 1, Sampling(logprobs=2)))

@@ -188,16 +188,18 @@ def test_layers_with_another_state_are_refused(tmp_path: Path) -> None:
 def test_layers_with_an_attention_of_their_own_are_refused(tmp_path: Path) -> None:
     """When a stage is loaded: it would see no token of an earlier step."""
     folder = save_decoder(tmp_path, "codegen")
-    with pytest.raises(SpecError, match="0 of 2 layers use transformers' interface"):
+    with pytest.raises(
+        SpecError, match="0 of 2 layers use transformers' attention interface"
+    ):
         decoder_stage.load(folder, Span(0, 2, 4), "float32", "cpu")
 
 
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("qwen2_moe", "a window that they name in a mask only"),
+        ("qwen2_moe", "define their attention window only in a mask"),
         ("doge", "a mask of the layer's own"),
-        ("gptj", "0 of 4 layers use transformers' interface"),
+        ("gptj", "0 of 4 layers use transformers' attention interface"),
     ],
 )
 def test_attention_that_ours_leaves_a_part_of_out_is_refused(
@@ -289,7 +291,7 @@ def test_layers_that_keep_more_than_was_booked_are_refused(tmp_path: Path) -> No
     folder = save_decoder(tmp_path)
     span = Span(0, 4, 4)
     assert decoder_stage.load(folder, span, "float32", "cpu", kv_numbers=4 * 64)
-    with pytest.raises(SpecError, match=r"keep 256 numbers of each token, and .* 255"):
+    with pytest.raises(SpecError, match=r"keep 256 numbers for each token, but .* 255"):
         decoder_stage.load(folder, span, "float32", "cpu", kv_numbers=255)
 
 
