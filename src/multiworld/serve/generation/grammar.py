@@ -33,7 +33,7 @@ MAX_TOOLS = 512 * 1024  # of the schemas of all tools, in characters
 # Maximum least common multiple of all ``multipleOf`` of a schema, ignoring decimal
 # points. llguidance builds an automaton with that many states: 10^6 take 6 s, 10^7
 # three minutes, whatever its limits.
-MAX_MULTIPLES = 50_000
+MAX_MULTIPLES = 5_000
 # Parser items per step (``step_max_items`` of llguidance). In an ambiguous grammar they
 # keep increasing: with the default, 50,000, each token takes seconds.
 MAX_ITEMS = 3000

@@ -166,7 +166,9 @@ def chat_logprobs(tokenizer: Tokenizer, items: Sequence[TokenItem]) -> Any:
     return {
         "content": [
             {
-                **shown(item.token, item.logprob or 0.0),
+                **shown(
+                    item.token, MIN_LOGPROB if item.logprob is None else item.logprob
+                ),
                 "top_logprobs": [shown(token, value) for token, value in item.top],
             }
             for item in items

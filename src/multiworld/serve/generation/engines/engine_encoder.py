@@ -27,6 +27,7 @@ from multiworld.serve.generation.engines.engine_server import (
 from multiworld.serve.generation.engines.engine_worker import EXIT_LOST
 from multiworld.serve.generation.engines.server_choice import ServerChoice
 from multiworld.serve.generation.engines.whole_engine import (
+    BusyError,
     EngineLostError,
     EngineSettings,
     RunFailedError,
@@ -54,6 +55,7 @@ ROUTE = "/v1/embeddings"
 LLAMA_ROWS = 8192  # most tokens of a text for llama.cpp
 LOOK_S = 0.5  # between checks whether the engine's processes are stopped
 PROBE_S = 60.0  # for the first answer of a server that somebody else runs
+PAUSES_S = 0.1, 0.2, 0.4, 0.8, 1.6, 3.2  # between requests to a busy server
 LOST_S = 10.0  # for the exit of a replica whose engine does not answer
 
 
@@ -119,7 +121,7 @@ class EngineEncoder:
         self._engine, self._settings = engine, settings
         self._choice: ServerChoice | None = None
         if engine == OPENAI:
-            self._choice = ServerChoice(settings)
+            self._choice = ServerChoice(settings, self._check)
         else:
             refuse_reserved(settings.args, RESERVED)
             _command_of(engine, settings, 0)  # checks the arguments
@@ -148,14 +150,22 @@ class EngineEncoder:
     async def _found(self) -> EngineServer:
         if self._choice is None:
             return await self._start()
-        server = await self._choice.choose()
-        try:
-            await self._connect(server, self._choice)
-        except BaseException:
-            await server.close()
-            self._choice.release()
-            raise
-        return server
+        failed: dict[str, str] = {}
+        while True:
+            server = await self._choice.choose(failed)
+            try:
+                self._model = await self._choice.model_at(server)
+                await self._check(server)
+                return server
+            except EngineLostError as error:
+                logger.warning("%s cannot be used: %s", server.url, error)
+                failed[server.url] = str(error)
+                await server.close()
+                self._choice.release()
+            except BaseException:
+                await server.close()
+                self._choice.release()
+                raise
 
     async def _start(self) -> EngineServer:
         server = EngineServer(self._engine, silence_s=2 * self._settings.hung_s)
@@ -163,9 +173,9 @@ class EngineEncoder:
         await server.start(command, self._settings, vllm.OFFLINE)
         return server
 
-    async def _connect(self, server: EngineServer, choice: ServerChoice) -> None:
+    async def _check(self, server: EngineServer) -> None:
+        """Raise EngineLostError if a server returns no embeddings."""
         try:
-            self._model = await choice.model_at(server)
             async with asyncio.timeout(PROBE_S):
                 await server.post(ROUTE, self._body([[0]]))
         except (RunFailedError, InvalidRequestError, TimeoutError) as error:
@@ -214,8 +224,18 @@ class EngineEncoder:
                 await asyncio.sleep(LOST_S)
                 raise
             # It had closed the connection, which was idle, or was busy.
-            data = await self._server.post(ROUTE, body)
+            data = await self._later(body)
         return sorted(answer_of(_EMBEDDINGS, data).data, key=lambda one: one.index)
+
+    async def _later(self, body: Mapping[str, Any]) -> bytes:
+        """Try again, and again while the server is busy."""
+        assert self._server is not None
+        for pause_s in PAUSES_S:
+            try:
+                return await self._server.post(ROUTE, body)
+            except BusyError:
+                await asyncio.sleep(pause_s)
+        return await self._server.post(ROUTE, body)
 
 
 async def _lost(server: EngineServer) -> str:

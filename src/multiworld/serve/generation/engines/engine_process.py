@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +27,50 @@ from multiworld.serve.resources.usage import family_of
 
 END_S = 5.0  # for an engine to exit before it is killed
 KILLED_S = 1.0  # for a killed one to be gone; it may wait in a driver for ever
+LAST_S = 1.0  # for the last output of one that has exited
+BURST, RATE = (
+    2**20,
+    256,
+)  # bytes of its output that go to the log: at once, and a second
 FAMILY_S = 1.0  # for which the list of an engine's processes is used
+
+
+class Allowance:
+    """Bytes of output that may be written: ``BURST`` at once, and ``RATE`` a second."""
+
+    def __init__(self, now: float) -> None:
+        self._left, self._at, self.left_out = float(BURST), now, 0
+
+    def allows(self, size: int, now: float) -> bool:
+        """Tell whether ``size`` more bytes may be written, which then count."""
+        self._left = min(BURST, self._left + RATE * (now - self._at))
+        self._at = now
+        if size > self._left:
+            self.left_out += 1
+            return False
+        self._left -= size
+        return True
+
+
+def pass_on(
+    source: int,
+    write: Callable[[bytes], object] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Write the lines of a pipe into the log, as many as are allowed, until its end.
+
+    llama.cpp writes a kilobyte for every token.
+    """
+    write = write or functools.partial(os.write, 2)
+    allowance = Allowance(clock())
+    with open(source, "rb") as pipe, contextlib.suppress(OSError):
+        for line in pipe:
+            if not allowance.allows(len(line), clock()):
+                continue
+            if allowance.left_out:
+                write(b"(%d lines of the engine left out)\n" % allowance.left_out)
+                allowance.left_out = 0
+            write(line)
 
 
 class EngineProcess:
@@ -43,6 +88,7 @@ class EngineProcess:
         self._family: list[int] = []
         self._family_at = -math.inf
         reader, self._leash = os.pipe()
+        output, inlet = os.pipe()
         wearing = [sys.executable, "-I", "-S", leash.__file__, str(reader), *command]
         self._cores = HeldCores(cores)
         try:
@@ -51,18 +97,24 @@ class EngineProcess:
                     wearing,
                     env={**os.environ, **env},
                     stdin=subprocess.DEVNULL,
-                    stdout=2,
-                    stderr=2,
+                    stdout=inlet,
+                    stderr=inlet,
                     start_new_session=True,
                     pass_fds=(reader,),
                 )
         except BaseException:
             self._cores.release()
             os.close(self._leash)
+            os.close(output)
             raise
         finally:
             os.close(reader)
+            os.close(inlet)
         self.pid = self._process.pid
+        self._output = threading.Thread(
+            target=pass_on, args=[output], name="engine output", daemon=True
+        )
+        self._output.start()
 
     async def wait(self) -> int:
         """Wait until the engine's first process has exited; return its exit code."""
@@ -77,6 +129,7 @@ class EngineProcess:
         finally:
             loop.remove_reader(pidfd)
             os.close(pidfd)
+        await asyncio.to_thread(self._output.join, LAST_S)  # its last words
         return self._process.wait()
 
     def stopped_s(self) -> float:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.generation.engines.whole_engine import (
+    BusyError,
     EngineLostError,
     EngineSettings,
     EngineToken,
@@ -36,7 +37,10 @@ from multiworld.serve.transport.generation_messages import (
 )
 from multiworld.serve.transport.protocol import Key, RemoteError
 
-MAX_FAILURES = 8  # runs in a row without any token before the engine counts as lost
+# Runs without any token, in a row, after which the engine is tried with a run of its
+# own. If that has a token, the sequences are at fault; otherwise the engine is lost.
+MAX_FAILURES = 8
+OWN_FAILURES = 4  # the same, of one sequence
 
 # Sampling that prepares a sequence: it fills the engine's prefix cache.
 WARM_UP = Sampling(temperature=0.0, max_tokens=1, ignore_eos=True)
@@ -133,11 +137,18 @@ class EngineSequences:
         self._known: dict[StreamId, EngineSequence] = {}
         self._runs: dict[int, EngineSequence] = {}
         self._queue: FairQueue[StreamId] = FairQueue()
+        # Probes, and what continues in a place that is held for it.
         self._urgent: dict[StreamId, EngineSequence] = {}
+        # Preparations: those that wait for a place, and those that hold one.
+        self._moving: dict[StreamId, EngineSequence] = {}
+        self._held: dict[StreamId, EngineSequence] = {}
         self._suspects: dict[StreamId, EngineSequence] = {}
         self._alone: EngineSequence | None = None
         self._after: EngineSequence | None = None
         self._failures = 0
+        self._failures_of: Counter[StreamId] = Counter()
+        self._doubted: dict[StreamId, tuple[EngineSequence, str]] = {}
+        self._trial = 0  # number of the engine's own run; 0: none
         self._numbers, self._arrivals = 0, 0
         self._actions: list[Action] = []
 
@@ -151,13 +162,15 @@ class EngineSequences:
     @property
     def waiting(self) -> int:
         """Number of sequences that wait for a place in the engine."""
-        return len(self._queue) + len(self._suspects) + len(self._urgent)
+        more = len(self._urgent) + len(self._moving)
+        return len(self._queue) + len(self._suspects) + more
 
     def leaks(self) -> dict[str, int]:
         """Return the resources in use, by kind, though no sequence is known."""
         found = {
             "sequences": len(self._known),
             "runs": len(self._runs),
+            "held": len(self._held),
             "waiting": self.waiting,
         }
         return {kind: count for kind, count in found.items() if count}
@@ -201,7 +214,7 @@ class EngineSequences:
 
     def _begin(self, start: SequenceStart, *, is_prepared: bool) -> None:
         stream = start.key[:2]
-        before = self._known.get(stream)
+        before, has_place = self._known.get(stream), stream in self._held
         if before is not None:
             self._forget(before)
         try:
@@ -219,12 +232,17 @@ class EngineSequences:
         self._known[stream] = EngineSequence(
             start, ends, is_prepared, self._arrivals, list(start.tokens)
         )
-        self._wait(self._known[stream])
+        if has_place and not start.is_suspect:
+            self._urgent[stream] = self._known[stream]
+        else:
+            self._wait(self._known[stream])
 
     def _wait(self, sequence: EngineSequence) -> None:
         start, stream = sequence.start, sequence.key[:2]
-        if start.is_probe or sequence.is_prepared:
+        if start.is_probe:
             self._urgent[stream] = sequence
+        elif sequence.is_prepared:
+            self._moving[stream] = sequence
         elif start.is_suspect and len(sequence.tokens) == len(start.tokens):
             self._suspects[stream] = sequence
         else:
@@ -244,8 +262,9 @@ class EngineSequences:
         stream = sequence.key[:2]
         self._take_back(sequence)
         self._queue.drop(stream)
-        self._urgent.pop(stream, None)
-        self._suspects.pop(stream, None)
+        waiting = self._urgent, self._moving, self._held, self._suspects, self._doubted
+        for one in waiting:
+            one.pop(stream, None)
         del self._known[stream]
 
     def _fail(self, key: Key, error: InvalidRequestError | ModelFailedError) -> None:
@@ -256,19 +275,26 @@ class EngineSequences:
 
     def _admit(self) -> None:
         """Let the engine continue what may run now."""
-        if self._alone is not None:
+        if self._alone is not None or self._trial:
             return
         if self._suspects and not self._owes_turn():
             self._run_alone(self._suspects.pop(next(iter(self._suspects))))
             return
-        while self._urgent:  # probes and preparations
+        while self._urgent:
             self._run(self._urgent.pop(next(iter(self._urgent))))
-        while len(self._runs) < self.settings.max_num_seqs:
+        while self._has_place():
+            # Those that move ran before: they are older than what waits.
+            if self._moving:
+                self._run(self._moving.pop(next(iter(self._moving))))
+                continue
             stream = self._queue.next()
             if stream is None:
                 return
             self._queue.take(stream)
             self._run(self._known[stream])
+
+    def _has_place(self) -> bool:
+        return len(self._runs) + len(self._held) < self.settings.max_num_seqs
 
     def _owes_turn(self) -> bool:
         """Return whether others still wait for a token after the last suspect."""
@@ -320,6 +346,9 @@ class EngineSequences:
             self._send(over, sequence.key, is_urgent=True)
 
     def _generated(self, number: int, tokens: Sequence[EngineToken]) -> None:
+        if number == self._trial and tokens:
+            self._trial_succeeded(tokens[0].token)
+            return
         sequence = self._runs.get(number)
         if sequence is None or not tokens:
             return
@@ -337,6 +366,7 @@ class EngineSequences:
                 break
         if items:
             self._failures = 0
+            self._failures_of.clear()
             if sequence is not self._after:
                 self._after = None
             self.counts["tokens"] += len(items)
@@ -359,17 +389,33 @@ class EngineSequences:
             each.token,
             finish,  # type: ignore[arg-type]  # of finish_of
             each.logprob,
-            each.top,
-            each.prompt if index == 0 else (),
+            self._known_words(each.top),
+            tuple((score, self._known_words(top)) for score, top in each.prompt)
+            if index == 0
+            else (),
         )
 
+    def _known_words(
+        self, top: Sequence[tuple[int, float]]
+    ) -> tuple[tuple[int, float], ...]:
+        """Leave out what is no token of the vocabulary."""
+        return tuple(p for p in top if 0 <= p[0] < self.settings.vocabulary)
+
     def _prepared(self, sequence: EngineSequence) -> None:
+        """Report that a sequence can continue here; its place is held until then."""
         self._take_back(sequence)
         sequence.has_ended = True
+        self._held[sequence.key[:2]] = sequence
         self._send(generation_messages.SequencePrepared(sequence.key), sequence.key)
 
     def _run_ended(self, number: int, error: Exception | None) -> None:
         """Handle a run that ended before its last token."""
+        if number == self._trial:
+            _, why = next(iter(self._doubted.values()), (None, "its sequences failed"))
+            text = f"{why}; a run of its own had no token either: {error}"
+            self._trial = 0
+            self._actions.append(GiveUp(text))
+            return
         sequence = self._runs.get(number)
         if sequence is None:
             return
@@ -377,6 +423,8 @@ class EngineSequences:
         match error:
             case EngineLostError():
                 self._actions.append(GiveUp(str(error)))
+            case BusyError():
+                self._return(sequence)
             case InvalidRequestError() | ModelFailedError():
                 self._end(sequence)
                 self._fail(sequence.key, error)
@@ -386,13 +434,39 @@ class EngineSequences:
                 self._no_token(sequence, f"the engine failed: {error}")
 
     def _no_token(self, sequence: EngineSequence, why: str) -> None:
-        """Return a sequence to its gateway; after too many in a row, end the engine."""
+        """Return a sequence to its gateway; after too many in a row, try the engine."""
+        stream = sequence.key[:2]
         self.counts["failed_runs"] += 1
         self._failures += 1
+        self._failures_of[stream] += 1
+        is_often = self._failures_of[stream] >= OWN_FAILURES
+        if not is_often and self._failures < MAX_FAILURES:
+            self._return(sequence)
+            return
         self._take_back(sequence)
-        sequence.has_ended = True  # it waits for another attempt
+        self._doubted[stream] = sequence, why
+        if not self._trial:
+            self._numbers += 1
+            self._trial = self._numbers
+            self._actions.append(Begin(self._trial, Run((0,), 1, WARM_UP)))
+
+    def _return(self, sequence: EngineSequence) -> None:
+        """Return a sequence to its gateway, for another attempt."""
+        self._take_back(sequence)
+        sequence.has_ended = True
         failed = generation_messages.SequenceFailed(sequence.key)
         self._send(failed, sequence.key)
-        if self._failures >= MAX_FAILURES:
-            text = f"{self._failures} sequences failed in a row; the last one: {why}"
-            self._actions.append(GiveUp(text))
+
+    def _trial_succeeded(self, token: int) -> None:
+        """Fail the sequences that do not run though the engine works."""
+        self._actions.append(Abort(self._trial))
+        self._trial = 0
+        if not 0 <= token < self.settings.vocabulary:
+            self._actions.append(GiveUp(f"the engine returned token {token}"))
+            return
+        for sequence, why in list(self._doubted.values()):
+            self._end(sequence)
+            text = f"the engine failed again and again: {why}"
+            self._fail(sequence.key, ModelFailedError(text, stage="0"))
+        self._failures = 0
+        self._failures_of.clear()

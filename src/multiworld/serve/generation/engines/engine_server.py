@@ -14,6 +14,7 @@ from multiworld.errors import InvalidRequestError
 from multiworld.serve.generation.engines.engine_args import gpu_environment
 from multiworld.serve.generation.engines.engine_process import EngineProcess, HeldPort
 from multiworld.serve.generation.engines.whole_engine import (
+    BusyError,
     EngineLostError,
     EngineSettings,
     RunFailedError,
@@ -46,9 +47,10 @@ class EngineServer:
         api_key: str = "",
         health: str = "/health",
         silence_s: float | None = None,
+        max_line: int = MAX_LINE,
     ) -> None:
         self.title, self.url, self._health = title, url, health
-        self._silence_s = silence_s
+        self._silence_s, self._max_line = silence_s, max_line
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -168,7 +170,13 @@ class EngineServer:
                     if data == b"[DONE]":
                         return
                     yield data
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        except (
+            aiohttp.ClientError,
+            aiohttp.http.HttpProcessingError,  # of a line that is too long
+            TimeoutError,
+            OSError,
+            ValueError,
+        ) as error:
             raise self._broken_off(error) from error
 
     def _broken_off(self, error: Exception) -> RunFailedError:
@@ -182,7 +190,7 @@ class EngineServer:
                     total=None, sock_connect=ANSWER_S, sock_read=self._silence_s
                 ),
                 connector=aiohttp.TCPConnector(limit=0),
-                read_bufsize=MAX_LINE // 2,  # a line may have twice this
+                read_bufsize=self._max_line // 2,  # a line may have twice this
             )
         return self._http
 
@@ -220,7 +228,8 @@ class RefusedError(RunFailedError):
     """The server does not answer such requests; one that is busy may later."""
 
 
-BUSY = 401, 403, 408, 429, 503  # or its keys change
+BUSY = 429, 503
+LATER = 401, 403, 408  # its keys may change
 
 
 def refusal_of(status: int, body: bytes) -> Exception:
@@ -228,5 +237,6 @@ def refusal_of(status: int, body: bytes) -> Exception:
     text = body.decode(errors="replace")[:MAX_ERROR]
     if 400 <= status < 500 and status not in (401, 403, 404, 408, 429):
         return InvalidRequestError(f"the engine refused the request: {text}")
-    kind = RunFailedError if status in BUSY else RefusedError
+    kind = RunFailedError if status in LATER else RefusedError
+    kind = BusyError if status in BUSY else kind
     return kind(f"the engine answered {status}: {text}")

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 
 from multiworld.errors import MultiWorldError
@@ -39,8 +40,20 @@ from multiworld.serve.transport.routing_table import RoutingTable
 logger = logging.getLogger("multiworld.serve")
 
 LOOK_S = 0.1  # between checks of the engine
+# Tokens a second that any engine computes of a prompt: a longer one may take longer
+# than ``compute_s`` to its first token.
+PREFILL = 200.0
 EXIT_LOST = 71  # exit code of a replica whose engine is lost
 NO_SEQUENCES = SequenceTable(is_last=True)  # of a replica that gets no rows
+
+
+@dataclass(slots=True)
+class _Wait:
+    """Since when a run waits for a token, and how much longer its prompt may take."""
+
+    since: float
+    prompt_s: float
+
 
 MakeEngine = Callable[[whole_engine.EngineSettings], whole_engine.WholeEngine]
 
@@ -65,6 +78,7 @@ class EngineWorker:
         self.counts = self.sequences.counts
         self._outboxes = Outboxes()
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._waits: dict[int, _Wait] = {}
         self._pauses = PauseDetector(LOOK_S)
         self._heard_at = self._clock()
         self._guard = HangGuard(self._exit_if_stuck)
@@ -125,9 +139,16 @@ class EngineWorker:
         if stopped_s > SILENT_S:
             text = f"the engine's processes are stopped for {stopped_s:.1f} s"
             self._give_up(text, EXIT_LOST)
-        elif now - since > self._hung_s:
+        elif now - since > self._hung_s + max(w.prompt_s for w in self._waits.values()):
             text = f"the engine sent no token for {now - since:.0f} s: it hangs"
             self._give_up(text, EXIT_HUNG)
+        for number, wait in list(self._waits.items()):
+            silent_s = now - max(wait.since, self._pauses.resumed_at)
+            if silent_s > 2 * self._hung_s + wait.prompt_s:
+                text = f"a sequence had no token for {silent_s:.0f} s"
+                self._tasks[number].cancel()
+                error = whole_engine.BusyError(text)
+                self._handle(engine_sequences.RunEnded(number, error))
 
     def _give_up(self, text: str, code: int) -> None:
         logger.error("%s; this replica exits", text)
@@ -198,14 +219,19 @@ class EngineWorker:
                     if not self._tasks:
                         self._heard_at = self._clock()
                     self.counts["rows"] += len(run.tokens)
+                    prompt_s = len(run.tokens) / PREFILL
+                    self._waits[number] = _Wait(self._clock(), prompt_s)
                     task = asyncio.ensure_future(self._run(number, run))
                     self._tasks[number] = task
-                    task.add_done_callback(partial(self._tasks.pop, number))
+                    task.add_done_callback(partial(self._run_over, number))
                 case engine_sequences.Abort(number):
                     if number in self._tasks:
                         self._tasks[number].cancel()
                 case engine_sequences.GiveUp(text):
                     self._give_up(text, EXIT_LOST)
+
+    def _run_over(self, number: int, task: asyncio.Task[None]) -> None:
+        del self._tasks[number], self._waits[number]
 
     async def _run(self, number: int, run: whole_engine.Run) -> None:
         """Pass on the tokens of a run; cancelling aborts it."""
@@ -215,7 +241,7 @@ class EngineWorker:
                 async for tokens in found:
                     if tokens:
                         check_types(tokens)
-                        self._hear(len(tokens))
+                        self._hear(number, len(tokens))
                         self._handle(engine_sequences.Generated(number, tokens))
         except asyncio.CancelledError as cancelled:
             task = asyncio.current_task()
@@ -236,9 +262,10 @@ class EngineWorker:
             error = failed
         self._handle(engine_sequences.RunEnded(number, error))
 
-    def _hear(self, tokens: int) -> None:
+    def _hear(self, number: int, tokens: int) -> None:
         """Count tokens, and the engine's steps: each has one token of every run."""
         now = self._clock()
+        self._waits[number] = _Wait(now, 0.0)
         self._computed_s += now - self._heard_at
         self._heard_at = now
         self._steps += tokens / max(1, len(self._tasks))

@@ -42,21 +42,44 @@ class OpenAiEngine(TokenServerEngine):
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
-        self._choice = ServerChoice(settings)
+        self._choice = ServerChoice(settings, self._check)
 
     async def start(self) -> None:
         """Choose a server that answers, and find out what it can do."""
-        self.phase = "connecting"
-        try:
-            self._server = await self._choice.choose()
-            model = await self._choice.model_at(self._server)
-            self._dialect = await self._dialect_of(self._server, model)
-        except BaseException:
-            await self.close()
-            raise
+        failed: dict[str, str] = {}
+        while True:
+            self.phase = "connecting"
+            try:
+                self._server = await self._choice.choose(failed)
+                await self._connect(self._server)
+                return
+            except EngineLostError as error:
+                await self.close()
+                url = "" if self._server is None else self._server.url
+                if not url or url in failed:
+                    raise
+                logger.warning("%s cannot be used: %s", url, error)
+                failed[url] = str(error)
+                self._server = None
+            except BaseException:
+                await self.close()
+                raise
+
+    async def _connect(self, server: EngineServer) -> None:
+        model = await self._choice.model_at(server)
+        self._dialect = await self._dialect_of(server, model)
         exact = "" if self._settings.exact else " (exact: false)"
-        logger.info("using %s: %s%s", self._server.url, self.title, exact)
+        logger.info("using %s: %s%s", server.url, self.title, exact)
         await self.warm_up()
+
+    async def _check(self, server: EngineServer) -> None:
+        """Raise EngineLostError if a server, other than that of this replica, does not
+        compute."""
+        model = await self._choice.model_at(server)
+        if await self._has_token_ids(server, model):
+            return
+        if self._settings.exact and not await self._is_llama_cpp(server):
+            raise EngineLostError(f"{server.url} generates no tokens")
 
     async def wait_lost(self) -> str:
         """Wait until the server is lost, or another one has no replica; say which."""

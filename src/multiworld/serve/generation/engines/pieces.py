@@ -76,9 +76,10 @@ def size_of(sampling: Sampling, size: int | None) -> int | None:
     """Return the maximum number of tokens of a piece; None: there is none."""
     if size is not None and sampling.presence_penalty:
         return 1
-    # A server applies its penalties after the biases, so these two do not commute.
-    are_both = sampling.frequency_penalty and sampling.repetition_penalty != 1.0
-    return None if is_greedy(sampling) and size != 1 and not are_both else size
+    # A server applies its penalties after the biases, and takes so many biases: what
+    # it penalises itself and what biases do differ, so pieces must be the same always.
+    is_whole = is_greedy(sampling) and not sampling.frequency_penalty
+    return None if is_whole and size != 1 else size
 
 
 def seed_of(sampling: Sampling, start: int) -> int:

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
+import math
 import os
 import socket
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Mapping
 from urllib.parse import urlsplit
 
 import msgspec
 
 from multiworld.errors import SpecError
-from multiworld.serve.generation.engines.engine_server import EngineServer
+from multiworld.serve.generation.engines.engine_server import MAX_LINE, EngineServer
 from multiworld.serve.generation.engines.whole_engine import (
     EngineLostError,
     EngineSettings,
 )
 
+logger = logging.getLogger("multiworld.serve")
+
 LOOK_S = 5.0  # between looks for a server without a replica
+FAILED_S = 60.0  # until a server that could not be used is tried again
+TOKEN_BYTES = 16  # of a token id in an event, which may repeat the whole prompt
 MAX_CLAIMS = 64  # replicas on this host that use one server, at most
 
 
@@ -33,6 +39,7 @@ class ServerArguments(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Model(msgspec.Struct):
     id: str
+    max_model_len: int | None = None
 
 
 class _Models(msgspec.Struct):
@@ -46,9 +53,20 @@ class ServerChoice:
     process, however that ends.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
-        self.args = _arguments(settings.args)
+    def __init__(
+        self,
+        settings: EngineSettings,
+        # Raises EngineLostError if a server that answers cannot be used.
+        check: Callable[[EngineServer], Awaitable[object]],
+    ) -> None:
+        self.args, self._check = _arguments(settings.args), check
         self._silence_s = 2 * settings.hung_s
+        self._longest = settings.longest
+        # Replicas on several hosts do not all begin with the same server.
+        number = settings.replica.rpartition("/")[2]
+        first = int(number) % len(self.args.urls) if number.isdecimal() else 0
+        self._urls = [*self.args.urls[first:], *self.args.urls[:first]]
+        self._failed_at: dict[str, float] = {}
         self._url = ""  # of its server
         self._claim: socket.socket | None = None
         self._number = 0  # among the replicas on this host that use the server
@@ -63,14 +81,16 @@ class ServerChoice:
         return EngineServer(
             *("the server", url.rstrip("/"), key, self.args.health),
             silence_s=self._silence_s,
+            max_line=max(MAX_LINE, TOKEN_BYTES * self._longest),
         )
 
-    async def choose(self) -> EngineServer:
+    async def choose(self, failed: Mapping[str, str]) -> EngineServer:
         """Return the server that answers and has the fewest replicas on this host.
 
-        Raises EngineLostError if none answers.
+        Raises EngineLostError if none answers, besides those that have ``failed``.
         """
-        servers = [self.client_of(url) for url in self.args.urls]
+        left = [url for url in self._urls if url.rstrip("/") not in failed]
+        servers = [self.client_of(url) for url in left]
         working = [server for server in servers if await server.answers()]
         chosen = None
         for number in range(MAX_CLAIMS):
@@ -80,6 +100,8 @@ class ServerChoice:
         for server in servers:
             if server is not chosen:
                 await server.close()
+        if chosen is None and failed:
+            raise EngineLostError("; ".join(failed.values()))
         if chosen is None:
             raise EngineLostError(
                 f"none of {', '.join(self.args.urls)} answers {self.args.health}; "
@@ -104,20 +126,25 @@ class ServerChoice:
 
         Raises EngineLostError if it has several, and the arguments name none.
         """
-        if self.args.model:
-            return self.args.model
         try:
             given = await server.get("/v1/models")
             answer = msgspec.json.decode(given, type=_Models)
         except msgspec.DecodeError:
             answer = _Models()
         names = [one.id for one in answer.data]
-        if len(names) != 1:
+        name = self.args.model or names[0] if len(names) == 1 else self.args.model
+        limits = [one.max_model_len for one in answer.data if one.id == name]
+        if limits and limits[0] is not None and limits[0] < self._longest:
             raise EngineLostError(
-                f"{server.url} serves {', '.join(names[:8]) or 'no model'}; name one "
-                "as engine_args: model"
+                f"{server.url} takes {limits[0]} tokens, and this model up to "
+                f"{self._longest}; set generation: max_model_len: {limits[0]}"
             )
-        return names[0]
+        if name:
+            return name
+        raise EngineLostError(
+            f"{server.url} serves {', '.join(names[:8]) or 'no model'}; name one as "
+            "engine_args: model"
+        )
 
     async def wait_lost(self, server_lost: Awaitable[str]) -> str:
         """Wait until the server is lost, or another one has no replica; say which."""
@@ -138,8 +165,11 @@ class ServerChoice:
         """
         if self._claimed(self._url, 0):
             return ""
-        for url in self.args.urls:
-            if url.rstrip("/") == self._url:
+        for url in self._urls:
+            failed_s = asyncio.get_running_loop().time() - self._failed_at.get(
+                url, -math.inf
+            )
+            if url.rstrip("/") == self._url or failed_s < FAILED_S:
                 continue
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim:
                 try:
@@ -149,7 +179,11 @@ class ServerChoice:
             server = self.client_of(url)
             try:
                 if await server.answers():
+                    await self._check(server)
                     return url
+            except EngineLostError as error:  # what answers may not compute
+                logger.info("%s is not used yet: %s", url, error)
+                self._failed_at[url] = asyncio.get_running_loop().time()
             finally:
                 await server.close()
         return ""

@@ -31,7 +31,7 @@ class Slots:
     """Places of sequences in a server; each keeps the keys and values of the last."""
 
     def __init__(self, count: int) -> None:
-        self._kept: dict[int, tuple[Owner | None, Sequence[int]]]
+        self._kept: dict[int, tuple[Owner | None, tuple[int, ...]]]
         self._kept = dict.fromkeys(range(count), (None, ()))
         self._places = asyncio.Semaphore(count)
 
@@ -42,15 +42,11 @@ class Slots:
         adapter may not.
         """
         await self._places.acquire()
-        wanted = run.tenant, run.adapter
+        wanted, given = (run.tenant, run.adapter), tuple(run.tokens)
 
         def common(slot: int) -> int:
             owner, tokens = self._kept[slot]
-            if owner != wanted:
-                return -1
-            pairs = enumerate(zip(tokens, run.tokens, strict=False))
-            both = min(len(tokens), len(run.tokens))
-            return next((at for at, (a, b) in pairs if a != b), both)
+            return common_prefix(tokens, given) if owner == wanted else -1
 
         slot = max(self._kept, key=common)
         owner, _ = self._kept.pop(slot)
@@ -58,8 +54,20 @@ class Slots:
 
     def free(self, slot: int, owner: Owner | None, tokens: Sequence[int]) -> None:
         """Free a slot, which now has these tokens; of nobody if that is not sure."""
-        self._kept[slot] = owner, tokens
+        self._kept[slot] = owner, tuple(tokens)
         self._places.release()
+
+
+def common_prefix(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Return the number of tokens with which both begin."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:  # compared in C
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 class TokenServerEngine:

@@ -37,7 +37,7 @@ else:
 
 HERE = Path(__file__).parent
 
-KEPT_GRAMMARS = 64  # compiled
+KEPT_GRAMMARS = 32  # compiled
 COMPILE_S = 30.0  # for a grammar to compile, while all sequences wait
 SWAP = "SWAP"  # vLLM's direction in which two sequences change places
 
@@ -45,6 +45,7 @@ SWAP = "SWAP"  # vLLM's direction in which two sequences change places
 LIMITS: dict[str, Any] = {
     "step_max_items": 3000,
     "max_items_in_row": 10_000,
+    "max_lexer_states": 30_000,
     "verbose_errors": False,
 }
 

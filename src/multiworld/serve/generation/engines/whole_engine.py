@@ -32,6 +32,10 @@ class RunFailedError(ServeError):
     status = 503
 
 
+class BusyError(RunFailedError):
+    """The engine takes no more at present; its replica is not at fault."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """The environment in which an engine starts.
@@ -54,6 +58,7 @@ class EngineSettings:
             An engine on a CPU should use as many threads as it has cores.
         memory_mb: Memory that the replica has booked, in MiB; None: it books none.
         max_model_len: Maximum number of tokens of a sequence; None: the engine's own.
+        longest: Maximum number of tokens of a sequence that is sent; 0: not known.
         max_num_seqs: Maximum number of sequences that run at once.
         dtype: Dtype to compute in; None: the engine's own choice.
         exact: Whether a stream must continue with the tokens of an undisturbed stream.
@@ -74,6 +79,7 @@ class EngineSettings:
     cpus: float | None = None
     memory_mb: float | None = None
     max_model_len: int | None = None
+    longest: int = 0
     max_num_seqs: int = 64
     dtype: str | None = None
     exact: bool = True

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from multiworld.config import MIB
 from multiworld.errors import MultiWorldError, SpecError
 from multiworld.serve.generation.engines import engine_encoder
 from multiworld.serve.generation.engines.engine_encoder import EngineEncoder
+from multiworld.serve.generation.engines.llama_cpp import weights_of
 from multiworld.serve.generation.engines.whole_engine import EngineSettings, WholeEngine
 from multiworld.serve.generation.models import folder_facts
 from multiworld.serve.models import huggingface, weights
 from multiworld.serve.models.factory import folder_of, import_factory
 from multiworld.serve.resources import inventory
-from multiworld.serve.spec.schema import GenerationSpec, ModelSpec
+from multiworld.serve.spec.schema import LLAMA_CPP, OPENAI, GenerationSpec, ModelSpec
 from multiworld.serve.spec.stage import (
     Generation,
     Model,
@@ -56,7 +58,7 @@ def model(path: str, spec: ModelSpec) -> Model:
         vocabulary=huggingface.number_of(config, ("vocab_size",), folder),
         max_tokens=huggingface.configured_length(config, folder_facts.MAX_TOKENS),
         kv_bytes=[0],
-        weights=functools.partial(_name_of, folder, what),
+        weights=functools.partial(_name_of, spec, folder, what),
         defaults=folder_facts.defaults(folder, generation.generation_config),
     )
     make, settings = maker_of(spec.engine), settings_of("", spec, facts)
@@ -95,12 +97,26 @@ def _identity_of(adapters: Mapping[str, str]) -> list[object]:
     return found
 
 
-def _name_of(folder: Path, what: str) -> str:
+def _name_of(spec: ModelSpec, folder: Path, what: str) -> str:
     """Return the name of the weights as this engine computes them."""
+    if spec.engine == OPENAI:  # its servers have them
+        files = [folder / "config.json", folder / "tokenizer.json"]
+        return _digest_of(what, files)
+    if spec.engine == LLAMA_CPP:
+        file = weights_of(settings_of("", spec, None))
+        return _digest_of(what, [folder / "config.json", Path(file)])
     try:
         return weights.name_of(folder, what)
     except SpecError:
         return ""  # in a format that only the engine knows
+
+
+def _digest_of(what: str, files: Iterable[Path]) -> str:
+    made = hashlib.blake2b(what.encode(), digest_size=16)
+    for file in filter(Path.is_file, files):
+        state = file.stat()
+        made.update(f"{file.name}\0{state.st_size}\0{state.st_mtime_ns}\0".encode())
+    return made.hexdigest()
 
 
 def maker_of(engine: str) -> Callable[[EngineSettings], WholeEngine]:
@@ -138,6 +154,7 @@ def settings_of(
         memory_mb=spec.stages[0].memory_mb,
         gpu_memory_share=_share_of_gpus(spec, gpus),
         max_model_len=generation.max_model_len,
+        longest=generation.max_model_len or (facts.max_tokens if facts else 0),
         max_num_seqs=generation.max_num_seqs,
         dtype=generation.dtype,
         exact=spec.exact,

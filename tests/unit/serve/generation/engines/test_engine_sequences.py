@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.generation.engines.engine_sequences import (
     MAX_FAILURES,
+    OWN_FAILURES,
     Abort,
     Begin,
     EngineSequences,
@@ -23,6 +24,7 @@ from multiworld.serve.generation.engines.engine_sequences import (
     RunEnded,
 )
 from multiworld.serve.generation.engines.whole_engine import (
+    BusyError,
     EngineLostError,
     EngineSettings,
     EngineToken,
@@ -105,6 +107,7 @@ class Replica:
         given_up: Reasons to give the engine up.
         alone: The suspect that runs alone.
         log: What happened in one word each, with the sequence's number.
+        trial: Number of the run that tries the engine itself; 0: none.
     """
 
     def __init__(self, max_num_seqs: int = 4) -> None:
@@ -122,11 +125,16 @@ class Replica:
         self.alone: Key | None = None
         self.log: list[tuple[str, int]] = []
         self._begun = 0
+        self.trial = 0
 
     def handle(self, event: Event) -> None:
         """Handle an event, carry out the actions, and check what must hold of them."""
         for action in self.sequences.handle(event):
             match action:
+                case Begin(number, run) if run.tokens == (0,):
+                    self._begun = self.trial = number
+                case Abort(number) if number == self.trial:
+                    self.trial = 0
                 case Begin(number, run):
                     assert number > self._begun, "each run has a number of its own"
                     assert self.alone is None or not self.runs
@@ -238,14 +246,35 @@ def test_tenant_with_few_sequences_does_not_wait_for_a_flood() -> None:
             assert {8, 9} <= {name for what, name in replica.log if what == "begin"}
 
 
-def test_probes_and_preparations_do_not_wait() -> None:
-    """They run beside as many sequences as are allowed."""
+def test_probes_do_not_wait_and_preparations_wait_for_a_place() -> None:
+    """A stream that moved to a full replica would stand still there."""
     replica = Replica(1)
     replica.begin(start(1), start(2))
     replica.begin(start(3, probe=True))
     replica.prepare(start(4, 5, 6))
-    assert replica.running == [1, 3, 4]
-    assert replica.sequences.waiting == 1
+    assert replica.running == [1, 3]
+    replica.end(key(3), key(1))
+    assert replica.running == [4], "it ran elsewhere before 2 came"
+    replica.generate(4, 7)
+    assert replica.sent[-1] == SequencePrepared(key(4))
+    assert replica.running == [], "the place is held"
+    replica.begin(start(4, 5, 6, 7, attempt=1))
+    assert replica.running == [4]
+    replica.end(key(4, 1))
+    assert replica.running == [2]
+
+
+def test_place_of_a_move_that_is_given_up_is_free() -> None:
+    """Whether it waits for the place, or holds it."""
+    replica = Replica(1)
+    replica.prepare(start(1))
+    replica.prepare(start(2))
+    replica.generate(1, 7)
+    assert replica.sequences.leaks()["held"] == 1
+    replica.end(key(2))
+    replica.begin(start(3))
+    replica.end(key(1))
+    assert replica.running == [3]
 
 
 def test_prepared_sequence_fills_the_cache_and_is_reported() -> None:
@@ -513,19 +542,60 @@ def test_parameters_that_the_engine_lacks_are_refused_before_they_run() -> None:
     assert failed.error.kind == "InvalidRequestError"
 
 
-def test_engine_is_given_up_after_failures_in_a_row() -> None:
+def test_engine_is_tried_after_failures_in_a_row_and_given_up() -> None:
     """And not one before."""
     replica = Replica()
     for number in range(MAX_FAILURES):
-        assert replica.given_up == []
+        assert not replica.trial
         replica.begin(start(number))
         if number % 2:
             replica.fail(number, RunFailedError("out of order"))
         else:
             replica.generate(number, VOCABULARY)
+    assert replica.given_up == []
+    replica.handle(RunEnded(replica.trial, RunFailedError("dead")))
     (text,) = replica.given_up
-    assert f"{MAX_FAILURES} sequences failed in a row" in text
     assert "out of order" in text
+    assert "dead" in text
+
+
+def test_sequence_that_fails_on_an_engine_that_works_is_failed() -> None:
+    """One request cannot cost a replica, and the next one."""
+    replica = Replica()
+    for attempt in range(OWN_FAILURES):
+        assert not replica.trial
+        replica.begin(start(1, attempt=attempt))
+        replica.fail(1, RunFailedError("no such adapter"))
+    replica.begin(start(2))
+    assert replica.running == [], "the engine is tried first"
+    replica.handle(Generated(replica.trial, [EngineToken(3)]))
+    failed = replica.sent[-1]
+    assert failed.key == key(1, OWN_FAILURES - 1)
+    assert "no such adapter" in failed.error.text
+    assert replica.running == [2]
+    assert (replica.given_up, replica.trial) == ([], 0)
+
+
+def test_busy_engine_is_not_at_fault() -> None:
+    """Its sequences are returned as often as it is."""
+    replica = Replica()
+    for attempt in range(5 * MAX_FAILURES):
+        replica.begin(start(1, attempt=attempt))
+        replica.fail(1, BusyError("429"))
+        assert replica.sent[-1] == SequenceFailed(key(1, attempt))
+    assert (replica.given_up, replica.trial) == ([], 0)
+
+
+def test_likely_tokens_outside_the_vocabulary_are_left_out() -> None:
+    """They could not be sent, or shown."""
+    replica = Replica()
+    replica.begin(start(1, logprobs=2))
+    top = ((2**64, -0.1), (4, -0.2), (-1, -0.3))
+    made = EngineToken(3, -0.5, top, ((-0.1, top),))
+    replica.handle(Generated(replica.number_of(1), [made]))
+    (item,) = replica.items
+    assert item.top == ((4, -0.2),)
+    assert item.prompt == ((-0.1, ((4, -0.2),)),)
 
 
 def test_one_token_between_failures_keeps_the_engine() -> None:
@@ -582,7 +652,18 @@ def test_leaks_are_named() -> None:
 
 TOKEN = st.sampled_from([3, 4, 3, 4, 3, 4, END, VOCABULARY])
 ERROR = st.sampled_from(
-    [None, RunFailedError("x"), InvalidRequestError("x"), EngineLostError("x")]
+    [
+        None,
+        *(
+            kind("x")
+            for kind in (
+                RunFailedError,
+                BusyError,
+                InvalidRequestError,
+                EngineLostError,
+            )
+        ),
+    ]
 )
 NAMED = st.integers(0, 9)
 
@@ -601,6 +682,7 @@ class Random(Replica):
         self.old += [n for n in self.runs if n not in self.old]
         events = ["begin", "begin", "begin", "prepare", "end", "gateway", "late"]
         events += ["token", "token", "token", "fail"] if self.runs else []
+        events += ["trial"] * 3 if self.trial else []
         what = data.draw(st.sampled_from(events), "event")
         number = data.draw(NAMED, "sequence")
         gateway = f"gateway/{number % 2}"
@@ -610,7 +692,7 @@ class Random(Replica):
                 self.attempts[number] = attempt = attempt + 1
                 is_probe = data.draw(st.integers(0, 5), "probe") == 0
                 self.urgent.discard(number)
-                if is_probe or what == "prepare":
+                if is_probe:
                     self.urgent.add(number)
                 one = start(
                     number,
@@ -630,6 +712,11 @@ class Random(Replica):
                 self.handle(Disconnected(gateway))
             case "late":
                 self._late(data)
+            case "trial" if data.draw(st.booleans(), "it works"):
+                self.handle(Generated(self.trial, [EngineToken(3)]))
+            case "trial":
+                number, self.trial = self.trial, 0
+                self.handle(RunEnded(number, RunFailedError("x")))
             case "token":
                 name = data.draw(st.sampled_from(self.running), "run")
                 self.generate(name, *data.draw(st.lists(TOKEN, max_size=3), "tokens"))
@@ -655,7 +742,8 @@ class Random(Replica):
         if self.alone is not None:
             assert names == [self.alone[1]]
         if self.sequences.waiting:
-            assert names, "nobody waits for an idle engine"
+            held = self.sequences.leaks().get("held", 0)
+            assert names or held or self.trial, "nobody waits for an idle engine"
 
 
 @settings(max_examples=300, deadline=None)

@@ -49,7 +49,7 @@ def test_none_are_held_where_too_few_are_free(
 ) -> None:
     """And those that were free stay so."""
     assert HeldCores(len(CORES) + 1).numbers == []
-    assert f"{len(CORES)} of {len(CORES) + 1} cores are free" in caplog.text
+    assert f"{len(CORES)} of {len(CORES) + 1} wanted cores are free" in caplog.text
     assert are_free()
 
 
