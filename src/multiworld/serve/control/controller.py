@@ -454,11 +454,6 @@ class Controller:
             except PlacementError as error:
                 self.happened(events.Unplaced(name, str(error)))
                 return
-            except Exception as error:  # a user's policy may raise anything
-                logger.exception("the placement policy failed")
-                text = f"the placement policy raised {type(error).__name__}: {error}"
-                self.happened(events.Unplaced(name, text))
-                return
             update = {"model": model, "stage": stage, "spec": spec, "gpus": spot.gpus}
             args = args.model_copy(update=update)
         args = args.model_copy(update={"alive": str(self._folder.alive)})

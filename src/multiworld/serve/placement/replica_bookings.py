@@ -35,7 +35,7 @@ class ReplicaBookings:
 
     def take(self, name: str, post: object, need: Need) -> tuple[Location, str]:
         """Book a location for a replica; return it, and the reason for people."""
-        spot = self._policy(self.ledger, post, need, self.plan)
+        spot = self._choose(self.ledger, post, need)
         here = self.ledger.count(spot.node, post)
         is_planned = here < self.plan.get((post, spot.node), 0)
         self.ledger.book(name, post, spot, need)
@@ -43,6 +43,15 @@ class ReplicaBookings:
             return spot, "as planned"
         fewest = "none of its stage is there" if not here else "few of its stage are"
         return spot, f"{fewest}, and there is room"
+
+    def _choose(self, ledger: Bookings, post: object, need: Need) -> Location:
+        try:
+            return self._policy(ledger, post, need, self.plan)
+        except PlacementError:
+            raise
+        except Exception as error:  # a user's policy may raise anything
+            text = f"the placement policy raised {type(error).__name__}: {error}"
+            raise PlacementError(text) from error
 
     def admit(self, asks: Iterable[PlaceRequest]) -> Bookings:
         """Return the bookings with all requests beside the running replicas.
@@ -58,7 +67,7 @@ class ReplicaBookings:
         missing.sort(key=lambda ask: _size(ask[2]), reverse=True)  # the largest first
         for number, (post, title, need, count) in enumerate(missing):
             try:
-                spot = self._policy(trial, post, need, self.plan)
+                spot = self._choose(trial, post, need)
             except PlacementError as error:
                 placed = sum(b.post == post for b in trial.bookings.values())
                 raise PlacementError(

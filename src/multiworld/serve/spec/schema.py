@@ -644,7 +644,7 @@ class GatewaySpec(_Strict):
     answered with 413. Parsing blocks the whole gateway for up to 5 ms per MiB."""
     max_bodies_mb: Annotated[float, Field(gt=0, le=1_048_576, strict=True)] = 512.0
     """Maximum size of the bodies of all requests in flight in a gateway, in MiB; beyond
-    it, requests are answered with 503."""
+    it, requests are answered with 503. One tenant may have half of it."""
     max_connections: Annotated[int, Field(ge=1, le=1_000_000, strict=True)] = 4096
     """Maximum number of connections to a gateway; further connections are answered with
     503, or, while other connections are in their TLS handshakes, closed."""
