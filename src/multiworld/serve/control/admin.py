@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable
 from functools import partial
 from typing import Any, Literal
@@ -17,7 +16,8 @@ from multiworld.serve.control import answers
 from multiworld.serve.control.admin_tenants import AdminRequest, add_tenants, respond
 from multiworld.serve.control.controller import Controller
 from multiworld.serve.control.status import decisions_of, nodes_of, with_reports
-from multiworld.serve.models.factory import fetch, import_all
+from multiworld.serve.models.factory import fetch, import_new
+from multiworld.serve.placement.replica_bookings import Specs
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.spec.schema import AppSpec
 
@@ -116,11 +116,11 @@ def _add_views(app: FastAPI, controller: Controller) -> None:
         return respond(controller.history.since(since))
 
 
-async def _import_code(spec: AppSpec) -> None:
+async def _import_code(spec: AppSpec, known: Specs) -> None:
     """Run the users' code that an update imports, which may hang or exit."""
     try:
         async with asyncio.timeout(IMPORT_S):
-            await in_thread(partial(_try_import, spec))
+            await in_thread(partial(import_new, spec, known))
     except TimeoutError:
         raise ServeError(
             f"importing the code that the spec names takes over {IMPORT_S:.0f} s; the "
@@ -130,11 +130,6 @@ async def _import_code(spec: AppSpec) -> None:
         raise SpecError(
             f"the code that the spec names cannot be used: {error}"
         ) from error
-
-
-def _try_import(spec: AppSpec) -> None:
-    with contextlib.suppress(Exception):  # the update finds it, and refuses the spec
-        import_all(spec)
 
 
 def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) -> None:
@@ -156,7 +151,7 @@ def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) 
                 raise ServeError(
                     "the service is shutting down; the update was not applied"
                 )
-            await _import_code(spec)
+            await _import_code(spec, controller.specs)
             since = operations.update(spec)
         await controller.confirmed()
         desired = controller.fleet.desired.models

@@ -159,8 +159,10 @@ class Operations:
         self._versions.add(app)
         try:
             specs = self._versions.specs
-            both = asks_of(changed, specs) + asks_of(self._replaced(changed), specs)
-            self._placement.bookings.admit(both)
+            asks = asks_of(changed, specs)
+            if self._placement.fits(self._fleet.desired):  # or the update may cure that
+                asks += asks_of(self._replaced(changed), specs)
+            self._placement.bookings.admit(asks)
         except Exception as error:  # also of a user's placement policy
             owner.app = old_app
             self._versions.restore(before)

@@ -68,6 +68,10 @@ async def start_store(
             line = await process.stdout.readline()
     except TimeoutError:
         line = b""
+    except OSError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        raise
     if not line:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

@@ -385,18 +385,18 @@ class Reconciler:
             )
             if missing and now >= not_before:
                 shortages.append(Shortage(key, count, missing, lost))
-        starting = sum(
-            p.phase in (ProcessPhase.LAUNCHING, ProcessPhase.JOINED)
+        starting = [
+            p
             for p in self.processes.values()
-            if not p.is_gateway
-        )
-        chosen = next_starts(shortages, self.starts_at_once - starting)
-        # A slow start may be a hung one: what serves is not to wait for it.
-        slow = sum(
-            p.is_starting and not p.is_gateway and now - p.since > SLOW_START_S
-            for p in self.processes.values()
-        )
-        chosen += lost_starts(shortages, chosen, slow)
+            if p.phase in (ProcessPhase.LAUNCHING, ProcessPhase.JOINED)
+            and not p.is_gateway
+        ]
+        chosen = next_starts(shortages, self.starts_at_once - len(starting))
+        # A slow start may be a hung one: what was lost is not to wait for it.
+        fast = sum(now - p.since <= SLOW_START_S for p in starting)
+        fast += sum(bool(key[0]) for key in chosen)
+        room = min(len(starting) - fast, self.starts_at_once - fast)
+        chosen += lost_starts(shortages, chosen, max(0, room))
         self._updates_wait({s.key for s in shortages} - set(chosen), now)
         for key in chosen:
             yield self._launch(key, now)

@@ -57,20 +57,22 @@ def limit_s(size: int) -> float:
 class BodyBudget:
     """Bytes that the bodies of all requests in flight may occupy together.
 
-    A tenant may have half of them, so that it cannot keep all others out.
+    A tenant may have half of them, so that it cannot keep all others out, and at least
+    ``largest``, a whole body.
     """
 
     limit: int
+    largest: int = 0
     used: int = 0
     _of: Counter[str] = field(default_factory=Counter)  # by tenant
 
     def reserve(self, size: int, tenant: str = "") -> None:
         """Reserve ``size`` bytes; raise ``NoMemoryError`` if they do not fit."""
-        if tenant and self._of[tenant] + size > self.limit / 2:
+        most = max(self.limit / 2, self.largest)
+        if tenant and self._of[tenant] + size > most:
             raise NoMemoryError(
-                f"bodies of this tenant's requests fill half of the "
-                f"{self.limit / 2**20:g} MiB of this gateway (gateway.max_bodies_mb); "
-                "retry later",
+                f"bodies of this tenant's requests fill its {most / 2**20:g} MiB of "
+                f"this gateway's (gateway.max_bodies_mb); retry later",
                 retry_after_s=RETRY_S,
             )
         if self.used + size > self.limit:

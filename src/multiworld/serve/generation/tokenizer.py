@@ -36,14 +36,19 @@ BYTE_OF = _letters()
 
 def bytes_of(value: Any) -> int:
     """Return the size of all strings in plain data, in UTF-8."""
-    if isinstance(value, str):
-        is_short = value.isascii()
-        return len(value) if is_short else len(value.encode("utf-8", "surrogatepass"))
-    if isinstance(value, dict):
-        return sum(bytes_of(k) + bytes_of(v) for k, v in value.items())
-    if isinstance(value, list | tuple):
-        return sum(map(bytes_of, value))
-    return 0
+    size, left = 0, [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, str):
+            is_ascii = part.isascii()
+            size += (
+                len(part) if is_ascii else len(part.encode("utf-8", "surrogatepass"))
+            )
+        elif isinstance(part, dict):
+            left += (*part.keys(), *part.values())
+        elif isinstance(part, list | tuple):
+            left += part
+    return size
 
 
 class Tokenizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
@@ -137,19 +138,28 @@ def import_factory(factory: str) -> Callable[..., Any]:
     return found
 
 
-def import_all(app: AppSpec) -> None:
-    """Call the factories and import the policies of a spec."""
-    for spec in app.models.values():
-        build_model(spec)
-    check_policies(app)
+def import_new(app: AppSpec, known: Mapping[str, Mapping[str, ModelSpec]]) -> None:
+    """Call the factories of versions that are not ``known``, and import all policies.
+
+    Errors are for those who use them.
+    """
+    for name, spec in app.models.items():
+        if spec.version not in known.get(name, {}):
+            with contextlib.suppress(Exception):
+                build_model(spec)
+    for policy in _policies_of(app):
+        with contextlib.suppress(Exception):
+            import_factory(policy)
 
 
 def check_policies(app: AppSpec) -> None:
-    if app.placement is not None:
-        import_factory(app.placement)
-    for spec in app.models.values():
-        if spec.scaling is not None:
-            import_factory(spec.scaling)
+    for policy in _policies_of(app):
+        import_factory(policy)
+
+
+def _policies_of(app: AppSpec) -> list[str]:
+    policies = [app.placement, *(spec.scaling for spec in app.models.values())]
+    return [policy for policy in policies if policy is not None]
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

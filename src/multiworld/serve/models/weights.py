@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 
 from torch import Tensor
@@ -76,11 +76,16 @@ def files_of(path: Path) -> list[Path]:
 
 def name_of(folder: Path, *settings: object) -> str:
     """Return a hash of the weights in a folder and of ``settings``."""
+    return name_of_files((folder / "config.json", *files_of(folder)), *settings)
+
+
+def name_of_files(files: Iterable[Path], *settings: object) -> str:
+    """Return a hash of files that hold a model, and of ``settings``."""
     # In the hub's cache by content hash, otherwise by size, time and samples, as
     # images may give all files one time. So the same weights may have different names
     # on two machines.
     made = hashlib.blake2b(repr(settings).encode(), digest_size=16)
-    for file in (folder / "config.json", *files_of(folder)):
+    for file in files:
         try:
             found, status = file.resolve(), file.stat()
         except OSError as error:

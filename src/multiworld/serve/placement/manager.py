@@ -67,12 +67,12 @@ class PlacementManager:
         try:
             self.bookings.admit(asks_of(wanted, self._specs))
         except PlacementError:
-            if model is None or self._fits(self._fleet.desired):
+            if model is None or self.fits(self._fleet.desired):
                 raise
             wanted = replace(wanted, models={model: wanted.models[model]})
             self.bookings.admit(asks_of(wanted, self._specs))
 
-    def _fits(self, wanted: DesiredState) -> bool:
+    def fits(self, wanted: DesiredState) -> bool:
         try:
             self.bookings.admit(asks_of(wanted, self._specs))
         except PlacementError:

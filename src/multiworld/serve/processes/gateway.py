@@ -53,6 +53,7 @@ ROUTES = (add_generation, add_generate)  # add the routes of models that generat
 GENERATION = get_args(GenerationMessage)  # messages that go to the streams
 PROBE_TOKENS = (1, 1, 1, 1)  # prompt of the probe of a model that generates text
 LOADING_S = 10.0  # to load tokenizers before it serves
+HOLD_S = 60.0  # that a table waits at most for the models which it makes active
 POISON = 256  # poison requests waiting to be reported to a controller
 USAGE_S = 1.0  # between usage reports
 FLEET_S = 2.0  # for the state of the fleet; then the last one is shown
@@ -152,7 +153,7 @@ class GatewayProcess:
         body_bytes = int(spec.max_body_mb * mib)
         json_bytes = min(int(spec.max_json_mb * mib), body_bytes)
         limits = BodyLimits(json_bytes, body_bytes)
-        bodies = BodyBudget(int(spec.max_bodies_mb * mib))
+        bodies = BodyBudget(int(spec.max_bodies_mb * mib), body_bytes)
         self._authenticator = Authenticator(
             needs_key=args.gateway.authentication == "keys"
         )
@@ -179,6 +180,7 @@ class GatewayProcess:
         # Other orders do not wait for factories, but a table for versions of its own.
         self._builds = ModelBuilds(self._add_model, self._apply_held_table)
         self._held_table: RoutingTable | None = None
+        self._held_until = 0.0
         connections = allowed_connections(spec.max_connections)
         self._is_routed = asyncio.Event()
         self._server = EmbeddedServer(
@@ -274,6 +276,9 @@ class GatewayProcess:
                     for version, text in versions.items():
                         if version not in self._gateway.models.get(name, {}):
                             self._builds.begin(name, version, text)
+                self._held_until = self._clock() + HOLD_S
+                loop = asyncio.get_running_loop()
+                loop.call_later(HOLD_S + 0.1, self._apply_held_table)
             case messages.TableChanged(table):
                 self._table_changed(table)
             case messages.AllTenants():
@@ -326,7 +331,7 @@ class GatewayProcess:
 
     def _table_changed(self, table: RoutingTable) -> None:
         active = ((name, route.version) for name, route in table.routes.items())
-        if any(version in self._builds for version in active):
+        if self._clock() < self._held_until and any(v in self._builds for v in active):
             self._held_table = table  # it makes a version active that is being built
             return
         self._held_table = None
@@ -407,7 +412,9 @@ class GatewayProcess:
         error: str | None = None
         try:
             known = self._dispatcher.table.replicas.get(replica)
-            if known is not None:
+            if self._held_table is not None:  # it may be what has the replica
+                await self._builds.wait_all(min(limit_s, LOADING_S))
+            elif known is not None:
                 await self._builds.wait((known.model, known.version), limit_s)
             model = self._model_of(replica)
             if model.generation is not None:

@@ -46,6 +46,10 @@ class ModelBuilds:
         if version in self._tasks:
             await asyncio.wait({self._tasks[version]}, timeout=limit_s)
 
+    async def wait_all(self, limit_s: float) -> None:
+        if self._tasks:
+            await asyncio.wait(set(self._tasks.values()), timeout=limit_s)
+
     def close(self) -> None:
         for task in self._tasks.values():
             task.cancel()

@@ -10,12 +10,14 @@ from collections.abc import Awaitable, Callable
 
 from multiworld.config import WorldConfig
 from multiworld.errors import MultiWorldError, WorldBrokenError, WorldClosedError
+from multiworld.net.rare_log import RareLog
 from multiworld.serve.transport.control_messages import NEWS, ORDERS, Hello, News, Order
 from multiworld.serve.transport.protocol import MessageError
 from multiworld.world.manager import WorldManager
 from multiworld.world.world import World
 
 logger = logging.getLogger("multiworld.serve")
+rare_log = RareLog(logger)
 
 AGAIN_S = 2.0  # until the next try, where another server has the port of the store
 
@@ -79,7 +81,7 @@ class ControlAgent:
                 await self._stay()
                 return
             except (MultiWorldError, OSError) as error:
-                logger.warning("the controller cannot be reached: %s", error)
+                rare_log.error("the controller cannot be reached", error)
             await asyncio.sleep(AGAIN_S)
 
     async def _stay(self) -> None:
@@ -108,7 +110,12 @@ class ControlAgent:
             except MessageError as error:  # from a newer controller; read on
                 logger.error("ignored an unknown order: %s", error)
                 continue
-            await self._obey(order)
+            try:
+                await self._obey(order)
+            except (WorldBrokenError, WorldClosedError):
+                raise
+            except MultiWorldError:
+                logger.exception("a %s failed", type(order).__name__)
 
     async def _send(self, world: World) -> None:
         while True:

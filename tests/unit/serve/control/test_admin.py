@@ -35,6 +35,7 @@ from multiworld.serve.launchers.base import RunningProcess
 from multiworld.serve.placement.replica_bookings import ReplicaBookings
 from multiworld.serve.resources.amounts import Gpu, Location, Need, Node
 from multiworld.serve.spec.loader import parse_spec
+from multiworld.serve.spec.schema import ModelSpec
 from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.records import AuditEntry, UsageSum
 from multiworld.serve.tenants.usage_meter import UsageRow
@@ -82,6 +83,7 @@ class FakeController:
 
     def __init__(self, folder: Path) -> None:
         self.app = parse_spec(SPEC)
+        self.specs: dict[str, dict[str, ModelSpec]] = {}
         self.history, self.journal = History(), DecisionLog()
         self.operations = Operations()
         self.fleet = Reconciler()

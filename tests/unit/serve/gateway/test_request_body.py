@@ -483,7 +483,7 @@ async def test_one_tenant_has_half_of_the_budget() -> None:
     budget = BodyBudget(100)
     one, other = Reservation(budget, "a"), Reservation(budget, "b")
     one.add(50)
-    with pytest.raises(NoMemoryError, match="half"):
+    with pytest.raises(NoMemoryError, match="this tenant"):
         Reservation(budget, "a").add(1)
     other.add(50)
     one.release()

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.generation.growing_text import PENDING, GrowingText, StopStrings
-from multiworld.serve.generation.tokenizer import Tokenizer
+from multiworld.serve.generation.tokenizer import Tokenizer, bytes_of
 from tests.tiny_decoder import save_tokenizer
 
 
@@ -424,3 +424,12 @@ def test_prepared_tokenizer_has_loaded_what_a_chat_needs(tmp_path: Path) -> None
     assert "reasoning_effort" in made.variables
     chat = [{"role": "user", "content": "hi"}]
     assert "hi" in made.decode(made.chat(chat, 99))
+
+
+def test_size_is_that_of_all_strings_however_deep() -> None:
+    """In UTF-8; a client may nest what it sends."""
+    deep: Any = "\N{GRINNING FACE}"
+    for _ in range(5_000):
+        deep = {"a": [deep]}
+    assert bytes_of(deep) == 5_000 + 4
+    assert bytes_of(["ab", 3, None, ("c", {"d": True})]) == 4

@@ -405,7 +405,7 @@ async def test_request_and_probe_go_over_the_edge_to_a_replica() -> None:
 
 async def test_probe_that_cannot_be_sent_is_reported_with_its_reason() -> None:
     """The controller tries again; it does not wait for ever."""
-    probe = ProbeReplica(REPLICA, 0.02)
+    probe = ProbeReplica(REPLICA, 0.5)
     async with gateway() as g:
         await g.up(models(other=double), table(1, REPLICA))
         await g.order(ProbeReplica("none"), ProbeReplica(REPLICA))

@@ -109,7 +109,9 @@ async def _tool(
         served = await served_model(gateway, admitted, parsed.model)
         given = bytes_of((parsed.messages, parsed.prompt))
         served.tokenizer.check_length(given, served.longest)
-        return json_response(await asyncio.to_thread(answer, parsed, served))
+        call = partial(answer, parsed, served)
+        work = gateway.encoding.submit(admitted.tenant.share, 1.0 + given, call)
+        return json_response(await asyncio.wrap_future(work))
 
     return await respond(gateway, request, "", handle, openai_error_response)
 

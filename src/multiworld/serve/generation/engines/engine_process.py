@@ -18,7 +18,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from multiworld.serve.generation.engines.held_cores import HeldCores
@@ -32,6 +33,7 @@ BURST, RATE = (
     2**20,
     256,
 )  # bytes of its output that go to the log: at once, and a second
+LAST_LINES, LINE_BYTES = 50, 2**16  # of it that are written in any case; of a line
 FAMILY_S = 1.0  # for which the list of an engine's processes is used
 
 
@@ -62,15 +64,24 @@ def pass_on(
     llama.cpp writes a kilobyte for every token.
     """
     write = write or functools.partial(os.write, 2)
-    allowance = Allowance(clock())
-    with open(source, "rb") as pipe, contextlib.suppress(OSError):
-        for line in pipe:
+    allowance, last = Allowance(clock()), deque[bytes](maxlen=LAST_LINES)
+
+    def put(lines: Iterable[bytes]) -> None:
+        with contextlib.suppress(OSError):  # such as that of a full disk
+            for line in lines:
+                write(line)
+
+    with open(source, "rb") as pipe:
+        for line in iter(functools.partial(pipe.readline, LINE_BYTES), b""):
             if not allowance.allows(len(line), clock()):
+                last.append(line)
                 continue
             if allowance.left_out:
-                write(b"(%d lines of the engine left out)\n" % allowance.left_out)
+                put([b"(%d lines of the engine left out)\n" % allowance.left_out])
                 allowance.left_out = 0
-            write(line)
+                last.clear()
+            put([line])
+    put(last)  # they say why it has ended
 
 
 class EngineProcess:

@@ -41,6 +41,7 @@ from multiworld.serve.transport.protocol import Key, RemoteError
 # own. If that has a token, the sequences are at fault; otherwise the engine is lost.
 MAX_FAILURES = 8
 OWN_FAILURES = 4  # the same, of one sequence
+KEPT_FAILURES = 1024  # sequences whose failures are known
 
 # Sampling that prepares a sequence: it fills the engine's prefix cache.
 WARM_UP = Sampling(temperature=0.0, max_tokens=1, ignore_eos=True)
@@ -239,10 +240,10 @@ class EngineSequences:
 
     def _wait(self, sequence: EngineSequence) -> None:
         start, stream = sequence.start, sequence.key[:2]
-        if start.is_probe:
-            self._urgent[stream] = sequence
-        elif sequence.is_prepared:
+        if sequence.is_prepared:
             self._moving[stream] = sequence
+        elif start.is_probe:
+            self._urgent[stream] = sequence
         elif start.is_suspect and len(sequence.tokens) == len(start.tokens):
             self._suspects[stream] = sequence
         else:
@@ -366,7 +367,7 @@ class EngineSequences:
                 break
         if items:
             self._failures = 0
-            self._failures_of.clear()
+            self._failures_of.pop(sequence.key[:2], None)
             if sequence is not self._after:
                 self._after = None
             self.counts["tokens"] += len(items)
@@ -410,6 +411,12 @@ class EngineSequences:
 
     def _run_ended(self, number: int, error: Exception | None) -> None:
         """Handle a run that ended before its last token."""
+        if number == self._trial and isinstance(error, BusyError):
+            self._trial = 0
+            for doubted, _ in list(self._doubted.values()):
+                self._return(doubted)
+            self._doubted.clear()
+            return
         if number == self._trial:
             _, why = next(iter(self._doubted.values()), (None, "its sequences failed"))
             text = f"{why}; a run of its own had no token either: {error}"
@@ -439,6 +446,8 @@ class EngineSequences:
         self.counts["failed_runs"] += 1
         self._failures += 1
         self._failures_of[stream] += 1
+        while len(self._failures_of) > KEPT_FAILURES:
+            del self._failures_of[next(iter(self._failures_of))]
         is_often = self._failures_of[stream] >= OWN_FAILURES
         if not is_often and self._failures < MAX_FAILURES:
             self._return(sequence)

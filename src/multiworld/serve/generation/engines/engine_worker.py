@@ -43,6 +43,7 @@ LOOK_S = 0.1  # between checks of the engine
 # Tokens a second that any engine computes of a prompt: a longer one may take longer
 # than ``compute_s`` to its first token.
 PREFILL = 200.0
+BUSY_S = 60.0  # for which an engine without a token may say that it is busy
 EXIT_LOST = 71  # exit code of a replica whose engine is lost
 NO_SEQUENCES = SequenceTable(is_last=True)  # of a replica that gets no rows
 
@@ -81,6 +82,7 @@ class EngineWorker:
         self._waits: dict[int, _Wait] = {}
         self._pauses = PauseDetector(LOOK_S)
         self._heard_at = self._clock()
+        self._busy_since: float | None = None
         self._guard = HangGuard(self._exit_if_stuck)
         self._computed_s = self._steps = 0.0
 
@@ -139,12 +141,16 @@ class EngineWorker:
         if stopped_s > SILENT_S:
             text = f"the engine's processes are stopped for {stopped_s:.1f} s"
             self._give_up(text, EXIT_LOST)
-        elif now - since > self._hung_s + max(w.prompt_s for w in self._waits.values()):
+            return
+        # An engine may compute the prompts one after the other.
+        prompts_s = sum(wait.prompt_s for wait in self._waits.values())
+        if now - since > self._hung_s + prompts_s:
             text = f"the engine sent no token for {now - since:.0f} s: it hangs"
             self._give_up(text, EXIT_HUNG)
         for number, wait in list(self._waits.items()):
             silent_s = now - max(wait.since, self._pauses.resumed_at)
-            if silent_s > 2 * self._hung_s + wait.prompt_s:
+            is_late = silent_s > 2 * self._hung_s + prompts_s
+            if is_late and not self._tasks[number].cancelling():
                 text = f"a sequence had no token for {silent_s:.0f} s"
                 self._tasks[number].cancel()
                 error = whole_engine.BusyError(text)
@@ -260,12 +266,18 @@ class EngineWorker:
                 exc_info=None if is_usual else failed,
             )
             error = failed
+        if isinstance(error, whole_engine.BusyError):
+            now = self._clock()
+            self._busy_since = self._busy_since or now
+            if now - self._busy_since > BUSY_S:  # it counts as a failure from now on
+                error = whole_engine.RunFailedError(str(error))
         self._handle(engine_sequences.RunEnded(number, error))
 
     def _hear(self, number: int, tokens: int) -> None:
         """Count tokens, and the engine's steps: each has one token of every run."""
         now = self._clock()
         self._waits[number] = _Wait(now, 0.0)
+        self._busy_since = None
         self._computed_s += now - self._heard_at
         self._heard_at = now
         self._steps += tokens / max(1, len(self._tasks))

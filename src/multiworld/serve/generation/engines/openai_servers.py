@@ -67,7 +67,8 @@ class OpenAiEngine(TokenServerEngine):
 
     async def _connect(self, server: EngineServer) -> None:
         model = await self._choice.model_at(server)
-        self._dialect = await self._dialect_of(server, model)
+        is_shared = self._choice.is_shared
+        self._dialect = await self._dialect_of(server, model, is_shared=is_shared)
         exact = "" if self._settings.exact else " (exact: false)"
         logger.info("using %s: %s%s", server.url, self.title, exact)
         await self.warm_up()
@@ -75,18 +76,18 @@ class OpenAiEngine(TokenServerEngine):
     async def _check(self, server: EngineServer) -> None:
         """Raise EngineLostError if a server, other than that of this replica, does not
         compute."""
+        other = TokenServerEngine(self._settings)
         model = await self._choice.model_at(server)
-        if await self._has_token_ids(server, model):
-            return
-        if self._settings.exact and not await self._is_llama_cpp(server):
-            raise EngineLostError(f"{server.url} generates no tokens")
+        other._server = server
+        other._dialect = await self._dialect_of(server, model, is_shared=False)
+        await other.warm_up()
 
     async def wait_lost(self) -> str:
         """Wait until the server is lost, or another one has no replica; say which."""
         return await self._choice.wait_lost(super().wait_lost())
 
     async def _dialect_of(
-        self, server: EngineServer, model: str
+        self, server: EngineServer, model: str, *, is_shared: bool
     ) -> token_servers.Dialect:
         """Return the dialect of a server that can be used for the model."""
         adapters = self._settings.adapters
@@ -95,7 +96,7 @@ class OpenAiEngine(TokenServerEngine):
             piece = token_servers.PIECE if is_exact else None
             return token_servers.Completions(model, adapters, piece=piece)
         if await self._is_llama_cpp(server):
-            await self._check_slots(server)
+            await self._check_slots(server, is_shared=is_shared)
             if adapters:
                 raise EngineLostError(
                     f"{server.url} is a llama.cpp server, whose adapters have no "
@@ -113,7 +114,7 @@ class OpenAiEngine(TokenServerEngine):
         end = next(iter(self._settings.end_tokens), 0)
         return token_servers.CompletionsOfText(model, tokenizer, end, adapters)
 
-    async def _check_slots(self, server: EngineServer) -> None:
+    async def _check_slots(self, server: EngineServer, *, is_shared: bool) -> None:
         """Check that each sequence has a slot of its own, with its keys and values."""
         try:
             answer = await server.get("/props")
@@ -126,7 +127,7 @@ class OpenAiEngine(TokenServerEngine):
                 f"{max(1, count - 1)} or less, or start it with --parallel "
                 f"{self._settings.max_num_seqs + 1}"
             )
-        if self._choice.is_shared:
+        if is_shared:
             raise EngineLostError(f"another replica uses the slots of {server.url}")
 
     async def _has_token_ids(self, server: EngineServer, model: str) -> bool:

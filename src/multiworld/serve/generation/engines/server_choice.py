@@ -149,14 +149,24 @@ class ServerChoice:
     async def wait_lost(self, server_lost: Awaitable[str]) -> str:
         """Wait until the server is lost, or another one has no replica; say which."""
         lost = asyncio.ensure_future(server_lost)
+        tasks = [lost]
         try:
             while not (await asyncio.wait([lost], timeout=LOOK_S))[0]:
-                if self.is_shared and (url := await self._deserted()):
+                if not self.is_shared:
+                    continue
+                looking = asyncio.ensure_future(self._deserted())
+                tasks.append(looking)
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if lost.done():
+                    break
+                if url := looking.result():
                     return f"{url} serves again and has no replica"
+                tasks.remove(looking)
             return lost.result()
         finally:
-            lost.cancel()
-            await asyncio.gather(lost, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _deserted(self) -> str:
         """Return a server that answers and that no replica uses; empty: none.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from multiworld.config import MIB
@@ -29,6 +29,7 @@ from multiworld.serve.spec.stage import (
 )
 
 HUNG_S = 30.0  # without any token: then an engine counts as hung, by default
+PART = re.compile(r"-\d+-of-\d+$")  # end of the name of a GGUF file in parts
 HERE = "multiworld.serve.generation.engines"
 
 # Functions that make the adapters of known engines, by the engine's name.
@@ -99,24 +100,18 @@ def _identity_of(adapters: Mapping[str, str]) -> list[object]:
 
 def _name_of(spec: ModelSpec, folder: Path, what: str) -> str:
     """Return the name of the weights as this engine computes them."""
-    if spec.engine == OPENAI:  # its servers have them
-        files = [folder / "config.json", folder / "tokenizer.json"]
-        return _digest_of(what, files)
-    if spec.engine == LLAMA_CPP:
-        file = weights_of(settings_of("", spec, None))
-        return _digest_of(what, [folder / "config.json", Path(file)])
     try:
+        if spec.engine == OPENAI:  # its servers have them
+            files = [folder / "config.json", folder / "tokenizer.json"]
+            return weights.name_of_files(filter(Path.is_file, files), what)
+        if spec.engine == LLAMA_CPP:
+            first = Path(weights_of(settings_of("", spec, None)))
+            parts = first.parent.glob(f"{PART.sub('', first.stem)}*.gguf")
+            files = [folder / "config.json", *sorted(parts)]
+            return weights.name_of_files(files, what)
         return weights.name_of(folder, what)
     except SpecError:
         return ""  # in a format that only the engine knows
-
-
-def _digest_of(what: str, files: Iterable[Path]) -> str:
-    made = hashlib.blake2b(what.encode(), digest_size=16)
-    for file in filter(Path.is_file, files):
-        state = file.stat()
-        made.update(f"{file.name}\0{state.st_size}\0{state.st_mtime_ns}\0".encode())
-    return made.hexdigest()
 
 
 def maker_of(engine: str) -> Callable[[EngineSettings], WholeEngine]:

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,9 +18,13 @@ import pytest
 
 from multiworld.serve.generation.engines import engine_process
 from multiworld.serve.generation.engines.engine_process import (
+    BURST,
+    LAST_LINES,
+    LINE_BYTES,
     EngineProcess,
     HeldPort,
     free_port,
+    pass_on,
 )
 from tests.until import until
 
@@ -251,3 +256,27 @@ def test_engines_that_start_together_get_different_ports(
     assert third.number == 5000
     second.release()
     third.release()
+
+
+def test_output_of_an_engine_is_bounded_and_ends_with_its_last_words() -> None:
+    """A line without an end takes no memory, and a disk that is full ends nothing."""
+    source, inlet = os.pipe()
+    found: list[bytes] = []
+    fails = [True]
+
+    def write(data: bytes) -> None:
+        if fails and fails.pop():
+            raise OSError("no space left on device")
+        found.append(data)
+
+    passing = threading.Thread(target=pass_on, args=[source, write, lambda: 0.0])
+    passing.start()
+    with open(inlet, "wb") as pipe:
+        pipe.write(b"lost on a full disk\n" + b"x" * 3 * LINE_BYTES + b"\n")
+        pipe.write(b"a token\n" * (2 * BURST // 8))
+        pipe.write(b"it ran out of memory\n")
+    passing.join(10.0)
+    assert not passing.is_alive()
+    assert max(map(len, found)) == LINE_BYTES
+    assert sum(map(len, found)) <= BURST + LAST_LINES * 100
+    assert found[-1] == b"it ran out of memory\n"

@@ -576,6 +576,20 @@ def test_sequence_that_fails_on_an_engine_that_works_is_failed() -> None:
     assert (replica.given_up, replica.trial) == ([], 0)
 
 
+def test_sequence_that_fails_beside_others_is_failed_too() -> None:
+    """The tokens of others say nothing about it."""
+    replica = Replica()
+    replica.begin(start(9, max_tokens=99))
+    for attempt in range(OWN_FAILURES):
+        replica.begin(start(1, attempt=attempt))
+        replica.generate(9, 3)
+        replica.fail(1)
+    assert replica.trial
+    replica.handle(RunEnded(replica.trial, BusyError("503")))
+    assert replica.sent[-1] == SequenceFailed(key(1, OWN_FAILURES - 1))
+    assert (replica.given_up, replica.running) == ([], [9])
+
+
 def test_busy_engine_is_not_at_fault() -> None:
     """Its sequences are returned as often as it is."""
     replica = Replica()
