@@ -397,9 +397,12 @@ class Controller:
     def happened(self, event: events.Event) -> None:
         if self._is_ending or not self._is_started:
             return
-        for action in self.fleet.handle(event, self._clock()):
+        found = self.fleet.handle(event, self._clock())
+        for action in found:
             self._carry_out(action)
         self._changed.set()
+        if isinstance(event, events.Applied) and not found:
+            return  # the record has nothing of it
         if not isinstance(event, events.Adopted):
             self._save()  # the record is incomplete until every process is adopted
 

@@ -75,6 +75,12 @@ class Reconciler:
 
     def handle(self, event: events.Event, now: float) -> list[Action]:
         """Apply an event at a monotonic time; return the resulting actions in order."""
+        if isinstance(event, events.Applied):
+            # Every process sends one for each table: only what drains waits for them.
+            if event.name in self.processes:
+                self.processes[event.name].applied = event.number
+            finished: list[Action] = list(self._finish())
+            return [*finished, *self._reconcile(now)] if finished else []
         self._note_waits(now)
         actions = list(self._observe(event, now))
         self._note_waits(now)
@@ -102,9 +108,6 @@ class Reconciler:
                     yield LogEvent("ready", f"{name} listens", name)
             case events.Probed(name, error):
                 yield from self._probed(name, error, now)
-            case events.Applied(name, number):
-                if name in self.processes:
-                    self.processes[name].applied = number
             case events.ProcessGone():
                 yield from self._gone(event, now)
             case events.Unplaced(name, why) if name in self.processes:
