@@ -10,10 +10,29 @@ from multiworld.errors import InvalidRequestError, SpecError
 from multiworld.serve.generation.engines.whole_engine import EngineSettings, Run
 
 
+# Arguments of all servers that would put them elsewhere, or give them other names.
+ELSEWHERE = (
+    "uds",
+    "root_path",
+    "api_prefix",
+    "config",
+    "headless",
+    "runner",
+    "served_model_name",
+    "alias",
+    "ssl_keyfile",
+    "ssl_certfile",
+    "ssl_key_file",
+    "ssl_cert_file",
+    "api_key_file",
+)
+
+
 def refuse_reserved(args: Mapping[str, Any], reserved: Mapping[str, str]) -> None:
     """Raise SpecError if ``engine_args`` sets what the service sets itself."""
     for name in args:
-        if (known := reserved.get(name.replace("-", "_"))) is not None:
+        field = name.replace("-", "_")
+        if (known := reserved.get(field)) is not None or field in ELSEWHERE:
             remedy = f"use `{known}` instead" if known else "remove it"
             raise SpecError(f"engine_args: {name} is set by the service; {remedy}")
 

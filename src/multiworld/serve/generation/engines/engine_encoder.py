@@ -48,7 +48,7 @@ from multiworld.serve.transport.edges import SILENT_S
 logger = logging.getLogger("multiworld.serve")
 
 RESERVED = dict.fromkeys(
-    ("host", "port", "api_key", "runner", "embedding", "embeddings", "lora"), ""
+    ("host", "port", "api_key", "embedding", "embeddings", "lora"), ""
 )
 
 ROUTE = "/v1/embeddings"

@@ -80,7 +80,6 @@ RESERVED = {
     "max_num_seqs": "generation: max_num_seqs",
     "dtype": "generation: dtype",
     "speculative_config": "",
-    "uds": "",
     "tokens_only": "",
     "data_parallel_size": "replicas",
     "enable_lora": "adapters",

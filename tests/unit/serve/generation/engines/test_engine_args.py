@@ -14,7 +14,11 @@ import pytest
 from pydantic import ValidationError
 
 from multiworld.errors import SpecError
-from multiworld.serve.generation.engines.engine_args import flags_of, gpu_environment
+from multiworld.serve.generation.engines.engine_args import (
+    flags_of,
+    gpu_environment,
+    refuse_reserved,
+)
 from multiworld.serve.generation.engines.vllm import (
     VllmEngine,
     has_argument,
@@ -285,3 +289,10 @@ def test_vllm_is_told_of_adapters(tmp_path: Path) -> None:
     assert found["max_loras"] == 3
     assert found["max_lora_rank"] == 16
     assert found["lora_modules"] == [f"a={tmp_path}/a", f"b={tmp_path}/b"]
+
+
+@pytest.mark.parametrize("name", ["served_model_name", "ssl-keyfile", "root_path"])
+def test_arguments_that_put_a_server_elsewhere_are_refused(name: str) -> None:
+    """The service would not find it, or its model."""
+    with pytest.raises(SpecError, match=f"{name} is set by the service"):
+        refuse_reserved({name: "x"}, {})
