@@ -19,6 +19,7 @@ NAMES = {
     "batch_size": "n_batch",
     "ubatch_size": "n_ubatch",
     "embeddings": "embedding",
+    "jinja": "use_jinja",
 }
 
 
@@ -30,8 +31,7 @@ def parameters_of(made: Any, flags: list[str], adapter: Callable[[str], Any]) ->
     for flag, text in itertools.pairwise([*flags, "--"]):
         if not flag.startswith("--") or flag == "--":
             continue
-        name = flag[2:].replace("-", "_")
-        name = NAMES.get(name, name)
+        name = _named(flag[2:].replace("-", "_"))
         if name == "model":
             made.model.path = text
         elif name == "host":
@@ -40,11 +40,19 @@ def parameters_of(made: Any, flags: list[str], adapter: Callable[[str], Any]) ->
             made.lora_adapters = [*made.lora_adapters, adapter(text)]
         elif name == "threads":
             made.cpuparams.n_threads = made.cpuparams_batch.n_threads = int(text)
+        elif name == "threads_batch":
+            made.cpuparams_batch.n_threads = int(text)
+        elif name.startswith("no_") and hasattr(made, off := _named(name[3:])):
+            setattr(made, off, False)
         elif not hasattr(made, name):
             sys.exit(f"xllamacpp has no parameter {name}")
         else:
             setattr(made, name, value_of(getattr(made, name), text))
     return made
+
+
+def _named(flag: str) -> str:
+    return NAMES.get(flag, flag)
 
 
 def value_of(default: Any, text: str) -> Any:

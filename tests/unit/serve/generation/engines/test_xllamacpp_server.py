@@ -22,6 +22,8 @@ def made(**args: Any) -> Any:
         cpuparams=SimpleNamespace(n_threads=0),
         cpuparams_batch=SimpleNamespace(n_threads=0),
         swa_full=False,
+        warmup=True,
+        use_jinja=False,
         yarn_orig_ctx=0,
         rope_freq_base=0.0,
         chat_template="",
@@ -47,6 +49,9 @@ def test_flags_set_parameters() -> None:
     assert (found.port, found.n_ctx, found.n_ubatch) == (5, 4096, 1)
     assert found.cpuparams.n_threads == found.cpuparams_batch.n_threads == 3
     assert found.swa_full is True
+    off = made(warmup=False, jinja=True, threads=3, threads_batch=2)
+    assert (off.warmup, off.use_jinja, found.warmup) == (False, True, True)
+    assert (off.cpuparams.n_threads, off.cpuparams_batch.n_threads) == (3, 2)
     assert (found.rope_freq_base, found.chat_template) == (1.5, "x")
 
 
