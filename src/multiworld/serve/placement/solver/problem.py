@@ -88,7 +88,8 @@ class Placement:
 
     replicas: tuple[Replica, ...]
     served: Mapping[str, float]  # items per second, by model
-    value: float  # of the objective (``model.objective``); higher is better
+    # Of the objective (``model.objective``), for demands within reach; higher is better.
+    value: float
     bound: float  # of the value of any placement; infinity if unknown
     solver: str
     # Why a model is not served in full, by model, for people.
