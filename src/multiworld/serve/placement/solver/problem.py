@@ -88,7 +88,7 @@ class Placement:
 
     replicas: tuple[Replica, ...]
     served: Mapping[str, float]  # items per second, by model
-    # Of the objective (``model.objective``), for demands within reach; higher is better.
+    # Of ``model.objective``, for demands within reach; higher is better.
     value: float
     bound: float  # of the value of any placement; infinity if unknown
     solver: str
