@@ -413,9 +413,9 @@ class GatewayProcess:
         try:
             known = self._dispatcher.table.replicas.get(replica)
             if self._held_table is not None:  # it may be what has the replica
-                await self._builds.wait_all(min(limit_s, LOADING_S))
+                await self._builds.wait(min(limit_s, LOADING_S))
             elif known is not None:
-                await self._builds.wait((known.model, known.version), limit_s)
+                await self._builds.wait(limit_s, (known.model, known.version))
             model = self._model_of(replica)
             if model.generation is not None:
                 await self._streams.probe(replica, PROBE_TOKENS, limit_s)

@@ -41,14 +41,11 @@ class ModelBuilds:
         if key not in self._tasks:
             self._tasks[key] = asyncio.ensure_future(self._build(key, text))
 
-    async def wait(self, version: ModelVersion, limit_s: float) -> None:
-        """Wait at most ``limit_s`` until a version is built, or cannot be."""
-        if version in self._tasks:
-            await asyncio.wait({self._tasks[version]}, timeout=limit_s)
-
-    async def wait_all(self, limit_s: float) -> None:
-        if self._tasks:
-            await asyncio.wait(set(self._tasks.values()), timeout=limit_s)
+    async def wait(self, limit_s: float, version: ModelVersion | None = None) -> None:
+        """Wait at most ``limit_s`` until a version, or all, are built or cannot be."""
+        awaited = [t for v, t in self._tasks.items() if version in (None, v)]
+        if awaited:
+            await asyncio.wait(awaited, timeout=limit_s)
 
     def close(self) -> None:
         for task in self._tasks.values():

@@ -35,11 +35,11 @@ async def test_factory_that_hangs_or_exits_costs_its_version_only(
     for name in ("hangs", "exits", "works"):
         spec = SPEC.model_copy(update={"factory": f"it:{name}"})
         builds.begin(name, "1", spec.model_dump_json())
-    await builds.wait(("works", "1"), HANG_S)
+    await builds.wait(HANG_S, ("works", "1"))
     assert names == ["works"]
     assert ("hangs", "1") in builds
-    await builds.wait(("hangs", "1"), 0.01)
+    await builds.wait(0.01, ("hangs", "1"))
     released.set()
-    await builds.wait(("hangs", "1"), HANG_S)
+    await builds.wait(HANG_S, ("hangs", "1"))
     assert names == ["works", "hangs"]
     builds.close()

@@ -150,22 +150,12 @@ class EngineEncoder:
     async def _found(self) -> EngineServer:
         if self._choice is None:
             return await self._start()
-        failed: dict[str, str] = {}
-        while True:
-            server = await self._choice.choose(failed)
-            try:
-                self._model = await self._choice.model_at(server)
-                await self._check(server)
-                return server
-            except EngineLostError as error:
-                logger.warning("%s cannot be used: %s", server.url, error)
-                failed[server.url] = str(error)
-                await server.close()
-                self._choice.release()
-            except BaseException:
-                await server.close()
-                self._choice.release()
-                raise
+        return await self._choice.connect(self._use)
+
+    async def _use(self, server: EngineServer) -> None:
+        assert self._choice is not None
+        self._model = await self._choice.model_at(server)
+        await self._check(server)
 
     async def _start(self) -> EngineServer:
         server = EngineServer(self._engine, silence_s=2 * self._settings.hung_s)

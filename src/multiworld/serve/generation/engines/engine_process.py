@@ -29,11 +29,10 @@ from multiworld.serve.resources.usage import family_of
 END_S = 5.0  # for an engine to exit before it is killed
 KILLED_S = 1.0  # for a killed one to be gone; it may wait in a driver for ever
 LAST_S = 1.0  # for the last output of one that has exited
-BURST, RATE = (
-    2**20,
-    256,
-)  # bytes of its output that go to the log: at once, and a second
-LAST_LINES, LINE_BYTES = 50, 2**16  # of it that are written in any case; of a line
+BURST = 2**20  # bytes of its output that go to the log at once
+RATE = 256  # and a second
+LAST_LINES = 50  # of its output, which are written in any case
+LINE_BYTES = 2**16  # of a line, at most
 FAMILY_S = 1.0  # for which the list of an engine's processes is used
 
 

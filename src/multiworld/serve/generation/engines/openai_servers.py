@@ -46,26 +46,11 @@ class OpenAiEngine(TokenServerEngine):
 
     async def start(self) -> None:
         """Choose a server that answers, and find out what it can do."""
-        failed: dict[str, str] = {}
-        while True:
-            self.phase = "connecting"
-            try:
-                self._server = await self._choice.choose(failed)
-                await self._connect(self._server)
-                return
-            except EngineLostError as error:
-                await self.close()
-                url = "" if self._server is None else self._server.url
-                if not url or url in failed:
-                    raise
-                logger.warning("%s cannot be used: %s", url, error)
-                failed[url] = str(error)
-                self._server = None
-            except BaseException:
-                await self.close()
-                raise
+        self.phase = "connecting"
+        await self._choice.connect(self._use)
 
-    async def _connect(self, server: EngineServer) -> None:
+    async def _use(self, server: EngineServer) -> None:
+        self._server = server
         model = await self._choice.model_at(server)
         is_shared = self._choice.is_shared
         self._dialect = await self._dialect_of(server, model, is_shared=is_shared)

@@ -84,7 +84,25 @@ class ServerChoice:
             max_line=max(MAX_LINE, TOKEN_BYTES * self._longest),
         )
 
-    async def choose(self, failed: Mapping[str, str]) -> EngineServer:
+    async def connect(
+        self, use: Callable[[EngineServer], Awaitable[None]]
+    ) -> EngineServer:
+        """Return the first server for which ``use`` raises no EngineLostError."""
+        failed: dict[str, str] = {}
+        while True:
+            server = await self._choose(failed)
+            try:
+                await use(server)
+                return server
+            except BaseException as error:
+                await server.close()
+                self.release()
+                if not isinstance(error, EngineLostError):
+                    raise
+                logger.warning("%s cannot be used: %s", server.url, error)
+                failed[server.url] = str(error)
+
+    async def _choose(self, failed: Mapping[str, str]) -> EngineServer:
         """Return the server that answers and has the fewest replicas on this host.
 
         Raises EngineLostError if none answers, besides those that have ``failed``.
@@ -132,7 +150,7 @@ class ServerChoice:
         except msgspec.DecodeError:
             answer = _Models()
         names = [one.id for one in answer.data]
-        name = self.args.model or names[0] if len(names) == 1 else self.args.model
+        name = self.args.model or (names[0] if len(names) == 1 else "")
         limits = [one.max_model_len for one in answer.data if one.id == name]
         if limits and limits[0] is not None and limits[0] < self._longest:
             raise EngineLostError(
@@ -176,10 +194,9 @@ class ServerChoice:
         if self._claimed(self._url, 0):
             return ""
         for url in self._urls:
-            failed_s = asyncio.get_running_loop().time() - self._failed_at.get(
-                url, -math.inf
-            )
-            if url.rstrip("/") == self._url or failed_s < FAILED_S:
+            failed_at = self._failed_at.get(url, -math.inf)
+            has_failed = asyncio.get_running_loop().time() - failed_at < FAILED_S
+            if url.rstrip("/") == self._url or has_failed:
                 continue
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim:
                 try:
