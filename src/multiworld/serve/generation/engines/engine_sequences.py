@@ -138,11 +138,12 @@ class EngineSequences:
         self._known: dict[StreamId, EngineSequence] = {}
         self._runs: dict[int, EngineSequence] = {}
         self._queue: FairQueue[StreamId] = FairQueue()
-        # Probes, and what continues in a place that is held for it.
-        self._urgent: dict[StreamId, EngineSequence] = {}
-        # Preparations: those that wait for a place, and those that hold one.
+        self._probes: dict[StreamId, EngineSequence] = {}
+        # Those that move here: they wait for a place to be prepared in, then hold it
+        # for their gateway, then continue in it.
         self._moving: dict[StreamId, EngineSequence] = {}
         self._held: dict[StreamId, EngineSequence] = {}
+        self._continuing: dict[StreamId, EngineSequence] = {}
         self._suspects: dict[StreamId, EngineSequence] = {}
         self._alone: EngineSequence | None = None
         self._after: EngineSequence | None = None
@@ -163,8 +164,8 @@ class EngineSequences:
     @property
     def waiting(self) -> int:
         """Number of sequences that wait for a place in the engine."""
-        more = len(self._urgent) + len(self._moving)
-        return len(self._queue) + len(self._suspects) + more
+        waiting = self._queue, self._probes, self._suspects, self._moving
+        return sum(map(len, waiting)) + len(self._continuing)
 
     def leaks(self) -> dict[str, int]:
         """Return the resources in use, by kind, though no sequence is known."""
@@ -234,7 +235,7 @@ class EngineSequences:
             start, ends, is_prepared, self._arrivals, list(start.tokens)
         )
         if has_place and not start.is_suspect:
-            self._urgent[stream] = self._known[stream]
+            self._continuing[stream] = self._known[stream]
         else:
             self._wait(self._known[stream])
 
@@ -243,7 +244,7 @@ class EngineSequences:
         if sequence.is_prepared:
             self._moving[stream] = sequence
         elif start.is_probe:
-            self._urgent[stream] = sequence
+            self._probes[stream] = sequence
         elif start.is_suspect and len(sequence.tokens) == len(start.tokens):
             self._suspects[stream] = sequence
         else:
@@ -263,9 +264,15 @@ class EngineSequences:
         stream = sequence.key[:2]
         self._take_back(sequence)
         self._queue.drop(stream)
-        waiting = self._urgent, self._moving, self._held, self._suspects, self._doubted
-        for one in waiting:
-            one.pop(stream, None)
+        for waiting in (
+            self._probes,
+            self._moving,
+            self._held,
+            self._continuing,
+            self._suspects,
+            self._doubted,
+        ):
+            waiting.pop(stream, None)
         del self._known[stream]
 
     def _fail(self, key: Key, error: InvalidRequestError | ModelFailedError) -> None:
@@ -281,8 +288,9 @@ class EngineSequences:
         if self._suspects and not self._owes_turn():
             self._run_alone(self._suspects.pop(next(iter(self._suspects))))
             return
-        while self._urgent:
-            self._run(self._urgent.pop(next(iter(self._urgent))))
+        for first in (self._probes, self._continuing):
+            while first:
+                self._run(first.pop(next(iter(first))))
         while self._has_place():
             # Those that move ran before: they are older than what waits.
             if self._moving:
@@ -295,7 +303,11 @@ class EngineSequences:
             self._run(self._known[stream])
 
     def _has_place(self) -> bool:
-        return len(self._runs) + len(self._held) < self.settings.max_num_seqs
+        return self._places() < self.settings.max_num_seqs
+
+    def _places(self) -> int:
+        """Return the number of places that are taken or held."""
+        return len(self._runs) + len(self._held) + len(self._continuing)
 
     def _owes_turn(self) -> bool:
         """Return whether others still wait for a token after the last suspect."""
@@ -365,6 +377,7 @@ class EngineSequences:
             items.append(self._append(sequence, each))
             if sequence.has_ended:
                 break
+        was_alone = self._alone is sequence
         if items:
             self._failures = 0
             self._failures_of.pop(sequence.key[:2], None)
@@ -377,6 +390,10 @@ class EngineSequences:
             self._take_back(sequence)
         elif foreign is not None:
             self._no_token(sequence, f"the engine returned token {foreign}")
+        elif was_alone and self._places() > self.settings.max_num_seqs:
+            # A suspect runs even where all places are held. The others come first.
+            self._take_back(sequence)
+            self._wait(sequence)
 
     def _append(self, sequence: EngineSequence, each: EngineToken) -> TokenItem:
         sampling = sequence.start.sampling
