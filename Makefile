@@ -50,7 +50,7 @@ coverage: $(STAMP)
 	$(BIN)/python -m tests.meta.coverage_table && exit $$tests
 
 test-all: $(STAMP) lint types
-	$(BIN)/python -m pytest --timeout=1800 $(ARGS)
+	$(BIN)/python -m pytest --timeout=1800 --hypothesis-profile=new $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -574,7 +574,7 @@ def test_prompt_that_kills_workers_is_found_and_answered_alone(
         refused = threads.submit(ask, service, [7, poison], 5).result()
         assert refused.status_code == 500, refused.text
         assert (
-            "2 replicas died while they computed it alone"
+            "2 replicas died while they computed it"
             in refused.json()["error"]["message"]
         )
         for k, found in enumerate(good):

@@ -86,5 +86,5 @@ def _wait(service: Service, answer: Updated) -> str:
             short = [f"{k}: {why}" for k, why in status.unplaced.items()]
             short += [f"{f.model}: {f.cause}" for f in status.failing]
             reason = "; ".join(short) or "see `multiworld explain`"
-            return f"the update is not complete after {answer.ready_s:g} s: {reason}"
+            return f"the update made no progress for {patience_s:g} s: {reason}"
         time.sleep(LOOK_S)

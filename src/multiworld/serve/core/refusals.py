@@ -38,12 +38,10 @@ def overloaded(model: str, own: int) -> errors.OverloadedError:
     )
 
 
-def poisoned(
-    number: int, model: str, isolated_losses: int
-) -> errors.RequestPoisonedError:
+def poisoned(number: int, model: str, losses: int) -> errors.RequestPoisonedError:
     return errors.RequestPoisonedError(
         f"request {number} to model {model!r} is a poison request: "
-        f"{isolated_losses} replicas died while they computed it alone; do not retry it"
+        f"{losses} replicas died while they computed it; do not retry it"
     )
 
 

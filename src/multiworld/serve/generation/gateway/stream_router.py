@@ -372,8 +372,8 @@ class StreamRouter:
         self.counts["replayed"] += not stream.via
         self._log(f"{stream.name} again: {why}")
         if stream.losses.is_poison:
-            isolated = stream.losses.isolated + stream.losses.shared
-            poisoned = refusals.poisoned(stream.number, stream.model, isolated)
+            losses = stream.losses.isolated + stream.losses.shared
+            poisoned = refusals.poisoned(stream.number, stream.model, losses)
             self._end(stream, poisoned)
             return
         if not stream.returns:
