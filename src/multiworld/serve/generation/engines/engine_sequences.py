@@ -164,8 +164,8 @@ class EngineSequences:
     @property
     def waiting(self) -> int:
         """Number of sequences that wait for a place in the engine."""
-        waiting = self._queue, self._probes, self._suspects, self._moving
-        return sum(map(len, waiting)) + len(self._continuing)
+        moving = len(self._moving) + len(self._continuing)
+        return len(self._queue) + len(self._suspects) + len(self._probes) + moving
 
     def leaks(self) -> dict[str, int]:
         """Return the resources in use, by kind, though no sequence is known."""
