@@ -23,7 +23,9 @@ CIRCLE = 256**BYTES
 
 
 def choose(
-    candidates: Sequence[Of], load: Callable[[Of], int], chance: Chance
+    candidates: Sequence[Of],
+    load: Callable[[Of], int | tuple[int, int]],
+    chance: Chance,
 ) -> Of | None:
     """Return the replica that gets the work, or None without candidates."""
     if len(candidates) < 2:

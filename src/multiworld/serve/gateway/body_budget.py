@@ -64,12 +64,14 @@ class BodyBudget:
     limit: int
     largest: int = 0
     used: int = 0
+    has_tenants: bool = False  # otherwise clients without a key may have it all
     _of: Counter[str] = field(default_factory=Counter)  # by tenant
 
     def reserve(self, size: int, tenant: str = "") -> None:
         """Reserve ``size`` bytes; raise ``NoMemoryError`` if they do not fit."""
         most = max(self.limit / 2, self.largest)
-        if tenant and self._of[tenant] + size > most:
+        is_shared = bool(tenant) or self.has_tenants
+        if is_shared and self._of[tenant] + size > most:
             raise NoMemoryError(
                 f"bodies of this tenant's requests fill its {most / 2**20:g} MiB of "
                 f"this gateway's (gateway.max_bodies_mb); retry later",

@@ -23,7 +23,7 @@ from multiworld.errors import (
 )
 from multiworld.serve.core.refusals import OutdatedError
 from multiworld.serve.gateway import http_responses as responses
-from multiworld.serve.gateway import json_limits, open_inference
+from multiworld.serve.gateway import json_limits, open_inference, request_body
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.hot_routes import HotRoutes
@@ -258,8 +258,15 @@ async def _prepared(
         raise _invalid("model", "generates text and embeds none; use another model")
     served = gateway.route(name, admitted.tenant)
     frontend = await gateway.text(served, version, model)
-    size = 16 * sum(map(len, parsed.inputs))  # that is as slow to parse
-    inputs = await off_loop(size, partial(_checked, frontend, model, parsed.inputs))
+    size, encode = (
+        sum(map(len, parsed.inputs)),
+        partial(_checked, frontend, model, parsed.inputs),
+    )
+    if 16 * size < request_body.OFFLOAD_BYTES:  # that is as slow to parse
+        return version, model, encode()
+    # In turns with other tenants: it may take seconds.
+    work = gateway.encoding.submit(admitted.tenant.share, 1.0 + size, encode)
+    inputs = await asyncio.wrap_future(work)
     return version, model, inputs
 
 

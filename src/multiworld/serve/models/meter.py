@@ -83,7 +83,8 @@ def _runner(function: StageFunction, tensors: Tensors) -> Callable[[], Tensors]:
 
     def run() -> Tensors:
         with torch.inference_mode():
-            outputs = function(dict(tensors))
+            # Copies, as a request's tensors are the stage's own.
+            outputs = function({name: t.clone() for name, t in tensors.items()})
         for tensor in outputs.values():
             if tensor.is_cuda:
                 torch.cuda.synchronize(tensor.device)
@@ -93,8 +94,9 @@ def _runner(function: StageFunction, tensors: Tensors) -> Callable[[], Tensors]:
 
 
 def _repeated(tensors: Tensors, rows: int, device: str) -> Tensors:
+    """Return so many copies of the first row."""
     return {
-        name: tensor.repeat(rows, *[1] * (tensor.dim() - 1)).to(device)
+        name: tensor[:1].repeat(rows, *[1] * (tensor.dim() - 1)).to(device)
         for name, tensor in tensors.items()
     }
 

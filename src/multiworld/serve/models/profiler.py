@@ -24,6 +24,7 @@ def profile_model(name: str, spec: ModelSpec, meter: Meter) -> ModelProfile:
     base = memory_of(os.getpid())
     found = []
     for number, stage in enumerate(spec.stages):
+        torch.set_num_threads(stage.threads)
         measured = _measure(meter, number)
         title = stage.name or measured.name
         found.append(measured.model_copy(update={"name": title}))

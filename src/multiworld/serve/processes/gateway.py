@@ -287,7 +287,7 @@ class GatewayProcess:
                 self._authenticator.directory.put(tenants)
                 for name in removed:
                     self._authenticator.directory.remove(name)
-                self._gateway.counts.keep_tenants(self._authenticator.directory.tenants)
+                self._tenants_changed()
             case messages.BudgetsUsed(used):
                 self._authenticator.budgets.set_used(used)
             case messages.UsageStored(number):
@@ -350,7 +350,12 @@ class GatewayProcess:
         self._incoming_tenants.update((tenant.name, tenant) for tenant in part.tenants)
         if part.is_last:
             self._authenticator.directory.replace_all(self._incoming_tenants)
-            self._gateway.counts.keep_tenants(self._incoming_tenants)
+            self._tenants_changed()
+
+    def _tenants_changed(self) -> None:
+        tenants = self._authenticator.directory.tenants
+        self._gateway.counts.keep_tenants(tenants)
+        self._gateway.bodies.has_tenants = bool(tenants)
 
     def _report_poison(
         self, tenant: str, model_version: ModelVersion, digest: str

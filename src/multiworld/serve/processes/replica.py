@@ -181,6 +181,12 @@ class WorkerProcess:
                 )
                 for task in done:
                     task.result()
+        except Exception:
+            if self._worker.is_idle:
+                raise
+            # A polite end would say that nothing it computes is at fault.
+            logger.exception("%s failed at work", self._args.name)
+            os._exit(1)
         finally:
             self._agent.send(messages.Report(0, worker=self._report()))
             await self._agent.flush(LAST_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from multiworld.serve.scaling.scaling_plans import StageCost
 from multiworld.serve.scaling.snapshot import Policy
 from multiworld.serve.scaling.step_costs import USUAL_RATIO
 from multiworld.serve.simulation.engine import PipelineModel, Room, StageModel
-from multiworld.serve.spec.profiles import ModelProfile
+from multiworld.serve.spec.profiles import ModelProfile, item_s_of
 from multiworld.serve.spec.schema import ModelSpec
 
 Curve = Mapping[int, float]  # of a batch, by its rows
@@ -73,7 +74,9 @@ def pipeline_of(
                 window=stage.max_ongoing_requests,
                 replicas=stage.initial_count,
                 limits=limits_of(stage),
-                item_s=min(took / rows for rows, took in curve.items()),
+                item_s=item_s_of(
+                    curve, stage.max_batch_size if spec.generation is None else math.inf
+                ),
             )
         )
     text, limits, objective_ms = text_of(spec), None, spec.objective_ms

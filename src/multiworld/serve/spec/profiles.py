@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -33,10 +35,15 @@ class StageProfile(BaseModel):
     seconds: dict[PositiveInt, Count]
     kv_bytes: Count = 0.0  # keys and values of one token, if it generates text
 
-    @property
-    def item_s(self) -> float:
-        """Seconds for one item in the most efficient batch size."""
-        return min(seconds / rows for rows, seconds in self.seconds.items())
+    def item_s(self, max_batch_size: float) -> float:
+        """Return the seconds for one item in the most efficient batch that may be."""
+        return item_s_of(self.seconds, max_batch_size)
+
+
+def item_s_of(seconds: Mapping[int, float], max_batch_size: float) -> float:
+    """Return the least seconds of a row, by those of batches; see ``StageProfile``."""
+    rows = [n for n in seconds if n <= max_batch_size] or [min(seconds)]
+    return min(seconds[n] / n for n in rows)
 
 
 class ModelProfile(BaseModel):
@@ -90,18 +97,24 @@ def _with_profile(name: str, spec: ModelSpec, folder: Path) -> ModelSpec:
             f"but the model has {len(spec.stages)}; measure it again with "
             "`multiworld profile`"
         )
-    stages = [_declared(stage, found, k) for k, stage in enumerate(spec.stages)]
     generation = spec.generation
+    stages = [
+        _declared(stage, found, k, is_text=generation is not None)
+        for k, stage in enumerate(spec.stages)
+    ]
     if generation is not None and generation.dtype is None and found.dtype == WIDE:
         # bfloat16 is slow where it was measured; the memory is that of float32.
         generation = generation.model_copy(update={"dtype": WIDE})
     return spec.model_copy(update={"stages": stages, "generation": generation})
 
 
-def _declared(stage: StageSpec, found: ModelProfile, k: int) -> StageSpec:
+def _declared(
+    stage: StageSpec, found: ModelProfile, k: int, *, is_text: bool
+) -> StageSpec:
+    most = math.inf if is_text else stage.max_batch_size
     measured = {
         "memory_mb": found.memory_mb(k),
-        "item_ms": found.stages[k].item_s * 1000,
+        "item_ms": found.stages[k].item_s(most) * 1000,
         "out_kb": found.stages[k].out_bytes / 1024,
     }
     missing = {n: v for n, v in measured.items() if getattr(stage, n) is None}

@@ -199,6 +199,13 @@ class FairQueue(Generic[K]):
         self._charge(self._schedule, piece)
         self.drop(key)
 
+    def charge(self, share: Share, cost: float) -> None:
+        """Charge a tenant more for work that was taken."""
+        tenant = share.tenant
+        self._schedule.charge(tenant, share.priority, cost / share.weight)
+        if queue := self._queues.get(tenant):
+            self._put_head(self._schedule, tenant, queue[0][1])
+
     def order(self) -> Iterator[K]:
         """Yield all keys in service order; the queue must not change meanwhile."""
         if not self.is_shared:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from multiworld.backends.dtypes import code_of, require_host
-from multiworld.config import MIB
 from multiworld.errors import InvalidRequestError, ModelFailedError, TensorMismatchError
 from multiworld.serve.spec.stage import Tensors
-
-PADDED_BYTES = 64 * MIB  # of one batch, however little was sent
-MAX_PADDING = 16  # bytes in a row of a batch for each byte that was sent with all
 
 
 def rows_of(tensors: Tensors) -> int:
@@ -44,48 +39,29 @@ def group_of(tensors: Tensors, ragged: Mapping[str, float]) -> Hashable:
     )
 
 
-def length_of(tensors: Tensors, ragged: Mapping[str, float]) -> int:
-    """Return the largest dimension 1 of the ragged tensors; 0 if there are none."""
-    lengths = [t.shape[1] for n, t in tensors.items() if n in ragged and t.dim() > 1]
-    return max(lengths, default=0)
+def lengths_of(tensors: Tensors, ragged: Mapping[str, float]) -> dict[str, int]:
+    """Return dimension 1 of the ragged tensors, by name."""
+    return {n: t.shape[1] for n, t in tensors.items() if n in ragged and t.dim() > 1}
 
 
 def collate(
     requests: Sequence[Tensors], ragged: Mapping[str, float], buckets: Sequence[int]
 ) -> Tensors:
     """Return one batch with the rows of all requests, which share one ``group_of``."""
-    longest = max(length_of(tensors, ragged) for tensors in requests)
-    _check_padding(requests, ragged, longest)
-    # The smallest of the (ascending) buckets, or else the longest.
-    length = next((bucket for bucket in buckets if bucket >= longest), longest)
+    longest = {
+        name: max(tensors[name].shape[1] for tensors in requests)
+        for name in lengths_of(requests[0], ragged)
+    }
     batch: Tensors = {}
     for name in requests[0]:
         parts = [tensors[name] for tensors in requests]
-        if name in ragged and parts[0].dim() > 1:
+        if name in longest:
+            # The smallest of the (ascending) buckets, or else the longest.
+            most = longest[name]
+            length = next((bucket for bucket in buckets if bucket >= most), most)
             parts = [_padded(part, length, ragged[name]) for part in parts]
         batch[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
     return batch
-
-
-def _check_padding(
-    requests: Sequence[Tensors], ragged: Mapping[str, float], longest: int
-) -> None:
-    """Refuse requests whose short inputs would be padded without measure."""
-    if not ragged:
-        return
-    rows = sum(rows_of(tensors) for tensors in requests)
-    given = sum(t.nbytes for tensors in requests for t in tensors.values())
-    padded = sum(
-        t.element_size() * t.shape[0] * math.prod(t.shape[2:]) * longest
-        for tensors in requests
-        for name, t in tensors.items()
-        if name in ragged and t.dim() > 1
-    )
-    if padded > max(PADDED_BYTES, rows * MAX_PADDING * given):
-        raise InvalidRequestError(
-            f"ragged inputs of {given} bytes would be padded to {padded}; send inputs "
-            "of similar lengths (dimension 1)"
-        )
 
 
 def _padded(tensor: Tensor, length: int, value: float) -> Tensor:
@@ -100,7 +76,7 @@ def _padded(tensor: Tensor, length: int, value: float) -> Tensor:
 def split(
     outputs: Tensors,
     rows: Sequence[int],
-    lengths: Sequence[int],
+    lengths: Sequence[Mapping[str, int]],  # of ragged inputs, by request
     ragged: Mapping[str, float],
     stage: str,
 ) -> list[Tensors]:
@@ -108,10 +84,11 @@ def split(
     _check(outputs, sum(rows), stage)
     shares: list[Tensors] = []
     begin = 0
-    for count, length in zip(rows, lengths, strict=True):
-        share = {}
+    for count, own in zip(rows, lengths, strict=True):
+        share, most = {}, max(own.values(), default=0)
         for name, tensor in outputs.items():
             part = tensor[begin : begin + count]
+            length = own.get(name, most)
             if name in ragged and part.dim() > 1 and part.shape[1] > length:
                 part = part[:, :length]
             share[name] = part
@@ -128,7 +105,7 @@ def _check(outputs: Tensors, rows: int, stage: str) -> None:
             stage=stage,
         )
     for name, tensor in outputs.items():
-        if not isinstance(name, str):
+        if not isinstance(name, str) or not _is_text(name):
             got = "a name that is no text"
         elif not isinstance(tensor, Tensor):
             got = f"a {type(tensor).__name__}"
@@ -142,6 +119,14 @@ def _check(outputs: Tensors, rows: int, stage: str) -> None:
             "rows (dimension 0), one for each that came in",
             stage=stage,
         )
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_sendable(name: str, tensor: Tensor, stage: str) -> None:

@@ -30,6 +30,9 @@ class MessageError(InternalError):
     """The message has another protocol version, or this release does not know it."""
 
 
+MAX_TEXT = 4000  # characters of an error
+
+
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A message; the name of its type is its tag."""
 
@@ -45,13 +48,14 @@ class RemoteError(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def of(error: ServeError) -> RemoteError:
+        """Return an error as it is sent: its text is cut, as a model may write any."""
         # A model may raise a subclass of its own.
         names = (each.__name__ for each in type(error).__mro__)
         kind = next(name for name in names if hasattr(errors, name))
         given = (getattr(error, name, "") for name in ("stage", "param", "code"))
         # A model may set them to anything.
-        facts = (each if isinstance(each, str) else "" for each in given)
-        return RemoteError(kind, str(error), *facts)
+        facts = (_sendable(each) if isinstance(each, str) else "" for each in given)
+        return RemoteError(kind, _sendable(text_of(error)), *facts)
 
     def error(self) -> ServeError:
         """Return the error to raise; a plain ``ServeError`` if it is unknown."""
@@ -63,6 +67,20 @@ class RemoteError(msgspec.Struct, frozen=True, array_like=True):
             if value := getattr(self, name):
                 error.__dict__[name] = value
         return error
+
+
+def text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # a model's own
+        return "(its text cannot be shown)"
+
+
+def _sendable(text: str) -> str:
+    """Return a text without the characters that UTF-8 lacks, and not too long."""
+    if len(text) > MAX_TEXT:
+        text = f"{text[:MAX_TEXT]}..."
+    return text.encode("utf-8", "replace").decode()
 
 
 FRAMES = 1  # tag of the frames of an edge

@@ -491,3 +491,7 @@ async def test_one_tenant_has_half_of_the_budget() -> None:
     other.release()
     alone = Reservation(BodyBudget(100))  # without keys, there is nobody to protect
     alone.add(100)
+    beside = BodyBudget(100, has_tenants=True)
+    Reservation(beside).add(50)
+    with pytest.raises(NoMemoryError, match="this tenant"):
+        Reservation(beside).add(1)

@@ -43,6 +43,25 @@ def test_meter_measures_time_and_output_size() -> None:
     assert fast.weight_bytes == 0
 
 
+def test_meter_takes_one_row_of_the_example_and_keeps_it() -> None:
+    """A request's example may have several; stages may change what they get."""
+    rows: list[int] = []
+
+    def run(tensors: Tensors) -> Tensors:
+        rows.append(len(tensors["x"]))
+        assert tensors["x"].eq(1).all()
+        return {"x": tensors["x"].add_(1)}
+
+    model = Model(
+        stages=[Stage(load=lambda context: run)],
+        inputs=[TensorSpec("x", "FP32", (-1, 8))],
+        example=lambda: {"x": torch.ones(8, 8)},
+    )
+    (found,) = measured_stages(BatchMeter(model, [2], 3), 1)
+    assert set(rows) == {2}
+    assert found.out_bytes == 8 * 4
+
+
 def test_cut_makes_the_slowest_stage_fast() -> None:
     """The stages have different numbers of parts."""
     parts = [Part(seconds) for seconds in (5, 1, 1, 1, 1, 1)]

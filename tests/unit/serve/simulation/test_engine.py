@@ -326,3 +326,11 @@ def test_specs_say_what_is_simulated() -> None:
     assert model.stages[1].seconds(2.5) == pytest.approx(0.015)
     assert model.stages[1].seconds(7.0) == pytest.approx(0.03)
     assert model.stages[1].item_s == 0.005
+    single = spec.model_copy(
+        update={
+            "stages": [s.model_copy(update={"max_batch_size": 1}) for s in spec.stages]
+        }
+    )
+    measured = profile_of({}, {1: 0.01, 4: 0.02})
+    model = pipeline_of("m", single, reference_policies.fixed, measured, 1.0)
+    assert model.stages[1].item_s == 0.01

@@ -16,7 +16,7 @@ from multiworld.serve.spec.stage import Stage, StageContext, Tensors
 from multiworld.serve.transport.collation import (
     collate,
     group_of,
-    length_of,
+    lengths_of,
     rows_of,
     split,
 )
@@ -34,7 +34,7 @@ def test_ragged_rows_are_padded_to_the_longest_and_cut_again() -> None:
     requests = ids(2, 4, 3)
     batch = collate(requests, RAGGED, ())
     assert batch["ids"].tolist() == [[1, 2, -1, -1], [1, 2, 3, 4], [1, 2, 3, -1]]
-    lengths = [length_of(r, RAGGED) for r in requests]
+    lengths = [lengths_of(r, RAGGED) for r in requests]
     outputs = {"out": batch["ids"] * 2, "sum": batch["ids"].sum(1)}
     shares = split(outputs, [1, 1, 1], lengths, RAGGED, "s")
     assert [s["out"].tolist() for s in shares] == [
@@ -48,13 +48,8 @@ def test_ragged_rows_are_padded_to_the_longest_and_cut_again() -> None:
 def test_few_bytes_are_not_padded_to_many() -> None:
     """A tensor without elements may have any length."""
     request = {"x": torch.ones(1, 1), "z": torch.empty(1, 10**9, 0)}
-    for ragged in ({"x": 0.0, "z": 0.0}, {"x": 0.0}):
-        tensors = request if "z" in ragged else {"x": torch.ones(1, 0)}
-        if "z" in ragged:
-            with pytest.raises(InvalidRequestError, match="similar lengths"):
-                collate([tensors], ragged, ())
-        else:
-            assert collate([tensors], ragged, ())["x"].shape == (1, 0)
+    assert collate([request], {"x": 0.0, "z": 0.0}, ())["x"].shape == (1, 1)
+    assert collate([{"x": torch.ones(1, 0)}], {"x": 0.0}, ())["x"].shape == (1, 0)
     long = {"x": torch.ones(1, 4000)}
     short = [{"x": torch.ones(1, 1)}] * 31
     assert collate([long, *short], {"x": 0.0}, ())["x"].shape == (32, 4000)
@@ -103,7 +98,7 @@ def test_outputs_that_are_no_rows_are_the_models_fault(
 ) -> None:
     """The message says what to return."""
     with pytest.raises(ModelFailedError, match=words):
-        split(outputs, [1, 1], [0, 0], {}, "s")
+        split(outputs, [1, 1], [{}, {}], {}, "s")
 
 
 def work(number: int, value: float) -> Work:
@@ -167,3 +162,119 @@ async def test_models_run_off_the_loop_without_gradients() -> None:
     (result,) = await running
     assert grads == [False]
     assert isinstance(result["x"], Tensor)  # type: ignore[index]
+
+
+def test_ragged_inputs_are_padded_each_to_its_own_length() -> None:
+    """A question beside a document gets none of its length."""
+    ragged = {"question": 0.0, "document": 0.0}
+    one = {"question": torch.ones(1, 2), "document": torch.ones(1, 6)}
+    other = {"question": torch.ones(1, 3), "document": torch.ones(1, 4)}
+    batch = collate([one, other], ragged, ())
+    assert {n: t.shape[1] for n, t in batch.items()} == {"question": 3, "document": 6}
+    lengths = [lengths_of(r, ragged) for r in (one, other)]
+    shares = split(batch, [1, 1], lengths, ragged, "s")
+    assert [t.shape[1] for t in shares[0].values()] == [2, 6]
+    assert [t.shape[1] for t in shares[1].values()] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt()]
+)
+async def test_whatever_a_model_raises_fails_its_request(error: BaseException) -> None:
+    """Otherwise it would end one replica after the other."""
+
+    def stage(tensors: Tensors) -> Tensors:
+        if (tensors["x"] < 0).any():
+            raise error
+        return tensors
+
+    good, bad = await run(stage, [4.0, -1.0])
+    assert isinstance(good, dict)
+    assert isinstance(bad, ModelFailedError)
+    assert type(error).__name__ in str(bad)
+
+
+class NamelessError(Exception):
+    """An error that cannot be shown."""
+
+    def __str__(self) -> str:
+        """Fail."""
+        raise IndexError
+
+
+async def test_error_that_cannot_be_shown_is_one_all_the_same() -> None:
+    """The request fails with what is known."""
+
+    def stage(tensors: Tensors) -> Tensors:
+        raise NamelessError
+
+    (bad,) = await run(stage, [1.0])
+    assert isinstance(bad, ModelFailedError)
+    assert "raised NamelessError: (its text cannot be shown)" in str(bad)
+
+
+async def test_few_of_many_errors_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Clients may cause any number, of any length."""
+
+    def stage(tensors: Tensors) -> Tensors:
+        raise ValueError("x" * 10**6)
+
+    await run(stage, [1.0] * 50)
+    (record,) = caplog.records
+    assert len(record.getMessage()) < 10_000
+
+
+async def test_bad_row_is_found_by_halving() -> None:
+    """Not by a computation for each row."""
+    calls: list[int] = []
+
+    def stage(tensors: Tensors) -> Tensors:
+        calls.append(len(tensors["x"]))
+        if (tensors["x"] < 0).any():
+            raise ValueError("a negative one")
+        return tensors
+
+    values = [1.0] * 32
+    values[11] = -1.0
+    found = await run(stage, values)
+    assert [n for n, f in enumerate(found) if isinstance(f, ServeError)] == [11]
+    assert len(calls) <= 11
+
+
+async def test_outputs_are_not_those_of_the_next_batch() -> None:
+    """A stage may use its memory again."""
+    kept = torch.zeros(1, 1)
+
+    def stage(tensors: Tensors) -> Tensors:
+        return {"y": kept.copy_(tensors["x"])}
+
+    runner = Executor(Stage(load=lambda context: stage), "s", 1)
+    await runner.load(StageContext())
+    try:
+        (first,) = await runner.run([work(1, 1.0)])
+        await runner.run([work(2, 2.0)])
+    finally:
+        runner.close()
+    assert isinstance(first, dict)
+    assert first["y"].item() == 1.0
+
+
+async def test_batch_that_fails_on_the_loop_is_repeated_as_it_came() -> None:
+    """Though the stage changed it."""
+
+    def stage(tensors: Tensors) -> Tensors:
+        tensors["x"].mul_(2)
+        if threading.current_thread() is threading.main_thread():
+            raise RuntimeError("only in its own thread")
+        return {"y": tensors["x"]}
+
+    runner = Executor(Stage(load=lambda context: stage), "s", 1)
+    await runner.load(StageContext())
+    batch = [work(1, 3.0)]
+    try:
+        assert runner.run_here(batch) is None
+        (found,) = await runner.run(batch)
+    finally:
+        runner.close()
+    assert isinstance(found, dict)
+    assert found["y"].item() == 6.0

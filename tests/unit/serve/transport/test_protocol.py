@@ -139,3 +139,10 @@ def test_every_message_has_a_name_of_its_own() -> None:
     names = [name for name in names if name != "inject_partition"]
     assert len(names) == len(set(names)) > 20
     assert msgspec.structs.fields(InjectPartition)[0].name == "seconds"
+
+
+def test_text_of_an_error_can_be_sent_whatever_it_is() -> None:
+    """A model may raise with bytes of a client in it, and with many."""
+    error = RemoteError.of(ModelFailedError("no \udcff" + "x" * 10**6, stage="s"))
+    assert len(error.text.encode()) < 5000
+    assert error.text.startswith("no ?x")

@@ -4,7 +4,8 @@ Work of one tenant waits in order of arrival; work of several tenants in fair or
 batch is due when it is full, or when its oldest work has waited ``max_wait_s``, which
 is 0 by default. Only work of the same group runs together: its tensors agree in names,
 dtypes and shapes, except for the batch and the ragged dimension. A suspect runs in
-isolation.
+isolation. For a while after the model raised for a request, its tenant's work does not
+run together with others': a batch in which one request fails is computed in parts.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import msgspec
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, FairQueue, Share
 from multiworld.serve.transport.inference_messages import NOTHING_SPENT, Spent
 from multiworld.serve.transport.protocol import Key
+
+APART_S = 30.0  # after a failure
 
 
 # A struct, as one is made and replaced for each request: a frozen dataclass takes 8 us.
@@ -47,6 +50,7 @@ class BatchQueue:
         self._probes: dict[Key, None] = {}  # that wait
         self._fair: FairQueue[Key] = FairQueue()
         self._numbers = itertools.count()
+        self._apart: dict[str, float] = {}  # until when, by tenant
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -81,6 +85,14 @@ class BatchQueue:
             [w.key for w in self._waiting.values() if w.deadline_at <= now]
         )
 
+    def failed(self, shares: set[Share], now: float, batches: int) -> None:
+        """Record whose requests failed in a batch that was computed in ``batches``."""
+        self._apart = {t: until for t, until in self._apart.items() if until > now}
+        for share in shares:
+            if share.tenant:
+                self._apart[share.tenant] = now + APART_S
+            self._fair.charge(share, (batches - 1) * self._max_rows / len(shares))
+
     def due_at(self) -> float | None:
         """Return when the next batch is due; None without work."""
         if not self._waiting:
@@ -98,17 +110,37 @@ class BatchQueue:
         due_at = self.due_at()
         if due_at is None:
             return []
-        batch = self._fitting()
-        is_full = sum(work.rows for work in batch) >= self._max_rows
-        if now < due_at and not is_full:
-            return []
+        batch = self._fitting(now)
+        if now < due_at and not self._is_full(batch):
+            batch = self._full(now)
         for work in batch:
             self._fair.take(work.key)
             self._probes.pop(work.key, None)
             del self._waiting[work.key]
         return batch
 
-    def _fitting(self) -> list[Work]:
+    def _is_full(self, batch: list[Work]) -> bool:
+        return sum(work.rows for work in batch) >= self._max_rows
+
+    def _full(self, now: float) -> list[Work]:
+        """Return a full batch of another group than the oldest work; empty if none."""
+        groups: dict[Hashable, list[Work]] = {}
+        for key in self._fair.order():
+            work = self._waiting[key]
+            if work.is_isolated:
+                continue
+            batch = groups.setdefault(self._group(work, now), [])
+            if sum(other.rows for other in batch) + work.rows <= self._max_rows:
+                batch.append(work)
+            if self._is_full(batch):
+                return batch
+        return []
+
+    def _group(self, work: Work, now: float) -> Hashable:
+        tenant = work.share.tenant
+        return work.group, tenant if self._apart.get(tenant, 0.0) > now else ""
+
+    def _fitting(self, now: float) -> list[Work]:
         waiting: Iterator[Work] = iter(self._waiting.values())
         if self._fair.is_shared:
             waiting = (self._waiting[key] for key in self._fair.order())
@@ -118,10 +150,11 @@ class BatchQueue:
         oldest = next(waiting)
         if oldest.is_isolated:
             return [oldest]
+        group = self._group(oldest, now)
         batch: list[Work] = []
         rows = 0
         for work in itertools.chain([oldest], waiting):
-            if work.is_isolated or work.group != oldest.group:
+            if work.is_isolated or self._group(work, now) != group:
                 continue
             if batch and rows + work.rows > self._max_rows:
                 break

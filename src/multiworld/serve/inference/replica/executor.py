@@ -13,7 +13,8 @@ from multiworld import errors
 from multiworld.serve.inference.replica.batch_queue import Work
 from multiworld.serve.replica.compute_thread import ComputeThread
 from multiworld.serve.spec.stage import Stage, StageContext, StageFunction, Tensors
-from multiworld.serve.transport.collation import collate, length_of, split
+from multiworld.serve.transport.collation import collate, lengths_of, split
+from multiworld.serve.transport.protocol import text_of
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -25,6 +26,8 @@ WARM = 20  # minimum number of measured batches of a quick stage
 QUICK_S = 0.0005  # maximum mean time of a quick stage's batch
 SLOW_S = 0.005  # of a batch; then the stage counts as slow for ``WARM`` more
 LATEST_SHARE = 0.1  # weight of the latest batch in the moving average
+LOG_S = 1.0  # between two logged errors: clients may cause any number
+MAX_TRACE = 8000  # characters
 
 
 class Quickness:
@@ -63,6 +66,7 @@ class Executor:
         self._device = "cpu"
         self._share: Callable[[Tensors], None] | None = None
         self._settle: Callable[[], None] | None = None
+        self._logged_at, self._unlogged = -LOG_S, 0
         self.calls = 0  # of the stage's function, begun: one for a batch, or more
 
     async def compute(self, batch: Tensors) -> None:
@@ -75,7 +79,7 @@ class Executor:
                 self._call(batch)
         except LOST:
             raise
-        except Exception as error:
+        except BaseException as error:  # as ``_run``
             raise self._translated(error) from error
 
     async def load(self, context: StageContext) -> None:
@@ -111,11 +115,16 @@ class Executor:
 
     def run_here(self, batch: Sequence[Work]) -> list[Tensors] | None:
         """Compute a batch in the calling thread; None if it fails: then ``run`` it."""
+        requests = [work.content for work in batch]
+        if (
+            len(requests) == 1
+        ):  # the stage may change it, and is called again if it fails
+            requests = [{name: t.clone() for name, t in requests[0].items()}]
         try:
-            return self._compute(
-                [work.content for work in batch], [work.rows for work in batch]
-            )
-        except Exception:
+            return self._compute(requests, [work.rows for work in batch])
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
             return None
 
     def needs_its_thread(self) -> None:
@@ -128,21 +137,23 @@ class Executor:
             return [*self._compute(requests, rows)]
         except LOST:
             raise
-        except Exception as error:
+        # Whatever a model raises (``SystemExit``, a panic of Rust) fails its requests:
+        # if it ended the process, they would be computed elsewhere, and end that too.
+        except BaseException as error:
             if self._settle is not None:
                 self._settle()
             if len(requests) == 1:
                 return [self._translated(error)]
-        # Compute each request alone to find the ones that fail.
+        # Halve it to find the ones that fail.
+        half = len(requests) // 2
         return [
-            outcome
-            for request, count in zip(requests, rows, strict=True)
-            for outcome in self._run([request], [count])
+            *self._run(requests[:half], rows[:half]),
+            *self._run(requests[half:], rows[half:]),
         ]
 
     def _compute(self, requests: list[Tensors], rows: list[int]) -> list[Tensors]:
         ragged = self.stage.ragged
-        lengths = [length_of(request, ragged) for request in requests]
+        lengths = [lengths_of(request, ragged) for request in requests]
         with torch.inference_mode():
             batch = collate(requests, ragged, self.stage.buckets)
             if self._share is not None:
@@ -157,7 +168,14 @@ class Executor:
         """Compute on the stage's device; batches come from the host, and go there."""
         assert self._function is not None
         if self._device == "cpu":
-            return self._function(batch)
+            outputs = self._function(batch)
+            if not isinstance(outputs, dict):
+                return outputs
+            # The stage may use their memory again while they wait to be sent.
+            return {
+                name: tensor.clone() if isinstance(tensor, torch.Tensor) else tensor
+                for name, tensor in outputs.items()
+            }
         moved = {name: tensor.to(self._device) for name, tensor in batch.items()}
         outputs = self._function(moved)
         if not isinstance(outputs, dict):  # ``split`` says what is wrong with it
@@ -167,18 +185,28 @@ class Executor:
             for name, tensor in outputs.items()
         }
 
-    def _translated(self, error: Exception) -> errors.ServeError:
+    def _translated(self, error: BaseException) -> errors.ServeError:
         if isinstance(error, errors.InvalidRequestError | errors.ModelFailedError):
             return error
-        logger.warning(
-            "stage %s raised for one request:\n%s",
-            self._name,
-            "".join(traceback.format_exception(error)),
-        )
+        self._log(error)
         return errors.ModelFailedError(
-            f"stage {self._name!r} raised {type(error).__name__}: {error}",
+            f"stage {self._name!r} raised {type(error).__name__}: {text_of(error)}",
             stage=self._name,
         )
+
+    def _log(self, error: BaseException) -> None:
+        now = time.perf_counter()
+        if now - self._logged_at < LOG_S:
+            self._unlogged += 1
+            return
+        trace = "".join(traceback.format_exception(error))
+        if len(trace) > MAX_TRACE:
+            trace = f"{trace[: MAX_TRACE // 2]}\n[...]\n{trace[-MAX_TRACE // 2 :]}"
+        others = f" (and for {self._unlogged} others before)" if self._unlogged else ""
+        logger.warning(
+            "stage %s raised for one request%s:\n%s", self._name, others, trace
+        )
+        self._logged_at, self._unlogged = now, 0
 
     def close(self) -> None:
         """Stop the thread, without waiting for a running computation."""

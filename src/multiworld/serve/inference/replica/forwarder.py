@@ -32,6 +32,8 @@ class Forwarder:
         self._numbers = itertools.count()
         self._handed: dict[str, dict[Key, None]] = {}
         self._begun: dict[str, deque[Key]] = {}
+        self._begun_at: dict[str, int] = {}  # number of its last begin among all
+        self._begins = itertools.count(1)
         self._replicas: dict[str, Replica] = {}
         self._silent: set[str] = set()
         self._refusals: dict[tuple[str, str], float] = {}
@@ -68,6 +70,7 @@ class Forwarder:
             del self._refusals[refusal]
         # Also what it began: it tells this process and the gateways separately, and may
         # have died in between. The gateways know what was begun.
+        self._begun_at.pop(name, None)
         return [*self._begun.pop(name, ()), *self._handed.pop(name, ())]
 
     def left(self, name: str) -> list[Key]:
@@ -91,6 +94,7 @@ class Forwarder:
         for key in keys:
             self._handed[name].pop(key, None)
         self._begun[name].extend(keys)
+        self._begun_at[name] = next(self._begins)
 
     def refused(self, name: str, keys: Sequence[Key], now: float) -> None:
         """Record that a replica refused work: its gateway is not connected."""
@@ -164,7 +168,13 @@ class Forwarder:
                 candidates = candidates or by_state[ReplicaState.STARTING]
         chosen: str | None
         if piece.session is None:
-            chosen = choose(candidates, load.__getitem__, self._chance)
+            # Of two with as much to begin, the one that began longer ago: nobody says
+            # when a batch is over.
+            chosen = choose(
+                candidates,
+                lambda name: (load[name], self._begun_at.get(name, 0)),
+                self._chance,
+            )
         else:
             chosen = HashRing(candidates).home(piece.session) or None
         if piece.via is not None:

@@ -374,6 +374,13 @@ class Worker:
         began_at, now = self._running_since, self._clock()
         self._count(batch, now - began_at)
         finished: list[Work] = []
+        failed = {
+            work.share
+            for work, outcome in zip(batch, outcomes, strict=True)
+            if isinstance(outcome, ServeError)
+        }
+        if failed and len(batch) > 1:
+            self._batcher.failed(failed, now, self._runner.calls - self._calls + 1)
         for work, outcome in zip(batch, outcomes, strict=True):
             if isinstance(outcome, ServeError):
                 self._fail(work.key, outcome)

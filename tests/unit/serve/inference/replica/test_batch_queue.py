@@ -6,8 +6,10 @@ from collections.abc import Hashable
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
-from multiworld.serve.inference.replica.batch_queue import BatchQueue, Work
+from multiworld.serve.inference.replica.batch_queue import APART_S, BatchQueue, Work
+from multiworld.serve.tenants.fair_queue import Share
 
 
 def work(
@@ -141,3 +143,44 @@ def test_batch_begins_with_the_probes_that_wait() -> None:
     assert numbers(batcher.take(0.0)) == [7, 0]
     assert batcher.probes == 0
     assert numbers(batcher.take(0.0)) == [1, 2]
+
+
+def test_full_batch_does_not_wait_for_another_group() -> None:
+    """The oldest work waits for company of its own."""
+    batcher = BatchQueue(2, 1.0)
+    batcher.add(work(0, group="odd"))
+    batcher.add(work(1))
+    assert batcher.take(0.5) == []
+    batcher.add(work(2))
+    assert numbers(batcher.take(0.5)) == [1, 2]
+    assert batcher.take(0.5) == []
+    assert numbers(batcher.take(1.0)) == [0]
+
+
+def test_tenant_whose_request_failed_is_batched_apart() -> None:
+    """For a while, and pays for the batches that its failure cost."""
+    bad, good = Share("bad"), Share("good")
+
+    def fill(batcher: BatchQueue) -> None:
+        for number in range(8):
+            share = bad if number % 2 else good
+            batcher.add(structs.replace(work(number), share=share))
+
+    batcher = BatchQueue(4, 0.0)
+    fill(batcher)
+    assert numbers(batcher.take(0.0)) == [0, 1, 2, 3]
+    assert numbers(batcher.take(0.0)) == [4, 5, 6, 7]
+    batcher.failed({bad}, 0.0, 5)
+    fill(batcher)
+    for number in range(8, 20):
+        batcher.add(structs.replace(work(number), share=good))
+    taken = [numbers(batcher.take(1.0)) for _ in range(5)]
+    assert taken == [
+        [0, 2, 4, 6],
+        [8, 9, 10, 11],
+        [12, 13, 14, 15],
+        [16, 17, 18, 19],
+        [1, 3, 5, 7],
+    ]
+    fill(batcher)
+    assert len({n % 2 for n in numbers(batcher.take(APART_S + 1.0))}) == 2

@@ -150,3 +150,12 @@ def test_late_and_cancelled_work_is_dropped() -> None:
     f.hand([piece(4)], 6.0)
     f.cancel_of("r")
     assert len(f) == 0
+
+
+def test_hand_when_as_full_then_to_the_one_that_began_longer_ago() -> None:
+    """What has begun is not over; nobody says when it is."""
+    f = forwarding(4, a=READY, b=READY)
+    for number in range(6):
+        found = sent(f.hand([piece(number)], 0.0))
+        assert found == {"ab"[number % 2]: [number]}
+        f.begun("ab"[number % 2], [key(number)])
