@@ -177,6 +177,12 @@ class Backend(Protocol):
     def member_left(self, rank: int) -> None:
         """Fail the operations that need a member that has left."""
 
+    def member_ended(self, rank: int) -> None:
+        """Fail receives from a member that has left: nothing more arrives."""
+
+    def is_arriving(self, rank: int) -> bool:
+        """Return whether data of a member that has ended may be on its way."""
+
     def abort(self) -> None:
         """Fail all operations and free everything, without waiting."""
 

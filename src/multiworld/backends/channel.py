@@ -59,6 +59,10 @@ class Lane(Protocol):
     def is_dead(self) -> bool:
         """True once nothing more can arrive."""
 
+    @property
+    def is_arriving(self) -> bool:
+        """True if the network may hold what a member sent before it ended."""
+
     def fail_sends(self, make_error: ErrorMaker) -> None:
         """Fail every send with ``make_error()``, now and later."""
 

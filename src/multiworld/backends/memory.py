@@ -103,6 +103,10 @@ class MemoryLane:
     def is_dead(self) -> bool:
         return False
 
+    @property
+    def is_arriving(self) -> bool:
+        return False
+
     async def paused(self, call: Callable[[], object]) -> None:
         await in_thread(call)
 

@@ -255,6 +255,17 @@ class MessageBackend:
         if opening is not None and not self._has_lane(rank):
             opening.cancel()
 
+    def member_ended(self, rank: int) -> None:
+        for channel in (self._p2p, self._collective):
+            channel.mailbox.end(rank, self._view.left_error)
+
+    def is_arriving(self, rank: int) -> bool:
+        return any(
+            channel.lanes[rank].is_arriving
+            for channel in (self._p2p, self._collective)
+            if rank in channel.lanes
+        )
+
     def abort(self) -> None:
         self._is_over = True
         self._cancel_opening()

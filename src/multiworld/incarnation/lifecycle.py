@@ -32,6 +32,7 @@ class Breakage:
     evidence: str = ""  # the observation that led to the verdict
     rank: int | None = None  # lost first; None if no member is known to be lost
     silent_s: float = 0.0  # since that member's last sign of life
+    has_ended: bool = False  # its connection has
     lost: frozenset[int] = frozenset()
     is_stale: bool = False  # the others declared this process lost
 
@@ -127,6 +128,7 @@ class WasLost:
     evidence: str = ""
     silent_s: float = 0.0
     reported_by: int | None = None  # None: this process's watchdog
+    has_ended: bool = False  # its connection has
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +199,13 @@ class FailMember:
 
 
 @dataclass(frozen=True, slots=True)
+class EndMember:
+    """Fail receives from a member that left: nothing more comes."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class TellBroken:
     """Send the verdict to the other members."""
 
@@ -215,7 +224,7 @@ class Publish:
     event: events.Event
 
 
-Action = FailOperations | FailMember | TellBroken | TellLeft | Publish
+Action = FailOperations | FailMember | EndMember | TellBroken | TellLeft | Publish
 
 
 def handle(life: Life, happening: Happening) -> tuple[Life, tuple[Action, ...]]:
@@ -279,6 +288,8 @@ def _finished(life: Life, rank: int) -> Life:
 
 
 def _was_lost(life: Life, loss: WasLost) -> tuple[Life, tuple[Action, ...]]:
+    if loss.rank in life.left and not (life.is_over or loss.has_ended):
+        return life, (EndMember(loss.rank),)  # what it sent last may never arrive
     if rank_is_irrelevant(life, loss.rank):
         return life, ()
     if life.breakage is not None:
@@ -308,6 +319,7 @@ def _breakage_of(life: Life, loss: WasLost) -> Breakage:
         evidence=loss.evidence,
         rank=loss.rank,
         silent_s=loss.silent_s,
+        has_ended=loss.has_ended,
         lost=frozenset({loss.rank}),
     )
 

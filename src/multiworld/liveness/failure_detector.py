@@ -33,6 +33,14 @@ class PeerJoined:
     """A control connection to a peer is up."""
 
     peer: PeerKey
+    has_heartbeats: bool = True  # otherwise it need not have sent any
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatsBegan:
+    """A peer's heartbeat connection is up: its silence counts from now on."""
+
+    peer: PeerKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +100,14 @@ class Blinded:
 
 
 Observation = (
-    PeerJoined | PeerHeard | PeerClosed | Watched | Unwatched | Ticked | Blinded
+    PeerJoined
+    | HeartbeatsBegan
+    | PeerHeard
+    | PeerClosed
+    | Watched
+    | Unwatched
+    | Ticked
+    | Blinded
 )
 
 
@@ -105,6 +120,7 @@ class Verdict:
     reason: str
     evidence: str
     silent_s: float
+    has_ended: bool = False  # its connection has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +154,7 @@ class _Watch:
 class _Peer:
     heard_at: float
     beat_at: float
+    has_heartbeats: bool = True
     state: ProcessState = ProcessState.RUNNING
     turned_at: float = math.inf  # time of its loop's last sign; inf if not late
     is_computing: bool = False
@@ -169,8 +186,10 @@ class FailureDetector:
             case Blinded():
                 last_at, self._ticked_at = self._ticked_at, now
                 self._excuse(now - last_at, now)
-            case PeerJoined(key):
-                self._peers.setdefault(key, _Peer(heard_at=now, beat_at=now))
+            case PeerJoined(key, has_heartbeats):
+                self._peers.setdefault(key, _Peer(now, now, has_heartbeats))
+            case HeartbeatsBegan(key):
+                self._heartbeats_began(key, now)
             case PeerClosed():
                 return self._closed(observation, now)
             case Watched(key, world, limits):
@@ -192,6 +211,7 @@ class FailureDetector:
         peer = self._peers.get(heard.peer)
         if peer is None:
             return []
+        peer.has_heartbeats = True
         at = now if heard.at is None else min(heard.at, now)
         peer.state = heard.state
         peer.beat_at = max(peer.beat_at, at)
@@ -210,6 +230,11 @@ class FailureDetector:
             return []
         resumed, peer.stalled = sorted(peer.stalled), set()
         return [Resumed(peer=heard.peer, world=world) for world in resumed]
+
+    def _heartbeats_began(self, key: PeerKey, now: float) -> None:
+        peer = self._peers.get(key)
+        if peer is not None and not peer.has_heartbeats:
+            peer.has_heartbeats, peer.heard_at, peer.beat_at = True, now, now
 
     def _watch(
         self, key: PeerKey, world: WorldKey, limits: DetectionLimits, now: float
@@ -242,6 +267,7 @@ class FailureDetector:
                 reason=closed.reason,
                 evidence=closed.evidence,
                 silent_s=max(0.0, now - peer.heard_at),
+                has_ended=True,
             )
             for world in peer.worlds
         ]
@@ -255,6 +281,9 @@ class FailureDetector:
         # arrived before its last tick, but perhaps not what arrived since.
         findings: list[Finding] = []
         for key, peer in self._peers.items():
+            if not peer.has_heartbeats:  # the peer is still dialing: ``join_s`` ends it
+                peer.heard_at = peer.beat_at = now
+                continue
             quiet_s = now - late_s - self._margin_s - min(peer.heard_at, peer.turned_at)
             if max(quiet_s, peer.unheard_s) > peer.shortest_s:
                 findings += self._judge(key, peer, now - late_s)

@@ -8,10 +8,11 @@ import asyncio
 import logging
 import secrets
 import socket
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from multiworld.liveness.control_link import Link, LinkKey, LocalLink, SocketLink
@@ -38,6 +39,8 @@ logger = logging.getLogger("multiworld.watchdog")
 
 # Seconds between probes of a peer that is to dial, as its death costs ``join_s``.
 PROBE_S = 1.0
+# Seconds for a dial: the other side may stop before it answers, and nobody wait.
+DIAL_S = 120.0
 # Seconds between attempts to open another heartbeat connection.
 AGAIN_S = (0.0, 0.2, 0.5, 1.0, 2.0)
 
@@ -45,8 +48,11 @@ AGAIN_S = (0.0, 0.2, 0.5, 1.0, 2.0)
 class LinkTableOwner(Protocol):
     """Receiver of a link table's events."""
 
-    def link_joined(self, key: LinkKey) -> None:
-        """Handle a new link."""
+    def link_joined(self, key: LinkKey, *, has_heartbeats: bool) -> None:
+        """Handle a new link; its heartbeat connection may come later."""
+
+    def heartbeats_began(self, key: LinkKey) -> None:
+        """Handle a link's heartbeat connection that came later."""
 
     def link_closed(self, key: LinkKey, reason: str, evidence: str) -> None:
         """Handle the end of a link; see ``LinkOwner.link_ended``."""
@@ -72,6 +78,11 @@ class Peer:
     seal: bytes = b""
     address: Address | None = None
     heartbeats: int = 1
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.link, LocalLink)
 
 
 # The tables of this process by uid, for links inside it.
@@ -131,6 +142,11 @@ class LinkTable:
         peer = self._peers.get(key)
         return None if peer is None else peer.link
 
+    def unused_since(self, key: LinkKey) -> float | None:
+        """Return since when a link has had no heartbeats at all; None if it has any."""
+        peer = self._peers[key]
+        return None if peer.is_local or self.heartbeats.has(key) else peer.since
+
     @property
     def refused(self) -> Counter[str]:
         return sum((e.refused for e in self._endpoints.values()), Counter[str]())
@@ -166,7 +182,8 @@ class LinkTable:
         """Dial in a task of the table: a cancelled join must not end others' links."""
         if key not in self._linking:
             loop = asyncio.get_running_loop()
-            task = loop.create_task(dial(), name=f"multiworld dial {key.peer[:8]}")
+            bounded = asyncio.wait_for(dial(), DIAL_S)
+            task = loop.create_task(bounded, name=f"multiworld dial {key.peer[:8]}")
             self._linking[key] = task
             task.add_done_callback(lambda _: self._linking.pop(key, None))
             task.add_done_callback(_forget_error)
@@ -291,9 +308,11 @@ class LinkTable:
         self._add(ours)
         other._add(theirs)
 
-    def _add(self, link: Link, seal: bytes = b"") -> Peer:
+    def _add(
+        self, link: Link, seal: bytes = b"", *, has_heartbeats: bool = True
+    ) -> Peer:
         peer = self._peers[link.key] = Peer(link, seal)
-        self._owner.link_joined(link.key)
+        self._owner.link_joined(link.key, has_heartbeats=has_heartbeats)
         awaited = self._awaited.pop(link.key, None)
         if awaited is not None and not awaited.done():
             awaited.set_result(None)
@@ -362,7 +381,7 @@ class LinkTable:
         if self._is_closed:
             return "this manager is closed"
         match hello:
-            case LinkHello() | ProbeHello() if hello.to_uid != self.uid:
+            case LinkHello() | ProbeHello() | LaneHello() if hello.to_uid != self.uid:
                 return f"this is manager {self.uid}, not {hello.to_uid}"
             case LaneHello(nonce=nonce):
                 return self._owner.lane_refusal(nonce)
@@ -390,7 +409,8 @@ class LinkTable:
                 key = _inbound_key(hello)
                 # The peer dialed again before this side saw the old link end.
                 self.give_up(key, "it replaced its control link", "it dialled again")
-                self._add(SocketLink(key, sock, self), self._seal_of(hello.seal))
+                link = SocketLink(key, sock, self)
+                self._add(link, self._seal_of(hello.seal), has_heartbeats=False)
             case HeartbeatHello():
                 assert isinstance(sock, socket.socket)
                 peer = self._peers.get(_inbound_key(hello))
@@ -408,6 +428,8 @@ class LinkTable:
             )
         except OSError as error:  # the peer sees its end, and dials again
             logger.warning("no heartbeats from %s: %s", peer.link.key.peer, error)
+            return
+        self._owner.heartbeats_began(peer.link.key)
 
 
 def _inbound_key(hello: LinkHello | HeartbeatHello) -> LinkKey:

@@ -36,6 +36,7 @@ class ProbeHello(Hello, frozen=True, tag_field="kind", tag="probe"):
 class LaneHello(Hello, frozen=True, tag_field="kind", tag="lane"):
     """Opens a data connection; ``rank`` is the dialing member's."""
 
+    to_uid: str
     nonce: int
     rank: int
     channel: str
@@ -84,6 +85,7 @@ class Broken(AboutWorld, frozen=True, tag="Broken"):
     reason: str
     evidence: str
     silent_s: float
+    has_ended: bool = False  # its connection ended: it was not silent
 
 
 class OpenLane(AboutWorld, frozen=True, tag="OpenLane"):

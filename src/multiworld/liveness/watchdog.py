@@ -188,7 +188,9 @@ class WatchDog:
         member = incarnation.members[peer]
         if not self._links.dials(member):
             return await self._worlds.lanes.get((incarnation.nonce, peer, channel))
-        hello = LaneHello(nonce=incarnation.nonce, rank=rank, channel=channel)
+        hello = LaneHello(
+            to_uid=member.uid, nonce=incarnation.nonce, rank=rank, channel=channel
+        )
         try:
             return await self._links.reach(member.address, hello)
         except OSError as error:
@@ -296,21 +298,31 @@ class WatchDog:
         for key in self._links:
             # No world needs it, and its host may have vanished silently.
             silent_s = self._detector.silent_s(_name(key), now)
+            since = self._links.unused_since(key)
             is_silent = silent_s > SILENT_S and self._links.heartbeats.has(key)
+            is_silent |= since is not None and now - since > SILENT_S
             if is_silent and not self._worlds.uses(key):
                 self._links.give_up(key, "it has been silent", "no world needed it")
 
     # LinkTableOwner.
 
-    def link_joined(self, key: LinkKey) -> None:
+    def link_joined(self, key: LinkKey, *, has_heartbeats: bool) -> None:
         """Watch a new link.
+
+        Args:
+            key, has_heartbeats: The link, and whether it has a heartbeat connection.
+        """
+        self._keys[_name(key)] = key
+        self._observe(detector.PeerJoined(_name(key), has_heartbeats))
+        self._start_ticking()
+
+    def heartbeats_began(self, key: LinkKey) -> None:
+        """Watch a link for silence, too.
 
         Args:
             key: The link.
         """
-        self._keys[_name(key)] = key
-        self._observe(detector.PeerJoined(_name(key)))
-        self._start_ticking()
+        self._observe(detector.HeartbeatsBegan(_name(key)))
 
     def link_closed(self, key: LinkKey, reason: str, evidence: str) -> None:
         """Judge the peer whose link has ended.

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 3  # of the handshake and of all messages
+PROTOCOL_VERSION = 4  # of the handshake and of all messages
 MAX_FRAME_BYTES = 16 * 1024 * 1024  # maximum of the body
 
 _LENGTH = struct.Struct(">I")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import socket
 from typing import Any
@@ -13,9 +14,11 @@ from multiworld.net.streams import Stream
 TCP_THIN_LINEAR_TIMEOUTS = 16
 TCP_RTO_MAX_MS = 44  # Python 3.11 has no names for these two
 
-# The smallest value that Linux allows (from 6.15 on). By default retransmissions pause
-# up to two minutes: after an outage a connection stays silent for as long again.
-RETRANSMIT_MS = 1000
+# Longest pause between retransmissions (from Linux 6.15 on). By default it is two
+# minutes: after an outage a connection may stay silent for as long again. But once the
+# pause is reached, the kernel drops what a process that has ended had still to send;
+# shorter ones would lose it if the receiver is busy for a few seconds.
+RETRANSMIT_MS = 30_000
 
 # About the kernel's default. It counts retries and, with short pauses, would give up
 # much earlier. But the failure detector decides which peers are lost, not TCP.
@@ -63,16 +66,36 @@ def tune(sock: socket.socket) -> None:
         persist(sock)
 
 
+# Pauses between attempts to connect to a Unix listener whose queue is full, seconds.
+CROWDED_S = [min(0.5, 0.01 * 2**n) for n in range(60)]
+
+
 async def connected(family: int, where: Any) -> socket.socket:
     """Return a new connection, tuned; cancelling closes it."""
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         tune(sock)
-        await asyncio.get_running_loop().sock_connect(sock, where)
+        if family == socket.AF_UNIX:
+            await _connect_unix(sock, where)
+        else:
+            await asyncio.get_running_loop().sock_connect(sock, where)
     except BaseException:
         sock.close()
         raise
     return sock
+
+
+async def _connect_unix(sock: socket.socket, where: Any) -> None:
+    # asyncio takes EAGAIN, which says that the queue is full, for a connection that is
+    # being made, and returns a socket without one.
+    for pause_s in CROWDED_S:
+        try:
+            sock.connect(where)
+        except BlockingIOError:
+            await asyncio.sleep(pause_s)
+        else:
+            return
+    raise ConnectionResetError(errno.ECONNRESET, "the listener takes no connections")
 
 
 async def resolve_all(host: str, port: int) -> list[tuple[int, Any]]:

@@ -30,6 +30,10 @@ T = TypeVar("T")
 # when a process dies, so it has only to be read.
 LINK_GRACE_S = 1.0
 
+# Seconds that what a lost member sent may take to arrive, if another host sends it: the
+# end of the control link may overtake it.
+ENDING_S = 1.0
+
 logger = logging.getLogger("multiworld")
 
 
@@ -82,6 +86,8 @@ class LocalMember:
         self._ready_ranks = {self.rank}
         self._all_ready = self._loop.create_future()
         self._grace: dict[int | None, asyncio.TimerHandle] = {}
+        # Losses that wait until what the member sent has arrived, by its rank.
+        self._ending: dict[int, tuple[lifecycle.WasLost, asyncio.TimerHandle]] = {}
         self._is_forked = False
         self.backend_name = request.backend
         self.backend = make_backend(request.backend, self)
@@ -268,6 +274,8 @@ class LocalMember:
         self._over.set_result(None)
         for rank in list(self._grace):
             self._cancel_grace(rank)
+        for rank in list(self._ending):
+            self._ending_over(rank)
         # The control links stay, so that a broken world learns of more lost members.
         self.backend.close_nowait()
         self._services.over(self)
@@ -304,16 +312,29 @@ class LocalMember:
             self.report(lifecycle.WasAccused(rank, reason, message.evidence))
             return
         evidence = f"reported by rank {rank}: {message.evidence}"
-        self.report(
+        self._report_loss(
             lifecycle.WasLost(
-                message.rank, reason, evidence, message.silent_s, reported_by=rank
+                message.rank,
+                reason,
+                evidence,
+                message.silent_s,
+                reported_by=rank,
+                has_ended=message.has_ended,
             )
         )
 
     def on_finding(self, rank: int, finding: detector.Finding) -> None:
         match finding:
-            case detector.Verdict(reason=reason, evidence=evidence, silent_s=silent_s):
-                self.report(lifecycle.WasLost(rank, reason, evidence, silent_s))
+            case detector.Verdict():
+                self._report_loss(
+                    lifecycle.WasLost(
+                        rank,
+                        finding.reason,
+                        finding.evidence,
+                        finding.silent_s,
+                        has_ended=finding.has_ended,
+                    )
+                )
             case detector.Stalled(stalled_s=stalled_s, is_computing=is_computing):
                 self.report(
                     lifecycle.Stalls(
@@ -322,6 +343,23 @@ class LocalMember:
                 )
             case detector.Resumed():
                 self.report(lifecycle.Resumes(rank))
+
+    def _report_loss(self, loss: lifecycle.WasLost) -> None:
+        """Report a loss; before that, let arrive what the member's host still sends."""
+        rank = loss.rank
+        if rank in self._ending:
+            return
+        waits = loss.has_ended and self.phase is Phase.READY and rank not in self.left
+        if waits and self.backend.is_arriving(rank):
+            timer = self._loop.call_later(ENDING_S, self._ending_over, rank)
+            self._ending[rank] = loss, timer
+        else:
+            self.report(loss)
+
+    def _ending_over(self, rank: int) -> None:
+        loss, timer = self._ending.pop(rank)
+        timer.cancel()
+        self.report(loss)
 
     # Deciding and acting.
 
@@ -337,6 +375,8 @@ class LocalMember:
                     self._cancel_grace(rank)
                     self._cancel_grace(None)  # the failed connection may be its own
                     self.backend.member_left(rank)
+                case lifecycle.EndMember(rank):
+                    self.backend.member_ended(rank)
                 case lifecycle.FailOperations():
                     self._abort()
                     self._end_data()
@@ -349,6 +389,7 @@ class LocalMember:
                             _as_unicode(breakage.reason),
                             _as_unicode(breakage.evidence),
                             breakage.silent_s,
+                            breakage.has_ended,
                         )
                     )
                 case lifecycle.TellLeft(is_broken):
@@ -371,6 +412,10 @@ class LocalMember:
 
     def trouble(self, rank: int | None, evidence: str) -> None:
         if self._life.is_over or rank in self._life.left or rank in self._grace:
+            return
+        if rank is not None and rank in self._ending:
+            if not self.backend.is_arriving(rank):
+                self._ending_over(rank)
             return
         if rank is None and self._life.left:
             return  # the connection's owner is unknown; it may be a member that left

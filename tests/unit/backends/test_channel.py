@@ -27,7 +27,7 @@ class Lane:
 
     def __init__(self, rank: int, channel: Channel) -> None:
         self.rank, self._channel = rank, channel
-        self.is_finished = self.is_dead = self.is_held = False
+        self.is_finished = self.is_dead = self.is_held = self.is_arriving = False
         self.queue: list[int] = []
         self.polls, self.calls = 0, list[str]()
         self.holds: Description | None = None

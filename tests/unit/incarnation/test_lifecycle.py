@@ -17,6 +17,7 @@ from multiworld.incarnation.events import (
 from multiworld.incarnation.lifecycle import (
     Action,
     CloseAsked,
+    EndMember,
     Failed,
     FailMember,
     FailOperations,
@@ -117,10 +118,18 @@ def test_stalled_member_is_reported_and_breaks_nothing() -> None:
 
 def test_member_that_left_can_not_break_the_world() -> None:
     """The end of its connections is no fault."""
-    life, actions = play(Opened(), SaidLeft(1), WasLost(1, "eof"))
+    life, actions = play(Opened(), SaidLeft(1), WasLost(1, "eof", has_ended=True))
     assert life.phase is Phase.READY
     assert actions == []
     assert life.left == {1}
+
+
+def test_member_that_left_and_fell_silent_sends_nothing_more() -> None:
+    """It may have been stopped before all it had sent left it."""
+    life, actions = play(Opened(), SaidLeft(1), WasLost(1, "it was silent"))
+    assert life.phase is Phase.READY
+    assert actions == [EndMember(1)]
+    assert play(Opened(), SaidLeft(1), CloseAsked(), WasLost(1, "x"))[1] == []
 
 
 def test_last_message_of_a_member_names_it_and_decides_nothing() -> None:

@@ -35,7 +35,7 @@ SECRET = Security(secret=b"a secret long enough to be one")
 OTHER = Security(secret=b"another that is long enough, too")
 HELLO = LinkHello(uid="a", to_uid="b", host="h0", to_host="h1", seal="00")
 BEAT = HeartbeatHello(uid="a", to_uid="b", host="h0", to_host="h1", number=1)
-LANE = LaneHello(nonce=1, rank=0, channel="p2p")
+LANE = LaneHello(to_uid="x", nonce=1, rank=0, channel="p2p")
 
 
 class Owner:

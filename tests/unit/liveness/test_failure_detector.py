@@ -12,6 +12,7 @@ from multiworld.liveness.failure_detector import (
     DetectionLimits,
     FailureDetector,
     Finding,
+    HeartbeatsBegan,
     Observation,
     PeerClosed,
     PeerHeard,
@@ -73,6 +74,27 @@ def test_silent_peer_is_lost_after_the_limit_and_once() -> None:
     assert len(verdicts) == 1
     assert 2.0 + 2 * TICK_S < verdicts[0].silent_s <= 2.0 + 3 * TICK_S
     assert "silent" in verdicts[0].reason
+
+
+def test_peer_that_is_still_dialing_is_not_judged() -> None:
+    """It begins to send heartbeats with the second of its connections."""
+    clock, live = FakeClock(), FailureDetector(TICK_S)
+    live.handle(PeerJoined("p", has_heartbeats=False), clock.now)
+    live.handle(Watched("p", 0, DetectionLimits(2.0)), clock.now)
+
+    def run(seconds: float) -> list[Finding]:
+        found: list[Finding] = []
+        for _ in range(round(seconds / TICK_S)):
+            clock.advance(TICK_S)
+            found += live.handle(Ticked(), clock.now)
+        return found
+
+    assert run(10.0) == []
+    live.handle(HeartbeatsBegan("p"), clock.now)
+    assert run(2.0) == []
+    (lost,) = run(2.0)
+    assert isinstance(lost, Verdict)
+    assert not lost.has_ended
 
 
 def test_stopped_peer_is_lost_though_its_helper_beats() -> None:

@@ -36,7 +36,7 @@ BROKEN = {
     "evidence": "the kernel",
     "silent_s": 0.5,
 }
-LANE = {"kind": "lane", "nonce": 1, "rank": 2, "channel": "p2p"}
+LANE = {"kind": "lane", "to_uid": "b", "nonce": 1, "rank": 2, "channel": "p2p"}
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_message_survives_its_frame(message: ControlMessage) -> None:
         LinkHello(uid="a", to_uid="b", host="h0", to_host="h1", seal="00"),
         HeartbeatHello(uid="a", to_uid="b", host="h0", to_host="h1", number=1),
         ProbeHello(to_uid="b"),
-        LaneHello(nonce=1, rank=2, channel="p2p"),
+        LaneHello(to_uid="b", nonce=1, rank=2, channel="p2p"),
     ],
 )
 def test_hello_survives_its_frame(hello: ManagerHello) -> None:
@@ -145,4 +145,6 @@ def test_field_that_is_not_known_is_ignored() -> None:
     found = frames.decode_body(body, control_messages)
     assert found == Broken(1, 2, "it died", "the kernel", 0.5)
     lane = json.dumps({**LANE, "width": 4}).encode()
-    assert frames.decode_body(lane, hellos) == LaneHello(nonce=1, rank=2, channel="p2p")
+    assert frames.decode_body(lane, hellos) == LaneHello(
+        to_uid="b", nonce=1, rank=2, channel="p2p"
+    )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 
 import pytest
 
-from multiworld.net.tcp import UNIX_BUFFER_BYTES, resolve, tune
+from multiworld.net.tcp import UNIX_BUFFER_BYTES, connected, resolve, tune
 
 
 @pytest.mark.parametrize(
@@ -57,3 +58,44 @@ def test_tuned_unix_socket_does_not_block() -> None:
             before = plain.getsockopt(socket.SOL_SOCKET, option)
             after = tuned.getsockopt(socket.SOL_SOCKET, option)
             assert before <= after <= 2 * UNIX_BUFFER_BYTES
+
+
+async def test_connection_to_a_crowded_listener_waits_for_room() -> None:
+    """It is not returned before it is one."""
+    name = f"\0multiworld-test-{id(object()):x}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(name)
+        listener.listen(0)
+        first = await connected(socket.AF_UNIX, name)
+        second = asyncio.ensure_future(connected(socket.AF_UNIX, name))
+        await asyncio.sleep(0.05)
+        assert not second.done()
+        accepted = [listener.accept()[0]]
+        sock = await asyncio.wait_for(second, 20)
+        accepted.append(listener.accept()[0])
+        assert sock.getpeername() == name.encode()
+        for each in (first, sock, *accepted):
+            each.close()
+
+
+@pytest.mark.parametrize("is_read_late", [False, True])
+async def test_data_of_an_ended_sender_arrives_late(*, is_read_late: bool) -> None:
+    """Its kernel keeps it while the receiver is busy."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
+        sock = await connected(socket.AF_INET, listener.getsockname())
+        accepted, _ = listener.accept()
+    sent = 0
+    try:
+        while True:
+            sent += sock.send(bytes(1 << 16))
+    except BlockingIOError:
+        sock.close()
+    if is_read_late:
+        await asyncio.sleep(4.5)
+    with accepted:
+        accepted.settimeout(20)
+        found = 0
+        while count := len(await asyncio.to_thread(accepted.recv, 1 << 20)):
+            found += count
+    assert found == sent

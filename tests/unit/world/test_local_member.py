@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from multiworld import (
+    MemberLeftError,
     MemberLostError,
     StaleEpochError,
     World,
@@ -23,8 +24,9 @@ from multiworld.events import (
     MemberStalled,
     MemberWaiting,
 )
+from multiworld.incarnation.lifecycle import Phase
 from multiworld.liveness.failure_detector import Resumed, Stalled, Verdict
-from multiworld.liveness.manager_messages import Broken, EndCollectives, OpenLane
+from multiworld.liveness.manager_messages import Broken, EndCollectives, Left, OpenLane
 from multiworld.testing import Arena, no_leaks
 from multiworld.world import admission, local_member, manager
 from multiworld.world.local_member import LocalMember, ManagerServices
@@ -282,3 +284,68 @@ async def test_silence_of_this_member_is_none(bench: Bench) -> None:
     """A member of the same process is judged by its link."""
     assert bench.local.silent_s(0) == 0.0
     assert bench.local.silent_s(1) >= 0.0
+
+
+def ended() -> Verdict:
+    """Return the verdict on a member whose connection ended."""
+    return Verdict(
+        peer="p",
+        world=1,
+        reason="it died",
+        evidence="the kernel",
+        silent_s=0.1,
+        has_ended=True,
+    )
+
+
+async def test_loss_waits_for_what_the_network_still_brings(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the control link may overtake the data."""
+    arriving = True
+    monkeypatch.setattr(bench.local.backend, "is_arriving", lambda rank: arriving)
+    bench.local.on_finding(2, ended())
+    bench.local.on_message(1, broken(2))  # silent: nothing comes from there
+    assert bench.local.phase is Phase.READY
+    bench.local.trouble(2, "eof of one lane")
+    assert bench.local.phase is Phase.READY
+    arriving = False
+    bench.local.trouble(2, "eof of the other")
+    assert bench.local.is_broken
+    assert bench.local.lost == {2}
+
+
+async def test_loss_waits_no_longer_than_a_moment(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host may be gone."""
+    monkeypatch.setattr(local_member, "ENDING_S", 0.01)
+    monkeypatch.setattr(bench.local.backend, "is_arriving", lambda rank: True)
+    bench.local.on_finding(2, ended())
+    assert bench.local.phase is Phase.READY
+    async with asyncio.timeout(20):
+        await bench.local.wait_over()
+    assert bench.local.lost == {2}
+
+
+async def test_silent_member_is_lost_at_once_though_data_might_come(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing says that it ended."""
+    monkeypatch.setattr(bench.local.backend, "is_arriving", lambda rank: True)
+    bench.local.on_finding(2, lost_by("it was silent", "no heartbeats"))
+    assert bench.local.is_broken
+
+
+async def test_receive_from_a_member_that_left_ends_when_it_falls_silent(
+    bench: Bench,
+) -> None:
+    """Its last messages never come."""
+    bench.local.on_message(2, Left(1, is_broken=False))
+    receiving = asyncio.create_task(bench.worlds[0].recv(src=2))
+    await turns(3)
+    assert not receiving.done()
+    bench.local.on_finding(2, lost_by("it was silent", "no heartbeats"))
+    with pytest.raises(MemberLeftError):
+        await asyncio.wait_for(receiving, 20)
+    assert bench.local.phase is Phase.READY

@@ -225,6 +225,12 @@ class C10dBackend:
         # it would have said EndCollectives.
         self._direct.member_left(rank)
 
+    def member_ended(self, rank: int) -> None:
+        self._direct.member_ended(rank)
+
+    def is_arriving(self, rank: int) -> bool:
+        return self._direct.is_arriving(rank)
+
     def abort(self) -> None:
         self._direct.abort()
         self._free()

@@ -358,6 +358,10 @@ class Lane:
     def is_dead(self) -> bool:
         return self._is_dead or not self._socket.is_open
 
+    @property
+    def is_arriving(self) -> bool:
+        return not (self._socket.is_local or self.is_dead or self.is_finished)
+
     def fail_sends(self, make_error: ErrorMaker) -> None:
         self._refusal = make_error
         self._outbound.fail(make_error)
