@@ -41,7 +41,7 @@ class Layout:
     """Where the parts of a bundle lie in its message."""
 
     manifest: bytes
-    pieces: list[tuple[int, Tensor]]  # contiguous tensors, with offsets in bytes
+    pieces: list[tuple[int, Tensor]]  # tensors, with offsets in bytes
     size: int
 
     def pack(self) -> Tensor:
@@ -49,7 +49,8 @@ class Layout:
         packed = torch.empty(self.size, dtype=torch.uint8)
         memory = dtypes.memory_of(packed)
         memory[: len(self.manifest)] = self.manifest
-        for begin, tensor in self.pieces:
+        for begin, given in self.pieces:
+            tensor = dtypes.plain(given)
             end = begin + tensor.nbytes
             if tensor.nbytes <= COPIED_BYTES:
                 memory[begin:end] = dtypes.memory_of(tensor)
@@ -67,7 +68,7 @@ def lay_out(tensors: Mapping[str, Tensor], meta: Meta) -> Layout:
     for name, given in tensors.items():
         if not isinstance(name, str):
             raise ConfigError("a tensor's name", name, "give a str")
-        tensor = dtypes.plain(dtypes.require_host(given, f"tensor {name!r}"))
+        tensor = dtypes.require_host(given, f"tensor {name!r}")
         entries.append([name, dtypes.code_of(tensor), list(tensor.shape), offset])
         pieces.append((offset, tensor))
         offset += aligned(size_of(tensor))

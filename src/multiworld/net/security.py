@@ -117,7 +117,7 @@ class Security:
             is encrypted only in part is not encrypted.
 
     Raises:
-        ConfigError: The secret is shorter than 16 bytes.
+        ConfigError: The secret is shorter than 16 bytes, or is no bytes.
     """
 
     secret: bytes = field(default=b"", repr=False)
@@ -125,6 +125,8 @@ class Security:
     open_backends: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.secret, bytes):
+            raise ConfigError("secret", "***", "give bytes, such as os.urandom(32)")
         if self.secret and len(self.secret) < MINIMUM_BYTES:
             rule = (
                 f"{MINIMUM_BYTES} bytes or more (MULTIWORLD_SECRET, or the content of "

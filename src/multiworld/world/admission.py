@@ -120,7 +120,7 @@ class Admission:
                 terms=request.terms(),
                 seen=self._seen.get(name, 0),
             )
-            member = self._member(session, request.rank)
+            member = self._member(name, session, request.rank)
             session, incarnation = await meet(
                 self.joiner, where, session, claim, member, deadline, may_host=may_host
             )
@@ -136,8 +136,13 @@ class Admission:
             raise
         return self._adopt(local)
 
-    def _member(self, session: StoreSession, rank: int) -> Member:
-        address = self._watchdog.listen(session.local_host)
+    def _member(self, name: str, session: StoreSession, rank: int) -> Member:
+        try:
+            address = self._watchdog.listen(session.local_host)
+        except OSError as error:
+            raise errors.WorldBrokenError(
+                name, "this process cannot listen for its members", evidence=str(error)
+            ) from error
         return Member(rank=rank, uid=self._uid, pid=os.getpid(), address=address)
 
     def _begin(
@@ -284,7 +289,7 @@ class Admission:
         session = await self.joiner.reopen(
             where, may_host=False, world=name, deadline=deadline
         )
-        member = self._member(session, local.rank)
+        member = self._member(name, session, local.rank)
         admitted.session, admitted.incarnation = await meet(
             self.joiner, where, session, claim, member, deadline, may_host=False
         )

@@ -95,7 +95,7 @@ def _device_of(device: torch.device | str) -> torch.device:
             # Communicators belong to one GPU: that of this thread, as for torch.
             return torch.device("cuda", torch.cuda.current_device())
         return found
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         rule = "give a torch device, such as 'cpu'"
         raise ConfigError("device", device, rule) from error
 

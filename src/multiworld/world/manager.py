@@ -199,7 +199,7 @@ class WorldManager:
         Cancellation: Safe; the claim is withdrawn and nothing stays behind.
         """
         self._check_usable(name)
-        config = config or self._config
+        config = self._config if config is None else config
         request = request_of(name, rank, size, store, backend, config, device)
         self._security.check_backend(backend)
         self._reserve(name)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Bundle", "World", "WorldStatistics"]
 
-MAX_TAG = 2**63 - 1
+MAX_TAG = 2**62 - 1  # larger ones announce messages of native groups
 
 VERDICT_S = 1.0  # seconds beyond ``silence_s`` for the cause of a native group's error
 
@@ -510,7 +510,7 @@ class World(CollectiveMethods):
         if peer is not None:
             self._check_rank(peer, self_too=self_too)
         if not is_int(tag) or not 0 <= tag <= MAX_TAG:
-            raise ConfigError("tag", tag, "give an int from 0 to 2**63-1")
+            raise ConfigError("tag", tag, "give an int from 0 to 2**62-1")
         return self._pending
 
     def _receiving(self, src: int | None, tag: int) -> _Pending:

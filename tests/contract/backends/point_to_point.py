@@ -160,6 +160,8 @@ async def sends_bundles_and_objects(arena: Arena) -> None:
         "a": some((2, 3), torch.bfloat16),
         "b": torch.empty(0),
         "ä": some((), torch.bool),
+        "turned": some((300, 70), torch.float32).t(),
+        "one": some((1, 3), torch.float32).expand(4, 3),
     }
     meta = {"id": 7, "path": ["x", None, 1.5], "deep": {"ok": True}}
     sending = asyncio.ensure_future(left.send_bundle(tensors, meta=meta, dst=1))

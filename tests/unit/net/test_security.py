@@ -157,3 +157,10 @@ def test_certificate_without_its_new_key_leaves_the_old_ones(
         Tls(certificate=paths[1], key=paths[1], authority=paths[2]).context(
             is_server=True
         )
+
+
+def test_secret_that_is_no_bytes_is_refused() -> None:
+    """It is not shown."""
+    with pytest.raises(ConfigError, match="give bytes") as caught:
+        Security(secret="a secret of enough characters")  # type: ignore[arg-type]
+    assert "enough" not in str(caught.value)
