@@ -92,6 +92,8 @@ LIBRARY = sorted(
 def room(name: str) -> str:
     """Return the part of the package that a module belongs to."""
     parts = name.split(".")[1:]
+    if parts == ["__main__"]:
+        return "cli"
     for depth in (3, 2):
         if len(parts) > depth - 1 and "/".join(parts[:depth]) in RANK:
             return "/".join(parts[:depth])

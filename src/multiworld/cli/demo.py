@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +10,8 @@ from pathlib import Path
 import click
 
 from multiworld.cli.ending import end_as_ctrl_c
-from multiworld.cli.options import FiniteRange
+from multiworld.cli.options import PICTURES, FiniteRange, check_writable
 
-PICTURES = ".png", ".svg", ".pdf"
 BACKENDS = ("direct", "gloo")
 
 
@@ -50,7 +48,7 @@ def demo(
     """
     end_as_ctrl_c()
     if context.invoked_subcommand is None:
-        _check_picture(picture.resolve())
+        check_writable("--picture", picture.resolve(), PICTURES)
         run = _demo("multiworld.demo.chats.run")
         sys.exit(run(tokens, pause_s, picture.resolve(), as_json=as_json))
 
@@ -76,16 +74,6 @@ def worlds(backend: str, phase_s: float, as_json: bool) -> None:
     was wrong or another guarantee did not hold.
     """
     sys.exit(_demo("multiworld.demo.worlds.run")(backend, phase_s, as_json=as_json))
-
-
-def _check_picture(picture: Path) -> None:
-    """Refuse a file that cannot be drawn, before the demo takes its minutes."""
-    where = picture if picture.exists() else picture.parent
-    if picture.suffix not in PICTURES or not os.access(where, os.W_OK):
-        raise click.ClickException(
-            f"--picture {picture} cannot be written; give a name that ends in one of "
-            f"{', '.join(PICTURES)}, in a folder that can be written to"
-        )
 
 
 def _demo(module: str) -> Callable[..., int]:

@@ -22,7 +22,7 @@ LONG_S = 0.1  # seconds from which a step is worth mentioning
 
 def _show_operations(operations: Sequence[HistoryEntry]) -> None:
     if operations:
-        click.echo("\nthe last operations:")
+        click.echo("\nthe last events:")
     for event in operations:
         when = time.strftime("%H:%M:%S", time.localtime(event.at))
         click.echo(f"  {when} {event.kind}: {event.text}")
@@ -136,6 +136,7 @@ def explain(service: Service, last: int, snapshots: bool, as_json: bool) -> None
             "processes": processes,
             "decisions": answers.plain(decided.decisions),
             "thoughts": answers.plain(decided.thoughts),
+            "events": answers.plain(found.operations),
         }
         click.echo(json.dumps(out, indent=2))
         return

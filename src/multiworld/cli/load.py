@@ -88,9 +88,9 @@ def _print_breakdown(phases: list[PhaseSummary], cpu: dict[str, float] | None) -
     if not phases:
         click.echo("the service does not report a breakdown of the time")
         return
-    table = new_table("what the time was spent on", "")
-    for column in ("phase", "mean", "p50", "p99", "share"):
-        table.add_column(column, justify="left" if column == "phase" else "right")
+    table = new_table("what the time was spent on", "phase")
+    for column in ("mean", "p50", "p99", "share"):
+        table.add_column(column, justify="right")
     whole = sum(phase.mean_s for phase in phases)
     for phase in phases:
         times = (phase.mean_s, phase.p50_s, phase.p99_s)
@@ -100,8 +100,7 @@ def _print_breakdown(phases: list[PhaseSummary], cpu: dict[str, float] | None) -
     if cpu is None:
         click.echo("CPU time is in the metrics, which need the key of an operator")
         return
-    table = new_table("CPU time of one request", "")
-    table.add_column("process")
+    table = new_table("CPU time of one request", "process")
     table.add_column("", justify="right")
     for name, seconds in [*cpu.items(), ("together", sum(cpu.values()))]:
         table.add_row(escape(name), f"{1000 * seconds:.2f} ms")
@@ -135,18 +134,31 @@ async def _try(target: Target) -> None:
             ) as response,
         ):
             text = await response.text()
-            if response.status in (404, 405):
-                raise click.ClickException(f"{target.url}: {text[:200]}")
+            if response.status in (401, 403, 404, 405):
+                raise click.ClickException(f"{target.url}: {_message_in(text)}")
             if response.status in (400, 415, 422):
                 raise click.ClickException(
-                    f"{target.url} refuses the request: {text[:400]}; give a valid "
-                    "request with --body or --texts"
+                    f"{target.url} refuses the request: {_message_in(text)}; give a "
+                    "valid request with --body or --texts"
                 )
+    except aiohttp.InvalidURL as error:
+        raise click.ClickException(
+            f"{target.url} is no URL; it begins with http:// or https://"
+        ) from error
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise click.ClickException(
             f"{target.url} cannot be reached ({type(error).__name__}: {error}); give "
             "the URL that `multiworld serve` or `status` shows"
         ) from error
+
+
+def _message_in(text: str) -> str:
+    """Return the message of an error's body, or else its first characters."""
+    try:
+        error = json.loads(text)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)[:400]
+    except (ValueError, KeyError, TypeError):
+        return text[:200]
 
 
 async def _run(

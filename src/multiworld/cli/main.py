@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import logging
 import os
@@ -25,7 +26,7 @@ GROUPS = {
         "doctor": "Check this installation and this machine.",
     },
     "Inspect": {
-        "status": "Show the processes of a service and its last operations.",
+        "status": "Show the processes of a service and its last events.",
         "explain": "Show which process waits for which, and the last decisions.",
         "logs": "Print the end of the logs of processes.",
         "nodes": "Show the machines of a service, or this machine if none runs.",
@@ -59,6 +60,8 @@ Examples:
   multiworld chaos kill m back         kill a replica of a stage
   multiworld scale m back 3            three replicas of a stage"""
 
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
+
 EXTRAS = {"demo": "demo"}  # extras of commands; ``serve`` for the others
 
 
@@ -70,6 +73,13 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except MultiWorldError as error:
             raise click.ClickException(str(error)) from error
+        except OSError as error:
+            if error.filename is not None or error.errno not in FULL:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes again at exit
+            raise click.ClickException(
+                f"cannot write the output: {error.strerror}"
+            ) from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rich.table import Table
 from multiworld.serve.control.answers import Answer, plain
 from multiworld.serve.control.client import Service
 
+PICTURES = ".png", ".svg", ".pdf"  # files that can be drawn
 WORD_WIDTH = 14  # of the longest word that is not folded, except in columns of names
 
 SPEC = click.argument("spec", type=click.Path(dir_okay=False, path_type=Path))
@@ -84,6 +86,9 @@ def new_table(title: str, *names: str) -> Table:
 def print_table(table: Table) -> None:
     """Print a table as wide as the terminal, or wider rather than cut a value."""
     console = Console()
+    if table.title is not None:  # not as wide as the table, which may be narrow
+        console.print(table.title, style="italic", soft_wrap=True)
+        table.title = None
     widths, min_widths = [], []
     for column in table.columns:
         column.overflow = "fold"
@@ -107,6 +112,19 @@ def print_table(table: Table) -> None:
     for column, width in zip(table.columns, widths, strict=True):
         column.width = width
     Console(width=max(console.width, total)).print(table)
+
+
+def check_writable(option: str, path: Path, suffixes: Collection[str] = ()) -> None:
+    """Refuse a file that cannot be written, before the command takes its minutes."""
+    where = path if path.exists() else path.parent
+    is_right = not suffixes or path.suffix in suffixes
+    if is_right and not path.is_dir() and os.access(where, os.W_OK):
+        return
+    named = f"a name that ends in one of {', '.join(suffixes)}, in" if suffixes else ""
+    raise click.ClickException(
+        f"{option} {path} cannot be written; give {named or 'a file in'} a folder that "
+        "can be written to"
+    )
 
 
 class FiniteRange(click.FloatRange):

@@ -11,7 +11,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from multiworld.cli.options import CONTEXT, JSON, SPEC, new_table, print_table
+from multiworld.cli.options import (
+    CONTEXT,
+    JSON,
+    SPEC,
+    check_writable,
+    new_table,
+    print_table,
+)
 from multiworld.cli.partition import chosen_model, meter_of
 from multiworld.serve.generation.replica.stage_meter import TextMeter
 from multiworld.serve.models.factory import build_model, modules_of
@@ -92,6 +99,8 @@ def profile(
 
     Loads the model in this process, one stage at a time.
     """
+    if out is not None:
+        check_writable("--out", out)
     name, resolved = chosen_model(spec, model)
     built = build_model(resolved)
     for module in modules_of(resolved, built):
@@ -109,6 +118,12 @@ def profile(
         f"{mib(found.base_bytes)} of a process without a stage. memory_mb: memory to "
         "book, which is the sum of both plus 25 %"
     )
+    if any(size < 0 for each in built.inputs for size in each.shape[1:]):
+        console.print(
+            "memory was measured with the model's example; longer inputs need more. "
+            "Raise memory_mb for them, as a replica that exceeds it is ended",
+            markup=False,
+        )
     _keep(found, out)
     if out is not None:
         named = os.path.relpath(out, spec.parent)  # as the spec names files

@@ -14,8 +14,10 @@ from rich.table import Table
 
 from multiworld.cli.options import (
     JSON,
+    PICTURES,
     SPEC,
     FiniteRange,
+    check_writable,
     finite,
     new_table,
     print_table,
@@ -90,6 +92,8 @@ def _simulated(
     chance = random.Random(options.seed).random
     try:
         return replay(models, asked, chance, _room(options, app))
+    except click.ClickException:
+        raise
     except Exception as error:
         if ":" not in policy_name and policy_name != OWN:
             raise  # a policy of this package: a bug
@@ -371,6 +375,8 @@ def simulate(**given: Any) -> None:
     within objective_ms; `replica-s` is the cost, in seconds of running replicas.
     """
     options = SimulationOptions(**given)
+    if options.plot is not None:
+        check_writable("--plot", options.plot, PICTURES)
     app = load_spec(options.spec)
     arrivals = _arrivals(options, app)
     outcomes: dict[str, list[SimulationResult]] = {}

@@ -137,13 +137,18 @@ def status(service: Service, watch: bool, as_json: bool) -> None:
     `done` counts finished requests and completions; `lost` counts the processes of the
     stage that were lost.
 
-    Exits with 1 if the service is not ready.
+    Exits with 1 unless all that is wanted is ready. While an update, a replacement or
+    a further replica starts, the service answers requests all the same; see /health.
     """
     found = _asked(service)
     if as_json:
         print_json(found)
     elif not watch:
         _print(found)
+    elif not sys.stdout.isatty():
+        raise click.UsageError(
+            "--watch needs a terminal; without one, repeat `multiworld status`"
+        )
     else:
         found = _watch(service, found)
     sys.exit(0 if found.is_ready else 1)

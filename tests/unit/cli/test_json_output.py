@@ -71,7 +71,11 @@ def output(
                 STATUS: examples.WITH_REPORTS,
                 "/decisions?last=10&snapshots=false": DECIDED,
             },
-            {"processes": PROCESSES, **DECIDED},
+            {
+                "processes": PROCESSES,
+                **DECIDED,
+                "events": examples.WITH_REPORTS["operations"],
+            },
         ),
         ("tenants list", {"/tenants": [examples.TENANT]}, [examples.TENANT]),
         (

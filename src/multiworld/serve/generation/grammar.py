@@ -11,6 +11,7 @@ import importlib
 import json
 import logging
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -41,6 +42,8 @@ MAX_ITEMS = 3000
 # one. Copying takes 10 µs, compiling 50 ms and more.
 KEPT_GRAMMARS = 32
 KEPT_FAILURES = 256  # too complex grammars that are not tried again
+REASON = re.compile(r"^error: (.+)$", re.MULTILINE)  # of a regular expression
+PLACE = re.compile(r"^(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?")
 MAX_ERROR = 300  # reported characters of an llguidance error, which quotes the grammar
 
 # Whitespace in JSON, as Python writes it: small models fill any free space forever.
@@ -252,7 +255,11 @@ def _unforced(grammar: str) -> str:
 
 
 def _short(why: object) -> str:
-    text = str(why).partition("<non-verbose/>")[0].strip()
+    # Not llguidance's own form of the grammar, nor a place in that.
+    whole = str(why).partition("<non-verbose/>")[0]
+    text = PLACE.sub("", whole.partition("\n")[0]).strip()
+    if reason := REASON.search(whole):
+        text = f"{text.rstrip(':')}: {reason[1]}"
     if text == NO_TEXT:
         return "no text has this structure"
     if text.startswith("panic"):

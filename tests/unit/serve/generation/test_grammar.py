@@ -432,3 +432,12 @@ def test_limits_of_a_schema_are_those_of_all_tools_together() -> None:
     long = {"type": "object", "properties": {"x" * (MAX_CHARACTERS - 100): {}}}
     with pytest.raises(InvalidRequestError, match="longer than"):
         grammars.grammar_of_calls([(f"f{n}", long) for n in range(9)], is_single=True)
+
+
+def test_refusal_does_not_show_our_own_grammar() -> None:
+    """Only what is wrong with that of the client."""
+    with pytest.raises(InvalidRequestError) as refused:
+        grammar_of_schema({"not": {"type": "string"}}, "x")
+    assert str(refused.value) == '"x" cannot be enforced: Unimplemented keys: ["not"]'
+    with pytest.raises(InvalidRequestError, match="unclosed group$"):
+        grammar_of_regex("(a", "x")
