@@ -134,7 +134,7 @@ def _usage_table(rows: Sequence[UsageSum], *, by_minute: bool) -> Table:
         "failed",
         "refused",
         "rows",
-        "tokens",
+        "tokens (prompt + output)",
         "MB",
         "mean ms",
     )

@@ -504,7 +504,9 @@ class Controller:
             )  # its loss was handled before
 
     def lost(self, name: str, error: MemberLostError) -> None:
-        self._gone(name, f"{error.reason} ({error.evidence})")
+        # In a world of the controller and one process, every one is rank 1.
+        reason = error.reason.removeprefix("rank 1 was lost: ")
+        self._gone(name, f"{reason}; {error.evidence}")
 
     def _gone(self, name: str, why: str, cause: str = "") -> None:
         process = self.fleet.processes.get(name)

@@ -107,6 +107,8 @@ class _Body(msgspec.Struct, frozen=True):
     dimensions: msgspec.Raw = msgspec.Raw(b"null")
 
 
+IN_TURN = 32  # inputs that are encoded before other tenants have their turn
+
 _bodies = msgspec.json.Decoder(_Body)
 _any: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _strings = msgspec.json.Decoder(list[str])
@@ -255,18 +257,20 @@ async def _prepared(
     version, model = gateway.model(name, None, admitted.tenant)
     _check_dimensions(parsed.dimensions, model)
     if model.generation is not None:
-        raise _invalid("model", "generates text and embeds none; use another model")
+        raise _invalid("model", "names a model that generates text and embeds none")
     served = gateway.route(name, admitted.tenant)
     frontend = await gateway.text(served, version, model)
-    size, encode = (
-        sum(map(len, parsed.inputs)),
-        partial(_checked, frontend, model, parsed.inputs),
-    )
+    size = sum(map(len, parsed.inputs))
     if 16 * size < request_body.OFFLOAD_BYTES:  # that is as slow to parse
-        return version, model, encode()
-    # In turns with other tenants: it may take seconds.
-    work = gateway.encoding.submit(admitted.tenant.share, 1.0 + size, encode)
-    inputs = await asyncio.wrap_future(work)
+        return version, model, _checked(frontend, model, parsed.inputs)
+    inputs: list[Tensors] = []
+    for begin in range(0, len(parsed.inputs), IN_TURN):  # it may take seconds
+        some = parsed.inputs[begin : begin + IN_TURN]
+        encode = partial(_checked, frontend, model, some)
+        cost = 1.0 + sum(map(len, some))
+        work = gateway.encoding.submit(admitted.tenant.share, cost, encode)
+        found = await asyncio.wrap_future(work)
+        inputs += found
     return version, model, inputs
 
 

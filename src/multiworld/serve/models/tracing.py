@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from multiworld.backends import torch_names
 from multiworld.errors import SpecError
 from multiworld.serve.models.partition import chain_partition
 from multiworld.serve.models.weights import read_weights
-from multiworld.serve.models.wiring import StageInterface, interfaces_of
+from multiworld.serve.models.wiring import StageInterface, interfaces_of, ranges_of
 from multiworld.serve.spec.datatypes import TORCH_OF
 from multiworld.serve.spec.stage import Tensors
 
@@ -288,6 +289,8 @@ def _trace(
             f"{type(whole).__name__} was cut into {len(interfaces)} stages, not "
             f"{len(names) + 1}: nothing runs between two cuts; give another cut"
         )
+    ranges = tuple(ranges_of(pipe.split_gm, module.inputs))
+    interfaces[0] = replace(interfaces[0], ranges=ranges)
     return pipe, interfaces
 
 
@@ -346,6 +349,7 @@ class TracedPart(nn.Module):
 
     def forward(self, tensors: Tensors) -> Tensors:
         interface = self._interface
+        interface.check(tensors)
         found = self.part(
             *(interface.argument(take, tensors) for take in interface.takes)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ import sympy  # type: ignore[import-untyped]
 from torch import SymInt, Tensor
 from torch.fx import GraphModule, Node
 
-from multiworld.errors import SpecError
-from multiworld.serve.spec.stage import Tensors
+from multiworld.errors import InvalidRequestError, SpecError
+from multiworld.serve.spec.stage import Tensors, TensorSpec
+
+SMALLEST = 2  # the least size in a range of ``torch.export``, which is right below, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +32,35 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
+class SizeRange:
+    """Sizes of a dimension of an input for which the traced graph is right."""
+
+    name: str
+    dimension: int
+    low: int
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
 class StageInterface:
     """Inputs, outputs and pass-through tensors of one stage."""
 
     takes: tuple[str | SizeOf | Constant, ...]  # arguments: tensors, sizes, constants
     gives: tuple[str, ...]  # results in order; empty if unused
     passes: tuple[str, ...]
+    ranges: tuple[SizeRange, ...] = ()
+
+    def check(self, tensors: Tensors) -> None:
+        """Refuse sizes for which the module may compute something else."""
+        for each in self.ranges:
+            size = tensors[each.name].shape[each.dimension]
+            if not each.low <= size <= each.high:
+                most = "" if math.isinf(each.high) else f" and at most {each.high:g}"
+                raise InvalidRequestError(
+                    f"dimension {each.dimension} of {each.name!r} is {size}, but this "
+                    f"model takes at least {each.low}{most}, as it was cut with an "
+                    "example of such a size"
+                )
 
     def argument(self, take: str | SizeOf | Constant, tensors: Tensors) -> Any:
         if isinstance(take, SizeOf):
@@ -121,6 +147,33 @@ def interfaces_of(
             "go on to one stage; rename one of them"
         )
     return found
+
+
+def ranges_of(split: GraphModule, inputs: Sequence[TensorSpec]) -> list[SizeRange]:
+    """Return the limits that tracing found, of dimensions that the specs leave open.
+
+    The number of rows has none: tracing treats one row as several.
+    """
+    found = []
+    nodes = (node for node in split.graph.nodes if node.op == "placeholder")
+    for node, spec in zip(nodes, inputs, strict=True):
+        for dimension, size in enumerate(node.meta["val"].shape):
+            if dimension == 0 or spec.shape[dimension] >= 0:
+                continue
+            low, high = _limits(size)
+            if low > 0 or not math.isinf(high):
+                found.append(SizeRange(spec.name, dimension, low, high))
+    return found
+
+
+def _limits(size: int | SymInt) -> tuple[int, float]:
+    if not isinstance(size, SymInt):
+        return size, size
+    found = size.node.shape_env.var_to_range.get(size.node.expr)
+    if found is None:
+        return 0, math.inf
+    low, high = float(found.lower), float(found.upper)
+    return (0 if low <= SMALLEST else int(low)), high
 
 
 def _returned(output: Node) -> list[Node]:

@@ -44,7 +44,8 @@ class Module:
             memory for weights. By default the weights are those that ``make`` returns;
             every replica then builds the whole module and drops the other stages.
         example: As in ``Model``. Its sizes are used for tracing; a size of 1 is then
-            fixed to 1.
+            fixed to 1. Requests of sizes for which ``forward`` takes another branch
+            are refused, except in the number of rows.
         ragged: Padding values as in ``Stage``, for a single stage only. With more
             stages, only requests of equal length share a batch.
         text: As in ``Model``.

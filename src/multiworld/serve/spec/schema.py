@@ -105,7 +105,8 @@ class StageSpec(_Strict):
     """One stage of a model."""
 
     name: str = Field(default="", max_length=64)
-    """Display name; by default the name that the model gives the stage."""
+    """Display name; by default its number. `multiworld plan` shows the name that the
+    model gives it, too."""
     replicas: Count | ReplicaRange = 1
     """Number of replicas, or a range. A range starts with its minimum, and `multiworld
     scale` changes the number within it."""

@@ -298,7 +298,7 @@ async def test_streams_whose_chain_is_whole_notice_nothing(
     net.kill(name)
     net.start(1)
     await whole(net, *clients)
-    again = {r.getMessage().split(" again: ")[0] for r in caplog.records}
+    again = {r.getMessage().split(" is placed again: ")[0] for r in caplog.records}
     assert again == {s.name for s in streams.values() if s not in others}
     await freed(net)
 

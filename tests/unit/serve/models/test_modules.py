@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from multiworld.errors import SpecError
+from multiworld.errors import InvalidRequestError, SpecError
 from multiworld.serve import Module, StageContext, TensorSpec
 from multiworld.serve.models.meter import BatchMeter, measured_stages
 from multiworld.serve.models.modules import cut_module
 from multiworld.serve.models.partition import Part, cut
+from multiworld.serve.models.tracing import Cutter
 
 
 class Block(nn.Module):
@@ -256,6 +257,49 @@ def test_module_that_cannot_be_cut_is_reported(
     stage = cut_module(made, stages, cut).stages[0]
     with pytest.raises(SpecError, match=reason):
         stage.load(StageContext())
+
+
+class Branching(nn.Module):
+    """Computes something else for more than eight positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if x.shape[1] > 8:
+            hidden = hidden * 2
+        summed: Tensor = self.second(hidden).sum(1)
+        return summed / x.shape[1]
+
+
+@pytest.mark.parametrize(
+    ("traced", "right", "wrong"),
+    [(None, (1, 4, 8), (9, 20)), (20, (9, 30), (1, 8)), (1, (1,), (2, 9))],
+)
+def test_size_that_would_take_another_branch_is_refused(
+    traced: int | None, right: tuple[int, ...], wrong: tuple[int, ...]
+) -> None:
+    """It was silently computed by the branch of the example."""
+    whole = Branching().eval()
+    cutter = Cutter(
+        Module(
+            make=lambda: whole,
+            inputs=[TensorSpec("x", "FP32", (-1, -1, 4))],
+            outputs=[TensorSpec("y", "FP32", (-1, 4))],
+            example=None if traced is None else lambda: {"x": torch.ones(1, traced, 4)},
+        ),
+        2,
+    )
+    parts = [cutter.load(number, "cpu") for number in (0, 1)]
+    for size in right:
+        x = torch.randn(2, size, 4)
+        found = parts[1](parts[0]({"x": x}))["y"]
+        torch.testing.assert_close(found, whole(x))
+    for size in wrong:
+        with pytest.raises(InvalidRequestError, match="as it was cut with an example"):
+            parts[0]({"x": torch.randn(2, size, 4)})
 
 
 def test_inconsistent_descriptions_are_reported() -> None:

@@ -370,7 +370,7 @@ class StreamRouter:
         if stream.has_ended:
             return
         self.counts["replayed"] += not stream.via
-        self._log(f"{stream.name} again: {why}")
+        self._log(f"{stream.name} is placed again: {why}")
         if stream.losses.is_poison:
             losses = stream.losses.isolated + stream.losses.shared
             poisoned = refusals.poisoned(stream.number, stream.model, losses)
