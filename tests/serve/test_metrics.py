@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -133,5 +135,17 @@ def test_load_shows_what_requests_were_spent_on(
     assert sum(row["mean_s"] for row in found["phases"]) < 10
     assert len([name for name in found["cpu_s"] if name.startswith("gateway")]) == 2
     assert len([name for name in found["cpu_s"] if name.startswith("m/")]) == 4
+    shown = subprocess.run(
+        [sys.executable, "-m", "multiworld", *words, "--rate", "20", "--breakdown"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    lines = shown.stdout.splitlines()
+    heads = next(line for line in lines if "p99" in line and "mean" in line)
+    parse = next(line for line in lines if line.split()[:1] == ["parse"])
+    assert heads.split() == ["phase", "mean", "p50", "p99", "share"]
+    assert parse.index(" ms") < heads.index("p50")
     plain = service.command(*words, "--rate", "20")
     assert "phases" not in plain

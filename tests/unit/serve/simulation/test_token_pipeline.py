@@ -104,7 +104,7 @@ def test_sequence_that_cannot_fit_is_refused(
     assert model.limits is not None
     limits = replace(model.limits, blocks=blocks)
     model = replace(model, limits=limits, max_model_len=max_model_len)
-    trace = generated(TRACE)
+    trace = generated(TRACE.replace("seconds=60", "seconds=20"))
     longest = max_model_len or 19 * limits.block_size
     (found,) = simulate(
         [with_fleet(model, (3, 3, 3))], [trace], random.Random(1).random
