@@ -65,6 +65,16 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
 EXTRAS = {"demo": "demo"}  # extras of commands; ``serve`` for the others
 
 
+def _can_print() -> bool:
+    """Return whether the output takes more; if it does not, another file was full."""
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError:
+        return False
+    return True
+
+
 class Commands(click.Group):
     """The group of commands; prints errors of this package as messages."""
 
@@ -74,7 +84,7 @@ class Commands(click.Group):
         except MultiWorldError as error:
             raise click.ClickException(str(error)) from error
         except OSError as error:
-            if error.filename is not None or error.errno not in FULL:
+            if error.errno not in FULL or _can_print():
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes again at exit
             raise click.ClickException(

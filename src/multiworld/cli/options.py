@@ -117,7 +117,7 @@ def print_table(table: Table) -> None:
 def check_writable(option: str, path: Path, suffixes: Collection[str] = ()) -> None:
     """Refuse a file that cannot be written, before the command takes its minutes."""
     where = path if path.exists() else path.parent
-    is_right = not suffixes or path.suffix in suffixes
+    is_right = not suffixes or path.suffix.lower() in suffixes
     if is_right and not path.is_dir() and os.access(where, os.W_OK):
         return
     named = f"a name that ends in one of {', '.join(suffixes)}, in" if suffixes else ""

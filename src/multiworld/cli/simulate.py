@@ -14,7 +14,6 @@ from rich.table import Table
 
 from multiworld.cli.options import (
     JSON,
-    PICTURES,
     SPEC,
     FiniteRange,
     check_writable,
@@ -376,7 +375,7 @@ def simulate(**given: Any) -> None:
     """
     options = SimulationOptions(**given)
     if options.plot is not None:
-        check_writable("--plot", options.plot, PICTURES)
+        check_writable("--plot", options.plot)
     app = load_spec(options.spec)
     arrivals = _arrivals(options, app)
     outcomes: dict[str, list[SimulationResult]] = {}

@@ -288,7 +288,8 @@ def _finished(life: Life, rank: int) -> Life:
 
 
 def _was_lost(life: Life, loss: WasLost) -> tuple[Life, tuple[Action, ...]]:
-    if loss.rank in life.left and not (life.is_over or loss.has_ended):
+    is_silent = loss.reported_by is None and not loss.has_ended
+    if loss.rank in life.left and is_silent and not life.is_over:
         return life, (EndMember(loss.rank),)  # what it sent last may never arrive
     if rank_is_irrelevant(life, loss.rank):
         return life, ()

@@ -5,6 +5,7 @@ connections never cross."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
 import socket
@@ -39,8 +40,8 @@ logger = logging.getLogger("multiworld.watchdog")
 
 # Seconds between probes of a peer that is to dial, as its death costs ``join_s``.
 PROBE_S = 1.0
-# Seconds for a dial: the other side may stop before it answers, and nobody wait.
-DIAL_S = 120.0
+# Seconds for one of these attempts: the other side may be stopped.
+AGAIN_LIMIT_S = 30.0
 # Seconds between attempts to open another heartbeat connection.
 AGAIN_S = (0.0, 0.2, 0.5, 1.0, 2.0)
 
@@ -143,7 +144,7 @@ class LinkTable:
         return None if peer is None else peer.link
 
     def unused_since(self, key: LinkKey) -> float | None:
-        """Return since when a link has had no heartbeats at all; None if it has any."""
+        """Return since when a link has had no heartbeat connection; None if it has."""
         peer = self._peers[key]
         return None if peer.is_local or self.heartbeats.has(key) else peer.since
 
@@ -161,10 +162,22 @@ class LinkTable:
         if not member.address.host:
             self._join_local(key, member)
         elif self.dials(member):
-            dialing = self._once(key, lambda: self._dial(key, member.address))
-            await asyncio.shield(dialing)
+            await self._wait_for_dial(key, member.address)
         else:
             await self._wait_for_link(key, member)
+
+    async def _wait_for_dial(self, key: LinkKey, address: Address) -> None:
+        """Dial, or wait for a dial; the last one who no longer waits ends it."""
+        dialing = self._once(key, lambda: self._dial(key, address))
+        self._waiters[key] += 1
+        try:
+            await asyncio.shield(dialing)
+        finally:
+            self._waiters[key] -= 1
+            if not self._waiters[key]:
+                del self._waiters[key]
+                self._unlink(key, dialing)
+                dialing.cancel()
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -182,12 +195,15 @@ class LinkTable:
         """Dial in a task of the table: a cancelled join must not end others' links."""
         if key not in self._linking:
             loop = asyncio.get_running_loop()
-            bounded = asyncio.wait_for(dial(), DIAL_S)
-            task = loop.create_task(bounded, name=f"multiworld dial {key.peer[:8]}")
+            task = loop.create_task(dial(), name=f"multiworld dial {key.peer[:8]}")
             self._linking[key] = task
-            task.add_done_callback(lambda _: self._linking.pop(key, None))
+            task.add_done_callback(functools.partial(self._unlink, key))
             task.add_done_callback(_forget_error)
         return self._linking[key]
+
+    def _unlink(self, key: LinkKey, task: asyncio.Task[None]) -> None:
+        if self._linking.get(key) is task:
+            del self._linking[key]
 
     async def _wait_for_link(self, key: LinkKey, member: Member) -> None:
         """Wait for the other side to dial, and probe whether it is alive."""
@@ -272,9 +288,10 @@ class LinkTable:
             peer.heartbeats += 1
             number = peer.heartbeats
             try:
-                sock = await self._dial_heartbeat(
-                    key, peer.address, peer.seal, number=number
-                )
+                async with asyncio.timeout(AGAIN_LIMIT_S):
+                    sock = await self._dial_heartbeat(
+                        key, peer.address, peer.seal, number=number
+                    )
                 if self._peers.get(key) is peer:
                     self.heartbeats.begin(
                         peer.link, sock, peer.seal, dialed=True, number=number
@@ -292,6 +309,8 @@ class LinkTable:
     def _heartbeat_ended(self, key: LinkKey) -> None:
         """Open another connection: its end does not prove that the process ended."""
         peer = self._peers.get(key)
+        if peer is not None:
+            peer.since = time.monotonic()
         if peer is not None and peer.address is not None:
             self._once(key, lambda: self._dial_heartbeat_again(key))
 

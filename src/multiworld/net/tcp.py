@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import ipaddress
 import socket
 from typing import Any
@@ -95,7 +94,7 @@ async def _connect_unix(sock: socket.socket, where: Any) -> None:
             await asyncio.sleep(pause_s)
         else:
             return
-    raise ConnectionResetError(errno.ECONNRESET, "the listener takes no connections")
+    raise TimeoutError(f"no connection within {sum(CROWDED_S):.0f} s: it is crowded")
 
 
 async def resolve_all(host: str, port: int) -> list[tuple[int, Any]]:

@@ -274,8 +274,6 @@ class LocalMember:
         self._over.set_result(None)
         for rank in list(self._grace):
             self._cancel_grace(rank)
-        for rank in list(self._ending):
-            self._ending_over(rank)
         # The control links stay, so that a broken world learns of more lost members.
         self.backend.close_nowait()
         self._services.over(self)
@@ -353,6 +351,7 @@ class LocalMember:
         if waits and self.backend.is_arriving(rank):
             timer = self._loop.call_later(ENDING_S, self._ending_over, rank)
             self._ending[rank] = loss, timer
+            self._cancel_grace(rank)
         else:
             self.report(loss)
 
@@ -396,6 +395,8 @@ class LocalMember:
                     if not is_broken:
                         self.backend.begin_close()
                     self._tell_all(control.Left(self.incarnation.nonce, is_broken))
+        if self._life.is_over and self._ending:
+            self._ending_over(next(iter(self._ending)))
 
     def _abort(self) -> None:
         try:
@@ -411,11 +412,11 @@ class LocalMember:
         return [rank for rank in range(self.incarnation.size) if rank != self.rank]
 
     def trouble(self, rank: int | None, evidence: str) -> None:
-        if self._life.is_over or rank in self._life.left or rank in self._grace:
-            return
         if rank is not None and rank in self._ending:
             if not self.backend.is_arriving(rank):
                 self._ending_over(rank)
+            return
+        if self._life.is_over or rank in self._life.left or rank in self._grace:
             return
         if rank is None and self._life.left:
             return  # the connection's owner is unknown; it may be a member that left
@@ -425,6 +426,9 @@ class LocalMember:
 
     def _grace_over(self, rank: int | None, evidence: str) -> None:
         self._grace.pop(rank, None)
+        if self._ending:  # it is the reason, or was that of the member at the other end
+            self._ending_over(next(iter(self._ending)))
+            return
         what = "a data connection" if rank is None else f"the connection to rank {rank}"
         self.report(
             lifecycle.Failed(f"{what} failed, though every member is alive", evidence)

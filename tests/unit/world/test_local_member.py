@@ -315,6 +315,47 @@ async def test_loss_waits_for_what_the_network_still_brings(
     assert bench.local.lost == {2}
 
 
+@pytest.mark.parametrize("rank", [2, 1, None])
+async def test_end_of_a_lane_before_the_verdict_hides_no_loss(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, rank: int | None
+) -> None:
+    """The first lane to end may be that of a survivor, or of nobody that is known."""
+    monkeypatch.setattr(local_member, "LINK_GRACE_S", 0.02)
+    monkeypatch.setattr(bench.local.backend, "is_arriving", lambda rank: True)
+    bench.local.trouble(rank, "eof")
+    bench.local.on_finding(2, ended())
+    async with asyncio.timeout(20):
+        await bench.local.wait_over()
+    assert bench.local.lost == {2}
+    assert isinstance(bench.local.broken_error(), MemberLostError)
+
+
+async def test_last_lane_to_end_is_not_waited_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the first one ended before the verdict."""
+    arriving = True
+    monkeypatch.setattr(bench.local.backend, "is_arriving", lambda rank: arriving)
+    bench.local.trouble(2, "eof of the first")
+    bench.local.on_finding(2, ended())
+    assert bench.local.phase is Phase.READY
+    arriving = False
+    bench.local.trouble(2, "eof of the last")
+    assert bench.local.lost == {2}
+
+
+async def test_world_that_breaks_meanwhile_learns_of_both_losses(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the one that broke it first."""
+    monkeypatch.setattr(bench.local.backend, "is_arriving", lambda rank: True)
+    bench.local.on_finding(2, ended())
+    bench.local.on_finding(1, lost_by("it was silent", "no heartbeats"))
+    assert bench.local.lost == {1, 2}
+    lost = [event.rank for event in bench.events if isinstance(event, MemberLost)]
+    assert lost == [1, 2]
+
+
 async def test_loss_waits_no_longer_than_a_moment(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,6 +173,7 @@ class WorkerProcess:
             )
         ]
         ending = loop.create_task(self._finish())
+        computing = tasks[1]
         try:
             pending = {*tasks, ending}
             while not ending.done():
@@ -182,7 +183,9 @@ class WorkerProcess:
                 for task in done:
                     task.result()
         except Exception:
-            if self._worker.is_idle:
+            is_of_work = computing.done() and not computing.cancelled()
+            is_of_work = is_of_work and computing.exception() is not None
+            if not is_of_work or self._worker.is_idle:
                 raise
             # A polite end would say that nothing it computes is at fault.
             logger.exception("%s failed at work", self._args.name)

@@ -313,8 +313,11 @@ class EngineSequences:
         """Return whether others still wait for a token after the last suspect."""
         if self._after is None:
             return False
-        others = len(self._runs) - bool(self._after.run)
-        return bool(others or self._queue)
+        stream, after = self._after.key[:2], self._after
+        is_known = self._known.get(stream) is after
+        gave_way = is_known and not (after.run or after.has_ended)
+        running = len(self._runs) + len(self._queue) + len(self._continuing)
+        return running > bool(after.run) + gave_way
 
     def _run(self, sequence: EngineSequence) -> None:
         self._numbers += 1

@@ -11,7 +11,7 @@ run together with others': a batch in which one request fails is computed in par
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -91,7 +91,7 @@ class BatchQueue:
         for share in shares:
             if share.tenant:
                 self._apart[share.tenant] = now + APART_S
-            self._fair.charge(share, (batches - 1) * self._max_rows / len(shares))
+            self._fair.charge(share, max(0, batches - 1) * self._max_rows / len(shares))
 
     def due_at(self) -> float | None:
         """Return when the next batch is due; None without work."""
@@ -111,29 +111,28 @@ class BatchQueue:
         if due_at is None:
             return []
         batch = self._fitting(now)
-        if now < due_at and not self._is_full(batch):
-            batch = self._full(now)
+        rows = sum(work.rows for work in batch)
+        if now < due_at and rows < self._max_rows:
+            batch = self._full(now) if len(batch) < len(self._waiting) else []
         for work in batch:
             self._fair.take(work.key)
             self._probes.pop(work.key, None)
             del self._waiting[work.key]
         return batch
 
-    def _is_full(self, batch: list[Work]) -> bool:
-        return sum(work.rows for work in batch) >= self._max_rows
-
     def _full(self, now: float) -> list[Work]:
         """Return a full batch of another group than the oldest work; empty if none."""
         groups: dict[Hashable, list[Work]] = {}
+        rows: Counter[Hashable] = Counter()
         for key in self._fair.order():
             work = self._waiting[key]
-            if work.is_isolated:
+            group = self._group(work, now)
+            if work.is_isolated or rows[group] + work.rows > self._max_rows:
                 continue
-            batch = groups.setdefault(self._group(work, now), [])
-            if sum(other.rows for other in batch) + work.rows <= self._max_rows:
-                batch.append(work)
-            if self._is_full(batch):
-                return batch
+            groups.setdefault(group, []).append(work)
+            rows[group] += work.rows
+            if rows[group] == self._max_rows:
+                return groups[group]
         return []
 
     def _group(self, work: Work, now: float) -> Hashable:

@@ -167,23 +167,20 @@ class Executor:
     def _call(self, batch: Tensors) -> Tensors:
         """Compute on the stage's device; batches come from the host, and go there."""
         assert self._function is not None
-        if self._device == "cpu":
-            outputs = self._function(batch)
-            if not isinstance(outputs, dict):
-                return outputs
-            # The stage may use their memory again while they wait to be sent.
-            return {
-                name: tensor.clone() if isinstance(tensor, torch.Tensor) else tensor
-                for name, tensor in outputs.items()
-            }
-        moved = {name: tensor.to(self._device) for name, tensor in batch.items()}
-        outputs = self._function(moved)
+        if self._device != "cpu":
+            batch = {name: tensor.to(self._device) for name, tensor in batch.items()}
+        outputs = self._function(batch)
         if not isinstance(outputs, dict):  # ``split`` says what is wrong with it
             return outputs
         return {
-            name: tensor.cpu() if isinstance(tensor, torch.Tensor) else tensor
+            name: self._own(tensor) if isinstance(tensor, torch.Tensor) else tensor
             for name, tensor in outputs.items()
         }
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the host: the stage may use its memory again."""
+        is_elsewhere = self._device != "cpu" and tensor.device.type != "cpu"
+        return tensor.cpu() if is_elsewhere else tensor.clone()
 
     def _translated(self, error: BaseException) -> errors.ServeError:
         if isinstance(error, errors.InvalidRequestError | errors.ModelFailedError):

@@ -100,6 +100,7 @@ class Worker:
         # Calls of the model up to this one, and when it was seen: a batch has several
         # if it fails, and its requests are computed alone.
         self._calls, self._called_at = 0, 0.0
+        self._calls_before = 0  # the running batch
         self._wanted_at = 0.0  # when somebody last waited for what runs
         self.counts: Counter[str] = Counter()
         self.computed_s = 0.0
@@ -290,7 +291,8 @@ class Worker:
 
     def _enter(self, batch: list[Work]) -> None:
         self._running, self._running_since = batch, self._clock()
-        self._calls, self._called_at = self._runner.calls + 1, 0.0
+        self._calls_before = self._runner.calls
+        self._calls, self._called_at = self._calls_before + 1, 0.0
 
     async def _compute(self, batch: list[Work], *, has_failed: bool) -> None:
         """Announce a batch, and compute it in the stage's thread."""
@@ -380,7 +382,7 @@ class Worker:
             if isinstance(outcome, ServeError)
         }
         if failed and len(batch) > 1:
-            self._batcher.failed(failed, now, self._runner.calls - self._calls + 1)
+            self._batcher.failed(failed, now, self._runner.calls - self._calls_before)
         for work, outcome in zip(batch, outcomes, strict=True):
             if isinstance(outcome, ServeError):
                 self._fail(work.key, outcome)

@@ -672,6 +672,17 @@ def test_suspect_gives_way_to_held_places() -> None:
     assert replica.runs[replica.number_of(1)].tokens[2:] == (3,)
 
 
+def test_suspect_that_gave_way_holds_up_no_other_suspect() -> None:
+    """It waits for a place, and they need none."""
+    replica = Replica(1)
+    replica.prepare(start(2))
+    replica.generate(2, 3)
+    replica.begin(start(1, suspect=True))
+    replica.begin(start(5, suspect=True))
+    replica.generate(1, 3)
+    assert replica.running == [5]
+
+
 def test_leaks_are_named() -> None:
     """By kind, with their numbers."""
     replica = Replica(1)

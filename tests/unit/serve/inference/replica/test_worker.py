@@ -23,6 +23,7 @@ from multiworld.serve.inference.replica.executor import Executor, Quickness
 from multiworld.serve.inference.replica.worker import Worker, WorkerLimits
 from multiworld.serve.replica.hang_guard import EXIT_HUNG
 from multiworld.serve.spec.stage import Stage, StageContext, Tensors
+from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport import inference_messages
 from multiworld.serve.transport.edges import listen
 from multiworld.serve.transport.inference_messages import Attempt, Note, WorkItem
@@ -282,6 +283,21 @@ async def test_request_that_fails_fails_alone() -> None:
         assert (errors[3].kind, errors[3].stage) == ("ModelFailedError", "s")
         assert await answers(g) == {1: 2.0}
         assert b.worker.counts["failed"] == 2
+
+
+async def test_tenant_whose_requests_fail_is_charged_for_all_computations() -> None:
+    """Others are served meanwhile."""
+    async with bench(is_started=False, max_batch_size=4) as b:
+        g = await b.connect("g")
+        bad, good = Share("bad"), Share("good")
+        await send(g, [item(n, share=bad) for n in range(4)], *[66.0] * 4)
+        await until(lambda: b.worker.report().queued == 4)
+        b.start()
+        await until(lambda: len(b.model.batches) == 7)
+        items = [item(9, share=bad), *(item(n, share=good) for n in range(10, 22))]
+        await send(g, items, 2.0, *[1.0] * 12)
+        await until(lambda: len(b.model.batches) == 11)
+        assert b.model.batches[7:] == [*[[1.0] * 4] * 3, [2.0]]
 
 
 async def test_request_with_more_rows_than_a_batch_is_refused() -> None:
