@@ -155,6 +155,19 @@ class WorldConfig:
         return dataclasses.replace(self, **changes)
 
 
+def is_unicode(text: str) -> bool:
+    """Return whether UTF-8 can carry a text.
+
+    Args:
+        text: Any text; one with lone surrogates, as in odd file names, is not Unicode.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def is_int(value: object) -> bool:
     """Return whether a value is an int.
 

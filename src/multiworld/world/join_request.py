@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from multiworld.config import WorldConfig, is_int
+from multiworld.config import WorldConfig, is_int, is_unicode
 from multiworld.errors import ConfigError
 from multiworld.rendezvous.store_address import StoreAddresses, parse_store
 from multiworld.rendezvous.store_messages import MAX_SIZE
@@ -100,14 +100,6 @@ def _device_of(device: torch.device | str) -> torch.device:
         raise ConfigError("device", device, rule) from error
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _check(request: JoinRequest) -> None:
     name, rank, size = request.name, request.rank, request.size
     if not isinstance(name, str) or not name:
@@ -115,7 +107,7 @@ def _check(request: JoinRequest) -> None:
     if len(name) > MAX_NAME:
         rule = f"give at most {MAX_NAME} characters"
         raise ConfigError("name", f"{name[:20]}...", rule)
-    if not _is_unicode(name):
+    if not is_unicode(name):
         raise ConfigError("name", name, "give Unicode text, without lone surrogates")
     if not is_int(size) or not 1 <= size <= MAX_SIZE:
         raise ConfigError("size", size, f"give an int from 1 to {MAX_SIZE}")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from multiworld.backends.dtypes import code_of, require_host
+from multiworld.config import is_unicode
 from multiworld.errors import InvalidRequestError, ModelFailedError, TensorMismatchError
 from multiworld.serve.spec.stage import Tensors
 
@@ -105,7 +106,7 @@ def _check(outputs: Tensors, rows: int, stage: str) -> None:
             stage=stage,
         )
     for name, tensor in outputs.items():
-        if not isinstance(name, str) or not _is_text(name):
+        if not isinstance(name, str) or not is_unicode(name):
             got = "a name that is no text"
         elif not isinstance(tensor, Tensor):
             got = f"a {type(tensor).__name__}"
@@ -119,14 +120,6 @@ def _check(outputs: Tensors, rows: int, stage: str) -> None:
             "rows (dimension 0), one for each that came in",
             stage=stage,
         )
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _check_sendable(name: str, tensor: Tensor, stage: str) -> None:
