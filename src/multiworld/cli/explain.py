@@ -20,10 +20,10 @@ SILENT = "does not answer: it is stopped, busy in a long call, or cut off"
 LONG_S = 0.1  # seconds from which a step is worth mentioning
 
 
-def _show_operations(operations: Sequence[HistoryEntry]) -> None:
-    if operations:
+def _show_events(events: Sequence[HistoryEntry]) -> None:
+    if events:
         click.echo("\nthe last events:")
-    for event in operations:
+    for event in events:
         when = time.strftime("%H:%M:%S", time.localtime(event.at))
         click.echo(f"  {when} {event.kind}: {event.text}")
 
@@ -149,6 +149,6 @@ def explain(service: Service, last: int, snapshots: bool, as_json: bool) -> None
         )
     for title, why in found.unplaced.items():
         click.echo(f"{title} cannot be placed: {why}")
-    _show_operations(found.operations)
+    _show_events(found.operations)
     _show_assessments(decided.thoughts)
     _show_decisions(decided.decisions)

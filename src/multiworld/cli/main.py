@@ -60,7 +60,7 @@ Examples:
   multiworld chaos kill m back         kill a replica of a stage
   multiworld scale m back 3            three replicas of a stage"""
 
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EIO}  # errors of an output that is full
 
 EXTRAS = {"demo": "demo"}  # extras of commands; ``serve`` for the others
 

@@ -143,7 +143,7 @@ class LinkTable:
         peer = self._peers.get(key)
         return None if peer is None else peer.link
 
-    def unused_since(self, key: LinkKey) -> float | None:
+    def without_heartbeats_since(self, key: LinkKey) -> float | None:
         """Return since when a link has had no heartbeat connection; None if it has."""
         peer = self._peers[key]
         return None if peer.is_local or self.heartbeats.has(key) else peer.since

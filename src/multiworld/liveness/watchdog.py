@@ -298,7 +298,7 @@ class WatchDog:
         for key in self._links:
             # No world needs it, and its host may have vanished silently.
             silent_s = self._detector.silent_s(_name(key), now)
-            since = self._links.unused_since(key)
+            since = self._links.without_heartbeats_since(key)
             is_silent = silent_s > SILENT_S and self._links.heartbeats.has(key)
             is_silent |= since is not None and now - since > SILENT_S
             if is_silent and not self._worlds.uses(key):

@@ -55,7 +55,7 @@ class RemoteError(msgspec.Struct, frozen=True, array_like=True):
         given = (getattr(error, name, "") for name in ("stage", "param", "code"))
         # A model may set them to anything.
         facts = (_sendable(each) if isinstance(each, str) else "" for each in given)
-        return RemoteError(kind, _sendable(text_of(error)), *facts)
+        return RemoteError(kind, _sendable(wording_of(error)), *facts)
 
     def error(self) -> ServeError:
         """Return the error to raise; a plain ``ServeError`` if it is unknown."""
@@ -69,7 +69,7 @@ class RemoteError(msgspec.Struct, frozen=True, array_like=True):
         return error
 
 
-def text_of(error: BaseException) -> str:
+def wording_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:  # a model's own

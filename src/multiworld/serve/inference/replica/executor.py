@@ -14,7 +14,7 @@ from multiworld.serve.inference.replica.batch_queue import Work
 from multiworld.serve.replica.compute_thread import ComputeThread
 from multiworld.serve.spec.stage import Stage, StageContext, StageFunction, Tensors
 from multiworld.serve.transport.collation import collate, lengths_of, split
-from multiworld.serve.transport.protocol import text_of
+from multiworld.serve.transport.protocol import wording_of
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -187,7 +187,7 @@ class Executor:
             return error
         self._log(error)
         return errors.ModelFailedError(
-            f"stage {self._name!r} raised {type(error).__name__}: {text_of(error)}",
+            f"stage {self._name!r} raised {type(error).__name__}: {wording_of(error)}",
             stage=self._name,
         )
 
