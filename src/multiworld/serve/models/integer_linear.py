@@ -7,9 +7,10 @@ exactly rounded: a row has the same bits in a call of any size, at any place, wi
 number of threads, and on any processor. With 7 bits no kernel saturates, as kernels for
 AVX2 would with 8 bits (two products are at most 2 x 128 x 127, which 16 bits hold).
 
-oneDNN computes them, or FBGEMM where the processor has no instructions for products of
-bytes (VNNI): there its kernels take a quarter of the time for up to 16 rows. The
-results have the same bits.
+Code that is compiled on this machine computes them. Where that cannot be, torch does:
+by oneDNN, or by FBGEMM where the processor has no instructions for products of bytes
+(VNNI), as its kernels then take a quarter of the time for up to 16 rows. The results
+have the same bits.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from multiworld.errors import ModelFailedError
+from multiworld.serve.models.integer_products import Compiled
 from multiworld.serve.models.stored_integers import Stored
 
 LEVELS = 63  # largest magnitude of an integer of activations
@@ -46,22 +48,24 @@ SIBLINGS = (
 ROUTER = re.compile("(Router|Gate|Gating)$")
 ROUTERS = "gate", "router"
 
-CHECKED = 3  # rows of the product that is compared with exact sums
+ROWS_CHECKED = (
+    11  # rows of the product that is compared with exact sums: enough for a tile
+)
 
-# Operators that have refused or miscomputed a shape here, and shapes that they compute:
-# each shape has its kernels.
-_checked: dict[tuple[str, torch.Size], str] = {}
+# Kernels that have refused or miscomputed a shape here, and shapes that they compute.
+checked: dict[tuple[str, torch.Size], str] = {}
 
 
 class IntegerLinear(nn.Module):
     """A product with a weight, [outputs, inputs], in int8, and a bias, [outputs]."""
 
-    def __init__(self, weights: Weights, begin: int, end: int, bias: Tensor | None):
+    def __init__(self, weights: Weights, number: int, bias: Tensor | None):
         super().__init__()
-        self.in_features, self.out_features = weights.inputs, end - begin
+        self.in_features = weights.inputs
+        self.out_features = weights.outputs[number]
         self.bias = None if bias is None else bias.detach().float()
-        # ``begin``: the first of its outputs.
-        self._weights, self._outputs = weights, slice(begin, end)
+        # ``number``: its place among the linears of the weights.
+        self._weights, self._number = weights, number
 
     @property
     def nbytes(self) -> int:
@@ -73,8 +77,7 @@ class IntegerLinear(nn.Module):
 
     def forward(self, given: Tensor) -> Tensor:
         """Return the product; ``given`` is [..., inputs], the result has its dtype."""
-        product, scale = self._weights.product(given, self._outputs.start == 0)
-        found = product[:, self._outputs] * scale
+        found = self._weights.product(given, self._number)
         if self.bias is not None:
             found.add_(self.bias)
         return found.to(given.dtype).view(*given.shape[:-1], self.out_features)
@@ -84,66 +87,89 @@ class Weights:
     """Weights in int8, and their scales, of linears that are given the same rows."""
 
     def __init__(self, weights: Sequence[Stored]) -> None:
-        self._linears = len(weights)
         integers = torch.cat([integers for integers, _ in weights])
         scale = torch.cat([scale for _, scale in weights])
+        self.outputs = [len(scale) for _, scale in weights]
         self.inputs = integers.shape[1]
         # The first linear computes for all: an attention's query, key and value are one
         # call.
         self._given: Tensor | None = None
-        self._found: tuple[Tensor, Tensor] | None = None
-        self._waiting = 0
-        self._kernel = packed(integers, scale)
+        self._found: list[Tensor | None] = []
+        self._kernel = packed(integers, scale, self.outputs)
 
-    def product(self, given: Tensor, is_first: bool) -> tuple[Tensor, Tensor]:
-        """Return the product, [rows, outputs], and each row's factor, [rows, 1]."""
+    def product(self, given: Tensor, number: int) -> Tensor:
+        """Return the product of one of the linears, [rows, outputs], float32."""
+        found = self._found[number] if given is self._given else None
         # Always for the first: nothing is left of a step that failed between two of
         # them.
-        if is_first or given is not self._given or self._found is None:
-            self._given, self._found = given, self._computed(given)
-            self._waiting = self._linears
-        found = self._found
-        self._waiting -= 1
-        if not self._waiting:
-            self._given = self._found = None
+        if number == 0 or found is None:
+            rows = given.reshape(-1, self.inputs).float()
+            self._given, self._found = given, [*self._kernel.products(rows)]
+            found = self._found[number]
+            assert found is not None
+        self._found[number] = None
+        if not any(left is not None for left in self._found):
+            self._given = None
         return found
-
-    def _computed(self, given: Tensor) -> tuple[Tensor, Tensor]:
-        rows = given.reshape(-1, self.inputs).float()
-        count = len(rows)
-        factor = rows.abs().amax(-1, keepdim=True)
-        factor.clamp_(min=1e-30).mul_(1 / LEVELS)
-        size = self._kernel.size(2 * count)
-        both = rows.new_empty((size, self.inputs))
-        high, low = both[:count], both[count : 2 * count]
-        if size > 2 * count:
-            both[2 * count :] = 0.0
-        torch.div(rows, factor, out=low)
-        torch.round(low, out=high)
-        low.sub_(high).mul_(FINER)
-        sums = self._kernel.sums(both)
-        # A power of two: whether this is fused does not change the bits.
-        found = sums[:count].add_(sums[count : 2 * count], alpha=1 / FINER)
-        return found, factor
 
 
 class Kernel(Protocol):
-    """Packed weights."""
+    """Packed weights of linears that are given the same rows."""
 
-    def __init__(self, integers: Tensor, scale: Tensor) -> None: ...
+    def __init__(
+        self, integers: Tensor, scale: Tensor, outputs: Sequence[int]
+    ) -> None: ...
+
+    def products(self, rows: Tensor) -> list[Tensor]:
+        """Return each linear's results, [rows, outputs]; ``rows`` is float32."""
+
+
+class TorchKernel:
+    """Products by an operator of torch, and the rest by its operations on floats."""
+
+    def __init__(self, integers: Tensor, scale: Tensor, outputs: Sequence[int]) -> None:
+        self._outputs = tuple(outputs)
+        self.pack(integers, scale)
+
+    def pack(self, integers: Tensor, scale: Tensor) -> None:
+        raise NotImplementedError
 
     def size(self, count: int) -> int:
         """Return the number of rows of a call that holds ``count`` rows."""
+        raise NotImplementedError
 
     def sums(self, given: Tensor) -> Tensor:
         """Return sums times the outputs' scales, [rows, outputs], float32.
 
         ``given`` is overwritten: numbers from -64 to 64, which are rounded to integers.
         """
+        raise NotImplementedError
+
+    def products(self, rows: Tensor) -> list[Tensor]:
+        count = len(rows)
+        both = rows.new_empty((self.size(2 * count), rows.shape[1]))
+        factor = as_integers(rows, both[:count], both[count : 2 * count])
+        both[2 * count :] = 0.0
+        sums = self.sums(both)
+        found = sums[:count].add_(sums[count : 2 * count], alpha=1 / FINER)
+        return [part * factor for part in found.split_with_sizes(self._outputs, -1)]
 
 
-class OneDnn:
-    def __init__(self, integers: Tensor, scale: Tensor) -> None:
+def as_integers(rows: Tensor, high: Tensor, low: Tensor) -> Tensor:
+    """Write rows as integers, of which the low ones are not rounded yet.
+
+    Returns each row's factor, [rows, 1].
+    """
+    factor = rows.abs().amax(-1, keepdim=True)
+    factor.clamp_(min=1e-30).mul_(1 / LEVELS)
+    torch.div(rows, factor, out=low)
+    torch.round(low, out=high)
+    low.sub_(high).mul_(FINER)
+    return factor
+
+
+class OneDnn(TorchKernel):
+    def pack(self, integers: Tensor, scale: Tensor) -> None:
         self._packed = torch.ops.onednn.qlinear_prepack(integers, None)
         self._scale, self._zeros = scale, torch.zeros(len(scale), dtype=torch.int64)
 
@@ -165,8 +191,8 @@ class OneDnn:
         return found
 
 
-class Fbgemm:
-    def __init__(self, integers: Tensor, scale: Tensor) -> None:
+class Fbgemm(TorchKernel):
+    def pack(self, integers: Tensor, scale: Tensor) -> None:
         zeros = torch.zeros(len(scale), dtype=torch.int64)
         with warnings.catch_warnings():
             # Quantized tensors will be removed, and oneDNN is used then.
@@ -190,22 +216,22 @@ def kernels() -> list[type[Kernel]]:
     known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     has_vnni = known.get("avx512_vnni", True) or known.get("avx_vnni", False)
     if has_vnni or "fbgemm" not in torch.backends.quantized.supported_engines:
-        return [OneDnn]
-    return [Fbgemm, OneDnn]
+        return [Compiled, OneDnn]
+    return [Compiled, Fbgemm, OneDnn]
 
 
-def packed(integers: Tensor, scale: Tensor) -> Kernel:
-    """Return packed weights; raises ModelFailedError if no operator computes them."""
+def packed(integers: Tensor, scale: Tensor, outputs: Sequence[int]) -> Kernel:
+    """Return packed weights; raises ModelFailedError if no kernel computes them."""
     errors = []
     for make in kernels():
         key = make.__name__, integers.shape
         try:
-            kernel = make(integers, scale)
-            if key not in _checked:
-                _checked[key] = _error_of(kernel, integers, scale)
-            if not _checked[key]:
+            kernel = make(integers, scale, outputs)
+            if key not in checked:
+                checked[key] = _error_of(kernel, integers, scale)
+            if not checked[key]:
                 return kernel
-            errors.append(f"{make.__name__}: {_checked[key]}")
+            errors.append(f"{make.__name__}: {checked[key]}")
         except (RuntimeError, AttributeError, NotImplementedError, TypeError) as error:
             errors.append(f"{make.__name__}: {error}")
     raise ModelFailedError(
@@ -215,16 +241,22 @@ def packed(integers: Tensor, scale: Tensor) -> Kernel:
 
 
 def _error_of(kernel: Kernel, integers: Tensor, scale: Tensor) -> str:
-    """Return an error unless sums are exact, and scaled in one rounding."""
+    """Return an error unless sums are exact, and each operation is rounded."""
     chance = torch.Generator().manual_seed(0)
-    shape = CHECKED, integers.shape[1]
-    given = torch.randint(-LEVELS, SHIFT + 1, shape, generator=chance)
-    given[0] = SHIFT  # the largest sums
-    found = kernel.sums(given + 0.25)
-    exact = given.double()
+    rows = torch.randn(ROWS_CHECKED, integers.shape[1], generator=chance)
+    rows[0] = (LEVELS - 0.5) * rows[0].sign()  # the largest integers, high and low
+    rows[0, 0] = LEVELS
+    found = torch.cat(kernel.products(rows), -1)
+    high, low = torch.empty_like(rows), torch.empty_like(rows)
+    factor = as_integers(rows, high, low)
     for begin in range(0, len(integers), 4096):
         here = slice(begin, begin + 4096)
-        wanted = (exact @ integers[here].double().t()).float() * scale[here]
+        weight = integers[here].double().t()
+        coarse, fine = (
+            (part.double() @ weight).float() * scale[here]
+            for part in (high, low.round())
+        )
+        wanted = (coarse + fine * (1 / FINER)) * factor
         if not torch.equal(found[:, here], wanted):
             return "its sums are not exact"
     return ""
@@ -254,13 +286,11 @@ def quantize_linears(
         for names in _groups(holder, stored):
             linears = [getattr(holder, name) for name in names]
             pairs = [stored.get(one) or quantized(_weight(one)) for one in linears]
-            weights, end = Weights(pairs), 0
-            for name, linear, (integers, _) in zip(names, linears, pairs, strict=True):
-                begin, end = end, end + len(integers)
-                replaced = IntegerLinear(weights, begin, end, linear.bias)
+            weights = Weights(pairs)
+            for number, (name, linear) in enumerate(zip(names, linears, strict=True)):
                 # This frees the weights, unless another module shares them, as
                 # embeddings do.
-                setattr(holder, name, replaced)
+                setattr(holder, name, IntegerLinear(weights, number, linear.bias))
 
 
 def _groups(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import platform
+import shutil
+import subprocess
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from torch import nn
 
 from multiworld.errors import ModelFailedError
 from multiworld.serve.models import integer_linear as integers
+from multiworld.serve.models import integer_products
 from multiworld.serve.models.integer_linear import (
     Fbgemm,
     IntegerLinear,
@@ -19,6 +24,7 @@ from multiworld.serve.models.integer_linear import (
     OneDnn,
     quantize_linears,
 )
+from multiworld.serve.models.integer_products import Compiled, Instructions
 from multiworld.serve.models.meter import parameter_bytes
 from multiworld.serve.models.packed_linear import pack_linears
 
@@ -31,20 +37,85 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
+try:
+    integer_products.library()
+    INSTRUCTIONS = integer_products.best()
+except NotImplementedError:
+    INSTRUCTIONS = Instructions.NONE
+
 NEEDS_FBGEMM = pytest.mark.skipif(
     "fbgemm" not in torch.backends.quantized.supported_engines,
     reason="torch has no FBGEMM on this processor",
 )
 
 
-@pytest.fixture(params=[OneDnn, pytest.param(Fbgemm, marks=NEEDS_FBGEMM)])
+COMPILED = [
+    pytest.param(
+        instructions,
+        marks=pytest.mark.skipif(
+            instructions > INSTRUCTIONS,
+            reason="not compiled here, or the processor lacks these instructions",
+        ),
+    )
+    for instructions in (Instructions.AVX2, Instructions.VNNI, Instructions.AMX)
+]
+
+
+@pytest.fixture(params=[OneDnn, pytest.param(Fbgemm, marks=NEEDS_FBGEMM), *COMPILED])
 def kernel(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> type[Kernel]:
     """Use this kernel alone, whatever the processor is."""
-    monkeypatch.setattr(integers, "kernels", lambda: [request.param])
-    made: type[Kernel] = request.param
+    made: type[Kernel] = Compiled
+    if isinstance(request.param, Instructions):
+        monkeypatch.setattr(integer_products, "best", lambda: request.param)
+    else:
+        made = request.param
+    monkeypatch.setattr(integers, "kernels", lambda: [made])
+    monkeypatch.setattr(integers, "checked", {})
     return made
+
+
+def test_a_machine_with_a_compiler_uses_it() -> None:
+    """So that no fault of the compiled code leaves it unused, and untested."""
+    is_avx2 = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX")
+    if platform.machine() != "x86_64" or not is_avx2 or not shutil.which("cc"):
+        pytest.skip("there is no compiler, or no AVX2")
+    assert integers.kernels()[0] is Compiled
+    assert type(integers.packed(*integers.quantized(waves(8, 8)), [8])) is Compiled
+
+
+@pytest.mark.parametrize("kernel", COMPILED, indirect=True)
+@pytest.mark.parametrize(
+    ("widths", "inputs"), [((40,), 64), ((33, 1, 64), 130), ((7, 70), 3), ((5,), 1)]
+)
+def test_compiled_products_are_those_of_torch(
+    widths: tuple[int, ...], inputs: int, kernel: type[Kernel]
+) -> None:
+    """Blocks and tiles that are not full, of weights and of rows."""
+    weight, scale = integers.quantized(waves(sum(widths), inputs))
+    theirs, ours = (make(weight, scale, widths) for make in (integers.OneDnn, kernel))
+    with torch.inference_mode():
+        for rows in (*range(1, 20), 31, 32, 33, 70):
+            given = waves(rows, inputs)
+            found, wanted = ours.products(given), theirs.products(given)
+            assert [each.shape for each in found] == [(rows, n) for n in widths]
+            assert all(map(torch.equal, found, wanted))
+            assert all(tensor.is_contiguous() for tensor in found)
+
+
+@pytest.mark.parametrize("kernel", COMPILED, indirect=True)
+def test_the_largest_sums_are_exact(kernel: type[Kernel]) -> None:
+    """No instruction saturates: all weights 127 or -127, all integers the largest."""
+    for sign in (1, -1):
+        weight = torch.full((40, 4_096), sign * 127, dtype=torch.int8)
+        given = torch.full((20, 4_096), 62.5)
+        given[:, 0] = 63.0
+        given[1::2] *= -1
+        theirs, ours = (
+            make(weight, torch.ones(40), [40]) for make in (integers.OneDnn, kernel)
+        )
+        assert torch.equal(ours.products(given)[0], theirs.products(given)[0])
 
 
 def waves(rows: int, columns: int) -> torch.Tensor:
@@ -181,13 +252,13 @@ def test_siblings_are_computed_together_with_the_bits_of_each_alone(
     quantize_linears(attention)
     together = attention.q_proj, attention.k_proj, attention.v_proj
     calls: list[int] = []
-    sums = kernel.sums
+    products = kernel.products
 
-    def counted(made: Kernel, given: torch.Tensor) -> torch.Tensor:
+    def counted(made: Kernel, given: torch.Tensor) -> list[torch.Tensor]:
         calls.append(len(given))
-        return sums(made, given)
+        return products(made, given)
 
-    monkeypatch.setattr(kernel, "sums", counted)
+    monkeypatch.setattr(kernel, "products", counted)
     given, other = waves(9, 64), waves(5, 64)
     with torch.inference_mode():
         wanted = [linear(given) for linear in alone]
@@ -216,8 +287,10 @@ def test_integers_are_refused_where_sums_are_not_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The error says what to do."""
-    for each in (OneDnn, Fbgemm):
-        monkeypatch.setattr(each, "sums", lambda _, given: torch.zeros(len(given), 17))
+    for each in (OneDnn, Fbgemm, Compiled):
+        monkeypatch.setattr(
+            each, "products", lambda _, rows: [torch.zeros(len(rows), 17)]
+        )
     with pytest.raises(ModelFailedError, match="remove quantization"):
         integer_linear(waves(17, 67))
 
@@ -247,5 +320,77 @@ def test_kernel_follows_from_the_processor(
     """Also where torch does not say what the processor has."""
     name = "get_capabilities"
     monkeypatch.setattr(torch.cpu, name, lambda: capabilities, raising=False)
-    assert integers.kernels()[0] is first
+    assert integers.kernels()[:2] == [Compiled, first]
     assert integers.kernels()[-1] is OneDnn
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Return an empty cache folder, for a library that has not been loaded."""
+    monkeypatch.setenv("MULTIWORLD_CACHE", str(tmp_path))
+    integer_products.outcome.cache_clear()
+    yield tmp_path
+    integer_products.outcome.cache_clear()
+
+
+NEEDS_COMPILER = pytest.mark.skipif(not INSTRUCTIONS, reason="not compiled here")
+
+
+@NEEDS_COMPILER
+def test_compiled_code_is_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next process has it without a compiler, unless others may write to it."""
+    integer_products.library()
+    (kept,) = (fresh / "compiled").iterdir()
+    monkeypatch.setattr(subprocess, "run", _refuse)
+    integer_products.outcome.cache_clear()
+    integer_products.library()
+    kept.chmod(0o777)
+    integer_products.outcome.cache_clear()
+    with pytest.raises(NotImplementedError, match="no compiler today"):
+        integer_products.library()
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise OSError("no compiler today")
+
+
+@NEEDS_COMPILER
+def test_a_cache_that_cannot_be_used_is_done_without(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file where its folder should be; a file in it that is cut off."""
+    (fresh / "compiled").touch()
+    integer_products.library()
+    (fresh / "compiled").unlink()
+    integer_products.outcome.cache_clear()
+    integer_products.library()
+    (kept,) = (fresh / "compiled").iterdir()
+    kept.unlink()  # a new file: this process has mapped the old one
+    kept.write_bytes(b"")
+    kept.chmod(0o700)
+    integer_products.outcome.cache_clear()
+    integer_products.library()
+    assert kept.stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("MULTIWORLD_COMPILE", "0", "MULTIWORLD_COMPILE is 0"),
+        ("CC", "no-such-compiler", "no-such-compiler"),
+        ("CC", "false", "false"),
+    ],
+)
+@NEEDS_COMPILER
+def test_torch_computes_where_nothing_can_be_compiled(
+    name: str, value: str, error: str, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its product has the same bits."""
+    wanted = integer_linear(waves(17, 68))(waves(3, 68))
+    integer_products.outcome.cache_clear()
+    monkeypatch.setenv(name, value)
+    with pytest.raises(NotImplementedError, match=error):
+        integer_products.library()
+    kernel = integers.packed(*integers.quantized(waves(17, 68)), [17])
+    assert isinstance(kernel, integers.TorchKernel)
+    assert torch.equal(kernel.products(waves(3, 68))[0], wanted)
