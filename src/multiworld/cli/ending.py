@@ -18,7 +18,8 @@ def end_as_ctrl_c() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    # ``timeout`` and shells send them twice. Ctrl-C still ends what does not finish.
+    # ``timeout`` and shells send them twice: ignore the second. Ctrl-C still works, if
+    # shutting down hangs.
     for each in SIGNALS:
         signal.signal(each, _ignore)
     handler = signal.getsignal(signal.SIGINT)

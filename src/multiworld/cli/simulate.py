@@ -48,7 +48,7 @@ from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.profiles import ModelProfile, load_profile
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
-MAX_REPLICAS = 4096  # of a stage, as in a spec
+MAX_REPLICAS = 4096  # per stage; the limit that a spec has, too
 
 OWN = "spec"  # the policy that the spec itself chooses
 ORACLE = "oracle"  # the policy that knows the future

@@ -43,8 +43,11 @@ class Acceptor(Protocol):
     hellos: Any  # a subclass of ``Hello``, or several
 
     def security_for(self, hello: Hello) -> Security | None:
-        """Return the security for a connection; None: the listener's own. Any other
-        does not need TLS. ``HandshakeError`` refuses it, whatever it can prove."""
+        """Return a connection's security, or None for the listener's own.
+
+        A connection with a security of its own needs no TLS. Raise ``HandshakeError``
+        to refuse a connection before it proves anything.
+        """
 
     def refusal(self, hello: Hello) -> str | None:
         """Return why to refuse a connection with this hello, or None."""

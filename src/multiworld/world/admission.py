@@ -173,7 +173,7 @@ class Admission:
                 await local.open()
         except TimeoutError as error:
             late = _not_connected(local)
-            # Some did connect, and the rest had the time: the others learn who did not.
+            # The missing members had time to connect, as others did: report them lost.
             some = 0 < len(local.unlinked) < local.incarnation.size - 1
             if some and local.age_s >= CONNECT_S:
                 for rank in local.unlinked:

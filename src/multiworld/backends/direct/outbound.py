@@ -82,7 +82,7 @@ class Outbound:
         return self._header(wire.LEND, number, size)
 
     def announced(self, head: bytes, written: int) -> None:
-        """Count an announcement of which ``written`` bytes are sent; send the rest."""
+        """Count an announcement, and queue what follows its first ``written`` bytes."""
         self._sequence += 1
         self._frame = [memoryview(head)]
         self.advance(written)

@@ -599,13 +599,15 @@ LOADED_PHASES = (ProcessPhase.LOADED, ProcessPhase.READY, ProcessPhase.DRAINING)
 PLACEMENT_RETRY_S = 1.0  # before placing it again; a new machine ends the wait
 PROBE_PAUSE_S = 0.1  # before repeating a failed probe; doubles each time, up to 3.2 s
 
-# Failed probes in a row, until a replica that computes wrong is replaced.
+# Consecutive failed probes after which a replica is replaced.
 PROBE_FAILURES = 5
 
 PROBE_S = 10.0  # for the first probe of a replica
 PROBE_GRACE_S = 5.0  # without an outcome; then a probe counts as lost and is repeated
-FIRST_START_FAILURES = 4  # equal ones in a row: the first start of a stage is given up
-ROLL_BACK_FAILURES = 3  # crashes of one stage in a row: a new version is rolled back
+# Consecutive failures of one cause after which a stage's first start is given up.
+FIRST_START_FAILURES = 4
+# Consecutive crashes of one stage after which a new version is rolled back.
+ROLL_BACK_FAILURES = 3
 
 
 def _key_of(process: Process) -> StageKey:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from multiworld.serve.fleet.state import STATE_OF, DesiredModel, DesiredState, Process
 from multiworld.serve.transport.routing_table import Replica, Route, RoutingTable
 
-# What is desired of each version of a model that is desired or still runs.
+# Desired state, by model and version, of all versions that are desired or still run.
 Versions = Mapping[tuple[str, str], DesiredModel]
 
 

@@ -255,7 +255,7 @@ def _unforced(grammar: str) -> str:
 
 
 def _short(why: object) -> str:
-    # Not llguidance's own form of the grammar, nor a place in that.
+    # Drop llguidance's own form of the grammar, and positions in it.
     whole = str(why).partition("<non-verbose/>")[0]
     text = PLACE.sub("", whole.partition("\n")[0]).strip()
     if reason := REASON.search(whole):

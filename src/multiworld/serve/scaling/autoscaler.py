@@ -149,7 +149,8 @@ class Autoscaler:
         self._unusable: dict[str, ModelSpec] = {}
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._slow: dict[str, asyncio.Task[None]] = {}  # carried out when decided
+        # By model: policies that are still deciding.
+        self._slow: dict[str, asyncio.Task[None]] = {}
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())

@@ -348,7 +348,7 @@ class ModelSpec(_Strict):
     """Keyword arguments for the factory."""
     engine: str | None = Field(default=None, pattern=ENGINE)
     """External engine that computes the whole model in each replica: `vllm`,
-    `llama.cpp`, `openai` (servers that somebody else runs), or
+    `llama.cpp`, `openai` (existing servers with OpenAI's API), or
     `package.module:function` of an adapter. Such a model has no `stages`: `replicas`,
     `autoscaling_config`, `device`, `cpus`, `memory_mb`, `gpu_memory_mb`, `compute_s`
     and `nodes` are fields of the model itself."""

@@ -164,7 +164,7 @@ class TenantDatabase:
         return True
 
     def tokens_since(self, minute: int) -> dict[str, int]:
-        """Return all tokens by tenant since ``minute`` (epoch time)."""
+        """Return each tenant's number of tokens since ``minute`` (epoch time)."""
         query = (
             "SELECT tenant, CAST(sum(prompt_tokens + generated_tokens) AS INTEGER) "
             "FROM usage WHERE minute >= ? GROUP BY tenant"

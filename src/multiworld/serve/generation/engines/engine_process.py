@@ -80,7 +80,7 @@ def pass_on(
                 allowance.left_out = 0
                 last.clear()
             put([line])
-    put(last)  # they say why it has ended
+    put(last)  # the last lines say why the engine exited
 
 
 class EngineProcess:

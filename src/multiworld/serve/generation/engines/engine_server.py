@@ -172,7 +172,7 @@ class EngineServer:
                     yield data
         except (
             aiohttp.ClientError,
-            aiohttp.http.HttpProcessingError,  # of a line that is too long
+            aiohttp.http.HttpProcessingError,  # a line is too long
             TimeoutError,
             OSError,
             ValueError,

@@ -71,7 +71,7 @@ class Moves:
                     return
 
     def _leave_draining(self, now: float) -> None:
-        """Begin moves from draining replicas, of the oldest streams first."""
+        """Start to move streams off draining replicas, the oldest streams first."""
         if len(self._moving) >= AT_ONCE:
             return
         tokens = sum(len(stream.tokens) for stream in self._moving.values())

@@ -46,7 +46,7 @@ class Sizes:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
 ) -> Tensor:
-    """Return torch's attention; ``mask`` is added, or True for keys to attend to."""
+    """Return torch's attention; ``mask``: a bias, or True for keys to attend to."""
     # Queries: [batch, heads, rows, size]; keys, values: [batch, heads, keys, size].
     return functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale

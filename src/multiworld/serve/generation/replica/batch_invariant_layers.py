@@ -27,7 +27,7 @@ from multiworld.serve.models.packed_linear import PackedLinear
 
 # Tried numbers; fewer than 4 use kernels of their own.
 ROWS = (4, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256)
-REFERENCE = 16  # rows; the others are compared with it
+REFERENCE = 16  # rows; results with other numbers are compared with these
 OUTPUTS = 250_000  # at least, to compare per size: in bfloat16 few of them differ
 MAX_PRODUCTS = 1e9  # multiplications per size: a few hundredths of a second on one core
 

@@ -50,7 +50,8 @@ from multiworld.serve.transport.protocol import Key
 
 logger = logging.getLogger("multiworld.serve")
 
-SCORED_AT_ONCE = 32  # rows of a prompt; each takes the memory of its logits again
+# Rows of a prompt that are scored in one call, which copies the logits of each row.
+SCORED_AT_ONCE = 32
 
 # (Rows, positions, attention, wanted) to hidden states or logits:
 # ``DecoderStage.forward``. Sampling overwrites the logits.

@@ -134,7 +134,8 @@ class StepsInFlight:
         self._returned = max(self._returned, number)
         late_after_s = LATE_FACTOR * (now - step.began)
         if math.isfinite(self._late_after_s):
-            # One late step does not make all that follow punctual.
+            # One late step must not hide later ones: it raises the
+            # limit by no more than that factor.
             late_after_s = min(late_after_s, LATE_FACTOR * self._late_after_s)
             late_after_s = max(late_after_s, FORGET * self._late_after_s)
         self._late_after_s = max(LATE_S, late_after_s)
