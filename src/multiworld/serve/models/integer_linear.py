@@ -80,7 +80,9 @@ class IntegerLinear(nn.Module):
         found = self._weights.product(given, self._number)
         if self.bias is not None:
             found.add_(self.bias)
-        return found.to(given.dtype).view(*given.shape[:-1], self.out_features)
+        if found.dtype is not given.dtype:
+            found = found.to(given.dtype)
+        return found.view(*given.shape[:-1], self.out_features)
 
 
 class Weights:

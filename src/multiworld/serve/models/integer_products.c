@@ -309,15 +309,12 @@ FOR_AVX2 static void multiply_avx2(const uint8_t *weights, const float *scale,
     }
 }
 
-/* Return the bytes of ``scratch`` for a number of rows. */
-long multiworld_scratch(long inputs, long rows) {
-    return rows * 3 * 4 + (rows + 15) / 16 * 16 * 2 * inputs;
-}
-
 /* Multiply rows, [rows, given], by packed weights. ``found`` gets the results of each
- * linear, [rows, outputs], one behind the other. ``kind`` is at most the best one. */
-void multiworld_multiply(const Packed *packed, const float *rows, long count, long given,
-                        float *found, uint8_t *scratch, int threads, int kind) {
+ * linear, [rows, outputs], one behind the other. ``scratch`` has room for the factor and
+ * sums of each row, and for the integers of full tiles. ``kind`` is at most the best. */
+void multiworld_multiply(const Packed *packed, const float *rows, long count,
+                         long given, float *found, uint8_t *scratch, int threads,
+                         int kind) {
     long inputs = packed->inputs, blocks = 0;
     float *factor = (float *)scratch;
     int32_t *offsets = (int32_t *)(factor + count);

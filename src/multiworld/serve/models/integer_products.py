@@ -37,6 +37,7 @@ COMPILE_S = 60.0
 BLOCK = 32  # outputs of a block
 INPUTS = 4  # that one instruction adds; 64 fill a row of a tile
 TILE = 64
+TILE_ROWS = 16  # that tiles are read for, of two rows of integers each
 
 SWITCH = "MULTIWORLD_COMPILE"
 """Environment variable: ``0`` leaves all products to torch."""
@@ -68,7 +69,7 @@ class Compiled:
     """
 
     def __init__(self, integers: Tensor, scale: Tensor, outputs: Sequence[int]) -> None:
-        self._library = library()
+        self._multiply = library().multiworld_multiply
         self._instructions = best()
         if self._instructions is Instructions.NONE:
             raise NotImplementedError("the processor lacks the instructions")
@@ -92,10 +93,9 @@ class Compiled:
     def products(self, rows: Tensor) -> list[Tensor]:
         """Return each linear's results, [rows, outputs]; ``rows`` is float32."""
         count, rows = len(rows), rows.contiguous()
-        found = rows.new_empty(count * self._total)
-        size = self._library.multiworld_scratch(self._inputs, count)
-        scratch = torch.empty(size, dtype=torch.uint8)
-        self._library.multiworld_multiply(
+        found = torch.empty(count * self._total)
+        scratch = torch.empty(self._scratch(count), dtype=torch.uint8)
+        self._multiply(
             self._address,
             rows.data_ptr(),
             count,
@@ -105,13 +105,16 @@ class Compiled:
             torch.get_num_threads(),
             self._instructions,
         )
-        if len(self._outputs) == 1:
-            return [found.view(count, self._total)]
-        parts = found.split_with_sizes([count * width for width in self._outputs])
-        return [
-            part.view(count, width)
-            for part, width in zip(parts, self._outputs, strict=True)
-        ]
+        results, end = [], 0
+        for width in self._outputs:
+            begin, end = end, end + count * width
+            results.append(found[begin:end].view(count, width))
+        return results
+
+    def _scratch(self, count: int) -> int:
+        """Return bytes: of each row its integers, a factor and two sums."""
+        filled = -(-count // TILE_ROWS) * TILE_ROWS
+        return filled * 2 * self._inputs + count * 3 * 4
 
 
 def _blocks(integers: Tensor, inputs: int) -> Tensor:
@@ -178,10 +181,9 @@ def _loaded() -> ctypes.CDLL:
 
 def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number, count = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
-    multiply, scratch = found.multiworld_multiply, found.multiworld_scratch
+    multiply = found.multiworld_multiply
     multiply.argtypes = pointer, pointer, count, count, pointer, pointer, number, number
     multiply.restype = None
-    scratch.argtypes, scratch.restype = (count, count), count
     return found
 
 
