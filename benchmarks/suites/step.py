@@ -28,7 +28,8 @@ from multiworld.serve.generation.replica.batch_invariant_layers import (
     make_elements_invariant,
     make_linears_invariant,
 )
-from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
+from multiworld.serve.generation.replica.compiled_attention import compiled
+from multiworld.serve.generation.replica.kv_cache import KvCache, Rows, StepAttention
 from multiworld.serve.generation.replica.sampler import TokenHistory, sample
 from multiworld.serve.models import smollm2
 from multiworld.serve.models.packed_linear import pack_linears
@@ -89,7 +90,7 @@ def run(options: Options, on_step: OnStep) -> None:
             for streams in STREAMS:
                 on_step(("step", (number / options.rounds, f"{streams} streams")))
                 for mode, (stage, clock) in stages.items():
-                    make = KvCache if mode != EQUAL else _invariant_cache
+                    make = _cache if mode != EQUAL else _invariant_cache
                     for part, ms in _measure(stage, clock, streams, make).items():
                         kind = f"{mode}: parts by streams"
                         on_step(("sample", (kind, streams, part, "ms", ms)))
@@ -97,8 +98,12 @@ def run(options: Options, on_step: OnStep) -> None:
         torch.set_num_threads(threads)
 
 
+def _cache() -> KvCache:
+    return KvCache(attention=compiled(StepAttention))
+
+
 def _invariant_cache() -> KvCache:
-    return KvCache(attention=InvariantAttention, granule=PIECE)
+    return KvCache(attention=compiled(InvariantAttention), granule=PIECE)
 
 
 def _stage(folder: Path, mode: str) -> tuple[Any, Clock]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from multiworld.errors import ModelFailedError
-from multiworld.serve.models.integer_products import Compiled
+from multiworld.serve.models.integer_products import CompiledProducts
 from multiworld.serve.models.stored_integers import Stored
 
 LEVELS = 63  # largest magnitude of an integer of activations
@@ -218,8 +218,8 @@ def kernels() -> list[type[Kernel]]:
     known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     has_vnni = known.get("avx512_vnni", True) or known.get("avx_vnni", False)
     if has_vnni or "fbgemm" not in torch.backends.quantized.supported_engines:
-        return [Compiled, OneDnn]
-    return [Compiled, Fbgemm, OneDnn]
+        return [CompiledProducts, OneDnn]
+    return [CompiledProducts, Fbgemm, OneDnn]
 
 
 def packed(integers: Tensor, scale: Tensor, outputs: Sequence[int]) -> Kernel:

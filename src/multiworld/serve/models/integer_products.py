@@ -1,24 +1,13 @@
-"""Products in int8 that are compiled on this machine, from ``integer_products.c``.
+"""Products in int8 by compiled code (``integer_products.c``).
 
 One call from Python takes the place of a dozen of torch's, and reads weights as fast as
-memory gives them. The results have the same bits. The first process that needs them
-calls the C compiler, which takes a second; its file is kept in the cache folder. Where
-there is no compiler, no x86, or not torch's own threads (GNU OpenMP), torch computes.
+memory gives them. The results have the same bits.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import logging
-import os
-import platform
-import re
-import shlex
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -26,21 +15,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from multiworld.serve.models.caches import cache_folder
-
-logger = logging.getLogger(__name__)
+from multiworld.serve.models import compiled_code
 
 SOURCE = Path(__file__).with_name("integer_products.c")
-FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-COMPILE_S = 60.0
 
 BLOCK = 32  # outputs of a block
 INPUTS = 4  # that one instruction adds; 64 fill a row of a tile
 TILE = 64
 TILE_ROWS = 16  # that tiles are read for, of two rows of integers each
-
-SWITCH = "MULTIWORLD_COMPILE"
-"""Environment variable: ``0`` leaves all products to torch."""
 
 
 class Instructions(IntEnum):
@@ -62,7 +44,7 @@ class Packed(ctypes.Structure):
     )
 
 
-class Compiled:
+class CompiledProducts:
     """Packed weights of linears that are given the same rows, for the compiled code.
 
     Raises NotImplementedError if it cannot be had here.
@@ -142,43 +124,7 @@ def best() -> Instructions:
     return min(found, Instructions.AVX2 if capability == "AVX2" else Instructions.NONE)
 
 
-def library() -> ctypes.CDLL:
-    """Return the compiled code; raises NotImplementedError if it cannot be had."""
-    found = outcome()
-    if isinstance(found, str):
-        raise NotImplementedError(found)
-    return found
-
-
 @functools.cache
-def outcome() -> ctypes.CDLL | str:
-    """Return the compiled code, or why it cannot be had."""
-    try:
-        return _loaded()
-    except NotImplementedError as error:
-        logger.info("torch computes products in int8: %s", error)
-        return str(error)
-
-
-def _loaded() -> ctypes.CDLL:
-    if os.environ.get(SWITCH) == "0":
-        raise NotImplementedError(f"{SWITCH} is 0")
-    if platform.machine() != "x86_64" or platform.system() != "Linux":
-        raise NotImplementedError("they are compiled for x86-64 and Linux alone")
-    # The compiled code takes its threads from torch's OpenMP: those of two pools would
-    # keep each other from the cores.
-    ctypes.CDLL(_openmp(), ctypes.RTLD_GLOBAL)
-    errors = []
-    for compiler in _compilers():
-        try:
-            return _typed(_of_cache(compiler) or _compiled(compiler))
-        except subprocess.CalledProcessError as error:
-            errors.append(f"{compiler}: {error.stderr.strip()[-200:]}")
-        except (OSError, subprocess.SubprocessError) as error:
-            errors.append(f"{compiler}: {error}")
-    raise NotImplementedError("; ".join(errors) or "there is no C compiler")
-
-
 def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number, count = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
     multiply = found.multiworld_multiply
@@ -187,65 +133,6 @@ def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
     return found
 
 
-def _openmp() -> str:
-    """Return the path of torch's OpenMP, which this process has loaded."""
-    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    paths = sorted(set(re.findall(r"(/\S*/libgomp\S*)$", maps, re.MULTILINE)))
-    own: list[str] = [
-        path for path in paths if path.startswith(str(Path(torch.__file__).parent))
-    ]
-    if len(own or paths) != 1:
-        raise NotImplementedError("torch does not use GNU OpenMP here")
-    return (own or paths)[0]
-
-
-def _compilers() -> list[str]:
-    """Return the commands of C compilers; ``CC`` says which one to use."""
-    given = os.environ.get("CC")
-    return [given] if given else [name for name in ("cc", "gcc") if shutil.which(name)]
-
-
-def _kept(compiler: str) -> Path:
-    """Return the file in the cache, which may not exist yet."""
-    made_from = "\0".join((compiler, *FLAGS)).encode() + SOURCE.read_bytes()
-    name = f"integer-products-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
-    return cache_folder() / "compiled" / name
-
-
-def _of_cache(compiler: str) -> ctypes.CDLL | None:
-    kept = _kept(compiler)
-    try:
-        found = kept.stat()
-        is_own = found.st_uid == os.geteuid() and not found.st_mode & 0o022
-        return ctypes.CDLL(str(kept)) if is_own else None
-    except OSError:
-        return None
-
-
-def _compiled(compiler: str) -> ctypes.CDLL:
-    kept = _kept(compiler)
-    folder: Path | None = kept.parent
-    try:
-        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
-        folder = None
-    if folder and not os.access(folder, os.W_OK):
-        folder = None
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        unlinked, made = Path(scratch) / "products.o", Path(scratch) / kept.name
-        command, source = shlex.split(compiler), str(SOURCE)
-        # Functions of OpenMP stay undefined: they are those of torch's.
-        compile_it = *FLAGS, "-fopenmp", "-fPIC", "-c", source, "-o", str(unlinked)
-        for arguments in (compile_it, ("-shared", str(unlinked), "-o", str(made))):
-            subprocess.run(
-                [*command, *arguments],
-                check=True,
-                capture_output=True,
-                text=True,
-                timeout=COMPILE_S,
-            )
-        made.chmod(0o700)
-        found = ctypes.CDLL(str(made))
-        if folder:
-            made.replace(kept)
-        return found
+def library() -> ctypes.CDLL:
+    """Return the compiled code; raises NotImplementedError if it cannot be had."""
+    return _typed(compiled_code.library(SOURCE))

@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import platform
 import shutil
-import subprocess
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ from multiworld.serve.models.integer_linear import (
     OneDnn,
     quantize_linears,
 )
-from multiworld.serve.models.integer_products import Compiled, Instructions
+from multiworld.serve.models.integer_products import CompiledProducts, Instructions
 from multiworld.serve.models.meter import parameter_bytes
 from multiworld.serve.models.packed_linear import pack_linears
 
@@ -66,7 +64,7 @@ def kernel(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> type[Kernel]:
     """Use this kernel alone, whatever the processor is."""
-    made: type[Kernel] = Compiled
+    made: type[Kernel] = CompiledProducts
     if isinstance(request.param, Instructions):
         monkeypatch.setattr(integer_products, "best", lambda: request.param)
     else:
@@ -81,8 +79,10 @@ def test_a_machine_with_a_compiler_uses_it() -> None:
     is_avx2 = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX")
     if platform.machine() != "x86_64" or not is_avx2 or not shutil.which("cc"):
         pytest.skip("there is no compiler, or no AVX2")
-    assert integers.kernels()[0] is Compiled
-    assert type(integers.packed(*integers.quantized(waves(8, 8)), [8])) is Compiled
+    assert integers.kernels()[0] is CompiledProducts
+    assert (
+        type(integers.packed(*integers.quantized(waves(8, 8)), [8])) is CompiledProducts
+    )
 
 
 @pytest.mark.parametrize("kernel", COMPILED, indirect=True)
@@ -287,7 +287,7 @@ def test_integers_are_refused_where_sums_are_not_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The error says what to do."""
-    for each in (OneDnn, Fbgemm, Compiled):
+    for each in (OneDnn, Fbgemm, CompiledProducts):
         monkeypatch.setattr(
             each, "products", lambda _, rows: [torch.zeros(len(rows), 17)]
         )
@@ -320,77 +320,5 @@ def test_kernel_follows_from_the_processor(
     """Also where torch does not say what the processor has."""
     name = "get_capabilities"
     monkeypatch.setattr(torch.cpu, name, lambda: capabilities, raising=False)
-    assert integers.kernels()[:2] == [Compiled, first]
+    assert integers.kernels()[:2] == [CompiledProducts, first]
     assert integers.kernels()[-1] is OneDnn
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Return an empty cache folder, for a library that has not been loaded."""
-    monkeypatch.setenv("MULTIWORLD_CACHE", str(tmp_path))
-    integer_products.outcome.cache_clear()
-    yield tmp_path
-    integer_products.outcome.cache_clear()
-
-
-NEEDS_COMPILER = pytest.mark.skipif(not INSTRUCTIONS, reason="not compiled here")
-
-
-@NEEDS_COMPILER
-def test_compiled_code_is_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next process has it without a compiler, unless others may write to it."""
-    integer_products.library()
-    (kept,) = (fresh / "compiled").iterdir()
-    monkeypatch.setattr(subprocess, "run", _refuse)
-    integer_products.outcome.cache_clear()
-    integer_products.library()
-    kept.chmod(0o777)
-    integer_products.outcome.cache_clear()
-    with pytest.raises(NotImplementedError, match="no compiler today"):
-        integer_products.library()
-
-
-def _refuse(*_: object, **__: object) -> None:
-    raise OSError("no compiler today")
-
-
-@NEEDS_COMPILER
-def test_a_cache_that_cannot_be_used_is_done_without(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file where its folder should be; a file in it that is cut off."""
-    (fresh / "compiled").touch()
-    integer_products.library()
-    (fresh / "compiled").unlink()
-    integer_products.outcome.cache_clear()
-    integer_products.library()
-    (kept,) = (fresh / "compiled").iterdir()
-    kept.unlink()  # a new file: this process has mapped the old one
-    kept.write_bytes(b"")
-    kept.chmod(0o700)
-    integer_products.outcome.cache_clear()
-    integer_products.library()
-    assert kept.stat().st_size > 0
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        ("MULTIWORLD_COMPILE", "0", "MULTIWORLD_COMPILE is 0"),
-        ("CC", "no-such-compiler", "no-such-compiler"),
-        ("CC", "false", "false"),
-    ],
-)
-@NEEDS_COMPILER
-def test_torch_computes_where_nothing_can_be_compiled(
-    name: str, value: str, error: str, fresh: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its product has the same bits."""
-    wanted = integer_linear(waves(17, 68))(waves(3, 68))
-    integer_products.outcome.cache_clear()
-    monkeypatch.setenv(name, value)
-    with pytest.raises(NotImplementedError, match=error):
-        integer_products.library()
-    kernel = integers.packed(*integers.quantized(waves(17, 68)), [17])
-    assert isinstance(kernel, integers.TorchKernel)
-    assert torch.equal(kernel.products(waves(3, 68))[0], wanted)

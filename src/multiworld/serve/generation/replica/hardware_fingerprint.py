@@ -31,13 +31,15 @@ def processor() -> str:
     return " ".join(found.get(name, "") for name in names)
 
 
-def fingerprint(threads: int, device: str = "cpu") -> str:
+def fingerprint(threads: int, device: str = "cpu", *more: str) -> str:
     """Return everything that results depend on besides the model and its inputs."""
     if device.startswith("cuda"):
         machine = torch.cuda.get_device_name(device)
     else:
         machine = f"{processor()} {torch.backends.cpu.get_cpu_capability()}"
-    return f"{machine}, torch {torch.__version__}, {threads} threads"
+    return ", ".join(
+        (machine, f"torch {torch.__version__}", f"{threads} threads", *more)
+    )
 
 
 def known(what: str, threads: int, find: Callable[[], list[int]]) -> list[int]:

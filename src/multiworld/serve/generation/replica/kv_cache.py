@@ -8,6 +8,7 @@ attends for one row of each. On a GPU, ``paged_kv_cache`` has scattered pages.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -85,6 +86,7 @@ class KvCache:
         attention: Callable[[KvCache, Sequence[Rows]], Attention] | None = None,
         granule: int | None = None,  # None: blocks
     ) -> None:
+        self.block_size = block_size
         self.granule = block_size if granule is None else granule
         self._attention = attention or StepAttention
         self._memory = KvMemory(block_size)
@@ -127,6 +129,29 @@ class KvCache:
         keys[:, rows.begin : end] = key
         values[:, rows.begin : end] = value
         return keys[:, :needed], values[:, :needed]
+
+    def make_room(self, rows: Sequence[Rows]) -> None:
+        """Allocate memory for the rows of a step."""
+        for each in rows:
+            self._memory.make_room(each.sequence, each.begin + each.count)
+
+    def addresses(
+        self, rows: Sequence[Rows], layer: int, like: tuple[Tensor, Tensor]
+    ) -> array[int]:
+        """Return six numbers for the rows of each sequence.
+
+        They are the addresses of its keys and values, the tokens that these have room
+        for, the position of its first row, its number of rows, and those before it in
+        the step.
+        """
+        found, offset = array("q"), 0
+        for each in rows:
+            keys, values, room = self._memory.address(each.sequence, layer, like)
+            if each.begin + each.count > room:
+                raise MissingTokensError(f"memory ends after {room} tokens")
+            found.extend((keys, values, room, each.begin, each.count, offset))
+            offset += each.count
+        return found
 
     def batches(
         self,

@@ -108,6 +108,21 @@ class KvMemory:
         keys, values = self._layer(size_class, number, layer, like)
         return keys[slot], values[slot]
 
+    def address(
+        self, sequence: Hashable, layer: int, like: Pair
+    ) -> tuple[int, int, int]:
+        """Return the addresses of a sequence's keys and values, and its room."""
+        size_class, at = self._found[sequence]
+        number, slot = divmod(at, size_class.slots)
+        pair = size_class.slabs[number].get(layer)
+        keys, values = pair or self._layer(size_class, number, layer, like)
+        of_keys, of_values = slot * keys.stride(0), slot * values.stride(0)
+        return (
+            keys.data_ptr() + of_keys * keys.itemsize,
+            values.data_ptr() + of_values * values.itemsize,
+            size_class.tokens,
+        )
+
     def all_of(self, sequence: Hashable) -> dict[int, Pair]:
         """Return the memory of a sequence by layer; empty if it has none."""
         found = self._found.get(sequence)

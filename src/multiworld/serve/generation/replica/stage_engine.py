@@ -22,10 +22,12 @@ from multiworld.serve.generation.replica.batch_invariant_layers import (
     make_linears_invariant,
     make_routers_invariant,
 )
+from multiworld.serve.generation.replica.compiled_attention import compiled
 from multiworld.serve.generation.replica.kv_cache import (
     KvCache,
     MissingTokensError,
     Rows,
+    StepAttention,
 )
 from multiworld.serve.generation.replica.layer_trial import check_layers
 from multiworld.serve.generation.replica.paged_kv_cache import PagedKvCache
@@ -152,10 +154,11 @@ def engine_of(
                 make_routers_invariant(function)
                 make_elements_invariant(function)
     if not is_deterministic:
-        cache = KvCache(attention=model.attention)
+        cache = KvCache(attention=model.attention or compiled(StepAttention))
         return StageEngine(function, is_last, model, cache, transfers)
     # Until the first step, use the granule of the largest piece.
-    make = functools.partial(KvCache, attention=InvariantAttention, granule=PIECE)
+    attention = compiled(InvariantAttention)
+    make = functools.partial(KvCache, attention=attention, granule=PIECE)
     if is_module and hasattr(function, "example"):
         check_layers(function, make)
     return StageEngine(function, is_last, model, make())

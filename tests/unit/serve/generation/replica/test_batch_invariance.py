@@ -40,6 +40,10 @@ from multiworld.serve.generation.replica.batch_invariant_layers import (
     make_routers_invariant,
     whole_slices,
 )
+from multiworld.serve.generation.replica.compiled_attention import (
+    AttentionOf,
+    compiled,
+)
 from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
 from multiworld.serve.generation.replica.layer_trial import check_layers
 from multiworld.serve.generation.replica.scheduler import Scheduler
@@ -69,7 +73,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 class Chain:
     """Two stages in one process that compute deterministically."""
 
-    def __init__(self, folder: Path, dtype: str, *, is_packed: bool) -> None:
+    def __init__(
+        self, folder: Path, dtype: str, attention: AttentionOf, *, is_packed: bool
+    ) -> None:
         spans = [Span(0, 2, 4), Span(2, 4, 4)]
         is_int8 = dtype == "int8"
         how = ("float32", "cpu", "int8") if is_int8 else (dtype, "cpu", None)
@@ -83,8 +89,8 @@ class Chain:
             make_linears_invariant(stage)
             make_routers_invariant(stage)
             make_elements_invariant(stage)
-            check_layers(stage, lambda: KvCache(attention=InvariantAttention))
-        self._caches = [KvCache(attention=InvariantAttention) for _ in spans]
+            check_layers(stage, lambda: KvCache(attention=attention))
+        self._caches = [KvCache(attention=attention) for _ in spans]
 
     def step(self, parts: list[tuple[int, int, list[int]]]) -> torch.Tensor:
         """Compute tokens of sequences; return the logits after all of them."""
@@ -107,27 +113,35 @@ def chunks(chance: random.Random, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "is_packed"),
+    ("kind", "dtype", "is_packed", "is_compiled"),
     some(
         [
-            *product(RUN, ("float32", "bfloat16"), (True,)),
-            *product(("llama",), ("float32", "bfloat16"), (False,)),
-            ("qwen3_moe", "int8", True),
-            *product(HEAVY, ("float32", "bfloat16"), (True,)),
+            *product(RUN, ("float32", "bfloat16"), (True,), (True,)),
+            *product(("llama",), ("float32", "bfloat16"), (False,), (True,)),
+            ("qwen3_moe", "int8", True, True),
+            *product(RUN[:3], ("float32",), (True,), (False,)),
+            *product(RUN[3:], ("float32",), (True,), (False,)),
+            *product(HEAVY, ("float32", "bfloat16"), (True,), (True,)),
         ],
-        2 * len(RUN) + 3,
+        2 * len(RUN) + 6,
     ),
 )
 def test_logits_do_not_depend_on_parts_and_neighbours(
-    kind: str, dtype: str, is_packed: bool, threads: int, tmp_path: Path
+    kind: str,
+    dtype: str,
+    is_packed: bool,
+    is_compiled: bool,
+    threads: int,
+    tmp_path: Path,
 ) -> None:
     """Every token of four sequences in random parts, beside all of each in one step."""
+    attention = compiled(InvariantAttention) if is_compiled else InvariantAttention
     folder = save_decoder(tmp_path, kind)
     chance = random.Random(f"{kind} {dtype} {threads}")
     sequences = [[chance.randrange(300) for _ in range(LONG)] for _ in range(4)]
-    alone = Chain(folder, dtype, is_packed=is_packed)
+    alone = Chain(folder, dtype, attention, is_packed=is_packed)
     wanted = [alone.step([(0, 0, text)]) for text in sequences]
-    chain = Chain(folder, dtype, is_packed=is_packed)
+    chain = Chain(folder, dtype, attention, is_packed=is_packed)
     waiting = {n: chunks(chance, LONG) for n in range(4)}
     done = dict.fromkeys(waiting, 0)
     while waiting:
@@ -218,7 +232,7 @@ def test_functions_of_a_step_are_what_they_are_alone(made: nn.Module) -> None:
 
 def logits_of(stage: Any, text: list[int], sizes: list[int]) -> torch.Tensor:
     """Return the logits after all tokens of a sequence, computed in chunks."""
-    cache, found, begin = KvCache(attention=InvariantAttention), [], 0
+    cache, found, begin = KvCache(attention=compiled(InvariantAttention)), [], 0
     for size in sizes:
         rows, at = [Rows(0, begin, size)], torch.arange(begin, begin + size)
         given = torch.tensor(text[begin : begin + size])

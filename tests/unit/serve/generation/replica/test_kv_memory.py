@@ -16,6 +16,11 @@ from multiworld.serve.generation.engine_limits import GROWTH
 from multiworld.serve.generation.replica.batch_invariant_attention import (
     InvariantAttention,
 )
+from multiworld.serve.generation.replica.compiled_attention import (
+    AttentionOf,
+    can_attend,
+    compiled,
+)
 from multiworld.serve.generation.replica.kv_cache import KvCache, Rows, StepAttention
 from multiworld.serve.generation.replica.kv_memory import (
     SHARED_TOKENS,
@@ -26,6 +31,15 @@ from multiworld.serve.generation.replica.kv_memory import (
 from tests.memory import objects_in
 
 BLOCK = 4
+KINDS = [
+    StepAttention,
+    InvariantAttention,
+    pytest.param(
+        compiled(StepAttention),
+        id="compiled",
+        marks=pytest.mark.skipif(not can_attend(), reason="not compiled here"),
+    ),
+]
 LIKE = torch.zeros(2, 1, 3), torch.zeros(2, 1, 5)
 """Keys and values of two heads, of three and five numbers."""
 
@@ -112,11 +126,11 @@ def drawn(chance: torch.Generator, heads: int, rows: int) -> Tensor:
     return torch.randn(heads, rows, 8, generator=chance)
 
 
-@pytest.mark.parametrize("kind", [StepAttention, InvariantAttention])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("heads", [2, 6])
 def test_rows_together_are_as_rows_alone(
-    kind: type[StepAttention] | type[InvariantAttention],
+    kind: AttentionOf,
     window: int | None,
     heads: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -147,7 +161,7 @@ def test_rows_together_are_as_rows_alone(
             here = slice(offset, offset + each.count)
             given = query[:, here], key[:, here], value[:, here]
             wanted = alone[number].step([each]).attend(0, *given, window=window)
-            if kind is InvariantAttention:
+            if kind is not StepAttention:
                 assert torch.equal(out[here], wanted)
             torch.testing.assert_close(out[here], wanted, rtol=1e-4, atol=1e-5)
             offset += each.count
@@ -155,12 +169,13 @@ def test_rows_together_are_as_rows_alone(
             if lengths[number] > 40 and chance.random() < 0.2:
                 together.free(number)
                 lengths[number] = 0
-    assert batches > 20, "rows are computed together"
+    if kind in (StepAttention, InvariantAttention):
+        assert batches > 20, "rows are computed together"
 
 
-@pytest.mark.parametrize("kind", [StepAttention, InvariantAttention])
+@pytest.mark.parametrize("kind", KINDS)
 def test_numbers_that_are_none_stay_with_their_sequence(
-    kind: type[StepAttention] | type[InvariantAttention],
+    kind: AttentionOf,
 ) -> None:
     """Neither who computes beside it, nor who has its memory later, gets a NaN."""
     draw = torch.Generator().manual_seed(1)

@@ -1,0 +1,221 @@
+"""Attention by compiled code: torch's results, and the same bits in any step."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import platform
+import random
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from multiworld.serve.generation.replica.compiled_attention import (
+    CompiledAttention,
+    can_attend,
+    compiled,
+)
+from multiworld.serve.generation.replica.kv_cache import (
+    KvCache,
+    Layers,
+    Rows,
+    StepAttention,
+)
+
+pytestmark = pytest.mark.skipif(not can_attend(), reason="not compiled here")
+
+
+def test_a_machine_with_a_compiler_uses_it() -> None:
+    """So that no fault of the compiled code leaves it unused, and untested."""
+    is_avx2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    if platform.machine() == "x86_64" and is_avx2 and shutil.which("cc"):
+        assert can_attend()
+
+
+@pytest.fixture(params=[1, 2, 5])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def waves(*shape: int, step: int = 7919) -> Tensor:
+    """Return numbers with the same bits on every processor."""
+    found = (torch.arange(math.prod(shape)) * step) % 2003 - 1001
+    return found.view(shape) / 512
+
+
+def drawn(chance: torch.Generator, heads: int, rows: int, size: int) -> Tensor:
+    """Return random numbers that are laid out as transformers has them."""
+    return torch.randn(rows, heads, size, generator=chance).transpose(0, 1)
+
+
+def exact(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float
+) -> Tensor:
+    """Return the attention of all rows of a sequence, in float64."""
+    query, key, value = (each.double() for each in (query, key, value))
+    group, at = len(query) // len(key), torch.arange(query.shape[1])
+    key, value = (each.repeat_interleave(group, 0) for each in (key, value))
+    hidden = at[None] > at[:, None]
+    if window is not None:
+        hidden |= at[None] <= at[:, None] - window
+    scores = (query @ key.transpose(1, 2) * scale).masked_fill(hidden, -math.inf)
+    return (scores.softmax(-1) @ value).transpose(0, 1)
+
+
+@pytest.mark.parametrize("window", [None, 1, 45])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "size", "value_size"),
+    [(9, 3, 64, 64), (4, 4, 8, 8), (4, 1, 80, 96), (14, 2, 256, 8), (26, 2, 128, 128)],
+)
+def test_rows_attend_to_all_tokens_before_them(
+    heads: int, key_heads: int, size: int, value_size: int, window: int | None
+) -> None:
+    """With every shape of heads; also by steps of one row or some."""
+    chance, count = torch.Generator().manual_seed(1), 150
+    query, key = (
+        drawn(chance, heads, count, size),
+        drawn(chance, key_heads, count, size),
+    )
+    value = drawn(chance, key_heads, count, value_size)
+    wanted = exact(query, key, value, window, 0.3)
+    cache, found, begin = KvCache(attention=compiled(StepAttention)), [], 0
+    for rows in (1, 1, 40, 3, 1, 64, 40):
+        here = slice(begin, begin + rows)
+        step: Any = cache.step([Rows(0, begin, rows)])
+        given = query[:, here], key[:, here], value[:, here]
+        found.append(step.attend(0, *given, scale=0.3, window=window))
+        begin += rows
+    torch.testing.assert_close(torch.cat(found).double(), wanted, rtol=1e-5, atol=3e-5)
+
+
+def test_scores_of_every_size_are_weighted() -> None:
+    """Also where a weight is too small for a float, and where all are equal."""
+    cache = KvCache(attention=compiled(StepAttention))
+    for factor in (0.0, 1.0, 30.0, 3_000.0):
+        query, key, value = waves(2, 90, 8) * factor, waves(2, 90, 8, step=31), None
+        value = waves(2, 90, 8, step=77)
+        step: Any = cache.step([Rows(0, 0, 90)])
+        found = step.attend(0, query, key, value).double()
+        wanted = exact(query, key, value, None, 8**-0.5)
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_bits_do_not_depend_on_the_step(threads: int) -> None:
+    """Sequences in random parts, beside each other, and each alone by one thread."""
+    draw, chance = torch.Generator().manual_seed(threads), random.Random(threads)
+    count, texts = 200, range(6)
+    given = {n: [drawn(draw, heads, count, 16) for heads in (6, 2, 2)] for n in texts}
+    wanted = {}
+    torch.set_num_threads(1)
+    for n in texts:
+        step: Any = KvCache(attention=compiled(StepAttention)).step([Rows(n, 0, count)])
+        wanted[n] = step.attend(0, *given[n])
+    torch.set_num_threads(threads)
+    cache, done = KvCache(attention=compiled(StepAttention)), dict.fromkeys(texts, 0)
+    while waiting := [n for n in texts if done[n] < count]:
+        those = chance.sample(waiting, chance.randint(1, len(waiting)))
+        rows = []
+        for n in those:
+            most = chance.choice([1, 1, 3, 20, 100])
+            rows.append(Rows(n, done[n], min(chance.randint(1, most), count - done[n])))
+        parts = [
+            [each[:, r.begin : r.begin + r.count] for each in given[r.sequence]]  # type: ignore[index]
+            for r in rows
+        ]
+        step = cache.step(rows)
+        found = step.attend(
+            0, *(torch.cat(same, 1) for same in zip(*parts, strict=True))
+        )
+        for each, out in zip(rows, found.split([r.count for r in rows]), strict=True):
+            here = slice(each.begin, each.begin + each.count)
+            assert torch.equal(out, wanted[each.sequence][here])  # type: ignore[index]
+            done[each.sequence] += each.count  # type: ignore[index]
+
+
+def test_bits_are_the_same_on_every_processor() -> None:
+    """As recorded on a Xeon with AMX; this also runs as a smaller processor."""
+    step: Any = KvCache(attention=compiled(StepAttention)).step([Rows(0, 0, 120)])
+    given = waves(6, 120, 64), waves(2, 120, 64, step=31), waves(2, 120, 64, step=77)
+    found = step.attend(0, *given, window=100)
+    digest = hashlib.sha256(found.numpy().tobytes()).hexdigest()
+    assert digest[:16] == "fd738002805741e9"
+
+
+def test_keys_and_values_are_kept_as_torch_keeps_them() -> None:
+    """So that a stream may move between replicas with and without a compiler."""
+    chance = torch.Generator().manual_seed(3)
+    caches = [KvCache(attention=kind) for kind in (compiled(StepAttention), None)]
+    for begin, count in ((0, 20), (20, 1), (21, 30)):
+        query, key, value = (drawn(chance, heads, count, 16) for heads in (6, 2, 2))
+        for cache in caches:
+            cache.step([Rows("a", begin, count)]).attend(3, query, key, value)
+    ours, theirs = ([*cache.copied("a", 0, 51).values()] for cache in caches)
+    for one, other in zip(ours[0], theirs[0], strict=True):
+        assert torch.equal(one, other)
+    pieces: list[Layers] = [caches[1].copied("a", 0, 51)]
+    restored = KvCache(attention=compiled(StepAttention))
+    restored.restore("a", pieces, 51)
+    query, key, value = (drawn(chance, heads, 1, 16) for heads in (6, 2, 2))
+    rows = [Rows("a", 51, 1)]
+    out = [c.step(rows).attend(3, query, key, value) for c in (restored, caches[0])]
+    assert torch.equal(*out)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "softcap"),
+    [
+        (torch.bfloat16, 16, None),
+        (torch.float32, 12, None),
+        (torch.float32, 264, None),
+        (torch.float32, 16, 30.0),
+    ],
+)
+def test_torch_attends_where_the_code_does_not(
+    dtype: torch.dtype, size: int, softcap: float | None
+) -> None:
+    """In one layer of a step, beside another one that it does compute."""
+    chance = torch.Generator().manual_seed(4)
+    caches = [KvCache(attention=kind) for kind in (compiled(StepAttention), None)]
+    for begin, count in ((0, 20), (20, 1)):
+        rows = [Rows("a", begin, count), Rows("b", begin, count)]
+        steps = [cache.step(rows) for cache in caches]
+        for layer, kind, width in ((0, torch.float32, 16), (1, dtype, size)):
+            capped = softcap if layer else None
+            given = [drawn(chance, n, 2 * count, width).to(kind) for n in (6, 2, 2)]
+            found, wanted = (
+                step.attend(layer, *given, softcap=capped) for step in steps
+            )
+            torch.testing.assert_close(found, wanted)
+            if layer:
+                assert torch.equal(found, wanted)
+
+
+def test_rows_may_be_laid_out_in_any_way() -> None:
+    """Also with gaps between the numbers of a row."""
+    given = [waves(heads, 7, 8, step=heads) for heads in (4, 2, 2)]
+    sparse = [each.repeat_interleave(2, 2)[:, :, ::2] for each in given]
+    found = [
+        KvCache(attention=compiled(StepAttention))
+        .step([Rows(0, 0, 7)])
+        .attend(0, *tensors)
+        for tensors in (given, sparse)
+    ]
+    assert torch.equal(*found)
+
+
+def test_no_row_is_written_beyond_its_memory() -> None:
+    """C does not check it, so that Python must."""
+    cache = KvCache(attention=compiled(StepAttention))
+    given = [waves(heads, 5, 8) for heads in (2, 1, 1)]
+    step: Any = cache.step([Rows("a", 0, 5)])
+    assert isinstance(step, CompiledAttention)
+    step.attend(0, *given)
+    with pytest.raises(ValueError, match="rows"):
+        step.attend(0, *(each[:, :4] for each in given))
