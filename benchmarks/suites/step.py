@@ -32,7 +32,6 @@ from multiworld.serve.generation.replica.compiled_attention import compiled
 from multiworld.serve.generation.replica.kv_cache import KvCache, Rows, StepAttention
 from multiworld.serve.generation.replica.sampler import TokenHistory, sample
 from multiworld.serve.models import smollm2
-from multiworld.serve.models.fused_norms import fuse_norms
 from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.models.partition import Span
 from multiworld.serve.transport.generation_messages import Sampling
@@ -113,7 +112,6 @@ def _stage(folder: Path, mode: str) -> tuple[Any, Clock]:
     stage: Any = decoder_stage.load(folder, span, "float32", "cpu", quantization)
     with torch.inference_mode():
         pack_linears(stage)
-        fuse_norms(stage)
         if mode == EQUAL:
             make_linears_invariant(stage)
             make_elements_invariant(stage)

@@ -41,7 +41,6 @@ from multiworld.serve.generation.replica.sampler import (
 from multiworld.serve.generation.replica.sequence_state import StreamId
 from multiworld.serve.generation.replica.transfers import HOST, Transfers
 from multiworld.serve.models.experts import split_experts
-from multiworld.serve.models.fused_norms import fuse_norms
 from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.transport.generation_messages import (
@@ -150,7 +149,6 @@ def engine_of(
         if isinstance(function, nn.Module):
             split_experts(function)
             pack_linears(function)
-            fuse_norms(function)
             if is_deterministic:
                 make_linears_invariant(function)
                 make_routers_invariant(function)
