@@ -346,6 +346,10 @@ FIGURES: dict[str, Callable[[], str]] = {
         series("generate", TOKENS, 16, f"{ONE}, int8"),
         series("generate", TOKENS, 16, ONE),
     ),
+    "int8_llamacpp_1": lambda: to(
+        series("generate", TOKENS, 1, f"{ONE}, int8"),
+        series("generate", TOKENS, 1, "xllamacpp"),
+    ),
     "int8_llamacpp": lambda: to(
         series("generate", TOKENS, 16, f"{ONE}, int8"),
         series("generate", TOKENS, 16, "xllamacpp"),

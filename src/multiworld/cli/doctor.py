@@ -36,7 +36,8 @@ def examine() -> list[Finding]:
     findings = [_python(), _platform(), _package(), _torch()]
     if findings[-1].status == "fail":
         return findings
-    findings += [_torch_names(), *_backends(), _devices(), _bfloat16()]
+    findings += [_torch_names(), *_backends(), _devices()]
+    findings += [_bfloat16(), _compiled()]
     findings += [_helper(), *_addresses()]
     findings.append(_loopback("direct"))
     import torch.distributed as dist
@@ -169,6 +170,23 @@ def _bfloat16() -> Finding:
         "this"
     )
     return Finding("bfloat16", "warn", found, remedy)
+
+
+def _compiled() -> Finding:
+    """Return whether code for generating text on CPUs is compiled here."""
+    try:
+        from multiworld.serve.generation.replica.compiled_attention import can_attend
+        from multiworld.serve.models.integer_products import best
+    except ImportError:
+        return Finding("compiled code", "ok", "not tried: serving is not installed")
+    try:
+        products = best()
+    except NotImplementedError as error:
+        remedy = "text is generated faster on CPUs with a C compiler: install gcc"
+        return Finding("compiled code", "warn", f"none: {error}", remedy)
+    found = f"products in int8 for {products.name}" if products else "no products"
+    attention = "attention" if can_attend() else "no attention"
+    return Finding("compiled code", "ok", f"{found}, {attention}")
 
 
 def _helper() -> Finding:

@@ -63,7 +63,7 @@ def _loaded(source: Path) -> ctypes.CDLL:
         try:
             return _of_cache(source, compiler) or _compiled(source, compiler)
         except subprocess.CalledProcessError as error:
-            errors.append(f"{compiler}: {error.stderr.strip()[-200:]}")
+            errors.append(f"{compiler}: {error.stderr.strip()[-200:] or error}")
         except (OSError, subprocess.SubprocessError) as error:
             errors.append(f"{compiler}: {error}")
     raise NotImplementedError("; ".join(errors) or "there is no C compiler")
