@@ -28,8 +28,11 @@ from multiworld.serve.generation.replica.batch_invariant_layers import (
     make_elements_invariant,
     make_linears_invariant,
 )
-from multiworld.serve.generation.replica.compiled_attention import compiled
-from multiworld.serve.generation.replica.kv_cache import KvCache, Rows, StepAttention
+from multiworld.serve.generation.replica.compiled_attention import (
+    compiled,
+    fastest,
+)
+from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
 from multiworld.serve.generation.replica.sampler import TokenHistory, sample
 from multiworld.serve.models import smollm2
 from multiworld.serve.models.packed_linear import pack_linears
@@ -99,7 +102,7 @@ def run(options: Options, on_step: OnStep) -> None:
 
 
 def _cache() -> KvCache:
-    return KvCache(attention=compiled(StepAttention))
+    return KvCache(attention=fastest)
 
 
 def _invariant_cache() -> KvCache:

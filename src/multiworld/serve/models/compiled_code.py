@@ -13,9 +13,10 @@ import hashlib
 import logging
 import os
 import platform
-import re
 import shlex
 import shutil
+import signal
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 # Every operation on floats is rounded; their errors and exceptions are not looked at.
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-COMPILE_S = 60.0
+COMPILE_S = 20.0
 
 SWITCH = "MULTIWORLD_COMPILE"
 """Environment variable: ``0`` leaves everything to torch."""
@@ -47,8 +48,8 @@ def outcome(source: Path) -> ctypes.CDLL | str:
     """Return a compiled file, or why it cannot be had."""
     try:
         return _loaded(source)
-    except NotImplementedError as error:
-        logger.info("%s is not used, but torch: %s", source.name, error)
+    except (OSError, RuntimeError, ValueError) as error:
+        logger.warning("%s is not compiled, and torch slower: %s", source.name, error)
         return str(error)
 
 
@@ -62,9 +63,9 @@ def _loaded(source: Path) -> ctypes.CDLL:
     for compiler in _compilers():
         try:
             return _of_cache(source, compiler) or _compiled(source, compiler)
-        except subprocess.CalledProcessError as error:
-            errors.append(f"{compiler}: {error.stderr.strip()[-200:] or error}")
-        except (OSError, subprocess.SubprocessError) as error:
+        except TimeoutError as error:
+            raise NotImplementedError(str(error)) from None
+        except (OSError, ValueError) as error:
             errors.append(f"{compiler}: {error}")
     raise NotImplementedError("; ".join(errors) or "there is no C compiler")
 
@@ -72,7 +73,10 @@ def _loaded(source: Path) -> ctypes.CDLL:
 def _openmp() -> str:
     """Return the path of torch's OpenMP, which this process has loaded."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    paths = sorted(set(re.findall(r"(/\S*/libgomp\S*)$", maps, re.MULTILINE)))
+    # A path is the sixth column, and may have spaces.
+    columns = (line.split(maxsplit=5) for line in maps.splitlines())
+    mapped = {row[5] for row in columns if len(row) > 5}
+    paths = sorted(path for path in mapped if Path(path).name.startswith("libgomp"))
     own: list[str] = [
         path for path in paths if path.startswith(str(Path(torch.__file__).parent))
     ]
@@ -83,51 +87,80 @@ def _openmp() -> str:
 
 def _compilers() -> list[str]:
     """Return the commands of C compilers; ``CC`` says which one to use."""
-    given = os.environ.get("CC")
-    return [given] if given else [name for name in ("cc", "gcc") if shutil.which(name)]
+    given = os.environ.get("CC", "").strip()
+    if given:
+        return [given]
+    found = {name: shutil.which(name) for name in ("cc", "gcc")}
+    # Often they are one program.
+    programs = {os.path.realpath(path): name for name, path in found.items() if path}
+    return sorted(programs.values())
 
 
-def _kept(source: Path, compiler: str) -> Path:
-    """Return the file in the cache, which may not exist yet."""
+def _file(source: Path, compiler: str) -> str:
+    """Return the name of a compiled file in the cache."""
     made_from = "\0".join((compiler, *FLAGS)).encode() + source.read_bytes()
-    name = f"{source.stem}-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
-    return cache_folder() / "compiled" / name
+    return f"{source.stem}-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
+
+
+def _folder() -> Path | None:
+    """Return the folder of compiled files, if nobody else can write to it."""
+    try:
+        folder = cache_folder() / "compiled"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # there may be no home
+        return None
+    return folder if _is_own(folder) and os.access(folder, os.W_OK) else None
+
+
+def _is_own(path: Path) -> bool:
+    found = path.lstat()
+    is_link = stat.S_ISLNK(found.st_mode)
+    return found.st_uid == os.geteuid() and not is_link and not found.st_mode & 0o022
 
 
 def _of_cache(source: Path, compiler: str) -> ctypes.CDLL | None:
-    kept = _kept(source, compiler)
+    folder = _folder()
     try:
-        found = kept.stat()
-        is_own = found.st_uid == os.geteuid() and not found.st_mode & 0o022
-        return ctypes.CDLL(str(kept)) if is_own else None
+        kept = folder / _file(source, compiler) if folder else None
+        return ctypes.CDLL(str(kept)) if kept and _is_own(kept) else None
     except OSError:
         return None
 
 
 def _compiled(source: Path, compiler: str) -> ctypes.CDLL:
-    kept = _kept(source, compiler)
-    folder: Path | None = kept.parent
-    try:
-        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
-        folder = None
-    if folder and not os.access(folder, os.W_OK):
-        folder = None
+    folder = _folder()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        unlinked, made = Path(scratch) / "unlinked.o", Path(scratch) / kept.name
-        command = shlex.split(compiler)
+        unlinked, made = Path(scratch) / "unlinked.o", Path(scratch) / "made.so"
         # Functions of OpenMP stay undefined: they are those of torch's.
         compile_it = *FLAGS, "-fopenmp", "-fPIC", "-c", str(source), "-o", str(unlinked)
-        for arguments in (compile_it, ("-shared", str(unlinked), "-o", str(made))):
-            subprocess.run(
-                [*command, *arguments],
-                check=True,
-                capture_output=True,
-                text=True,
-                timeout=COMPILE_S,
-            )
+        _run(compiler, *compile_it)
+        _run(compiler, "-shared", str(unlinked), "-o", str(made))
         made.chmod(0o700)
         found = ctypes.CDLL(str(made))
         if folder:
-            made.replace(kept)
+            with made.open("rb") as written:
+                os.fsync(written)  # half a file would end a process that maps it
+            made.replace(folder / _file(source, compiler))
         return found
+
+
+def _run(compiler: str, *arguments: str) -> None:
+    """Run a compiler; raises OSError if it fails, or takes too long."""
+    with subprocess.Popen(
+        [*shlex.split(compiler), *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # so that its children end with it
+    ) as running:
+        try:
+            _, errors = running.communicate(timeout=COMPILE_S)
+        except BaseException as error:
+            os.killpg(running.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                what = f"{compiler} took more than {COMPILE_S:g} s"
+                raise TimeoutError(what) from None
+            raise
+    if running.returncode:
+        text = errors.decode(errors="replace").strip()[-200:]
+        raise OSError(text or f"it ended with {running.returncode}")

@@ -48,12 +48,12 @@ SIBLINGS = (
 ROUTER = re.compile("(Router|Gate|Gating)$")
 ROUTERS = "gate", "router"
 
-ROWS_CHECKED = (
-    11  # rows of the product that is compared with exact sums: enough for a tile
-)
+# Calls that are compared with exact sums: all numbers of rows that have code of their
+# own, in tiles or not.
+ROWS_CHECKED = (11, 7, 4, 2, 1)
 
 # Kernels that have refused or miscomputed a shape here, and shapes that they compute.
-checked: dict[tuple[str, torch.Size], str] = {}
+checked: dict[tuple[str, torch.Size, tuple[int, ...]], str] = {}
 
 
 class IntegerLinear(nn.Module):
@@ -89,8 +89,10 @@ class Weights:
     """Weights in int8, and their scales, of linears that are given the same rows."""
 
     def __init__(self, weights: Sequence[Stored]) -> None:
-        integers = torch.cat([integers for integers, _ in weights])
-        scale = torch.cat([scale for _, scale in weights])
+        integers, scale = weights[0]
+        if len(weights) > 1:
+            integers = torch.cat([integers for integers, _ in weights])
+            scale = torch.cat([scale for _, scale in weights])
         self.outputs = [len(scale) for _, scale in weights]
         self.inputs = integers.shape[1]
         # The first linear computes for all: an attention's query, key and value are one
@@ -163,6 +165,7 @@ def as_integers(rows: Tensor, high: Tensor, low: Tensor) -> Tensor:
     Returns each row's factor, [rows, 1].
     """
     factor = rows.abs().amax(-1, keepdim=True)
+    factor.add_(factor * 0.0)  # a row with an infinite number becomes NaN
     factor.clamp_(min=1e-30).mul_(1 / LEVELS)
     torch.div(rows, factor, out=low)
     torch.round(low, out=high)
@@ -226,7 +229,7 @@ def packed(integers: Tensor, scale: Tensor, outputs: Sequence[int]) -> Kernel:
     """Return packed weights; raises ModelFailedError if no kernel computes them."""
     errors = []
     for make in kernels():
-        key = make.__name__, integers.shape
+        key = make.__name__, integers.shape, tuple(outputs)
         try:
             kernel = make(integers, scale, outputs)
             if key not in checked:
@@ -245,10 +248,16 @@ def packed(integers: Tensor, scale: Tensor, outputs: Sequence[int]) -> Kernel:
 def _error_of(kernel: Kernel, integers: Tensor, scale: Tensor) -> str:
     """Return an error unless sums are exact, and each operation is rounded."""
     chance = torch.Generator().manual_seed(0)
-    rows = torch.randn(ROWS_CHECKED, integers.shape[1], generator=chance)
+    rows = torch.randn(
+        ROWS_CHECKED[0], integers.shape[1], generator=chance, dtype=torch.float32
+    )
     rows[0] = (LEVELS - 0.5) * rows[0].sign()  # the largest integers, high and low
     rows[0, 0] = LEVELS
     found = torch.cat(kernel.products(rows), -1)
+    for count in ROWS_CHECKED:
+        some = torch.cat(kernel.products(rows[:count]), -1)
+        if not torch.equal(some, found[:count]):
+            return f"its products of {count} rows are others"
     high, low = torch.empty_like(rows), torch.empty_like(rows)
     factor = as_integers(rows, high, low)
     for begin in range(0, len(integers), 4096):
@@ -267,7 +276,7 @@ def _error_of(kernel: Kernel, integers: Tensor, scale: Tensor) -> str:
 def quantized(weight: Tensor) -> Stored:
     """Return a weight as integers, and the scale of each output."""
     integers = torch.empty(weight.shape, dtype=torch.int8)
-    scale = torch.empty(len(weight))
+    scale = torch.empty(len(weight), dtype=torch.float32)
     for begin in range(0, len(weight), 4096):  # the head of a model is large
         part = weight[begin : begin + 4096].float()
         largest = part.abs().amax(1) / 127

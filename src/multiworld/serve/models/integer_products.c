@@ -80,7 +80,7 @@ static Place place_of(const Packed *packed, long block, long rows, float *found)
 }
 
 /* Write a row's integers, [2, inputs], its factor, and 128 times their two sums. The
- * largest magnitude is that of the bits, so that a number which is not one stays. */
+ * order of magnitudes is that of their bits, also for NaN. */
 static inline __attribute__((always_inline)) void
 write_row(const float *restrict row, long given, long inputs, int8_t *restrict high,
           int8_t *restrict low, float *factor, int32_t *sums) {
@@ -90,6 +90,13 @@ write_row(const float *restrict row, long given, long inputs, int8_t *restrict h
         memcpy(&bits, row + at, 4);
         bits &= 0x7fffffff;
         largest = bits > largest ? bits : largest;
+    }
+    if (largest >= 0x7f800000) { /* not finite: the results are NaN */
+        memset(high, 0, inputs);
+        memset(low, 0, inputs);
+        *factor = __builtin_nanf("");
+        sums[0] = sums[1] = 0;
+        return;
     }
     float magnitude;
     memcpy(&magnitude, &largest, 4);

@@ -56,6 +56,7 @@ class CompiledProducts:
         if self._instructions is Instructions.NONE:
             raise NotImplementedError("the processor lacks the instructions")
         self._outputs, self._given = tuple(outputs), integers.shape[1]
+        scale = scale.float()
         multiple = TILE if self._given >= TILE else INPUTS
         inputs = -(-self._given // multiple) * multiple
         weights = [
@@ -63,7 +64,7 @@ class CompiledProducts:
         ]
         scales = [_filled(part) for part in scale.split_with_sizes(self._outputs)]
         # ``_packed`` has their addresses.
-        self._weights, self._scale = torch.cat(weights), torch.cat(scales)
+        self._weights, self._scale = _joined(weights), _joined(scales)
         self._counts = torch.tensor(self._outputs, dtype=torch.int32)
         addresses = (
             each.data_ptr() for each in (self._weights, self._scale, self._counts)
@@ -75,7 +76,7 @@ class CompiledProducts:
     def products(self, rows: Tensor) -> list[Tensor]:
         """Return each linear's results, [rows, outputs]; ``rows`` is float32."""
         count, rows = len(rows), rows.contiguous()
-        found = torch.empty(count * self._total)
+        found = torch.empty(count * self._total, dtype=torch.float32)
         scratch = torch.empty(self._scratch(count), dtype=torch.uint8)
         self._multiply(
             self._address,
@@ -109,8 +110,12 @@ def _blocks(integers: Tensor, inputs: int) -> Tensor:
     return raised.view(blocks, BLOCK, -1, INPUTS).transpose(1, 2).flatten()
 
 
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
+
+
 def _filled(scale: Tensor) -> Tensor:
-    filled = torch.zeros(-(-len(scale) // BLOCK) * BLOCK)
+    filled = scale.new_zeros(-(-len(scale) // BLOCK) * BLOCK)
     filled[: len(scale)] = scale
     return filled
 

@@ -20,7 +20,7 @@ from multiworld.errors import MultiWorldError
 from multiworld.serve.generation.engines.engine_worker import EngineWorker
 from multiworld.serve.generation.engines.whole_model import maker_of, settings_of
 from multiworld.serve.generation.limits import limits_of, prefix_bytes_of
-from multiworld.serve.generation.replica.compiled_attention import can_attend
+from multiworld.serve.generation.replica.compiled_attention import DIGEST, can_attend
 from multiworld.serve.generation.replica.engine import HUNG_S, Engine
 from multiworld.serve.generation.replica.generation_worker import GenerationWorker
 from multiworld.serve.generation.replica.hardware_fingerprint import fingerprint
@@ -133,8 +133,9 @@ def _generation_of(
 
     def loaded(device: str) -> messages.StageLoaded:
         is_fixed = generation.deterministic
-        # torch's attention has other bits.
-        more = ["compiled attention"] if device == "cpu" and can_attend() else []
+        has_own = is_fixed and device == "cpu" and facts.dtype in ("", "float32")
+        # Other attention has other bits.
+        more = [f"attention {DIGEST}"] if has_own and can_attend() else []
         kind = [fingerprint(limits.threads, device, *more)] if is_fixed else []
         kind += [facts.dtype] if facts.dtype else []
         return messages.StageLoaded(", ".join(kind), facts.weights())

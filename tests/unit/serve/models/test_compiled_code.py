@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shutil
 import subprocess
+import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+import multiworld
+from multiworld.serve.generation.replica.compiled_attention import SOURCE as ATTENTION
+from multiworld.serve.generation.replica.compiled_attention import can_attend
 from multiworld.serve.models import compiled_code
 from multiworld.serve.models import integer_linear as integers
-from multiworld.serve.models.integer_products import SOURCE
+from multiworld.serve.models.integer_products import SOURCE, CompiledProducts
+
+ROOT = Path(__file__).parents[4]
 
 NEEDS_COMPILER = pytest.mark.skipif(
     isinstance(compiled_code.outcome(SOURCE), str), reason="not compiled here"
@@ -27,12 +37,32 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     compiled_code.outcome.cache_clear()
 
 
+def test_a_machine_with_a_compiler_uses_it() -> None:
+    """So that no fault of the compiled code leaves it unused, and untested."""
+    is_avx2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    if platform.machine() != "x86_64" or not is_avx2 or not shutil.which("cc"):
+        pytest.skip("there is no compiler, or no AVX2")
+    assert can_attend()
+    kernel = integers.packed(*integers.quantized(torch.randn(8, 8)), [8])
+    assert type(kernel) is CompiledProducts
+
+
+def test_wheels_have_all_c_files() -> None:
+    """Or else an installed package would silently be slower."""
+    package = Path(multiworld.__file__).parent
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = declared["tool"]["setuptools"]["package-data"]["multiworld"]
+    found = {path for pattern in patterns for path in package.glob(pattern)}
+    sources = {*package.rglob("*.c")}
+    assert {SOURCE, ATTENTION} <= sources <= found
+
+
 @NEEDS_COMPILER
 def test_compiled_code_is_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next process has it without a compiler, unless others may write to it."""
     compiled_code.library(SOURCE)
     (kept,) = (fresh / "compiled").iterdir()
-    monkeypatch.setattr(subprocess, "run", _refuse)
+    monkeypatch.setattr(subprocess, "Popen", _refuse)
     compiled_code.outcome.cache_clear()
     compiled_code.library(SOURCE)
     kept.chmod(0o777)
@@ -68,6 +98,8 @@ def test_a_cache_that_cannot_be_used_is_done_without(fresh: Path) -> None:
         ("MULTIWORLD_COMPILE", "0", "MULTIWORLD_COMPILE is 0"),
         ("CC", "no-such-compiler", "no-such-compiler"),
         ("CC", "false", "false"),
+        ("CC", 'cc "', "No closing quotation"),
+        ("CC", "printf \\377 1>&2; false", "No such file"),
     ],
 )
 @NEEDS_COMPILER
@@ -83,7 +115,62 @@ def test_torch_computes_where_nothing_can_be_compiled(
     for _ in range(2):
         with pytest.raises(NotImplementedError, match=error):
             compiled_code.library(SOURCE)
-        monkeypatch.setattr(subprocess, "run", None)
+        monkeypatch.setattr(subprocess, "Popen", None)
     kernel = integers.packed(weight, scale, [17])
     assert isinstance(kernel, integers.TorchKernel)
     assert torch.equal(kernel.products(given)[0], wanted)
+
+
+@NEEDS_COMPILER
+def test_a_folder_of_others_is_not_used(fresh: Path) -> None:
+    """Its owner could put another file there."""
+    folder = fresh / "compiled"
+    folder.mkdir()
+    folder.chmod(0o777)
+    compiled_code.library(SOURCE)
+    assert not [*folder.iterdir()]
+    folder.rmdir()
+    (fresh / "elsewhere").mkdir()
+    folder.symlink_to(fresh / "elsewhere")
+    compiled_code.outcome.cache_clear()
+    compiled_code.library(SOURCE)
+    assert not [*folder.iterdir()]
+
+
+@NEEDS_COMPILER
+def test_a_home_is_not_needed(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in containers."""
+    monkeypatch.delenv("MULTIWORLD_CACHE")
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    compiled_code.library(SOURCE)
+
+
+@NEEDS_COMPILER
+def test_a_compiler_that_hangs_is_ended(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its children, and no other one is tried."""
+    script, children = fresh / "slow", fresh / "children"
+    script.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! >> {children}\nwait\n")
+    script.chmod(0o700)
+    monkeypatch.setenv("CC", str(script))
+    monkeypatch.setattr(compiled_code, "COMPILE_S", 0.5)
+    with pytest.raises(NotImplementedError, match="took more than"):
+        compiled_code.library(SOURCE)
+    (child,) = map(int, children.read_text().split())
+    until = time.monotonic() + 10.0
+    while _lives(child):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z" and os.path.exists(f"/proc/{pid}")

@@ -18,7 +18,7 @@
 #define LANES 8
 #define PIECE 32 /* keys */
 #define PARTS (PIECE / LANES)
-#define ROWS 12      /* of a task */
+#define ROWS 48      /* of a task, at most; all of them use a piece of columns */
 #define TOGETHER 3   /* rows whose scores are computed at once */
 #define MAX_SIZE 256 /* of a head; a multiple of 8 */
 
@@ -41,7 +41,7 @@ int multiworld_can_attend(void) {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 
-/* e^x for x <= 0, to about one unit in the last place; 0 where it would be denormal.
+/* e^x for x <= 0, to about one unit in the last place; 0 below -87.
  * Cody and Waite's reduction; the polynomial is that of Cephes' expf. */
 FOR_AVX2 static inline __m256 exponential(__m256 x) {
     const __m256 is_tiny = _mm256_cmp_ps(x, _mm256_set1_ps(-87.0f), _CMP_LT_OQ);
@@ -183,6 +183,8 @@ FOR_AVX2 static void attend_piece(State *state, float *scores, long begin,
         most = _mm256_max_ps(most, _mm256_load_ps(scores + LANES * part));
     float found = largest(most), before = state->largest;
     state->largest = found > before ? found : before;
+    if (state->largest == -__builtin_inff())
+        return; /* these keys have no weight */
     const __m256 shift = _mm256_set1_ps(state->largest);
     const float less =
         _mm256_cvtss_f32(exponential(_mm256_sub_ps(_mm256_set1_ps(before), shift)));
@@ -273,9 +275,14 @@ void multiworld_attend(const Form *form, const float *query, const float *key,
                        const float *value, const Rows *rows, long sequences,
                        float *found, int threads) {
     const long group = form->heads / form->key_heads, heads = form->key_heads;
-    long tasks = 0;
+    long tasks = 0, all_rows = 0;
     for (long number = 0; number < sequences; number++)
-        tasks += heads * ((rows[number].count * group + ROWS - 1) / ROWS);
+        all_rows += heads * rows[number].count * group;
+    /* Fewer rows for each task where some threads would have none. */
+    const long share = all_rows / (4 * threads) / TOGETHER * TOGETHER;
+    const long most = share < TOGETHER ? TOGETHER : share < ROWS ? share : ROWS;
+    for (long number = 0; number < sequences; number++)
+        tasks += heads * ((rows[number].count * group + most - 1) / most);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static) collapse(2)
@@ -297,13 +304,13 @@ void multiworld_attend(const Form *form, const float *query, const float *key,
         for (long task = 0; task < tasks; task++) {
             long number = 0, rest = task, blocks;
             for (;; number++) {
-                blocks = (rows[number].count * group + ROWS - 1) / ROWS;
+                blocks = (rows[number].count * group + most - 1) / most;
                 if (rest < heads * blocks)
                     break;
                 rest -= heads * blocks;
             }
-            long head = rest / blocks, from = rest % blocks * ROWS;
-            long to = from + ROWS, all = rows[number].count * group;
+            long head = rest / blocks, from = rest % blocks * most;
+            long to = from + most, all = rows[number].count * group;
             attend_task(form, rows + number, query, head, from,
                         to < all ? to : all, found);
         }

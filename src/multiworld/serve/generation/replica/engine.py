@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from multiworld.serve.generation.grammar import Matcher, Matchers
+from multiworld.serve.generation.replica.compiled_attention import can_attend
 from multiworld.serve.generation.replica.prefix_cache import Block, BlockSpan
 from multiworld.serve.generation.replica.sequence_state import StreamId
 from multiworld.serve.generation.replica.stage_engine import (
@@ -24,6 +25,7 @@ from multiworld.serve.generation.replica.stage_engine import (
     engine_of,
 )
 from multiworld.serve.generation.replica.transfers import Transfers
+from multiworld.serve.models import compiled_code, integer_products
 from multiworld.serve.replica.compute_thread import ComputeThread
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
 from multiworld.serve.spec.stage import Generation, Stage, StageContext
@@ -71,6 +73,10 @@ class Engine:
 
     def _load(self, context: StageContext) -> None:
         torch.set_num_threads(self._threads)
+        if context.device == "cpu":
+            # Before the weights are in memory: a compiler takes 100 MB, too.
+            can_attend()
+            compiled_code.outcome(integer_products.SOURCE)
         with torch.inference_mode():
             function: Any = self._stage.load(context)
         self._stage_engine = engine_of(

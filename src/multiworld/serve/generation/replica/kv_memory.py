@@ -116,6 +116,10 @@ class KvMemory:
         number, slot = divmod(at, size_class.slots)
         pair = size_class.slabs[number].get(layer)
         keys, values = pair or self._layer(size_class, number, layer, like)
+        for kept, given in zip((keys, values), like, strict=True):
+            is_same = kept.shape[-3::2] == given.shape[-3::2]
+            if not is_same or kept.dtype is not given.dtype:
+                raise ValueError(f"layer {layer} had other heads, or another dtype")
         of_keys, of_values = slot * keys.stride(0), slot * values.stride(0)
         return (
             keys.data_ptr() + of_keys * keys.itemsize,

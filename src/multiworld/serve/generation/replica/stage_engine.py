@@ -22,12 +22,14 @@ from multiworld.serve.generation.replica.batch_invariant_layers import (
     make_linears_invariant,
     make_routers_invariant,
 )
-from multiworld.serve.generation.replica.compiled_attention import compiled
+from multiworld.serve.generation.replica.compiled_attention import (
+    compiled,
+    fastest,
+)
 from multiworld.serve.generation.replica.kv_cache import (
     KvCache,
     MissingTokensError,
     Rows,
-    StepAttention,
 )
 from multiworld.serve.generation.replica.layer_trial import check_layers
 from multiworld.serve.generation.replica.paged_kv_cache import PagedKvCache
@@ -154,7 +156,7 @@ def engine_of(
                 make_routers_invariant(function)
                 make_elements_invariant(function)
     if not is_deterministic:
-        cache = KvCache(attention=model.attention or compiled(StepAttention))
+        cache = KvCache(attention=model.attention or fastest)
         return StageEngine(function, is_last, model, cache, transfers)
     # Until the first step, use the granule of the largest piece.
     attention = compiled(InvariantAttention)
