@@ -35,7 +35,7 @@ SWITCH = "MULTIWORLD_COMPILE"
 """Environment variable: ``0`` leaves everything to torch."""
 
 
-def library(source: Path) -> ctypes.CDLL:
+def load(source: Path) -> ctypes.CDLL:
     """Return a compiled file; raises NotImplementedError if it cannot be had."""
     found = outcome(source)
     if isinstance(found, str):

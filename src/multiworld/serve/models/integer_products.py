@@ -140,4 +140,4 @@ def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
 
 def library() -> ctypes.CDLL:
     """Return the compiled code; raises NotImplementedError if it cannot be had."""
-    return _typed(compiled_code.library(SOURCE))
+    return _typed(compiled_code.load(SOURCE))

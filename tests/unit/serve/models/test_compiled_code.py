@@ -60,15 +60,15 @@ def test_wheels_have_all_c_files() -> None:
 @NEEDS_COMPILER
 def test_compiled_code_is_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next process has it without a compiler, unless others may write to it."""
-    compiled_code.library(SOURCE)
+    compiled_code.load(SOURCE)
     (kept,) = (fresh / "compiled").iterdir()
     monkeypatch.setattr(subprocess, "Popen", _refuse)
     compiled_code.outcome.cache_clear()
-    compiled_code.library(SOURCE)
+    compiled_code.load(SOURCE)
     kept.chmod(0o777)
     compiled_code.outcome.cache_clear()
     with pytest.raises(NotImplementedError, match="no compiler today"):
-        compiled_code.library(SOURCE)
+        compiled_code.load(SOURCE)
 
 
 def _refuse(*_: object, **__: object) -> None:
@@ -79,16 +79,16 @@ def _refuse(*_: object, **__: object) -> None:
 def test_a_cache_that_cannot_be_used_is_done_without(fresh: Path) -> None:
     """A file where its folder should be; a file in it that is cut off."""
     (fresh / "compiled").touch()
-    compiled_code.library(SOURCE)
+    compiled_code.load(SOURCE)
     (fresh / "compiled").unlink()
     compiled_code.outcome.cache_clear()
-    compiled_code.library(SOURCE)
+    compiled_code.load(SOURCE)
     (kept,) = (fresh / "compiled").iterdir()
     kept.unlink()  # a new file: this process has mapped the old one
     kept.write_bytes(b"")
     kept.chmod(0o700)
     compiled_code.outcome.cache_clear()
-    compiled_code.library(SOURCE)
+    compiled_code.load(SOURCE)
     assert kept.stat().st_size > 0
 
 
@@ -114,7 +114,7 @@ def test_torch_computes_where_nothing_can_be_compiled(
     monkeypatch.setenv(name, value)
     for _ in range(2):
         with pytest.raises(NotImplementedError, match=error):
-            compiled_code.library(SOURCE)
+            compiled_code.load(SOURCE)
         monkeypatch.setattr(subprocess, "Popen", None)
     kernel = integers.packed(weight, scale, [17])
     assert isinstance(kernel, integers.TorchKernel)
@@ -127,13 +127,13 @@ def test_a_folder_of_others_is_not_used(fresh: Path) -> None:
     folder = fresh / "compiled"
     folder.mkdir()
     folder.chmod(0o777)
-    compiled_code.library(SOURCE)
+    compiled_code.load(SOURCE)
     assert not [*folder.iterdir()]
     folder.rmdir()
     (fresh / "elsewhere").mkdir()
     folder.symlink_to(fresh / "elsewhere")
     compiled_code.outcome.cache_clear()
-    compiled_code.library(SOURCE)
+    compiled_code.load(SOURCE)
     assert not [*folder.iterdir()]
 
 
@@ -146,7 +146,7 @@ def test_a_home_is_not_needed(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> N
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", no_home)
-    compiled_code.library(SOURCE)
+    compiled_code.load(SOURCE)
 
 
 @NEEDS_COMPILER
@@ -160,7 +160,7 @@ def test_a_compiler_that_hangs_is_ended(
     monkeypatch.setenv("CC", str(script))
     monkeypatch.setattr(compiled_code, "COMPILE_S", 0.5)
     with pytest.raises(NotImplementedError, match="took more than"):
-        compiled_code.library(SOURCE)
+        compiled_code.load(SOURCE)
     (child,) = map(int, children.read_text().split())
     until = time.monotonic() + 10.0
     while _lives(child):

@@ -64,7 +64,7 @@ def can_attend() -> bool:
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return False  # torch has been told to use fewer, or the processor has no more
     try:
-        if not compiled_code.library(SOURCE).multiworld_can_attend():
+        if not compiled_code.load(SOURCE).multiworld_can_attend():
             return False
     except NotImplementedError:
         return False
@@ -121,7 +121,7 @@ class CompiledAttention:
     ) -> None:
         self._otherwise, self._cache, self._rows = otherwise, cache, rows
         self._max_size = max_size
-        self._attend = _typed(compiled_code.library(SOURCE)).multiworld_attend
+        self._attend = _typed(compiled_code.load(SOURCE)).multiworld_attend
         self._threads = torch.get_num_threads()
         self._other: Attention | None = None
         # By shapes and strides, which are those of most layers; None: ``otherwise``'s.
