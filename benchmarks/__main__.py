@@ -163,6 +163,7 @@ def bench(
     step         parts of a decode step, SmolLM2
     sampling     choosing the next tokens of 64 sequences
     nccl         worlds on GPUs beside torch.distributed (where there is one)
+    graphs       decode steps with CUDA graphs and without, on a GPU
 
     All contenders of a table run alternately within the same minutes, so compare
     figures within one table only. pyzmq takes part if it is installed. Contenders

@@ -134,19 +134,24 @@ SUITES = {
         run=_optional("sampling"),
     ),
     "nccl": Suite("worlds on GPUs", nccl.BASELINE, run=nccl.run),
+    "graphs": Suite(
+        "decode steps on a GPU, with CUDA graphs and without",
+        "kernel by kernel",
+        run=_optional("graphs"),
+    ),
 }
 
 
 def usual() -> list[str]:
     """Return the suites that run by default.
 
-    All but those that fetch a model, and "nccl" only with a GPU.
+    All but those that fetch a model, and those of GPUs only with a GPU.
     """
     # They fetch a model.
     left_out = {"generate", "recovery", "texts", "kills", "engine_kills"}
     left_out |= {"quality", "step"}
     if not torch.cuda.is_available():
-        left_out.add("nccl")
+        left_out |= {"nccl", "graphs"}
     return [name for name in SUITES if name not in left_out]
 
 

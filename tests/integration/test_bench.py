@@ -13,7 +13,8 @@ import pytest
 from benchmarks import members
 from benchmarks.members import Options
 from benchmarks.runner import SUITES
-from benchmarks.suites import nccl
+from benchmarks.suites import graphs, nccl
+from multiworld.serve.generation.replica.transfers import HOST
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -76,6 +77,20 @@ def test_gpu_suite_measures_on_any_backend() -> None:
     samples = [what for kind, what in found if kind == "sample"]
     assert {sample[2] for sample in samples} == {nccl.PLAIN, nccl.OURS, nccl.UNWATCHED}
     assert len(samples) == 12
+    assert all(sample[4] > 0 for sample in samples)
+
+
+def test_steps_of_a_gpu_are_measured_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite of CUDA graphs runs on a CPU, without graphs."""
+    monkeypatch.setattr(graphs, "LAYERS", (1,))
+    sizes = {**graphs.SIZES, "vocab_size": 300, "hidden_size": 64}
+    sizes |= {"intermediate_size": 64, "head_dim": 16}
+    found: list[Any] = []
+    graphs.measure(
+        Options(1, is_quick=True), found.append, HOST, lambda call: call, sizes
+    )
+    samples = [what for kind, what in found if kind == "sample"]
+    assert [sample[2] for sample in samples] == [graphs.EACH, graphs.GRAPHS] * 2
     assert all(sample[4] > 0 for sample in samples)
 
 

@@ -190,6 +190,9 @@ def _attention(
 class DecoderStage(nn.Module):
     """The layers of a stage as a function of rows, positions and attention."""
 
+    # Nothing but its arguments changes what it launches, so CUDA graphs can repeat it.
+    is_recordable = True
+
     def __init__(self, whole: nn.Module, span: Span) -> None:
         super().__init__()
         self.whole, self._span = whole, span

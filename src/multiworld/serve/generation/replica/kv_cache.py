@@ -345,10 +345,22 @@ def of_rows(
             scale=scale,
             enable_gqa=query.shape[0] != key.shape[0],
         )[0]
-    repeats = query.shape[0] // key.shape[0]
-    key, value = (each.repeat_interleave(repeats, 0) for each in (key, value))
+    return of_capped_rows(query, key, value, mask, scale, softcap)
+
+
+def of_capped_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    softcap: float,
+) -> Tensor:
+    """Return the attention of rows, [..., heads, rows, size], with capped scores."""
+    repeats = query.shape[-3] // key.shape[-3]
+    key, value = (each.repeat_interleave(repeats, -3) for each in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = softcap * torch.tanh(query @ key.transpose(1, 2) * scale / softcap)
+    scores = softcap * torch.tanh(query @ key.transpose(-1, -2) * scale / softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value

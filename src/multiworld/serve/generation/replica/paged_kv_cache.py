@@ -24,6 +24,7 @@ from multiworld.serve.generation.replica.kv_cache import (
     MissingTokensError,
     Rows,
     additive_mask,
+    of_capped_rows,
     of_rows,
     of_single_rows,
 )
@@ -32,6 +33,9 @@ from multiworld.serve.generation.replica.transfers import HOST, Transfers
 logger = logging.getLogger("multiworld.serve")
 
 FEWEST = 64  # pages to allocate at least
+# Pages of no sequence: tables are filled up with one that is always zero; the rows that
+# fill up a step write to the other.
+ZERO, SPARE = range(2)
 Pool = tuple[Tensor, Tensor]  # keys and values of all pages of a layer
 
 
@@ -57,9 +61,8 @@ class PagedKvCache:
         self.page_size = self.granule = page_size
         self.transfers = transfers
         # At first; doubled when they do not suffice.
-        self._count = max(FEWEST, 1 - (-tokens // page_size))  # page 0 is of none
-        # Page 0 stays zero: tables are padded with it.
-        self._free = list(range(1, self._count))
+        self.count = max(FEWEST, 2 - (-tokens // page_size))  # pages of a layer
+        self._free = list(range(2, self.count))
         self._pages: dict[Hashable, list[int]] = {}
         self._lengths: dict[Hashable, int] = {}
         self._pools: dict[int, Pool] = {}
@@ -67,7 +70,7 @@ class PagedKvCache:
 
     @property
     def nbytes(self) -> int:
-        used = self._count - 1 - len(self._free)
+        used = self.count - 2 - len(self._free)
         return sum(
             tensor[0].nbytes * used for pool in self._pools.values() for tensor in pool
         )
@@ -81,6 +84,11 @@ class PagedKvCache:
         self._lengths.pop(sequence, None)
 
     def step(self, rows: Sequence[Rows]) -> Attention:
+        self.make_room(rows)
+        return PagedAttention(self, rows)
+
+    def make_room(self, rows: Sequence[Rows]) -> None:
+        """Give sequences pages for their rows; those at position 0 start anew."""
         for each in rows:
             if each.begin == 0:
                 self.free(each.sequence)
@@ -91,7 +99,6 @@ class PagedKvCache:
             added += self._make_room(each.sequence, each.begin + each.count)
             self._lengths[each.sequence] = each.begin + each.count
         self._clear(added)
-        return PagedAttention(self, rows)
 
     def _make_room(self, sequence: Hashable, tokens: int) -> list[int]:
         """Give a sequence pages for ``tokens`` tokens; return those that it lacked."""
@@ -115,8 +122,8 @@ class PagedKvCache:
         for layer, pool in self._pools.items():
             keys, values = (torch.cat([each, torch.zeros_like(each)]) for each in pool)
             self._pools[layer] = keys, values
-        self._free += range(self._count, 2 * self._count)
-        self._count *= 2
+        self._free += range(self.count, 2 * self.count)
+        self.count *= 2
 
     def pages(self, sequence: Hashable) -> list[int]:
         return self._pages[sequence]
@@ -132,7 +139,7 @@ class PagedKvCache:
         if found is None:
             keys, values = (
                 torch.zeros(
-                    (self._count, self.page_size, each.shape[0], each.shape[2]),
+                    (self.count, self.page_size, each.shape[0], each.shape[2]),
                     dtype=each.dtype,
                     device=each.device,
                 )
@@ -225,7 +232,7 @@ class PagedAttention:
         self._slots = upload(torch.tensor(slots))
         lists = [cache.pages(each.sequence) for each in rows]
         width = max(map(len, lists))
-        table = [pages + [0] * (width - len(pages)) for pages in lists]
+        table = [pages + [ZERO] * (width - len(pages)) for pages in lists]
         self._table = upload(torch.tensor(table, dtype=torch.int32))
         self._ends = upload(torch.tensor(ends, dtype=torch.int32))
         begins = [0, *accumulate(each.count for each in rows)]
@@ -270,10 +277,9 @@ class PagedAttention:
             )
         found = query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
         if len(self._singles) and softcap is None:  # in one call
-            tables, mask = self._single_tables(window, query.dtype)
             rows = query.index_select(1, self._single_rows)
-            memory = gather(keys, tables), gather(values, tables)
-            out = of_single_rows(rows, *memory, mask, scale)
+            tables, mask = self._single_tables(window, query.dtype)
+            out = of_single_pages(rows, (keys, values), tables, mask, scale)
             found.index_copy_(0, self._single_rows, out)
         for n in self._others if softcap is None else range(len(self._rows)):
             one, begin = self._rows[n], self._offsets[n]
@@ -291,9 +297,9 @@ class PagedAttention:
         known = self._singles_by.get(window)
         if known is None:
             tables = self._table.index_select(0, self._singles)
-            at = self._ends.index_select(0, self._singles)[:, None] - 1
-            of = torch.arange(tables.shape[1] * self._cache.page_size, device=at.device)
-            known = tables, additive_mask(at, of, window, dtype)[:, None, None]
+            ends = self._ends.index_select(0, self._singles)
+            tokens = tables.shape[1] * self._cache.page_size
+            known = tables, mask_of_singles(ends, tokens, window, dtype)
             self._singles_by[window] = known
         return known
 
@@ -309,6 +315,76 @@ class PagedAttention:
                 mask &= of > at - window
             mask = self._masks[n, window] = self._cache.transfers.upload(mask)
         return mask
+
+
+class SingleRowsAttention:
+    """Attention of one row of each sequence, by tables that are on the device."""
+
+    def __init__(
+        self,
+        cache: PagedKvCache,
+        slots: Tensor,  # of the rows, [rows], int64
+        ends: Tensor,  # tokens of each sequence with its row, [rows]
+        table: Tensor,  # pages of each sequence, [rows, pages], int32
+    ) -> None:
+        self._cache, self._slots, self._table = cache, slots, table
+        self._ends = ends.to(torch.int32)
+        self._begins = torch.arange(
+            len(slots) + 1, dtype=torch.int32, device=slots.device
+        )
+        self._tokens = table.shape[1] * cache.page_size
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        pool = self._cache.write(layer, self._slots, key, value)
+        if softcap is None and self._cache.has_kernel(query, *pool):
+            return over_pages(
+                query.transpose(0, 1).contiguous(),
+                *pool,
+                self._begins,
+                self._ends,
+                self._table,
+                1,
+                self._tokens,
+                scale,
+                window,
+            )
+        if window not in self._masks:
+            self._masks[window] = mask_of_singles(
+                self._ends, self._tokens, window, query.dtype
+            )
+        mask = self._masks[window]
+        if softcap is None:
+            return of_single_pages(query, pool, self._table, mask, scale)
+        keys, values = (gather(pages, self._table) for pages in pool)
+        rows = query.transpose(0, 1)[:, :, None]
+        return of_capped_rows(rows, keys, values, mask == 0, scale, softcap)[:, :, 0]
+
+
+def of_single_pages(
+    query: Tensor, pool: Pool, tables: Tensor, mask: Tensor, scale: float | None
+) -> Tensor:
+    """Return the attention of one row of each sequence, [sequences, heads, size]."""
+    keys, values = (gather(pages, tables) for pages in pool)
+    return of_single_rows(query, keys, values, mask, scale)
+
+
+def mask_of_singles(
+    ends: Tensor, tokens: int, window: int | None, dtype: torch.dtype
+) -> Tensor:
+    """Return the mask of the last token of each sequence, [sequences, 1, 1, tokens]."""
+    of = torch.arange(tokens, device=ends.device)
+    return additive_mask(ends[:, None] - 1, of, window, dtype)[:, None, None]
 
 
 def gather(pages: Tensor, tables: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ from multiworld.serve.generation.replica.sampler import (
     sample,
 )
 from multiworld.serve.generation.replica.sequence_state import StreamId
+from multiworld.serve.generation.replica.step_graphs import StepGraphs, recorder
 from multiworld.serve.generation.replica.transfers import HOST, Transfers
 from multiworld.serve.models.experts import split_experts
 from multiworld.serve.models.packed_linear import pack_linears
@@ -145,7 +146,10 @@ def engine_of(
     """Return the engine of a loaded stage; on a CPU its weights are packed."""
     if not transfers.is_host and model.attention is None:
         paged = PagedKvCache(tokens=tokens, transfers=transfers)
-        return StageEngine(function, is_last, model, paged, transfers)
+        graphs = None
+        if getattr(function, "is_recordable", False):
+            graphs = StepGraphs(function, paged, recorder(transfers.device))
+        return StageEngine(function, is_last, model, paged, transfers, graphs)
     is_module = isinstance(function, nn.Module)
     with torch.inference_mode():
         if isinstance(function, nn.Module):
@@ -173,6 +177,7 @@ class StageEngine:
     model: Generation
     cache: KvCache | PagedKvCache = field(default_factory=KvCache)
     transfers: Transfers = HOST
+    graphs: StepGraphs | None = None
     _tails: dict[StreamId, Tail] = field(default_factory=dict)
 
     def tidy(self, chores: Chores) -> None:
@@ -204,6 +209,8 @@ class StageEngine:
             with torch.inference_mode():
                 return self._compute(parts, rows)
         except Exception as error:
+            if self.graphs is not None and isinstance(error, torch.OutOfMemoryError):
+                self.graphs.clear()
             if len(parts) == 1:
                 _log(error)
                 return Computed((), failed=((parts[0].key, error),))
@@ -236,14 +243,9 @@ class StageEngine:
         return replace(found, blocks=tuple(blocks))
 
     def _compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:
-        positions = torch.cat([torch.arange(p.begin, p.begin + p.count) for p in parts])
-        attention = self.cache.step([Rows(p.key[:2], p.begin, p.count) for p in parts])
         rows_of = self._wanted(parts) if self.is_last else []
         flat = [row for each in rows_of for row in each]
-        upload = self.transfers.upload
-        wanted = upload(torch.tensor(flat, dtype=torch.int64))
-        found = self.function(upload(rows), upload(positions), attention, wanted)
-        found = self.transfers.download(found)
+        found = self.transfers.download(self._outputs(parts, rows, flat))
         if not self.is_last:
             return Computed(tuple(parts), hidden=found)
         if found.shape != (len(flat), self.model.vocabulary):
@@ -252,6 +254,21 @@ class StageEngine:
                 f"[wanted, vocabulary], here {[len(flat), self.model.vocabulary]}"
             )
         return self._sampled(parts, rows_of, found)
+
+    def _outputs(
+        self, parts: Sequence[StepPart], rows: Tensor, wanted: Sequence[int]
+    ) -> Tensor:
+        """Return hidden states of all rows, or logits of those wanted."""
+        sequences = [Rows(p.key[:2], p.begin, p.count) for p in parts]
+        if self.graphs is not None and (not self.is_last or len(wanted) == len(rows)):
+            found = self.graphs.compute(sequences, rows)
+            if found is not None:
+                return found
+        positions = torch.cat([torch.arange(p.begin, p.begin + p.count) for p in parts])
+        attention = self.cache.step(sequences)
+        upload = self.transfers.upload
+        given = upload(rows), upload(positions), attention
+        return self.function(*given, upload(torch.tensor(wanted, dtype=torch.int64)))
 
     def _sampled(
         self, parts: Sequence[StepPart], rows_of: Sequence[Sequence[int]], found: Tensor
