@@ -32,6 +32,7 @@ from multiworld.serve.generation.replica.compiled_attention import (
     compiled,
     fastest,
 )
+from multiworld.serve.generation.replica.compiled_layers import compile_layers
 from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
 from multiworld.serve.generation.replica.sampler import TokenHistory, sample
 from multiworld.serve.models import smollm2
@@ -118,6 +119,7 @@ def _stage(folder: Path, mode: str) -> tuple[Any, Clock]:
         if mode == EQUAL:
             make_linears_invariant(stage)
             make_elements_invariant(stage)
+        compile_layers(stage)
     _watch(stage, clock)
     return stage, clock
 

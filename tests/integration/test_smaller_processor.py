@@ -24,11 +24,12 @@ FILES = (
     "tests/unit/serve/models/test_integer_linear.py",
     "tests/unit/serve/generation/replica/test_batch_invariance.py",
     "tests/unit/serve/generation/replica/test_compiled_attention.py",
+    "tests/unit/serve/generation/replica/test_compiled_layers.py",
     "tests/unit/serve/generation/models/test_decoder.py",
     "tests/unit/serve/control/test_dtypes.py",
 )
 SELECTED = (
-    "test_packed_linear or test_integer_linear or test_compiled_attention or "
+    "test_packed_linear or test_integer_linear or test_compiled or "
     "test_dtypes or numbers or "
     "(test_decoder and llama) or (widths and 4864) or (neighbours and llama and True)"
 )

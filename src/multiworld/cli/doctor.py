@@ -175,7 +175,7 @@ def _bfloat16() -> Finding:
 def _compiled() -> Finding:
     """Return whether code for generating text on CPUs is compiled here."""
     try:
-        from multiworld.serve.generation.replica.compiled_attention import can_attend
+        from multiworld.serve.generation.replica.layer_code import can_run
         from multiworld.serve.models.integer_products import best
     except ImportError:
         return Finding("compiled code", "ok", "not tried: serving is not installed")
@@ -185,8 +185,8 @@ def _compiled() -> Finding:
         remedy = "text is generated faster on CPUs with a C compiler: install gcc"
         return Finding("compiled code", "warn", f"none: {error}", remedy)
     found = f"products in int8 for {products.name}" if products else "no products"
-    attention = "attention" if can_attend() else "no attention"
-    return Finding("compiled code", "ok", f"{found}, {attention}")
+    layers = "layers of decoders" if can_run() else "no layers of decoders"
+    return Finding("compiled code", "ok", f"{found}, {layers}")
 
 
 def _helper() -> Finding:

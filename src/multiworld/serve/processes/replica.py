@@ -20,10 +20,10 @@ from multiworld.errors import MultiWorldError
 from multiworld.serve.generation.engines.engine_worker import EngineWorker
 from multiworld.serve.generation.engines.whole_model import maker_of, settings_of
 from multiworld.serve.generation.limits import limits_of, prefix_bytes_of
-from multiworld.serve.generation.replica.compiled_attention import DIGEST, can_attend
 from multiworld.serve.generation.replica.engine import HUNG_S, Engine
 from multiworld.serve.generation.replica.generation_worker import GenerationWorker
 from multiworld.serve.generation.replica.hardware_fingerprint import fingerprint
+from multiworld.serve.generation.replica.layer_code import DIGEST, can_run
 from multiworld.serve.generation.replica.recovery import ReplicaSettings
 from multiworld.serve.generation.replica.scheduler import Scheduler
 from multiworld.serve.inference.replica.executor import Executor
@@ -134,8 +134,8 @@ def _generation_of(
     def loaded(device: str) -> messages.StageLoaded:
         is_fixed = generation.deterministic
         has_own = is_fixed and device == "cpu" and facts.dtype in ("", "float32")
-        # Other attention has other bits.
-        more = [f"attention {DIGEST}"] if has_own and can_attend() else []
+        # Other code has other bits.
+        more = [f"layers {DIGEST}"] if has_own and can_run() else []
         kind = [fingerprint(limits.threads, device, *more)] if is_fixed else []
         kind += [facts.dtype] if facts.dtype else []
         return messages.StageLoaded(", ".join(kind), facts.weights())

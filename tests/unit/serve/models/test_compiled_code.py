@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import multiworld
-from multiworld.serve.generation.replica.compiled_attention import SOURCE as ATTENTION
-from multiworld.serve.generation.replica.compiled_attention import can_attend
+from multiworld.serve.generation.replica.layer_code import SOURCE as LAYERS
+from multiworld.serve.generation.replica.layer_code import can_run
 from multiworld.serve.models import compiled_code
 from multiworld.serve.models import integer_linear as integers
 from multiworld.serve.models.integer_products import SOURCE, CompiledProducts
@@ -42,7 +42,7 @@ def test_a_machine_with_a_compiler_uses_it() -> None:
     is_avx2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     if platform.machine() != "x86_64" or not is_avx2 or not shutil.which("cc"):
         pytest.skip("there is no compiler, or no AVX2")
-    assert can_attend()
+    assert can_run()
     kernel = integers.packed(*integers.quantized(torch.randn(8, 8)), [8])
     assert type(kernel) is CompiledProducts
 
@@ -54,7 +54,7 @@ def test_wheels_have_all_c_files() -> None:
     patterns = declared["tool"]["setuptools"]["package-data"]["multiworld"]
     found = {path for pattern in patterns for path in package.glob(pattern)}
     sources = {*package.rglob("*.c")}
-    assert {SOURCE, ATTENTION} <= sources <= found
+    assert {SOURCE, LAYERS} <= sources <= found
 
 
 @NEEDS_COMPILER

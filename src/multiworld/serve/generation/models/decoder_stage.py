@@ -7,8 +7,10 @@ transformers calls the attention by its name, which finds the step's KV blocks i
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +203,24 @@ class DecoderStage(nn.Module):
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
+    @staticmethod
+    def attend(
+        layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any
+    ) -> Tensor:
+        """Call the attention of the step that is computed."""
+        attention: Attention = _step.attention
+        return attention.attend(layer, query, key, value, **options)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def attending(attention: Attention) -> Iterator[None]:
+        """Attend with ``attention`` meanwhile."""
+        _step.attention = attention
+        try:
+            yield
+        finally:
+            _step.attention = None
+
     def example(self, count: int, seed: int) -> Tensor:
         """Return random rows as the previous stage sends them; see ``forward``."""
         whole: Any = self.whole
@@ -220,12 +240,9 @@ class DecoderStage(nn.Module):
         # [wanted, vocabulary], float32.
         name = "input_ids" if self._span.is_first else "inputs_embeds"
         given = {name: rows[None], "position_ids": positions[None], "use_cache": False}
-        _step.attention = attention
-        try:
+        with self.attending(attention):
             if not self._span.is_last:
                 hidden: Tensor = self.whole(**given).last_hidden_state
                 return hidden[0]
             logits: Tensor = self.whole(**given, logits_to_keep=wanted).logits
             return logits[0].to(torch.float32)
-        finally:
-            _step.attention = None

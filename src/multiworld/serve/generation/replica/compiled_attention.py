@@ -1,4 +1,4 @@
-"""Attention by compiled code (``attention.c``): a row has the same bits in any step.
+"""Attention by compiled code (``layers.c``): a row has the same bits in any step.
 
 One call for each layer appends the keys and values of a step, and attends for all its
 rows, in float32 on a CPU. A row's result follows from its sequence alone, on every
@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,77 +20,23 @@ from multiworld.serve.generation.replica.kv_cache import (
     Rows,
     StepAttention,
 )
-from multiworld.serve.models import compiled_code
+from multiworld.serve.generation.replica.layer_code import (
+    LANES,
+    Form,
+    can_run,
+    library,
+)
 
-logger = logging.getLogger(__name__)
-
-SOURCE = Path(__file__).with_name("attention.c")
-
-LANES = 8  # a head's size is a multiple of it
 MAX_SIZE = 256
 SMALL = 64  # heads up to this size are small
 SHORT = 512  # prompts up to this number of tokens are short
 
-DIGEST = "fd738002805741e9"
-"""Of the result of ``digest`` on every processor."""
-
 AttentionOf = Callable[[KvCache, Sequence[Rows]], Attention]
-
-
-class Form(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("heads", "key_heads", "size", "values")),
-        *((f"{name}_head", ctypes.c_int64) for name in ("query", "key", "value")),
-        *((f"{name}_row", ctypes.c_int64) for name in ("query", "key", "value")),
-        ("window", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-    )
-
-
-@functools.cache
-def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
-    pointer, attend = ctypes.c_void_p, found.multiworld_attend
-    attend.argtypes = (*[pointer] * 5, ctypes.c_long, pointer, ctypes.c_int)
-    attend.restype = None
-    return found
-
-
-@functools.cache
-def can_attend() -> bool:
-    """Return whether the code is compiled, and right on this processor."""
-    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        return False  # torch has been told to use fewer, or the processor has no more
-    try:
-        if not compiled_code.load(SOURCE).multiworld_can_attend():
-            return False
-    except NotImplementedError:
-        return False
-    found = digest()
-    if found != DIGEST:
-        logger.warning("compiled attention is wrong here (%s), torch's is used", found)
-    return found == DIGEST
-
-
-def digest() -> str:
-    """Return a digest of the bits of an attention that is always the same."""
-    numbers = torch.arange(120 * 64 * 6)
-    query, key, value = (
-        (numbers[: heads * 120 * 64] * step % 2003 - 1001).float().view(heads, 120, 64)
-        for heads, step in ((6, 7919), (2, 31), (2, 77))
-    )
-    cache, rows = KvCache(), [Rows(0, 0, 120)]
-    attention = CompiledAttention(StepAttention, cache, rows)
-    given = query / 512, key / 512, value / 512
-    found = attention.attend(0, *given, window=100)
-    bits: bytes = found.numpy().tobytes()
-    return hashlib.sha256(bits).hexdigest()[:16]
 
 
 def compiled(otherwise: AttentionOf) -> AttentionOf:
     """Return attention by compiled code, or else by ``otherwise``."""
-    return (
-        functools.partial(CompiledAttention, otherwise) if can_attend() else otherwise
-    )
+    return functools.partial(CompiledAttention, otherwise) if can_run() else otherwise
 
 
 def fastest(cache: KvCache, rows: Sequence[Rows]) -> Attention:
@@ -103,7 +46,7 @@ def fastest(cache: KvCache, rows: Sequence[Rows]) -> Attention:
     keys, AVX512), and for one row alone if heads are large (0.3 to 0.6 times).
     """
     is_long = any(r.count > 1 and r.begin + r.count > SHORT for r in rows)
-    if is_long or not can_attend():
+    if is_long or not can_run():
         return StepAttention(cache, rows)
     max_size = MAX_SIZE if len(rows) > 1 else SMALL
     return CompiledAttention(StepAttention, cache, rows, max_size)
@@ -121,7 +64,7 @@ class CompiledAttention:
     ) -> None:
         self._otherwise, self._cache, self._rows = otherwise, cache, rows
         self._max_size = max_size
-        self._attend = _typed(compiled_code.load(SOURCE)).multiworld_attend
+        self._attend = library().multiworld_attend
         self._threads = torch.get_num_threads()
         self._other: Attention | None = None
         # By shapes and strides, which are those of most layers; None: ``otherwise``'s.

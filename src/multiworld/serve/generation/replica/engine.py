@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from multiworld.serve.generation.grammar import Matcher, Matchers
-from multiworld.serve.generation.replica.compiled_attention import can_attend
+from multiworld.serve.generation.replica.layer_code import can_run
 from multiworld.serve.generation.replica.prefix_cache import Block, BlockSpan
 from multiworld.serve.generation.replica.sequence_state import StreamId
 from multiworld.serve.generation.replica.stage_engine import (
@@ -75,7 +75,7 @@ class Engine:
         torch.set_num_threads(self._threads)
         if context.device == "cpu":
             # Before the weights are in memory: a compiler takes 100 MB, too.
-            can_attend()
+            can_run()
             compiled_code.outcome(integer_products.SOURCE)
         with torch.inference_mode():
             function: Any = self._stage.load(context)

@@ -26,6 +26,7 @@ from multiworld.serve.generation.replica.compiled_attention import (
     compiled,
     fastest,
 )
+from multiworld.serve.generation.replica.compiled_layers import compile_layers
 from multiworld.serve.generation.replica.kv_cache import (
     KvCache,
     MissingTokensError,
@@ -159,6 +160,8 @@ def engine_of(
                 make_linears_invariant(function)
                 make_routers_invariant(function)
                 make_elements_invariant(function)
+            if hasattr(function, "example"):
+                compile_layers(function)
     if not is_deterministic:
         cache = KvCache(attention=model.attention or fastest)
         return StageEngine(function, is_last, model, cache, transfers)

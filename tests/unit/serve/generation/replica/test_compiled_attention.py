@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 
 from multiworld.serve.generation.replica.compiled_attention import (
-    DIGEST,
     CompiledAttention,
-    can_attend,
     compiled,
-    digest,
     fastest,
 )
 from multiworld.serve.generation.replica.kv_cache import (
@@ -25,8 +22,9 @@ from multiworld.serve.generation.replica.kv_cache import (
     Rows,
     StepAttention,
 )
+from multiworld.serve.generation.replica.layer_code import DIGEST, can_run, digest
 
-pytestmark = pytest.mark.skipif(not can_attend(), reason="not compiled here")
+pytestmark = pytest.mark.skipif(not can_run(), reason="not compiled here")
 
 
 @pytest.fixture(params=[1, 2, 5])

@@ -18,7 +18,6 @@ from multiworld.serve.generation.replica.batch_invariant_attention import (
 )
 from multiworld.serve.generation.replica.compiled_attention import (
     AttentionOf,
-    can_attend,
     compiled,
 )
 from multiworld.serve.generation.replica.kv_cache import KvCache, Rows, StepAttention
@@ -28,6 +27,7 @@ from multiworld.serve.generation.replica.kv_memory import (
     KvMemory,
     Pair,
 )
+from multiworld.serve.generation.replica.layer_code import can_run
 from tests.memory import objects_in
 
 BLOCK = 4
@@ -37,7 +37,7 @@ KINDS = [
     pytest.param(
         compiled(StepAttention),
         id="compiled",
-        marks=pytest.mark.skipif(not can_attend(), reason="not compiled here"),
+        marks=pytest.mark.skipif(not can_run(), reason="not compiled here"),
     ),
 ]
 LIKE = torch.zeros(2, 1, 3), torch.zeros(2, 1, 5)

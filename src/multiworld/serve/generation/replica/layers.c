@@ -1,5 +1,5 @@
-/* Attention in float32 whose rows have the same bits in every call, for x86 with AVX2
- * and FMA.
+/* Layers of decoders without their products, in float32: attention, norms, rotations
+ * and gates, for x86 with AVX2 and FMA. A row has the same bits in every call.
  *
  * A row attends to the keys of its sequence in pieces of 32, which begin at the first
  * key, with an online softmax. What is added in which order follows from the row's
@@ -8,6 +8,7 @@
  * Compile with -ffp-contract=off: every operation on floats is rounded.
  */
 
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -36,7 +37,7 @@ typedef struct {
     int64_t tokens, begin, count, offset;
 } Rows;
 
-int multiworld_can_attend(void) {
+int multiworld_can_run(void) {
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
@@ -314,6 +315,101 @@ void multiworld_attend(const Form *form, const float *query, const float *key,
             attend_task(form, rows + number, query, head, from,
                         to < all ? to : all, found);
         }
+    }
+}
+
+#define ALONE 16384 /* numbers up to which one thread takes less time than several */
+
+/* x / sqrt(mean of squares + epsilon), times the weight; ``width`` is a multiple of 8.
+ * The squares are added in 32 lanes. */
+FOR_AVX2 static void normalize(const float *x, const float *weight, float epsilon,
+                               long width, float *found) {
+    __m256 sums[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(),
+                      _mm256_setzero_ps()};
+    long at = 0;
+    for (; at + 4 * LANES <= width; at += 4 * LANES)
+        for (int part = 0; part < 4; part++) {
+            __m256 here = _mm256_loadu_ps(x + at + part * LANES);
+            sums[part] = _mm256_fmadd_ps(here, here, sums[part]);
+        }
+    for (; at < width; at += LANES) {
+        __m256 here = _mm256_loadu_ps(x + at);
+        sums[0] = _mm256_fmadd_ps(here, here, sums[0]);
+    }
+    __m256 all = _mm256_add_ps(_mm256_add_ps(sums[0], sums[1]),
+                               _mm256_add_ps(sums[2], sums[3]));
+    const __m256 factor =
+        _mm256_set1_ps(1.0f / sqrtf(sum(all) / (float)width + epsilon));
+    for (at = 0; at < width; at += LANES) {
+        __m256 here = _mm256_mul_ps(_mm256_loadu_ps(x + at), factor);
+        _mm256_storeu_ps(found + at, _mm256_mul_ps(here, _mm256_loadu_ps(weight + at)));
+    }
+}
+
+/* Write the norms of rows, [rows, width]; with ``more``, of ``both = x + more``. */
+FOR_AVX2 void multiworld_norm(const float *x, const float *more, float *both,
+                              const float *weight, float epsilon, long rows, long width,
+                              float *found, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * width > ALONE)
+    for (long row = 0; row < rows; row++) {
+        const float *here = x + row * width;
+        if (more) {
+            for (long at = row * width; at < (row + 1) * width; at += LANES)
+                _mm256_storeu_ps(both + at, _mm256_add_ps(_mm256_loadu_ps(x + at),
+                                                          _mm256_loadu_ps(more + at)));
+            here = both + row * width;
+        }
+        normalize(here, weight, epsilon, width, found + row * width);
+    }
+}
+
+/* Rotate heads, [heads, size], by the angles of a row; ``size`` is a multiple of 16.
+ * With a weight, each head is normalized before. */
+FOR_AVX2 static void rotate(float *heads, long count, long size, const float *cosines,
+                            const float *sines, const float *weight, float epsilon) {
+    const long half = size / 2;
+    for (float *head = heads; head < heads + count * size; head += size) {
+        if (weight)
+            normalize(head, weight, epsilon, size, head);
+        for (long at = 0; at < half; at += LANES) {
+            float *low = head + at, *high = low + half;
+            __m256 a = _mm256_loadu_ps(low), b = _mm256_loadu_ps(high);
+            __m256 turned = _mm256_mul_ps(b, _mm256_loadu_ps(sines + at));
+            __m256 kept = _mm256_mul_ps(a, _mm256_loadu_ps(cosines + at));
+            _mm256_storeu_ps(low, _mm256_sub_ps(kept, turned));
+            turned = _mm256_mul_ps(a, _mm256_loadu_ps(sines + half + at));
+            kept = _mm256_mul_ps(b, _mm256_loadu_ps(cosines + half + at));
+            _mm256_storeu_ps(high, _mm256_add_ps(kept, turned));
+        }
+    }
+}
+
+/* Rotate queries, [rows, heads, size], and keys, in place. */
+FOR_AVX2 void multiworld_rotate(float *query, float *key, const float *cosines,
+                                const float *sines, const float *query_weight,
+                                const float *key_weight, float epsilon, long rows,
+                                long heads, long key_heads, long size, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * heads * size > ALONE)
+    for (long row = 0; row < rows; row++) {
+        const float *c = cosines + row * size, *s = sines + row * size;
+        rotate(query + row * heads * size, heads, size, c, s, query_weight, epsilon);
+        rotate(key + row * key_heads * size, key_heads, size, c, s, key_weight,
+               epsilon);
+    }
+}
+
+/* gate = gate / (1 + e^-gate) * up, of ``count`` numbers, a multiple of 8. */
+FOR_AVX2 void multiworld_gate(float *gate, const float *up, long count, int threads) {
+    const __m256 one = _mm256_set1_ps(1.0f), sign = _mm256_set1_ps(-0.0f);
+#pragma omp parallel for num_threads(threads) if (count > ALONE)
+    for (long at = 0; at < count; at += LANES) {
+        __m256 x = _mm256_loadu_ps(gate + at);
+        __m256 power = exponential(_mm256_or_ps(x, sign)); /* e^-|x| */
+        /* x is negative: the power, else one. */
+        __m256 above = _mm256_blendv_ps(one, power, x);
+        __m256 share = _mm256_div_ps(above, _mm256_add_ps(one, power));
+        x = _mm256_mul_ps(_mm256_mul_ps(x, share), _mm256_loadu_ps(up + at));
+        _mm256_storeu_ps(gate + at, x);
     }
 }
 #endif
