@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,9 @@ OTHER_ATTENTION = {
     "indices": "chosen tokens",
     "block_indices": "chosen blocks",
 }
+
+# Rotations that the longest position of a step changes.
+CHANGING_ROTATION = re.compile("'(rope_type|type)': '(dynamic|longrope)'")
 
 _step = threading.local()
 
@@ -192,9 +196,6 @@ def _attention(
 class DecoderStage(nn.Module):
     """The layers of a stage as a function of rows, positions and attention."""
 
-    # Nothing but its arguments changes what it launches, so CUDA graphs can repeat it.
-    is_recordable = True
-
     def __init__(self, whole: nn.Module, span: Span) -> None:
         super().__init__()
         self.whole, self._span = whole, span
@@ -202,6 +203,14 @@ class DecoderStage(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
+
+    @property
+    def is_recordable(self) -> bool:
+        """Return whether its steps may be CUDA graphs: the host decides nothing."""
+        whole: Any = self.whole
+        facts = whole.config.get_text_config().to_dict()
+        has_experts = any("experts" in name and facts[name] for name in facts)
+        return not has_experts and not CHANGING_ROTATION.search(str(facts))
 
     @staticmethod
     def attend(

@@ -33,9 +33,9 @@ from multiworld.serve.generation.replica.transfers import HOST, Transfers
 logger = logging.getLogger("multiworld.serve")
 
 FEWEST = 64  # pages to allocate at least
-# Pages of no sequence: tables are filled up with one that is always zero; the rows that
-# fill up a step write to the other.
-ZERO, SPARE = range(2)
+# Pages of no sequence: tables are padded with the one that is always zero, and padding
+# rows of a step write to the other.
+ZERO, SCRATCH = range(2)
 Pool = tuple[Tensor, Tensor]  # keys and values of all pages of a layer
 
 
@@ -119,9 +119,14 @@ class PagedKvCache:
                     each.index_fill_(0, places, 0.0)
 
     def _grow(self) -> None:
-        for layer, pool in self._pools.items():
-            keys, values = (torch.cat([each, torch.zeros_like(each)]) for each in pool)
-            self._pools[layer] = keys, values
+        def doubled(pages: Tensor) -> Tensor:
+            return torch.cat([pages, torch.zeros_like(pages)])
+
+        # All or none: memory may not suffice.
+        self._pools = {
+            layer: (doubled(keys), doubled(values))
+            for layer, (keys, values) in self._pools.items()
+        }
         self._free += range(self.count, 2 * self.count)
         self.count *= 2
 

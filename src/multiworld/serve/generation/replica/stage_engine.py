@@ -208,15 +208,18 @@ class StageEngine:
     def compute(self, parts: Sequence[StepPart], rows: Tensor) -> Computed:
         """Compute a step; if it fails, compute each of its parts alone."""
         # ``rows``: token ids, [rows], or hidden states, [rows, hidden].
+        is_retried = False
         try:
             with torch.inference_mode():
                 return self._compute(parts, rows)
         except Exception as error:
-            if self.graphs is not None and isinstance(error, torch.OutOfMemoryError):
-                self.graphs.clear()
-            if len(parts) == 1:
+            if isinstance(error, torch.OutOfMemoryError) and self.graphs is not None:
+                is_retried = self.graphs.clear()  # with the memory of graphs
+            if len(parts) == 1 and not is_retried:
                 _log(error)
                 return Computed((), failed=((parts[0].key, error),))
+        if is_retried:
+            return self.compute(parts, rows)
         offset, done = 0, []
         for part in parts:
             done.append(self.compute([part], rows[offset : offset + part.count]))

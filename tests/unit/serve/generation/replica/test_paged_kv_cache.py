@@ -410,4 +410,5 @@ def test_engine_of_a_device_has_pages(tmp_path: Path) -> None:
     device = Transfers(torch.device("cuda"))
     paged = engine_of(function, transfers=device, tokens=8000, **options)
     assert isinstance(paged.cache, PagedKvCache)
+    assert paged.graphs is not None
     assert isinstance(engine_of(function, **options).cache, KvCache)
