@@ -205,6 +205,14 @@ class DecoderStage(nn.Module):
         return next(self.parameters()).device
 
     @property
+    def max_positions(self) -> int:
+        """Number of positions that the model is made for; 4,096 if it does not say."""
+        whole: Any = self.whole
+        config = whole.config.get_text_config()
+        found: int | None = getattr(config, "max_position_embeddings", None)
+        return found or 4096
+
+    @property
     def is_recordable(self) -> bool:
         """Return whether its steps may be CUDA graphs: the host decides nothing."""
         whole: Any = self.whole

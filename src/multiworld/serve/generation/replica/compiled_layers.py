@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from multiworld.serve.generation.replica.layer_code import LANES, can_run, library
 
-ROWS = 3  # of the trial
-
 # Of the trial's outputs, relative. In int8 a bit of a norm can change an integer.
 TOLERANCE = 1e-3
 
@@ -236,8 +234,11 @@ def compile_layers(stage: Any) -> int:
 
     handles = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
     try:
-        positions = torch.arange(ROWS) + 3
-        stage(stage.example(ROWS, 0), positions, trial, positions[:1] * 0)
+        # Near and far: some attentions scale queries from a position on.
+        last = stage.max_positions - 1
+        positions = torch.tensor([1, 3, last // 2, last])
+        given = stage.example(len(positions), 0)
+        stage(given, positions, trial, torch.tensor([0]))
     finally:
         for handle in handles:
             handle.remove()

@@ -116,13 +116,33 @@ def _no_rotation(layer: Any) -> None:
     layer.self_attn.forward = forward
 
 
+def _scaled_far_away(layer: Any) -> None:
+    """As in Ministral 3, whose queries are scaled from a position on."""
+    function = layer.self_attn.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        far = 1.0 + 0.5 * (kwargs["position_ids"] > TOKENS - 10)[..., None]
+        return function(
+            *args, **{**kwargs, "hidden_states": kwargs["hidden_states"] * far}
+        )
+
+    layer.self_attn.forward = forward
+
+
 def _scaled_norm(layer: Any) -> None:
     function = layer.input_layernorm.forward
     layer.input_layernorm.forward = lambda given: function(given) * 1.1
 
 
 @pytest.mark.parametrize(
-    "change", [_other_activation, _other_residual, _no_rotation, _scaled_norm]
+    "change",
+    [
+        _other_activation,
+        _other_residual,
+        _no_rotation,
+        _scaled_far_away,
+        _scaled_norm,
+    ],
 )
 def test_layer_that_computes_otherwise_stays(change: Any, tmp_path: Path) -> None:
     """It has the same parts; a trial tells."""
