@@ -40,6 +40,8 @@ OTHER_ATTENTION = {
 # Rotations that the longest position of a step changes.
 CHANGING_ROTATION = re.compile("'(rope_type|type)': '(dynamic|longrope)'")
 
+MAX_POSITIONS = re.compile(r"'\w*max_position\w*': (\d+)")
+
 _step = threading.local()
 
 
@@ -205,18 +207,21 @@ class DecoderStage(nn.Module):
         return next(self.parameters()).device
 
     @property
-    def max_positions(self) -> int:
-        """Number of positions that the model is made for; 4,096 if it does not say."""
+    def _facts(self) -> dict[str, Any]:
         whole: Any = self.whole
-        config = whole.config.get_text_config()
-        found: int | None = getattr(config, "max_position_embeddings", None)
-        return found or 4096
+        found: dict[str, Any] = whole.config.get_text_config().to_dict()
+        return found
+
+    @property
+    def max_positions(self) -> int:
+        """Most positions that its config names: 4,096, or more."""
+        found = MAX_POSITIONS.findall(str(self._facts))
+        return max(4096, *map(int, found))
 
     @property
     def is_recordable(self) -> bool:
         """Return whether its steps may be CUDA graphs: the host decides nothing."""
-        whole: Any = self.whole
-        facts = whole.config.get_text_config().to_dict()
+        facts = self._facts
         has_experts = any("experts" in name and facts[name] for name in facts)
         return not has_experts and not CHANGING_ROTATION.search(str(facts))
 
