@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from multiworld.serve.generation.replica.layer_code import LANES, can_run, library
 
-# Of the trial's outputs, relative. In int8 a bit of a norm can change an integer.
-TOLERANCE = 1e-3
+# Of the trial, relative to what a layer adds to a row. In int8 a bit of a norm can
+# change an integer: SmolLM2 has 3e-4 in int8, 1e-6 in float32, and 8e-2 with GELU.
+TOLERANCE = 3e-3
 
 PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 PRODUCTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -255,9 +256,10 @@ def _replace(stage: Any, trial: _Trial, call: _Call) -> bool:
     made = CompiledLayer(call.layer, stage.attend, options)
     with stage.attending(trial):
         found = made(call.hidden, **call.kwargs)
-    is_same = found.shape == call.found.shape and bool(
-        (found - call.found).norm() <= TOLERANCE * call.found.norm()
-    )
-    if is_same:
-        call.layer.forward = made
-    return is_same
+    if not isinstance(call.found, Tensor) or found.shape != call.found.shape:
+        return False
+    error, added = ((each - call.found).norm(dim=-1) for each in (found, call.hidden))
+    if not (error <= TOLERANCE * added).all():
+        return False
+    call.layer.forward = made
+    return True
