@@ -160,7 +160,7 @@ def engine_of(
                 make_linears_invariant(function)
                 make_routers_invariant(function)
                 make_elements_invariant(function)
-            if hasattr(function, "example"):
+            if hasattr(function, "attending"):
                 compile_layers(function)
     if not is_deterministic:
         cache = KvCache(attention=model.attention or fastest)

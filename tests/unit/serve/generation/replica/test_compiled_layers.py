@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from multiworld.serve.generation.models import decoder_stage
+from multiworld.serve.generation.models import decoder, decoder_stage
 from multiworld.serve.generation.replica import compiled_layers
 from multiworld.serve.generation.replica.batch_invariant_layers import (
     make_elements_invariant,
     make_linears_invariant,
 )
 from multiworld.serve.generation.replica.compiled_attention import compiled
-from multiworld.serve.generation.replica.compiled_layers import compile_layers
+from multiworld.serve.generation.replica.compiled_layers import (
+    CompiledLayer,
+    compile_layers,
+)
 from multiworld.serve.generation.replica.kv_cache import KvCache, Rows, StepAttention
 from multiworld.serve.generation.replica.layer_code import can_run, library
+from multiworld.serve.generation.replica.stage_engine import engine_of
 from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.models.partition import Span
+from multiworld.serve.spec.stage import StageContext
 from tests.tiny_decoder import VOCABULARY, save_decoder
 
 pytestmark = pytest.mark.skipif(not can_run(), reason="not compiled here")
@@ -46,6 +52,9 @@ def loaded(
         folder, Span(0, LAYERS, LAYERS), "float32", "cpu", quantization
     )
     with torch.inference_mode():
+        for weight in stage.parameters():
+            if weight.dim() == 1:  # of norms, which are all 1 at first
+                weight.add_(torch.randn(weight.shape), alpha=0.2)
         pack_linears(stage)
         if is_invariant:
             make_linears_invariant(stage)
@@ -153,6 +162,72 @@ def test_layer_that_computes_otherwise_stays(change: Any, tmp_path: Path) -> Non
     assert compile_layers(stage) == LAYERS - 1
     found = logits(stage, tokens, [TOKENS])
     assert (found - wanted).norm() < 1e-5 * wanted.norm()
+
+
+@pytest.mark.parametrize("counts", [[TOKENS], [100, 40]])
+def test_trial_leaves_rotations_as_they_were(counts: list[int], tmp_path: Path) -> None:
+    """Dynamic ones keep the frequencies of the longest position that they have seen."""
+    folder = save_decoder(tmp_path, "llama")
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = 64
+    config["rope_parameters"] = {
+        **{"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0},
+        "original_max_position_embeddings": 64,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(1)
+    plain = loaded(folder)
+    torch.manual_seed(1)
+    stage = loaded(folder)
+    assert compile_layers(stage) == LAYERS
+    tokens = drawn()
+    wanted, found = (logits(each, tokens, counts) for each in (plain, stage))
+    assert (found - wanted).norm() < 1e-5 * wanted.norm()
+
+
+def test_small_additions_are_compared(tmp_path: Path) -> None:
+    """What a layer adds, and not what went through it."""
+    stage = loaded(save_decoder(tmp_path, "llama"))
+    layers = stage.whole.model.layers
+    stage.whole.model.embed_tokens.weight.data *= 1e5
+    layers[2].mlp.act_fn = torch.nn.GELU()
+    assert compile_layers(stage) == LAYERS - 1
+
+
+def test_layer_with_gates_beside_its_queries_stays(tmp_path: Path) -> None:
+    """Its queries have twice the width; a trial would raise."""
+    stage = loaded(save_decoder(tmp_path, "llama"))
+    attention = stage.whole.model.layers[0].self_attn
+    attention.q_proj = torch.nn.Linear(64, 128, bias=False)
+
+    def forward(hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        states = [attention.q_proj(hidden_states)[..., :64]]
+        states += [attention.k_proj(hidden_states), attention.v_proj(hidden_states)]
+        query, key, value = (
+            each[0].view(each.shape[1], -1, 16).transpose(0, 1) for each in states
+        )
+        found = stage.attend(0, query, key, value)
+        return attention.o_proj(found.flatten(1))[None], None
+
+    attention.forward = forward
+    assert compile_layers(stage) == LAYERS - 1
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_engines_compile_layers(is_deterministic: bool, tmp_path: Path) -> None:
+    """In both modes."""
+    folder = save_decoder(tmp_path, "llama")
+    model = decoder.model(str(folder), dtype="float32")
+    assert model.generation is not None
+    function: Any = model.stages[0].load(StageContext())
+    engine_of(
+        function,
+        is_last=True,
+        model=model.generation,
+        is_deterministic=is_deterministic,
+    )
+    for layer in function.whole.model.layers:
+        assert isinstance(layer.forward, CompiledLayer)
 
 
 def test_nothing_is_replaced_without_a_compiler(
