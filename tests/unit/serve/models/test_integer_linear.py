@@ -34,7 +34,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 try:
-    integer_products.library()
     INSTRUCTIONS = integer_products.best()
 except NotImplementedError:
     INSTRUCTIONS = Instructions.NONE
