@@ -181,9 +181,8 @@ def _attention(
         raise SpecError(
             f"attention with a mask of the layer's own is not supported; {REMEDY}"
         )
-    attention: Attention = _step.attention
     layer: Any = module.layer_idx
-    found = attention.attend(
+    found = DecoderStage.attend(
         layer,
         query[0],
         key[0],

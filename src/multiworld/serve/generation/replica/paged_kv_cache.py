@@ -35,7 +35,7 @@ logger = logging.getLogger("multiworld.serve")
 FEWEST = 64  # pages to allocate at least
 # Pages of no sequence: tables are padded with the one that is always zero, and padding
 # rows of a step write to the other.
-ZERO, SCRATCH = range(2)
+ZERO, SCRATCH = RESERVED = range(2)
 Pool = tuple[Tensor, Tensor]  # keys and values of all pages of a layer
 
 
@@ -61,8 +61,9 @@ class PagedKvCache:
         self.page_size = self.granule = page_size
         self.transfers = transfers
         # At first; doubled when they do not suffice.
-        self.count = max(FEWEST, 2 - (-tokens // page_size))  # pages of a layer
-        self._free = list(range(2, self.count))
+        needed = len(RESERVED) - (-tokens // page_size)
+        self.count = max(FEWEST, needed)  # pages of a layer
+        self._free = list(range(len(RESERVED), self.count))
         self._pages: dict[Hashable, list[int]] = {}
         self._lengths: dict[Hashable, int] = {}
         self._pools: dict[int, Pool] = {}
@@ -70,7 +71,7 @@ class PagedKvCache:
 
     @property
     def nbytes(self) -> int:
-        used = self.count - 2 - len(self._free)
+        used = self.count - len(RESERVED) - len(self._free)
         return sum(
             tensor[0].nbytes * used for pool in self._pools.values() for tensor in pool
         )
