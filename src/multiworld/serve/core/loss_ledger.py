@@ -4,7 +4,8 @@ Work that kills what computes it must be found; work whose host dies must not be
 suspected. After some losses the work is a *suspect* and runs in isolation. If replicas
 die while it runs alone, it is *poison*, and is refused. A loss before anything was
 computed has another cause, and a loss soon after another is more likely the same fault
-than a second one; such losses are not counted.
+than a second one; such losses are not counted. Nor is the first loss of a crowd: replicas
+die more often without any work being the cause, and one by one it would be late.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ class LossRule:
     suspect_after: int  # losses that count until the work runs in isolation
     unbegun: int  # losses in a row, before anything was computed, that do not count
     apart_s: float  # seconds between two losses that both count
+    # Pieces of work computed together, of which the first loss does not count.
+    crowd: float = math.inf
 
 
 # For requests with one answer. One replica holds a request at a time, and says when it
-# begins to compute it; running one alone costs the others one short batch.
-REQUEST_RULE = LossRule(suspect_after=1, unbegun=1, apart_s=0.0)
+# begins to compute it; running one alone costs the others one batch, so eight cost
+# about eight times what one loss costs anyway.
+REQUEST_RULE = LossRule(suspect_after=1, unbegun=1, apart_s=0.0, crowd=8)
 
 # For streams. A chain of replicas holds one, so a host may take several at once; while
 # a suspect runs alone, all other streams of its stage-0 replica wait for its steps.
@@ -46,18 +50,25 @@ class LossLedger:
     shared: int = 0  # those of them in isolation, but other work ran there, too
     last_at: float = -math.inf  # monotonic time of the last that counts
     unbegun: int = 0  # not counted: nothing had been computed
+    was_crowded: bool = False  # a loss was not counted: one of a crowd
     # Whether anything was computed since the last loss, or may have been.
     has_begun: bool = False
     # Monotonic time of the next attempt. A suspect waits until the next loss would
     # count, or it could take one replica after another meanwhile.
     not_before: float = -math.inf
 
-    def add(self, now: float, *, is_alone: bool, is_shared: bool = False) -> None:
+    def add(
+        self, now: float, *, is_alone: bool, is_shared: bool = False, together: int = 1
+    ) -> None:
         """Record the loss of a replica; ``is_alone``: it computed nothing else."""
-        # ``is_shared``: it ran in isolation, but not everywhere.
+        # ``is_shared``: it ran in isolation, but not everywhere. ``together``: number
+        # of pieces of work that it computed.
         has_begun, self.has_begun = self.has_begun, False
         if not has_begun and self.unbegun < self.rule.unbegun:
             self.unbegun += 1
+            return
+        if together >= self.rule.crowd and not self.was_crowded:
+            self.was_crowded = True
             return
         if now - self.last_at < self.rule.apart_s:
             self.not_before = self.last_at + self.rule.apart_s
@@ -72,7 +83,7 @@ class LossLedger:
     def clear(self) -> None:
         """Forget all losses: the work made progress."""
         self.counted = self.isolated = self.shared = self.unbegun = 0
-        self.has_begun = True
+        self.has_begun, self.was_crowded = True, False
         self.not_before = -math.inf
 
     @property

@@ -19,6 +19,10 @@ class AttemptState:
     is_isolated: bool = False
     is_done: bool = False
 
+    @property
+    def is_computed(self) -> bool:
+        return self.is_begun and not self.is_done
+
 
 @dataclass(slots=True)
 class Request:

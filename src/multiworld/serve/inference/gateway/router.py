@@ -6,10 +6,11 @@ it *begins*. So when a replica is lost, the router knows what it held:
 
 * A request that was only queued there is replayed at once. After two such losses it
   becomes a *suspect*.
-* A request that was being computed becomes a suspect at once: it may be a *poison
-  request*, one that kills replicas. Suspects are replayed in *isolation*: one at a
-  time, each alone in its batch, so that no other request is lost with a poison
-  request. A request in isolation while two replicas died is poison, and is refused.
+* A request that was being computed becomes a suspect at once, or the second time if it
+  was one of many: it may be a *poison request*, one that kills replicas. Suspects are
+  replayed in *isolation*: one at a time, each alone in its batch, so that no other
+  request is lost with a poison request. A request in isolation while two replicas died
+  is poison, and is refused.
 
 A replica that has been silent for a fraction of a second receives no new work. The
 requests that it holds are *hedged*: a second attempt goes to another replica, and the
@@ -304,13 +305,13 @@ class Router:
         self._view.disconnect(event.replica)
         self._computing.pop(event.replica, None)
         actions: list[Action] = []
-        for number, nth in sorted(self._held.pop(event.replica, {})):
+        held = self._held.pop(event.replica, {})
+        computed = sum(state.is_computed for _, _, state in self._in_flight(held))
+        for number, nth in sorted(held):
             request = self._requests[number]
             state = request.attempts.pop(nth)
             if not event.is_polite:
-                is_computed = state.is_begun and not state.is_done
-                is_alone = is_computed and state.is_isolated
-                self._add_loss(request, is_computed=is_computed, is_alone=is_alone)
+                self._add_loss(request, state, computed)
             if request.losses.is_poison:
                 job, losses = request.job, request.losses.isolated
                 self._isolate_tenant(job)
@@ -354,10 +355,12 @@ class Router:
         return queue.isolated_until.get(job.share.tenant, 0.0) > self._now
 
     def _add_loss(
-        self, request: Request, *, is_computed: bool = False, is_alone: bool = False
+        self, request: Request, state: AttemptState | None = None, together: int = 1
     ) -> None:
-        request.losses.has_begun = is_computed
-        request.losses.add(self._now, is_alone=is_alone)
+        losses = request.losses
+        losses.has_begun = state is not None and state.is_computed
+        is_alone = losses.has_begun and state is not None and state.is_isolated
+        losses.add(self._now, is_alone=is_alone, together=together)
         request.is_suspect |= request.losses.is_suspect
 
     def _dropped(

@@ -296,6 +296,34 @@ def test_requests_of_a_lost_batch_are_replayed_in_isolation_one_at_a_time() -> N
     assert dispatched(after) == [(other, computed[1], 2, True)]
 
 
+@pytest.mark.parametrize("done", [0, 1])
+def test_first_loss_of_many_computed_together_makes_no_suspects(done: int) -> None:
+    """They are replayed together; the second loss makes suspects, like that of few."""
+    run = Run(table(["a"]))
+    numbers = range(8 + done)
+    for number in numbers:
+        run.submit(number)
+    run.handle(begun("a", tuple((n, 1) for n in numbers), False))
+    for number in range(done):
+        run.handle(Answered((number, 1)))
+    run.handle(Lost("a"))
+    sent = dispatched(run.handle(Connected("a")))
+    assert sorted(sent) == [("a", n, 2, False) for n in numbers[done:]]
+    run.handle(begun("a", tuple((n, 2) for n in numbers[done:]), False))
+    run.handle(Lost("a"))
+    assert dispatched(run.handle(Connected("a"))) == [("a", done, 3, True)]
+
+
+def test_first_loss_of_few_beside_queued_ones_makes_suspects() -> None:
+    run = Run(table(["a"]))
+    for number in range(20):
+        run.submit(number)
+    run.handle(begun("a", tuple((n, 1) for n in range(7)), False))
+    run.handle(Lost("a"))
+    sent = dispatched(run.handle(Connected("a")))
+    assert sorted(sent) == [("a", n, 2, n == 0) for n in (0, *range(7, 20))]
+
+
 def test_request_in_isolation_at_two_losses_is_poison() -> None:
     """Not before the second loss, and no other request."""
     run = Run(table(["a", "b", "c", "d"]))
