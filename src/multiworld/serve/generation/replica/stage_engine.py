@@ -161,7 +161,7 @@ def engine_of(
                 make_routers_invariant(function)
                 make_elements_invariant(function)
             if hasattr(function, "attending"):
-                compile_layers(function)
+                logger.info("compiled layers: %d", compile_layers(function))
     if not is_deterministic:
         cache = KvCache(attention=model.attention or fastest)
         return StageEngine(function, is_last, model, cache, transfers)
