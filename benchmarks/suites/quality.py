@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.members import Options, Step
+from multiworld.serve.generation.compute.kv_cache import KvCache, Rows
 from multiworld.serve.generation.models import decoder_stage
-from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.models import smollm2
 from multiworld.serve.models.packed_linear import pack_linears

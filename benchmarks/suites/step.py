@@ -19,22 +19,22 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.members import Options, Step
-from multiworld.serve.generation.models import decoder_stage
-from multiworld.serve.generation.replica.batch_invariant_attention import (
+from multiworld.serve.generation.compute.batch_invariant_attention import (
     PIECE,
     InvariantAttention,
 )
-from multiworld.serve.generation.replica.batch_invariant_layers import (
+from multiworld.serve.generation.compute.batch_invariant_layers import (
     make_elements_invariant,
     make_linears_invariant,
 )
-from multiworld.serve.generation.replica.compiled_attention import (
+from multiworld.serve.generation.compute.compiled_attention import (
     compiled,
     fastest,
 )
-from multiworld.serve.generation.replica.compiled_layers import compile_layers
-from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
-from multiworld.serve.generation.replica.sampler import TokenHistory, sample
+from multiworld.serve.generation.compute.compiled_layers import compile_layers
+from multiworld.serve.generation.compute.kv_cache import KvCache, Rows
+from multiworld.serve.generation.compute.sampler import TokenHistory, sample
+from multiworld.serve.generation.models import decoder_stage
 from multiworld.serve.models import smollm2
 from multiworld.serve.models.packed_linear import pack_linears
 from multiworld.serve.models.partition import Span

@@ -35,7 +35,7 @@ from multiworld.serve.generation.models import decoder
 from multiworld.serve.generation.replica.engine import Engine
 from multiworld.serve.generation.replica.generation_worker import GenerationWorker
 from multiworld.serve.generation.replica.recovery import ReplicaSettings
-from multiworld.serve.generation.replica.scheduler import Scheduler
+from multiworld.serve.generation.scheduling.scheduler import Scheduler
 from multiworld.serve.replica.hang_guard import EXIT_HUNG
 from multiworld.serve.resources.usage import family_of
 from multiworld.serve.spec.schema import GenerationSpec

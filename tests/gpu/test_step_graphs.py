@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from multiworld.serve.generation.compute.kv_cache import Rows
+from multiworld.serve.generation.compute.paged_kv_cache import PagedKvCache
+from multiworld.serve.generation.compute.step_graphs import StepGraphs, recorder
+from multiworld.serve.generation.compute.transfers import Transfers
 from multiworld.serve.generation.models import decoder_stage
-from multiworld.serve.generation.replica.kv_cache import Rows
-from multiworld.serve.generation.replica.paged_kv_cache import PagedKvCache
-from multiworld.serve.generation.replica.step_graphs import StepGraphs, recorder
-from multiworld.serve.generation.replica.transfers import Transfers
 from multiworld.serve.models.partition import Span
 from tests.tiny_decoder import VOCABULARY, save_decoder
 

@@ -22,9 +22,9 @@ PROCESSORS = {
 FILES = (
     "tests/unit/serve/models/test_packed_linear.py",
     "tests/unit/serve/models/test_integer_linear.py",
-    "tests/unit/serve/generation/replica/test_batch_invariance.py",
-    "tests/unit/serve/generation/replica/test_compiled_attention.py",
-    "tests/unit/serve/generation/replica/test_compiled_layers.py",
+    "tests/unit/serve/generation/compute/test_batch_invariance.py",
+    "tests/unit/serve/generation/compute/test_compiled_attention.py",
+    "tests/unit/serve/generation/compute/test_compiled_layers.py",
     "tests/unit/serve/generation/models/test_decoder.py",
     "tests/unit/serve/control/test_dtypes.py",
 )

@@ -37,7 +37,12 @@ LAYERS = (
     {"serve/core", "serve/replica"},
     {"serve/inference/gateway", "serve/inference/replica"},
     {"serve/generation"},
-    {"serve/generation/gateway", "serve/generation/replica"},
+    {
+        "serve/generation/compute",
+        "serve/generation/gateway",
+        "serve/generation/scheduling",
+    },
+    {"serve/generation/replica"},
     {"serve/generation/models", "serve/gateway"},
     {"serve/generation/engines"},
     {"serve/generation/api"},

@@ -37,7 +37,7 @@ from multiworld.serve.fleet.reconciler import Reconciler
 from multiworld.serve.fleet.record import Record, StateFolder, StoreRecord
 from multiworld.serve.fleet.state import ProcessPhase
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
-from multiworld.serve.generation.replica.matmul_speed import bfloat16_cost
+from multiworld.serve.generation.compute.matmul_speed import bfloat16_cost
 from multiworld.serve.launchers.base import Launcher, LauncherContext, began_at
 from multiworld.serve.launchers.fork_server import WaitingServer
 from multiworld.serve.launchers.registry import maker_of

@@ -4,8 +4,8 @@ Work that kills what computes it must be found; work whose host dies must not be
 suspected. After some losses the work is a *suspect* and runs in isolation. If replicas
 die while it runs alone, it is *poison*, and is refused. A loss before anything was
 computed has another cause, and a loss soon after another is more likely the same fault
-than a second one; such losses are not counted. Nor is the first loss of a crowd: replicas
-die more often without any work being the cause, and one by one it would be late.
+than a second one; such losses are not counted. Nor is the first loss of a crowd: most
+replicas die of other causes, and one after the other a crowd would be late.
 """
 
 from __future__ import annotations

@@ -17,15 +17,15 @@ import torch
 
 from multiworld.config import MIB
 from multiworld.errors import MultiWorldError
+from multiworld.serve.generation.compute.hardware_fingerprint import fingerprint
+from multiworld.serve.generation.compute.layer_code import DIGEST, can_run
 from multiworld.serve.generation.engines.engine_worker import EngineWorker
 from multiworld.serve.generation.engines.whole_model import maker_of, settings_of
 from multiworld.serve.generation.limits import limits_of, prefix_bytes_of
 from multiworld.serve.generation.replica.engine import HUNG_S, Engine
 from multiworld.serve.generation.replica.generation_worker import GenerationWorker
-from multiworld.serve.generation.replica.hardware_fingerprint import fingerprint
-from multiworld.serve.generation.replica.layer_code import DIGEST, can_run
 from multiworld.serve.generation.replica.recovery import ReplicaSettings
-from multiworld.serve.generation.replica.scheduler import Scheduler
+from multiworld.serve.generation.scheduling.scheduler import Scheduler
 from multiworld.serve.inference.replica.executor import Executor
 from multiworld.serve.inference.replica.rank_group import (
     LEADER,

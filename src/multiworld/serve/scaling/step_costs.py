@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from multiworld.serve.generation.replica.step_planner import MIN_CHUNK
+from multiworld.serve.generation.scheduling.step_planner import MIN_CHUNK
 from multiworld.serve.scaling.snapshot import Snapshot, StageSeen
 
 # Typical ``step_s / row_s``, used while all steps have about the same size. SmolLM2 on
-# an EPYC; see ``generation.replica.step_planner``.
+# an EPYC; see ``generation.scheduling.step_planner``.
 USUAL_RATIO = 9.0
 
 PRIOR = 0.01  # weight of ``USUAL_RATIO``, in steps per measured step

@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from multiworld.serve.generation.replica.step_planner import ROWS
+from multiworld.serve.generation.scheduling.step_planner import ROWS
 from multiworld.serve.scaling import rules
 from multiworld.serve.scaling.demand import demand_of, envelope, sample_at
 from multiworld.serve.scaling.snapshot import Decision, Sample, Snapshot, TextObjectives

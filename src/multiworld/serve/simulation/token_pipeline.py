@@ -22,9 +22,9 @@ from multiworld.serve.generation.gateway.chain_selection import (
     surplus_of,
 )
 from multiworld.serve.generation.gateway.moves import AT_ONCE, WORTH
-from multiworld.serve.generation.replica.pipeline_share import adapt
-from multiworld.serve.generation.replica.scheduled_sequence import ScheduledSequence
-from multiworld.serve.generation.replica.scheduler import Scheduler
+from multiworld.serve.generation.scheduling.pipeline_share import adapt
+from multiworld.serve.generation.scheduling.scheduled_sequence import ScheduledSequence
+from multiworld.serve.generation.scheduling.scheduler import Scheduler
 from multiworld.serve.scaling.snapshot import Sample, StageSeen
 from multiworld.serve.simulation.engine import (
     Arrival,

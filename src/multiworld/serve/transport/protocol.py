@@ -22,6 +22,8 @@ UNDERSTOOD = (str(PROTOCOL - 1), str(PROTOCOL))
 
 # Name of a gateway, number of the request there, and number of the attempt.
 Key = tuple[str, int, int]
+# The first two, for all attempts.
+StreamId = tuple[str, int]
 
 M = TypeVar("M")
 

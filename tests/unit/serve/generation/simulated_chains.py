@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from multiworld.errors import ServeError
+from multiworld.serve.generation.compute.stage_engine import StageEngine
 from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.generation.replica.engine import Engine
 from multiworld.serve.generation.replica.generation_worker import GenerationWorker
 from multiworld.serve.generation.replica.recovery import ReplicaSettings
-from multiworld.serve.generation.replica.scheduler import Scheduler
-from multiworld.serve.generation.replica.stage_engine import StageEngine
+from multiworld.serve.generation.scheduling.scheduler import Scheduler
 from multiworld.serve.spec.stage import Generation, Stage
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.generation_messages import (

@@ -15,6 +15,7 @@ import torch
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.generation import grammar as grammars
+from multiworld.serve.generation.compute.sampler import TokenHistory, sample
 from multiworld.serve.generation.grammar import (
     MAX_CHARACTERS,
     Matcher,
@@ -24,7 +25,6 @@ from multiworld.serve.generation.grammar import (
     grammar_of_regex,
     grammar_of_schema,
 )
-from multiworld.serve.generation.replica.sampler import TokenHistory, sample
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.transport.generation_messages import Sampling

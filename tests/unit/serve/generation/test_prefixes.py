@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from multiworld.serve.generation.compute.prefix_cache import Block, PrefixCache
 from multiworld.serve.generation.prefixes import PrefixRoutes, digests
-from multiworld.serve.generation.replica.prefix_cache import Block, PrefixCache
 
 tokens = st.lists(st.integers(0, 2), max_size=20)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from multiworld.errors import SpecError
+from multiworld.serve.generation.compute.kv_cache import KvCache, Rows
 from multiworld.serve.generation.models import decoder, decoder_stage
-from multiworld.serve.generation.replica.kv_cache import KvCache, Rows
 from multiworld.serve.models.integer_linear import quantized
 from multiworld.serve.models.partition import Span
 from tests.tiny_decoder import save_decoder

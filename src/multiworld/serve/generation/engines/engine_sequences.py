@@ -26,7 +26,6 @@ from multiworld.serve.generation.replica.events import (
     GatewaysChanged,
     Received,
 )
-from multiworld.serve.generation.replica.sequence_state import StreamId
 from multiworld.serve.tenants.fair_queue import FairQueue
 from multiworld.serve.transport import generation_messages
 from multiworld.serve.transport.edge_messages import EdgeMessage
@@ -35,7 +34,7 @@ from multiworld.serve.transport.generation_messages import (
     SequenceStart,
     TokenItem,
 )
-from multiworld.serve.transport.protocol import Key, RemoteError
+from multiworld.serve.transport.protocol import Key, RemoteError, StreamId
 
 # Runs without any token, in a row, after which the engine is tried with a run of its
 # own. If that has a token, the sequences are at fault; otherwise the engine is lost.

@@ -19,6 +19,7 @@ from functools import partial
 
 from multiworld.errors import MultiWorldError
 from multiworld.liveness.pause_detector import PauseDetector
+from multiworld.serve.generation.compute.sampler import finish_of
 from multiworld.serve.generation.engines import engine_sequences, whole_engine
 from multiworld.serve.generation.replica.actions import Send
 from multiworld.serve.generation.replica.events import (
@@ -28,7 +29,6 @@ from multiworld.serve.generation.replica.events import (
 )
 from multiworld.serve.generation.replica.message_validation import check
 from multiworld.serve.generation.replica.outboxes import Outboxes
-from multiworld.serve.generation.replica.sampler import finish_of
 from multiworld.serve.generation.replica.sequence_state import SequenceTable
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
 from multiworld.serve.spec.stage import StageContext

@@ -30,6 +30,7 @@ from multiworld.errors import (
     ServeError,
     SpecError,
 )
+from multiworld.serve.generation.compute import sampler
 from multiworld.serve.generation.engines import vllm_sampling
 from multiworld.serve.generation.engines.engine_args import (
     check_adapter,
@@ -49,7 +50,6 @@ from multiworld.serve.generation.engines.whole_engine import (
     Run,
     RunFailedError,
 )
-from multiworld.serve.generation.replica import sampler
 from multiworld.serve.models.huggingface import read_json
 from multiworld.serve.transport.generation_messages import Sampling
 

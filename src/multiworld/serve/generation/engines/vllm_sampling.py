@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from multiworld.serve.generation.replica.sampler import Choice, TokenHistory, sample
+    from multiworld.serve.generation.compute.sampler import Choice, TokenHistory, sample
 
     class LogitsProcessor:
         """vLLM's class."""
@@ -29,7 +29,7 @@ else:
     try:  # in vLLM's processes; the service copies this file, and tests import it
         from multiworld_sampler import TokenHistory, sample
     except ImportError:
-        from multiworld.serve.generation.replica.sampler import TokenHistory, sample
+        from multiworld.serve.generation.compute.sampler import TokenHistory, sample
     try:
         from vllm.v1.sample.logits_processor import LogitsProcessor
     except ImportError:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from multiworld.errors import SpecError
+from multiworld.serve.generation.compute.kv_cache import Attention
 from multiworld.serve.generation.models import folder_facts
-from multiworld.serve.generation.replica.kv_cache import Attention
 from multiworld.serve.models import transformer_stage
 from multiworld.serve.models.partition import Span
 

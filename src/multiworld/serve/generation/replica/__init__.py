@@ -1,1 +1,1 @@
-"""Sequences at a replica: scheduling, KV cache, sampling and recovery."""
+"""Sequences at a replica, and their recovery after losses."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from multiworld.serve.generation.replica.sequence_state import StreamId
 from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.generation_messages import SequenceStart
-from multiworld.serve.transport.protocol import Key
+from multiworld.serve.transport.protocol import Key, StreamId
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from multiworld.serve.generation.engine_limits import GROWTH
-from multiworld.serve.generation.replica.sequence_state import StreamId
+from multiworld.serve.transport.protocol import StreamId
 
 
 class _Rows:

@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multiworld.serve.generation.grammar import Matcher, Matchers
-from multiworld.serve.generation.replica.layer_code import can_run
-from multiworld.serve.generation.replica.prefix_cache import Block, BlockSpan
-from multiworld.serve.generation.replica.sequence_state import StreamId
-from multiworld.serve.generation.replica.stage_engine import (
+from multiworld.serve.generation.compute.layer_code import can_run
+from multiworld.serve.generation.compute.prefix_cache import Block, BlockSpan
+from multiworld.serve.generation.compute.stage_engine import (
     Chores,
     Computed,
     StageEngine,
     engine_of,
 )
-from multiworld.serve.generation.replica.transfers import Transfers
+from multiworld.serve.generation.compute.transfers import Transfers
+from multiworld.serve.generation.grammar import Matcher, Matchers
 from multiworld.serve.models import compiled_code, integer_products
 from multiworld.serve.replica.compute_thread import ComputeThread
 from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
 from multiworld.serve.spec.stage import Generation, Stage, StageContext
 from multiworld.serve.transport.generation_messages import SequenceStart, StepPart
+from multiworld.serve.transport.protocol import StreamId
 
 logger = logging.getLogger("multiworld.serve")
 

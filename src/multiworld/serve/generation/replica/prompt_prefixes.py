@@ -8,16 +8,17 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from multiworld.serve.generation.prefixes import Digest, digests
-from multiworld.serve.generation.replica.activation_log import ActivationLog
-from multiworld.serve.generation.replica.engine import Engine
-from multiworld.serve.generation.replica.prefix_cache import (
+from multiworld.serve.generation.compute.prefix_cache import (
     Block,
     BlockSpan,
     PrefixCache,
 )
-from multiworld.serve.generation.replica.sequence_state import SequenceState, StreamId
+from multiworld.serve.generation.prefixes import Digest, digests
+from multiworld.serve.generation.replica.activation_log import ActivationLog
+from multiworld.serve.generation.replica.engine import Engine
+from multiworld.serve.generation.replica.sequence_state import SequenceState
 from multiworld.serve.transport.generation_messages import StepPart
+from multiworld.serve.transport.protocol import StreamId
 
 
 class PromptPrefixes:

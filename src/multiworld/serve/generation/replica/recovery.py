@@ -23,19 +23,21 @@ from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.generation.replica import actions as act
 from multiworld.serve.generation.replica import events
 from multiworld.serve.generation.replica.kv_budget import KvBudget
-from multiworld.serve.generation.replica.sample_costs import costs_of
-from multiworld.serve.generation.replica.scheduled_sequence import ScheduledSequence
-from multiworld.serve.generation.replica.scheduler import Scheduler, TooManyTokensError
 from multiworld.serve.generation.replica.sequence_state import (
     SequenceState,
     SequenceTable,
-    StreamId,
 )
-from multiworld.serve.generation.replica.step_planner import PlannedStep
+from multiworld.serve.generation.scheduling.sample_costs import costs_of
+from multiworld.serve.generation.scheduling.scheduled_sequence import ScheduledSequence
+from multiworld.serve.generation.scheduling.scheduler import (
+    Scheduler,
+    TooManyTokensError,
+)
+from multiworld.serve.generation.scheduling.step_planner import PlannedStep
 from multiworld.serve.transport import generation_messages
 from multiworld.serve.transport.edge_messages import EdgeMessage
 from multiworld.serve.transport.generation_messages import SequenceStart, StepPart
-from multiworld.serve.transport.protocol import Key, RemoteError
+from multiworld.serve.transport.protocol import Key, RemoteError, StreamId
 
 # Looks up a prompt in the prefix cache, and records the cached tokens.
 FindPrefix = Callable[[SequenceState], None]

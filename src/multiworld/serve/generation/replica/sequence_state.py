@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from multiworld.serve.transport.generation_messages import SequenceStart
-from multiworld.serve.transport.protocol import Key
+from multiworld.serve.transport.protocol import Key, StreamId
 
-StreamId = tuple[str, int]  # gateway and stream, whichever attempt
 MAX_EARLY = 4096  # sequences that the next stage reports before their gateway does
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from multiworld.serve.generation.compute.stage_engine import Computed
 from multiworld.serve.generation.replica.sequence_state import SequenceTable
-from multiworld.serve.generation.replica.stage_engine import Computed
 from multiworld.serve.transport.generation_messages import (
     Step,
     StepDone,

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
+from multiworld.serve.generation.compute.sampler import finish_of
 from multiworld.serve.generation.engines.engine_sequences import (
     MAX_FAILURES,
     OWN_FAILURES,
@@ -37,7 +38,6 @@ from multiworld.serve.generation.replica.events import (
     GatewaysChanged,
     Received,
 )
-from multiworld.serve.generation.replica.sampler import finish_of
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.generation_messages import (
     BeginSequences,

@@ -1,0 +1,1 @@
+"""A stage's forward pass: KV cache, attention, layers, sampling."""

@@ -1,0 +1,297 @@
+"""Batch-invariant attention: bit-identical rows in a batch of any shape.
+
+torch's kernel for CPUs processes the keys in pieces of 512, starting with the first.
+Every call here uses a number of rows, and of keys in its last piece, that was found to
+be bit-identical on this machine; keys that a row must not attend to are masked.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from multiworld.serve.generation.compute.batch_invariant_layers import OUTPUTS, cover
+from multiworld.serve.generation.compute.hardware_fingerprint import known
+from multiworld.serve.generation.compute.kv_cache import (
+    Batch,
+    KvCache,
+    Rows,
+    additive_mask,
+)
+from multiworld.serve.generation.compute.kv_memory import SLOTS
+
+# Keys per iteration of torch's kernel (kvSplitSize in FlashAttentionKernel.cpp).
+PIECE = 512
+KEYS = (64, 128, 192, 256, 320, 384, 448, PIECE)  # tried numbers in the last piece
+# Tried numbers. MKL's kernels take 6 rows at a time on some processors, and the
+# remainder has other bits: there 12 and 24 are good, and 16 is not.
+ROWS = (4, 12, 16, 24, 64, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of calls that are bit-identical."""
+
+    rows: tuple[int, ...]
+    keys: tuple[int, ...]  # in the last piece
+    sequences: int
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
+) -> Tensor:
+    """Return torch's attention; ``mask``: a bias, or True for keys to attend to."""
+    # Queries: [batch, heads, rows, size]; keys, values: [batch, heads, keys, size].
+    return functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scale
+    )
+
+
+@functools.cache
+def invariant_sizes(
+    heads: int, size: int, value_size: int, dtype: torch.dtype, threads: int
+) -> Sizes:
+    """Return the sizes of calls that are bit-identical for ``heads`` key heads."""
+    what = f"attention of {heads} heads of {size} and {value_size}, {dtype}"
+    trial = functools.partial(_Trial, heads, size, value_size, dtype)
+    keys = known(f"{what}: keys of {KEYS}", threads, lambda: trial().keys())
+    rows = known(
+        f"{what}: rows of {ROWS} with {keys}", threads, lambda: trial().rows(keys)
+    )
+    sequences = known(
+        f"{what}: texts up to {SLOTS} with {keys} and {rows}",
+        threads,
+        lambda: trial().sequences(rows, keys),
+    )
+    return Sizes(tuple(rows), tuple(keys), max(sequences))
+
+
+class _Trial:
+    """Attention on random numbers, in calls of several sizes."""
+
+    def __init__(
+        self, heads: int, size: int, value_size: int, dtype: torch.dtype
+    ) -> None:
+        self._chance = torch.Generator().manual_seed(0)
+        self._batch = max(1, -(-OUTPUTS // (heads * max(ROWS) * value_size)))
+        self._query = self._drawn(dtype, self._batch, heads, max(ROWS), size)
+        self._key = self._drawn(dtype, 1, heads, PIECE, size)
+        self._value = self._drawn(dtype, 1, heads, PIECE, value_size)
+
+    def _drawn(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._chance).to(dtype)
+
+    @functools.cached_property
+    def _reference(self) -> int:
+        """Number of rows that the others are compared with."""
+        # The first one in which the bits of a row do not depend on its position.
+        at = self._positions(PIECE)
+        found = (
+            rows for rows in ROWS if self._is_position_independent(rows, PIECE, at)
+        )
+        return next(found, ROWS[0])
+
+    def keys(self) -> list[int]:
+        """Return the numbers of keys that are bit-identical to a whole piece."""
+        return [
+            keys
+            for keys in KEYS
+            if self._is_invariant(self._reference, keys, self._positions(keys))
+        ] or [PIECE]
+
+    def rows(self, keys: Sequence[int]) -> list[int]:
+        """Return the numbers of rows that are bit-identical with each of ``keys``."""
+        return [
+            rows
+            for rows in ROWS
+            if all(
+                self._is_invariant(rows, count, self._positions(count))
+                for count in keys
+            )
+        ] or [self._reference]
+
+    def sequences(self, rows: Sequence[int], keys: Sequence[int]) -> list[int]:
+        """Return the numbers of sequences per call that are bit-identical to one."""
+        extremes = list(product({rows[0], rows[-1]}, {keys[0], keys[-1]}))
+        found = [1]
+        for count in range(2, SLOTS + 1):
+            if not all(self._are_same(count, *sizes) for sizes in extremes):
+                break
+            found.append(count)
+        return found
+
+    def _are_same(self, count: int, rows: int, keys: int) -> bool:
+        heads, size, values = (*self._key.shape[1::2], self._value.shape[3])
+        dtype = self._key.dtype
+        key = self._drawn(dtype, count, heads, 2 * keys, size)[:, :, :keys]
+        value = self._drawn(dtype, count, heads, 2 * keys, values)[:, :, :keys]
+        for _ in range(-(-OUTPUTS // (SLOTS * count * heads * rows * values))):
+            query = self._drawn(dtype, count, heads, rows, size)
+            at = torch.randint(0, keys, (count, 1, rows, 1), generator=self._chance)
+            mask = torch.arange(keys) <= at
+            with torch.inference_mode():
+                together = attend(query, key, value, mask, 1.0)
+                alone = [
+                    attend(query[here], key[here], value[here], mask[here], 1.0)
+                    for here in (slice(n, n + 1) for n in range(count))
+                ]
+            if not torch.equal(together, torch.cat(alone)):
+                return False
+        return True
+
+    def _positions(self, keys: int) -> Tensor:
+        return torch.randint(0, keys, (max(ROWS),), generator=self._chance)
+
+    def _is_invariant(self, rows: int, keys: int, at: Tensor) -> bool:
+        wanted = self._computed(self._reference, PIECE, at)
+        found = self._computed(rows, keys, at)
+        return torch.equal(found, wanted) and self._is_position_independent(
+            rows, keys, at
+        )
+
+    def _is_position_independent(self, rows: int, keys: int, at: Tensor) -> bool:
+        """Return whether a row has the same bits at the next position in a call."""
+        found = self._computed(rows, keys, at)
+        return torch.equal(self._computed(rows, keys, at, shift=1), found)
+
+    def _computed(self, rows: int, keys: int, at: Tensor, shift: int = 0) -> Tensor:
+        """Return the attention of all queries, in calls of the given size."""
+        # Each query is ``shift`` positions further back in its call.
+        allowed = torch.arange(keys)[None] <= at.roll(shift)[:, None]
+        masks = torch.split(allowed, rows)
+        seen_keys = self._key[:, :, :keys].expand(self._batch, -1, -1, -1)
+        seen_values = self._value[:, :, :keys].expand(self._batch, -1, -1, -1)
+        queries = torch.split(self._query.roll(shift, 2), rows, 2)
+        with torch.inference_mode():
+            parts = [
+                attend(query, seen_keys, seen_values, mask, 1.0)
+                for query, mask in zip(queries, masks, strict=True)
+            ]
+        return torch.cat(parts, 2).roll(-shift, 2)
+
+
+class InvariantAttention:
+    """Batch-invariant attention of one step; only single rows are batched."""
+
+    def __init__(self, cache: KvCache, rows: Sequence[Rows]) -> None:
+        self._cache, self._rows = cache, rows
+        self._batches: list[Batch] | None = None
+        self._others: list[tuple[int, Rows, Tensor]] = []
+        self._masks: dict[object, Tensor] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        if softcap is not None:
+            raise ValueError("deterministic: true does not support capped scores")
+        heads, size = key.shape[0], query.shape[2]
+        factor = size**-0.5 if scale is None else scale
+        threads = torch.get_num_threads()
+        sizes = invariant_sizes(heads, size, value.shape[2], key.dtype, threads)
+        room = functools.partial(padded, sizes.keys)
+        if self._batches is None:
+            self._cache.granule = largest_step(sizes.keys)
+            max_count = sizes.sequences if len(query) // heads <= sizes.rows[0] else 1
+            self._batches, others = self._cache.batches(self._rows, room, max_count)
+            self._others = [(n, r, torch.tensor([r.begin])) for n, r in others]
+        tiled = functools.partial(
+            self._in_tiles, sizes=sizes.rows, window=window, scale=factor
+        )
+        found = query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
+        for batch in self._batches:
+            memory = self._cache.append_batch(batch, layer, key, value)
+            length = room(int(batch.at[0]) + 1)
+            keys, values = (each[:, :, :length] for each in memory)
+            queries = query.index_select(1, batch.rows).transpose(0, 1)
+            out = tiled(queries[:, :, None], keys, values, batch.at)
+            found.index_copy_(0, batch.rows, out[:, :, 0])
+        for offset, rows, begins in self._others:
+            here = slice(offset, offset + rows.count)
+            length = room(rows.begin + rows.count)
+            keys, values = self._cache.append(
+                rows, layer, key[:, here], value[:, here], room=length
+            )
+            out = tiled(query[None, :, here], keys[None], values[None], begins)
+            found[here] = out[0].transpose(0, 1)
+        return found
+
+    def _in_tiles(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        begins: Tensor,
+        *,
+        sizes: Sequence[int],
+        window: int | None,
+        scale: float,
+    ) -> Tensor:
+        """Return the outputs of some sequences, [sequences, heads, rows, size]."""
+        sequences, heads, count, _ = query.shape
+        # A group of heads shares its keys, so its rows are treated as rows of one head.
+        group = heads // key.shape[1]
+        queries = query.reshape(sequences, key.shape[1], group * count, -1)
+        tiles = cover(sizes, group * count)
+        lacking = sum(tiles) - group * count
+        if lacking:
+            queries = functional.pad(queries, (0, 0, 0, lacking))
+        mask = self._mask(
+            begins, count, group, sum(tiles), key.shape[2], window, query.dtype
+        )
+        parts, begin = [], 0
+        for tile in tiles:
+            here = slice(begin, begin + tile)
+            parts.append(
+                attend(queries[:, :, here], key, value, mask[:, :, here], scale)
+            )
+            begin += tile
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        return out[:, :, : group * count].reshape(sequences, heads, count, -1)
+
+    def _mask(
+        self,
+        begins: Tensor,
+        count: int,
+        group: int,
+        rows: int,
+        length: int,
+        window: int | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Return 0 for the keys that each row attends to, [sequences, 1, rows, keys].
+
+        torch makes the same of Booleans, but in each layer.
+        """
+        form = (id(begins), group, window)  # ``begins`` live as long as this object
+        mask = self._masks.get(form)
+        if mask is None:
+            at = torch.arange(count).repeat(group)
+            at = functional.pad(at, (0, rows - len(at))) + begins[:, None]
+            mask = additive_mask(at[..., None], torch.arange(length), window, dtype)
+            mask = self._masks[form] = mask[:, None]
+        return mask
+
+
+def largest_step(keys: Sequence[int]) -> int:
+    """Return the maximum number of keys that ``padded`` adds, plus one."""
+    return max(after - before for before, after in pairwise((0, *keys)))
+
+
+def padded(keys: Sequence[int], end: int) -> int:
+    """Return the number of keys of a call that covers ``end`` keys."""
+    pieces, rest = divmod(end, PIECE)
+    return pieces * PIECE + (next(k for k in keys if k >= rest) if rest else 0)

@@ -1,0 +1,279 @@
+"""Batch-invariant layers: bit-identical results for each row and each number.
+
+A kernel may sum a row in another order when the operation has more rows or columns;
+then the row has other last bits. Which sizes are affected depends on processor, library
+and number of threads. So they are tested once, when a stage is loaded: a size is used
+only if each of its rows has the same bits as in an operation of the reference size.
+
+torch computes an elementwise function with vector instructions, except for the
+remainder of each thread's slice, which takes scalar instructions with other last bits
+(SiLU, GELU, tanh). Which numbers are in the remainder depends on the number of rows and
+threads. Here every slice is a multiple of ``VECTORS`` numbers, without a remainder.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from multiworld.serve.generation.compute.hardware_fingerprint import known
+from multiworld.serve.models.packed_linear import PackedLinear
+
+# Tried numbers; fewer than 4 use kernels of their own.
+ROWS = (4, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 192, 256)
+REFERENCE = 16  # rows; results with other numbers are compared with these
+OUTPUTS = 250_000  # at least, to compare per size: in bfloat16 few of them differ
+MAX_PRODUCTS = 1e9  # multiplications per size: a few hundredths of a second on one core
+
+# Numbers from which torch uses another thread (``GRAIN_SIZE`` in TensorIterator.h).
+GRAIN = 32_768
+# Numbers that every processor's vector loop takes without a remainder: two vectors of
+# bfloat16 with AVX512.
+VECTORS = 64
+# The module whose classes are such functions, and those of torch that are.
+ACTIVATIONS = "transformers.activations"
+ELEMENTWISE = (
+    nn.CELU,
+    nn.ELU,
+    nn.GELU,
+    nn.Hardshrink,
+    nn.Hardsigmoid,
+    nn.Hardswish,
+    nn.Hardtanh,
+    nn.LeakyReLU,
+    nn.LogSigmoid,
+    nn.Mish,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.SELU,
+    nn.SiLU,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Softshrink,
+    nn.Softsign,
+    nn.Tanh,
+    nn.Tanhshrink,
+    nn.Threshold,
+)
+ROTATED = 8  # rotary embeddings are computed for multiples of this many positions
+
+
+def cover(sizes: Sequence[int], count: int) -> list[int]:
+    """Return sizes of operations that together cover ``count`` rows."""
+    found = [sizes[-1]] * (count // sizes[-1])
+    rest = count % sizes[-1]
+    if rest:
+        found.append(next(size for size in sizes if size >= rest))
+    return found
+
+
+def invariant_rows(function: Callable[[Tensor], Tensor], example: Tensor) -> list[int]:
+    """Return the numbers of rows for which a function is bit-identical in every row."""
+    # ``function`` maps [rows, inputs] to [rows, outputs], row by row.
+    width = example.shape[1]
+    outputs = function(example).shape[1]
+    limit = max(REFERENCE, int(MAX_PRODUCTS / (width * outputs)))
+    sizes = [size for size in ROWS if size <= limit]
+    chance = torch.Generator().manual_seed(0)
+    count = max(sizes)
+    for _ in range(max(1, -(-OUTPUTS // (count * outputs)))):
+        given = torch.randn(count + REFERENCE, width, generator=chance).to(example)
+        wanted = torch.cat([function(part) for part in torch.split(given, REFERENCE)])
+        for size in list(sizes):
+            # Also at other offsets than in the reference.
+            for begin in (0, REFERENCE // 2 + 1):
+                here = slice(begin, begin + size)
+                if not torch.equal(function(given[here].contiguous()), wanted[here]):
+                    sizes.remove(size)
+                    break
+    return sizes or [REFERENCE]
+
+
+def _filled_up(rows: Tensor, sizes: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
+    """Yield parts of tried sizes, and how many rows of zeros fill each up."""
+    begin = 0
+    for size in cover(sizes, len(rows)):
+        part = rows[begin : begin + size]
+        lacking = size - len(part)
+        if lacking:
+            part = torch.cat([part, part.new_zeros(lacking, part.shape[1])])
+        yield part, lacking
+        begin += size
+
+
+class InvariantRows:
+    """A batch-invariant version of a function that maps rows one by one."""
+
+    def __init__(
+        self, function: Callable[[Tensor], Tensor], sizes: Sequence[int]
+    ) -> None:
+        self._function, self._sizes = function, list(sizes)
+
+    def __call__(self, given: Tensor) -> Tensor:
+        rows = given.reshape(-1, given.shape[-1])
+        found = []
+        for part, lacking in _filled_up(rows, self._sizes):
+            out = self._function(part)
+            found.append(out[:-lacking] if lacking else out)
+        if not found:  # no rows, for instance if a step needs no logits
+            found.append(self._function(rows))
+        out = found[0] if len(found) == 1 else torch.cat(found)
+        return out.reshape(*given.shape[:-1], out.shape[-1])
+
+
+Routed = Tensor | tuple[Tensor, ...]
+
+
+class InvariantRouter:
+    """A batch-invariant version of what chooses the experts of each row."""
+
+    def __init__(
+        self, function: Callable[[Tensor], Routed], sizes: Sequence[int]
+    ) -> None:
+        self._function, self._sizes = function, list(sizes)
+
+    def __call__(self, given: Tensor) -> Routed:
+        rows = given.reshape(-1, given.shape[-1])
+        found, is_one = [], False
+        for part, lacking in _filled_up(rows, self._sizes):
+            outs = self._function(part)
+            is_one = isinstance(outs, Tensor)
+            found.append([out[: len(out) - lacking] for out in _each(outs)])
+        outs = tuple(map(torch.cat, zip(*found, strict=True)))
+        return outs[0] if is_one else outs
+
+
+def _each(outs: Routed) -> tuple[Tensor, ...]:
+    return (outs,) if isinstance(outs, Tensor) else outs
+
+
+def make_routers_invariant(module: nn.Module) -> None:
+    """Make a module's choices of experts batch-invariant, in place."""
+    for found in module.modules():
+        each: Any = found
+        function, weight = found.forward, getattr(found, "weight", None)
+        is_router = type(found).__name__.endswith("Router")
+        if not is_router or len(inspect.signature(function).parameters) != 1:
+            continue  # ``check_layers`` decides on routers of rows and more
+        if isinstance(weight, Tensor) and weight.ndim == 2:
+            sizes = _sizes_of(
+                f"{type(found).__name__} {tuple(weight.shape)} {weight.dtype}",
+                functools.partial(_numbers, function),
+                weight.new_zeros(1, weight.shape[1]),
+            )
+            each.forward = InvariantRouter(function, sizes)
+
+
+def _numbers(router: Callable[[Tensor], Routed], given: Tensor) -> Tensor:
+    return torch.cat([out.float() for out in _each(router(given))], -1)
+
+
+def _sizes_of(
+    key: str, function: Callable[[Tensor], Tensor], example: Tensor
+) -> list[int]:
+    """Return ``invariant_rows``, as they were found on this machine if they were."""
+    with torch.inference_mode():
+        return known(
+            f"rows of {key}, of {ROWS}",
+            torch.get_num_threads(),
+            functools.partial(invariant_rows, function, example),
+        )
+
+
+def make_linears_invariant(module: nn.Module) -> None:
+    """Make every matmul (``Linear``, ``Conv1D``) of a module batch-invariant."""
+    sizes: dict[str, list[int]] = {}
+    for found in module.modules():
+        is_product = isinstance(found, nn.Linear) or type(found).__name__ == "Conv1D"
+        weight = getattr(found, "weight", None)
+        if not is_product or not isinstance(weight, Tensor):
+            continue
+        packed = found.forward if isinstance(found.forward, PackedLinear) else None
+        if packed is not None:
+            width, shape = packed.inputs, f"({packed.outputs}, {packed.inputs}) packed"
+        else:
+            width = weight.shape[1 if isinstance(found, nn.Linear) else 0]
+            shape = str(tuple(weight.shape))
+        kind = f"{type(found).__name__} {shape} {weight.dtype} on {weight.device.type}"
+        key = f"{kind}, bias {found.bias is not None}"
+        if key not in sizes:
+            sizes[key] = _sizes_of(key, found.forward, weight.new_zeros(1, width))
+        found.forward = InvariantRows(found.forward, sizes[key])
+
+
+def whole_slices(count: int, threads: int) -> int:
+    """Return how many of ``count`` numbers are in slices without a remainder."""
+    for slices in range(min(threads, -(-count // GRAIN)), 1, -1):
+        whole = count - count % (VECTORS * slices)
+        if min(threads, -(-whole // GRAIN)) == slices:
+            return whole
+    return count if count <= GRAIN or threads == 1 else GRAIN
+
+
+class InvariantElements:
+    """A bit-identical version of an elementwise function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self._function = function
+
+    def __call__(self, given: Tensor) -> Tensor:
+        width = given.shape[-1]
+        rest = -width % VECTORS
+        padded = functional.pad(given, (0, rest)) if rest else given.contiguous()
+        flat = padded.view(-1)
+        threads, found = torch.get_num_threads(), []
+        while True:
+            whole = whole_slices(len(flat), threads)
+            found.append(self._function(flat[:whole]))
+            flat = flat[whole:]
+            if not len(flat):
+                break
+        out = (found[0] if len(found) == 1 else torch.cat(found)).view(padded.shape)
+        return out[..., :width] if rest else out
+
+
+class InvariantRotary:
+    """Rotary embeddings whose bits do not depend on the other positions of a step."""
+
+    def __init__(self, function: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        self._function = function
+        self._max_positions = 0
+
+    def __call__(
+        self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        count = position_ids.shape[-1]
+        positions = functional.pad(position_ids, (0, -count % ROTATED))
+        max_positions = self._max_positions or ROTATED
+        found = []
+        begin = 0
+        while begin < positions.shape[-1]:
+            here = positions[..., begin : begin + max_positions]
+            found.append(self._function(x, here, *args, **kwargs))
+            begin += here.shape[-1]
+            if not self._max_positions:
+                size = found[0][0].shape[-1]
+                self._max_positions = max_positions = (
+                    max(1, GRAIN // size // ROTATED) * ROTATED
+                )
+        cosines, sines = (
+            torch.cat(parts, -2)[..., :count, :] for parts in zip(*found, strict=True)
+        )
+        return cosines, sines
+
+
+def make_elements_invariant(module: nn.Module) -> None:
+    """Make a module's activations and rotary embeddings batch-invariant, in place."""
+    for found in module.modules():
+        each: Any = found
+        kind = type(found)
+        if kind.__module__ == ACTIVATIONS or kind in ELEMENTWISE:
+            each.forward = InvariantElements(found.forward)
+        elif type(found).__name__.endswith("RotaryEmbedding"):
+            each.forward = InvariantRotary(found.forward)

@@ -1,0 +1,159 @@
+"""Attention by compiled code (``layers.c``): a row has the same bits in any step.
+
+One call for each layer appends the keys and values of a step, and attends for all its
+rows, in float32 on a CPU. A row's result follows from its sequence alone, on every
+processor with AVX2. Layers of other kinds are torch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from multiworld.serve.generation.compute.kv_cache import (
+    Attention,
+    KvCache,
+    Rows,
+    StepAttention,
+)
+from multiworld.serve.generation.compute.layer_code import (
+    LANES,
+    Form,
+    can_run,
+    library,
+)
+
+MAX_SIZE = 256
+SMALL = 64  # heads up to this size are small
+SHORT = 512  # prompts up to this number of tokens are short
+
+AttentionOf = Callable[[KvCache, Sequence[Rows]], Attention]
+
+
+def compiled(otherwise: AttentionOf) -> AttentionOf:
+    """Return attention by compiled code, or else by ``otherwise``."""
+    return functools.partial(CompiledAttention, otherwise) if can_run() else otherwise
+
+
+def fastest(cache: KvCache, rows: Sequence[Rows]) -> Attention:
+    """Return the attention that is likely to be the fastest for a step.
+
+    torch's takes less time for chunks of long prompts (0.5 to 0.8 times with 2,000
+    keys, AVX512), and for one row alone if heads are large (0.3 to 0.6 times).
+    """
+    is_long = any(r.count > 1 and r.begin + r.count > SHORT for r in rows)
+    if is_long or not can_run():
+        return StepAttention(cache, rows)
+    max_size = MAX_SIZE if len(rows) > 1 else SMALL
+    return CompiledAttention(StepAttention, cache, rows, max_size)
+
+
+class CompiledAttention:
+    """Attention of one step; layers that the code is not for are ``otherwise``'s."""
+
+    def __init__(
+        self,
+        otherwise: AttentionOf,
+        cache: KvCache,
+        rows: Sequence[Rows],
+        max_size: int = MAX_SIZE,
+    ) -> None:
+        self._otherwise, self._cache, self._rows = otherwise, cache, rows
+        self._max_size = max_size
+        self._attend = library().multiworld_attend
+        self._threads = torch.get_num_threads()
+        self._other: Attention | None = None
+        # By shapes and strides, which are those of most layers; None: ``otherwise``'s.
+        self._forms: dict[object, Form | None] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        query, key, value = _dense(query), _dense(key), _dense(value)
+        name = (
+            *(query.shape, query.stride(), query.dtype),
+            *(key.shape, key.stride(), key.dtype),
+            *(value.shape, value.stride(), value.dtype),
+            *(scale, window, softcap),
+        )
+        if name not in self._forms:
+            self._forms[name] = self._form(query, key, value, scale, window, softcap)
+        form = self._forms[name]
+        if form is None:
+            if self._other is None:
+                self._other = self._otherwise(self._cache, self._rows)
+            return self._other.attend(
+                *(layer, query, key, value),
+                scale=scale,
+                window=window,
+                softcap=softcap,
+            )
+        rows = self._cache.addresses(self._rows, layer, (key, value))
+        found = query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
+        self._attend(
+            ctypes.addressof(form),
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            rows.buffer_info()[0],
+            len(self._rows),
+            found.data_ptr(),
+            self._threads,
+        )
+        return found
+
+    def _form(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> Form | None:
+        """Return the form of such tensors, and allocate memory for the rows."""
+        given = query, key, value
+        count = sum(each.count for each in self._rows)
+        if any(each.shape[1] != count for each in given):
+            raise ValueError(f"the step has {count} rows, unlike these tensors")
+        is_large = max(query.shape[2], value.shape[2]) > self._max_size
+        if softcap is not None or is_large or not all(map(_is_for, given)):
+            return None
+        # C does not check what it is given.
+        same = len(key) == len(value) and query.shape[2] == key.shape[2]
+        if not same or not len(key) or len(query) % len(key):
+            shapes = ", ".join(str(tuple(each.shape)) for each in given)
+            raise ValueError(f"query, key and value do not fit together: {shapes}")
+        if self._other is None:
+            self._cache.granule = self._cache.block_size
+        self._cache.make_room(self._rows)
+        heads, _, size = query.shape
+        strides = [each.stride() for each in given]
+        by_head = (head for head, _, _ in strides)
+        by_row = (row for _, row, _ in strides)
+        factor = size**-0.5 if scale is None else scale
+        sizes = heads, len(key), size, value.shape[2]
+        return Form(*sizes, *by_head, *by_row, window or 0, factor)
+
+
+def _is_for(given: Tensor) -> bool:
+    size = given.shape[2]
+    is_float = given.dtype is torch.float32 and given.device.type == "cpu"
+    return is_float and size % LANES == 0
+
+
+def _dense(given: Tensor) -> Tensor:
+    """Return a tensor whose rows have their numbers side by side."""
+    return given if given.stride(2) == 1 else given.contiguous()

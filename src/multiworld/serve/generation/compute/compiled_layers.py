@@ -1,0 +1,284 @@
+"""Layers of decoders by compiled code (``layers.c``), in float32 on a CPU.
+
+A layer of transformers makes about 50 calls of torch's operators beside its products
+and its attention; here it makes four of C. Every layer of a stage is computed once, and
+replaced if it has the parts of Llama's and the results agree. Others stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multiworld.serve.generation.compute.layer_code import LANES, can_run, library
+from multiworld.serve.models.integer_linear import IntegerLinear
+
+logger = logging.getLogger("multiworld.serve")
+
+# Of the trial, relative to what a layer adds to a row. In int8 a bit of a norm can
+# change an integer: SmolLM2 has 3e-4 in int8, 1e-6 in float32, and 8e-2 with GELU.
+TOLERANCE, INT8_TOLERANCE = 1e-4, 3e-3
+ROUNDING = 1e-6  # of what a row was before
+
+PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+PRODUCTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+FEED_FORWARD = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+class CompiledLayer:
+    """The function of a layer: a norm, attention, a norm, and a gated feed-forward."""
+
+    def __init__(
+        self,
+        layer: Any,
+        attend: Callable[..., Tensor],  # of the stage
+        options: dict[str, Any],  # of its attention
+    ) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self._attend = functools.partial(attend, attention.layer_idx, **options)
+        self._size: int = attention.head_dim
+        self._query, self._key = attention.q_proj, attention.k_proj
+        self._value, self._out = attention.v_proj, attention.o_proj
+        self._gate, self._up, self._down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self._before = _Norm(layer.input_layernorm)
+        self._after = _Norm(layer.post_attention_layernorm)
+        own = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        norms = [None if norm is None else _Norm(norm) for norm in own]
+        self._norms = norms  # the addresses are those of their weights
+        self._weights = [0 if norm is None else norm.address for norm in norms]
+        self._epsilon = norms[0].epsilon if norms[0] is not None else 0.0
+        self._code = library()
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        *_: Any,
+        position_embeddings: tuple[Tensor, Tensor],
+        **__: Any,
+    ) -> Tensor:
+        given = hidden_states[0].contiguous()  # [rows, hidden]
+        count, threads, size = len(given), torch.get_num_threads(), self._size
+        normed = self._before(given, threads)
+        query: Tensor = self._query.forward(normed).contiguous()
+        key: Tensor = self._key.forward(normed).contiguous()
+        value: Tensor = self._value.forward(normed)
+        cosines, sines = (each.contiguous() for each in position_embeddings)
+        heads, key_heads = query.shape[1] // size, key.shape[1] // size
+        self._code.multiworld_rotate(
+            query.data_ptr(),
+            key.data_ptr(),
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            *self._weights,
+            self._epsilon,
+            count,
+            heads,
+            key_heads,
+            size,
+            threads,
+        )
+        found = self._attend(
+            query.view(count, heads, size).transpose(0, 1),
+            key.view(count, key_heads, size).transpose(0, 1),
+            value.view(count, key_heads, size).transpose(0, 1),
+        )
+        more: Tensor = self._out.forward(found.reshape(count, -1)).contiguous()
+        both, normed = self._after.of_sum(given, more, threads)
+        gate: Tensor = self._gate.forward(normed).contiguous()
+        up: Tensor = self._up.forward(normed).contiguous()
+        self._code.multiworld_gate(
+            gate.data_ptr(), up.data_ptr(), gate.numel(), threads
+        )
+        return both.add_(self._down.forward(gate))[None]
+
+
+class _Norm:
+    """A norm by the mean of the squares."""
+
+    def __init__(self, module: Any) -> None:
+        self._weight = module.weight.detach()
+        self.address = self._weight.data_ptr()
+        self.epsilon = _epsilon(module) or 0.0
+        self._norm = library().multiworld_norm
+
+    def __call__(self, given: Tensor, threads: int) -> Tensor:
+        found = torch.empty_like(given)
+        self._write(given, 0, 0, found, threads)
+        return found
+
+    def of_sum(
+        self, given: Tensor, more: Tensor, threads: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum of two tensors, and its norm."""
+        both, found = torch.empty_like(given), torch.empty_like(given)
+        self._write(given, more.data_ptr(), both.data_ptr(), found, threads)
+        return both, found
+
+    def _write(
+        self, given: Tensor, more: int, both: int, found: Tensor, threads: int
+    ) -> None:
+        rows, width = given.shape
+        self._norm(
+            given.data_ptr(),
+            more,
+            both,
+            self.address,
+            self.epsilon,
+            rows,
+            width,
+            found.data_ptr(),
+            threads,
+        )
+
+
+class _Trial:
+    """Attention that notes how it is called; its result depends on all it is given."""
+
+    def __init__(self) -> None:
+        self.options: dict[int, dict[str, Any]] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any
+    ) -> Tensor:
+        self.options[layer] = options
+        key, value = (
+            each.repeat_interleave(len(query) // len(each), 0) for each in (key, value)
+        )
+        # No product of a query and a key: those of one row are the same unrotated.
+        found = value * query.tanh() + key.tanh()
+        return found.transpose(0, 1).contiguous()
+
+
+def _epsilon(norm: Any) -> float | None:
+    found: float | None = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    return found
+
+
+def _is_norm(module: Any, width: int) -> bool:
+    weight = getattr(module, "weight", None)
+    return (
+        isinstance(weight, Tensor)
+        and weight.shape == (width,)
+        and weight.dtype is torch.float32
+        and weight.device.type == "cpu"
+        and weight.is_contiguous()
+        and _epsilon(module) is not None
+        and getattr(module, "bias", None) is None
+    )
+
+
+def _has_parts(layer: nn.Module) -> bool:
+    """Return whether a layer has what C expects; what it computes is tried."""
+    if {name for name, _ in layer.named_children()} != PARTS:
+        return False
+    attention: Any = layer.self_attn
+    mlp: Any = layer.mlp
+    own = {name for name, _ in attention.named_children()}
+    size = getattr(attention, "head_dim", None)
+    if (
+        own not in (PRODUCTS, PRODUCTS | HEAD_NORMS)
+        or {name for name, _ in mlp.named_children()} != FEED_FORWARD
+        or not isinstance(size, int)
+    ):
+        return False
+    products = [getattr(attention, name) for name in sorted(PRODUCTS)]
+    products += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    if not all(hasattr(each, "out_features") for each in products):
+        return False
+    width, inner = attention.o_proj.out_features, mlp.gate_proj.out_features
+    key, value = (each.out_features for each in (attention.k_proj, attention.v_proj))
+    # Some have gates beside their queries.
+    is_square = getattr(attention.o_proj, "in_features", None) == (
+        attention.q_proj.out_features
+    )
+    return (
+        is_square
+        and width % LANES == inner % LANES == size % (2 * LANES) == 0
+        and attention.q_proj.out_features % size == key % size == 0
+        and key == value
+        and mlp.up_proj.out_features == inner
+        and mlp.down_proj.out_features == width
+        and all(_is_norm(getattr(attention, name), size) for name in own & HEAD_NORMS)
+        and _is_norm(layer.input_layernorm, width)
+        and _is_norm(layer.post_attention_layernorm, width)
+    )
+
+
+def _fits(layer: Any, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Return whether a layer is called as C expects."""
+    angles = kwargs.get("position_embeddings")
+    if not isinstance(angles, tuple) or len(angles) != 2:
+        return False
+    shape = 1, hidden.shape[1], layer.self_attn.head_dim
+    given = hidden, *angles
+    is_float = all(each.dtype is torch.float32 for each in given)
+    return is_float and len(hidden) == 1 and all(a.shape == shape for a in angles)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of a layer."""
+
+    layer: Any
+    hidden: Tensor
+    kwargs: dict[str, Any]
+    found: Any
+
+
+def compile_layers(stage: Any) -> int:
+    """Replace layers of a stage by compiled ones; return their number."""
+    layers = [module for module in stage.modules() if _has_parts(module)]
+    if not layers or not can_run():
+        return 0
+    trial, calls = _Trial(), list[_Call]()
+
+    def note(layer: nn.Module, args: Any, kwargs: Any, found: Any) -> None:
+        if args:
+            calls.append(_Call(layer, args[0], kwargs, found))
+
+    handles = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
+    try:
+        # Near and far: some attentions scale queries from a position on.
+        last = stage.max_positions
+        positions = torch.tensor([1, 3, last // 2, 2 * last])
+        given = stage.example(len(positions), 0)
+        stage(given, positions, trial, torch.tensor([0]))
+    except IndexError:  # positions that are learned end
+        return 0
+    finally:
+        for handle in handles:
+            handle.remove()
+        # Rotations that change with the longest position have seen a far one.
+        positions = torch.arange(4)
+        stage(stage.example(4, 0), positions, _Trial(), positions[:1])
+    return sum(_replace(stage, trial, call) for call in calls)
+
+
+def _replace(stage: Any, trial: _Trial, call: _Call) -> bool:
+    """Replace a layer if the compiled one computes the same."""
+    if not _fits(call.layer, call.hidden, call.kwargs):
+        return False
+    options = trial.options[call.layer.self_attn.layer_idx]
+    made = CompiledLayer(call.layer, stage.attend, options)
+    try:
+        with stage.attending(trial):
+            found = made(call.hidden, **call.kwargs)
+    except (RuntimeError, ValueError) as error:
+        logger.info("a layer is not compiled: %s", error)
+        return False
+    if not isinstance(call.found, Tensor) or found.shape != call.found.shape:
+        return False
+    wrong, added = ((each - call.found).norm(dim=-1) for each in (found, call.hidden))
+    is_int8 = any(isinstance(each, IntegerLinear) for each in call.layer.modules())
+    limit = (INT8_TOLERANCE if is_int8 else TOLERANCE) * added
+    if not (wrong <= limit + ROUNDING * call.found.norm(dim=-1)).all():
+        return False
+    call.layer.forward = made
+    return True

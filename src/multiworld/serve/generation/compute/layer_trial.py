@@ -1,0 +1,60 @@
+"""Test of whole layers: rows are bit-identical in steps of any shape. Matmuls,
+attention and activations are each batch-invariant; only this shows whether that
+suffices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multiworld.errors import ModelFailedError
+from multiworld.serve.generation.compute.kv_cache import KvCache, Rows
+
+Part = tuple[int, int]  # a sequence, 0 or 1, and a number of its next rows
+
+# Ways to compute 64 rows of sequence 0, some of them beside another sequence.
+STEPS: tuple[tuple[tuple[Part, ...], ...], ...] = (
+    (((0, 61),), *(((0, 1),),) * 3),
+    (((0, 17), (1, 30)), ((1, 1), (0, 1)), ((0, 46), (1, 2))),
+    (((1, 40),), ((0, 64), (1, 1))),
+)
+
+COUNT = 64  # rows of each sequence
+
+
+def check_layers(stage: Any, cache: Callable[[], KvCache]) -> None:
+    """Raise ModelFailedError unless rows are bit-identical in all ``STEPS``."""
+    given = [stage.example(COUNT, seed) for seed in (0, 1)]
+    with torch.inference_mode():
+        wanted = _computed(stage, cache(), given, ((((0, COUNT),)),))
+        for steps in STEPS:
+            if not torch.equal(_computed(stage, cache(), given, steps), wanted):
+                raise ModelFailedError(
+                    "deterministic: true is not possible: on this machine the layers "
+                    "give a row different bits in different steps "
+                    f"({torch.get_num_threads()} threads); set threads: 1 for the "
+                    "stage, or remove deterministic"
+                )
+
+
+def _computed(
+    stage: Any,
+    cache: KvCache,
+    given: Sequence[Tensor],
+    steps: Sequence[Sequence[Part]],
+) -> Tensor:
+    """Return the outputs of all rows of sequence 0, [rows, outputs]."""
+    done, found = [0, 0], []
+    for parts in steps:
+        rows = [Rows(number, done[number], count) for number, count in parts]
+        x = torch.cat([given[n][done[n] : done[n] + count] for n, count in parts])
+        at = torch.cat([torch.arange(r.begin, r.begin + r.count) for r in rows])
+        out = stage(x, at, cache.step(rows), torch.arange(len(at)))
+        pieces = torch.split(out, [count for _, count in parts])
+        found += [p for (n, _), p in zip(parts, pieces, strict=True) if n == 0]
+        for number, count in parts:
+            done[number] += count
+    return torch.cat(found)

@@ -1,0 +1,53 @@
+"""Speed of this machine's bfloat16 matmuls: oneDNN has fast ones only on some
+processors (AVX512, or dedicated instructions); others emulate them, several times
+slower than float32."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+from multiworld.serve.generation.compute.hardware_fingerprint import known
+from multiworld.serve.models.packed_linear import PackedLinear
+
+SIZE, ROWS, RUNS = 1024, 16, 9  # width and rows of the timed matmul, and its runs
+EMULATED = 100.0  # result where the weights cannot even be packed
+# Environment variables that make a processor behave like a lesser one.
+VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
+
+
+def bfloat16_cost() -> float:
+    """Return the time of a bfloat16 matmul, as a multiple of float32."""
+    # Measured once per hardware fingerprint, in about 0.1 s, on one thread.
+    played = ", ".join(f"{name}={os.environ.get(name, '')}" for name in VARIABLES)
+    (percent,) = known(
+        f"bfloat16 beside float32 in percent, {played}",
+        1,
+        lambda: [round(100 * _measured())],
+    )
+    return percent / 100
+
+
+def _measured() -> float:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _best_s(torch.bfloat16) / _best_s(torch.float32)
+    except RuntimeError:  # no kernel packs such weights
+        return EMULATED
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _best_s(dtype: torch.dtype) -> float:
+    with torch.inference_mode():
+        product = PackedLinear(torch.ones(SIZE, SIZE, dtype=dtype), None)
+        given = torch.ones(ROWS, SIZE, dtype=dtype)
+        found = []
+        for _ in range(RUNS):
+            began = time.perf_counter()
+            product(given)
+            found.append(time.perf_counter() - began)
+    return min(found)

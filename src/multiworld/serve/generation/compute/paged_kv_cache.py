@@ -1,0 +1,438 @@
+"""KV cache in pages, and attention over them, for GPUs.
+
+The pages of a layer are one tensor, [pages, page size, key heads, size]. A sequence has
+a list of pages; a step uploads its lists as a table. torch's ``varlen_attn`` reads the
+pages where they lie. Where it does not run (on a CPU, in float32, in a torch that takes
+no table), the pages are gathered and attended to as in ``kv_cache``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from multiworld.serve.generation.compute.kv_cache import (
+    Attention,
+    Layers,
+    MissingTokensError,
+    Rows,
+    additive_mask,
+    of_capped_rows,
+    of_rows,
+    of_single_rows,
+)
+from multiworld.serve.generation.compute.transfers import HOST, Transfers
+
+logger = logging.getLogger("multiworld.serve")
+
+FEWEST = 64  # pages to allocate at least
+# Pages of no sequence: tables are padded with the one that is always zero, and padding
+# rows of a step write to the other.
+ZERO, SCRATCH = RESERVED = range(2)
+Pool = tuple[Tensor, Tensor]  # keys and values of all pages of a layer
+
+
+@functools.cache
+def torch_kernel() -> Callable[..., Tensor] | None:
+    """Return torch's attention over pages; None if this torch has none."""
+    try:
+        # Brings torch's compiler along (a second, 100 MB), so it waits for use.
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # a torch built without it
+        return None
+    kernel = cast("Callable[..., Tensor]", varlen_attn)
+    takes_pages = "block_table" in inspect.signature(kernel).parameters
+    return kernel if takes_pages else None
+
+
+class PagedKvCache:
+    """``KvCache``, in pages; what is not written yet is zero."""
+
+    def __init__(
+        self, page_size: int = 16, tokens: int = 0, transfers: Transfers = HOST
+    ) -> None:
+        self.page_size = self.granule = page_size
+        self.transfers = transfers
+        # At first; doubled when they do not suffice.
+        needed = len(RESERVED) - (-tokens // page_size)
+        self.count = max(FEWEST, needed)  # pages of a layer
+        self._free = list(range(len(RESERVED), self.count))
+        self._pages: dict[Hashable, list[int]] = {}
+        self._lengths: dict[Hashable, int] = {}
+        self._pools: dict[int, Pool] = {}
+        self._has_kernel: dict[tuple[int, ...], bool] = {}
+
+    @property
+    def nbytes(self) -> int:
+        used = self.count - len(RESERVED) - len(self._free)
+        return sum(
+            tensor[0].nbytes * used for pool in self._pools.values() for tensor in pool
+        )
+
+    @property
+    def lengths(self) -> dict[Hashable, int]:
+        return dict(self._lengths)
+
+    def free(self, sequence: Hashable) -> None:
+        self._free += self._pages.pop(sequence, ())
+        self._lengths.pop(sequence, None)
+
+    def step(self, rows: Sequence[Rows]) -> Attention:
+        self.make_room(rows)
+        return PagedAttention(self, rows)
+
+    def make_room(self, rows: Sequence[Rows]) -> None:
+        """Give sequences pages for their rows; those at position 0 start anew."""
+        for each in rows:
+            if each.begin == 0:
+                self.free(each.sequence)
+            elif self._lengths.get(each.sequence, 0) < each.begin:
+                raise MissingTokensError(f"tokens before {each.begin} are missing")
+        added: list[int] = []
+        for each in rows:
+            added += self._make_room(each.sequence, each.begin + each.count)
+            self._lengths[each.sequence] = each.begin + each.count
+        self._clear(added)
+
+    def _make_room(self, sequence: Hashable, tokens: int) -> list[int]:
+        """Give a sequence pages for ``tokens`` tokens; return those that it lacked."""
+        pages = self._pages.setdefault(sequence, [])
+        missing = -(-tokens // self.page_size) - len(pages)
+        while missing > len(self._free):
+            self._grow()
+        added = [self._free.pop() for _ in range(missing)]
+        pages += added
+        return added
+
+    def _clear(self, pages: Sequence[int]) -> None:
+        """Remove the numbers of other sequences, which may be NaN."""
+        if pages and self._pools:
+            places = self.transfers.upload(torch.tensor(pages))
+            for pool in self._pools.values():
+                for each in pool:
+                    each.index_fill_(0, places, 0.0)
+
+    def _grow(self) -> None:
+        def doubled(pages: Tensor) -> Tensor:
+            return torch.cat([pages, torch.zeros_like(pages)])
+
+        # All or none: memory may not suffice.
+        self._pools = {
+            layer: (doubled(keys), doubled(values))
+            for layer, (keys, values) in self._pools.items()
+        }
+        self._free += range(self.count, 2 * self.count)
+        self.count *= 2
+
+    def pages(self, sequence: Hashable) -> list[int]:
+        return self._pages[sequence]
+
+    def slots(self, sequence: Hashable, begin: int, end: int) -> list[int]:
+        """Return the places of tokens among those of all pages."""
+        size, pages = self.page_size, self._pages[sequence]
+        return [pages[at // size] * size + at % size for at in range(begin, end)]
+
+    def pool(self, layer: int, like: tuple[Tensor, Tensor]) -> Pool:
+        """Return the pages of a layer; ``like`` has keys, [key heads, rows, size]."""
+        found = self._pools.get(layer)
+        if found is None:
+            keys, values = (
+                torch.zeros(
+                    (self.count, self.page_size, each.shape[0], each.shape[2]),
+                    dtype=each.dtype,
+                    device=each.device,
+                )
+                for each in like
+            )
+            found = self._pools[layer] = keys, values
+        return found
+
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> Pool:
+        """Write keys and values, [key heads, rows, size], to their places."""
+        pool = self.pool(layer, (key, value))
+        for pages, new in zip(pool, (key, value), strict=True):
+            pages.flatten(0, 1).index_copy_(0, slots, new.transpose(0, 1))
+        return pool
+
+    def has_kernel(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
+        """Return whether torch's kernel takes such tensors; it is tried once."""
+        if not may_have_kernel(query):
+            return False
+        shape = query.shape[0], *keys.shape[2:], values.shape[3]
+        found = self._has_kernel.get(shape)
+        if found is None:
+            found = self._has_kernel[shape] = self._tried(query, keys, values)
+        return found
+
+    def _tried(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
+        # It needs a recent GPU and, for pages, a recent FlashAttention.
+        counts = (torch.tensor(n, dtype=torch.int32) for n in ([0, 1], [1], [[0]]))
+        begins, used, table = map(self.transfers.upload, counts)
+        one = query.new_zeros(1, query.shape[0], query.shape[2])
+        try:
+            over_pages(one, keys, values, begins, used, table, 1, 1, None, None)
+        except (RuntimeError, ValueError) as error:
+            logger.warning(
+                "torch's attention over pages does not run here (%s); pages are "
+                "gathered, which is slower",
+                error,
+            )
+            return False
+        return True
+
+    @torch.inference_mode()
+    def copied(self, sequence: Hashable, begin: int, end: int) -> Layers:
+        if sequence not in self._pages:
+            return {}
+        transfers = self.transfers
+        places = transfers.upload(torch.tensor(self.slots(sequence, begin, end)))
+        found: Layers = {}
+        for layer, pool in self._pools.items():
+            keys, values = (
+                transfers.download(
+                    pages.flatten(0, 1).index_select(0, places).transpose(0, 1)
+                ).contiguous()
+                for pages in pool
+            )
+            found[layer] = keys, values
+        return found
+
+    @torch.inference_mode()
+    def restore(
+        self, sequence: Hashable, pieces: Sequence[Layers], tokens: int
+    ) -> None:
+        self.free(sequence)
+        self._clear(self._make_room(sequence, tokens))
+        self._lengths[sequence] = tokens
+        transfers = self.transfers
+        slots = transfers.upload(torch.tensor(self.slots(sequence, 0, tokens)))
+        for layer in pieces[0]:
+            key, value = (
+                transfers.upload(
+                    torch.cat([piece[layer][number] for piece in pieces], 1)[:, :tokens]
+                )
+                for number in range(2)
+            )
+            self.write(layer, slots, key, value)
+
+
+class PagedAttention:
+    """Attention of one step over pages; its tables are uploaded once."""
+
+    def __init__(self, cache: PagedKvCache, rows: Sequence[Rows]) -> None:
+        self._cache, self._rows = cache, rows
+        upload = cache.transfers.upload
+        ends = [each.begin + each.count for each in rows]
+        slots = [
+            slot
+            for each, end in zip(rows, ends, strict=True)
+            for slot in cache.slots(each.sequence, each.begin, end)
+        ]
+        self._slots = upload(torch.tensor(slots))
+        lists = [cache.pages(each.sequence) for each in rows]
+        width = max(map(len, lists))
+        table = [pages + [ZERO] * (width - len(pages)) for pages in lists]
+        self._table = upload(torch.tensor(table, dtype=torch.int32))
+        self._ends = upload(torch.tensor(ends, dtype=torch.int32))
+        begins = [0, *accumulate(each.count for each in rows)]
+        self._begins = upload(torch.tensor(begins, dtype=torch.int32))
+        self._max_rows = max(each.count for each in rows)
+        self._max_keys = max(ends)
+        self._offsets = begins[:-1]
+        singles = [n for n, each in enumerate(rows) if each.count == 1]
+        self._singles = upload(torch.tensor(singles, dtype=torch.int64))
+        self._single_rows = upload(
+            torch.tensor([begins[n] for n in singles], dtype=torch.int64)
+        )
+        self._others = [n for n, each in enumerate(rows) if each.count > 1]
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
+        # The pages of the sequences with one row, and what is hidden of them.
+        self._singles_by: dict[int | None, tuple[Tensor, Tensor]] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        keys, values = self._cache.write(layer, self._slots, key, value)
+        if softcap is None and self._cache.has_kernel(query, keys, values):
+            return over_pages(
+                query.transpose(0, 1).contiguous(),
+                keys,
+                values,
+                self._begins,
+                self._ends,
+                self._table,
+                self._max_rows,
+                self._max_keys,
+                scale,
+                window,
+            )
+        found = query.new_empty((query.shape[1], query.shape[0], value.shape[2]))
+        if len(self._singles) and softcap is None:  # in one call
+            rows = query.index_select(1, self._single_rows)
+            tables, mask = self._single_tables(window, query.dtype)
+            out = of_single_pages(rows, (keys, values), tables, mask, scale)
+            found.index_copy_(0, self._single_rows, out)
+        for n in self._others if softcap is None else range(len(self._rows)):
+            one, begin = self._rows[n], self._offsets[n]
+            here, end = slice(begin, begin + one.count), one.begin + one.count
+            table = self._table[n : n + 1]
+            memory = gather(keys, table)[0, :, :end], gather(values, table)[0, :, :end]
+            mask = self._mask(n, window)
+            out = of_rows(query[:, here], *memory, mask, scale, softcap)
+            found[here] = out.transpose(0, 1)
+        return found
+
+    def _single_tables(
+        self, window: int | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        known = self._singles_by.get(window)
+        if known is None:
+            tables = self._table.index_select(0, self._singles)
+            ends = self._ends.index_select(0, self._singles)
+            tokens = tables.shape[1] * self._cache.page_size
+            known = tables, mask_of_singles(ends, tokens, window, dtype)
+            self._singles_by[window] = known
+        return known
+
+    def _mask(self, n: int, window: int | None) -> Tensor:
+        """Return which keys each row of a sequence attends to, [rows, keys]."""
+        mask = self._masks.get((n, window))
+        if mask is None:
+            rows = self._rows[n]
+            end = rows.begin + rows.count
+            at, of = torch.arange(rows.begin, end)[:, None], torch.arange(end)[None]
+            mask = of <= at
+            if window is not None:
+                mask &= of > at - window
+            mask = self._masks[n, window] = self._cache.transfers.upload(mask)
+        return mask
+
+
+class SingleRowsAttention:
+    """Attention of one row of each sequence, by tables that are on the device."""
+
+    def __init__(
+        self,
+        cache: PagedKvCache,
+        slots: Tensor,  # of the rows, [rows], int64
+        ends: Tensor,  # tokens of each sequence with its row, [rows]
+        table: Tensor,  # pages of each sequence, [rows, pages], int32
+    ) -> None:
+        self._cache, self._slots, self._table = cache, slots, table
+        self._ends = ends.to(torch.int32)
+        self._begins = torch.arange(
+            len(slots) + 1, dtype=torch.int32, device=slots.device
+        )
+        self._tokens = table.shape[1] * cache.page_size
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        pool = self._cache.write(layer, self._slots, key, value)
+        if softcap is None and self._cache.has_kernel(query, *pool):
+            return over_pages(
+                query.transpose(0, 1).contiguous(),
+                *pool,
+                self._begins,
+                self._ends,
+                self._table,
+                1,
+                self._tokens,
+                scale,
+                window,
+            )
+        if window not in self._masks:
+            self._masks[window] = mask_of_singles(
+                self._ends, self._tokens, window, query.dtype
+            )
+        mask = self._masks[window]
+        if softcap is None:
+            return of_single_pages(query, pool, self._table, mask, scale)
+        keys, values = (gather(pages, self._table) for pages in pool)
+        rows = query.transpose(0, 1)[:, :, None]
+        return of_capped_rows(rows, keys, values, mask == 0, scale, softcap)[:, :, 0]
+
+
+def of_single_pages(
+    query: Tensor, pool: Pool, tables: Tensor, mask: Tensor, scale: float | None
+) -> Tensor:
+    """Return the attention of one row of each sequence, [sequences, heads, size]."""
+    keys, values = (gather(pages, tables) for pages in pool)
+    return of_single_rows(query, keys, values, mask, scale)
+
+
+def mask_of_singles(
+    ends: Tensor, tokens: int, window: int | None, dtype: torch.dtype
+) -> Tensor:
+    """Return the mask of the last token of each sequence, [sequences, 1, 1, tokens]."""
+    of = torch.arange(tokens, device=ends.device)
+    return additive_mask(ends[:, None] - 1, of, window, dtype)[:, None, None]
+
+
+def gather(pages: Tensor, tables: Tensor) -> Tensor:
+    """Return the tokens of sequences, [sequences, key heads, tokens, size]."""
+    # ``pages``: [pages, page size, key heads, size]; ``tables``: [sequences, pages].
+    found = pages.index_select(0, tables.flatten())
+    return found.view(*tables.shape, *pages.shape[1:]).flatten(1, 2).transpose(1, 2)
+
+
+def may_have_kernel(query: Tensor) -> bool:
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    return is_half and query.device.type == "cuda" and torch_kernel() is not None
+
+
+def over_pages(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    begins: Tensor,
+    ends: Tensor,
+    table: Tensor,
+    max_rows: int,
+    max_keys: int,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """Return the attention of rows, [rows, heads, size], by torch's kernel."""
+    # One split: a row's bits do not depend on the lengths of others.
+    kernel = torch_kernel()
+    assert kernel is not None
+    return kernel(
+        query,
+        keys,
+        values,
+        begins,
+        None,
+        max_rows,
+        max_keys,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != keys.shape[2],
+        seqused_k=ends,
+        block_table=table,
+        num_splits=1,
+    )

@@ -1,0 +1,1 @@
+"""Choice of the tokens that each step computes. Pure."""

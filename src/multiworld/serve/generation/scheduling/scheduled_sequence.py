@@ -1,0 +1,51 @@
+"""Sequences at their scheduler. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from multiworld.serve.generation.scheduling.sample_costs import FREE, SampleCosts
+from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
+from multiworld.serve.transport.protocol import Key
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledSequence:
+    """Scheduling state of one sequence."""
+
+    key: Key
+    tokens: list[int]
+    share: Share = DEFAULT_SHARE
+    computed: int = 0  # tokens whose KV is computed, or being computed
+    # Tokens that the later stages have; 0 once no sequence lacks such tokens in this
+    # stage.
+    rebuild: int = 0
+    is_in_flight: bool = False  # its next token is being computed
+    blocks: int = 0
+    number: int = 0  # order of arrival
+    is_probe: bool = False  # it skips the queue
+    is_suspect: bool = False  # it runs alone until it produces a token
+    is_paused: bool = False  # a stage of its chain is being replaced
+    route: tuple[str, ...] = ()  # replicas by stage that compute it
+    last_step: int = 0
+    costs: SampleCosts = FREE
+
+    @property
+    def lacking(self) -> int:
+        return len(self.tokens) - self.computed
+
+    def waits_for(self, full: Collection[str]) -> bool:
+        """Return whether it waits until replicas have memory; a probe never does."""
+        return not self.is_probe and any(name in full for name in self.route)
+
+
+def by_route(ready: list[ScheduledSequence]) -> list[ScheduledSequence]:
+    """Sort sequences into the order in which they enter a step."""
+    # Longest waiting first, then those of its route: if a step is split between
+    # replicas, each of them reads all weights.
+    ready.sort(key=lambda s: s.last_step)
+    if ready:
+        first = ready[0].route
+        ready.sort(key=lambda s: s.route != first)
+    return ready

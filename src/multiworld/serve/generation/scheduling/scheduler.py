@@ -1,0 +1,122 @@
+"""Scheduler of steps, in a replica of stage 0: continuous batching. Pure.
+``SequencePool`` decides which sequences run; ``StepPlanner`` which of their tokens the
+next step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from multiworld.serve.generation.engine_limits import EngineLimits
+from multiworld.serve.generation.scheduling.scheduled_sequence import ScheduledSequence
+from multiworld.serve.generation.scheduling.sequence_pool import SequencePool
+from multiworld.serve.generation.scheduling.step_planner import PlannedStep, StepPlanner
+from multiworld.serve.generation.scheduling.steps_in_flight import StepsInFlight
+from multiworld.serve.transport.protocol import Key
+
+
+class TooManyTokensError(Exception):
+    """A sequence needs more blocks than there are."""
+
+
+class Scheduler:
+    def __init__(self, limits: EngineLimits) -> None:
+        self.limits = limits
+        self.steps = StepsInFlight(limits.steps)
+        self.pool = SequencePool(limits, self.steps)
+        self._planner = StepPlanner(self.pool, self.steps)
+
+    def add(self, sequence: ScheduledSequence) -> None:
+        """Add a sequence of which at least one token is to be computed."""
+        count = len(sequence.tokens)
+        if sequence.lacking <= 0:
+            raise ValueError(f"all {count} tokens of {sequence.key} are computed")
+        needed = self.pool.blocks_of(count + 1)
+        if needed > self.limits.blocks:
+            raise TooManyTokensError(
+                f"{count} tokens need {needed} blocks "
+                f"of {self.limits.block_size}; there are {self.limits.blocks}"
+            )
+        self.pool.enter(sequence)
+        self.pool.wait(sequence)
+
+    def take_over(self, old: Key, sequence: ScheduledSequence) -> None:
+        """Add a paused sequence from another replica; ``old`` has its reservation."""
+        self.pool.enter(sequence)
+        sequence.is_paused = True
+        self.pool.run_reserved(sequence, old)
+
+    def pause(self, key: Key) -> None:
+        """Compute nothing of a sequence until ``resume``; its steps do not return."""
+        sequence = self.pool.known.get(key)
+        if sequence is not None:
+            sequence.is_paused = True
+            self.pool.queue.remove(sequence)
+            self.steps.leave(key)
+
+    def move(self, old: Key, new: ScheduledSequence) -> None:
+        """Pause a sequence, and continue it as ``new``."""
+        self.pause(old)
+        sequence = self.pool.known[old]
+        self.pool.rename(sequence, new.key)
+        sequence.tokens, sequence.route = new.tokens, new.route
+        sequence.computed = min(new.computed, sequence.computed)
+
+    def rewind(self, key: Key, computed: int) -> None:
+        """Recompute a paused sequence from a token on."""
+        sequence = self.pool.known[key]
+        sequence.computed = min(computed, sequence.computed)
+
+    def resume(self, key: Key, token: int | None) -> None:
+        """Continue a paused sequence; ``token`` is its next one, if already sampled."""
+        sequence = self.pool.known.get(key)
+        if sequence is None or not sequence.is_paused:
+            return
+        sequence.is_paused = sequence.is_in_flight = False
+        if token is not None:
+            sequence.tokens.append(token)
+            self.pool.trust(sequence)
+        if sequence.number not in self.pool.running:
+            self.pool.wait(sequence)
+
+    def evict(self, key: Key, replica: str, now: float) -> bool:
+        """Preempt a sequence for which a replica of a later stage had no KV blocks."""
+        # The replica receives nothing for a while.
+        self.pool.full.add(replica, now)
+        sequence = self.pool.known.get(key)
+        if sequence is None:
+            return False
+        # Then the gateway must decide how it continues: one of its tokens may be in
+        # flight, or a stage waits for what was dropped.
+        is_elsewhere = sequence.is_paused or key in self.steps
+        self.steps.leave(key)
+        sequence.is_in_flight = False
+        self.pool.free(sequence)
+        return is_elsewhere
+
+    def sampled(
+        self, step: int, tokens: Iterable[tuple[Key, int | None]], now: float = 0.0
+    ) -> None:
+        """Record the next token of each sequence of a step."""
+        self.steps.took(step, now)
+        # None: its prompt is not complete yet, or it has ended.
+        came = dict(tokens)
+        routes = {self.pool.known[key].route for key in came if key in self.pool.known}
+        for key, token in came.items():
+            sequence = self.pool.known.get(key)
+            if sequence is not None and self.steps.is_waited_for(step, key):
+                if token is not None:
+                    sequence.tokens.append(token)
+                    sequence.is_in_flight = False
+                    self.pool.trust(sequence)
+                elif self.steps.samples(step, key):
+                    self.pool.reserve_own(key)  # until its gateway knows
+            self.steps.came_back(step, key)
+        self.steps.left_out(step, routes, lambda key: self.pool.known[key].route)
+
+    @property
+    def wakes_at(self) -> float:
+        """Time from which on there may be a step that now is none; may be infinite."""
+        return min(self.steps.next_late_at, self.pool.full.ends_at)
+
+    def next_step(self, now: float = 0.0) -> PlannedStep | None:
+        return self._planner.next_step(now)

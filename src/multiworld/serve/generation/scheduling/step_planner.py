@@ -1,0 +1,415 @@
+"""Choice of the tokens that the next step computes. Pure.
+
+Every step computes one token of each running sequence whose previous token is known,
+and fills the rest of the token budget with prefill chunks. Up to one step per stage is
+in flight, with equal parts of the running sequences. But a step of one row takes almost
+as long as one of eight, so a few sequences share one step, and wait for each other.
+
+The tenant that has received the fewest tokens is first in a step, and a step is only as
+large as the tenant with the smallest part of it can tolerate (``step_budget``). A probe
+is in the next step.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from multiworld.serve.generation.scheduling.scheduled_sequence import (
+    ScheduledSequence,
+    by_route,
+)
+from multiworld.serve.generation.scheduling.sequence_pool import SequencePool
+from multiworld.serve.generation.scheduling.step_budget import (
+    STEP_ROWS,
+    StepBudget,
+    cost_of,
+    rows_of,
+)
+from multiworld.serve.generation.scheduling.steps_in_flight import StepsInFlight
+from multiworld.serve.tenants.fair_queue import Share
+from multiworld.serve.transport.generation_messages import StepPart
+
+# Tokens of a prefill chunk when a prompt is split over the pipeline. A step also costs
+# about as much as nine tokens, so chunks of 32 take 28 % more time in all.
+MIN_CHUNK = 32
+# Sequences per step below which splitting them saves no time: it is spent on reading
+# the weights (SmolLM2 on an EPYC, fp32, one thread: 55 ms with one row, 99 with eight,
+# 136 with sixteen).
+ROWS = 8
+# Seconds for which a second tenant counts as present after its last sequence, and the
+# maximum cost of the tokens in flight meanwhile, in rows. A newcomer waits for at most
+# these; such steps take a fifth more time than full ones.
+SHARED_S, SHARED_TOKENS = 60.0, 32
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    number: int
+    parts: tuple[StepPart, ...]
+    is_alone: bool = False  # nothing else may be in flight
+
+
+class StepPlanner:
+    """Plans steps of the sequences in a pool."""
+
+    def __init__(self, pool: SequencePool, steps: StepsInFlight) -> None:
+        self._limits, self._pool, self._steps = pool.limits, pool, steps
+        self._seen: dict[str, float] = {}
+        self._charged: set[Share] = set()  # in the step that is being planned
+        self._was_alone = False
+
+    def next_step(self, now: float) -> PlannedStep | None:
+        """Begin the next step; return None if there is none to compute now."""
+        self._pool.full.update(now)
+        self._steps.update(now)
+        if self._steps.places >= self._steps.max_steps:
+            return None
+        self._pool.planned.clear()
+        self._charged.clear()
+        self._pool.shrink()
+        parts: list[StepPart] = []
+        if self._was_alone and len(self._steps):
+            return None  # a suspect runs alone
+        # What is stuck may stay so for long: suspects wait for it, the others do not.
+        is_stuck = len(self._steps) > self._steps.places
+        suspects = [] if is_stuck else self._ready_suspects()
+        # Steps of suspects and of the others take turns.
+        is_alone = False
+        if suspects and not (self._was_alone and self._plan(parts, now)):
+            if len(self._steps):
+                return None  # a suspect must run alone
+            is_alone = any(self._plan_chunk(parts, one) for one in suspects)
+        if not parts and not self._plan(parts, now):
+            return None
+        self._was_alone = is_alone
+        number = self._steps.begin(parts, cost_of(sum(map(self._rows, parts))))
+        return PlannedStep(number, tuple(parts), is_alone=is_alone)
+
+    def _plan(self, parts: list[StepPart], now: float) -> bool:
+        """Add parts of sequences that are not suspects; return whether any exist."""
+        self._admit_higher_priorities()
+        max_tokens = self._limits.max_num_batched_tokens
+        self._plan_probes(parts)
+        demands = self._demands()
+        is_shared = self._has_others(demands, now)
+        if len(demands) > 1:
+            is_limited = self._limits.is_prefill_chunked
+            budget = StepBudget(
+                demands, self._steps.cost, max_tokens, is_limited=is_limited
+            )
+            ready = {s.share for s in (*self._ready(), *self._heads())}
+            rows = max(map(budget.left, ready), default=0)
+            if self._steps.places and rows < STEP_ROWS:
+                return bool(parts)  # more would cost more than it computes
+            self._share(parts, budget)
+            return bool(parts)
+        for share in demands:
+            self._pool.shares.reach(share)
+        flying = self._steps.cost - STEP_ROWS * self._steps.places
+        # Those that run continue beside prompts, however much is in flight.
+        decoded = max(STEP_ROWS, SHARED_TOKENS - flying) if is_shared else math.inf
+        self._decode(parts, decoded)
+        left = max_tokens - sum(part.count for part in parts)
+        self._prefill(parts, min(left, self._prompt_tokens(is_shared=is_shared)))
+        return bool(parts)
+
+    def _demands(self) -> dict[Share, float]:
+        max_tokens = self._limits.max_num_batched_tokens
+        found: dict[Share, float] = {**self._pool.queue.tokens(max_tokens)}
+        for sequence in self._pool.running.values():
+            if not sequence.is_paused and not sequence.is_suspect:
+                rows = max(1, sequence.lacking)
+                begin = sequence.computed
+                cost = rows_of(rows, begin) + sequence.costs.of(
+                    begin, rows, samples=True
+                )
+                found[sequence.share] = found.get(sequence.share, 0.0) + cost
+        return found
+
+    def _has_others(self, demands: Iterable[Share], now: float) -> bool:
+        for share in demands:
+            self._seen.pop(share.tenant, None)
+            self._seen[share.tenant] = now  # the last one is the latest
+        while len(self._seen) > 1:
+            first = next(iter(self._seen))
+            if self._seen[first] >= now - SHARED_S:
+                break
+            del self._seen[first]
+        return len(self._seen) > 1
+
+    def _heads(self) -> Iterator[ScheduledSequence]:
+        return self._pool.queue.heads(self._pool.full.names)
+
+    def _ready(self, *, is_probe: bool = False) -> list[ScheduledSequence]:
+        """Return what runs and can be computed now: the probes, or all others."""
+        passed = self._steps.passed()  # no further chunks of theirs
+        return [
+            s
+            for s in self._pool.running.values()
+            if s.is_probe == is_probe
+            and s.lacking
+            and not (s.is_in_flight or s.is_paused or s.is_suspect)
+            and s.key not in passed
+        ]
+
+    def _ready_suspects(self) -> list[ScheduledSequence]:
+        """Return the suspects that run or may, least recently computed first."""
+        found = [
+            s
+            for s in self._pool.suspects.values()
+            if not s.is_paused and self._pool.may_run(s)
+        ]
+        return sorted(found, key=lambda s: (s.last_step, s.number))
+
+    def _admit_higher_priorities(self) -> None:
+        lowest = min((s.share.priority for s in self._pool.running.values()), default=0)
+        waiting, before = self._pool.queue.above(lowest), len(self._pool.preempted)
+        for sequence in heapq.merge(*waiting, key=self._rank):
+            if sequence.key in self._pool.preempted[before:]:
+                continue  # for one of these
+            if not self._pool.admit(sequence):
+                return
+
+    def _plan_probes(self, parts: list[StepPart]) -> None:
+        """Plan probes before all others, which cannot be preempted once planned."""
+        for probe in (*self._ready(is_probe=True), *self._pool.queue.probes()):
+            self._plan_chunk(parts, probe)
+
+    def _plan_chunk(self, parts: list[StepPart], sequence: ScheduledSequence) -> bool:
+        """Add as much of a sequence as the step holds; return whether there is room."""
+        if sequence.number not in self._pool.running and not self._pool.admit(sequence):
+            return False
+        left = self._limits.max_num_batched_tokens - sum(part.count for part in parts)
+        count = self._chunk(sequence, left, parts)
+        if not count or not self._pool.has_room(sequence, count):
+            return False
+        parts.append(self._take(sequence, count))
+        return True
+
+    # A step of several tenants.
+
+    def _share(self, parts: list[StepPart], budget: StepBudget) -> None:
+        """Fill the step with rows of all tenants, the least served one first."""
+        ready: dict[Share, list[ScheduledSequence]] = {}
+        for sequence in self._ready():
+            ready.setdefault(sequence.share, []).append(sequence)
+        for those in ready.values():
+            # Tokens are taken from the end: next ones first, then prompts in order.
+            those.sort(key=lambda s: (s.lacking > 1, s.last_step, s.number))
+            those.reverse()
+        # A tenant with only a few next tokens to compute is in every step: a newcomer's
+        # prompt does not delay it.
+        for share, those in ready.items():
+            few = [s for s in those if s.lacking == 1]
+            max_rows = budget.left(share) * share.weight / budget.weights
+            for sequence in (
+                few if len(few) <= min(STEP_ROWS, max(1.0, max_rows)) else ()
+            ):
+                if budget.is_spent:
+                    break
+                if sequence.number in self._pool.running and self._pool.has_room(
+                    sequence, 1
+                ):
+                    parts.append(part := self._take(sequence, 1))
+                    budget.take(1, self._rows(part))
+            ready[share] = [s for s in those if not s.is_in_flight]
+        is_open = True
+        had = {self._pool.known[part.key].share for part in parts}
+        contenders = self._contenders(ready, is_open=is_open)
+        reached: set[int] = set()
+        while contenders and not budget.is_spent:
+            rank, share = heapq.heappop(contenders)
+            if share.priority not in reached:
+                reached.add(share.priority)
+                self._pool.shares.reach(share)
+            head = self._next_of(share, ready, is_open=is_open)
+            left = budget.left(share)
+            if head is None or (not left and share in had):
+                continue  # each tenant gets at least one row
+            preemptions = self._pool.preemptions
+            if self._rank(head) == rank:
+                rows = max(left, int(share not in had))
+                had.add(share)
+                if not self._take_next(parts, budget, head, rows, ready):
+                    is_open = False  # later ones would overtake it repeatedly
+                head = self._next_of(share, ready, is_open=is_open)
+            if self._pool.preemptions != preemptions:
+                contenders = self._contenders(ready, is_open=is_open)
+            elif head is not None:
+                heapq.heappush(contenders, (self._rank(head), share))
+
+    def _contenders(
+        self, ready: dict[Share, list[ScheduledSequence]], *, is_open: bool
+    ) -> list[tuple[tuple[int, float, int], Share]]:
+        """Return a heap of the tenants by their next sequences."""
+        shares = {*ready, *(self._pool.queue.shares() if is_open else ())}
+        nexts = ((s, self._next_of(s, ready, is_open=is_open)) for s in shares)
+        found = [(self._rank(one), share) for share, one in nexts if one is not None]
+        heapq.heapify(found)
+        return found
+
+    def _next_of(
+        self,
+        share: Share,
+        ready: dict[Share, list[ScheduledSequence]],
+        *,
+        is_open: bool,
+    ) -> ScheduledSequence | None:
+        """Return what a tenant computes next: what is ready, or its first in queue."""
+        those = ready.get(share, [])
+        while those and those[-1].number not in self._pool.running:
+            those.pop()  # it was preempted
+        if not is_open or (those and those[-1].lacking <= 1):
+            return those[-1] if those else None
+        head = self._pool.queue.head(share, self._pool.full.names)
+        found = (*those[-1:], *(() if head is None else (head,)))
+        return min(found, key=self._rank, default=None)
+
+    def _take_next(
+        self,
+        parts: list[StepPart],
+        budget: StepBudget,
+        sequence: ScheduledSequence,
+        rows: int,
+        ready: dict[Share, list[ScheduledSequence]],
+    ) -> bool:
+        """Add at most ``rows`` of a sequence; return False if it must go on waiting."""
+        if sequence.number in self._pool.running:
+            ready[sequence.share].pop()
+        else:
+            fits = self._chunk(sequence, rows, parts) > 0
+            if not fits or not self._pool.admit(sequence):
+                return False
+        count = self._chunk(sequence, rows, parts)
+        is_left = sequence.number in self._pool.running  # it was not preempted
+        if is_left and count and self._pool.has_room(sequence, count):
+            parts.append(part := self._take(sequence, count))
+            budget.take(count, self._rows(part))
+        return True
+
+    # A step of one tenant.
+
+    def _decode(self, parts: list[StepPart], budget: float) -> None:
+        """Add the next token of each running sequence that is ready, up to a share."""
+        # ``budget``: in rows without context.
+        late = self._steps.late()
+        decoding = [
+            s
+            for s in self._pool.running.values()
+            if s.lacking <= 1
+            and not (s.is_paused or s.is_suspect or s.is_probe)
+            and not (s.is_in_flight and s.key in late)
+        ]
+        if not decoding or budget <= 0:
+            return
+        groups = min(self._steps.max_steps, max(1, round(len(decoding) / ROWS)))
+        max_rows = math.ceil(len(decoding) / groups)
+        each = sum(rows_of(1, s.computed) for s in decoding) / len(decoding)
+        fits = max(1.0, min(budget / each, self._limits.max_num_batched_tokens))
+        max_rows = min(max_rows, int(fits))
+        ready = sum(not s.is_in_flight for s in decoding)
+        # Fewer than a share wait until others return, but not during a KV rebuild:
+        # steps run all the time, and a few more rows cost little.
+        if ready < min(max_rows, len(decoding)) and not self._pool.is_rebuilding:
+            return  # the others are in flight
+        for sequence in by_route([s for s in decoding if not s.is_in_flight]):
+            if len(parts) >= max_rows:
+                return
+            if sequence.number not in self._pool.running:
+                continue  # it was preempted for an earlier one
+            if sequence.lacking == 1 and self._pool.has_room(sequence, 1):
+                parts.append(self._take(sequence, 1))
+
+    def _prompt_tokens(self, *, is_shared: bool) -> int:
+        """Return the maximum number of prefill tokens in the next step."""
+        # All steps in flight together have as many as one may have: running sequences
+        # wait for no more, and a prompt is computed in several stages at once. If no
+        # sequence waits for them and there is more to compute, each step is full.
+        # Sequences whose KV was just rebuilt wait for those still being rebuilt.
+        max_tokens = self._limits.max_num_batched_tokens
+        if not self._limits.is_prefill_chunked:
+            return max_tokens
+        if is_shared:
+            max_tokens = min(max_tokens, SHARED_TOKENS)
+        if self._steps.max_steps == 1:
+            return max_tokens
+        if not self._pool.is_rebuilding:
+            for sequence in self._pool.rebuilt.values():
+                sequence.rebuild = 0
+            self._pool.rebuilt.clear()
+        running = self._pool.running.values()
+        waited_for = any(s.lacking <= 1 and not s.rebuild for s in running)
+        lacking = [s for s in running if s.lacking > 1]
+        tokens = sum(len(s.tokens) for s in lacking)
+        tokens += sum(self._pool.queue.tokens(max_tokens).values())
+        if (
+            not waited_for
+            and not is_shared
+            and (tokens > max_tokens or self._pool.is_rebuilding)
+        ):
+            return max_tokens
+        return max(
+            MIN_CHUNK, math.ceil(min(tokens, max_tokens) / self._steps.max_steps)
+        )
+
+    def _prefill(self, parts: list[StepPart], budget: int) -> None:
+        """Fill the step with prefill chunks, in order of arrival."""
+        running = [s for s in self._ready() if s.lacking > 1]
+        running.sort(key=self._rank, reverse=True)  # all are of one tenant
+        is_open = True
+        while budget > 0:
+            heads = self._heads() if is_open else ()
+            sequence = min((*running[-1:], *heads), key=self._rank, default=None)
+            if sequence is None:
+                return
+            if running and sequence is running[-1]:
+                running.pop()  # it may have been preempted meanwhile
+            else:
+                fits = self._chunk(sequence, budget, parts) > 0
+                if not fits or not self._pool.admit(sequence):
+                    is_open = False  # later ones would overtake it repeatedly
+                    continue
+            count = self._chunk(sequence, budget, parts)
+            is_left = sequence.number in self._pool.running
+            if is_left and count and self._pool.has_room(sequence, count):
+                parts.append(self._take(sequence, count))
+                budget -= count
+
+    # Parts of a step.
+
+    def _chunk(
+        self, sequence: ScheduledSequence, budget: int, parts: list[StepPart]
+    ) -> int:
+        if self._limits.is_prefill_chunked:
+            return min(sequence.lacking, budget)
+        # A prompt longer than the budget goes beside next tokens, but no other prompt.
+        fits = sequence.lacking <= budget or all(part.count == 1 for part in parts)
+        return sequence.lacking if fits else 0
+
+    def _take(self, sequence: ScheduledSequence, count: int) -> StepPart:
+        begin = sequence.computed
+        sequence.computed += count
+        samples = sequence.lacking == 0
+        sequence.is_in_flight = samples
+        sequence.last_step = self._steps.last_number + 1
+        self._pool.planned.add(sequence.key)
+        cost = sequence.costs.of(begin, count, samples=samples)
+        share = sequence.share
+        if share not in self._charged and not self._pool.queue.has(share):
+            # All that it asked for runs.
+            self._pool.shares.lift(share, self._steps.cost + STEP_ROWS)
+        self._charged.add(share)
+        self._pool.shares.charge(share, count + cost)
+        return StepPart(sequence.key, begin, count, samples)
+
+    def _rows(self, part: StepPart) -> float:
+        costs = self._pool.known[part.key].costs
+        extra = costs.of(part.begin, part.count, samples=part.samples)
+        return rows_of(part.count, part.begin) + extra
+
+    def _rank(self, sequence: ScheduledSequence) -> tuple[int, float, int]:
+        priority, served = self._pool.shares.rank(sequence.share)
+        return priority, served, sequence.number

@@ -1,0 +1,87 @@
+"""Sequence slots and KV blocks used by each tenant's running sequences. Pure.
+
+A tenant's use is its largest share of any resource, divided by its weight; the tenant
+with the largest use is preempted first ("Dominant Resource Fairness", Ghodsi et al.,
+NSDI 2011).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from multiworld.serve.generation.scheduling.scheduled_sequence import ScheduledSequence
+from multiworld.serve.tenants.fair_queue import Share
+
+
+class TenantUse:
+    def __init__(self, slots: int, blocks: int) -> None:
+        self._limits = slots, blocks
+        self._slots: Counter[Share] = Counter()
+        self._blocks: Counter[Share] = Counter()
+
+    def copy(self) -> TenantUse:
+        """Return a copy, to evaluate hypothetical changes."""
+        copied = TenantUse(*self._limits)
+        copied._slots, copied._blocks = self._slots.copy(), self._blocks.copy()
+        return copied
+
+    def add(self, share: Share, *, slots: int = 0, blocks: int = 0) -> None:
+        for uses, count in ((self._slots, slots), (self._blocks, blocks)):
+            uses[share] += count
+            if not uses[share]:
+                del uses[share]
+
+    def of(self, share: Share, *, slots: int = 0, blocks: int = 0) -> float:
+        """Return the use of a tenant if it had some more."""
+        max_slots, max_blocks = self._limits
+        used = (
+            (self._slots[share] + slots) / max_slots,
+            (self._blocks[share] + blocks) / max_blocks,
+        )
+        return max(used) / share.weight
+
+    def victim_for(
+        self,
+        newcomer: ScheduledSequence,
+        blocks: int,
+        idle: Iterable[ScheduledSequence],
+    ) -> ScheduledSequence | None:
+        """Return the sequence to preempt for another tenant's."""
+        wanted = self.of(newcomer.share, slots=1, blocks=blocks)
+        # Its tenant keeps at least as much as the newcomer's will have, so that they do
+        # not preempt each other in turns.
+        found = [
+            s
+            for s in idle
+            if s.share != newcomer.share
+            and self.of(s.share, slots=-1, blocks=-s.blocks) >= wanted
+        ]
+        return max(found, key=lambda s: (self.of(s.share), s.number), default=None)
+
+    def last(
+        self, grower: ScheduledSequence, idle: Iterable[ScheduledSequence]
+    ) -> ScheduledSequence | None:
+        """Return the sequence to preempt for a running one that needs a block."""
+        # The latest of the tenant with the largest use. But a tenant's only sequence is
+        # not preempted for a later one, or a long one would never end.
+        found = [
+            s
+            for s in idle
+            if s.share == grower.share
+            or self._slots[s.share] > 1
+            or s.number > grower.number
+        ]
+
+        first = grower.share.priority
+        later = [
+            s for s in found if s.number > grower.number and s.share.priority <= first
+        ]
+        if later and self._slots[grower.share] == 1:
+            found = later  # the grower is its tenant's only sequence
+
+        def rank(sequence: ScheduledSequence) -> tuple[int, float, int]:
+            share = sequence.share
+            return -share.priority, self.of(share), sequence.number
+
+        return max(found, key=rank, default=None)

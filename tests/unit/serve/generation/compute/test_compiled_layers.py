@@ -1,0 +1,312 @@
+"""Compiled layers of decoders: the results of transformers' own, in any step."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from multiworld.serve.generation.compute import compiled_layers
+from multiworld.serve.generation.compute.batch_invariant_layers import (
+    make_elements_invariant,
+    make_linears_invariant,
+)
+from multiworld.serve.generation.compute.compiled_attention import compiled
+from multiworld.serve.generation.compute.compiled_layers import (
+    CompiledLayer,
+    compile_layers,
+)
+from multiworld.serve.generation.compute.kv_cache import KvCache, Rows, StepAttention
+from multiworld.serve.generation.compute.layer_code import can_run, library
+from multiworld.serve.generation.compute.stage_engine import engine_of
+from multiworld.serve.generation.models import decoder, decoder_stage
+from multiworld.serve.models.packed_linear import pack_linears
+from multiworld.serve.models.partition import Span
+from multiworld.serve.spec.stage import StageContext
+from tests.tiny_decoder import VOCABULARY, save_decoder
+
+pytestmark = pytest.mark.skipif(not can_run(), reason="not compiled here")
+
+LAYERS, TOKENS = 4, 140
+
+
+@pytest.fixture(params=[1, 2, 5])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def loaded(
+    folder: Path, quantization: str | None = None, *, is_invariant: bool = False
+) -> Any:
+    stage = decoder_stage.load(
+        folder, Span(0, LAYERS, LAYERS), "float32", "cpu", quantization
+    )
+    with torch.inference_mode():
+        for weight in stage.parameters():
+            if weight.dim() == 1:  # of norms, which are all 1 at first
+                weight.add_(torch.randn(weight.shape), alpha=0.2)
+        pack_linears(stage)
+        if is_invariant:
+            make_linears_invariant(stage)
+            make_elements_invariant(stage)
+    return stage
+
+
+@torch.inference_mode()
+def logits(stage: Any, tokens: Tensor, counts: list[int]) -> Tensor:
+    """Return the logits of a sequence, computed in steps of so many rows."""
+    cache, found, begin = KvCache(attention=compiled(StepAttention)), [], 0
+    for count in counts:
+        at = torch.arange(begin, begin + count)
+        step = cache.step([Rows("a", begin, count)])
+        found.append(stage(tokens[at], at, step, torch.arange(count)))
+        begin += count
+    return torch.cat(found)
+
+
+def drawn() -> Tensor:
+    return torch.randint(
+        VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(2)
+    )
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_results_are_those_of_transformers(
+    family: str, quantization: str | None, tmp_path: Path
+) -> None:
+    """With norms of heads, and windows; for a prompt and for single rows."""
+    stage, tokens = loaded(save_decoder(tmp_path, family), quantization), drawn()
+    counts = [TOKENS - 3, 1, 1, 1]
+    wanted = logits(stage, tokens, counts)
+    assert compile_layers(stage) == LAYERS
+    found = logits(stage, tokens, counts)
+    assert not torch.equal(found, wanted)  # the code is used
+    limit = 1e-5 if quantization is None else 1e-3
+    assert (found - wanted).norm() < limit * wanted.norm()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt2", "gpt_neox", "mixtral"])
+def test_other_layers_stay_as_they_are(family: str, tmp_path: Path) -> None:
+    """Other norms, other feed-forwards, other orders."""
+    stage, tokens = loaded(save_decoder(tmp_path, family)), drawn()
+    wanted = logits(stage, tokens, [TOKENS])
+    assert compile_layers(stage) == 0
+    assert torch.equal(logits(stage, tokens, [TOKENS]), wanted)
+
+
+def _other_activation(layer: Any) -> None:
+    layer.mlp.act_fn = torch.nn.GELU()
+
+
+def _other_residual(layer: Any) -> None:
+    function = layer.forward
+    layer.forward = lambda *args, **kwargs: function(*args, **kwargs) * 0.9
+
+
+def _no_rotation(layer: Any) -> None:
+    function = layer.self_attn.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        cosines, sines = kwargs["position_embeddings"]
+        still = torch.ones_like(cosines), torch.zeros_like(sines)
+        return function(*args, **{**kwargs, "position_embeddings": still})
+
+    layer.self_attn.forward = forward
+
+
+def _scaled_far_away(layer: Any) -> None:
+    """As in Ministral 3, whose queries are scaled from a position on."""
+    function = layer.self_attn.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        far = 1.0 + 0.5 * (kwargs["position_ids"] > TOKENS - 10)[..., None]
+        return function(
+            *args, **{**kwargs, "hidden_states": kwargs["hidden_states"] * far}
+        )
+
+    layer.self_attn.forward = forward
+
+
+def _scaled_norm(layer: Any) -> None:
+    function = layer.input_layernorm.forward
+    layer.input_layernorm.forward = lambda given: function(given) * 1.1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _other_activation,
+        _other_residual,
+        _no_rotation,
+        _scaled_far_away,
+        _scaled_norm,
+    ],
+)
+def test_layer_that_computes_otherwise_stays(change: Any, tmp_path: Path) -> None:
+    """It has the same parts; a trial tells."""
+    stage = loaded(save_decoder(tmp_path, "llama"))
+    change(stage.whole.model.layers[1])
+    tokens = drawn()
+    wanted = logits(stage, tokens, [TOKENS])
+    assert compile_layers(stage) == LAYERS - 1
+    found = logits(stage, tokens, [TOKENS])
+    assert (found - wanted).norm() < 1e-5 * wanted.norm()
+
+
+@pytest.mark.parametrize("counts", [[TOKENS], [100, 40]])
+def test_trial_leaves_rotations_as_they_were(counts: list[int], tmp_path: Path) -> None:
+    """Dynamic ones keep the frequencies of the longest position that they have seen."""
+    folder = save_decoder(tmp_path, "llama")
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = 64
+    config["rope_parameters"] = {
+        **{"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0},
+        "original_max_position_embeddings": 64,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(1)
+    plain = loaded(folder)
+    torch.manual_seed(1)
+    stage = loaded(folder)
+    assert compile_layers(stage) == LAYERS
+    tokens = drawn()
+    wanted, found = (logits(each, tokens, counts) for each in (plain, stage))
+    assert (found - wanted).norm() < 1e-5 * wanted.norm()
+
+
+def test_small_additions_are_compared(tmp_path: Path) -> None:
+    """What a layer adds, and not what went through it."""
+    stage = loaded(save_decoder(tmp_path, "llama"))
+    layers = stage.whole.model.layers
+    stage.whole.model.embed_tokens.weight.data *= 1e5
+    layers[2].mlp.act_fn = torch.nn.GELU()
+    assert compile_layers(stage) == LAYERS - 1
+
+
+def test_layer_with_gates_beside_its_queries_stays(tmp_path: Path) -> None:
+    """Its queries have twice the width; a trial would raise."""
+    stage = loaded(save_decoder(tmp_path, "llama"))
+    attention = stage.whole.model.layers[0].self_attn
+    attention.q_proj = torch.nn.Linear(64, 128, bias=False)
+
+    def forward(hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        states = [attention.q_proj(hidden_states)[..., :64]]
+        states += [attention.k_proj(hidden_states), attention.v_proj(hidden_states)]
+        query, key, value = (
+            each[0].view(each.shape[1], -1, 16).transpose(0, 1) for each in states
+        )
+        found = stage.attend(0, query, key, value)
+        return attention.o_proj(found.flatten(1))[None], None
+
+    attention.forward = forward
+    assert compile_layers(stage) == LAYERS - 1
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_engines_compile_layers(is_deterministic: bool, tmp_path: Path) -> None:
+    """In both modes."""
+    folder = save_decoder(tmp_path, "llama")
+    model = decoder.model(str(folder), dtype="float32")
+    assert model.generation is not None
+    function: Any = model.stages[0].load(StageContext())
+    engine_of(
+        function,
+        is_last=True,
+        model=model.generation,
+        is_deterministic=is_deterministic,
+    )
+    for layer in function.whole.model.layers:
+        assert isinstance(layer.forward, CompiledLayer)
+
+
+def test_nothing_is_replaced_without_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All layers stay."""
+    stage = loaded(save_decoder(tmp_path, "llama"))
+    monkeypatch.setattr(compiled_layers, "can_run", lambda: False)
+    assert compile_layers(stage) == 0
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_row_has_the_same_bits_in_every_step(
+    quantization: str | None, threads: int, tmp_path: Path
+) -> None:
+    """With products whose rows have them, too."""
+    folder = save_decoder(tmp_path, "qwen3")
+    stage, tokens = loaded(folder, quantization, is_invariant=True), drawn()
+    assert compile_layers(stage) == LAYERS
+    whole = logits(stage, tokens, [TOKENS])
+    for counts in ([1] * 5 + [TOKENS - 5], [77, 1, 1, 61]):
+        assert torch.equal(logits(stage, tokens, counts), whole)
+
+
+def test_given_states_are_not_changed(tmp_path: Path) -> None:
+    """A step that fails is computed again."""
+    folder = save_decoder(tmp_path, "llama")
+    stage = decoder_stage.load(folder, Span(1, 3, LAYERS), "float32", "cpu")
+    assert compile_layers(stage) == 2
+    rows = stage.example(5, 1)
+    before, at = rows.clone(), torch.arange(5)
+    with torch.inference_mode():
+        stage(rows, at, KvCache().step([Rows("a", 0, 5)]), at)
+    assert torch.equal(rows, before)
+
+
+# The parts.
+
+
+def waves(*shape: int) -> Tensor:
+    count = torch.tensor(shape).prod().item()
+    return ((torch.arange(count) * 7919) % 2003 - 1001).float().view(shape) / 300
+
+
+@pytest.mark.parametrize("width", [8, 24, 576, 4096])
+@pytest.mark.parametrize("count", [1, 3, 200])
+def test_norms_are_exact(count: int, width: int, threads: int) -> None:
+    """Of a tensor, and of a sum, to the last bits of float32."""
+    given, more, weight = waves(count, width), waves(count, width) * 0.3, waves(width)
+    both, found = torch.empty_like(given), torch.empty_like(given)
+    address = [each.data_ptr() for each in (given, more, both, weight)]
+    norm = library().multiworld_norm
+    for is_sum in (False, True):
+        rest = address[1:3] if is_sum else (0, 0)
+        norm(
+            *(address[0], *rest, address[3], 1e-5, count, width),
+            *(found.data_ptr(), threads),
+        )
+        exact = given.double() + (more.double() if is_sum else 0.0)
+        wanted = functional.rms_norm(exact, (width,), weight.double(), 1e-5)
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-6)
+    assert torch.equal(both, given + more)
+
+
+def test_gates_are_exact(threads: int) -> None:
+    """Far from zero, infinite, and not a number."""
+    inf, nan = float("inf"), float("nan")
+    odd = [0.0, -0.0, 90.0, -90.0, 1e30, -1e30, inf, nan]
+    gate = torch.cat([torch.tensor(odd), waves(40_000) * 5])
+    up = waves(len(gate)) + 0.1
+    wanted = functional.silu(gate.double()) * up.double()
+    library().multiworld_gate(gate.data_ptr(), up.data_ptr(), len(gate), threads)
+    torch.testing.assert_close(
+        gate.double(), wanted, rtol=1e-6, atol=1e-30, equal_nan=True
+    )
+
+
+def test_types_are_those_of_the_code() -> None:
+    """An address must not become an int of 32 bits."""
+    for name in ("attend", "norm", "rotate", "gate"):
+        function = getattr(library(), f"multiworld_{name}")
+        assert function.argtypes[0] is ctypes.c_void_p

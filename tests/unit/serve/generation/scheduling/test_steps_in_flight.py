@@ -1,0 +1,72 @@
+"""Steps that later stages do not return, and what a pause of stage 0 makes of them."""
+
+from __future__ import annotations
+
+from multiworld.serve.generation.scheduling.steps_in_flight import (
+    GRACE_S,
+    StepsInFlight,
+)
+from multiworld.serve.transport.generation_messages import StepPart
+
+A, B = ("gateway/1", 1, 0), ("gateway/1", 2, 0)
+MAX_S = 60.0
+
+
+def begun(*keys: tuple[str, int, int]) -> StepsInFlight:
+    """Return steps in flight: one, with these sequences."""
+    steps = StepsInFlight(2)
+    steps.begin([StepPart(key, 0, 1, samples=True) for key in keys])
+    return steps
+
+
+def looked(steps: StepsInFlight, *periods_s: float, is_paused: bool = False) -> float:
+    """Check again and again; return the seconds until something is overdue."""
+    now = 0.0
+    for period_s in periods_s:
+        now += period_s
+        if is_paused:
+            steps.excuse(now)
+        if steps.overdue(now, MAX_S):
+            return now
+    raise AssertionError("nothing is overdue")
+
+
+def test_step_that_does_not_return_is_overdue() -> None:
+    """With all its sequences, after the given time and not before."""
+    steps = begun(A, B)
+    assert 60 < looked(steps, *[GRACE_S] * 100) <= 63
+    assert sorted(steps.overdue(100.0, MAX_S)) == [A, B]
+
+
+def test_pause_of_this_process_does_not_count() -> None:
+    """What arrived meanwhile is unread."""
+    assert looked(begun(A), GRACE_S, 500.0, *[GRACE_S] * 100) > 550
+
+
+def test_process_that_is_late_all_the_time_still_judges() -> None:
+    """Every second check comes late enough to look like a pause."""
+    periods_s = [GRACE_S, 1.3 * GRACE_S] * 40
+    assert looked(begun(A), *periods_s, is_paused=True) < 70
+
+
+def test_sequence_whose_route_returned_without_it_is_missing() -> None:
+    """For a moment, in which its end may arrive; the others are waited for."""
+    steps = begun(A, B)
+    steps.left_out(1, [("a",)], {A: ("a",), B: ("b",)}.__getitem__)
+    assert not steps.is_waited_for(1, A)
+    assert steps.is_waited_for(1, B)
+    assert steps.overdue(1.0, MAX_S) == []
+    steps.excuse(5.0)  # it was stopped
+    assert steps.overdue(5.0, MAX_S) == []
+    assert steps.overdue(5.0 + GRACE_S, MAX_S) == [A]
+    steps.leave(A)
+    assert steps.overdue(9.0, MAX_S) == []
+
+
+def test_step_ends_with_its_last_sequence() -> None:
+    """Whether it returned, or left."""
+    steps = begun(A, B)
+    steps.came_back(1, A)
+    assert len(steps) == 1
+    steps.leave(B)
+    assert len(steps) == 0
