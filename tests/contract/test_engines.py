@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -291,6 +292,101 @@ async def test_adapter_that_blocks_the_loop_ends_the_replica(folder: Path) -> No
         async with asyncio.timeout(WAIT_S):
             while not exits:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+    worker.close()
+    assert exits[0] == EXIT_HUNG
+
+
+class Unkillable(Adapter):
+    """An adapter whose ``kill`` raises, as asyncio's does for a process that ended."""
+
+    def kill(self) -> None:
+        """Raise what no adapter should."""
+        raise ProcessLookupError
+
+
+class Ended(Unkillable):
+    """The same, whose engine has ended."""
+
+    async def wait_lost(self) -> str:
+        """Return at once."""
+        return "it ended"
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_replica_exits_even_if_its_engine_cannot_be_killed(
+    is_lost: bool, folder: Path
+) -> None:
+    """Whether its engine is lost, or blocks the event loop."""
+    exits: list[int] = []
+    make = Ended if is_lost else Unkillable
+    worker = whole(make, folder, hung_s=1.0, exits=exits)
+    await load(worker)
+    if is_lost:
+        await worker.run()
+    else:
+        async with Bench(worker) as bench:
+            bench.begin(KINDS["greedy"], prompt=[fake_vllm.HANG, *PROMPT])
+            async with asyncio.timeout(WAIT_S):
+                while not exits:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+    worker.close()
+    assert exits[0] == (EXIT_LOST if is_lost else EXIT_HUNG)
+
+
+class Sluggish(Adapter):
+    """An adapter that takes its time to abort, and counts what it runs at once."""
+
+    abort_s = 0.2
+    running = most = 0
+
+    async def generate(self, run: Run) -> AsyncGenerator[Sequence[EngineToken]]:
+        """Return tokens slowly."""
+        Sluggish.running += 1
+        Sluggish.most = max(Sluggish.most, Sluggish.running)
+        try:
+            for index in range(COUNT):
+                await asyncio.sleep(0.02)
+                yield [EngineToken(5 + index)]
+        finally:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(self.abort_s)
+            Sluggish.running -= 1
+
+
+async def test_engine_that_is_slow_to_abort_never_runs_more_than_allowed(
+    folder: Path,
+) -> None:
+    """An aborted run keeps its place until the engine has let go of it."""
+    worker = whole(Sluggish, folder)
+    await load(worker)
+    async with Bench(worker) as bench:
+        for _ in range(3 * MAX_SEQS):
+            start = bench.begin(KINDS["greedy"])
+            await bench.has(start, 1)
+            bench.end(start)
+        assert len(await bench.whole(bench.begin(KINDS["greedy"]))) == COUNT
+        await bench.is_at_rest()
+    worker.close()
+    assert Sluggish.most == MAX_SEQS
+
+
+async def test_run_that_cannot_be_cancelled_ends_the_replica(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its place would be lost for good."""
+    monkeypatch.setattr(Sluggish, "abort_s", 3600.0)
+    exits: list[int] = []
+    worker = whole(Sluggish, folder, hung_s=0.2, exits=exits)
+    await load(worker)
+    async with Bench(worker) as bench:
+        start = bench.begin(KINDS["greedy"])
+        await bench.has(start, 1)
+        bench.end(start)
+        async with asyncio.timeout(WAIT_S):
+            while not exits:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()  # the second time, it obeys
     worker.close()
     assert exits[0] == EXIT_HUNG
 

@@ -492,7 +492,7 @@ class Controller:
         why = self.processes.exited(name, code)
         self._changed.set()
         process, cause = self.fleet.processes.get(name), why
-        if code and code > 0 and (process is None or process.phase not in STARTING):
+        if code and code > 0 and (process is None or not self._is_new(process)):
             why += (
                 f"; last line of its log: {self.processes.last_words(name) or 'none'}"
             )
@@ -510,11 +510,20 @@ class Controller:
 
     def _gone(self, name: str, why: str, cause: str = "") -> None:
         process = self.fleet.processes.get(name)
-        if process is not None and process.phase in STARTING:
+        if process is not None and self._is_new(process):
             words = self.processes.last_words(name)
             cause = words or cause or why
-            why += f" while starting; last line of its log: {words or 'none'}"
+            starting = " while starting" * (process.phase in STARTING)
+            why += f"{starting}; last line of its log: {words or 'none'}"
         self.happened(events.ProcessGone(name, why, cause=cause))
+
+    def _is_new(self, process: Process) -> bool:
+        """Return whether a process starts, or its version is not active yet."""
+        if process.phase in STARTING:
+            return True
+        is_active = self.fleet.active.get(process.model) == process.version
+        is_up = process.phase in (ProcessPhase.LOADED, ProcessPhase.READY)
+        return bool(process.model) and is_up and not is_active
 
     def nodes_changed(self) -> None:
         self.placement.nodes_changed()

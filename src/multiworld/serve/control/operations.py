@@ -194,7 +194,7 @@ class Operations:
         """Refuse new versions whose code was imported before it was changed."""
         for name, model in app.models.items():
             if model.version not in self._versions.specs.get(name, {}):
-                imported_sources.check(model.factory or "")
+                imported_sources.check(model.factory or model.engine or "")
 
     def drain(self, name: str) -> None:
         """Replace one process; it drains once its replacement is ready."""

@@ -18,6 +18,11 @@ from dataclasses import dataclass
 # it ran beside other work only makes it a suspect.
 POISON_LOSSES = 2
 
+# Tokens of a stream since its last loss with which it is no suspect any more. One or
+# two do not show that: after a KV rebuild the next token is part of a prefill, and an
+# engine may compute prompts and fail in decoding.
+PROOF_TOKENS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class LossRule:
@@ -28,6 +33,7 @@ class LossRule:
     apart_s: float  # seconds between two losses that both count
     # Pieces of work computed together, of which the first loss does not count.
     crowd: float = math.inf
+    proof: int = 1  # pieces of progress after which the losses before are forgotten
 
 
 # For requests with one answer. One replica holds a request at a time, and says when it
@@ -37,12 +43,12 @@ REQUEST_RULE = LossRule(suspect_after=1, unbegun=1, apart_s=0.0, crowd=8)
 
 # For streams. A chain of replicas holds one, so a host may take several at once; while
 # a suspect runs alone, all other streams of its stage-0 replica wait for its steps.
-STREAM_RULE = LossRule(suspect_after=2, unbegun=3, apart_s=2.0)
+STREAM_RULE = LossRule(suspect_after=2, unbegun=3, apart_s=2.0, proof=PROOF_TOKENS)
 
 
 @dataclass(slots=True)
 class LossLedger:
-    """Losses of one piece of work since it last made progress."""
+    """Losses of one piece of work since it last made enough progress."""
 
     rule: LossRule
     counted: int = 0  # losses that count
@@ -51,6 +57,7 @@ class LossLedger:
     last_at: float = -math.inf  # monotonic time of the last that counts
     unbegun: int = 0  # not counted: nothing had been computed
     was_crowded: bool = False  # a loss was not counted: one of a crowd
+    progress: int = 0  # since the last loss
     # Whether anything was computed since the last loss, or may have been.
     has_begun: bool = False
     # Monotonic time of the next attempt. A suspect waits until the next loss would
@@ -64,6 +71,7 @@ class LossLedger:
         # ``is_shared``: it ran in isolation, but not everywhere. ``together``: number
         # of pieces of work that it computed.
         has_begun, self.has_begun = self.has_begun, False
+        self.progress = 0
         if not has_begun and self.unbegun < self.rule.unbegun:
             self.unbegun += 1
             return
@@ -80,11 +88,13 @@ class LossLedger:
         if self.is_suspect:
             self.not_before = now + self.rule.apart_s
 
-    def clear(self) -> None:
-        """Forget all losses: the work made progress."""
-        self.counted = self.isolated = self.shared = self.unbegun = 0
-        self.has_begun, self.was_crowded = True, False
-        self.not_before = -math.inf
+    def advance(self) -> None:
+        """Record progress; with enough of it, forget all losses."""
+        self.has_begun, self.unbegun, self.not_before = True, 0, -math.inf
+        self.progress += 1
+        if self.progress >= self.rule.proof:
+            self.counted = self.isolated = self.shared = 0
+            self.was_crowded = False
 
     @property
     def is_suspect(self) -> bool:

@@ -106,8 +106,9 @@ def folder_of(spec: ModelSpec) -> str | None:
 
 
 def modules_of(spec: ModelSpec, model: Model) -> list[str]:
-    factory = _factory_of(spec)
-    return [factory.partition(":")[0], *model.preload]
+    """Return the modules that replicas need, whose code is imported once."""
+    named = [_factory_of(spec), *([spec.engine] if ":" in (spec.engine or "") else [])]
+    return [*(str(each).partition(":")[0] for each in named), *model.preload]
 
 
 def _factory_of(spec: ModelSpec) -> str:

@@ -429,6 +429,38 @@ async def test_suspects_that_take_turns_with_a_killer_are_no_poison(
     await whole(net, *others)
 
 
+@pytest.mark.parametrize("seed", some(range(8), 3))
+async def test_stream_that_kills_in_decoding_is_poison(seed: int) -> None:
+    """Each attempt has a token, as part of a prefill, and then kills a replica."""
+    net = Net(random.Random(seed), [2, 2], LIMITS)
+    await net.connected()
+    others = [Client(net, [1, 2, 3 + n], 40) for n in range(3)]
+    await asyncio.sleep(0)
+    killer = Client(net, [5, 6, 7], 400)
+    killed: list[str] = []
+    kills = 0
+
+    def lie(pair: tuple[str, str], entry: Any) -> Any:
+        parts = entry[0].parts if isinstance(entry[0], Step) else ()
+        if not any(part.key[1] == 4 and part.count == 1 for part in parts):
+            return entry
+        killed.append(pair[1])
+        return None
+
+    net.lie = lie
+    while not all(c.task.done() for c in (killer, *others)):
+        await net.turn()
+        await asyncio.sleep(0)
+        for name in {*killed} & {*net.alive()}:
+            net.replace(name)
+            kills += 1
+        killed.clear()
+    with pytest.raises(RequestPoisonedError, match="replicas died"):
+        await killer.task
+    assert kills <= 8
+    await whole(net, *others)
+
+
 @pytest.mark.parametrize("seed", some(range(10), 4))
 async def test_host_with_two_replicas_of_a_chain_makes_no_suspects(seed: int) -> None:
     """They die at once, or one after the other; nothing is computed alone."""

@@ -3,7 +3,8 @@
 Waiting sequences are admitted by fair queueing, at most ``max_num_seqs`` at once, so
 that the engine's own queue stays empty. The tokens so far are kept here: a sequence can
 be taken from the engine at any time, and continues later from there. A *suspect* runs
-alone until it has a token, and then lets the others run.
+alone until it has a few tokens, and then lets the others run. What the engine does not
+run any more, but has not ended yet, keeps its place until then.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
+from multiworld.serve.core.loss_ledger import PROOF_TOKENS
 from multiworld.serve.generation.engines.whole_engine import (
     BusyError,
     EngineLostError,
@@ -62,7 +64,14 @@ class RunEnded:
     error: Exception | None = None
 
 
-Event = Received | Disconnected | GatewaysChanged | Generated | RunEnded
+@dataclass(frozen=True, slots=True)
+class RunOver:
+    """Nothing of a run is left in the engine, which ended it or was to abort it."""
+
+    run: int
+
+
+Event = Received | Disconnected | GatewaysChanged | Generated | RunEnded | RunOver
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +115,11 @@ class EngineSequence:
     def key(self) -> Key:
         return self.start.key
 
+    @property
+    def made(self) -> int:
+        """Number of tokens that it has got in this attempt."""
+        return len(self.tokens) - len(self.start.tokens)
+
     def next_run(self) -> Run:
         start = self.start
         sampling, ends = start.sampling, self.ends
@@ -136,6 +150,7 @@ class EngineSequences:
         self.counts: Counter[str] = Counter()  # events since the start, by kind
         self._known: dict[StreamId, EngineSequence] = {}
         self._runs: dict[int, EngineSequence] = {}
+        self._leaving: set[int] = set()  # runs that are not over yet
         self._queue: FairQueue[StreamId] = FairQueue()
         self._probes: dict[StreamId, EngineSequence] = {}
         # Those that move here: they wait for a place to be prepared in, then hold it
@@ -170,7 +185,7 @@ class EngineSequences:
         """Return the resources in use, by kind, though no sequence is known."""
         found = {
             "sequences": len(self._known),
-            "runs": len(self._runs),
+            "runs": len(self._runs) + len(self._leaving),
             "held": len(self._held),
             "waiting": self.waiting,
         }
@@ -190,6 +205,8 @@ class EngineSequences:
                 self._generated(number, tokens)
             case RunEnded(number, error):
                 self._run_ended(number, error)
+            case RunOver(number):
+                self._leaving.discard(number)
         self._admit()
         actions, self._actions = self._actions, []
         return actions
@@ -244,7 +261,7 @@ class EngineSequences:
             self._moving[stream] = sequence
         elif start.is_probe:
             self._probes[stream] = sequence
-        elif start.is_suspect and len(sequence.tokens) == len(start.tokens):
+        elif start.is_suspect and sequence.made < PROOF_TOKENS:
             self._suspects[stream] = sequence
         else:
             cost = float(len(sequence.tokens))
@@ -285,11 +302,16 @@ class EngineSequences:
         if self._alone is not None or self._trial:
             return
         if self._suspects and not self._owes_turn():
-            self._run_alone(self._suspects.pop(next(iter(self._suspects))))
+            for other in list(self._runs.values()):
+                self._take_back(other)
+                self._wait(other)
+            if not self._leaving:
+                self._run_alone(self._suspects.pop(next(iter(self._suspects))))
             return
-        for first in (self._probes, self._continuing):
-            while first:
-                self._run(first.pop(next(iter(first))))
+        while self._probes:
+            self._run(self._probes.pop(next(iter(self._probes))))
+        while self._continuing and self._places() <= self.settings.max_num_seqs:
+            self._run(self._continuing.pop(next(iter(self._continuing))))
         while self._has_place():
             # Those that move ran before: they are older than what waits.
             if self._moving:
@@ -306,7 +328,8 @@ class EngineSequences:
 
     def _places(self) -> int:
         """Return the number of places that are taken or held."""
-        return len(self._runs) + len(self._held) + len(self._continuing)
+        held = len(self._held) + len(self._continuing)
+        return len(self._runs) + len(self._leaving) + held
 
     def _owes_turn(self) -> bool:
         """Return whether others still wait for a token after the last suspect."""
@@ -328,10 +351,7 @@ class EngineSequences:
         self._actions.append(Begin(sequence.run, sequence.next_run()))
 
     def _run_alone(self, sequence: EngineSequence) -> None:
-        """Run a suspect after all others were taken from the engine."""
-        for other in list(self._runs.values()):
-            self._take_back(other)
-            self._wait(other)
+        """Run a suspect; nothing else is in the engine."""
         self._alone = self._after = sequence
         alone = generation_messages.RunsAlone(sequence.key)
         self._send(alone, sequence.key, is_urgent=True)
@@ -347,6 +367,7 @@ class EngineSequences:
     def _ended(self, sequence: EngineSequence, *, has_failed: bool = False) -> None:
         """Record that a sequence no longer runs."""
         del self._runs[sequence.run]
+        self._leaving.add(sequence.run)
         sequence.run = 0
         if has_failed and self._alone is sequence:
             # Not told to its gateway: the engine may have died of it, and this process
@@ -387,12 +408,17 @@ class EngineSequences:
                 self._after = None
             self.counts["tokens"] += len(items)
             self._send(generation_messages.Tokens(tuple(items)), sequence.key)
-            self._no_longer_alone(sequence)
+            if sequence.made >= PROOF_TOKENS:
+                self._no_longer_alone(sequence)
         if sequence.has_ended:
             self._take_back(sequence)
         elif foreign is not None:
             self._no_token(sequence, f"the engine returned token {foreign}")
-        elif was_alone and self._places() > self.settings.max_num_seqs:
+        elif (
+            was_alone
+            and self._alone is None
+            and self._places() > self.settings.max_num_seqs
+        ):
             # A suspect runs even where all places are held. The others come first.
             self._take_back(sequence)
             self._wait(sequence)

@@ -90,6 +90,9 @@ class EngineWorker:
 
     async def load(self, context: StageContext) -> None:
         await self._engine.start()
+        # What an adapter raises here is better raised before the replica is ready.
+        self.report()
+        self._engine.stopped_s()
         self._guard.turned()
         self._guard.start()
 
@@ -98,15 +101,15 @@ class EngineWorker:
         stuck_s = self._guard.still_s(resumed_at)
         if stuck_s > self._hung_s:
             self._guard.stop()
-            logger.error("the engine blocks the event loop for %.0f s", stuck_s)
             faulthandler.dump_traceback(sys.stderr)
-            self._engine.kill()
-            self._exit_process(EXIT_HUNG)
+            self._give_up(
+                f"the engine blocks the event loop for {stuck_s:.0f} s", EXIT_HUNG
+            )
 
     def close(self) -> None:
         """Stop the engine at once, if it still runs."""
         self._guard.stop()
-        self._engine.kill()
+        self._kill()
 
     async def run(self) -> None:
         """Wait until the engine is lost, and then exit the process."""
@@ -149,17 +152,27 @@ class EngineWorker:
             self._give_up(text, EXIT_HUNG)
         for number, wait in list(self._waits.items()):
             silent_s = now - max(wait.since, self._pauses.resumed_at)
-            is_late = silent_s > 2 * self._hung_s + prompts_s
-            if is_late and not self._tasks[number].cancelling():
-                text = f"a sequence had no token for {silent_s:.0f} s"
-                self._tasks[number].cancel()
-                error = whole_engine.BusyError(text)
-                self._handle(engine_sequences.RunEnded(number, error))
+            if silent_s <= 2 * self._hung_s + prompts_s:
+                continue
+            text = f"a sequence had no token for {silent_s:.0f} s"
+            if self._tasks[number].cancelling():
+                self._give_up(f"{text}, and cannot be cancelled", EXIT_HUNG)
+                return
+            self._tasks[number].cancel()
+            error = whole_engine.BusyError(text)
+            self._handle(engine_sequences.RunEnded(number, error))
 
     def _give_up(self, text: str, code: int) -> None:
+        self._kill()
+        # The last line of the log is shown to people.
         logger.error("%s; this replica exits", text)
-        self._engine.kill()
         self._exit_process(code)
+
+    def _kill(self) -> None:
+        try:
+            self._engine.kill()
+        except Exception:  # of an adapter
+            logger.exception("the engine's kill raised an error")
 
     def table_changed(self, table: RoutingTable) -> None:
         """Use a new routing table; end the sequences of gateways that are gone."""
@@ -238,6 +251,7 @@ class EngineWorker:
 
     def _run_over(self, number: int, task: asyncio.Task[None]) -> None:
         del self._tasks[number], self._waits[number]
+        self._handle(engine_sequences.RunOver(number))
 
     async def _run(self, number: int, run: whole_engine.Run) -> None:
         """Pass on the tokens of a run; cancelling aborts it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import re
@@ -71,9 +72,28 @@ def model(path: str, spec: ModelSpec) -> Model:
         raise SpecError(
             f"engine: {spec.engine} raised {type(error).__name__}: {error}"
         ) from error
+    if wrong := _wrong(made):
+        raise SpecError(f"engine: what {spec.engine} returns {wrong}")
     if spec.adapters and not getattr(made, "has_adapters", False):
         raise SpecError(f"engine {spec.engine} has no LoRA adapters; remove `adapters`")
     return Model(stages=[Stage(load=_load, name=spec.engine)], generation=facts)
+
+
+def _wrong(made: object) -> str:
+    """Return why something is no ``WholeEngine``; empty if it is one."""
+    methods = "start", "check", "generate", "wait_lost", "stopped_s", "close", "kill"
+    for name in methods:
+        found = getattr(made, name, None)
+        if not callable(found):
+            return f"is a {type(made).__name__} without the method {name}"
+        is_awaited = name in ("start", "wait_lost", "close")
+        if not is_awaited and inspect.iscoroutinefunction(found):
+            how = " without a yield" if name == "generate" else ""
+            return f"has an `async def {name}`{how}"
+    for name in ("usage", "phase"):
+        if not hasattr(made, name):
+            return f"has no attribute {name}"
+    return ""
 
 
 def _load_encoder(spec: ModelSpec, context: StageContext) -> EngineEncoder:

@@ -295,10 +295,12 @@ class StreamRouter:
             self._retry(stream, f"token {item.index} came in place of {stream.made}")
             return
         stream.tokens.append(item.token)
-        self._has_room_for_suspects |= stream.losses.is_suspect
-        stream.losses.clear()
+        was_suspect = stream.losses.is_suspect
+        stream.losses.advance()
+        if was_suspect and not stream.losses.is_suspect:
+            self._has_room_for_suspects, stream.is_alone = True, False
         stream.left, stream.was_alone = (), False
-        stream.returns, stream.is_alone = 0, False
+        stream.returns = 0
         stream.last_at = self._now
         if stream.first_at is None:
             stream.first_at = self._now

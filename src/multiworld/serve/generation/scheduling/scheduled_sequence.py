@@ -25,7 +25,8 @@ class ScheduledSequence:
     blocks: int = 0
     number: int = 0  # order of arrival
     is_probe: bool = False  # it skips the queue
-    is_suspect: bool = False  # it runs alone until it produces a token
+    is_suspect: bool = False  # it runs alone until it has produced some tokens
+    proof: int = 0  # tokens that it has produced as a suspect
     is_paused: bool = False  # a stage of its chain is being replaced
     route: tuple[str, ...] = ()  # replicas by stage that compute it
     last_step: int = 0

@@ -73,8 +73,7 @@ class Scheduler:
             return
         sequence.is_paused = sequence.is_in_flight = False
         if token is not None:
-            sequence.tokens.append(token)
-            self.pool.trust(sequence)
+            self.pool.append(sequence, token)
         if sequence.number not in self.pool.running:
             self.pool.wait(sequence)
 
@@ -105,9 +104,8 @@ class Scheduler:
             sequence = self.pool.known.get(key)
             if sequence is not None and self.steps.is_waited_for(step, key):
                 if token is not None:
-                    sequence.tokens.append(token)
                     sequence.is_in_flight = False
-                    self.pool.trust(sequence)
+                    self.pool.append(sequence, token)
                 elif self.steps.samples(step, key):
                     self.pool.reserve_own(key)  # until its gateway knows
             self.steps.came_back(step, key)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 
+from multiworld.serve.core.loss_ledger import PROOF_TOKENS
 from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.scheduling.scheduled_sequence import ScheduledSequence
 from multiworld.serve.generation.scheduling.step_budget import STEP_ROWS
@@ -118,9 +119,13 @@ class SequencePool:
             self._use.add(sequence.share, slots=-1, blocks=-blocks)
         return blocks
 
-    def trust(self, sequence: ScheduledSequence) -> None:
-        sequence.is_suspect = False
-        self.suspects.pop(sequence.number, None)
+    def append(self, sequence: ScheduledSequence, token: int) -> None:
+        """Add the next token of a sequence; a suspect may be none any more."""
+        sequence.tokens.append(token)
+        sequence.proof += sequence.is_suspect
+        if sequence.proof >= PROOF_TOKENS:
+            sequence.is_suspect = False
+            self.suspects.pop(sequence.number, None)
 
     def rename(self, sequence: ScheduledSequence, key: Key) -> None:
         self.known[key] = self.known.pop(sequence.key)

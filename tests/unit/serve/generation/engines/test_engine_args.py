@@ -28,9 +28,12 @@ from multiworld.serve.generation.engines.vllm import (
 from multiworld.serve.generation.engines.whole_engine import (
     EngineLostError,
     EngineSettings,
+    Run,
+    WholeEngine,
 )
-from multiworld.serve.models.factory import build_model
+from multiworld.serve.models.factory import build_model, modules_of
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
+from multiworld.serve.transport.generation_messages import Sampling
 from tests.tiny_decoder import VOCABULARY, save_decoder
 
 
@@ -242,11 +245,71 @@ def test_adapters_that_cannot_be_used_are_refused(
         build_model(spec)
 
 
-class Plain:
+class Plain(WholeEngine):
     """An adapter of an engine without LoRA adapters."""
+
+    usage, phase = 0.0, ""
 
     def __init__(self, settings: EngineSettings) -> None:
         pass
+
+
+class CheckAwaited(Plain):
+    """An adapter whose check would never be awaited."""
+
+    async def check(self, sampling: Sampling) -> None:  # type: ignore[override]
+        """Check nothing."""
+
+
+class TokensReturned(Plain):
+    """An adapter that returns tokens instead of yielding them."""
+
+    async def generate(self, run: Run) -> Any:  # type: ignore[override]
+        """Return no tokens."""
+
+
+def nothing(settings: EngineSettings) -> None:
+    """Forget to return the adapter."""
+
+
+async def awaited(settings: EngineSettings) -> None:
+    """Return only when awaited."""
+
+
+def without_phase(settings: EngineSettings) -> Any:
+    """Return an adapter that lacks an attribute."""
+    found: Any = SimpleNamespace(**dict.fromkeys(METHODS, print))
+    found.usage = 0.0
+    return found
+
+
+METHODS = "start", "check", "generate", "wait_lost", "stopped_s", "close", "kill"
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        ("nothing", "is a NoneType without the method start"),
+        ("awaited", "is a coroutine without the method start"),
+        ("without_phase", "has no attribute phase"),
+        ("CheckAwaited", "has an `async def check`$"),
+        ("TokensReturned", "has an `async def generate` without a yield"),
+    ],
+)
+def test_adapter_that_is_none_is_refused(make: str, text: str, folder: str) -> None:
+    """When the spec is read, and not by replicas that die one after the other."""
+    engine = f"tests.unit.serve.generation.engines.test_engine_args:{make}"
+    spec = ModelSpec.model_validate({"path": folder, "engine": engine})
+    with pytest.raises(SpecError, match=text):
+        build_model(spec)
+
+
+def test_module_of_an_adapter_is_imported_once_for_all_replicas(folder: str) -> None:
+    """So that code which changes meanwhile changes no stream."""
+    engine = "tests.unit.serve.generation.engines.test_engine_args:Plain"
+    spec = ModelSpec.model_validate({"path": folder, "engine": engine})
+    assert engine.partition(":")[0] in modules_of(spec, build_model(spec))
 
 
 def test_adapter_that_changes_changes_the_name_of_the_weights(

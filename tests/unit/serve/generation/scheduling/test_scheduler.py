@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from multiworld.serve.core.loss_ledger import PROOF_TOKENS
 from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.scheduling.scheduled_sequence import ScheduledSequence
 from multiworld.serve.generation.scheduling.scheduler import (
@@ -508,7 +509,7 @@ def test_probes_do_not_hold_each_other_up() -> None:
     pipeline.run(wanted)
 
 
-def test_suspect_is_computed_alone_until_it_has_a_token() -> None:
+def test_suspect_is_computed_alone_until_it_has_some_tokens() -> None:
     """Steps in flight come back first, and nothing joins it; others take turns."""
     scheduler = Scheduler(limits(seqs=4, tokens=4, steps=2))
     scheduler.add(ScheduledSequence(key(1), [1]))
@@ -518,7 +519,8 @@ def test_suspect_is_computed_alone_until_it_has_a_token() -> None:
     scheduler.add(ScheduledSequence(key(3), [1]))
     assert scheduler.next_step() is None
     scheduler.sampled(first.number, [(key(1), 5)])
-    for count, token in ((4, None), (2, 5)):
+    later = [(1, 5)] * (PROOF_TOKENS - 1)
+    for number, (count, token) in enumerate([(4, None), (2, 5), *later]):
         step = scheduler.next_step()
         assert step is not None
         assert step.is_alone
@@ -528,7 +530,8 @@ def test_suspect_is_computed_alone_until_it_has_a_token() -> None:
         step = scheduler.next_step()
         assert step is not None
         assert not step.is_alone
-        others = {key(1), key(3)} | ({key(2)} if token else set())
+        is_proven = number == PROOF_TOKENS
+        others = {key(1), key(3)} | ({key(2)} if is_proven else set())
         assert {p.key for p in step.parts} == others
         scheduler.sampled(step.number, [(which, 5) for which in others])
 
