@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from multiworld.cli.options import JSON, SPEC, FiniteRange, new_table, print_table
-from multiworld.errors import PlacementError
+from multiworld.errors import PlacementError, SpecError
 from multiworld.serve.control.answers import NodeShown
 from multiworld.serve.control.dtypes import Resolved, resolve
 from multiworld.serve.control.service import measured_machine_of
@@ -271,7 +271,12 @@ def _in_words(spot: Location) -> str:
 
 def _planned(resolved: Resolved, machines: Sequence[Node], limit_s: float) -> PlanShown:
     app, gateway = resolved.app, resolved.app.gateway
-    built = {name: build_model(spec) for name, spec in app.models.items()}
+    built = {}
+    for name, spec in app.models.items():
+        try:
+            built[name] = build_model(spec)
+        except SpecError as error:
+            raise SpecError(f"models.{name}: {error}") from error
     found, stages, models = _placed(app, machines, limit_s)
     rows = _rows(app, built, stages)
     workers = sum(row.replicas * row.ranks for row in rows)

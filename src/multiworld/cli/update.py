@@ -66,13 +66,20 @@ def _wait(service: Service, answer: Updated) -> str:
     patience_s = answer.ready_s + EXTRA_S
     limit, most = time.monotonic() + patience_s, 0
     while True:
-        params = {"since": answer.since}
-        events = service.ask("GET", "/events", list[HistoryEntry], params=params)
-        for event in events:
-            if event.kind == "rolled back":
-                return f"rolled back: {event.text}"
         status = service.ask("GET", "/status", StatusAnswer)
         active, versions = status.active, answer.versions
+        # After the status: a rollback also changes what is wanted.
+        params = {"since": answer.since}
+        events = service.ask("GET", "/events", list[HistoryEntry], params=params)
+        mine = tuple(f"{name}: version {v} " for name, v in versions.items())
+        for event in events:
+            if event.kind == "rolled back" and event.text.startswith(mine):
+                return f"rolled back: {event.text}"
+        wanted = {name: model.version for name, model in status.wanted.models.items()}
+        others = [name for name, v in versions.items() if wanted.get(name) != v]
+        if others:
+            found = ", ".join(f"{name} {wanted.get(name, '(none)')}" for name in others)
+            return f"superseded by another update, which wants {found}"
         ready = sum(
             p.phase == "ready" and answer.versions.get(p.model) == p.version
             for p in status.processes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -12,9 +13,11 @@ from click.testing import CliRunner
 from multiworld.cli.logs import logs
 from multiworld.cli.main import cli
 from multiworld.errors import ServeError
-from multiworld.serve.control.answers import ShuttingDown
+from multiworld.serve.control.answers import ShuttingDown, Updated
 from multiworld.serve.control.client import Service
+from multiworld.serve.fleet.entries import HistoryEntry
 from multiworld.serve.fleet.record import Record, StateFolder
+from multiworld.serve.fleet.state import DesiredModel, DesiredState
 from multiworld.serve.spec.loader import parse_spec
 
 LOGS = (
@@ -68,6 +71,48 @@ def test_refusal_of_a_shutdown_is_shown(
     assert isinstance(done.exception, ServeError | SystemExit | click.ClickException)
     assert "audit log cannot be written" in f"{done.output} {done.exception}"
     assert "kill it" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text", "outcome"),
+    [
+        ("3", "m: version 1 is not ready; 0 stays active", "superseded"),
+        ("1", "m: version 2 is not ready; 1 stays active", "rolled back"),
+        ("2", "k: version 2 is not ready; 1 stays active", "done"),
+    ],
+)
+def test_update_tells_its_own_outcome_from_that_of_another(
+    wanted: str,
+    text: str,
+    outcome: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another update may follow it before it is done."""
+    models = {"m": DesiredModel(wanted, (1,)), "k": DesiredModel("1", (1,))}
+    shown = SimpleNamespace(
+        wanted=DesiredState(models), active={"m": wanted, "k": "1"}, is_ready=True
+    )
+    shown.processes = ()
+    answers = {
+        "/status": shown,
+        "/update": Updated({"m": "2", "k": "1"}, 5, 1.0),
+        "/events": [HistoryEntry(6, 0.0, "rolled back", text, "")],
+    }
+    monkeypatch.setattr(Service, "ask", lambda _, how, path, *__, **___: answers[path])
+    spec = tmp_path / "app.yaml"
+    spec.write_text("app: shop\nmodels: {m: {factory: a:b, stages: [{}]}}\n")
+    monkeypatch.setenv("MULTIWORLD_STATE", str(tmp_path))
+    folder = StateFolder(tmp_path / "shop")
+    folder.make()
+    lock = folder.lock()
+    done = CliRunner().invoke(cli, ["update", str(spec), "--app", "shop"])
+    os.close(lock)
+    last = done.output.splitlines()[-1]
+    assert last.startswith(outcome)
+    assert done.exit_code == (outcome != "done")
+    if outcome == "superseded":
+        assert last.endswith("by another update, which wants m 3")
 
 
 def test_shutdown_ends_a_service_that_has_started_nothing_yet(

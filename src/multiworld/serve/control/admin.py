@@ -135,8 +135,13 @@ async def _import_code(spec: AppSpec, known: Specs) -> None:
 def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) -> None:
     operations, updating = controller.operations, asyncio.Lock()
 
+    def check_running() -> None:
+        if ended.is_set():
+            raise ServeError("the service is shutting down; nothing was changed")
+
     @app.post("/scale")
     async def scale(asked: Scale) -> Response:
+        check_running()
         scaled = operations.scale(
             asked.model, asked.stage, asked.replicas, is_confirmed=asked.is_confirmed
         )
@@ -147,26 +152,27 @@ def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) 
     async def update(asked: Update) -> Response:
         async with updating:  # in the order in which they were asked for
             spec = await asyncio.to_thread(parse_spec, asked.text, asked.where)
-            if not await is_done_before(ended, in_thread(partial(fetch, spec))):
-                raise ServeError(
-                    "the service is shutting down; the update was not applied"
-                )
+            await is_done_before(ended, in_thread(partial(fetch, spec)))
+            check_running()
             await _import_code(spec, controller.specs)
+            check_running()
             since = operations.update(spec)
+            desired = controller.fleet.desired.models
         await controller.confirmed()
-        desired = controller.fleet.desired.models
         versions = {name: model.version for name, model in desired.items()}
         starts = [model.start_s or 0.0 for model in desired.values()]
         return respond(answers.Updated(versions, since, max(spec.ready_s, *starts)))
 
     @app.post("/drain")
     async def drain(asked: Drain) -> Response:
+        check_running()
         operations.drain(asked.name)
         await controller.confirmed()
         return respond(answers.Drained(asked.name))
 
     @app.post("/chaos")
     async def chaos(asked: Chaos) -> Response:
+        check_running()
         broken = operations.inject_fault(
             asked.action, asked.model, asked.stage, asked.seconds
         )

@@ -309,7 +309,7 @@ class Controller:
 
     @property
     def is_ready(self) -> bool:
-        return status.is_ready(self.fleet)
+        return not self._is_ending and status.is_ready(self.fleet)
 
     async def shutdown(self, old: Record | None = None) -> None:
         """Shut down, gateways first; if cancelled, a new controller adopts the rest.
@@ -359,7 +359,13 @@ class Controller:
     # Status.
 
     def status(self) -> StatusAnswer:
-        troubles = self._launcher.trouble(), self.store_trouble, self._record.trouble
+        ending = "it is shutting down" if self._is_ending else ""
+        troubles = (
+            ending,
+            self._launcher.trouble(),
+            self.store_trouble,
+            self._record.trouble,
+        )
         sources = status.StatusSources(
             app=self.app,
             url=self.url,
@@ -367,6 +373,7 @@ class Controller:
             trouble="; ".join(filter(None, troubles)),
             operations=self.history.operations(OPERATIONS_SHOWN),
             dtypes=self.dtypes,
+            is_ready=self.is_ready,
             fleet=self.fleet,
             running=self.processes.running,
             bookings=self.bookings,

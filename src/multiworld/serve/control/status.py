@@ -52,6 +52,7 @@ class StatusSources:
     trouble: str
     operations: Sequence[HistoryEntry]
     dtypes: Mapping[str, str]
+    is_ready: bool
     fleet: Reconciler
     running: Mapping[str, RunningProcess]
     bookings: ReplicaBookings
@@ -71,7 +72,7 @@ def status_of(sources: StatusSources) -> answers.StatusAnswer:
         trouble=sources.trouble,
         operations=tuple(sources.operations),
         dtypes=dict(sources.dtypes),
-        is_ready=is_ready(fleet),
+        is_ready=sources.is_ready,
         controller=os.getpid(),
         wanted=fleet.desired,
         active=dict(fleet.active),

@@ -18,12 +18,16 @@ class ReplicaView:
         self.connected: set[str] = set()  # replicas with an edge to this process
         # Replicas that have not been heard of.
         self.silent: frozenset[str] = frozenset()
+        # Those that were seen to drain, though the table may lack them by now.
+        self._drained: set[str] = set()
         self._usable: dict[tuple[str, str, int], tuple[Replica, ...]] = {}
         self._rings: dict[tuple[str, str, int], HashRing] = {}
         self._homes: dict[tuple[str, str, int, str], str] = {}
 
     def table_changed(self, table: RoutingTable) -> None:
         self.table = table
+        draining = {n for n in table.replicas if self.state(n) is ReplicaState.DRAINING}
+        self._drained = draining | (self._drained & self.connected - {*table.replicas})
         self._forget()
 
     def _forget(self) -> None:
@@ -49,6 +53,10 @@ class ReplicaView:
     def state(self, name: str) -> ReplicaState | None:
         known = self.table.replicas.get(name)
         return None if known is None else known.state
+
+    def is_leaving(self, name: str) -> bool:
+        """Return whether a connected replica drains: the service may end it."""
+        return name in self._drained
 
     def is_usable(self, name: str) -> bool:
         """Return whether new work may go to it: ready, connected and not silent."""

@@ -35,6 +35,11 @@ PIPELINED_BYTES = 64 * 1024  # of their bodies; then their client is not read fr
 # Headers of an upgrade that is not done, and of HTTP/2's (RFC 9110, section 7.8).
 UPGRADE = (b"upgrade", b"http2-settings")
 
+# For a client that is refused to send the rest: if bytes are unread when a connection
+# is closed, the client may see a broken connection instead of the refusal.
+LINGER_S = 2.0
+LINGERING = 64  # connections beyond ``max_connections`` that get this time
+
 STALL_S = 30.0  # for a client to read some of an answer that is waiting for it
 
 # A refusal: status, length of the body, body.
@@ -99,7 +104,8 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             # ``head_s``: from the start of a connection, or the first byte of a later
             # request, until its headers are complete; then 408. Beyond
             # ``max_connections``: 503.
-            self._timers: dict[str, asyncio.TimerHandle] = {}  # head, late, stall
+            # head, late, linger, stall
+            self._timers: dict[str, asyncio.TimerHandle] = {}
             self._has_progress = False
             self._unused_bytes = 0
             self._head_bytes = 0
@@ -187,8 +193,7 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             # Complete ones hold headers, and what was not read of their bodies.
             self._cycles = [c for c in self._cycles if not c.response_complete]
             if self._refusal and not self._cycles:
-                self.transport.write(self._refusal)
-                self.transport.close()
+                self._send_refusal()
             super().on_response_complete()
 
         def data_received(self, data: bytes) -> None:
@@ -322,7 +327,18 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
                 cycle.disconnected = True
                 cycle.message_event.set()
             if all(cycle.response_complete for cycle in self._cycles):
-                self.transport.write(self._refusal)
+                self._send_refusal()
+
+        def _send_refusal(self) -> None:
+            """Send the refusal, discard what the client still sends, and close."""
+            self.transport.write(self._refusal)
+            if len(self.connections) > max_connections + LINGERING:
                 self.transport.close()
+                return
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            self._timers["linger"] = self.loop.call_later(
+                LINGER_S, self.transport.close
+            )
 
     return Bounded

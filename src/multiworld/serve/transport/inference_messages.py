@@ -14,7 +14,10 @@ Attempt = tuple[int, int]  # numbers of a request at its gateway, and of the att
 
 
 class BatchBegun(Message, frozen=True, tag="batch_begun"):
-    """Replica → gateway: these attempts start computing; ``is_isolated``: a suspect."""
+    """Replica → gateway: these attempts start computing; ``is_isolated``: a suspect.
+
+    Without attempts: a batch ended of which the gateway gave up a part.
+    """
 
     attempts: tuple[Attempt, ...]
     is_isolated: bool

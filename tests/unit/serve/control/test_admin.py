@@ -119,6 +119,7 @@ class FakeController:
                 trouble="",
                 operations=self.history.operations(10),
                 dtypes={"m": "float32 (dtype)"},
+                is_ready=True,
                 fleet=self.fleet,
                 running={"m/0/1": RunningProcess("m/0/1", 123, 0)},
                 bookings=self.bookings,
@@ -274,6 +275,25 @@ async def test_operations_answer_with_their_outcome(client: Client) -> None:
     ]
     assert acts[0].what == {"model": "m", "stage": "0", "replicas": 2}
     assert {act.outcome for act in acts} == {"done"}
+
+
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [
+        ("scale", {"model": "m", "stage": "0", "replicas": 2}),
+        ("update", {"text": SPEC}),
+        ("drain", {"name": "g"}),
+        ("chaos", {"action": "kill", "model": "m", "stage": "0"}),
+    ],
+)
+async def test_service_that_ends_refuses_changes(
+    client: Client, path: str, what: dict[str, Any]
+) -> None:
+    """It would ignore them."""
+    client.ended.set()
+    refused = await client.http.post(f"/{path}", json=what)
+    assert refused.status_code == 409
+    assert "the service is shutting down" in refused.json()["error"]
 
 
 async def test_refusals_have_a_status_and_the_problems(client: Client) -> None:

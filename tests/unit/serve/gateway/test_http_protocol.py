@@ -385,6 +385,37 @@ async def test_connection_too_many_gets_503_until_another_ends() -> None:
         assert (await fourth.ask())[0] == 200
 
 
+async def test_client_that_still_sends_reads_the_refusal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its connection is not reset meanwhile, but only a few have this time."""
+    monkeypatch.setattr(http_protocol, "LINGERING", 1)
+    async with serving(most=1) as server:
+        first = await server.connect()
+        second, third = await server.connect(), await server.connect()
+        await until(lambda: server.connections == 2)
+        for _ in range(3):
+            second.send(b"POST / HTTP/1.1\r\nHost: x\r\n")
+            await asyncio.sleep(0.01)
+        assert (await second.answer())[0] == 503
+        assert (await third.answer())[0] == 503
+        assert (await first.ask())[0] == 200
+        await second.close()
+        await until(lambda: server.connections == 1)
+
+
+async def test_refused_connection_is_closed_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever its client does."""
+    monkeypatch.setattr(http_protocol, "LINGER_S", 0.05)
+    async with serving(most=1) as server:
+        first, second = await server.connect(), await server.connect()
+        assert (await second.answer())[0] == 503
+        await until(lambda: server.connections == 1)
+        assert (await first.ask())[0] == 200
+
+
 async def test_client_that_hangs_up_leaves_nothing() -> None:
     """Within a head, within a body, and before it asks anything."""
     async with serving(head_s=0.05) as server:

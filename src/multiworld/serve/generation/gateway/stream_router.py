@@ -203,10 +203,11 @@ class StreamRouter:
         self._place_waiting()
 
     def _disconnected(self, replica: str, *, is_polite: bool) -> None:
+        is_harmless = is_polite or self.view.is_leaving(replica)
         self.view.disconnect(replica)
         self._moves.lost(replica, self._now)
         there = self._index.at(replica)
-        if not is_polite:
+        if not is_harmless:
             there += self._count_loss(replica)
         for stream in there:
             stream.returns = 0

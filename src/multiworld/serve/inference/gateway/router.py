@@ -20,6 +20,7 @@ first answer counts. Requests execute at least once; answers are delivered once.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from multiworld.errors import ServeError, UnknownModelError
@@ -56,6 +57,8 @@ class Router:
         self._queues: dict[str, Queue] = {}
         self._held: dict[str, dict[Attempt, None]] = {}
         self._computing: dict[str, tuple[Attempt, ...]] = {}
+        # Ended attempts that a replica still computes.
+        self._abandoned: Counter[str] = Counter()
         self._deadlines: list[tuple[float, int]] = []
         self._now = 0.0
 
@@ -165,8 +168,7 @@ class Router:
         for model in self._queues.keys() - self._view.table.routes.keys():
             for request in list(self._requests.values()):
                 if request.job.model == model and not request.attempts:
-                    error = UnknownModelError(f"model {model!r} is no longer served")
-                    actions += self._reject(request.job.number, error)
+                    actions += self._reject(request.job.number, _unserved(model))
         return actions
 
     def _reject_outdated(self, model: str) -> list[Action]:
@@ -215,6 +217,7 @@ class Router:
         for nth, state in request.attempts.items():
             self._held[state.replica].pop((number, nth), None)
             if nth != keep:
+                self._abandoned[state.replica] += state.is_computed
                 actions.append(Cancel(state.replica, (number, nth)))
         if queue.isolated == number:
             queue.isolated = None
@@ -288,6 +291,7 @@ class Router:
             if state.replica == replica and attempt not in attempts:
                 state.is_done = True
         self._computing[replica] = attempts
+        self._abandoned.pop(replica, None)
 
     def _stage_of(self, replica: str) -> int:
         known = self._view.table.replicas.get(replica)
@@ -302,15 +306,18 @@ class Router:
     # Failures.
 
     def _lost(self, event: events.Lost) -> list[Action]:
+        # One that drains for too long is ended by the service, whatever it computes.
+        is_harmless = event.is_polite or self._view.is_leaving(event.replica)
         self._view.disconnect(event.replica)
         self._computing.pop(event.replica, None)
+        self._abandoned.pop(event.replica, None)
         actions: list[Action] = []
         held = self._held.pop(event.replica, {})
         computed = sum(state.is_computed for _, _, state in self._in_flight(held))
         for number, nth in sorted(held):
             request = self._requests[number]
             state = request.attempts.pop(nth)
-            if not event.is_polite:
+            if not is_harmless:
                 self._add_loss(request, state, computed)
             if request.losses.is_poison:
                 job, losses = request.job, request.losses.isolated
@@ -395,6 +402,8 @@ class Router:
             return []
         if self._is_outdated(request.job):
             return self._reject(number, _outdated(request.job))
+        if request.job.model not in self._view.table.routes:
+            return self._reject(number, _unserved(request.job.model))
         self._enqueue(request)
         return [Replayed(number, replica, why)]
 
@@ -507,7 +516,7 @@ class Router:
 
     def _is_any_free(self, model: str, route: Route) -> bool:
         usable = self._view.usable(model, route.version, 0)
-        return any(self._load_of(r) < route.max_ongoing_requests for r in usable)
+        return any(self._load(r.name) < route.max_ongoing_requests for r in usable)
 
     def _send(self, request: Request, replica: str) -> Dispatch:
         self._dequeue(request)
@@ -531,8 +540,8 @@ class Router:
             return home if home and self._load(home) < limit else None
         usable = self._view.usable(*stage)
         chosen = choose(usable, self._load_of, self._chance)
-        if chosen is not None and self._load_of(chosen) >= limit:
-            usable = tuple(r for r in usable if self._load_of(r) < limit)
+        if chosen is not None and self._load(chosen.name) >= limit:
+            usable = tuple(r for r in usable if self._load(r.name) < limit)
             chosen = choose(usable, self._load_of, self._chance)
         return None if chosen is None else chosen.name
 
@@ -540,7 +549,7 @@ class Router:
         return len(self._held.get(replica, ()))
 
     def _load_of(self, replica: Replica) -> int:
-        return self._load(replica.name)
+        return self._load(replica.name) + self._abandoned[replica.name]
 
     def _probe_target(
         self, job: events.Submitted, via: dict[int, str], route: Route
@@ -554,6 +563,10 @@ class Router:
             [r for r in replicas if r.name not in self._view.silent]
         )
         return choose(candidates, self._load, self._chance)
+
+
+def _unserved(model: str) -> UnknownModelError:
+    return UnknownModelError(f"model {model!r} is no longer served")
 
 
 def _outdated(job: events.Submitted) -> OutdatedError:

@@ -305,6 +305,10 @@ class Worker:
         if has_failed and not any(isinstance(o, Exception) for o in outcomes):
             self._runner.needs_its_thread()
         self._end(batch, outcomes)
+        # Their gateways count what they gave up as load until they hear of a batch.
+        given_up = (work.key for work in batch if work.key in self._cancelled)
+        for gateway in _by_gateway(given_up):
+            self._notify(gateway, inference_messages.BatchBegun((), False))
 
     @property
     def _has_room(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,6 +19,7 @@ from multiworld.errors import (
     QuarantinedError,
     RequestPoisonedError,
     ServeError,
+    UnknownModelError,
 )
 from multiworld.serve.core.refusals import OutdatedError
 from multiworld.serve.inference.gateway.actions import (
@@ -360,6 +362,71 @@ def test_nothing_is_sent_while_a_later_stage_has_no_replica() -> None:
     run.now = 5.0
     assert rejected(run.handle(Ticked())) == {1: NoReplicaError}
     assert dispatched(run.handle(Connected("b"))) == [("a", 2, 1, False)]
+
+
+@pytest.mark.parametrize("how", ["deadline", "withdrawn"])
+@pytest.mark.parametrize("ongoing", [1, 100])
+def test_replica_that_computes_what_was_given_up_gets_work_last(
+    how: str, ongoing: int
+) -> None:
+    """Until it begins another batch, or says that this one has ended."""
+    run = Run(table(["a", "b"], ongoing=ongoing))
+    run.submit(1, deadline_at=5.0)
+    (busy,) = run.router.locations(1)
+    free = "b" if busy == "a" else "a"
+    run.handle(begun(busy, ((1, 1),), False))
+    run.now = 5.0
+    run.handle(Ticked() if how == "deadline" else Withdrawn(1))
+    for number in range(2, 12):
+        assert dispatched(run.submit(number)) == [(free, number, 1, False)]
+        run.handle(Answered((number, 1)))
+    run.submit(20)
+    assert dispatched(run.submit(21)) == [(busy, 21, 1, False)] or ongoing > 1
+    for number in (20, 21):
+        run.handle(Withdrawn(number))
+    run.handle(begun(busy, (), False))
+    at = set()
+    for number in range(30, 60):
+        at |= {replica for replica, *_ in dispatched(run.submit(number))}
+        run.handle(Answered((number, 1)))
+    assert at == {"a", "b"}
+
+
+def test_request_of_a_removed_model_is_not_replayed() -> None:
+    """It was in flight when the model was removed; nobody could take it any more."""
+    run = Run(table(["a"]))
+    run.submit(1)
+    run.handle(TableChanged(RoutingTable(2, ("g",), {}, {})))
+    assert rejected(run.handle(Lost("a"))) == {1: UnknownModelError}
+    assert len(run.router) == 0
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_replica_that_is_lost_while_it_drains_makes_nobody_a_suspect(
+    is_known: bool,
+) -> None:
+    """The service ends one that drains for too long; the table may lack it by then."""
+    given = table(["a", "b", "c", "d"])
+    run, replicas = Run(given), dict(given.replicas)
+    run.submit(1)
+    for attempt in range(1, 4):
+        (at,) = run.router.locations(1)
+        run.handle(begun(at, ((1, attempt),), False))
+        replicas[at] = replace(replicas[at], state=ReplicaState.DRAINING)
+        run.handle(TableChanged(replace(given, replicas={**replicas})))
+        if not is_known:
+            del replicas[at]
+            run.handle(TableChanged(replace(given, replicas={**replicas})))
+        ((_, _, _, is_isolated),) = dispatched(run.handle(Lost(at)))
+        assert not is_isolated
+    run.handle(Answered((1, 4)))
+    # That one is back under its name, and its loss counts again.
+    run.handle(TableChanged(table(["a"])))
+    run.handle(Connected("a"))
+    run.submit(2)
+    run.handle(begun("a", ((2, 1),), False))
+    run.handle(Lost("a"))
+    assert dispatched(run.handle(Connected("a"))) == [("a", 2, 2, True)]
 
 
 def test_deadline_ends_a_request_in_flight() -> None:

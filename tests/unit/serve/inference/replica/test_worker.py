@@ -391,6 +391,21 @@ async def test_answer_to_what_was_cancelled_meanwhile_is_not_sent() -> None:
         assert await answers(g) == {2: 4.0}
 
 
+async def test_gateway_hears_when_what_it_gave_up_is_computed() -> None:
+    """Until then the replica is not idle, though nothing is waited for there."""
+    async with bench(is_started=False) as b:
+        g = await b.connect("g")
+        b.model.gate.clear()
+        await send(g, [item(1)], 1.0)
+        await until(lambda: b.worker.report().queued == 1)
+        b.start()
+        assert await begun(g) == ((1, 1),)
+        await g.send(inference_messages.Cancel(key(1)))
+        await settle()
+        b.model.gate.set()
+        assert await begun(g) == ()
+
+
 async def test_cancelled_keys_are_remembered_up_to_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
