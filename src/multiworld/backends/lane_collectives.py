@@ -154,7 +154,7 @@ class LaneCollectives:
 
     async def run(self, call: Call) -> None:
         """Number a call, wait for its turn, and carry it out."""
-        # Arguments are checked now, and copied when its turn comes.
+        # Arguments are checked now; their tensors are read when this call's turn comes.
         steps = call.collective.start(self, call)
         self._number += 1
         operation = Operation(

@@ -213,7 +213,7 @@ class World(CollectiveMethods):
         await self._await_device()
 
     async def _await_device(self) -> None:
-        """Wait for the work of a GPU, and raise the world's error if it is broken."""
+        """Wait for the GPU, then raise the world's error if the world is broken."""
         # A loss ends its kernels early, with wrong results and without an error.
         device = self._life.device
         if device.type == "cuda":

@@ -67,7 +67,7 @@ assert SIZE == 64
 
 
 class HeaderError(Exception):
-    """Bytes that are not a valid frame of this lane; the evidence of a broken world."""
+    """The received bytes are not a valid frame of this lane, so its world breaks."""
 
 
 class Header(NamedTuple):

@@ -132,7 +132,7 @@ class TokenBudgets(_Usage):
                 del self._since[row.tenant]
 
     def check(self, tenant: Tenant, wall_s: float) -> RateLimited | None:
-        """Return why a tenant gets no more tokens; None if it does."""
+        """Return a refusal if the tenant's token budget is used up, or else None."""
         if not has_budget(tenant):
             return None
         used = self.used(tenant.name, wall_s)

@@ -238,7 +238,7 @@ def timed(wanted: Wanted, request: AnyRequest) -> Wanted:
 async def _compiled(
     gateway: Gateway, admitted: AdmittedRequest, wanted: Wanted, structure: Structure
 ) -> str:
-    """Return the grammar of a structure; tenants take turns, since it takes seconds."""
+    """Return a structure's grammar; compiling takes seconds, so tenants take turns."""
     limit_s = wanted.timeout_s
     if limit_s is None:
         limit_s = gateway.deadline_s(wanted.model, admitted.tenant)

@@ -102,7 +102,7 @@ class KvMemory:
             self._leave(*found)
 
     def of(self, sequence: Hashable, layer: int, like: Pair) -> Pair:
-        """Return the memory of a sequence, [heads, tokens, size] each."""
+        """Return a sequence's key and value memory: [heads, tokens, size] each."""
         size_class, at = self._found[sequence]
         number, slot = divmod(at, size_class.slots)
         keys, values = self._layer(size_class, number, layer, like)

@@ -25,7 +25,7 @@ LANES = 8  # the sizes of rows and heads are multiples of it
 DIGEST = "3a1585b5bfa28167"
 """Of the results of ``digest`` on every processor."""
 
-_TOKENS, _SIZE = 120, 64  # of the attention whose digest is taken
+_TOKENS, _SIZE = 120, 64  # tokens and head size of the inputs of ``digest``
 
 
 class Form(ctypes.Structure):

@@ -8,9 +8,9 @@ logged rows rewinds to where they are missing, and is itself replayed from the s
 before it; the tokens of stage 0 always suffice ("upstream backup", Hwang et al.,
 "High-Availability Algorithms for Distributed Stream Processing", 2005).
 
-A replica never decides when a sequence ends or which replicas compute it: it *returns*
-a sequence that it cannot continue to its gateway, and keeps the state until the gateway
-decides.
+A replica never decides which replicas compute a sequence: it *returns* one that it
+cannot continue to its gateway, and keeps the state until the gateway decides. An error
+that the model raises for a sequence is reported, and the gateway ends the stream.
 """
 
 from __future__ import annotations
