@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.members import Options, Step
+from multiworld.serve.generation.compute.compiled_layers import compile_layers
 from multiworld.serve.generation.compute.kv_cache import KvCache, Rows
 from multiworld.serve.generation.models import decoder_stage
 from multiworld.serve.generation.tokenizer import Tokenizer
@@ -71,6 +72,7 @@ def _stage(folder: Path, quantization: str | None) -> Any:
     stage = decoder_stage.load(folder, span, FLOAT, "cpu", quantization)
     with torch.inference_mode():
         pack_linears(stage)
+        compile_layers(stage)
     return stage
 
 
