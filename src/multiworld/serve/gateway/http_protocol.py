@@ -38,7 +38,7 @@ UPGRADE = (b"upgrade", b"http2-settings")
 # For a client that is refused to send the rest: if bytes are unread when a connection
 # is closed, the client may see a broken connection instead of the refusal.
 LINGER_S = 2.0
-LINGERING = 64  # connections beyond ``max_connections`` that get this time
+LINGERING = 64  # connections that get this time at once; they count as closed
 
 STALL_S = 30.0  # for a client to read some of an answer that is waiting for it
 
@@ -55,9 +55,12 @@ class HeadKeeper:
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._head = b""
+        self.is_over = False  # what follows is not sent
 
     def write(self, data: bytes) -> None:
         """Send ``data``, or hold it back if it is the head of an answer."""
+        if self.is_over:
+            return
         is_head = data.startswith(b"HTTP/") and data.endswith(b"\r\n\r\n")
         if is_head and data != CONTINUE:
             self.flush()
@@ -67,16 +70,16 @@ class HeadKeeper:
             self._head = b""
 
     def flush(self) -> None:
-        if self._head:
+        if self._head and not self.is_over:
             self._transport.write(self._head)
-            self._head = b""
+        self._head = b""
 
     def close(self) -> None:
         self.flush()
         self._transport.close()
 
     def is_closing(self) -> bool:
-        return self._transport.is_closing()
+        return self.is_over or self._transport.is_closing()
 
 
 def head_without_upgrade(
@@ -95,6 +98,8 @@ def head_without_upgrade(
 
 def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
     """Return a protocol class for ``uvicorn.Config(http=...)``."""
+
+    lingering = set[HttpToolsProtocol]()
 
     class Bounded(HttpToolsProtocol):
         def __init__(
@@ -122,7 +127,7 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             if transport.get_extra_info("sslcontext") is None:
                 transport.set_write_buffer_limits(high=0)
             self._heads = HeadKeeper(transport)
-            if len(self.connections) > max_connections:
+            if len(self.connections) - len(lingering) > max_connections:
                 text = (
                     f"gateway has reached its limit of {max_connections} connections; "
                     "retry later"
@@ -134,6 +139,7 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             for name in list(self._timers):
                 self._stop_timer(name)
+            lingering.discard(self)
             super().connection_lost(exc)
             for cycle in self._cycles:  # uvicorn tells the latest one only
                 if not cycle.response_complete:
@@ -194,6 +200,7 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             self._cycles = [c for c in self._cycles if not c.response_complete]
             if self._refusal and not self._cycles:
                 self._send_refusal()
+                return  # nothing that follows on this connection is served
             super().on_response_complete()
 
         def data_received(self, data: bytes) -> None:
@@ -332,9 +339,11 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
         def _send_refusal(self) -> None:
             """Send the refusal, discard what the client still sends, and close."""
             self.transport.write(self._refusal)
-            if len(self.connections) > max_connections + LINGERING:
+            self._heads.is_over = True
+            if len(lingering) >= LINGERING:
                 self.transport.close()
                 return
+            lingering.add(self)
             if self.transport.can_write_eof():
                 self.transport.write_eof()
             self._timers["linger"] = self.loop.call_later(

@@ -404,6 +404,33 @@ async def test_client_that_still_sends_reads_the_refusal(
         await until(lambda: server.connections == 1)
 
 
+async def test_refused_connections_take_no_place() -> None:
+    """Though they are still open, and their clients do not close them."""
+    async with serving(most=1) as server:
+        first, second = await server.connect(), await server.connect()
+        assert (await second.answer())[0] == 503
+        await first.close()
+        await until(lambda: server.connections == 1)
+        third = await server.connect()
+        assert (await third.ask())[0] == 200
+
+
+@pytest.mark.parametrize("before", [b"", GET])
+async def test_nothing_is_served_after_a_refusal(
+    before: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not even the rest of the request that is refused, or permission to send it."""
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+    async with serving() as server:
+        client = await server.connect()
+        client.send(before + head + b"Expect: 100-continue\r\n\r\nZZZ\r\n")
+        if before:
+            assert (await client.answer())[0] == 200
+        assert (await client.answer())[0] == 400
+        assert await client.is_closed()
+    assert "Exception in ASGI" not in caplog.text
+
+
 async def test_refused_connection_is_closed_in_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -83,6 +83,7 @@ class EngineWorker:
         self._pauses = PauseDetector(LOOK_S)
         self._heard_at = self._clock()
         self._busy_since: float | None = None
+        self._is_closing = False
         self._guard = HangGuard(self._exit_if_stuck)
         self._computed_s = self._steps = 0.0
 
@@ -118,6 +119,7 @@ class EngineWorker:
             self._give_up(f"the engine is lost: {why}", EXIT_LOST)
         finally:
             self._guard.stop()
+            self._is_closing = True
             tasks = list(self._tasks.values())
             for task in tasks:
                 task.cancel()
@@ -159,6 +161,7 @@ class EngineWorker:
                 self._give_up(f"{text}, and cannot be cancelled", EXIT_HUNG)
                 return
             self._tasks[number].cancel()
+            self._waits[number] = _Wait(now, 0.0)  # from now on, to end
             error = whole_engine.BusyError(text)
             self._handle(engine_sequences.RunEnded(number, error))
 
@@ -246,12 +249,14 @@ class EngineWorker:
                 case engine_sequences.Abort(number):
                     if number in self._tasks:
                         self._tasks[number].cancel()
+                        self._waits[number] = _Wait(self._clock(), 0.0)
                 case engine_sequences.GiveUp(text):
                     self._give_up(text, EXIT_LOST)
 
     def _run_over(self, number: int, task: asyncio.Task[None]) -> None:
         del self._tasks[number], self._waits[number]
-        self._handle(engine_sequences.RunOver(number))
+        if not self._is_closing:  # nothing is to take its place
+            self._handle(engine_sequences.RunOver(number))
 
     async def _run(self, number: int, run: whole_engine.Run) -> None:
         """Pass on the tokens of a run; cancelling aborts it."""

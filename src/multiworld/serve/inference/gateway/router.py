@@ -398,12 +398,14 @@ class Router:
             queue.isolated = None
         if request.is_waiting and request.is_suspect and not request.attempts:
             self._enqueue(request)  # move it to the suspects
-        if request.attempts or request.is_waiting:
+        if request.attempts:
             return []
         if self._is_outdated(request.job):
             return self._reject(number, _outdated(request.job))
         if request.job.model not in self._view.table.routes:
             return self._reject(number, _unserved(request.job.model))
+        if request.is_waiting:
+            return []
         self._enqueue(request)
         return [Replayed(number, replica, why)]
 

@@ -90,6 +90,8 @@ class Worker:
         self._guard = HangGuard(self._end_if_hung)
         self._pauses = PauseDetector(LOOK_S)
         self._cancelled: OrderedDict[Key, None] = OrderedDict()
+        self._announced: dict[str, list[Attempt]] = {}  # to each gateway, the latest
+        self._gave_up: set[str] = set()  # gateways, some of that
         self._arrived = asyncio.Event()
         self._room = asyncio.Event()
         self._is_waiting = False
@@ -197,6 +199,8 @@ class Worker:
                 self._report_outcome(lost, "dropped", inference_messages.WorkDropped)
         elif self._gateways.get(peer) is outbox:
             del self._gateways[peer]
+            self._announced.pop(peer, None)
+            self._gave_up.discard(peer)
             # A gateway that reconnects sends this work again.
             self._credit.release(self._batcher.cancel_of(peer))
             self._forwarder.cancel_of(peer)
@@ -240,10 +244,21 @@ class Worker:
         if work is not None:
             self.counts["cancelled"] += 1
             self._credit.release([work])
+        elif key[1:] in self._announced.get(key[0], ()):
+            self._gave_up.add(key[0])
+            if not self._running and self._left is None:
+                self._end_load()
         self._forwarder.cancel(key)
         holder = self._downstream.get(self._forwarder.holder(key) or "")
         if holder is not None:
             holder.put(inference_messages.Cancel(key))
+
+    def _end_load(self) -> None:
+        """Tell gateways that nothing which they gave up is computed any more."""
+        # They count it as load until then, or until they hear of a further batch.
+        for gateway in self._gave_up:
+            self._notify(gateway, inference_messages.BatchBegun((), False))
+        self._gave_up.clear()
 
     # Computing.
 
@@ -305,10 +320,7 @@ class Worker:
         if has_failed and not any(isinstance(o, Exception) for o in outcomes):
             self._runner.needs_its_thread()
         self._end(batch, outcomes)
-        # Their gateways count what they gave up as load until they hear of a batch.
-        given_up = (work.key for work in batch if work.key in self._cancelled)
-        for gateway in _by_gateway(given_up):
-            self._notify(gateway, inference_messages.BatchBegun((), False))
+        self._end_load()
 
     @property
     def _has_room(self) -> bool:
@@ -360,6 +372,7 @@ class Worker:
         # second such loss, a request is computed alone, and announced.
         is_isolated = batch[0].is_isolated
         by_gateway = _by_gateway(work.key for work in batch)
+        self._announced |= by_gateway
         for gateway, keys in by_gateway.items():
             self._notify(
                 gateway, inference_messages.BatchBegun(tuple(keys), is_isolated)

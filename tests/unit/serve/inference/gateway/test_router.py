@@ -401,6 +401,23 @@ def test_request_of_a_removed_model_is_not_replayed() -> None:
     assert len(run.router) == 0
 
 
+@pytest.mark.parametrize("is_silent_first", [False, True])
+def test_hedged_request_of_a_removed_model_is_not_replayed(
+    is_silent_first: bool,
+) -> None:
+    """It waits for another replica when the one that had it is lost."""
+    run = Run(table(["a"]))
+    run.submit(1)
+    steps: list[Event] = [
+        Silent("a", True),
+        TableChanged(RoutingTable(2, ("g",), {}, {})),
+    ]
+    for step in steps if is_silent_first else steps[::-1]:
+        run.handle(step)
+    assert rejected(run.handle(Lost("a"))) == {1: UnknownModelError}
+    assert len(run.router) == 0
+
+
 @pytest.mark.parametrize("is_known", [False, True])
 def test_replica_that_is_lost_while_it_drains_makes_nobody_a_suspect(
     is_known: bool,

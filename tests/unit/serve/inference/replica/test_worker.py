@@ -404,6 +404,12 @@ async def test_gateway_hears_when_what_it_gave_up_is_computed() -> None:
         await settle()
         b.model.gate.set()
         assert await begun(g) == ()
+        # A cancellation may come after the batch has ended.
+        await send(g, [item(2)], 2.0)
+        assert await begun(g) == ((2, 1),)
+        assert await answers(g) == {2: 4.0}
+        await g.send(inference_messages.Cancel(key(2)))
+        assert await begun(g) == ()
 
 
 async def test_cancelled_keys_are_remembered_up_to_a_limit(
