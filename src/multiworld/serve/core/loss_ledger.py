@@ -31,7 +31,7 @@ class LossRule:
     suspect_after: int  # losses that count until the work runs in isolation
     unbegun: int  # losses in a row, before anything was computed, that do not count
     apart_s: float  # seconds between two losses that both count
-    # Pieces of work computed together, of which the first loss does not count.
+    # If so many pieces of work were computed together, the first loss does not count.
     crowd: float = math.inf
     proof: int = 1  # pieces of progress after which the losses before are forgotten
 

@@ -107,8 +107,9 @@ def folder_of(spec: ModelSpec) -> str | None:
 
 def modules_of(spec: ModelSpec, model: Model) -> list[str]:
     """Return the modules that replicas need, whose code is imported once."""
-    named = [_factory_of(spec), *([spec.engine] if ":" in (spec.engine or "") else [])]
-    return [*(str(each).partition(":")[0] for each in named), *model.preload]
+    adapter, colon, _ = (spec.engine or "").partition(":")
+    own = [adapter] if colon else []
+    return [_factory_of(spec).partition(":")[0], *own, *model.preload]
 
 
 def _factory_of(spec: ModelSpec) -> str:

@@ -16,7 +16,7 @@ Attempt = tuple[int, int]  # numbers of a request at its gateway, and of the att
 class BatchBegun(Message, frozen=True, tag="batch_begun"):
     """Replica → gateway: these attempts start computing; ``is_isolated``: a suspect.
 
-    Without attempts: a batch ended of which the gateway gave up a part.
+    Without attempts: a batch has ended, and the gateway gave up some of its requests.
     """
 
     attempts: tuple[Attempt, ...]

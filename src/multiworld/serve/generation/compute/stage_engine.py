@@ -160,7 +160,8 @@ def engine_of(
                 make_routers_invariant(function)
                 make_elements_invariant(function)
             if hasattr(function, "attending"):
-                logger.info("compiled layers: %d", compile_layers(function))
+                compiled_layers = compile_layers(function)
+                logger.info("compiled layers: %d", compiled_layers)
     if not is_deterministic:
         cache = KvCache(attention=model.attention or fastest)
         return StageEngine(function, is_last, model, cache, transfers)
