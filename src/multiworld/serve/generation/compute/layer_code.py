@@ -20,9 +20,10 @@ logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("layers.c")
 
+DTYPES = (torch.float32, torch.bfloat16)
 LANES = 8  # the sizes of rows and heads are multiples of it
 
-DIGEST = "3a1585b5bfa28167"
+DIGEST = "a1483ae402855df4"
 """Of the results of ``digest`` on every processor."""
 
 _TOKENS, _SIZE = 120, 64  # tokens and head size of the inputs of ``digest``
@@ -36,6 +37,7 @@ class Form(ctypes.Structure):
         *((f"{name}_head", ctypes.c_int64) for name in ("query", "key", "value")),
         *((f"{name}_row", ctypes.c_int64) for name in ("query", "key", "value")),
         ("window", ctypes.c_int64),
+        ("bf16", ctypes.c_int64),
         ("scale", ctypes.c_float),
     )
 
@@ -43,12 +45,12 @@ class Form(ctypes.Structure):
 @functools.cache
 def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
     pointer, count, real = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
-    threads = ctypes.c_int
+    threads = flag = ctypes.c_int
     types: dict[str, tuple[Any, ...]] = {
         "attend": (*[pointer] * 5, count, pointer, threads),
-        "norm": (*[pointer] * 4, real, count, count, pointer, threads),
-        "rotate": (*[pointer] * 6, real, *[count] * 4, threads),
-        "gate": (pointer, pointer, count, threads),
+        "norm": (*[pointer] * 4, real, count, count, pointer, threads, flag),
+        "rotate": (*[pointer] * 6, real, *[count] * 4, threads, flag),
+        "gate": (pointer, pointer, count, threads, flag),
     }
     for name, kinds in types.items():
         function = getattr(found, f"multiworld_{name}")
@@ -79,14 +81,21 @@ def can_run() -> bool:
 
 def digest() -> str:
     """Return a digest of the bits of results that are always the same."""
-    code, form = library(), _form()
+    results = [each for dtype in DTYPES for each in _results(dtype)]
+    bits = b"".join(each.view(torch.uint8).numpy().tobytes() for each in results)
+    return hashlib.sha256(bits).hexdigest()[:16]
+
+
+def _results(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    is_bf16 = dtype is torch.bfloat16
+    code, form = library(), _form(is_bf16)
     query, key, value = (
-        _waves(heads, step) for heads, step in ((6, 7919), (2, 31), (2, 77))
+        _waves(heads, step).to(dtype) for heads, step in ((6, 7919), (2, 31), (2, 77))
     )
-    memory = torch.zeros(2, 2, _TOKENS, _SIZE, dtype=torch.float32)
+    memory = torch.zeros(2, 2, _TOKENS, _SIZE, dtype=dtype)
     addresses = [each.data_ptr() for each in memory]
     rows = array("q", [*addresses, _TOKENS, 0, _TOKENS, 0])
-    found = torch.empty(_TOKENS, 6, _SIZE, dtype=torch.float32)
+    found = torch.empty(_TOKENS, 6, _SIZE, dtype=dtype)
     given = [each.data_ptr() for each in (query, key, value)]
     at = rows.buffer_info()[0]
     code.multiworld_attend(ctypes.addressof(form), *given, at, 1, found.data_ptr(), 1)
@@ -96,17 +105,16 @@ def digest() -> str:
     weight, x, out = value.data_ptr(), wide.data_ptr(), normed.data_ptr()
     width = 6 * _SIZE
     code.multiworld_norm(
-        x, found.data_ptr(), both.data_ptr(), weight, 1e-5, _TOKENS, width, out, 1
+        *(x, found.data_ptr(), both.data_ptr(), weight, 1e-5),
+        *(_TOKENS, width, out, 1, is_bf16),
     )
     angles = both.data_ptr()
     sizes = _TOKENS, 6, 2, _SIZE
     code.multiworld_rotate(
-        out, narrow.data_ptr(), angles, x, weight, 0, 1e-6, *sizes, 1
+        out, narrow.data_ptr(), angles, x, weight, 0, 1e-6, *sizes, 1, is_bf16
     )
-    code.multiworld_gate(x, out, wide.numel(), 1)
-    results = found, both, normed, narrow, wide
-    bits = b"".join(each.numpy().tobytes() for each in results)
-    return hashlib.sha256(bits).hexdigest()[:16]
+    code.multiworld_gate(x, out, wide.numel(), 1, is_bf16)
+    return found, both, normed, narrow, wide
 
 
 def _waves(heads: int, step: int) -> Tensor:
@@ -114,6 +122,6 @@ def _waves(heads: int, step: int) -> Tensor:
     return ((numbers * step % 2003 - 1001).float() / 512).view(heads, _TOKENS, _SIZE)
 
 
-def _form() -> Form:
+def _form(is_bf16: bool) -> Form:
     strides = [_TOKENS * _SIZE] * 3 + [_SIZE] * 3
-    return Form(6, 2, _SIZE, _SIZE, *strides, 100, _SIZE**-0.5)
+    return Form(6, 2, _SIZE, _SIZE, *strides, 100, is_bf16, _SIZE**-0.5)

@@ -1,5 +1,6 @@
-/* Layers of decoders without their products, in float32: attention, norms, rotations
- * and gates, for x86 with AVX2 and FMA. A row has the same bits in every call.
+/* Layers of decoders without their products: attention, norms, rotations and gates, for
+ * x86 with AVX2 and FMA. A row has the same bits in every call. Numbers in memory are
+ * float32 or bfloat16; all operations are float32's, and results are rounded once.
  *
  * A row attends to the keys of its sequence in pieces of 32, which begin at the first
  * key, with an online softmax. What is added in which order follows from the row's
@@ -16,6 +17,8 @@
 #include <immintrin.h>
 
 #define FOR_AVX2 __attribute__((target("avx2,fma")))
+/* Part of its caller, where ``bf16`` is a constant. */
+#define INLINE FOR_AVX2 static inline __attribute__((always_inline))
 #define LANES 8
 #define PIECE 32 /* keys */
 #define PARTS (PIECE / LANES)
@@ -28,18 +31,61 @@ typedef struct {
     /* Strides: from a head to the next, and from a row to the next. */
     int64_t query_head, key_head, value_head, query_row, key_row, value_row;
     int64_t window; /* keys that a row attends to; 0: all */
+    int64_t bf16;   /* whether numbers are bfloat16 */
     float scale;
 } Form;
 
 /* Rows of a sequence, and its memory: keys and values, [key heads, tokens, size]. */
 typedef struct {
-    float *keys, *values;
+    void *keys, *values;
     int64_t tokens, begin, count, offset;
 } Rows;
 
 int multiworld_can_run(void) {
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+
+INLINE long width_of(const int bf16) { return bf16 ? sizeof(uint16_t) : sizeof(float); }
+
+INLINE const void *after(const void *from, long count, const int bf16) {
+    return (const char *)from + count * width_of(bf16);
+}
+
+/* Eight numbers, from number ``at`` on. */
+INLINE __m256 get(const void *from, long at, const int bf16) {
+    if (!bf16)
+        return _mm256_loadu_ps((const float *)from + at);
+    __m128i bits = _mm_loadu_si128((const __m128i *)((const uint16_t *)from + at));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+
+INLINE float get_one(const void *from, long at, const int bf16) {
+    if (!bf16)
+        return ((const float *)from)[at];
+    const uint32_t bits = (uint32_t)((const uint16_t *)from)[at] << 16;
+    float found;
+    memcpy(&found, &bits, sizeof found);
+    return found;
+}
+
+/* Write eight numbers; those of bfloat16 are the nearest, of two the even one. */
+INLINE void put(void *to, long at, __m256 x, const int bf16) {
+    if (!bf16) {
+        _mm256_storeu_ps((float *)to + at, x);
+        return;
+    }
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd =
+        _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i more = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    __m256i near = _mm256_add_epi32(bits, more);
+    near = _mm256_blendv_epi8(near, _mm256_set1_epi32(0x7fc00000), is_nan);
+    near = _mm256_srli_epi32(near, 16);
+    _mm_storeu_si128((__m128i *)((uint16_t *)to + at),
+                     _mm_packus_epi32(_mm256_castsi256_si128(near),
+                                      _mm256_extracti128_si256(near, 1)));
 }
 
 /* e^x for x <= 0, to about one unit in the last place; 0 below -87.
@@ -78,11 +124,11 @@ FOR_AVX2 static inline float sum(__m256 x) {
 }
 
 /* Write eight keys, from ``key`` on, as columns of [size, PIECE]. */
-FOR_AVX2 static inline void turn(const float *key, long size, float *columns) {
+INLINE void turn(const void *key, long size, float *columns, const int bf16) {
     for (long at = 0; at < size; at += 8) {
         __m256 a[8], b[8];
         for (int i = 0; i < 8; i++)
-            a[i] = _mm256_loadu_ps(key + i * size + at);
+            a[i] = get(key, i * size + at, bf16);
         for (int i = 0; i < 8; i += 2) {
             b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
             b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
@@ -136,8 +182,9 @@ typedef struct {
     long first, end; /* keys that it attends to */
 } State;
 
-FOR_AVX2 static void add_values(State *state, const float *weights, float less,
-                                const float *values, long size, long from, long to) {
+INLINE void add_values(State *state, const float *weights, float less,
+                       const void *values, long size, long from, long to,
+                       const int bf16) {
     for (long at = 0; at < size; at += 8 * LANES) {
         const int parts = size - at < 8 * LANES ? (int)((size - at) / LANES) : 8;
         if (parts == 8) {
@@ -147,30 +194,31 @@ FOR_AVX2 static void add_values(State *state, const float *weights, float less,
                               _mm256_set1_ps(less));
             for (long key = from; key < to; key++) {
                 __m256 weight = _mm256_broadcast_ss(weights + key);
-                const float *value = values + key * size + at;
+                const long first = key * size + at;
                 _Pragma("GCC unroll 8") for (int part = 0; part < 8; part++)
                     found[part] = _mm256_fmadd_ps(
-                        weight, _mm256_loadu_ps(value + LANES * part), found[part]);
+                        weight, get(values, first + LANES * part, bf16), found[part]);
             }
             _Pragma("GCC unroll 8") for (int part = 0; part < 8; part++)
                 _mm256_store_ps(state->values + at + LANES * part, found[part]);
         } else
             for (int part = 0; part < parts; part++) {
-                float *target = state->values + at + LANES * part;
-                const float *value = values + at + LANES * part;
+                const long first = at + LANES * part;
+                float *target = state->values + first;
                 __m256 found = _mm256_mul_ps(_mm256_load_ps(target),
                                              _mm256_set1_ps(less));
                 for (long key = from; key < to; key++)
                     found = _mm256_fmadd_ps(_mm256_broadcast_ss(weights + key),
-                                            _mm256_loadu_ps(value + key * size), found);
+                                            get(values, key * size + first, bf16),
+                                            found);
                 _mm256_store_ps(target, found);
             }
     }
 }
 
 /* Attend to the keys of a piece, which begins at ``begin``. */
-FOR_AVX2 static void attend_piece(State *state, float *scores, long begin,
-                                  const float *values, long size) {
+INLINE void attend_piece(State *state, float *scores, long begin, const void *values,
+                         long size, const int bf16) {
     const long from = state->first > begin ? state->first - begin : 0;
     const long to = state->end - begin < PIECE ? state->end - begin : PIECE;
     if (from >= to)
@@ -197,35 +245,45 @@ FOR_AVX2 static void attend_piece(State *state, float *scores, long begin,
         weight = _mm256_add_ps(weight, more);
     }
     state->weight = weight;
-    add_values(state, scores, less, values, size, from, to);
+    add_values(state, scores, less, values, size, from, to, bf16);
 }
 
-/* Ask memory for numbers that are needed soon; they need not exist. */
-FOR_AVX2 static inline void prefetch(const float *from, long count) {
-    for (long at = 0; at < count; at += 16)
-        _mm_prefetch(from + at, _MM_HINT_T1);
+/* Ask memory for bytes that are needed soon; they need not exist. */
+INLINE void prefetch(const void *from, long count) {
+    for (long at = 0; at < count; at += 64)
+        _mm_prefetch((const char *)from + at, _MM_HINT_T1);
 }
 
 /* Attend with some rows of one key head, of which each has as many as there are heads in
  * a group: those from ``from`` to ``to``. */
-FOR_AVX2 static void attend_task(const Form *form, const Rows *rows, const float *query,
-                                 long key_head, long from, long to, float *found) {
+INLINE void attend_task(const Form *form, const Rows *rows, const void *query,
+                        long key_head, long from, long to, void *found,
+                        const int bf16) {
+    float widened[bf16 ? ROWS : 1][MAX_SIZE]; /* queries */
     float columns[MAX_SIZE * PIECE] __attribute__((aligned(32)));
     float scores[TOGETHER][PIECE] __attribute__((aligned(32)));
     State states[ROWS];
     const float *queries[ROWS];
     const long group = form->heads / form->key_heads, size = form->size;
     const long value_size = form->value_size;
-    const float *keys = rows->keys + key_head * rows->tokens * size;
-    const float *values = rows->values + key_head * rows->tokens * value_size;
+    const void *keys = after(rows->keys, key_head * rows->tokens * size, bf16);
+    const void *values =
+        after(rows->values, key_head * rows->tokens * value_size, bf16);
     long first = rows->tokens, end = 0;
     const int count = (int)(to - from);
     for (int number = 0; number < count; number++) {
         const long row = (from + number) / group;
         const long head = key_head * group + (from + number) % group;
         State *state = states + number;
-        queries[number] = query + head * form->query_head +
-                          (rows->offset + row) * form->query_row;
+        const void *given = after(
+            query, head * form->query_head + (rows->offset + row) * form->query_row,
+            bf16);
+        queries[number] = given;
+        if (bf16) {
+            for (long at = 0; at < size; at += LANES)
+                put(widened[number], at, get(given, at, 1), 0);
+            queries[number] = widened[number];
+        }
         memset(state->values, 0, value_size * sizeof(float));
         state->weight = _mm256_setzero_ps();
         state->largest = -__builtin_inff();
@@ -236,45 +294,65 @@ FOR_AVX2 static void attend_task(const Form *form, const Rows *rows, const float
         end = state->end > end ? state->end : end;
     }
     for (long begin = first / PIECE * PIECE; begin < end; begin += PIECE) {
-        const float *here = keys + begin * size;
-        prefetch(here + PIECE * size, PIECE * size);
-        prefetch(values + (begin + PIECE) * value_size, PIECE * value_size);
+        const void *here = after(keys, begin * size, bf16);
+        const void *those = after(values, begin * value_size, bf16);
+        const long bytes = PIECE * width_of(bf16);
+        prefetch((const char *)here + bytes * size, bytes * size);
+        prefetch((const char *)those + bytes * value_size, bytes * value_size);
         if (begin + PIECE <= rows->tokens)
             for (int part = 0; part < PARTS; part++)
-                turn(here + part * LANES * size, size, columns + part * LANES);
+                turn(after(here, part * LANES * size, bf16), size,
+                     columns + part * LANES, bf16);
         else /* memory ends: lanes of no key are not looked at */
             for (long key = 0; key < PIECE; key++)
                 for (long at = 0; at < size; at++)
                     columns[at * PIECE + key] =
-                        begin + key < rows->tokens ? here[key * size + at] : 0.0f;
+                        begin + key < rows->tokens ? get_one(here, key * size + at, bf16)
+                                                   : 0.0f;
         for (int number = 0; number < count; number += TOGETHER) {
             const int now = count - number < TOGETHER ? count - number : TOGETHER;
             (now == 3 ? scores_3 : now == 2 ? scores_2 : scores_1)(
                 queries + number, columns, size, form->scale, scores);
             for (int one = 0; one < now; one++)
-                attend_piece(states + number + one, scores[one], begin,
-                             values + begin * value_size, value_size);
+                attend_piece(states + number + one, scores[one], begin, those,
+                             value_size, bf16);
         }
     }
     for (int number = 0; number < count; number++) {
         const long row = (from + number) / group;
         const long head = key_head * group + (from + number) % group;
         State *state = states + number;
-        float *target =
-            found + ((rows->offset + row) * form->heads + head) * value_size;
+        const long first = ((rows->offset + row) * form->heads + head) * value_size;
         __m256 weight = _mm256_set1_ps(sum(state->weight));
         for (long at = 0; at < value_size; at += LANES)
-            _mm256_storeu_ps(target + at,
-                             _mm256_div_ps(_mm256_load_ps(state->values + at), weight));
+            put(found, first + at,
+                _mm256_div_ps(_mm256_load_ps(state->values + at), weight), bf16);
     }
+}
+
+typedef void Task(const Form *form, const Rows *rows, const void *query, long key_head,
+                  long from, long to, void *found);
+
+FOR_AVX2 static void attend_float32(const Form *form, const Rows *rows,
+                                    const void *query, long key_head, long from,
+                                    long to, void *found) {
+    attend_task(form, rows, query, key_head, from, to, found, 0);
+}
+
+FOR_AVX2 static void attend_bfloat16(const Form *form, const Rows *rows,
+                                     const void *query, long key_head, long from,
+                                     long to, void *found) {
+    attend_task(form, rows, query, key_head, from, to, found, 1);
 }
 
 /* Append keys and values of rows, [key heads, rows, size], to the memory of their
  * sequences, and attend with queries, [heads, rows, size]. ``found`` gets the results,
  * [rows, heads, size of values]. */
-void multiworld_attend(const Form *form, const float *query, const float *key,
-                       const float *value, const Rows *rows, long sequences,
-                       float *found, int threads) {
+void multiworld_attend(const Form *form, const void *query, const void *key,
+                       const void *value, const Rows *rows, long sequences, void *found,
+                       int threads) {
+    Task *const attend = form->bf16 ? attend_bfloat16 : attend_float32;
+    const long bytes = form->bf16 ? sizeof(uint16_t) : sizeof(float);
     const long group = form->heads / form->key_heads, heads = form->key_heads;
     long tasks = 0, all_rows = 0;
     for (long number = 0; number < sequences; number++)
@@ -293,12 +371,14 @@ void multiworld_attend(const Form *form, const float *query, const float *key,
                 for (long row = 0; row < here->count; row++) {
                     long at = head * here->tokens + here->begin + row;
                     long from = here->offset + row;
-                    memcpy(here->keys + at * form->size,
-                           key + head * form->key_head + from * form->key_row,
-                           form->size * sizeof(float));
-                    memcpy(here->values + at * form->value_size,
-                           value + head * form->value_head + from * form->value_row,
-                           form->value_size * sizeof(float));
+                    memcpy((char *)here->keys + at * form->size * bytes,
+                           (const char *)key + (head * form->key_head +
+                                                from * form->key_row) * bytes,
+                           form->size * bytes);
+                    memcpy((char *)here->values + at * form->value_size * bytes,
+                           (const char *)value + (head * form->value_head +
+                                                  from * form->value_row) * bytes,
+                           form->value_size * bytes);
                 }
             }
 #pragma omp for schedule(dynamic)
@@ -312,8 +392,7 @@ void multiworld_attend(const Form *form, const float *query, const float *key,
             }
             long head = rest / blocks, from = rest % blocks * most;
             long to = from + most, all = rows[number].count * group;
-            attend_task(form, rows + number, query, head, from,
-                        to < all ? to : all, found);
+            attend(form, rows + number, query, head, from, to < all ? to : all, found);
         }
     }
 }
@@ -322,18 +401,18 @@ void multiworld_attend(const Form *form, const float *query, const float *key,
 
 /* x / sqrt(mean of squares + epsilon), times the weight; ``width`` is a multiple of 8.
  * The squares are added in 32 lanes. */
-FOR_AVX2 static void normalize(const float *x, const float *weight, float epsilon,
-                               long width, float *found) {
+INLINE void normalize(const void *x, const void *weight, float epsilon, long width,
+                      void *found, const int bf16) {
     __m256 sums[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(),
                       _mm256_setzero_ps()};
     long at = 0;
     for (; at + 4 * LANES <= width; at += 4 * LANES)
         for (int part = 0; part < 4; part++) {
-            __m256 here = _mm256_loadu_ps(x + at + part * LANES);
+            __m256 here = get(x, at + part * LANES, bf16);
             sums[part] = _mm256_fmadd_ps(here, here, sums[part]);
         }
     for (; at < width; at += LANES) {
-        __m256 here = _mm256_loadu_ps(x + at);
+        __m256 here = get(x, at, bf16);
         sums[0] = _mm256_fmadd_ps(here, here, sums[0]);
     }
     __m256 all = _mm256_add_ps(_mm256_add_ps(sums[0], sums[1]),
@@ -341,75 +420,105 @@ FOR_AVX2 static void normalize(const float *x, const float *weight, float epsilo
     const __m256 factor =
         _mm256_set1_ps(1.0f / sqrtf(sum(all) / (float)width + epsilon));
     for (at = 0; at < width; at += LANES) {
-        __m256 here = _mm256_mul_ps(_mm256_loadu_ps(x + at), factor);
-        _mm256_storeu_ps(found + at, _mm256_mul_ps(here, _mm256_loadu_ps(weight + at)));
+        __m256 here = _mm256_mul_ps(get(x, at, bf16), factor);
+        put(found, at, _mm256_mul_ps(here, get(weight, at, bf16)), bf16);
     }
 }
 
-/* Write the norms of rows, [rows, width]; with ``more``, of ``both = x + more``. */
-FOR_AVX2 void multiworld_norm(const float *x, const float *more, float *both,
-                              const float *weight, float epsilon, long rows, long width,
-                              float *found, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows * width > ALONE)
-    for (long row = 0; row < rows; row++) {
-        const float *here = x + row * width;
-        if (more) {
-            for (long at = row * width; at < (row + 1) * width; at += LANES)
-                _mm256_storeu_ps(both + at, _mm256_add_ps(_mm256_loadu_ps(x + at),
-                                                          _mm256_loadu_ps(more + at)));
-            here = both + row * width;
-        }
-        normalize(here, weight, epsilon, width, found + row * width);
+INLINE void norm_row(const void *x, const void *more, void *both, const void *weight,
+                     float epsilon, long first, long width, void *found,
+                     const int bf16) {
+    const void *here = after(x, first, bf16);
+    if (more) {
+        for (long at = first; at < first + width; at += LANES)
+            put(both, at, _mm256_add_ps(get(x, at, bf16), get(more, at, bf16)), bf16);
+        here = after(both, first, bf16);
     }
+    normalize(here, weight, epsilon, width, (char *)found + first * width_of(bf16),
+              bf16);
+}
+
+/* Write the norms of rows, [rows, width]; with ``more``, of ``both = x + more``. */
+FOR_AVX2 void multiworld_norm(const void *x, const void *more, void *both,
+                              const void *weight, float epsilon, long rows, long width,
+                              void *found, int threads, int bf16) {
+#pragma omp parallel for num_threads(threads) if (rows * width > ALONE)
+    for (long row = 0; row < rows; row++)
+        if (bf16)
+            norm_row(x, more, both, weight, epsilon, row * width, width, found, 1);
+        else
+            norm_row(x, more, both, weight, epsilon, row * width, width, found, 0);
 }
 
 /* Rotate heads, [heads, size], by the angles of a row; ``size`` is a multiple of 16.
  * With a weight, each head is normalized before. */
-FOR_AVX2 static void rotate(float *heads, long count, long size, const float *cosines,
-                            const float *sines, const float *weight, float epsilon) {
+INLINE void rotate(void *heads, long count, long size, const void *cosines,
+                   const void *sines, const void *weight, float epsilon,
+                   const int bf16) {
     const long half = size / 2;
-    for (float *head = heads; head < heads + count * size; head += size) {
+    for (long number = 0; number < count; number++) {
+        void *head = (char *)heads + number * size * width_of(bf16);
         if (weight)
-            normalize(head, weight, epsilon, size, head);
-        for (long at = 0; at < half; at += LANES) {
-            float *low = head + at, *high = low + half;
-            __m256 a = _mm256_loadu_ps(low), b = _mm256_loadu_ps(high);
-            __m256 turned = _mm256_mul_ps(b, _mm256_loadu_ps(sines + at));
-            __m256 kept = _mm256_mul_ps(a, _mm256_loadu_ps(cosines + at));
-            _mm256_storeu_ps(low, _mm256_sub_ps(kept, turned));
-            turned = _mm256_mul_ps(a, _mm256_loadu_ps(sines + half + at));
-            kept = _mm256_mul_ps(b, _mm256_loadu_ps(cosines + half + at));
-            _mm256_storeu_ps(high, _mm256_add_ps(kept, turned));
+            normalize(head, weight, epsilon, size, head, bf16);
+        for (long low = 0, high = half; low < half; low += LANES, high += LANES) {
+            __m256 a = get(head, low, bf16), b = get(head, high, bf16);
+            __m256 turned = _mm256_mul_ps(b, get(sines, low, bf16));
+            __m256 kept = _mm256_mul_ps(a, get(cosines, low, bf16));
+            put(head, low, _mm256_sub_ps(kept, turned), bf16);
+            turned = _mm256_mul_ps(a, get(sines, high, bf16));
+            kept = _mm256_mul_ps(b, get(cosines, high, bf16));
+            put(head, high, _mm256_add_ps(kept, turned), bf16);
         }
     }
 }
 
+INLINE void rotate_row(void *query, void *key, const void *cosines, const void *sines,
+                       const void *query_weight, const void *key_weight, float epsilon,
+                       long row, long heads, long key_heads, long size,
+                       const int bf16) {
+    const long bytes = row * size * width_of(bf16);
+    const void *c = (const char *)cosines + bytes, *s = (const char *)sines + bytes;
+    rotate((char *)query + heads * bytes, heads, size, c, s, query_weight, epsilon,
+           bf16);
+    rotate((char *)key + key_heads * bytes, key_heads, size, c, s, key_weight, epsilon,
+           bf16);
+}
+
 /* Rotate queries, [rows, heads, size], and keys, in place. */
-FOR_AVX2 void multiworld_rotate(float *query, float *key, const float *cosines,
-                                const float *sines, const float *query_weight,
-                                const float *key_weight, float epsilon, long rows,
-                                long heads, long key_heads, long size, int threads) {
+FOR_AVX2 void multiworld_rotate(void *query, void *key, const void *cosines,
+                                const void *sines, const void *query_weight,
+                                const void *key_weight, float epsilon, long rows,
+                                long heads, long key_heads, long size, int threads,
+                                int bf16) {
 #pragma omp parallel for num_threads(threads) if (rows * heads * size > ALONE)
-    for (long row = 0; row < rows; row++) {
-        const float *c = cosines + row * size, *s = sines + row * size;
-        rotate(query + row * heads * size, heads, size, c, s, query_weight, epsilon);
-        rotate(key + row * key_heads * size, key_heads, size, c, s, key_weight,
-               epsilon);
-    }
+    for (long row = 0; row < rows; row++)
+        if (bf16)
+            rotate_row(query, key, cosines, sines, query_weight, key_weight, epsilon,
+                       row, heads, key_heads, size, 1);
+        else
+            rotate_row(query, key, cosines, sines, query_weight, key_weight, epsilon,
+                       row, heads, key_heads, size, 0);
+}
+
+/* gate / (1 + e^-gate) * up */
+INLINE void gate_lanes(void *gate, const void *up, long at, const int bf16) {
+    const __m256 one = _mm256_set1_ps(1.0f), sign = _mm256_set1_ps(-0.0f);
+    const __m256 x = get(gate, at, bf16);
+    const __m256 power = exponential(_mm256_or_ps(x, sign)); /* e^-|x| */
+    /* x is negative: the power, else one. */
+    const __m256 above = _mm256_blendv_ps(one, power, x);
+    const __m256 share = _mm256_div_ps(above, _mm256_add_ps(one, power));
+    put(gate, at, _mm256_mul_ps(_mm256_mul_ps(x, share), get(up, at, bf16)), bf16);
 }
 
 /* gate = gate / (1 + e^-gate) * up, of ``count`` numbers, a multiple of 8. */
-FOR_AVX2 void multiworld_gate(float *gate, const float *up, long count, int threads) {
-    const __m256 one = _mm256_set1_ps(1.0f), sign = _mm256_set1_ps(-0.0f);
+FOR_AVX2 void multiworld_gate(void *gate, const void *up, long count, int threads,
+                              int bf16) {
 #pragma omp parallel for num_threads(threads) if (count > ALONE)
-    for (long at = 0; at < count; at += LANES) {
-        __m256 x = _mm256_loadu_ps(gate + at);
-        __m256 power = exponential(_mm256_or_ps(x, sign)); /* e^-|x| */
-        /* x is negative: the power, else one. */
-        __m256 above = _mm256_blendv_ps(one, power, x);
-        __m256 share = _mm256_div_ps(above, _mm256_add_ps(one, power));
-        x = _mm256_mul_ps(_mm256_mul_ps(x, share), _mm256_loadu_ps(up + at));
-        _mm256_storeu_ps(gate + at, x);
-    }
+    for (long at = 0; at < count; at += LANES)
+        if (bf16)
+            gate_lanes(gate, up, at, 1);
+        else
+            gate_lanes(gate, up, at, 0);
 }
 #endif

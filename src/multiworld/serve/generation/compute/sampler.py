@@ -241,18 +241,20 @@ def _adjust(
         places = torch.cat([at + words for at, (words, _) in biased])
         changes.append((places, found := flat.index_select(0, places)))
         found = found + torch.cat([values for _, (_, values) in biased])
-        flat.scatter_(0, places, found)
+        flat.index_copy_(0, places, found)
     counted = [(n, words) for n, h in enumerate(histories) if (words := h.words)]
     if counted:
         places = torch.cat([row * width + words for row, (words, _) in counted])
         asked = [histories[row].parameters.repetition_penalty for row, _ in counted]
         changes.append((places, found := flat.index_select(0, places)))
         if any(penalty != 1.0 for penalty in asked):
-            counts = torch.tensor([len(words) for _, (words, _) in counted])
-            penalties = torch.tensor(asked).repeat_interleave(counts)
+            penalties = torch.tensor(asked[:1])
+            if len(set(asked)) > 1:
+                counts = torch.tensor([len(words) for _, (words, _) in counted])
+                penalties = torch.tensor(asked).repeat_interleave(counts)
             found = torch.where(found > 0, found / penalties, found * penalties)
         found = found - torch.cat([less for _, (_, less) in counted])
-        flat.scatter_(0, places, found)
+        flat.index_copy_(0, places, found)
     for n, history in enumerate(histories):
         if history.is_too_short:
             ends = [token for token in history.ends if token < width]

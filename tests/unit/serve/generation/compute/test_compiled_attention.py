@@ -254,6 +254,36 @@ def test_keys_without_a_weight_do_not_count() -> None:
     torch.testing.assert_close(found[40:].double(), wanted[40:], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 45])
+@pytest.mark.parametrize(("size", "value_size"), [(64, 64), (80, 96), (8, 8)])
+def test_single_rows_of_bfloat16_are_rounded_once(
+    size: int, value_size: int, window: int | None
+) -> None:
+    """In the default mode; torch attends for the prompt."""
+    chance, count, texts = torch.Generator().manual_seed(5), 110, (0, 1, 2)
+    cache, given = KvCache(attention=fastest), {}
+    for n in texts:
+        query, key, value = (
+            drawn(chance, heads, count, width).bfloat16()
+            for heads, width in ((6, size), (2, size), (2, value_size))
+        )
+        given[n] = query, key, value
+        begun = (each[:, : 100 + n] for each in (query, key, value))
+        cache.step([Rows(n, 0, 100 + n)]).attend(0, *begun, scale=0.3, window=window)
+    for more in range(5):
+        rows = [Rows(n, 100 + n + more, 1) for n in texts]
+        now = (
+            torch.cat([given[n][which][:, 100 + n + more, None] for n in texts], 1)
+            for which in range(3)
+        )
+        found = cache.step(rows).attend(0, *now, scale=0.3, window=window)
+        for n in texts:
+            wanted = exact(*given[n], window, 0.3)[100 + n + more]
+            torch.testing.assert_close(
+                found[n].double(), wanted, rtol=2.0**-8, atol=1e-4
+            )
+
+
 def test_default_mode_leaves_long_prompts_to_torch() -> None:
     """It is faster there; so is it for one row of large heads."""
     cache = KvCache()
