@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 
+import msgspec
 from pydantic import ValidationError
 
 from multiworld.errors import ServeError
@@ -80,10 +81,10 @@ class TenantManager:
                 is_last=begin + CHUNK >= count,
             )
         yield messages.BudgetsUsed(self._uses(self.tenants.values()))
-        limit = self._clock() - POISON_S
+        now = self._clock()
         for at, found in self._poison:
-            if at > limit:
-                yield found
+            if now - at < POISON_S:
+                yield msgspec.structs.replace(found, age_s=now - at)
 
     def _send_changes(self, tenants: Sequence[Tenant], removed: Sequence[str]) -> None:
         for name in self._gateways():

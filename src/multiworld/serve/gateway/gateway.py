@@ -43,6 +43,7 @@ from multiworld.serve.transport.control_messages import (
     FleetReport,
     GatewayReport,
 )
+from multiworld.serve.transport.routing_table import ReplicaState
 
 # Bytes of inputs from which their digest is computed in a thread.
 LARGE_BYTES = 256 * 1024
@@ -169,7 +170,7 @@ class Gateway:
         base = self.base(name)
         own = route_of(base, tenant.name, self.dispatcher.table.routes)
         if own != base and own not in self._dedicated:
-            if base in self.dispatcher.table.routes and self.missing_stages(own):
+            if base in self.dispatcher.table.routes and not self._is_started(own):
                 return base
             self._dedicated.add(own)
         return own
@@ -239,6 +240,22 @@ class Gateway:
     def is_ready(self, name: str) -> bool:
         return not self.missing_stages(name)
 
+    def _is_started(self, name: str) -> bool:
+        """Return whether all stages of a model have replicas that are ready.
+
+        A gateway that has just started is connected to none of them yet.
+        """
+        table = self.dispatcher.table
+        route = table.routes[name]
+        return all(
+            any(
+                replica.state is not ReplicaState.STARTING
+                for replica in table.stage(name, route.version, stage)
+            )
+            for stage in range(route.stages[route.version])
+            if stage not in route.on_demand
+        )
+
     def missing_stages(self, name: str) -> list[int]:
         """Return the stages that lack a ready replica and may not scale to zero."""
         on_demand = self.dispatcher.table.routes[name].on_demand
@@ -300,9 +317,11 @@ class Gateway:
         self.poisonous(tenant.name, model_version, digest)
         self.on_poison(tenant.name, model_version, digest)
 
-    def poisonous(self, tenant: str, model_version: ModelVersion, digest: str) -> None:
+    def poisonous(
+        self, tenant: str, model_version: ModelVersion, digest: str, age_s: float = 0.0
+    ) -> None:
         """Record a poison request; reject waiting ones if its tenant is quarantined."""
-        if self.authenticator.add_poison(tenant, model_version, digest):
+        if self.authenticator.add_poison(tenant, model_version, digest, age_s):
             self.dispatcher.quarantine(tenant, model_version[0])
             self.streams.quarantine(tenant, self.base(model_version[0]))
 

@@ -35,9 +35,6 @@ MAX_TOOLS = 512 * 1024  # of the schemas of all tools, in characters
 # points. llguidance builds an automaton with that many states: 10^6 take 6 s, 10^7
 # three minutes, whatever its limits.
 MAX_MULTIPLES = 5_000
-# Parser items per step (``step_max_items`` of llguidance). In an ambiguous grammar they
-# keep increasing: with the default, 50,000, each token takes seconds.
-MAX_ITEMS = 3000
 # Compiled ones: each choice of a request, and each request of an agent, has the same
 # one. Copying takes 10 µs, compiling 50 ms and more.
 KEPT_GRAMMARS = 32
@@ -59,13 +56,14 @@ MISSING = (
     "this server has no structured output: llguidance or jsonschema-rs is not installed"
 )
 
-# States of a grammar's lexer, of 0.5 KB each, which it keeps (``max_lexer_states``).
-MAX_STATES = 30_000
-MAX_ROW = 10_000  # alternatives at one position (``max_items_in_row`` of llguidance)
 # Part of llguidance's error about a token that a structure does not allow; all other
 # errors are about the structure.
 NO_FORCING = '%llguidance {"no_forcing": true}'
 NO_SUCH_TOKEN = "doesn't satisfy the grammar"
+
+
+Trial = Callable[[str], str | None]
+"""Function that returns why a grammar cannot be enforced; None if it can."""
 
 
 class NoStructureError(ServeError):
@@ -83,7 +81,19 @@ def import_grammars() -> None:
             logger.info("%s is not installed: no structured output", name)
 
 
-def grammar_of_schema(schema: Any, param: str) -> str:
+def arguments_of(tokenizer: Any, model: Generation) -> dict[str, Any]:
+    """Return what llguidance makes its form of a tokenizer of."""
+    return {
+        "tokenizer": tokenizer.to_str(),
+        "vocabulary": model.vocabulary,
+        "ends": list(model.end_tokens),
+    }
+
+
+# ``trial`` of the following ones: clients' grammars need one in another process.
+
+
+def grammar_of_schema(schema: Any, param: str, trial: Trial | None = None) -> str:
     """Return a grammar of a schema's JSON texts; ``param`` is the request's field."""
     _check_schema(schema, param)
     try:
@@ -92,7 +102,7 @@ def grammar_of_schema(schema: Any, param: str) -> str:
         )
     except ValueError as error:
         raise wrong_field(param, f"cannot be enforced: {_short(error)}") from None
-    return _checked(grammar, param)
+    return _checked(grammar, param, trial)
 
 
 def _check_schema(schema: Any, param: str) -> None:
@@ -120,41 +130,49 @@ def _check_schema(schema: Any, param: str) -> None:
         raise wrong_field(param, "is nested too deeply") from None
 
 
-def grammar_of_regex(regex: str, param: str) -> str:
+def grammar_of_regex(regex: str, param: str, trial: Trial | None = None) -> str:
     """Return a grammar of the texts that match an expression without look-around."""
     matcher = _matcher()
     _check_length(regex, param)
-    return _checked(matcher.grammar_from_regex(regex), param)
+    return _checked(matcher.grammar_from_regex(regex), param, trial)
 
 
-def grammar_of_lark(grammar: str, param: str) -> str:
+def grammar_of_lark(grammar: str, param: str, trial: Trial | None = None) -> str:
     """Return a grammar that is written in Lark's form, without embedded schemas."""
     matcher = _matcher()
     _check_length(grammar, param)
     if "%json" in grammar or grammar.lstrip().startswith("{"):
         raise wrong_field(param, 'has a JSON schema; give that as "json"')
-    return _checked(matcher.grammar_from_lark(grammar), param)
+    return _checked(matcher.grammar_from_lark(grammar), param, trial)
 
 
-def grammar_of_choice(choices: Sequence[str], param: str) -> str:
+def grammar_of_choice(
+    choices: Sequence[str], param: str, trial: Trial | None = None
+) -> str:
     """Return a grammar that accepts exactly one of ``choices``."""
     if not choices or not all(choices):
         raise wrong_field(param, "must be a list of non-empty strings")
     lines = " | ".join(json.dumps(choice) for choice in choices)
-    return grammar_of_lark(f"start: {lines}", param)
+    return grammar_of_lark(f"start: {lines}", param, trial)
 
 
-def grammar_of_calls(tools: Sequence[tuple[str, Any]], *, is_single: bool) -> str:
+def grammar_of_calls(
+    tools: Sequence[tuple[str, Any]], *, is_single: bool, trial: Trial | None = None
+) -> str:
     """Return a grammar of a list of tool calls, as JSON."""
     more = "" if is_single else '(", " call)* '
     # It may end after each call, so that a small model need not invent more.
     forms = _forms_of(tools, "parameters")
     text = f'start: "[" call {more}"]"?\ncall: {forms}\n'
-    return _checked(_matcher().grammar_from_lark(text), "tools")
+    return _checked(_matcher().grammar_from_lark(text), "tools", trial)
 
 
 def grammar_of_marked_calls(
-    tools: Sequence[tuple[str, Any]], begin: int, end: int, ends: Sequence[int]
+    tools: Sequence[tuple[str, Any]],
+    begin: int,
+    end: int,
+    ends: Sequence[int],
+    trial: Trial | None = None,
 ) -> str:
     """Return a grammar of free text with tool calls between two tokens."""
     others = ",".join(map(str, sorted({begin, *ends})))
@@ -163,7 +181,7 @@ def grammar_of_marked_calls(
         f"start: free (call free)*\nfree: (<[^{others}]>)*\n"
         f'call: <[{begin}]> "\\n" inside "\\n" <[{end}]>\ninside: {forms}\n'
     )
-    return _checked(_matcher().grammar_from_lark(text), "tools")
+    return _checked(_matcher().grammar_from_lark(text), "tools", trial)
 
 
 def _forms_of(tools: Sequence[tuple[str, Any]], key: str) -> str:
@@ -231,9 +249,9 @@ def _matcher() -> Any:
     return LLMatcher
 
 
-def _checked(grammar: str, param: str) -> str:
+def _checked(grammar: str, param: str, trial: Trial | None) -> str:
     grammar = _unforced(grammar)
-    why = _matcher().validate_grammar(grammar)
+    why = (trial or _matcher().validate_grammar)(grammar)
     if why and not why.startswith("WARNING"):
         raise wrong_field(param, f"cannot be enforced: {_short(why)}")
     return grammar
@@ -313,21 +331,12 @@ class Matchers:
         return compiled.deep_copy()
 
     def _compile(self, grammar: str) -> Any:
-        from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+        from multiworld.serve.generation import grammar_trial_process
 
         if self._tokenizer is None:
-            self._tokenizer = LLTokenizer(
-                self._model.tokenizer().fast.to_str(),
-                n_vocab=self._model.vocabulary,
-                eos_token=list(self._model.end_tokens) or None,
-            )
-        limits = LLParserLimits(
-            step_max_items=MAX_ITEMS,
-            max_items_in_row=MAX_ROW,
-            max_lexer_states=MAX_STATES,
-            verbose_errors=False,
-        )
-        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+            made_of = arguments_of(self._model.tokenizer().fast, self._model)
+            self._tokenizer = grammar_trial_process.tokenizer_of(made_of)
+        return grammar_trial_process.compiled(self._tokenizer, grammar)
 
 
 class Matcher:

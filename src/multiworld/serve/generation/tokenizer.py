@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import re
 import reprlib
@@ -100,6 +101,11 @@ class Tokenizer:
             except Exception:  # the template may require other messages
                 logger.info("a chat template refuses a message", exc_info=True)
         import_grammars()
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Digest of the tokenizer's vocabulary and rules."""
+        return hashlib.blake2b(self.fast.to_str().encode(), digest_size=16).hexdigest()
 
     @functools.cached_property
     def longest(self) -> int:

@@ -293,8 +293,8 @@ class GatewayProcess:
             case messages.UsageStored(number):
                 self._authenticator.stored(number)
                 self._usage_kept.set()
-            case messages.PoisonFound(tenant, model, version, digest):
-                self._gateway.poisonous(tenant, (model, version), digest)
+            case messages.PoisonFound(tenant, model, version, digest, age_s):
+                self._gateway.poisonous(tenant, (model, version), digest, age_s)
             case messages.ProbeReplica(replica, limit_s):
                 task = asyncio.ensure_future(self._probe(replica, limit_s))
                 self._probes.add(task)

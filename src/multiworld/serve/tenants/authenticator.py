@@ -195,10 +195,11 @@ class Authenticator:
             )
 
     def add_poison(
-        self, tenant: str, model_version: ModelVersion, digest: str
-    ) -> float:
-        """Record a poison request; return the seconds of the quarantine, or 0."""
-        return self.quarantine.add(tenant, model_version, digest, self.clock())
+        self, tenant: str, model_version: ModelVersion, digest: str, age_s: float = 0.0
+    ) -> bool:
+        """Record a poison request; return whether it puts its tenant in quarantine."""
+        at = self.clock() - age_s
+        return self.quarantine.add(tenant, model_version, digest, at) > age_s
 
 
 def digest_of(tensors: Tensors) -> str:

@@ -161,6 +161,7 @@ class PoisonFound(Message, frozen=True, tag="poison_found"):
     model: str
     version: str
     digest: str
+    age_s: float = 0.0  # since it was found, for a gateway that has just started
 
 
 # Controller → process.

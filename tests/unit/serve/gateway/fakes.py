@@ -24,7 +24,12 @@ from multiworld.serve.tenants.directory import Key, Tenant
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.tenants.keys import make_key
 from multiworld.serve.tenants.timing import Timing
-from multiworld.serve.transport.routing_table import Route, RoutingTable
+from multiworld.serve.transport.routing_table import (
+    Replica,
+    ReplicaState,
+    Route,
+    RoutingTable,
+)
 
 MODEL = Model(
     stages=[Stage(load=lambda context: lambda tensors: tensors)],
@@ -159,14 +164,19 @@ class Fake:
         self.app = make_app(self.gateway, ROUTES)
 
     def serve(
-        self, version: str = "1", on_demand: tuple[int, ...] = (), **models: Model
+        self,
+        version: str = "1",
+        on_demand: tuple[int, ...] = (),
+        state: ReplicaState = ReplicaState.READY,
+        **models: Model,
     ) -> None:
         """Put these models and no others into the table, all loaded."""
         routes = {
             name.replace("__", "@"): Route(version, {version: 1}, on_demand=on_demand)
             for name in models
         }
-        self.dispatcher.table = RoutingTable(1, ("gateway/1",), routes)
+        replicas = {name: Replica(name, name, version, 0, state) for name in routes}
+        self.dispatcher.table = RoutingTable(1, ("gateway/1",), routes, replicas)
         for name, model in models.items():
             known = self.gateway.models.setdefault(name.replace("__", "@"), {})
             known[version] = model

@@ -30,7 +30,7 @@ from multiworld.serve.load.breakdown import phases_of
 from multiworld.serve.spec.stage import Model, Tensors
 from multiworld.serve.tenants.directory import Tenant
 from multiworld.serve.tenants.timing import Phases
-from multiworld.serve.transport.routing_table import RoutingTable
+from multiworld.serve.transport.routing_table import ReplicaState, RoutingTable
 from tests.unit.serve.edges import HANG_S
 from tests.unit.serve.gateway.fakes import (
     MODEL,
@@ -509,12 +509,21 @@ async def test_dedicated_replicas_serve_their_tenant_until_they_are_removed() ->
 async def test_shared_replicas_serve_until_dedicated_ones_have_been_ready() -> None:
     """Once they were, their tenant waits for them."""
     fake = Fake(Tenant(name="acme"))
-    fake.serve(m=MODEL, m__acme=MODEL)
-    for stages, served in (([0], "m"), ([], "m@acme"), ([0], "m@acme")):
-        fake.dispatcher.lacking["m@acme"] = stages
+    starting, ready = ReplicaState.STARTING, ReplicaState.READY
+    for state, served in ((starting, "m"), (ready, "m@acme"), (starting, "m@acme")):
+        fake.serve(state=state, m=MODEL, m__acme=MODEL)
         fake.dispatcher.calls.clear()
         assert (await infer(fake, 1.0, tenant="acme")).status_code == 200
         assert [c["model"] for c in fake.dispatcher.calls] == [served]
+
+
+async def test_new_gateway_sends_no_request_of_a_tenant_to_others_replicas() -> None:
+    """Though it is not connected to the tenant's own yet."""
+    fake = Fake(Tenant(name="acme"))
+    fake.serve(m=MODEL, m__acme=MODEL)
+    fake.dispatcher.lacking["m@acme"] = [0]
+    assert (await infer(fake, 1.0, tenant="acme")).status_code == 200
+    assert [c["model"] for c in fake.dispatcher.calls] == ["m@acme"]
 
 
 async def test_poison_request_is_reported_once_and_not_retried() -> None:

@@ -15,6 +15,7 @@ import torch
 
 from multiworld.errors import InvalidRequestError, ModelFailedError
 from multiworld.serve.generation import grammar as grammars
+from multiworld.serve.generation import grammar_trial_process
 from multiworld.serve.generation.compute.sampler import TokenHistory, sample
 from multiworld.serve.generation.grammar import (
     MAX_CHARACTERS,
@@ -191,17 +192,15 @@ def test_grammar_of_many_sequences_is_compiled_once(
     matchers: Matchers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And each of them continues by itself."""
-    import llguidance
-
     grammar = grammar_of_regex("[a-c]{2,9}", "structured_outputs")
     compiled = []
-    make = llguidance.LLMatcher
+    make = grammar_trial_process.compiled
 
     def counted(*args: Any, **options: Any) -> Any:
         compiled.append(args)
         return make(*args, **options)
 
-    monkeypatch.setattr(llguidance, "LLMatcher", counted)
+    monkeypatch.setattr(grammar_trial_process, "compiled", counted)
     first, *others = [matchers.begin(grammar) for _ in range(8)]
     before = first.allowed([])
     tokens = generated(first, 1)
@@ -254,7 +253,9 @@ def test_structure_that_nobody_can_have_is_the_clients_mistake(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is not retried, because each attempt delays all sequences of a step."""
-    monkeypatch.setattr(grammars, "MAX_ITEMS", 100)  # the vocabulary is small, too
+    monkeypatch.setattr(
+        grammar_trial_process, "MAX_ITEMS", 100
+    )  # the vocabulary is small, too
     matcher = matchers.begin(grammar)
     letter = list(tokenizer.encode("a", has_special=False))
 

@@ -359,6 +359,28 @@ def test_authenticator_refuses_poison_requests() -> None:
     authenticator.check_poison(two, model_version, "good")
 
 
+def test_poison_of_the_last_hour_is_no_new_poison() -> None:
+    """For an authenticator that starts later; the one before had seen it in time."""
+    now, (acme, key) = 10_000.0, keyed("acme")
+    before, later = (Authenticator(needs_key=False, clock=lambda: now) for _ in "ab")
+    found = []
+    for number in range(10):
+        assert not before.add_poison("acme", ("m", "1"), f"d{number}")
+        found.append((now, f"d{number}"))
+        now += 330.0
+    later.directory.put([acme])
+    for at, digest in found:
+        assert not later.add_poison("acme", ("m", "1"), digest, now - at)
+    one = later.admit(headers(key))
+    later.check_poison(one, ("m", "1"), "good")
+    with pytest.raises(RequestPoisonedError):
+        later.check_poison(one, ("m", "1"), "d9")
+    assert not later.add_poison("acme", ("m", "1"), "d10")
+    assert later.add_poison("acme", ("m", "1"), "d11", 1.0) or later.add_poison(
+        "acme", ("m", "1"), "d12"
+    )
+
+
 def test_digest_differs_between_requests() -> None:
     """By names, dtypes, shapes and values."""
     tensors = [
@@ -483,7 +505,10 @@ async def test_tenant_changes_are_sent_and_stored(tmp_path: Path) -> None:
     poison = PoisonFound("a", "m", "1", "d")
     tenanting.poisonous("gateway/2", poison)
     assert told[-1][1] == poison
-    assert list(tenanting.greeting())[-1] == poison, "who starts later is told"
+    told_later = list(tenanting.greeting())[-1]
+    assert isinstance(told_later, PoisonFound), "who starts later is told"
+    assert told_later.digest == "d"
+    assert 0.0 < told_later.age_s < 60.0
     await tenanting.close()
     again = TenantDatabase(tmp_path / "r.db")
     assert again.tenants() == {}

@@ -44,7 +44,8 @@ MAX_SESSION = 256  # characters of its name
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 # Checks the structure of an answer, and returns its grammar; it may take a second.
-Structure = Callable[[], str]
+# Makes a grammar, which it gives to a ``trial`` (``grammars.Trial``).
+Structure = Callable[..., str]
 
 # By field of ``structured_outputs``.
 MAKERS: dict[str, Callable[[Any, str], str]] = {

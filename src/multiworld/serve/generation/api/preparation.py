@@ -28,7 +28,8 @@ from multiworld.serve.generation.api.completions import (
 from multiworld.serve.generation.api.request_fields import ChatBody, CompletionBody
 from multiworld.serve.generation.api.tools import BEGIN, END, CallParser, Family
 from multiworld.serve.generation.gateway.stream import TimeLimits
-from multiworld.serve.generation.grammar import grammar_of_marked_calls
+from multiworld.serve.generation.grammar import arguments_of, grammar_of_marked_calls
+from multiworld.serve.generation.grammar_trials import TrialTokenizer, trials
 from multiworld.serve.generation.growing_text import GrowingText
 from multiworld.serve.generation.limits import longest_of
 from multiworld.serve.generation.tokenizer import Tokenizer, bytes_of
@@ -236,13 +237,18 @@ def timed(wanted: Wanted, request: AnyRequest) -> Wanted:
 
 
 async def _compiled(
-    gateway: Gateway, admitted: AdmittedRequest, wanted: Wanted, structure: Structure
+    gateway: Gateway,
+    admitted: AdmittedRequest,
+    wanted: Wanted,
+    served: ServedModel,
+    structure: Structure,
 ) -> str:
     """Return a structure's grammar; compiling takes seconds, so tenants take turns."""
     limit_s = wanted.timeout_s
     if limit_s is None:
         limit_s = gateway.deadline_s(wanted.model, admitted.tenant)
-    work = gateway.compiling.submit(admitted.tenant.share, 1.0, structure)
+    call = partial(_tried, structure, served)
+    work = gateway.compiling.submit(admitted.tenant.share, 1.0, call)
     try:
         async with asyncio.timeout(limit_s):
             return await asyncio.wrap_future(work)
@@ -250,6 +256,14 @@ async def _compiled(
         raise DeadlineExceededError(
             f"structure was not compiled within {limit_s:g} s"
         ) from error
+
+
+def _tried(structure: Structure, served: ServedModel) -> str:
+    made_of = partial(arguments_of, served.tokenizer.fast, served.generation)
+    model = served.generation
+    name = f"{served.tokenizer.digest} {model.vocabulary} {list(model.end_tokens)}"
+    tokenizer = TrialTokenizer(name, made_of)
+    return structure(trial=partial(trials().why_not, tokenizer))
 
 
 async def _ready(
@@ -265,7 +279,8 @@ async def _ready(
     if wanted.calling is not None and wanted.calling.is_strict:
         wanted = replace(wanted, structure=_strict(wanted, served))
     if wanted.structure is not None:
-        grammar = await _compiled(gateway, admitted, wanted, wanted.structure)
+        structure = wanted.structure
+        grammar = await _compiled(gateway, admitted, wanted, served, structure)
         sampling = msgspec.structs.replace(wanted.sampling, grammar=grammar)
         wanted = replace(wanted, sampling=sampling)
     sampling, calling = wanted.sampling, wanted.calling

@@ -166,8 +166,14 @@ class Forwarder:
             candidates = by_state[ReplicaState.DRAINING]
             if piece.via is not None:
                 candidates = candidates or by_state[ReplicaState.STARTING]
-        chosen: str | None
-        if piece.session is None:
+        chosen: str | None = None
+        if piece.session is not None:
+            chosen = HashRing(candidates).home(piece.session) or None
+            if piece.via is None and load.get(chosen or "", 0) >= self._credit:
+                # Else the work of one session would fill this replica, for everybody.
+                candidates = [n for n in candidates if load[n] < self._credit]
+                chosen = None
+        if chosen is None:
             # Of two with as much to begin, the one that began longer ago: nobody says
             # when a batch is over.
             chosen = choose(
@@ -175,8 +181,6 @@ class Forwarder:
                 lambda name: (load[name], self._begun_at.get(name, 0)),
                 self._chance,
             )
-        else:
-            chosen = HashRing(candidates).home(piece.session) or None
         if piece.via is not None:
             return chosen  # other work may be waiting for this probe to arrive
         return chosen if load.get(chosen or "", 0) < self._credit else None

@@ -9,10 +9,14 @@ from multiworld.serve.transport.routing_table import Replica, ReplicaState
 
 
 def piece(
-    number: int, *, via: dict[str, str] | None = None, deadline_at: float = 100.0
+    number: int,
+    *,
+    via: dict[str, str] | None = None,
+    deadline_at: float = 100.0,
+    session: str | None = None,
 ) -> Work:
     """Return the output of one request."""
-    return Work(key(number), None, 1, deadline_at, 0.0, via=via)
+    return Work(key(number), None, 1, deadline_at, 0.0, via=via, session=session)
 
 
 def key(number: int) -> Key:
@@ -62,6 +66,20 @@ def test_hand_when_two_then_to_the_emptier_one() -> None:
     f = forwarding(4, a=READY, b=READY)
     found = sent(f.hand([piece(n) for n in range(6)], 0.0))
     assert {name: len(n) for name, n in found.items()} == {"a": 3, "b": 3}
+
+
+def test_session_has_a_home_while_that_has_room() -> None:
+    """Its other work goes elsewhere, and keeps no replica from the work of others."""
+    f = forwarding(2, a=READY, b=READY, c=READY)
+    found = sent(f.hand([piece(n, session="s") for n in range(2)], 0.0))
+    ((home, numbers),) = found.items()
+    assert numbers == [0, 1]
+    more = sent(f.hand([piece(n, session="s") for n in range(2, 8)], 0.0))
+    assert home not in more
+    assert sum(map(len, more.values())) == 4
+    assert len(f) == 2
+    f.begun(home, [key(0)])
+    assert sent(f.hand([], 0.0)) == {home: [6]}
 
 
 def test_hand_when_not_ready_or_silent_then_nothing() -> None:

@@ -1,0 +1,157 @@
+"""Trials of clients' grammars, each in a process that may crash or be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from multiworld.errors import NoReplicaError
+
+PROGRAM = Path(__file__).with_name("grammar_trial_process.py")
+# Processor time of a trial, and the time after which it counts as hung.
+CPU_S, ANSWER_S = 4, 30.0
+KEPT_ANSWERS = 256
+TOO_COMPLEX = "it is too complex"
+
+# Ends of the process that are certainly the grammar's doing.
+DECISIVE = {-signal.SIGXCPU, -signal.SIGSEGV}
+
+
+@dataclass(frozen=True, slots=True)
+class TrialTokenizer:
+    """A tokenizer, which the process makes when it first needs it."""
+
+    name: str  # equal for equal tokenizers
+    made_of: Callable[[], dict[str, Any]]
+
+
+class GrammarTrials:
+    """A process that compiles grammars one by one; it is started when first needed."""
+
+    def __init__(
+        self,
+        cpu_s: int = CPU_S,  # of a trial
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._command = [sys.executable, "-P", str(PROGRAM), str(cpu_s)]
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._known: OrderedDict[str, str | None] = OrderedDict()
+
+    def why_not(self, tokenizer: TrialTokenizer, grammar: str) -> str | None:
+        """Return why a grammar cannot be enforced; None if it can. Blocks.
+
+        Raises:
+            NoReplicaError: The process could not be started.
+        """
+        data = f"{tokenizer.name}\n{grammar}".encode()
+        digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+        with self._lock:
+            if digest in self._known:
+                self._known.move_to_end(digest)
+                return self._known[digest]
+            why = self._tried(tokenizer, grammar)
+            self._known[digest] = why
+            while len(self._known) > KEPT_ANSWERS:
+                self._known.popitem(last=False)
+            return why
+
+    def _tried(self, tokenizer: TrialTokenizer, grammar: str) -> str | None:
+        is_fresh = self._process is None
+        answer, code = self._answer(tokenizer, grammar)
+        if answer is None and not is_fresh and code not in DECISIVE:
+            # Its memory may have been full of other grammars.
+            answer, code = self._answer(tokenizer, grammar)
+        return TOO_COMPLEX if answer is None else answer["why"]
+
+    def _answer(
+        self, tokenizer: TrialTokenizer, grammar: str
+    ) -> tuple[dict[str, Any] | None, int]:
+        """Return the answer of the process, or None and its exit code."""
+        asked: dict[str, Any] = {"tokenizer": tokenizer.name, "grammar": grammar}
+        answer = self._exchanged(asked)
+        if answer is not None and answer["is_unknown"]:
+            answer = self._exchanged({**asked, "made_of": tokenizer.made_of()})
+        return answer, 0 if answer is not None else self._end()
+
+    def _exchanged(self, asked: dict[str, Any]) -> dict[str, Any] | None:
+        process = self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(asked).encode() + b"\n")
+            process.stdin.flush()
+        except OSError:
+            return None
+        readable = select.poll()
+        readable.register(process.stdout, select.POLLIN)
+        found, until = b"", self._clock() + ANSWER_S
+        while not found.endswith(b"\n"):
+            left_s = until - self._clock()
+            if left_s <= 0 or not readable.poll(1000 * left_s):
+                return None
+            part = os.read(process.stdout.fileno(), 65_536)
+            if not part:
+                return None
+            found += part
+        answer: dict[str, Any] = json.loads(found)
+        return answer
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            try:
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # an interrupt at a terminal is not for it
+                )
+            except OSError as error:
+                raise NoReplicaError(f"no structure can be checked: {error}") from error
+        return self._process
+
+    def _end(self) -> int:
+        """End the process; return its exit code."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        try:
+            # One that crashes has an exit code of its own in a moment.
+            code = process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):  # the rest of a request
+                pipe.close()
+        return code
+
+    def close(self) -> None:
+        """End the process, if it was started."""
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+                self._end()
+
+
+@functools.cache
+def trials() -> GrammarTrials:
+    """Return those of this process."""
+    return GrammarTrials()
