@@ -21,6 +21,10 @@ from multiworld.serve.transport.routing_table import Replica, ReplicaState
 # Seconds during which a gateway's work is not sent to a replica that refused it.
 REFUSED_S = 0.5
 
+# Pieces of work that a session's home may have more than another replica, of those that
+# it has not begun. They count as held by this stage, too.
+SESSION_LEAD = 4
+
 REMEMBERED = 4  # begun work that is remembered by receiver, per unit of credit
 
 
@@ -146,7 +150,7 @@ class Forwarder:
         open_ = [
             name
             for name, count in load.items()
-            if (count < self._credit or piece.session or piece.via is not None)
+            if (count < self._credit or piece.via is not None)
             and name in self._replicas
             and name not in self._silent
             and self._refusals.get((name, piece.key[0]), 0.0) <= now
@@ -169,9 +173,9 @@ class Forwarder:
         chosen: str | None = None
         if piece.session is not None:
             chosen = HashRing(candidates).home(piece.session) or None
-            if piece.via is None and load.get(chosen or "", 0) >= self._credit:
+            most = min((load[name] for name in candidates), default=0) + SESSION_LEAD
+            if piece.via is None and chosen is not None and load[chosen] >= most:
                 # Else the work of one session would fill this replica, for everybody.
-                candidates = [n for n in candidates if load[n] < self._credit]
                 chosen = None
         if chosen is None:
             # Of two with as much to begin, the one that began longer ago: nobody says

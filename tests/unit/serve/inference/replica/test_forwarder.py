@@ -70,16 +70,17 @@ def test_hand_when_two_then_to_the_emptier_one() -> None:
 
 def test_session_has_a_home_while_that_has_room() -> None:
     """Its other work goes elsewhere, and keeps no replica from the work of others."""
-    f = forwarding(2, a=READY, b=READY, c=READY)
-    found = sent(f.hand([piece(n, session="s") for n in range(2)], 0.0))
+    f = forwarding(16, a=READY, b=READY, c=READY)
+    found = sent(f.hand([piece(n, session="s") for n in range(4)], 0.0))
     ((home, numbers),) = found.items()
-    assert numbers == [0, 1]
-    more = sent(f.hand([piece(n, session="s") for n in range(2, 8)], 0.0))
+    assert numbers == [0, 1, 2, 3]
+    more = sent(f.hand([piece(n, session="s") for n in range(4, 6)], 0.0))
     assert home not in more
-    assert sum(map(len, more.values())) == 4
-    assert len(f) == 2
     f.begun(home, [key(0)])
-    assert sent(f.hand([], 0.0)) == {home: [6]}
+    assert sent(f.hand([piece(6, session="s")], 0.0)) == {home: [6]}
+    many = sent(f.hand([piece(n, session="s") for n in range(7, 40)], 0.0))
+    assert many.keys() == {"a", "b", "c"}
+    assert len(f) == 0, "nothing waits while others have room"
 
 
 def test_hand_when_not_ready_or_silent_then_nothing() -> None:
