@@ -16,7 +16,7 @@ from fastapi_offline import FastAPIOffline
 from starlette.routing import Match, Route
 
 import multiworld
-from multiworld.errors import ServeError
+from multiworld.errors import NoReplicaError, OverloadedError, ServeError
 from multiworld.serve.core.refusals import OutdatedError
 from multiworld.serve.gateway import open_inference
 from multiworld.serve.gateway.body_budget import Reservation
@@ -39,6 +39,7 @@ from multiworld.serve.gateway.request_body import (
 )
 from multiworld.serve.gateway.triton_routes import PLATFORM, add_triton, tensors_of
 from multiworld.serve.spec.dedicated import is_dedicated
+from multiworld.serve.spec.stage import Tensors
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 
 # Server metadata in the Open Inference Protocol.
@@ -157,20 +158,28 @@ def _inference(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
         timeout_s = default_s if timeout_s is None else timeout_s
         session = _session(given.sequence_id)
         asked_at = gateway.authenticator.clock()
-        while True:
-            work = gateway.infer(
-                admitted, name, current, parsed.tensors, timeout_s, session
-            )
-            try:
-                answer = await while_connected(request, work)
-                break
-            except OutdatedError:  # an update was completed meanwhile
-                current, model = gateway.model(name, version, admitted.tenant)
-                require_tensors(name, model)
-                open_inference.check(parsed.tensors, model)
-                spent_s = gateway.authenticator.clock() - asked_at
-                timeout_s = max(0.001, timeout_s - spent_s)
-                asked_at += spent_s
+        tokens = _tokens(parsed.tensors)
+        try:
+            while True:
+                work = gateway.infer(
+                    admitted, name, current, parsed.tensors, timeout_s, session
+                )
+                try:
+                    answer = await while_connected(request, work)
+                    break
+                except OutdatedError:  # an update was completed meanwhile
+                    current, model = gateway.model(name, version, admitted.tenant)
+                    require_tensors(name, model)
+                    open_inference.check(parsed.tensors, model)
+                    spent_s = gateway.authenticator.clock() - asked_at
+                    timeout_s = max(0.001, timeout_s - spent_s)
+                    asked_at += spent_s
+        except (OverloadedError, NoReplicaError):
+            tokens = 0
+            raise
+        finally:
+            if tokens:
+                gateway.authenticator.count_prompt(admitted, tokens)
         size = sum(tensor.nbytes for tensor in answer.values())
         render = partial(open_inference.render, name, current, parsed, answer)
         content, head = (
@@ -263,6 +272,12 @@ def _inference(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
 
 def _spec(spec: Any) -> dict[str, Any]:
     return {"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)}
+
+
+def _tokens(tensors: Tensors) -> int:
+    """Return how many tokens tensors have, by the name that transformers gives them."""
+    ids = tensors.get("input_ids")
+    return 0 if ids is None else ids.numel()
 
 
 def _session(given: int | str | None) -> str | None:

@@ -30,6 +30,7 @@ from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 logger = logging.getLogger("multiworld.serve")
 
 MAX_CHARACTERS = 64 * 1024  # of a schema or a grammar
+MARKS = "<tool_call>", "</tool_call>"  # around a call, for Hermes and Qwen
 MAX_TOOLS = 512 * 1024  # of the schemas of all tools, in characters
 # Maximum least common multiple of all ``multipleOf`` of a schema, ignoring decimal
 # points. llguidance builds an automaton with that many states: 10^6 take 6 s, 10^7
@@ -42,6 +43,20 @@ KEPT_FAILURES = 256  # too complex grammars that are not tried again
 REASON = re.compile(r"^error: (.+)$", re.MULTILINE)  # of a regular expression
 PLACE = re.compile(r"^(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?")
 MAX_ERROR = 300  # reported characters of an llguidance error, which quotes the grammar
+
+# Formats that llguidance enforces.
+FORMATS = {
+    *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6"),
+    *("uuid", "uri"),
+}
+# Pairs of a keyword and a value that require nothing.
+NO_RULES: list[tuple[str, Any]] = [
+    ("uniqueItems", False),
+    ("propertyNames", {"type": "string"}),
+]
+# Keywords whose values have schemas by name, and those whose values are data.
+MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+DATA = {"enum", "const", "default", "examples", "required"}
 
 # Whitespace in JSON, as Python writes it: small models fill any free space forever.
 SPACES: Any = {
@@ -95,7 +110,7 @@ def arguments_of(tokenizer: Any, model: Generation) -> dict[str, Any]:
 
 def grammar_of_schema(schema: Any, param: str, trial: Trial | None = None) -> str:
     """Return a grammar of a schema's JSON texts; ``param`` is the request's field."""
-    _check_schema(schema, param)
+    schema = _checked_schema(schema, param)
     try:
         grammar = _matcher().grammar_from_json_schema(
             json.dumps(schema), overrides=SPACES
@@ -105,8 +120,8 @@ def grammar_of_schema(schema: Any, param: str, trial: Trial | None = None) -> st
     return _checked(grammar, param, trial)
 
 
-def _check_schema(schema: Any, param: str) -> None:
-    """Check all that needs no compiling."""
+def _checked_schema(schema: Any, param: str) -> Any:
+    """Check all that needs no compiling; return what is to be enforced."""
     if not isinstance(schema, dict):
         raise wrong_field(param, "is not an object")
     _matcher()
@@ -121,6 +136,7 @@ def _check_schema(schema: Any, param: str) -> None:
         raise NoStructureError(MISSING) from error
     try:
         _schemas().validate(schema)
+        return _enforced(schema)
     except ValidationError as error:
         names = ("[%d]" if type(n) is int else ".%s" for n in error.instance_path)
         place = "".join(names) % tuple(error.instance_path) or "it"
@@ -128,6 +144,28 @@ def _check_schema(schema: Any, param: str) -> None:
         raise wrong_field(param, f"is not a JSON schema: {place}: {why}") from None
     except (ValueError, RecursionError):
         raise wrong_field(param, "is nested too deeply") from None
+
+
+def _enforced(schema: Any) -> Any:
+    """Return a schema without keywords that require nothing, which llguidance refuses.
+
+    An unknown ``format`` is an annotation, by JSON Schema's own rules.
+    """
+    if isinstance(schema, list):
+        return [_enforced(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for name, value in schema.items():
+        if name == "format" and value not in FORMATS:
+            continue
+        if (name, value) in NO_RULES:
+            continue
+        if name in MAPS and isinstance(value, dict):
+            found[name] = {key: _enforced(each) for key, each in value.items()}
+        else:
+            found[name] = value if name in DATA else _enforced(value)
+    return found
 
 
 def grammar_of_regex(regex: str, param: str, trial: Trial | None = None) -> str:
@@ -184,6 +222,34 @@ def grammar_of_marked_calls(
     return _checked(_matcher().grammar_from_lark(text), "tools", trial)
 
 
+def grammar_of_answer_or_calls(
+    schema: Any,
+    tools: Sequence[tuple[str, Any]],
+    marks: tuple[int | None, int | None],
+    *,
+    is_single: bool,
+    trial: Trial | None = None,
+) -> str:
+    """Return a grammar of a schema's JSON texts, or of calls between two marks.
+
+    ``marks``: the tokens before and after a call; None: they are text.
+    """
+    schema = _checked_schema(schema, "response_format")
+    _check_multiples([schema, *(each for _, each in tools)], "tools")
+    begin, end = (
+        json.dumps(text) if token is None else f"<[{token}]>"
+        for token, text in zip(marks, MARKS, strict=True)
+    )
+    more = "" if is_single else ' ("\\n" call)*'
+    text = (
+        f"start: answer | call{more}\n"
+        f"answer: %json {json.dumps({'x-guidance': SPACES, **schema})}\n"
+        f'call: {begin} "\\n" inside "\\n" {end}\n'
+        f"inside: {_forms_of(tools, 'arguments')}\n"
+    )
+    return _checked(_matcher().grammar_from_lark(text), "tools", trial)
+
+
 def _forms_of(tools: Sequence[tuple[str, Any]], key: str) -> str:
     """Return the right side of a rule: a call of any tool, as a JSON object.
 
@@ -193,13 +259,13 @@ def _forms_of(tools: Sequence[tuple[str, Any]], key: str) -> str:
     schemas = [parameters for _, parameters in tools]
     _check_length(json.dumps(schemas), "tools", MAX_TOOLS)
     _check_multiples(schemas, "tools")
-    for _, parameters in tools:
-        _check_schema(parameters, "tools")  # compiled once, all together
+    # Compiled once, all together.
+    enforced = [(name, _checked_schema(each, "tools")) for name, each in tools]
     return "\n    | ".join(
         f'"{{\\"name\\": {_quoted(name)}, \\"{key}\\": " '
         f"%json {json.dumps({'x-guidance': SPACES, **parameters})} "
         '"}"'
-        for name, parameters in tools
+        for name, parameters in enforced
     )
 
 

@@ -55,13 +55,12 @@ class GrowingText:
 
     def _give_out(self, new: str, *, is_end: bool) -> str:
         self._held += new
-        is_looking = self._count >= self._min_tokens
-        if is_looking and self._stop.advance(new):
+        if self._stop.advance(new, is_early=self._count < self._min_tokens):
             self.is_stopped = True
             given, self._held = self._held[: self._stop.find(self._held)], ""
         else:
             # A possible start of a stop string is held back.
-            keep = self._stop.begun if is_looking and not is_end else 0
+            keep = 0 if is_end else self._stop.begun
             cut = len(self._held) - keep
             given, self._held = self._held[:cut], self._held[cut:]
         self._length += len(given)
@@ -81,8 +80,11 @@ class StopStrings:
         """Length of the longest prefix of a stop string that ends the text."""
         return max(self._begun, default=0)
 
-    def advance(self, new: str) -> bool:
-        """Look at more text; return whether it has a whole stop string."""
+    def advance(self, new: str, *, is_early: bool = False) -> bool:
+        """Look at more text; return whether it has a whole stop string.
+
+        One that ends early does not count, but may be the beginning of one that does.
+        """
         is_found = False
         for number, string in enumerate(self._strings):
             borders, length = _borders(string), self._begun[number]
@@ -91,6 +93,9 @@ class StopStrings:
                     length = borders[length - 1]
                 length += string[length] == character
                 if length == len(string):
+                    if is_early:
+                        length = borders[-1]
+                        continue
                     is_found = True
                     break
             self._begun[number] = length

@@ -117,7 +117,8 @@ class Tokenizer:
         """Reject a text (of ``size`` bytes) that cannot fit, before it is encoded."""
         if size > tokens * self.longest:
             raise InvalidRequestError(
-                f"this model takes at most {tokens} tokens; the text has {size} bytes",
+                f"This model's maximum context length is {tokens} tokens. However, the "
+                f"text has {size} bytes",
                 param=param,
                 code="context_length_exceeded",
             )

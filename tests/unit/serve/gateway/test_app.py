@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gzip
 import json
 import re
@@ -27,7 +28,7 @@ from multiworld.errors import (
 from multiworld.serve.core.refusals import OutdatedError
 from multiworld.serve.gateway import request_body
 from multiworld.serve.load.breakdown import phases_of
-from multiworld.serve.spec.stage import Model, Tensors
+from multiworld.serve.spec.stage import Model, Tensors, TensorSpec
 from multiworld.serve.tenants.directory import Tenant
 from multiworld.serve.tenants.timing import Phases
 from multiworld.serve.transport.routing_table import ReplicaState, RoutingTable
@@ -524,6 +525,26 @@ async def test_new_gateway_sends_no_request_of_a_tenant_to_others_replicas() -> 
     fake.dispatcher.lacking["m@acme"] = [0]
     assert (await infer(fake, 1.0, tenant="acme")).status_code == 200
     assert [c["model"] for c in fake.dispatcher.calls] == ["m@acme"]
+
+
+async def test_token_ids_count_for_the_tenant() -> None:
+    """Whatever route they come by."""
+    fake = Fake(Tenant(name="acme"))
+    inputs = [TensorSpec("input_ids", "INT64", (-1, -1))]
+    fake.serve("2", m=dataclasses.replace(MODEL, inputs=inputs))
+
+    async def answers(model: str, tensors: Tensors) -> Tensors:
+        return {"y": tensors["input_ids"].float()}
+
+    fake.dispatcher.answers = answers
+    ids = {"name": "input_ids", "datatype": "INT64", "shape": [1, 7], "data": [1] * 7}
+    async with fake.client("acme") as client:
+        for _ in range(2):
+            answer = await client.post("/v2/models/m/infer", json={"inputs": [ids]})
+            assert answer.status_code == 200
+    meter = fake.gateway.authenticator.meter
+    rows = [row for _, due in meter.take_due(0.0) for row in due]
+    assert sum(row.prompt_tokens for row in rows) == 14
 
 
 async def test_poison_request_is_reported_once_and_not_retried() -> None:

@@ -379,6 +379,43 @@ def test_schema_of_a_tool_refers_to_its_own_root(
         assert grammars.grammar_of_marked_calls(tools, 1, 2, [0])
 
 
+def test_answer_is_json_of_a_schema_or_calls(
+    matchers: Matchers, tokenizer: Tokenizer
+) -> None:
+    """Marks are text for this tokenizer."""
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    of = grammars.grammar_of_answer_or_calls
+    call = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+    marked = of(schema, TOOLS, (None, None), is_single=False)
+    for text in ('{"x": 1}', call, f"{call}\n{call}"):
+        assert accepted(matchers.begin(marked), tokenizer, text)[-1]
+    with pytest.raises(AssertionError):
+        accepted(matchers.begin(marked), tokenizer, f'{{"x": 1}}\n{call}')
+    single = of(schema, TOOLS, (None, None), is_single=True)
+    with pytest.raises(AssertionError):
+        accepted(matchers.begin(single), tokenizer, f"{call}\n{call}")
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"format": "password"}, '"x"'),
+        ({"type": "array", "uniqueItems": False}, "[1, 1]"),
+        ({"type": "object", "propertyNames": {"type": "string"}}, '{"a": 1}'),
+        (
+            {"type": "object", "properties": {"format": {"const": {"format": "x"}}}},
+            '{"format": {"format": "x"}}',
+        ),
+    ],
+)
+def test_keywords_that_require_nothing_are_left_out(
+    more: dict[str, Any], text: str, matchers: Matchers, tokenizer: Tokenizer
+) -> None:
+    """Libraries write them; values and names of properties are none."""
+    grammar = grammar_of_schema({"type": "string"} | more, "response_format")
+    assert accepted(matchers.begin(grammar), tokenizer, text)[-1]
+
+
 def test_marked_calls_have_their_schema_and_the_rest_is_free(tmp_path: Path) -> None:
     """Only between the tokens that mark a call."""
     save_tokenizer(tmp_path, "<tool_call>", "</tool_call>")

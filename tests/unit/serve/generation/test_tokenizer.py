@@ -264,12 +264,24 @@ def test_stop_string_counts_from_the_least_length_on(tokenizer: Tokenizer) -> No
     assert (shown + growing.end(), growing.is_stopped) == ("abxx", True)
 
 
+@pytest.mark.parametrize("min_tokens", range(6))
+def test_stop_string_may_begin_before_it_counts(
+    tokenizer: Tokenizer, min_tokens: int
+) -> None:
+    """It counts from ``min_tokens`` on; one that ends before does not."""
+    growing = GrowingText(tokenizer, ["abc"], min_tokens=min_tokens)
+    found = grown(growing, tokenizer.encode("xabcabcd", has_special=False))
+    assert "".join(found) == ("x" if min_tokens <= 4 else "xabc")
+
+
 def test_text_that_cannot_fit_is_refused_before_it_is_read(
     tokenizer: Tokenizer,
 ) -> None:
     """By the longest token, here `<end>` of five characters."""
     tokenizer.check_length(50, 10)
-    with pytest.raises(InvalidRequestError, match="at most 10 tokens"):
+    with pytest.raises(
+        InvalidRequestError, match="maximum context length is 10 tokens"
+    ):
         tokenizer.check_length(51, 10)
 
 

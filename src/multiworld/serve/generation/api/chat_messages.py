@@ -57,7 +57,7 @@ def _content(given: Any) -> str:
         return given
     if not isinstance(given, list):
         raise _wrong("must have strings as content")
-    return "".join(map(_text, given))
+    return "\n".join(map(_text, given))  # as vLLM does
 
 
 def _text(part: Any) -> str:
@@ -73,14 +73,15 @@ def _call(given: Any) -> dict[str, Any]:
     if (
         not isinstance(function, dict)
         or not isinstance(function.get("name"), str)
-        or not isinstance(function.get("arguments"), str)
+        or not isinstance(function.get("arguments"), str | None)
         or given.get("type", "function") != "function"
     ):
         raise _wrong(
             "has a tool call that is not a function with a name, and with arguments as "
             "a string"
         )
-    return {**given, "function": dict(function)}
+    arguments = function.get("arguments") or "{}"
+    return {**given, "function": {**function, "arguments": arguments}}
 
 
 def _decoded(arguments: str) -> Any:

@@ -52,7 +52,10 @@ def _rendered(ready: Ready, texts: Sequence[str]) -> Response:
         _choice(ready, choice, text, choice.items, choice.finish)
         for choice, text in zip(ready.choices, texts, strict=True)
     ]
-    return json_response({**ready.head(), "choices": found, "usage": _usage(ready)})
+    answer = {**ready.head(), "choices": found, "usage": _usage(ready)}
+    if ready.is_chat and ready.wanted.has_ids:  # where vLLM has it
+        answer["prompt_token_ids"] = list(ready.choices[0].prompt)
+    return json_response(answer)
 
 
 def _usage(ready: Ready) -> dict[str, int]:
@@ -122,7 +125,7 @@ def _message(ready: Ready, text: str) -> dict[str, Any]:
         return {"role": "assistant", "content": content}
     shown = [
         {
-            "id": f"call_{secrets.token_hex(12)}",
+            "id": _call_id(),
             "type": "function",
             "function": {"name": name, "arguments": arguments},
         }
@@ -130,6 +133,11 @@ def _message(ready: Ready, text: str) -> dict[str, Any]:
     ]
     content = said if said.strip() else None
     return {"role": "assistant", "content": content, "tool_calls": shown}
+
+
+def _call_id() -> str:
+    """Return an identifier of a call: Mistral's templates take 9 letters and digits."""
+    return secrets.token_hex(5)[:9]
 
 
 # Streaming.
@@ -221,7 +229,7 @@ def _parsed_events(
         function = {"name": each.name} if each.name else {}
         call: dict[str, Any] = {"index": each.number}
         if each.name:
-            call |= {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+            call |= {"id": _call_id(), "type": "function"}
         call["function"] = {**function, "arguments": each.arguments}
         deltas.append({"tool_calls": [call]})
     for delta in deltas:
@@ -266,5 +274,7 @@ def _event(
         found["token_ids"] = [item.token for item in items]
     chunk = {**ready.head(is_chunk=True), "choices": [found]}
     if ready.wanted.has_usage:
-        chunk["usage"] = None
+        chunk["usage"] = _usage(ready) if ready.wanted.has_usage_so_far else None
+    if ready.is_chat and "prompt_token_ids" in more:
+        chunk["prompt_token_ids"] = more["prompt_token_ids"]
     return event_of(chunk)

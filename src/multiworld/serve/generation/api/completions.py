@@ -66,12 +66,14 @@ class Wanted:
     stop: tuple[str, ...]
     is_streamed: bool
     has_usage: bool  # a streamed answer ends with it
+    has_usage_so_far: bool  # if it does, so does each of its chunks
     skips_special: bool
     echo: bool = False  # the answer begins with the prompt
     is_prompt_only: bool = False  # one token is computed all the same
     timeout_s: float | None = None  # until the deadline; None: the model's default
     has_ids: bool = False  # of the tokens, in the answer
     structure: Structure | None = None
+    schema: Any = None  # that the structure is made of, if it is
     calling: Calling | None = None
     session: str = ""  # a tenant's requests of one prefer the same replicas
     given: frozenset[str] = frozenset()  # of ``DEFAULTED``, by the request
@@ -191,10 +193,9 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
         rule = "cannot be given with a structure, because a structure has an end"
         raise wrong_field("ignore_eos", rule)
     options = asked.stream_options
-    for name in ("continuous_usage_stats", "include_obfuscation"):
-        if options is not None and getattr(options, name):
-            rule = f"with {name} is not supported"
-            raise wrong_field("stream_options", rule, "unsupported_value")
+    if options is not None and options.include_obfuscation:
+        rule = "with include_obfuscation is not supported"
+        raise wrong_field("stream_options", rule, "unsupported_value")
     if options is not None and not asked.stream:
         raise wrong_field("stream_options", "needs stream: true")
     session = asked.prompt_cache_key or ""
@@ -206,11 +207,13 @@ def _wanted(asked: Any, max_tokens: int | None, logprobs: int | None) -> Wanted:
         n=n,
         stop=tuple(stop),
         is_streamed=bool(asked.stream),
-        has_usage=options is not None and options.include_usage,
+        has_usage=options is not None and bool(options.include_usage),
+        has_usage_so_far=options is not None and bool(options.continuous_usage_stats),
         skips_special=asked.skip_special_tokens is not False,
         timeout_s=asked.timeout_s,
         has_ids=bool(asked.return_token_ids),
         structure=structure,
+        schema=schema_of(asked.response_format, asked.structured_outputs),
         session=session,
         given=frozenset(n for n in DEFAULTED if getattr(asked, n) is not None),
     )
@@ -242,6 +245,18 @@ def structure_of(
     if len(found) > 1:
         raise wrong_field("structured_outputs", "cannot be given with response_format")
     return found[0] if found else None
+
+
+def schema_of(form: ResponseFormat | None, outputs: StructuredOutputs | None) -> Any:
+    """Return the JSON schema that a request requires; None if it requires none."""
+    is_object = (form is not None and form.type == "json_object") or (
+        outputs is not None and bool(outputs.json_object)
+    )
+    if is_object:
+        return {"type": "object"}
+    if form is not None and form.json_schema is not None:
+        return form.json_schema.schema
+    return None if outputs is None else outputs.json
 
 
 def _check_metadata(given: dict[str, str] | None) -> None:
@@ -290,9 +305,10 @@ def check_fits(
     room = longest - prompt
     if room < max(1, wanted.max_tokens):
         raise InvalidRequestError(
-            f"this model takes at most {longest} tokens; the prompt has {prompt} and "
-            f"the answer may have {max(1, wanted.max_tokens)}; shorten the prompt, or "
-            "lower max_tokens",
+            # Front ends look for the first words, which are OpenAI's.
+            f"This model's maximum context length is {longest} tokens. However, the "
+            f"prompt has {prompt} and the answer may have {max(1, wanted.max_tokens)}; "
+            "shorten the prompt, or lower max_tokens",
             param=param,
             code="context_length_exceeded",
         )

@@ -11,6 +11,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from multiworld.errors import InvalidRequestError
+from multiworld.serve.core.refusals import wrong_field
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.http_responses import (
@@ -109,8 +110,13 @@ async def _tool(
         served = await served_model(gateway, admitted, parsed.model)
         given = bytes_of((parsed.messages, parsed.prompt))
         served.tokenizer.check_length(given, served.longest)
+        tokens = len(parsed.tokens or ())
+        if tokens > served.longest:
+            rule = f"has {tokens} tokens; this model takes at most {served.longest}"
+            raise wrong_field("tokens", rule)
         call = partial(answer, parsed, served)
-        work = gateway.encoding.submit(admitted.tenant.share, 1.0 + given, call)
+        cost = 1.0 + given + tokens
+        work = gateway.encoding.submit(admitted.tenant.share, cost, call)
         return json_response(await asyncio.wrap_future(work))
 
     return await respond(gateway, request, "", handle, openai_error_response)

@@ -28,7 +28,11 @@ from multiworld.serve.generation.api.completions import (
 from multiworld.serve.generation.api.request_fields import ChatBody, CompletionBody
 from multiworld.serve.generation.api.tools import BEGIN, END, CallParser, Family
 from multiworld.serve.generation.gateway.stream import TimeLimits
-from multiworld.serve.generation.grammar import arguments_of, grammar_of_marked_calls
+from multiworld.serve.generation.grammar import (
+    arguments_of,
+    grammar_of_answer_or_calls,
+    grammar_of_marked_calls,
+)
 from multiworld.serve.generation.grammar_trials import TrialTokenizer, trials
 from multiworld.serve.generation.growing_text import GrowingText
 from multiworld.serve.generation.limits import longest_of
@@ -204,23 +208,29 @@ def _with_defaults(wanted: Wanted, generation: Generation) -> Wanted:
     return replace(wanted, sampling=msgspec.structs.replace(wanted.sampling, **own))
 
 
-def _strict(wanted: Wanted, served: ServedModel) -> Structure:
-    """Return the structure of output whose tool calls must fit their schemas."""
-    assert wanted.calling is not None
+def _with_calls(wanted: Wanted, served: ServedModel) -> Structure | None:
+    """Return the structure of output that may have text and calls of tools."""
+    calling, structure = wanted.calling, wanted.structure
+    assert calling is not None
     token_id = served.tokenizer.fast.token_to_id
     begin, end = token_id(BEGIN), token_id(END)
-    is_free = wanted.structure is None and not wanted.sampling.ignore_eos
-    has_calls = is_free and served.family == "hermes"
-    if not has_calls or begin is None or end is None:
-        raise InvalidRequestError(
-            "strict tools are enforced with tool_choice: required, or the name of a "
-            "tool; with auto, this model or this request does not support them",
-            param="tools",
-            code="unsupported_value",
-        )
-    forms = wanted.calling.forms(is_strict=True)
-    ends = served.generation.end_tokens
-    return partial(grammar_of_marked_calls, forms, begin, end, ends)
+    forms = calling.forms(is_strict=True)
+    is_hermes = served.family == "hermes"
+    if structure is not None:
+        if wanted.schema is None or not is_hermes:
+            rule = (
+                "cannot be called beside this structure: only beside a JSON schema, "
+                'with tool_call_parser "hermes"; set tool_choice to none or required'
+            )
+            raise wrong_field("tools", rule, "unsupported_value")
+        made_by, marks = grammar_of_answer_or_calls, (begin, end)
+        single = calling.is_single
+        return partial(made_by, wanted.schema, forms, marks, is_single=single)
+    is_marked = is_hermes and not wanted.sampling.ignore_eos
+    if calling.is_strict and is_marked and begin is not None and end is not None:
+        ends = served.generation.end_tokens
+        return partial(grammar_of_marked_calls, forms, begin, end, ends)
+    return None  # calls that do not fit their schema are possible
 
 
 def _has_special_marks(wanted: Wanted, served: ServedModel) -> bool:
@@ -276,8 +286,8 @@ async def _ready(
 ) -> Ready:
     is_chat = prefix == "chatcmpl-"
     wanted = _with_defaults(wanted, served.generation)
-    if wanted.calling is not None and wanted.calling.is_strict:
-        wanted = replace(wanted, structure=_strict(wanted, served))
+    if wanted.calling is not None and wanted.calling.is_free and served.family:
+        wanted = replace(wanted, structure=_with_calls(wanted, served))
     if wanted.structure is not None:
         structure = wanted.structure
         grammar = await _compiled(gateway, admitted, wanted, served, structure)

@@ -23,6 +23,10 @@ BEGIN, END = "<tool_call>", "</tool_call>"  # around a call, for Hermes and Qwen
 NAME = re.compile("[a-zA-Z0-9_-]{1,64}")  # of a tool, as in OpenAI's API
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 MAX_MARKS = 8  # ends of a call that are tried; each of them parses it
+# Text that may be a call in Llama 3's form, as far as it goes, and what comes before
+# each of several.
+CALL_BEGUN = re.compile(r'\s*(\[\s*)?(\{\s*("|$)|$)')
+NEXT_CALL = re.compile(r"[\s;]*(?=[{\[])")
 # Of templates, by vLLM's names of the parsers.
 Family = Literal["hermes", "llama3_json"]
 
@@ -118,7 +122,10 @@ def calling_of(
 
 def _parameters(tool: Tool) -> Any:
     given = tool.function.parameters
-    return NO_PARAMETERS if given is None else given
+    if given is None:
+        return NO_PARAMETERS
+    # Clients expect an object, also where the schema says nothing.
+    return {"type": "object", **given} if isinstance(given, dict) else given
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +179,17 @@ class CallParser:
         if not self.calling.is_free:
             return  # the rest is a truncated call
         self._join()
-        found = self._parsed(self._held.removeprefix(BEGIN).removesuffix(END))
-        if found is None:
-            yield from self._rest()
+        if self._family == "hermes":
+            text = self._held.removeprefix(BEGIN).removesuffix(END)
+            found, rest = self._parsed(text), ""
         else:
-            self._held = ""
+            found, rest = self._leading(self._held)
+        if found is not None:
             yield from self._calls(found)
+            self._held = rest
+        if self.calls and not self._held.strip():
+            return
+        yield from self._rest()
 
     def _required(self) -> Iterator[Call]:
         """Yield the calls of a list, each once it is complete."""
@@ -197,6 +209,8 @@ class CallParser:
             before, mark, rest = self._held.partition(BEGIN)
             if not mark:
                 safe = len(self._held) - _overlap(self._held, BEGIN)
+                if self.calls and not self._held[:safe].strip():
+                    return  # space between calls is none of the text
                 text, self._held = self._held[:safe], self._held[safe:]
                 if text:
                     yield text
@@ -233,14 +247,27 @@ class CallParser:
 
     def _may_not_be_json(self) -> bool:
         """Return whether the output is certainly not a call in Llama 3's form."""
-        begun = self._held.lstrip()
-        return self._is_free or self._family is None or begun[:1] not in ("", "{", "[")
+        is_call = self._family is not None and CALL_BEGUN.match(self._held)
+        return self._is_free or not is_call
 
     def _rest(self) -> Iterator[str]:
         self._is_free = True
         text, self._held = self._held, ""
         if text:
             yield text
+
+    def _leading(self, text: str) -> tuple[list[tuple[str, str]] | None, str]:
+        """Return the calls that a text begins with, in Llama 3's form, and the rest."""
+        calls, at = list[tuple[str, str]](), 0
+        while begun := NEXT_CALL.match(text, at):
+            try:
+                found, end = json.JSONDecoder().raw_decode(text, begun.end())
+                listed = found if isinstance(found, list) else [found]
+                calls += [self._call(call) for call in listed]
+            except (ValueError, RecursionError):
+                break
+            at = end
+        return calls or None, text[at:].lstrip()
 
     def _parsed(self, text: str) -> list[tuple[str, str]] | None:
         try:

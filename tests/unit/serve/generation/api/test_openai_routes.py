@@ -33,7 +33,12 @@ from multiworld.serve.spec.stage import Generation, Model, Stage
 from multiworld.serve.tenants.directory import Tenant
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 from multiworld.serve.transport.generation_messages import Sampling, TokenItem
-from multiworld.serve.transport.routing_table import Route, RoutingTable
+from multiworld.serve.transport.routing_table import (
+    Replica,
+    ReplicaState,
+    Route,
+    RoutingTable,
+)
 from tests.tiny_decoder import save_tokenizer
 from tests.unit.serve.gateway.fakes import Fake
 
@@ -163,11 +168,15 @@ class Played:
 
     async def choices(self, path: str, body: dict[str, Any]) -> list[Any]:
         """Return the choices of a streamed answer, chunk by chunk."""
+        chunks = await self.chunks(path, body)
+        return [choice for chunk in chunks for choice in chunk["choices"]]
+
+    async def chunks(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """Return the chunks of a streamed answer."""
         status, events = await self.post(path, {**body, "stream": True})
         assert status == 200, events
         assert events[-1] == "data: [DONE]"
-        chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
-        return [choice for chunk in chunks for choice in chunk["choices"]]
+        return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
 
 
 async def test_tenant_with_replicas_of_its_own_has_their_tokenizer_and_limits(
@@ -185,7 +194,9 @@ async def test_tenant_with_replicas_of_its_own_has_their_tokenizer_and_limits(
     gateway.models["g@acme"] = {"2": dataclasses.replace(shared, generation=own)}
     gateway.specs["g@acme", "2"] = gateway.specs["g", "1"]
     routes = {**dispatcher.table.routes, "g@acme": Route("2", {"2": 1})}
-    dispatcher.table = RoutingTable(1, ("gateway/1",), routes)
+    own_replica = Replica("r", "g@acme", "2", 0, ReplicaState.READY)
+    replicas = {"r": own_replica}
+    dispatcher.table = RoutingTable(1, ("gateway/1",), routes, replicas)
     for tenant, longest, count in (("acme", 50, 1), ("beta", 200, 5)):
         status, answer = await played.post("/tokenize", {"prompt": "<own>"}, tenant)
         assert (status, answer["max_model_len"]) == (200, longest)
@@ -463,21 +474,70 @@ async def test_defaults_of_the_model_are_those_of_requests(
     assert (sampling.temperature, sampling.top_k, sampling.min_p) == (0.5, 20, 0.0)
 
 
-async def test_strict_tools_are_enforced_or_refused(
+async def test_strict_tools_are_enforced_where_that_is_possible(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     """By a structure, where the marks of calls are tokens of the model."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     function = {"name": "f", "parameters": schema, "strict": True}
     asked = {"messages": PROMPT, "tools": [{"type": "function", "function": function}]}
-    refused, answer = await Played(tokenizer).post(CHAT, asked)
-    assert (refused, answer["error"]["param"]) == (400, "tools")
-    assert "strict tools are enforced with tool_choice" in answer["error"]["message"]
+    plain = Played(tokenizer)
+    plain.streams.text = [7]
+    assert (await plain.post(CHAT, asked))[0] == 200
+    assert not plain.streams.samplings[-1].grammar
     save_tokenizer(tmp_path, "<tool_call>", "</tool_call>")
     played = Played(Tokenizer(tmp_path))
     played.streams.text = [7]
     assert (await played.post(CHAT, asked))[0] == 200
     assert "call: <[" in played.streams.samplings[-1].grammar
+
+
+async def test_tools_can_be_called_beside_an_answer_in_json(
+    tokenizer: Tokenizer,
+) -> None:
+    """The structure allows both; another kind of structure is refused with tools."""
+    played = Played(tokenizer)
+    played.streams.text = [7]
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+    asked = {"messages": PROMPT, "tools": TOOLS}
+    assert (await played.post(CHAT, {**asked, "response_format": form}))[0] == 200
+    assert "start: answer | call" in played.streams.samplings[-1].grammar
+    more = {"structured_outputs": {"regex": "a+"}}
+    status, answer = await played.post(CHAT, {**asked, **more})
+    assert (status, answer["error"]["param"]) == (400, "tools")
+    assert (await played.post(CHAT, {**asked, **more, "tool_choice": "none"}))[0] == 200
+
+
+async def test_chat_tells_the_ids_of_its_prompt_where_vllm_does(
+    tokenizer: Tokenizer,
+) -> None:
+    """Beside the choices."""
+    played = Played(tokenizer)
+    played.streams.text = [7]
+    asked = {"messages": PROMPT, "return_token_ids": True}
+    _, answer = await played.post(CHAT, asked)
+    assert answer["prompt_token_ids"] == played.streams.prompts[0]
+
+
+async def test_every_chunk_may_tell_the_usage_so_far(tokenizer: Tokenizer) -> None:
+    """As vLLM's do."""
+    played = Played(tokenizer)
+    played.streams.text = [7, 8, 9]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"prompt": [1, 2], "stream_options": options}
+    chunks = await played.chunks("/v1/completions", asked)
+    made = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert made == sorted(made)
+    assert (made[0] > 0, made[-1], len(made)) == (True, 3, 4)
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {2}
+
+
+async def test_tokens_beyond_the_model_are_not_decoded(tokenizer: Tokenizer) -> None:
+    """They would hold up everybody."""
+    played = Played(tokenizer)
+    status, answer = await played.post("/detokenize", {"tokens": [7] * 201})
+    assert (status, answer["error"]["param"]) == (400, "tokens")
+    assert (await played.post("/detokenize", {"tokens": [7] * 200}))[0] == 200
 
 
 async def test_request_id_is_accepted_returned_and_passed_to_the_streams(

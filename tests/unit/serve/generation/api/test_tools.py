@@ -6,6 +6,7 @@ import itertools
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,6 +96,9 @@ SMALLER, NOTHING = "2 < 3, <tool> and </tool_call>", "<tool_call>nothing</tool_c
         ("hermes", f"<tool_call>{CALL}", "", WEATHER),
         ("llama3_json", CALL.replace("arguments", "parameters"), "", WEATHER),
         ("llama3_json", f"[{CALL}, {CALL}]", "", WEATHER * 2),
+        ("llama3_json", f"{CALL}; {CALL}\n", "", WEATHER * 2),
+        ("llama3_json", f"{CALL}\n\nI called it.", "I called it.", WEATHER),
+        ("llama3_json", "[1] says so.", "[1] says so.", []),
         ("llama3_json", "It is warm. {", "It is warm. {", []),
         ("llama3_json", '{"name": "unknown"}', '{"name": "unknown"}', []),
         ("llama3_json", '{"cut', '{"cut', []),
@@ -128,6 +132,30 @@ def test_text_without_calls_is_not_held_back() -> None:
     assert list(parser.feed("b>")) == ["<b>"]
     parser = CallParser(FREE, "llama3_json")
     assert list(parser.feed("Hello {")) == ["Hello {"]
+    for begun in ("[1", "{1", "{}"):
+        assert list(CallParser(FREE, "llama3_json").feed(begun)) == [begun]
+    for begun in ("[", " [ {", '{ "'):
+        assert not list(CallParser(FREE, "llama3_json").feed(begun))
+
+
+def test_space_between_calls_is_no_text() -> None:
+    """Neither streamed nor whole."""
+    call = f"<tool_call>{CALL}</tool_call>"
+    for places in (0, 200):
+        text = f"Sure. {call}\n{call}\n"
+        said, calls = parsed(FREE, "hermes", cut(text, [*range(places)]))
+        assert (said, calls) == ("Sure. ", WEATHER * 2)
+
+
+def test_arguments_are_an_object_where_a_schema_does_not_say() -> None:
+    """Clients expect one."""
+    properties: dict[str, Any] = {"properties": {"a": {"type": "integer"}}}
+    several: list[dict[str, Any]] = [{}, properties, {"anyOf": [{}]}]
+    for parameters in several:
+        function = {"name": "f", "parameters": parameters}
+        tool = msgspec.convert({"type": "function", "function": function}, Tool)
+        ((_, schema),) = Calling((tool,)).forms()
+        assert schema == {"type": "object", **parameters}
 
 
 class Appended(str):
