@@ -41,7 +41,9 @@ from multiworld.serve.models.partition import Span
 from multiworld.serve.transport.generation_messages import Sampling
 
 STREAMS, THREADS = (1, 4, 16), 2
-FLOAT, INT8, EQUAL = MODES = "float32", "int8", "int8, deterministic"
+FLOAT, INT8, EQUAL = "float32", "int8", "int8, deterministic"
+SHORT = "bfloat16"
+MODES = (FLOAT, SHORT, INT8, EQUAL)
 LAYERS, PROMPT, STEPS = 30, 128, 60
 
 ALL = "all"
@@ -84,7 +86,7 @@ def _watch(stage: nn.Module, clock: Clock) -> None:
 
 
 def run(options: Options, on_step: OnStep) -> None:
-    """Measure steps of 1, 4 and 16 streams, in float32 and in int8."""
+    """Measure steps of 1, 4 and 16 streams, in float32, bfloat16 and int8."""
     folder = smollm2.fetch(lambda text: on_step(("step", (0.0, text))))
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
@@ -111,9 +113,10 @@ def _invariant_cache() -> KvCache:
 
 
 def _stage(folder: Path, mode: str) -> tuple[Any, Clock]:
-    quantization = None if mode == FLOAT else INT8
+    quantization = INT8 if mode in (INT8, EQUAL) else None
+    dtype = SHORT if mode == SHORT else FLOAT
     span, clock = Span(0, LAYERS, LAYERS), Clock()
-    stage: Any = decoder_stage.load(folder, span, "float32", "cpu", quantization)
+    stage: Any = decoder_stage.load(folder, span, dtype, "cpu", quantization)
     with torch.inference_mode():
         pack_linears(stage)
         if mode == EQUAL:

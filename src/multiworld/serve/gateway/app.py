@@ -158,7 +158,7 @@ def _inference(app: FastAPI, hot: HotRoutes, gateway: Gateway) -> None:
         timeout_s = default_s if timeout_s is None else timeout_s
         session = _session(given.sequence_id)
         asked_at = gateway.authenticator.clock()
-        tokens = _tokens(parsed.tensors)
+        tokens, admitted.model = _tokens(parsed.tensors), name
         try:
             while True:
                 work = gateway.infer(

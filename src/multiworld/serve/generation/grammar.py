@@ -55,8 +55,14 @@ NO_RULES: list[tuple[str, Any]] = [
     ("propertyNames", {"type": "string"}),
 ]
 # Keywords whose values have schemas by name, and those whose values are data.
-MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-DATA = {"enum", "const", "default", "examples", "required"}
+MAPS = {
+    *("properties", "patternProperties", "$defs", "definitions"),
+    *("dependentSchemas", "dependencies"),
+}
+DATA = {
+    *("enum", "const", "default", "example", "examples", "required"),
+    "dependentRequired",
+}
 
 # Whitespace in JSON, as Python writes it: small models fill any free space forever.
 SPACES: Any = {
@@ -157,7 +163,7 @@ def _enforced(schema: Any) -> Any:
         return schema
     found = {}
     for name, value in schema.items():
-        if name == "format" and value not in FORMATS:
+        if name == "format" and isinstance(value, str) and value not in FORMATS:
             continue
         if (name, value) in NO_RULES:
             continue

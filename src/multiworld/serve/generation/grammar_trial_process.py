@@ -7,18 +7,21 @@ threads have elsewhere.
 
 It reads requests, a line of JSON each: ``tokenizer``, a name; ``grammar``; and
 ``made_of``, the arguments of ``LLTokenizer``, if the name is new. It answers each with
-a line: ``is_unknown``, whether it lacks the tokenizer, or ``why``, an error or null.
+a line: ``is_unknown``, whether it lacks the tokenizer; ``error``, if there is none; or
+``why``, why the grammar cannot be enforced, or null.
 It needs llguidance and no other package.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -57,9 +60,7 @@ def tokenizer_of(made_of: dict[str, Any]) -> Any:
 
 def _why(tokenizer: Any, grammar: str, cpu_s: int) -> str | None:
     """Return why a grammar cannot be enforced; None if it can."""
-    _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    until = int(time.process_time()) + 1 + cpu_s
-    resource.setrlimit(resource.RLIMIT_CPU, (until, most))
+    _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + cpu_s)
     why: str = LLMatcher.validate_grammar(grammar)
     if why and not why.startswith("WARNING"):
         return why
@@ -70,6 +71,15 @@ def _why(tokenizer: Any, grammar: str, cpu_s: int) -> str | None:
     return error if matcher.is_error() else None
 
 
+def _limit(kind: int, amount: int) -> None:
+    """Set a soft limit, as far as the hard one allows."""
+    _, most = resource.getrlimit(kind)
+    if most != resource.RLIM_INFINITY:
+        is_less = amount != resource.RLIM_INFINITY and amount < most
+        amount = amount if is_less else most
+    resource.setrlimit(kind, (amount, most))
+
+
 def _serve(cpu_s: int) -> None:
     tokenizers: dict[str, Any] = {}
     for line in sys.stdin:
@@ -78,9 +88,15 @@ def _serve(cpu_s: int) -> None:
         if "made_of" in asked:
             while len(tokenizers) >= MAX_TOKENIZERS:
                 del tokenizers[next(iter(tokenizers))]
-            tokenizers[name] = tokenizer_of(asked["made_of"])
+            _limit(resource.RLIMIT_CPU, resource.RLIM_INFINITY)
+            try:
+                tokenizers[name] = tokenizer_of(asked["made_of"])
+            except ValueError as error:  # llguidance has no form of it
+                tokenizers[name] = str(error)
         answer: dict[str, Any] = {"is_unknown": name not in tokenizers}
-        if name in tokenizers:
+        if isinstance(tokenizers.get(name), str):
+            answer["error"] = tokenizers[name]
+        elif name in tokenizers:
             answer["why"] = _why(tokenizers[name], asked["grammar"], cpu_s)
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
@@ -89,8 +105,11 @@ def _serve(cpu_s: int) -> None:
 def main() -> None:
     """Serve until standard input ends."""
     os.nice(5)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    # When memory is short, the system ends this process before others.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_AS, MEMORY_BYTES)
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_serve, args=(int(sys.argv[1]),))
     thread.start()

@@ -6,20 +6,17 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
-import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from multiworld.errors import NoReplicaError
+from multiworld.errors import ModelFailedError, NoReplicaError
 
 PROGRAM = Path(__file__).with_name("grammar_trial_process.py")
 # Processor time of a trial, and the time after which it counts as hung.
@@ -45,10 +42,9 @@ class GrammarTrials:
     def __init__(
         self,
         cpu_s: int = CPU_S,  # of a trial
-        clock: Callable[[], float] = time.monotonic,
+        program: Path = PROGRAM,
     ) -> None:
-        self._command = [sys.executable, "-P", str(PROGRAM), str(cpu_s)]
-        self._clock = clock
+        self._command = [sys.executable, "-P", str(program), str(cpu_s)]
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._known: OrderedDict[str, str | None] = OrderedDict()
@@ -57,7 +53,8 @@ class GrammarTrials:
         """Return why a grammar cannot be enforced; None if it can. Blocks.
 
         Raises:
-            NoReplicaError: The process could not be started.
+            NoReplicaError: The process could not be started, or was ended twice.
+            ModelFailedError: llguidance cannot use the tokenizer.
         """
         data = f"{tokenizer.name}\n{grammar}".encode()
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
@@ -72,43 +69,42 @@ class GrammarTrials:
             return why
 
     def _tried(self, tokenizer: TrialTokenizer, grammar: str) -> str | None:
-        is_fresh = self._process is None
-        answer, code = self._answer(tokenizer, grammar)
-        if answer is None and not is_fresh and code not in DECISIVE:
-            # Its memory may have been full of other grammars.
-            answer, code = self._answer(tokenizer, grammar)
-        return TOO_COMPLEX if answer is None else answer["why"]
+        code = 0
+        for _ in range(2):
+            is_fresh = self._process is None
+            answer = self._answer(tokenizer, grammar)
+            if answer is not None:
+                return _why(answer)
+            code = self._end()
+            # The memory of one that is not fresh may have been full of other grammars.
+            if code in DECISIVE or (is_fresh and code == -signal.SIGABRT):
+                return TOO_COMPLEX
+        raise NoReplicaError(f"no structure can be checked now: exit code {code}")
 
-    def _answer(
-        self, tokenizer: TrialTokenizer, grammar: str
-    ) -> tuple[dict[str, Any] | None, int]:
-        """Return the answer of the process, or None and its exit code."""
+    def _answer(self, tokenizer: TrialTokenizer, grammar: str) -> dict[str, Any] | None:
+        """Return the answer of the process; None if it ended or hangs."""
         asked: dict[str, Any] = {"tokenizer": tokenizer.name, "grammar": grammar}
         answer = self._exchanged(asked)
         if answer is not None and answer["is_unknown"]:
             answer = self._exchanged({**asked, "made_of": tokenizer.made_of()})
-        return answer, 0 if answer is not None else self._end()
+        return answer
 
     def _exchanged(self, asked: dict[str, Any]) -> dict[str, Any] | None:
         process = self._started()
         assert process.stdin is not None
         assert process.stdout is not None
+        end = threading.Timer(ANSWER_S, process.kill)
+        end.start()
         try:
             process.stdin.write(json.dumps(asked).encode() + b"\n")
             process.stdin.flush()
+            found = process.stdout.readline()
         except OSError:
             return None
-        readable = select.poll()
-        readable.register(process.stdout, select.POLLIN)
-        found, until = b"", self._clock() + ANSWER_S
-        while not found.endswith(b"\n"):
-            left_s = until - self._clock()
-            if left_s <= 0 or not readable.poll(1000 * left_s):
-                return None
-            part = os.read(process.stdout.fileno(), 65_536)
-            if not part:
-                return None
-            found += part
+        finally:
+            end.cancel()
+        if not found.endswith(b"\n"):
+            return None
         answer: dict[str, Any] = json.loads(found)
         return answer
 
@@ -149,6 +145,13 @@ class GrammarTrials:
             if self._process is not None:
                 self._process.kill()
                 self._end()
+
+
+def _why(answer: dict[str, Any]) -> str | None:
+    if (error := answer.get("error")) is not None:
+        raise ModelFailedError(f"no structure can be had with this model: {error}")
+    why: str | None = answer["why"]
+    return why
 
 
 @functools.cache

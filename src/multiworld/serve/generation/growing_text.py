@@ -54,10 +54,11 @@ class GrowingText:
         return self._give_out(self._window.rest(), is_end=True)
 
     def _give_out(self, new: str, *, is_end: bool) -> str:
+        before = len(self._held)
         self._held += new
         if self._stop.advance(new, is_early=self._count < self._min_tokens):
             self.is_stopped = True
-            given, self._held = self._held[: self._stop.find(self._held)], ""
+            given, self._held = self._held[: self._stop.find(self._held, before)], ""
         else:
             # A possible start of a stop string is held back.
             keep = 0 if is_end else self._stop.begun
@@ -101,9 +102,12 @@ class StopStrings:
             self._begun[number] = length
         return is_found
 
-    def find(self, text: str) -> int:
-        """Return where the first whole stop string begins."""
-        places = (text.find(string) for string in self._strings)
+    def find(self, text: str, before: int) -> int:
+        """Return where the first stop string begins that ends after ``before``."""
+        places = (
+            text.find(string, max(0, before - len(string) + 1))
+            for string in self._strings
+        )
         return min(place for place in places if place >= 0)
 
 

@@ -544,7 +544,7 @@ async def test_token_ids_count_for_the_tenant() -> None:
             assert answer.status_code == 200
     meter = fake.gateway.authenticator.meter
     rows = [row for _, due in meter.take_due(0.0) for row in due]
-    assert sum(row.prompt_tokens for row in rows) == 14
+    assert {row.model: row.prompt_tokens for row in rows} == {"m": 14}
 
 
 async def test_poison_request_is_reported_once_and_not_retried() -> None:

@@ -400,6 +400,7 @@ def test_answer_is_json_of_a_schema_or_calls(
     ("more", "text"),
     [
         ({"format": "password"}, '"x"'),
+        ({"example": {"format": {"x": 1}}}, '"x"'),
         ({"type": "array", "uniqueItems": False}, "[1, 1]"),
         ({"type": "object", "propertyNames": {"type": "string"}}, '{"a": 1}'),
         (

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from multiworld.errors import InvalidRequestError
+from multiworld.errors import InvalidRequestError, ModelFailedError, NoReplicaError
+from multiworld.serve.generation import grammar_trials
 from multiworld.serve.generation.grammar import (
     Trial,
     arguments_of,
@@ -120,6 +121,31 @@ def test_process_that_was_killed_is_replaced(
         grammar = f'start: "{number}"'
         assert trials.why_not(tokenizer, grammar) is None
     assert not before & _children()
+
+
+@pytest.mark.parametrize("code", ["raise SystemExit(3)", "import time; time.sleep(9)"])
+def test_failure_of_the_process_is_not_the_clients_mistake(
+    code: str, tokenizer: TrialTokenizer, tmp_path: Path
+) -> None:
+    """Nor is it remembered."""
+    program = tmp_path / "program.py"
+    program.write_text(code)
+    failing = GrammarTrials(program=program)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammar_trials, "ANSWER_S", 0.5)
+        for _ in range(2):
+            with pytest.raises(NoReplicaError, match="can be checked now"):
+                failing.why_not(tokenizer, "x" * 100_000)
+    failing.close()
+
+
+def test_tokenizer_that_is_of_no_use_is_named(trials: GrammarTrials) -> None:
+    """It is no mistake of the client."""
+    made_of = {"tokenizer": "{}", "vocabulary": 5, "ends": [0]}
+    broken = TrialTokenizer("broken", lambda: made_of)
+    for _ in range(2):
+        with pytest.raises(ModelFailedError, match="with this model"):
+            trials.why_not(broken, GOOD)
 
 
 def test_every_model_has_its_own_tokenizer(

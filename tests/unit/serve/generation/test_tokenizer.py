@@ -102,7 +102,7 @@ def test_only_what_may_begin_a_stop_string_is_held_back(
         whole = [held.find(stop) for stop in stops if stop in held]
         assert found.advance(new) == bool(whole)
         if whole:
-            assert found.find(held) == min(whole)
+            assert found.find(held, len(held) - len(new)) == min(whole)
             return
         begun = max(
             (n for s in stops for n in range(len(s)) if held.endswith(s[:n])), default=0
@@ -283,6 +283,13 @@ def test_text_that_cannot_fit_is_refused_before_it_is_read(
         InvalidRequestError, match="maximum context length is 10 tokens"
     ):
         tokenizer.check_length(51, 10)
+
+
+def test_stop_string_that_ended_too_early_cuts_nothing(tokenizer: Tokenizer) -> None:
+    """Though it is still held back, because a longer one has begun."""
+    growing = GrowingText(tokenizer, ["ab", "xxabyy"], min_tokens=5)
+    found = grown(growing, tokenizer.encode("xxabzabc", has_special=False))
+    assert "".join(found) == "xxabz"
 
 
 # Chats.

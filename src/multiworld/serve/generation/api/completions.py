@@ -254,7 +254,7 @@ def schema_of(form: ResponseFormat | None, outputs: StructuredOutputs | None) ->
     )
     if is_object:
         return {"type": "object"}
-    if form is not None and form.json_schema is not None:
+    if form is not None and form.type == "json_schema" and form.json_schema is not None:
         return form.json_schema.schema
     return None if outputs is None else outputs.json
 

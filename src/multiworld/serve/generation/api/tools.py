@@ -267,7 +267,7 @@ class CallParser:
             except (ValueError, RecursionError):
                 break
             at = end
-        return calls or None, text[at:].lstrip()
+        return calls or None, text[at:].lstrip("; \t\r\n") if calls else text
 
     def _parsed(self, text: str) -> list[tuple[str, str]] | None:
         try:

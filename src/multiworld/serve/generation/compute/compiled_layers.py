@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from multiworld.serve.generation.compute.layer_code import (
     DTYPES,
@@ -283,6 +284,8 @@ def _replace(stage: Any, trial: _Trial, call: _Call) -> bool:
         return False
     # Norms do not depend on the size of a row. A large one would hide what is added.
     added, size = _norms(call.found - call.hidden), _norms(call.hidden)
+    if not (added > 0.0).all() or not _is_silu(call.layer.mlp.act_fn):
+        return False
     given = call.hidden * (added / size).clamp(max=1.0).log2().floor().exp2()
     given = given.to(call.hidden.dtype)
     try:
@@ -300,6 +303,14 @@ def _replace(stage: Any, trial: _Trial, call: _Call) -> bool:
         return False
     call.layer.forward = made
     return True
+
+
+def _is_silu(function: Any) -> bool:
+    x = torch.linspace(-8.0, 8.0, 64)
+    try:
+        return torch.allclose(function(x), functional.silu(x), rtol=1e-4, atol=1e-6)
+    except (RuntimeError, TypeError):
+        return False
 
 
 def _norms(rows: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ SMALLER, NOTHING = "2 < 3, <tool> and </tool_call>", "<tool_call>nothing</tool_c
         ("hermes", f"<tool_call>{CALL}", "", WEATHER),
         ("llama3_json", CALL.replace("arguments", "parameters"), "", WEATHER),
         ("llama3_json", f"[{CALL}, {CALL}]", "", WEATHER * 2),
-        ("llama3_json", f"{CALL}; {CALL}\n", "", WEATHER * 2),
+        ("llama3_json", f"{CALL}; {CALL};\n", "", WEATHER * 2),
         ("llama3_json", f"{CALL}\n\nI called it.", "I called it.", WEATHER),
         ("llama3_json", "[1] says so.", "[1] says so.", []),
         ("llama3_json", "It is warm. {", "It is warm. {", []),
