@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -157,4 +158,6 @@ def _why(answer: dict[str, Any]) -> str | None:
 @functools.cache
 def trials() -> GrammarTrials:
     """Return those of this process."""
-    return GrammarTrials()
+    found = GrammarTrials()
+    atexit.register(found.close)
+    return found
