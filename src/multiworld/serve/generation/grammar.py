@@ -23,6 +23,8 @@ from torch import Tensor
 
 from multiworld.errors import InvalidRequestError, ModelFailedError, ServeError
 from multiworld.serve.core.refusals import wrong_field
+from multiworld.serve.generation import grammar_trial_process
+from multiworld.serve.generation.grammar_trial_process import MadeOf
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.tenants.fair_pool import FairPool
 from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
@@ -102,13 +104,9 @@ def import_grammars() -> None:
             logger.info("%s is not installed: no structured output", name)
 
 
-def arguments_of(tokenizer: Any, model: Generation) -> dict[str, Any]:
+def arguments_of(tokenizer: Any, model: Generation) -> MadeOf:
     """Return what llguidance makes its form of a tokenizer of."""
-    return {
-        "tokenizer": tokenizer.to_str(),
-        "vocabulary": model.vocabulary,
-        "ends": list(model.end_tokens),
-    }
+    return MadeOf(tokenizer.to_str(), model.vocabulary, list(model.end_tokens))
 
 
 # ``trial`` of the following ones: clients' grammars need one in another process.
@@ -403,8 +401,6 @@ class Matchers:
         return compiled.deep_copy()
 
     def _compile(self, grammar: str) -> Any:
-        from multiworld.serve.generation import grammar_trial_process
-
         if self._tokenizer is None:
             made_of = arguments_of(self._model.tokenizer().fast, self._model)
             self._tokenizer = grammar_trial_process.tokenizer_of(made_of)

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import functools
 import hashlib
-import json
 import signal
 import subprocess
 import sys
@@ -15,9 +14,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from multiworld.errors import ModelFailedError, NoReplicaError
+from multiworld.serve.generation.grammar_trial_process import Answer, Asked, MadeOf
 
 PROGRAM = Path(__file__).with_name("grammar_trial_process.py")
 # Processor time of a trial, and the time after which it counts as hung.
@@ -34,7 +35,7 @@ class TrialTokenizer:
     """A tokenizer, which the process makes when it first needs it."""
 
     name: str  # equal for equal tokenizers
-    made_of: Callable[[], dict[str, Any]]
+    made_of: Callable[[], MadeOf]
 
 
 class GrammarTrials:
@@ -75,39 +76,40 @@ class GrammarTrials:
             is_fresh = self._process is None
             answer = self._answer(tokenizer, grammar)
             if answer is not None:
-                return _why(answer)
+                if answer.error is not None:
+                    why = f"no structure can be had with this model: {answer.error}"
+                    raise ModelFailedError(why)
+                return answer.why
             code = self._end()
             # The memory of one that is not fresh may have been full of other grammars.
             if code in DECISIVE or (is_fresh and code == -signal.SIGABRT):
                 return TOO_COMPLEX
         raise NoReplicaError(f"no structure can be checked now: exit code {code}")
 
-    def _answer(self, tokenizer: TrialTokenizer, grammar: str) -> dict[str, Any] | None:
+    def _answer(self, tokenizer: TrialTokenizer, grammar: str) -> Answer | None:
         """Return the answer of the process; None if it ended or hangs."""
-        asked: dict[str, Any] = {"tokenizer": tokenizer.name, "grammar": grammar}
-        answer = self._exchanged(asked)
-        if answer is not None and answer["is_unknown"]:
-            answer = self._exchanged({**asked, "made_of": tokenizer.made_of()})
+        answer = self._exchanged(Asked(tokenizer.name, grammar))
+        if answer is not None and answer.is_unknown:
+            made_of = tokenizer.made_of()
+            answer = self._exchanged(Asked(tokenizer.name, grammar, made_of))
         return answer
 
-    def _exchanged(self, asked: dict[str, Any]) -> dict[str, Any] | None:
+    def _exchanged(self, asked: Asked) -> Answer | None:
         process = self._started()
         assert process.stdin is not None
         assert process.stdout is not None
         end = threading.Timer(ANSWER_S, process.kill)
         end.start()
         try:
-            process.stdin.write(json.dumps(asked).encode() + b"\n")
+            process.stdin.write(msgspec.json.encode(asked) + b"\n")
             process.stdin.flush()
             found = process.stdout.readline()
         except OSError:
             return None
         finally:
             end.cancel()
-        if not found.endswith(b"\n"):
-            return None
-        answer: dict[str, Any] = json.loads(found)
-        return answer
+        is_whole = found.endswith(b"\n")
+        return msgspec.json.decode(found, type=Answer) if is_whole else None
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
@@ -146,13 +148,6 @@ class GrammarTrials:
             if self._process is not None:
                 self._process.kill()
                 self._end()
-
-
-def _why(answer: dict[str, Any]) -> str | None:
-    if (error := answer.get("error")) is not None:
-        raise ModelFailedError(f"no structure can be had with this model: {error}")
-    why: str | None = answer["why"]
-    return why
 
 
 @functools.cache

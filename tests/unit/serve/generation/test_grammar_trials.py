@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from multiworld.serve.generation.grammar import (
     grammar_of_marked_calls,
     grammar_of_schema,
 )
+from multiworld.serve.generation.grammar_trial_process import MadeOf
 from multiworld.serve.generation.grammar_trials import (
     TOO_COMPLEX,
     GrammarTrials,
@@ -141,7 +141,7 @@ def test_failure_of_the_process_is_not_the_clients_mistake(
 
 def test_tokenizer_that_is_of_no_use_is_named(trials: GrammarTrials) -> None:
     """It is no mistake of the client."""
-    made_of = {"tokenizer": "{}", "vocabulary": 5, "ends": [0]}
+    made_of = MadeOf("{}", 5, [0])
     broken = TrialTokenizer("broken", lambda: made_of)
     for _ in range(2):
         with pytest.raises(ModelFailedError, match="with this model"):
@@ -154,7 +154,7 @@ def test_every_model_has_its_own_tokenizer(
     """The process keeps a few, and asks again for others."""
     made: list[str] = []
 
-    def made_of(name: str) -> dict[str, Any]:
+    def made_of(name: str) -> MadeOf:
         made.append(name)
         return tokenizer.made_of()
 
@@ -189,8 +189,3 @@ def _children() -> set[int]:
         if b"grammar_trial_process" in command and parent == os.getpid():
             found.add(int(each.name))
     return found
-
-
-def test_requests_are_lines_of_json(tokenizer: TrialTokenizer) -> None:
-    """So that what a tokenizer is made of must be JSON."""
-    assert json.loads(json.dumps(tokenizer.made_of())) == tokenizer.made_of()
