@@ -32,7 +32,6 @@ from multiworld.serve.tenants.fair_queue import DEFAULT_SHARE, Share
 logger = logging.getLogger("multiworld.serve")
 
 MAX_CHARACTERS = 64 * 1024  # of a schema or a grammar
-MARKS = "<tool_call>", "</tool_call>"  # around a call, for Hermes and Qwen
 MAX_TOOLS = 512 * 1024  # of the schemas of all tools, in characters
 # Maximum least common multiple of all ``multipleOf`` of a schema, ignoring decimal
 # points. llguidance builds an automaton with that many states: 10^6 take 6 s, 10^7
@@ -229,20 +228,19 @@ def grammar_of_marked_calls(
 def grammar_of_answer_or_calls(
     schema: Any,
     tools: Sequence[tuple[str, Any]],
-    marks: tuple[int | None, int | None],
+    marks: tuple[int | str, int | str],
     *,
     is_single: bool,
     trial: Trial | None = None,
 ) -> str:
-    """Return a grammar of a schema's JSON texts, or of calls between two marks.
+    """Return a grammar of the JSON of a schema, or of calls between two marks.
 
-    ``marks``: the tokens before and after a call; None: they are text.
+    ``marks``: before and after a call; tokens, or texts.
     """
     schema = _checked_schema(schema, "response_format")
     _check_multiples([schema, *(each for _, each in tools)], "tools")
     begin, end = (
-        json.dumps(text) if token is None else f"<[{token}]>"
-        for token, text in zip(marks, MARKS, strict=True)
+        json.dumps(mark) if isinstance(mark, str) else f"<[{mark}]>" for mark in marks
     )
     more = "" if is_single else ' ("\\n" call)*'
     text = (

@@ -84,7 +84,7 @@ class StopStrings:
     def advance(self, new: str, *, is_early: bool = False) -> bool:
         """Look at more text; return whether it has a whole stop string.
 
-        One that ends early does not count, but may be the beginning of one that does.
+        One that ends early does not count, but one that does may begin within it.
         """
         is_found = False
         for number, string in enumerate(self._strings):

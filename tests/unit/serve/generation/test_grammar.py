@@ -386,12 +386,13 @@ def test_answer_is_json_of_a_schema_or_calls(
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
     of = grammars.grammar_of_answer_or_calls
     call = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
-    marked = of(schema, TOOLS, (None, None), is_single=False)
+    marks = "<tool_call>", "</tool_call>"
+    marked = of(schema, TOOLS, marks, is_single=False)
     for text in ('{"x": 1}', call, f"{call}\n{call}"):
         assert accepted(matchers.begin(marked), tokenizer, text)[-1]
     with pytest.raises(AssertionError):
         accepted(matchers.begin(marked), tokenizer, f'{{"x": 1}}\n{call}')
-    single = of(schema, TOOLS, (None, None), is_single=True)
+    single = of(schema, TOOLS, marks, is_single=True)
     with pytest.raises(AssertionError):
         accepted(matchers.begin(single), tokenizer, f"{call}\n{call}")
 

@@ -223,7 +223,8 @@ def _with_calls(wanted: Wanted, served: ServedModel) -> Structure | None:
                 'with tool_call_parser "hermes"; set tool_choice to none or required'
             )
             raise wrong_field("tools", rule, "unsupported_value")
-        made_by, marks = grammar_of_answer_or_calls, (begin, end)
+        made_by = grammar_of_answer_or_calls
+        marks = BEGIN if begin is None else begin, END if end is None else end
         single = calling.is_single
         return partial(made_by, wanted.schema, forms, marks, is_single=single)
     is_marked = is_hermes and not wanted.sampling.ignore_eos
