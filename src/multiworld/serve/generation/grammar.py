@@ -252,6 +252,40 @@ def grammar_of_answer_or_calls(
     return _checked(_matcher().grammar_from_lark(text), "tools", trial)
 
 
+def after_reasoning(
+    grammar: str,
+    marks: tuple[int | str, int | str],
+    ends: Sequence[int],
+    *,
+    is_begun: bool,
+) -> str:
+    """Return a checked grammar's, after free text between two marks.
+
+    ``marks``: tokens, or texts. ``ends``: tokens that end the output. ``is_begun``: the
+    prompt has the first mark; else the output may leave the reasoning out.
+    """
+    begin, end = (
+        json.dumps(mark) if isinstance(mark, str) else f"<[{mark}]>" for mark in marks
+    )
+    if isinstance(marks[1], str):
+        free = f"thought[stop={end}]: /(?s:.*)/"
+    else:
+        others = ",".join(map(str, sorted({marks[1], *ends})))
+        free = f"thought: (<[^{others}]>)* {end}"
+    lines = (
+        NO_FORCING,
+        "start: whole" if is_begun else f"start: @answer | SPACE {begin} whole",
+        "whole: thought SPACE @answer",
+        free,
+        r"SPACE: /\s{0,4}/",  # more could be filled forever
+    )
+    parts = [
+        {"lark_grammar": "\n".join(lines)},
+        {"name": "answer", "lark_grammar": grammar},
+    ]
+    return json.dumps({"grammars": parts})
+
+
 def _forms_of(tools: Sequence[tuple[str, Any]], key: str) -> str:
     """Return the right side of a rule: a call of any tool, as a JSON object.
 

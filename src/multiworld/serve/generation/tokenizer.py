@@ -80,14 +80,19 @@ class Tokenizer:
         return self._controls[1]
 
     @functools.cached_property
+    def templates(self) -> list[str]:
+        """The chat templates."""
+        given = self._slow.chat_template
+        return [*given.values()] if isinstance(given, dict) else [given or ""]
+
+    @functools.cached_property
     def variables(self) -> frozenset[str]:
         """Names of the variables that the chat template reads."""
         from jinja2 import meta
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
-        given = self._slow.chat_template
         found: set[str] = set()
-        for text in given.values() if isinstance(given, dict) else [given or ""]:
+        for text in self.templates:
             environment = _compile_jinja_template(text).environment
             found |= meta.find_undeclared_variables(environment.parse(text))
         return frozenset(found)

@@ -32,6 +32,7 @@ PATTERNS = {
 
 Seconds = Annotated[float, Field(gt=0, le=86400, strict=True)]
 Delay = Annotated[float, Field(ge=0, le=86400, strict=True)]
+Mark = Annotated[str, Field(min_length=1, max_length=64)]
 Count = Annotated[int, Field(ge=1, le=4096, strict=True)]
 
 
@@ -233,6 +234,10 @@ class GenerationSpec(_Strict):
     tool_call_parser: Literal["hermes", "llama3_json"] | None = None
     """Format of tool calls in the output: `hermes` (Hermes, Qwen) or `llama3_json`. By
     default the model calls only tools that a request names or requires."""
+    reasoning_marks: list[Mark] | None = None
+    """What stands before and after the reasoning in a chat's output. Answers have it
+    apart, as `reasoning_content`. By default the marks of the chat template, if it has
+    `</think>`, `[/THINK]` or `</seed:think>`; `[]`: reasoning is part of the answer."""
     ttft_ms: Annotated[float, Field(gt=0, le=8.64e7, strict=True)] | None = None
     """Objective for the time to the first token, in milliseconds. Autoscaling works
     towards it; SLO attainment is measured against it."""
@@ -243,6 +248,13 @@ class GenerationSpec(_Strict):
     """Maximum seconds until the first token; by default only `deadline_s` applies."""
     between_tokens_s: Seconds | None = None
     """Maximum seconds between two tokens; by default only `deadline_s` applies."""
+
+    @field_validator("reasoning_marks")
+    @classmethod
+    def _two_marks(cls, marks: list[str] | None) -> list[str] | None:
+        if marks and (len(marks) != 2 or marks[0] == marks[1]):
+            raise ValueError("give two different marks, or []")
+        return marks
 
     @model_validator(mode="after")
     def _one_attention(self) -> GenerationSpec:
@@ -263,6 +275,7 @@ WITH_ENGINE = (
     "generation_config",
     "control_tokens_in_messages",
     "tool_call_parser",
+    "reasoning_marks",
     "ttft_ms",
     "tpot_ms",
     "first_token_s",

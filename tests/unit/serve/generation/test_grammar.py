@@ -397,6 +397,43 @@ def test_answer_is_json_of_a_schema_or_calls(
         accepted(matchers.begin(single), tokenizer, f"{call}\n{call}")
 
 
+@pytest.mark.parametrize("is_begun", [True, False])
+@pytest.mark.parametrize("special", [(), ("<think>", "</think>")])
+def test_structure_is_that_of_the_answer_after_any_reasoning(
+    tmp_path: Path, special: tuple[str, ...], is_begun: bool
+) -> None:
+    """Marks are tokens or text; a model may leave out what the prompt did not begin."""
+    save_tokenizer(tmp_path, *special)
+    thinking = Tokenizer(tmp_path)
+    facts = Generation(
+        tokenizer=lambda: thinking,
+        end_tokens=(0,),
+        vocabulary=thinking.fast.get_vocab_size(),
+        max_tokens=1000,
+        kv_bytes=[1],
+    )
+    ids = thinking.fast.get_vocab()
+    marks = ids.get("<think>", "<think>"), ids.get("</think>", "</think>")
+    matchers = Matchers(facts)
+    # A client's own grammar may have any names, and refer to its start.
+    lark = 'start: "{" (start | answer)? "}"\nanswer: thought\nthought: "x" SPACE\n'
+    inner = grammar_of_lark(lark + "SPACE: / /", "structured_outputs")
+    whole = grammars.after_reasoning(inner, marks, [0], is_begun=is_begun)
+    for text in ('hm {"x" <thi\né</think>\n\n{{x }}', "</think>{}"):
+        thought = text if is_begun else f"\n<think>{text}"
+        assert accepted(matchers.begin(whole), thinking, thought)[-1], thought
+    if not is_begun:
+        assert accepted(matchers.begin(whole), thinking, "{{}}")[-1]
+        with pytest.raises(AssertionError):
+            accepted(matchers.begin(whole), thinking, "hm")
+    thought = "a</think>b" if is_begun else "<think>a</think>b"
+    with pytest.raises(AssertionError):
+        accepted(matchers.begin(whole), thinking, thought)
+    begun = thinking.encode("a" if is_begun else "<think>a", has_special=False)
+    matcher = matchers.begin(whole)
+    assert not allows(matcher.allowed(begun), 0) or not special
+
+
 @pytest.mark.parametrize(
     ("more", "text"),
     [

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +21,8 @@ from multiworld.serve.generation.api.choices import (
     text_logprobs,
 )
 from multiworld.serve.generation.api.preparation import Ready
-from multiworld.serve.generation.api.tools import CallParser
+from multiworld.serve.generation.api.reasoning import AnswerParser, Thought
+from multiworld.serve.generation.api.tools import Call
 from multiworld.serve.transport.generation_messages import TokenItem
 
 MAX_LOGPROBS = 500_000  # of the output, in one whole answer
@@ -29,7 +31,7 @@ KEEP_ALIVE_S = 10.0  # seconds without a token after which a stream gets a comme
 
 async def whole(ready: Ready, pieces: AsyncGenerator[Piece]) -> Response:
     """Return the whole answer, once all choices have ended."""
-    given = [[echo] for echo in ready.echoes]
+    said = [Said([echo]) for echo in ready.echoes]
     per_token, scored = ready.wanted.sampling.logprobs, 0
     async for piece in pieces:
         scored += 0 if per_token is None else 1 + per_token
@@ -40,17 +42,43 @@ async def whole(ready: Ready, pieces: AsyncGenerator[Piece]) -> Response:
                 param="logprobs",
                 code="invalid_value",
             )
-        given[piece.choice.index].append(piece.text)
-    texts = ["".join(each) for each in given]
+        index = piece.choice.index
+        said[index].add(piece, ready.parsers[index])
     if ready.wanted.sampling.logprobs is not None:  # rendering takes long
-        return await asyncio.to_thread(_rendered, ready, texts)
-    return _rendered(ready, texts)
+        return await asyncio.to_thread(_rendered, ready, said)
+    return _rendered(ready, said)
 
 
-def _rendered(ready: Ready, texts: Sequence[str]) -> Response:
+@dataclass(slots=True)
+class Said:
+    """What one choice has said so far."""
+
+    text: list[str]
+    thoughts: list[str] = field(default_factory=list)
+    # Name and parts of the arguments of each call.
+    calls: dict[int, tuple[str, list[str]]] = field(default_factory=dict)
+
+    def add(self, piece: Piece, parser: AnswerParser | None) -> None:
+        for part in [piece.text] if parser is None else _parts(parser, piece):
+            if isinstance(part, str):
+                self.text.append(part)
+            elif isinstance(part, Thought):
+                self.thoughts.append(part.text)
+            else:
+                _, arguments = self.calls.setdefault(part.number, (part.name, []))
+                arguments.append(part.arguments)
+
+
+def _parts(parser: AnswerParser, piece: Piece) -> Iterator[str | Call | Thought]:
+    yield from parser.feed(piece.text)
+    if piece.finish:
+        yield from parser.end()
+
+
+def _rendered(ready: Ready, said: Sequence[Said]) -> Response:
     found = [
-        _choice(ready, choice, text, choice.items, choice.finish)
-        for choice, text in zip(ready.choices, texts, strict=True)
+        _choice(ready, choice, each, choice.items, choice.finish)
+        for choice, each in zip(ready.choices, said, strict=True)
     ]
     answer = {**ready.head(), "choices": found, "usage": _usage(ready)}
     if ready.is_chat and ready.wanted.has_ids:  # where vLLM has it
@@ -58,19 +86,23 @@ def _rendered(ready: Ready, texts: Sequence[str]) -> Response:
     return json_response(answer)
 
 
-def _usage(ready: Ready) -> dict[str, int]:
+def _usage(ready: Ready) -> dict[str, Any]:
     prompts = {id(choice.prompt): len(choice.prompt) for choice in ready.choices}
     made = sum(choice.made for choice in ready.choices)
     asked = sum(prompts.values())
-    return {
+    found: dict[str, Any] = {
         "prompt_tokens": asked,
         "completion_tokens": made,
         "total_tokens": asked + made,
     }
+    if ready.reasoning is not None:
+        thought = sum(p.thought_tokens for p in ready.parsers if p is not None)
+        found["completion_tokens_details"] = {"reasoning_tokens": thought}
+    return found
 
 
 def _choice(
-    ready: Ready, choice: Choice, text: str, items: Sequence[TokenItem], finish: str
+    ready: Ready, choice: Choice, said: Said, items: Sequence[TokenItem], finish: str
 ) -> dict[str, Any]:
     found: dict[str, Any] = {"index": choice.index, "finish_reason": finish or None}
     if ready.wanted.has_ids:
@@ -78,14 +110,14 @@ def _choice(
         found["prompt_token_ids"] = list(choice.prompt)
     has_logprobs = ready.wanted.sampling.logprobs is not None
     if ready.is_chat:
-        found["message"] = _message(ready, text)
+        found["message"] = _message(ready, choice, said)
         if "tool_calls" in found["message"] and not _is_cut(ready, choice):
             found["finish_reason"] = "tool_calls"
         found["logprobs"] = (
             chat_logprobs(ready.served.tokenizer, items) if has_logprobs else None
         )
     else:
-        found["text"] = text
+        found["text"] = "".join(said.text)
         found["logprobs"] = _text_logprobs(ready, choice) if has_logprobs else None
     return found
 
@@ -108,31 +140,29 @@ def _text_logprobs(ready: Ready, choice: Choice) -> dict[str, Any]:
     return text_logprobs(tokenizer, choice.items, offsets, choice.prompt, choice.scores)
 
 
-def _message(ready: Ready, text: str) -> dict[str, Any]:
-    parser = ready.parser()
-    if parser is None:
-        return {"role": "assistant", "content": text}
-    said, calls = "", dict[int, tuple[str, str]]()
-    for found in (*parser.feed(text), *parser.end()):
-        if isinstance(found, str):
-            said += found
-        else:
-            name, arguments = calls.get(found.number, ("", ""))
-            calls[found.number] = name + found.name, arguments + found.arguments
-    if not calls:
-        # A truncated call is not text.
-        content = text if parser.calling.is_free else None
-        return {"role": "assistant", "content": content}
-    shown = [
-        {
-            "id": _call_id(),
-            "type": "function",
-            "function": {"name": name, "arguments": arguments},
-        }
-        for name, arguments in calls.values()
-    ]
-    content = said if said.strip() else None
-    return {"role": "assistant", "content": content, "tool_calls": shown}
+def _message(ready: Ready, choice: Choice, said: Said) -> dict[str, Any]:
+    content = "".join(said.text)
+    found: dict[str, Any] = {"role": "assistant", "content": content}
+    if said.thoughts and ready.wanted.has_reasoning:
+        found |= _shown_thought("".join(said.thoughts))
+    if said.calls:
+        found["content"] = content if content.strip() else None
+        found["tool_calls"] = [
+            {
+                "id": _call_id(),
+                "type": "function",
+                "function": {"name": name, "arguments": "".join(arguments)},
+            }
+            for name, arguments in said.calls.values()
+        ]
+    elif (parser := ready.parsers[choice.index]) and not parser.may_be_text:
+        found["content"] = None  # a truncated call is not text
+    return found
+
+
+def _shown_thought(text: str) -> dict[str, str]:
+    # Most clients read the first name, some, as those of vLLM, the other one.
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _call_id() -> str:
@@ -147,7 +177,6 @@ async def events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[
     """Yield a streamed answer as server-sent events."""
     begun, clock = False, asyncio.get_running_loop().time
     shown_at = clock()
-    parsers = [ready.parser() for _ in ready.choices]
     held: list[list[Piece]] = [[] for _ in ready.choices]
     async with aclosing(kept_alive(pieces)) as found:
         async for piece in found:
@@ -162,7 +191,7 @@ async def events(ready: Ready, pieces: AsyncGenerator[Piece]) -> AsyncGenerator[
                             yield first
                     begun = True
                 number = piece.choice.index
-                parser = parsers[number]
+                parser = ready.parsers[number]
                 if parser is None:
                     yield _piece_event(ready, piece)
                     continue
@@ -215,16 +244,19 @@ def _first_event(ready: Ready, choice: Choice) -> bytes:
 
 
 def _parsed_events(
-    ready: Ready, held: list[Piece], parser: CallParser
+    ready: Ready, held: list[Piece], parser: AnswerParser
 ) -> Iterator[bytes]:
-    """Yield the events of output that may call tools."""
+    """Yield the events of output that may have reasoning and calls of tools."""
     # ``held``: pieces that no event has included yet, as they complete nothing to show.
     piece = held[-1]  # the only one that is not parsed yet
-    found = [*parser.feed(piece.text), *(parser.end() if piece.finish else ())]
     deltas: list[dict[str, Any]] = []
-    for each in found:
+    for each in _parts(parser, piece):
         if isinstance(each, str):
             deltas.append({"content": each})
+            continue
+        if isinstance(each, Thought):
+            if ready.wanted.has_reasoning:
+                deltas.append(_shown_thought(each.text))
             continue
         function = {"name": each.name} if each.name else {}
         call: dict[str, Any] = {"index": each.number}
@@ -236,7 +268,7 @@ def _parsed_events(
         yield _event(ready, piece.choice, delta, held)
         held.clear()
     if piece.finish:
-        has_calls = parser.calls and not _is_cut(ready, piece.choice)
+        has_calls = parser.has_calls and not _is_cut(ready, piece.choice)
         finish = "tool_calls" if has_calls else piece.finish
         yield _event(ready, piece.choice, {}, held, finish)
 

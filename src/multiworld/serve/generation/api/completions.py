@@ -75,6 +75,7 @@ class Wanted:
     structure: Structure | None = None
     schema: Any = None  # that the structure is made of, if it is
     calling: Calling | None = None
+    has_reasoning: bool = True  # in the answer
     session: str = ""  # a tenant's requests of one prefer the same replicas
     given: frozenset[str] = frozenset()  # of ``DEFAULTED``, by the request
 
@@ -96,7 +97,8 @@ def chat_of(body: bytes | bytearray) -> tuple[ChatBody, Wanted]:
         logprobs = _between("top_logprobs", asked.top_logprobs, 0, MAX_LOGPROBS, 0)
     elif asked.top_logprobs:
         raise wrong_field("top_logprobs", "needs logprobs: true")
-    return asked, _with_tools(asked, _wanted(asked, tokens, logprobs))
+    wanted = _with_tools(asked, _wanted(asked, tokens, logprobs))
+    return asked, replace(wanted, has_reasoning=asked.include_reasoning is not False)
 
 
 def _with_tools(asked: ChatBody, wanted: Wanted) -> Wanted:

@@ -25,10 +25,18 @@ from multiworld.serve.generation.api.completions import (
     check_fits,
     prompts_of,
 )
+from multiworld.serve.generation.api.reasoning import (
+    LAST,
+    AnswerParser,
+    Reasoning,
+    marks_of,
+    reasoning_after,
+)
 from multiworld.serve.generation.api.request_fields import ChatBody, CompletionBody
 from multiworld.serve.generation.api.tools import BEGIN, END, CallParser, Family
 from multiworld.serve.generation.gateway.stream import TimeLimits
 from multiworld.serve.generation.grammar import (
+    after_reasoning,
     arguments_of,
     grammar_of_answer_or_calls,
     grammar_of_marked_calls,
@@ -53,6 +61,7 @@ class ServedModel:
     limits: TimeLimits
     family: Family | None
     has_controls: bool
+    reasoning_marks: Sequence[str] | None  # of its spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +75,8 @@ class Ready:
     echoes: tuple[str, ...]  # text that each choice begins with
     id: str
     made_at: int
-
-    def parser(self) -> CallParser | None:
-        """Return a parser of the tool calls of one choice; None if it may call none."""
-        calling = self.wanted.calling
-        return None if calling is None else CallParser(calling, self.served.family)
+    reasoning: Reasoning | None  # that the output may begin with
+    parsers: tuple[AnswerParser | None, ...]  # of each choice; None: all is text
 
     def head(self, *, is_chunk: bool = False) -> dict[str, Any]:
         kind = "text_completion"
@@ -107,6 +113,7 @@ async def served_model(
         TimeLimits(spec.first_token_s, spec.between_tokens_s),
         spec.tool_call_parser,
         spec.control_tokens_in_messages,
+        spec.reasoning_marks,
     )
 
 
@@ -128,7 +135,18 @@ async def prepare_chat(
         has_controls=served.has_controls,
     )
     tokens = await _encoded(gateway, admitted, size, encode)
-    return await _ready(gateway, admitted, wanted, served, [tokens], "chatcmpl-")
+    reasoning = _reasoning_after(tokens, served)
+    is_chat = "chatcmpl-"
+    return await _ready(gateway, admitted, wanted, served, [tokens], is_chat, reasoning)
+
+
+def _reasoning_after(prompt: Sequence[int], served: ServedModel) -> Reasoning | None:
+    tokenizer = served.tokenizer
+    marks = marks_of(served.reasoning_marks, tokenizer.templates)
+    if marks is None:
+        return None
+    last = tokenizer.decode(prompt[-LAST:], skips_special=False)
+    return reasoning_after(marks, last)
 
 
 async def prepare_completion(
@@ -234,12 +252,16 @@ def _with_calls(wanted: Wanted, served: ServedModel) -> Structure | None:
     return None  # calls that do not fit their schema are possible
 
 
-def _has_special_marks(wanted: Wanted, served: ServedModel) -> bool:
-    """Return whether calls are found by control tokens, so that these must be shown."""
-    if wanted.calling is None or not wanted.calling.is_free:
-        return False
-    mark = served.tokenizer.fast.token_to_id(BEGIN)
-    return served.family == "hermes" and mark in served.tokenizer.special
+def _has_special_marks(
+    wanted: Wanted, served: ServedModel, reasoning: Reasoning | None
+) -> bool:
+    """Return whether control tokens mark parts of the output, and must be shown."""
+    marks = () if reasoning is None else (reasoning.begin, reasoning.end)
+    is_free = wanted.calling is not None and wanted.calling.is_free
+    if is_free and served.family == "hermes":
+        marks = *marks, BEGIN
+    token_id, special = served.tokenizer.fast.token_to_id, served.tokenizer.special
+    return any(token_id(mark) in special for mark in marks)
 
 
 def timed(wanted: Wanted, request: AnyRequest) -> Wanted:
@@ -253,12 +275,13 @@ async def _compiled(
     wanted: Wanted,
     served: ServedModel,
     structure: Structure,
+    reasoning: Reasoning | None,
 ) -> str:
     """Return a structure's grammar; compiling takes seconds, so tenants take turns."""
     limit_s = wanted.timeout_s
     if limit_s is None:
         limit_s = gateway.deadline_s(wanted.model, admitted.tenant)
-    call = partial(_tried, structure, served)
+    call = partial(_tried, structure, served, reasoning)
     work = gateway.compiling.submit(admitted.tenant.share, 1.0, call)
     try:
         async with asyncio.timeout(limit_s):
@@ -269,12 +292,26 @@ async def _compiled(
         ) from error
 
 
-def _tried(structure: Structure, served: ServedModel) -> str:
+def _tried(
+    structure: Structure, served: ServedModel, reasoning: Reasoning | None
+) -> str:
     made_of = partial(arguments_of, served.tokenizer.fast, served.generation)
     model = served.generation
     name = f"{served.tokenizer.digest} {model.vocabulary} {list(model.end_tokens)}"
     tokenizer = TrialTokenizer(name, made_of)
-    return structure(trial=partial(trials().why_not, tokenizer))
+    why_not = partial(trials().why_not, tokenizer)
+    if reasoning is None:
+        return structure(trial=why_not)
+    token_id = served.tokenizer.fast.token_to_id
+    both = reasoning.begin, reasoning.end
+    begin, end = (m if (t := token_id(m)) is None else t for m in both)
+    whole = partial(
+        after_reasoning,
+        marks=(begin, end),
+        ends=model.end_tokens,
+        is_begun=reasoning.is_begun,
+    )
+    return whole(structure(trial=lambda grammar: why_not(whole(grammar))))
 
 
 async def _ready(
@@ -284,6 +321,7 @@ async def _ready(
     served: ServedModel,
     prompts: Sequence[Sequence[int]],
     prefix: str,
+    reasoning: Reasoning | None = None,
 ) -> Ready:
     is_chat = prefix == "chatcmpl-"
     wanted = _with_defaults(wanted, served.generation)
@@ -291,7 +329,9 @@ async def _ready(
         wanted = replace(wanted, structure=_with_calls(wanted, served))
     if wanted.structure is not None:
         structure = wanted.structure
-        grammar = await _compiled(gateway, admitted, wanted, served, structure)
+        grammar = await _compiled(
+            gateway, admitted, wanted, served, structure, reasoning
+        )
         sampling = msgspec.structs.replace(wanted.sampling, grammar=grammar)
         wanted = replace(wanted, sampling=sampling)
     sampling, calling = wanted.sampling, wanted.calling
@@ -327,7 +367,7 @@ async def _ready(
                 tokenizer,
                 wanted.stop,
                 skips_special=wanted.skips_special
-                and not _has_special_marks(wanted, served),
+                and not _has_special_marks(wanted, served, reasoning),
                 min_tokens=wanted.sampling.min_tokens,
                 before=() if is_chat else prompts[index // wanted.n],
             ),
@@ -354,4 +394,16 @@ async def _ready(
         tuple(echoes[index // wanted.n] for index in range(len(choices))),
         prefix + secrets.token_hex(12),
         int(time.time()),
+        reasoning,
+        tuple(_parser(wanted, served, reasoning) for _ in choices),
     )
+
+
+def _parser(
+    wanted: Wanted, served: ServedModel, reasoning: Reasoning | None
+) -> AnswerParser | None:
+    if wanted.calling is None and reasoning is None:
+        return None
+    calling = wanted.calling
+    calls = None if calling is None else CallParser(calling, served.family)
+    return AnswerParser(reasoning, calls)

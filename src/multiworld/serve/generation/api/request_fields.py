@@ -101,7 +101,7 @@ class ChatBody(_Common, frozen=True, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     best_of: Any = None
-    include_reasoning: Any = None
+    include_reasoning: bool | None = None
     continue_final_message: Any = None
     documents: Any = None
     echo: Any = None
@@ -130,7 +130,7 @@ UNSUPPORTED = (
     *("audio", "prediction", "web_search_options", "suffix"),
     *("store", "service_tier", "verbosity", "moderation", "prompt_cache_options"),
     *("prompt_cache_retention", "best_of", "priority", "length_penalty"),
-    *("use_beam_search", "include_reasoning", "include_stop_str_in_output"),
+    *("use_beam_search", "include_stop_str_in_output"),
     *("spaces_between_special_tokens", "continue_final_message", "bad_words"),
     *("documents", "allowed_token_ids", "truncate_prompt_tokens"),
 )
@@ -146,7 +146,6 @@ NOTHING: dict[str, Any] = {
     "best_of": 1,
     "priority": 0,
     "length_penalty": 1.0,
-    "include_reasoning": True,
     "spaces_between_special_tokens": True,
     "echo": False,
     "add_special_tokens": False,

@@ -208,7 +208,7 @@ class CallParser:
         while True:
             before, mark, rest = self._held.partition(BEGIN)
             if not mark:
-                safe = len(self._held) - _overlap(self._held, BEGIN)
+                safe = len(self._held) - overlap(self._held, BEGIN)
                 if self.calls and not self._held[:safe].strip():
                     return  # space between calls is none of the text
                 text, self._held = self._held[:safe], self._held[safe:]
@@ -328,7 +328,7 @@ def _ends_in_string(text: str) -> bool:
     return False
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """Return the length of the longest end of a text that may begin a mark."""
     for count in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-count:]):

@@ -363,6 +363,92 @@ async def test_calls_are_found_where_their_marks_are_control_tokens(
     assert len([c for c in found if "tool_calls" in c["delta"]]) >= 1
 
 
+TEMPLATE = (
+    "{% if tools %}{% endif %}{% for m in messages %}"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    "{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    "{% if add_generation_prompt %}<think>{% if thinking is false %}</think>{% endif %}"
+    "{% endif %}"
+)
+
+
+@pytest.mark.parametrize("special", [(), ("<think>", "</think>")])
+async def test_reasoning_is_answered_apart(
+    tmp_path: Path, special: tuple[str, ...]
+) -> None:
+    """Whole and streamed, with calls; the client may also leave it out."""
+    save_tokenizer(tmp_path, *special, template=TEMPLATE)
+    tokenizer = Tokenizer(tmp_path)
+    played = Played(tokenizer)
+    output = f"\nHm. {CALL}\n</think>\n\nYes:{CALL}"
+    played.streams.text = [*tokenizer.encode(output, has_special=False), 0]
+    played.streams.finish = "stop"
+    thought = f"Hm. {CALL}"
+    count = len(tokenizer.encode(output.partition("\n\n")[0], has_special=False))
+    asked = {"messages": PROMPT, "tools": TOOLS, "return_token_ids": True}
+    answer = (await played.post(CHAT, asked))[1]
+    (choice,) = answer["choices"]
+    message = choice["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Yes:", thought)
+    assert message["reasoning"] == thought
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
+    assert choice["finish_reason"] == "tool_calls"
+    details = {"reasoning_tokens": count}
+    assert answer["usage"]["completion_tokens_details"] == details
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = await played.chunks(CHAT, {**asked, "stream_options": options})
+    assert chunks[-1]["usage"] == answer["usage"]
+    deltas = [c["choices"][0] for c in chunks if c["choices"]]
+    assert [t for d in deltas for t in d["token_ids"]] == played.streams.text
+    for name, text in (("reasoning_content", thought), ("content", "Yes:")):
+        shown = [d["delta"][name] for d in deltas if name in d["delta"]]
+        assert "".join(shown) == text
+    hidden = {**asked, "include_reasoning": False}
+    (choice,) = (await played.post(CHAT, hidden))[1]["choices"]
+    assert "reasoning" not in choice["message"]
+    found = await played.choices(CHAT, hidden)
+    assert not [c for c in found if "reasoning" in c["delta"]]
+    # Where the prompt has ended the reasoning, all is the answer.
+    played.streams.text = [*tokenizer.encode("Yes </think>", has_special=False), 0]
+    plain = {"messages": PROMPT, "chat_template_kwargs": {"thinking": False}}
+    (choice,) = (await played.post(CHAT, plain))[1]["choices"]
+    assert "reasoning" not in choice["message"]
+    assert choice["message"]["content"].startswith("Yes")
+
+
+async def test_structure_of_an_answer_begins_after_its_reasoning(
+    tmp_path: Path,
+) -> None:
+    """And there is none to wait for if the prompt has ended it."""
+    save_tokenizer(tmp_path, template=TEMPLATE)
+    played = Played(Tokenizer(tmp_path))
+    form = {"response_format": {"type": "json_object"}}
+    for is_thinking in (True, False):
+        options = {"chat_template_kwargs": {"thinking": is_thinking}}
+        asked = {"messages": PROMPT, **form, **options}
+        played.streams.text = [5]
+        assert (await played.post(CHAT, asked))[0] == 200
+        grammar = played.streams.samplings[-1].grammar
+        assert ("thought" in grammar) is is_thinking
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+async def test_reasoning_of_former_answers_reaches_the_template(
+    tmp_path: Path, name: str
+) -> None:
+    """Under the name that this one reads."""
+    save_tokenizer(tmp_path, template=TEMPLATE)
+    tokenizer = Tokenizer(tmp_path)
+    played = Played(tokenizer)
+    played.streams.text = [5]
+    answer = {"role": "assistant", "content": "Yes", name: "Hm"}
+    asked = {"messages": [*PROMPT, answer, *PROMPT]}
+    assert (await played.post(CHAT, asked))[0] == 200
+    assert tokenizer.decode(played.streams.prompts[-1]) == "hi(Hm)Yeshi<think>"
+    answer[name] = 5  # type: ignore[assignment]
+    assert (await played.post(CHAT, asked))[0] == 400
+
+
 async def test_text_completion_tells_the_ids_of_its_prompt_once(
     tokenizer: Tokenizer,
 ) -> None:
@@ -900,7 +986,6 @@ async def test_probabilities_of_a_whole_answer_are_bounded(
         ({"messages": PROMPT, "verbosity": "low"}, "verbosity"),
         ({"messages": PROMPT, "best_of": 2}, "best_of"),
         ({"messages": PROMPT, "use_beam_search": True}, "use_beam_search"),
-        ({"messages": PROMPT, "include_reasoning": False}, "include_reasoning"),
         ({"messages": PROMPT, "length_penalty": 0}, "length_penalty"),
         ({"messages": PROMPT, "echo": True}, "echo"),
         ({"messages": PROMPT, "add_special_tokens": True}, "add_special_tokens"),

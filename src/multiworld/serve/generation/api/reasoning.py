@@ -1,0 +1,161 @@
+"""Reasoning that a model writes before its answer, between two marks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from multiworld.serve.generation.api.tools import Call, CallParser, overlap
+
+# Of model families, in the order in which they are looked for in a chat template:
+# DeepSeek, GLM, Kimi, Qwen and others; Mistral; Seed.
+KNOWN = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+)
+LAST = 32  # tokens of a prompt in which its last mark is looked for
+MAX_SPACE = 64  # characters that are held back, as they may end the reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """How the output of a model may begin with reasoning."""
+
+    begin: str
+    end: str
+    is_begun: bool = False  # by the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """A part of the reasoning."""
+
+    text: str
+
+
+def marks_of(
+    given: Sequence[str] | None, templates: Iterable[str]
+) -> tuple[str, str] | None:
+    """Return the marks around a model's reasoning; None if it has none.
+
+    ``given``: those of its spec; None: they follow from its chat templates.
+    """
+    if given is not None:
+        return (given[0], given[1]) if given else None
+    text = "".join(templates)
+    return next((marks for marks in KNOWN if marks[1] in text), None)
+
+
+def reasoning_after(marks: tuple[str, str], prompt: str) -> Reasoning | None:
+    """Return how the output that follows a prompt may begin.
+
+    None: the prompt has the end of the reasoning already, as templates write it for
+    answers without any.
+    """
+    begin, end = marks
+    before = prompt.rstrip()
+    if before.endswith(end):
+        return None
+    return Reasoning(begin, end, is_begun=before.endswith(begin))
+
+
+class ReasoningParser:
+    """Splits the output of one choice, as it grows, in reasoning and the rest.
+
+    Space around the reasoning is in neither.
+    """
+
+    def __init__(self, form: Reasoning) -> None:
+        self._form = form
+        self._held = ""
+        self.is_thinking = form.is_begun
+        self._is_over = self._has_thought = self._has_answered = False
+
+    def feed(self, text: str) -> Iterator[str | Thought]:
+        self._held += text
+        if not self.is_thinking and not self._is_over:
+            begun = self._held.lstrip()
+            if begun.startswith(self._form.begin):
+                self.is_thinking = True
+                self._held = begun.removeprefix(self._form.begin)
+            elif not self._form.begin.startswith(begun) or len(begun) < (
+                len(self._held) - MAX_SPACE
+            ):
+                self._is_over = self._has_answered = True
+        if self.is_thinking:
+            yield from self._thoughts()
+        if self._is_over:
+            yield from self._answer()
+
+    def end(self) -> Iterator[str | Thought]:
+        """Yield the rest, after the last output."""
+        if not self.is_thinking:
+            yield from self._answer()
+        elif thought := self._held.rstrip():
+            yield Thought(thought)
+
+    def _thoughts(self) -> Iterator[Thought]:
+        if not self._has_thought:
+            self._held = self._held.lstrip()
+        thought, mark, rest = self._held.partition(self._form.end)
+        if mark:
+            self.is_thinking, self._is_over = False, True
+            thought, self._held = thought.rstrip(), rest
+        else:
+            cut = len(thought) - overlap(thought, self._form.end)
+            cut = max(len(thought[:cut].rstrip()), cut - MAX_SPACE)
+            thought, self._held = thought[:cut], thought[cut:]
+        if thought:
+            self._has_thought = True
+            yield Thought(thought)
+
+    def _answer(self) -> Iterator[str]:
+        text, self._held = self._held, ""
+        if self._is_over and not self._has_answered:
+            text = text.lstrip()
+        if text:
+            self._has_answered = True
+            yield text
+
+
+class AnswerParser:
+    """Splits the output of one choice, as it grows, in reasoning, text and calls."""
+
+    def __init__(self, form: Reasoning | None, calls: CallParser | None) -> None:
+        self._thinking = None if form is None else ReasoningParser(form)
+        self._calls = calls
+        self.thought_tokens = 0
+
+    @property
+    def may_be_text(self) -> bool:
+        """False if all of the answer is calls."""
+        return self._calls is None or self._calls.calling.is_free
+
+    @property
+    def has_calls(self) -> bool:
+        return self._calls is not None and self._calls.calls > 0
+
+    def feed(self, text: str) -> Iterator[str | Call | Thought]:
+        """Parse the text of one more token; yield what can be sent."""
+        if self._thinking is None:
+            yield from self._said(text)
+            return
+        was_thinking = self._thinking.is_thinking
+        for part in self._thinking.feed(text):
+            yield from self._said(part)
+        self.thought_tokens += was_thinking or self._thinking.is_thinking
+
+    def end(self) -> Iterator[str | Call | Thought]:
+        """Yield the rest, after the last token."""
+        if self._thinking is not None:
+            for part in self._thinking.end():
+                yield from self._said(part)
+        if self._calls is not None:
+            yield from self._calls.end()
+
+    def _said(self, part: str | Thought) -> Iterator[str | Call | Thought]:
+        if self._calls is not None and isinstance(part, str):
+            yield from self._calls.feed(part)
+        elif part:
+            yield part
