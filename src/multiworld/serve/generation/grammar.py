@@ -259,7 +259,7 @@ def after_reasoning(
     *,
     is_begun: bool,
 ) -> str:
-    """Return a checked grammar's, after free text between two marks.
+    """Return a grammar of free text between two marks, then of what a grammar allows.
 
     ``marks``: tokens, or texts. ``ends``: tokens that end the output. ``is_begun``: the
     prompt has the first mark; else the output may leave the reasoning out.
@@ -274,7 +274,7 @@ def after_reasoning(
         free = f"thought: (<[^{others}]>)* {end}"
     lines = (
         NO_FORCING,
-        "start: whole" if is_begun else f"start: @answer | SPACE {begin} whole",
+        "start: whole" if is_begun else f"start: @answer | {begin} whole",
         "whole: thought SPACE @answer",
         free,
         r"SPACE: /\s{0,4}/",  # more could be filled forever

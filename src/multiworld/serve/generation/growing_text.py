@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from multiworld.serve.generation.tokenizer import Tokenizer
 
@@ -24,10 +24,13 @@ class GrowingText:
         stop: Sequence[str] = (),
         *,
         skips_special: bool = True,
+        shown: Collection[int] = (),  # special tokens that are not skipped
         min_tokens: int = 0,
         before: Sequence[int] = (),  # the prompt, if the text continues it
     ) -> None:
-        self._window = _Window(tokenizer, before[-CONTEXT:], skips_special)
+        hidden = tokenizer.special if skips_special else frozenset[int]()
+        hidden = hidden.difference(shown) if shown else hidden
+        self._window = _Window(tokenizer, before[-CONTEXT:], hidden)
         self._min_tokens = min_tokens
         self._count = 0
         self._stop = StopStrings(tuple(filter(None, stop)))
@@ -128,10 +131,10 @@ class _Window:
     before, such as a space that is dropped at the beginning of a text."""
 
     def __init__(
-        self, tokenizer: Tokenizer, before: Sequence[int], skips_special: bool
+        self, tokenizer: Tokenizer, before: Sequence[int], hidden: frozenset[int]
     ) -> None:
-        self._tokenizer, self._skips_special = tokenizer, skips_special
-        self._tokens = list(before)
+        self._tokenizer, self._hidden = tokenizer, hidden
+        self._tokens = [token for token in before if token not in hidden]
         text = self._decoded(self._tokens)
         while text.startswith(PARTIAL) and CONTINUED.match(
             tokenizer.raw(self._tokens[0])
@@ -148,11 +151,11 @@ class _Window:
             self._shown = len(self._decoded(self._tokens[: self._settled]))
 
     def _decoded(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skips_special=self._skips_special)
+        return self._tokenizer.decode(tokens, skips_special=False)
 
     def add(self, token: int) -> str:
         """Add a token; return the text that no later token changes."""
-        if self._skips_special and token in self._tokenizer.special:
+        if token in self._hidden:
             return ""
         self._tokens.append(token)
         text = self._decoded(self._tokens)

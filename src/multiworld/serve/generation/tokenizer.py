@@ -74,6 +74,12 @@ class Tokenizer:
         found = {number: t.content for number, t in added.items() if t.special}
         return ControlTokens({*found.values()}), frozenset(found)
 
+    @functools.cached_property
+    def added(self) -> dict[str, int]:
+        """Tokens that are found in any text as a whole: control tokens and others."""
+        found = self.fast.get_added_tokens_decoder()
+        return {token.content: number for number, token in found.items()}
+
     @property
     def special(self) -> frozenset[int]:
         """The control tokens."""

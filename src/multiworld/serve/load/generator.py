@@ -177,7 +177,7 @@ async def _streamed(
             return str(event["error"].get("message", event["error"]))
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
-            if delta.get("content") or delta.get("tool_calls"):
+            if any(map(delta.get, ("content", "reasoning", "tool_calls"))):
                 times.append(clock())
             is_finished |= choice.get("finish_reason") is not None
     return "" if is_finished else "the stream was cut"

@@ -236,8 +236,8 @@ class GenerationSpec(_Strict):
     default the model calls only tools that a request names or requires."""
     reasoning_marks: list[Mark] | None = None
     """What stands before and after the reasoning in a chat's output. Answers have it
-    apart, as `reasoning_content`. By default the marks of the chat template, if it has
-    `</think>`, `[/THINK]` or `</seed:think>`; `[]`: reasoning is part of the answer."""
+    apart, as `reasoning`. By default the marks of the chat template, if it has those of
+    `<think>`, `[THINK]` or `<seed:think>`; `[]`: reasoning is part of the answer."""
     ttft_ms: Annotated[float, Field(gt=0, le=8.64e7, strict=True)] | None = None
     """Objective for the time to the first token, in milliseconds. Autoscaling works
     towards it; SLO attainment is measured against it."""
@@ -252,8 +252,10 @@ class GenerationSpec(_Strict):
     @field_validator("reasoning_marks")
     @classmethod
     def _two_marks(cls, marks: list[str] | None) -> list[str] | None:
-        if marks and (len(marks) != 2 or marks[0] == marks[1]):
-            raise ValueError("give two different marks, or []")
+        given = marks or ["<", ">"]
+        has_space = any(mark != mark.strip() for mark in given)
+        if len(given) != 2 or given[0] == given[1] or has_space:
+            raise ValueError("give two different marks, without space around, or []")
         return marks
 
     @model_validator(mode="after")

@@ -420,7 +420,7 @@ def test_structure_is_that_of_the_answer_after_any_reasoning(
     inner = grammar_of_lark(lark + "SPACE: / /", "structured_outputs")
     whole = grammars.after_reasoning(inner, marks, [0], is_begun=is_begun)
     for text in ('hm {"x" <thi\né</think>\n\n{{x }}', "</think>{}"):
-        thought = text if is_begun else f"\n<think>{text}"
+        thought = text if is_begun else f"<think>{text}"
         assert accepted(matchers.begin(whole), thinking, thought)[-1], thought
     if not is_begun:
         assert accepted(matchers.begin(whole), thinking, "{{}}")[-1]
@@ -429,6 +429,8 @@ def test_structure_is_that_of_the_answer_after_any_reasoning(
     thought = "a</think>b" if is_begun else "<think>a</think>b"
     with pytest.raises(AssertionError):
         accepted(matchers.begin(whole), thinking, thought)
+    with pytest.raises(AssertionError):  # space without end is no way around it
+        accepted(matchers.begin(whole), thinking, f"{thought[:-1]}{' ' * 5}{{}}")
     begun = thinking.encode("a" if is_begun else "<think>a", has_special=False)
     matcher = matchers.begin(whole)
     assert not allows(matcher.allowed(begun), 0) or not special

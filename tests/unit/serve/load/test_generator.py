@@ -199,8 +199,11 @@ async def test_streams_are_timed_and_those_without_an_end_are_cut(
     server: Server, end: bytes, is_cut: bool
 ) -> None:
     """A cut one is no answer, although its status says so."""
-    part = b'data: {"choices":[{"delta":{"content":"x"},"finish_reason":null}]}\n\n'
-    server.body = part * 3 + b": alive\n\ndata: " + end + b"\n\ndata: [DONE]\n\n"
+    parts = b"".join(
+        b'data: {"choices":[{"delta":{"%s":"x"},"finish_reason":null}]}\n\n' % name
+        for name in (b"reasoning", b"content", b"content")
+    )
+    server.body = parts + b": alive\n\ndata: " + end + b"\n\ndata: [DONE]\n\n"
     target = Target(server.url, [b"{}"], {}, is_stream=True)
     samples = await Load(target, 1.0, due=[0.0, 0.0]).run()
     assert [len(sample.times) for sample in samples] == [3, 3]

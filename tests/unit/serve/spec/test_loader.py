@@ -104,6 +104,15 @@ def test_good_spec_is_read() -> None:
         ),
         ("  m:\n", "  m:\n    options: {a: -.inf}\n", 4, "write it as text"),
         ("  m:\n", "  m:\n    options: {a: 2024-01-01}\n", 4, "write it as text"),
+        *(
+            (
+                "    stages:\n      - name: one",
+                f"    generation: {{reasoning_marks: {marks}}}\n    stages:\n      -",
+                6,
+                "two different marks",
+            )
+            for marks in ("[a]", "[a, a]", '["<a>", "</a>\\n"]')
+        ),
         (
             "    stages:\n      - name: one",
             "    generation: {deterministic: true, attention: a.b:C}\n"

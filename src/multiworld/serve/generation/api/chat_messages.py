@@ -44,10 +44,10 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
     is_answer = role == "assistant"
     # An answer that only calls tools has no content.
     message["content"] = _content(message.get("content", "" if is_answer else None))
-    thought = message.get("reasoning_content", message.get("reasoning"))
-    if thought is not None:
-        if not isinstance(thought, str) or not is_answer:
-            raise _wrong("may have reasoning, as a string, of the assistant only")
+    thought = message.get("reasoning") or message.get("reasoning_content")
+    if thought and is_answer:
+        if not isinstance(thought, str):
+            raise _wrong("must have a string as reasoning")
         # Templates know one name or the other.
         message["reasoning_content"] = message["reasoning"] = thought
     calls = message.pop("tool_calls", [])

@@ -70,20 +70,27 @@ class Said:
 
 
 def _parts(parser: AnswerParser, piece: Piece) -> Iterator[str | Call | Thought]:
-    yield from parser.feed(piece.text)
+    yield from parser.feed(piece.text, piece.item.token)
     if piece.finish:
         yield from parser.end()
 
 
 def _rendered(ready: Ready, said: Sequence[Said]) -> Response:
     found = [
-        _choice(ready, choice, each, choice.items, choice.finish)
+        _choice(ready, choice, each, _shown_items(ready, choice), choice.finish)
         for choice, each in zip(ready.choices, said, strict=True)
     ]
     answer = {**ready.head(), "choices": found, "usage": _usage(ready)}
     if ready.is_chat and ready.wanted.has_ids:  # where vLLM has it
         answer["prompt_token_ids"] = list(ready.choices[0].prompt)
     return json_response(answer)
+
+
+def _shown_items(ready: Ready, choice: Choice) -> Sequence[TokenItem]:
+    parser = ready.parsers[choice.index]
+    if parser is None or ready.wanted.has_reasoning:
+        return choice.items
+    return choice.items[parser.thought_tokens :]
 
 
 def _usage(ready: Ready) -> dict[str, Any]:
@@ -143,8 +150,8 @@ def _text_logprobs(ready: Ready, choice: Choice) -> dict[str, Any]:
 def _message(ready: Ready, choice: Choice, said: Said) -> dict[str, Any]:
     content = "".join(said.text)
     found: dict[str, Any] = {"role": "assistant", "content": content}
-    if said.thoughts and ready.wanted.has_reasoning:
-        found |= _shown_thought("".join(said.thoughts))
+    if ready.reasoning is not None and ready.wanted.has_reasoning:
+        found["reasoning"] = "".join(said.thoughts) or None
     if said.calls:
         found["content"] = content if content.strip() else None
         found["tool_calls"] = [
@@ -158,11 +165,6 @@ def _message(ready: Ready, choice: Choice, said: Said) -> dict[str, Any]:
     elif (parser := ready.parsers[choice.index]) and not parser.may_be_text:
         found["content"] = None  # a truncated call is not text
     return found
-
-
-def _shown_thought(text: str) -> dict[str, str]:
-    # Most clients read the first name, some, as those of vLLM, the other one.
-    return {"reasoning_content": text, "reasoning": text}
 
 
 def _call_id() -> str:
@@ -250,13 +252,14 @@ def _parsed_events(
     # ``held``: pieces that no event has included yet, as they complete nothing to show.
     piece = held[-1]  # the only one that is not parsed yet
     deltas: list[dict[str, Any]] = []
+    thought_tokens = parser.thought_tokens
     for each in _parts(parser, piece):
         if isinstance(each, str):
             deltas.append({"content": each})
             continue
         if isinstance(each, Thought):
             if ready.wanted.has_reasoning:
-                deltas.append(_shown_thought(each.text))
+                deltas.append({"reasoning": each.text})
             continue
         function = {"name": each.name} if each.name else {}
         call: dict[str, Any] = {"index": each.number}
@@ -264,6 +267,8 @@ def _parsed_events(
             call |= {"id": _call_id(), "type": "function"}
         call["function"] = {**function, "arguments": each.arguments}
         deltas.append({"tool_calls": [call]})
+    if parser.thought_tokens > thought_tokens and not ready.wanted.has_reasoning:
+        held.clear()  # the client does not want these tokens either
     for delta in deltas:
         yield _event(ready, piece.choice, delta, held)
         held.clear()

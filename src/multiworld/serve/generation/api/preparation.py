@@ -146,7 +146,11 @@ def _reasoning_after(prompt: Sequence[int], served: ServedModel) -> Reasoning | 
     if marks is None:
         return None
     last = tokenizer.decode(prompt[-LAST:], skips_special=False)
-    return reasoning_after(marks, last)
+    found = reasoning_after(marks, last)
+    if found is None:
+        return None
+    begin, end = map(tokenizer.added.get, marks)
+    return replace(found, begin_token=begin, end_token=end)
 
 
 async def prepare_completion(
@@ -252,16 +256,16 @@ def _with_calls(wanted: Wanted, served: ServedModel) -> Structure | None:
     return None  # calls that do not fit their schema are possible
 
 
-def _has_special_marks(
+def _shown_marks(
     wanted: Wanted, served: ServedModel, reasoning: Reasoning | None
-) -> bool:
-    """Return whether control tokens mark parts of the output, and must be shown."""
-    marks = () if reasoning is None else (reasoning.begin, reasoning.end)
+) -> frozenset[int]:
+    """Return the tokens that mark parts of the output; control tokens or not."""
+    marks = [] if reasoning is None else [reasoning.begin, reasoning.end]
     is_free = wanted.calling is not None and wanted.calling.is_free
     if is_free and served.family == "hermes":
-        marks = *marks, BEGIN
-    token_id, special = served.tokenizer.fast.token_to_id, served.tokenizer.special
-    return any(token_id(mark) in special for mark in marks)
+        marks += [BEGIN, END]
+    added = served.tokenizer.added
+    return frozenset(added[mark] for mark in marks if mark in added)
 
 
 def timed(wanted: Wanted, request: AnyRequest) -> Wanted:
@@ -302,16 +306,14 @@ def _tried(
     why_not = partial(trials().why_not, tokenizer)
     if reasoning is None:
         return structure(trial=why_not)
-    token_id = served.tokenizer.fast.token_to_id
-    both = reasoning.begin, reasoning.end
-    begin, end = (m if (t := token_id(m)) is None else t for m in both)
     whole = partial(
         after_reasoning,
-        marks=(begin, end),
+        marks=reasoning.marks,
         ends=model.end_tokens,
         is_begun=reasoning.is_begun,
     )
-    return whole(structure(trial=lambda grammar: why_not(whole(grammar))))
+    # By itself, too: the first is not asked for the answer until the reasoning is over.
+    return whole(structure(trial=lambda g: why_not(g) or why_not(whole(g))))
 
 
 async def _ready(
@@ -359,6 +361,7 @@ async def _ready(
             vocabulary,
             "messages" if is_chat else "prompt",
         )
+    shown = _shown_marks(wanted, served, reasoning)
     choices = tuple(
         Choice(
             index,
@@ -366,8 +369,8 @@ async def _ready(
             GrowingText(
                 tokenizer,
                 wanted.stop,
-                skips_special=wanted.skips_special
-                and not _has_special_marks(wanted, served, reasoning),
+                skips_special=wanted.skips_special,
+                shown=shown,
                 min_tokens=wanted.sampling.min_tokens,
                 before=() if is_chat else prompts[index // wanted.n],
             ),

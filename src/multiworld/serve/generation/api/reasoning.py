@@ -14,7 +14,7 @@ KNOWN = (
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
 )
-LAST = 32  # tokens of a prompt in which its last mark is looked for
+LAST = 128  # tokens of a prompt, at most, that are its last mark and space
 MAX_SPACE = 64  # characters that are held back, as they may end the reasoning
 
 
@@ -25,6 +25,17 @@ class Reasoning:
     begin: str
     end: str
     is_begun: bool = False  # by the prompt
+    # The marks as tokens; None: they are plain text for the model.
+    begin_token: int | None = None
+    end_token: int | None = None
+
+    @property
+    def marks(self) -> tuple[int | str, int | str]:
+        """The marks as the model writes them: tokens, or text."""
+        return (
+            self.begin if self.begin_token is None else self.begin_token,
+            self.end if self.end_token is None else self.end_token,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +55,7 @@ def marks_of(
     if given is not None:
         return (given[0], given[1]) if given else None
     text = "".join(templates)
-    return next((marks for marks in KNOWN if marks[1] in text), None)
+    return next((m for m in KNOWN if m[0] in text or m[1] in text), None)
 
 
 def reasoning_after(marks: tuple[str, str], prompt: str) -> Reasoning | None:
@@ -63,17 +74,20 @@ def reasoning_after(marks: tuple[str, str], prompt: str) -> Reasoning | None:
 class ReasoningParser:
     """Splits the output of one choice, as it grows, in reasoning and the rest.
 
-    Space around the reasoning is in neither.
+    Space around the reasoning is in neither. Where the last mark is a token, its
+    letters alone end nothing: a model may write about them.
     """
 
     def __init__(self, form: Reasoning) -> None:
         self._form = form
         self._held = ""
         self.is_thinking = form.is_begun
+        self._is_marked = form.end_token is None  # the last mark may be in the text
         self._is_over = self._has_thought = self._has_answered = False
 
-    def feed(self, text: str) -> Iterator[str | Thought]:
+    def feed(self, text: str, token: int) -> Iterator[str | Thought]:
         self._held += text
+        self._is_marked |= token == self._form.end_token
         if not self.is_thinking and not self._is_over:
             begun = self._held.lstrip()
             if begun.startswith(self._form.begin):
@@ -98,7 +112,9 @@ class ReasoningParser:
     def _thoughts(self) -> Iterator[Thought]:
         if not self._has_thought:
             self._held = self._held.lstrip()
-        thought, mark, rest = self._held.partition(self._form.end)
+        thought, mark, rest = self._held, "", ""
+        if self._is_marked:
+            thought, mark, rest = self._held.partition(self._form.end)
         if mark:
             self.is_thinking, self._is_over = False, True
             thought, self._held = thought.rstrip(), rest
@@ -125,7 +141,8 @@ class AnswerParser:
     def __init__(self, form: Reasoning | None, calls: CallParser | None) -> None:
         self._thinking = None if form is None else ReasoningParser(form)
         self._calls = calls
-        self.thought_tokens = 0
+        self._tokens = 0
+        self.thought_tokens = 0  # with the space before them
 
     @property
     def may_be_text(self) -> bool:
@@ -136,15 +153,17 @@ class AnswerParser:
     def has_calls(self) -> bool:
         return self._calls is not None and self._calls.calls > 0
 
-    def feed(self, text: str) -> Iterator[str | Call | Thought]:
+    def feed(self, text: str, token: int) -> Iterator[str | Call | Thought]:
         """Parse the text of one more token; yield what can be sent."""
         if self._thinking is None:
             yield from self._said(text)
             return
+        self._tokens += 1
         was_thinking = self._thinking.is_thinking
-        for part in self._thinking.feed(text):
+        for part in self._thinking.feed(text, token):
             yield from self._said(part)
-        self.thought_tokens += was_thinking or self._thinking.is_thinking
+        if was_thinking or self._thinking.is_thinking:
+            self.thought_tokens = self._tokens
 
     def end(self) -> Iterator[str | Call | Thought]:
         """Yield the rest, after the last token."""

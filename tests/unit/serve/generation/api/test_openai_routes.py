@@ -26,6 +26,7 @@ from multiworld.serve.generation.api import (
 )
 from multiworld.serve.generation.api.choices import Choice, generate
 from multiworld.serve.generation.gateway.streams import Places, Streams
+from multiworld.serve.generation.grammar import after_reasoning, grammar_of_schema
 from multiworld.serve.generation.growing_text import GrowingText
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec, StageSpec
@@ -389,8 +390,7 @@ async def test_reasoning_is_answered_apart(
     answer = (await played.post(CHAT, asked))[1]
     (choice,) = answer["choices"]
     message = choice["message"]
-    assert (message["content"], message["reasoning_content"]) == ("Yes:", thought)
-    assert message["reasoning"] == thought
+    assert (message["content"], message["reasoning"]) == ("Yes:", thought)
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
     assert choice["finish_reason"] == "tool_calls"
     details = {"reasoning_tokens": count}
@@ -400,14 +400,18 @@ async def test_reasoning_is_answered_apart(
     assert chunks[-1]["usage"] == answer["usage"]
     deltas = [c["choices"][0] for c in chunks if c["choices"]]
     assert [t for d in deltas for t in d["token_ids"]] == played.streams.text
-    for name, text in (("reasoning_content", thought), ("content", "Yes:")):
+    for name, text in (("reasoning", thought), ("content", "Yes:")):
         shown = [d["delta"][name] for d in deltas if name in d["delta"]]
         assert "".join(shown) == text
-    hidden = {**asked, "include_reasoning": False}
+    hidden = {**asked, "include_reasoning": False, "logprobs": True}
     (choice,) = (await played.post(CHAT, hidden))[1]["choices"]
     assert "reasoning" not in choice["message"]
+    shown = played.streams.text[count:]
+    assert choice["token_ids"] == shown
+    assert len(choice["logprobs"]["content"]) == len(shown)
     found = await played.choices(CHAT, hidden)
     assert not [c for c in found if "reasoning" in c["delta"]]
+    assert [t for c in found for t in c["token_ids"]] == shown
     # Where the prompt has ended the reasoning, all is the answer.
     played.streams.text = [*tokenizer.encode("Yes </think>", has_special=False), 0]
     plain = {"messages": PROMPT, "chat_template_kwargs": {"thinking": False}}
@@ -416,20 +420,52 @@ async def test_reasoning_is_answered_apart(
     assert choice["message"]["content"].startswith("Yes")
 
 
+@pytest.mark.parametrize("special", [(), ("<think>", "</think>", "<other>")])
 async def test_structure_of_an_answer_begins_after_its_reasoning(
+    tmp_path: Path, special: tuple[str, ...]
+) -> None:
+    """Whether the prompt began it or not; there is none if the prompt has ended it."""
+    save_tokenizer(tmp_path, *special, template=TEMPLATE)
+    tokenizer = Tokenizer(tmp_path)
+    played = Played(tokenizer)
+    played.streams.text = [5]
+    begin, end = (tokenizer.added.get(m, m) for m in ("<think>", "</think>"))
+    inner = grammar_of_schema({"type": "object"}, "response_format")
+    begun, open_ = (
+        after_reasoning(inner, (begin, end), [0], is_begun=is_begun)
+        for is_begun in (True, False)
+    )
+    asked = {"messages": PROMPT, "response_format": {"type": "json_object"}}
+    options = {"chat_template_kwargs": {"thinking": False}}
+    unprompted = {"add_generation_prompt": False}
+    for more, grammar in (({}, begun), (unprompted, open_), (options, inner)):
+        assert (await played.post(CHAT, {**asked, **more}))[0] == 200
+        assert played.streams.samplings[-1].grammar == grammar
+    # Refused at once, not when the reasoning is over.
+    nothing = {"structured_outputs": {"regex": "[a&&b]"}}
+    assert (await played.post(CHAT, {"messages": PROMPT, **nothing}))[0] == 400
+
+
+async def test_marks_of_the_spec_come_before_those_of_the_template(
     tmp_path: Path,
 ) -> None:
-    """And there is none to wait for if the prompt has ended it."""
-    save_tokenizer(tmp_path, template=TEMPLATE)
-    played = Played(Tokenizer(tmp_path))
-    form = {"response_format": {"type": "json_object"}}
-    for is_thinking in (True, False):
-        options = {"chat_template_kwargs": {"thinking": is_thinking}}
-        asked = {"messages": PROMPT, **form, **options}
-        played.streams.text = [5]
-        assert (await played.post(CHAT, asked))[0] == 200
-        grammar = played.streams.samplings[-1].grammar
-        assert ("thought" in grammar) is is_thinking
+    """None leave the reasoning in the answer; other control tokens are not shown."""
+    save_tokenizer(tmp_path, "<a>", "<b>", "<other>", template=TEMPLATE)
+    tokenizer = Tokenizer(tmp_path)
+    played = Played(tokenizer)
+    text = "<a>Hm</think><b><other>Yes<b>"
+    played.streams.text = tokenizer.encode(text, has_special=False)
+    gateway = played.fake.gateway
+    for marks, thought, content in (
+        (["<a>", "<b>"], "Hm</think>", "Yes<b>"),
+        ([], None, "Hm</think>Yes"),
+    ):
+        generation = GenerationSpec(reasoning_marks=marks)
+        spec = gateway.specs["g", "1"].model_copy(update={"generation": generation})
+        gateway.specs["g", "1"] = spec
+        (choice,) = (await played.post(CHAT, {"messages": PROMPT}))[1]["choices"]
+        message = choice["message"]
+        assert (message.get("reasoning"), message["content"]) == (thought, content)
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
@@ -445,8 +481,14 @@ async def test_reasoning_of_former_answers_reaches_the_template(
     asked = {"messages": [*PROMPT, answer, *PROMPT]}
     assert (await played.post(CHAT, asked))[0] == 200
     assert tokenizer.decode(played.streams.prompts[-1]) == "hi(Hm)Yeshi<think>"
-    answer[name] = 5  # type: ignore[assignment]
+    answer["reasoning"], answer["reasoning_content"] = "", "Hm"
+    assert (await played.post(CHAT, asked))[0] == 200
+    assert "(Hm)" in tokenizer.decode(played.streams.prompts[-1])
+    del answer["reasoning"]
+    answer["reasoning_content"] = 5  # type: ignore[assignment]
     assert (await played.post(CHAT, asked))[0] == 400
+    user = {**PROMPT[0], "reasoning": ""}
+    assert (await played.post(CHAT, {"messages": [user]}))[0] == 200
 
 
 async def test_text_completion_tells_the_ids_of_its_prompt_once(

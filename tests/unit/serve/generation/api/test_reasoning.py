@@ -29,7 +29,7 @@ def parsed(
     """Return the reasoning, the text and the calls of output that comes in pieces."""
     calls = None if calling is None else CallParser(calling, "hermes")
     parser = AnswerParser(form, calls)
-    found = [part for piece in pieces for part in parser.feed(piece)]
+    found = [part for piece in pieces for part in parser.feed(piece, 5)]
     found += parser.end()
     assert all(part.text for part in found if isinstance(part, Thought))
     return (
@@ -86,15 +86,15 @@ def test_required_call_comes_after_the_reasoning() -> None:
     ("pieces", "count"),
     [
         (["<think>", "a", "b", "</think>", "c", "d"], 4),
-        (["\n", "<think>", "</think>", "c"], 2),
+        (["\n", "<think>", "</think>", "c"], 3),
         (["c", "<think>", "d"], 0),
     ],
 )
 def test_tokens_of_the_reasoning_are_counted(pieces: list[str], count: int) -> None:
-    """With its marks."""
+    """With its marks, and the space before them."""
     parser = AnswerParser(OPEN, None)
     for piece in pieces:
-        assert list(parser.feed(piece)) is not None
+        assert list(parser.feed(piece, 5)) is not None
     assert parser.thought_tokens == count
 
 
@@ -103,16 +103,32 @@ def test_endless_space_is_not_held_back(form: Reasoning) -> None:
     """Or each further token would look at all of it."""
     parser = AnswerParser(form, None)
     first = "" if form is OPEN else "a"
-    found = [part for piece in (first, *["\n"] * 1000) for part in parser.feed(piece)]
+    found = [
+        part for piece in (first, *["\n"] * 1000) for part in parser.feed(piece, 5)
+    ]
     shown = "".join(part if isinstance(part, str) else part.text for part in found)  # type: ignore[union-attr]
     assert len(shown) >= 1000 - MAX_SPACE - 1
 
 
+def test_letters_of_a_mark_that_is_a_token_end_nothing() -> None:
+    """A model may write about it, and then write it."""
+    form = Reasoning(*THINK, is_begun=True, begin_token=7, end_token=8)
+    pieces = [("The mark", 5), (" </think", 5), ("> and </thi", 5), ("</think>", 8)]
+    parser = AnswerParser(form, None)
+    found = [part for piece in [*pieces, ("Yes.", 5)] for part in parser.feed(*piece)]
+    found += parser.end()
+    thought = "".join(part.text for part in found if isinstance(part, Thought))
+    assert thought == "The mark </think> and </thi"
+    assert found[-1] == "Yes."
+    assert (parser.thought_tokens, form.marks) == (4, (7, 8))
+
+
 def test_marks_follow_from_the_template_unless_a_spec_gives_them() -> None:
-    """A template may end the reasoning of former answers only."""
+    """A template may end the reasoning of former answers only, or begin one only."""
     template = "{{ content.split('</think>')[-1] }}"
     assert marks_of(None, [template]) == THINK
     assert marks_of(None, ["", "[/THINK]"]) == ("[THINK]", "[/THINK]")
+    assert marks_of(None, ["{{ content }}<think>"]) == THINK
     assert marks_of(None, ["{{ content }}"]) is None
     assert marks_of([], [template]) is None
     assert marks_of(["<a>", "<b>"], [template]) == ("<a>", "<b>")
