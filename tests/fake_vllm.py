@@ -26,6 +26,7 @@ from aiohttp import web
 VOCABULARY, HIDDEN = 300, 64
 
 HANG, GARBAGE, FOREIGN, EARLY, REFUSE, BROKEN, FLOOD, DIE, HUGE = range(240, 249)
+SHORT, TWICE = 249, 250  # for embeddings
 """First tokens of prompts for which it misbehaves."""
 
 STEP_S = float(os.environ.get("FAKE_VLLM_STEP_S", "0.002"))
@@ -132,6 +133,11 @@ class Server:
             {"index": number, "embedding": base64.b64encode(vector_of(ids)).decode()}
             for number, ids in enumerate(body["input"])
         ]
+        if kind == SHORT:
+            half = base64.b64encode(bytes(4 * HIDDEN // 2)).decode()
+            data = [{**one, "embedding": half} for one in data]
+        if kind == TWICE:
+            data[-1]["index"] = 0
         text = json.dumps({"data": [] if kind == EARLY else data[::-1]})
         text = text[:20] if kind == GARBAGE else text
         return web.Response(text=text, content_type="application/json")

@@ -136,7 +136,10 @@ class Served:
         line = self.process.stdout.readline() if said else ""
         if said and not line:
             self.process.wait(WAIT_S)
-        assert line, self.logs()
+        if not line:
+            logs = self.logs()
+            self.end()  # what has started of it, too
+            raise AssertionError(logs)
         self.url = decode(line, StatusAnswer).url
         self.note()
 

@@ -28,6 +28,11 @@ class PauseDetector:
         self.resumed_at = now
         return True
 
+    @property
+    def late_s(self) -> float:
+        """Seconds by which the last look was late, if it was a pause."""
+        return self._late_s
+
     def rest(self) -> None:
         """Expect the next look at any time, however late."""
         self._looked_at = math.inf

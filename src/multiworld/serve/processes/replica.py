@@ -92,7 +92,8 @@ def _parts_of(args: ProcessArgs, clock: Callable[[], float]) -> _Parts:
             max_batch_size=limits.max_batch_size,
             max_wait_s=limits.max_wait_ms / 1000,
             max_ongoing_requests=following.max_ongoing_requests,
-            compute_s=limits.compute_s,
+            # An engine that embeds may hang, and answer its health route all the same.
+            compute_s=limits.compute_s or (HUNG_S if args.spec.engine else None),
         ),
     )
     return _Parts(runner, worker, lambda _: messages.StageLoaded())

@@ -126,7 +126,7 @@ def _per_minute(
     return RateLimited(
         "rpm_limit",
         f"your rpm_limit of {limit} requests a minute is used up; retry in "
-        f"{retry_after_s:.0f} s",
+        f"{math.ceil(retry_after_s)} s",
         retry_after_s,
     )
 
@@ -171,6 +171,6 @@ def _tokens(
     return RateLimited(
         "tpm_limit",
         f"your tpm_limit of {tenant.tpm_limit} tokens a minute is used up; retry in "
-        f"{retry_after_s:.0f} s",
+        f"{math.ceil(retry_after_s)} s",
         retry_after_s,
     )

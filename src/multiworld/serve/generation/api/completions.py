@@ -108,9 +108,10 @@ def _with_tools(asked: ChatBody, wanted: Wanted) -> Wanted:
     calling = replace(calling, is_single=asked.parallel_tool_calls is False)
     structure = wanted.structure
     if not calling.is_free:
-        if structure is not None or asked.ignore_eos:
-            rule = "cannot be given with a structure or with ignore_eos"
+        if asked.structured_outputs is not None or asked.ignore_eos:
+            rule = "cannot be given with structured_outputs or with ignore_eos"
             raise wrong_field("tool_choice", rule)
+        # A response_format is that of a text, as for OpenAI: here is none.
         if calling.named:
             named = calling.named_parameters
             structure = partial(grammars.grammar_of_schema, named, "tools")

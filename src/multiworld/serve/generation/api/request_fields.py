@@ -140,6 +140,7 @@ NOT_IN_CHATS = "echo", "add_special_tokens"
 # The only values of some of them that request nothing; of others, see ``DEFAULTS``.
 NOTHING: dict[str, Any] = {
     "function_call": "none",
+    "web_search_options": None,  # {} asks for a search
     "service_tier": ("auto", "default"),
     "modalities": ["text"],
     "verbosity": "medium",

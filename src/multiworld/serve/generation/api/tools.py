@@ -283,7 +283,11 @@ class CallParser:
         if not isinstance(call, dict) or call.get("name") not in names:
             raise ValueError("no call of a known tool")
         given = call.get("arguments", call.get("parameters", {}))
-        text = given if isinstance(given, str) else json.dumps(given, allow_nan=False)
+        text = (
+            given
+            if isinstance(given, str)
+            else json.dumps(given, allow_nan=False, ensure_ascii=False)
+        )
         text.encode()  # fails for a lone surrogate
         return call["name"], text
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ LLAMA_ROWS = 8192  # most tokens of a text for llama.cpp
 LOOK_S = 0.5  # between checks whether the engine's processes are stopped
 PROBE_S = 60.0  # for the first answer of a server that somebody else runs
 PAUSES_S = 0.1, 0.2, 0.4, 0.8, 1.6, 3.2  # between requests to a busy server
-LOST_S = 10.0  # for the exit of a replica whose engine does not answer
+LOST_S = 30.0  # for the exit of a replica whose engine does not answer
 
 
 def model(
@@ -128,6 +129,8 @@ class EngineEncoder:
         self._loop: asyncio.Runner | None = None
         self._server: EngineServer | None = None
         self._model = settings.path  # its name at the server
+        folder = Path(settings.path).expanduser()
+        self._hidden = number_of(read_json(folder / "config.json"), HIDDEN, folder)
 
     def started(self) -> EngineEncoder:
         """Start the server, or choose one; wait until it answers."""
@@ -167,8 +170,15 @@ class EngineEncoder:
         """Raise EngineLostError if a server returns no embeddings."""
         try:
             async with asyncio.timeout(PROBE_S):
-                await server.post(ROUTE, self._body([[0]]))
-        except (RunFailedError, InvalidRequestError, TimeoutError) as error:
+                data = await server.post(ROUTE, self._body([[0]]))
+            self._checked(items_of(data, 1))
+        except (
+            RunFailedError,
+            InvalidRequestError,
+            TimeoutError,
+            ValueError,
+            RuntimeError,
+        ) as error:
             raise EngineLostError(
                 f"{server.url} returns no embeddings of token ids, which the gateway "
                 f"sends: {error}"
@@ -195,27 +205,44 @@ class EngineEncoder:
         inputs: list[list[int]] = [ids[is_token].tolist() for ids, is_token in rows]
         try:
             found = self._loop.run(self._answer(self._body(inputs)))
-            embedding = torch.stack([_vector(one.embedding) for one in found])
+            return {"embedding": self._checked(found)}
         except (RunFailedError, ValueError, RuntimeError) as error:
             raise ModelFailedError(f"{self._engine} failed: {error}") from error
-        if len(embedding) != len(inputs) or not embedding.isfinite().all():
-            raise ModelFailedError(
-                f"{self._engine} did not return one finite embedding for each input"
+
+    def _checked(self, found: Sequence[_Item]) -> Tensor:
+        """Return embeddings, [rows, hidden]; raise RunFailedError if some is not."""
+        embedding = torch.stack([_vector(one.embedding) for one in found])
+        if embedding.shape[1] != self._hidden or not embedding.isfinite().all():
+            raise RunFailedError(
+                f"it returned embeddings of {embedding.shape[1]} numbers, not of "
+                f"{self._hidden} finite ones"
             )
-        return {"embedding": embedding}
+        return embedding
 
     async def _answer(self, body: Mapping[str, Any]) -> list[_Item]:
         assert self._server is not None
         try:
             data = await self._server.post(ROUTE, body)
         except RunFailedError:
-            # If the server is lost, this replica exits, and another one computes.
-            if not await self._server.answers():
-                await asyncio.sleep(LOST_S)
-                raise
+            await self._wait_lost()
             # It had closed the connection, which was idle, or was busy.
-            data = await self._later(body)
-        return sorted(answer_of(_EMBEDDINGS, data).data, key=lambda one: one.index)
+            try:
+                data = await self._later(body)
+            except RunFailedError:
+                await self._wait_lost()
+                raise
+        return items_of(data, len(body["input"]))
+
+    async def _wait_lost(self) -> None:
+        """Wait as long as the server does not answer: this replica exits if it is lost,
+        and another one computes."""
+        assert self._server is not None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOST_S):
+                while True:
+                    if await self._server.answers():
+                        return
+                    await asyncio.sleep(LOOK_S)
 
     async def _later(self, body: Mapping[str, Any]) -> bytes:
         """Try again, and again while the server is busy."""
@@ -226,6 +253,17 @@ class EngineEncoder:
             except BusyError:
                 await asyncio.sleep(pause_s)
         return await self._server.post(ROUTE, body)
+
+
+def items_of(data: bytes, count: int) -> list[_Item]:
+    """Return the embeddings of ``count`` inputs, in their order.
+
+    Raises RunFailedError if there are others.
+    """
+    found = sorted(answer_of(_EMBEDDINGS, data).data, key=lambda one: one.index)
+    if [one.index for one in found] != [*range(count)]:
+        raise RunFailedError("it did not return one embedding for each input")
+    return found
 
 
 async def _lost(server: EngineServer) -> str:

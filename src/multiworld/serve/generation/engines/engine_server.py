@@ -35,9 +35,9 @@ MAX_ERROR = 500  # reported characters of a server's error
 class EngineServer:
     """A server, and the client of this replica.
 
-    If ``url`` is empty, ``start`` starts the server. A request fails after
-    ``silence_s`` seconds without any byte. Cancelling it closes its connection, which
-    aborts it.
+    If ``url`` is empty, ``start`` starts the server. A request that is no stream fails
+    after ``silence_s`` seconds without any byte. Cancelling a request closes its
+    connection, which aborts it.
     """
 
     def __init__(
@@ -137,7 +137,10 @@ class EngineServer:
         limit = aiohttp.ClientTimeout(total=ANSWER_S)
         try:
             async with self._client().get(
-                self.url + path, headers=self._headers, timeout=limit
+                self.url + path,
+                headers=self._headers,
+                timeout=limit,
+                allow_redirects=False,
             ) as answer:
                 return await _body(answer) if answer.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, OSError, RunFailedError):
@@ -146,7 +149,10 @@ class EngineServer:
     async def post(self, path: str, body: Mapping[str, Any]) -> bytes:
         try:
             async with self._client().post(
-                self.url + path, data=msgspec.json.encode(body), headers=self._headers
+                self.url + path,
+                data=msgspec.json.encode(body),
+                headers=self._headers,
+                allow_redirects=False,
             ) as answer:
                 found = await _body(answer)
                 if answer.status != 200:
@@ -159,7 +165,11 @@ class EngineServer:
         """Yield the data of each server-sent event of an answer, up to its end."""
         try:
             async with self._client().post(
-                self.url + path, data=msgspec.json.encode(body), headers=self._headers
+                self.url + path,
+                data=msgspec.json.encode(body),
+                headers=self._headers,
+                timeout=_timeout(None),  # the replica's worker watches it
+                allow_redirects=False,
             ) as answer:
                 if answer.status != 200:
                     raise refusal_of(answer.status, await _body(answer))
@@ -186,13 +196,15 @@ class EngineServer:
     def _client(self) -> aiohttp.ClientSession:
         if self._http is None:
             self._http = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=ANSWER_S, sock_read=self._silence_s
-                ),
+                timeout=_timeout(self._silence_s),
                 connector=aiohttp.TCPConnector(limit=0),
                 read_bufsize=self._max_line // 2,  # a line may have twice this
             )
         return self._http
+
+
+def _timeout(silence_s: float | None) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_S, sock_read=silence_s)
 
 
 async def _body(answer: aiohttp.ClientResponse) -> bytes:

@@ -82,7 +82,8 @@ class EngineWorker:
         self._waits: dict[int, _Wait] = {}
         self._pauses = PauseDetector(LOOK_S)
         self._heard_at = self._clock()
-        self._busy_since: float | None = None
+        self._busy_since: float | None = None  # and last said so at ``_busy_at``
+        self._busy_at = 0.0
         self._is_closing = False
         self._guard = HangGuard(self._exit_if_stuck)
         self._computed_s = self._steps = 0.0
@@ -138,10 +139,18 @@ class EngineWorker:
         """Exit the process if the engine is stopped, or hangs while sequences run."""
         self._guard.turned()
         now = self._clock()
-        if self._pauses.look(now) or not self._tasks:
+        is_paused = self._pauses.look(now)
+        if not self._tasks:
             self._heard_at = now
             return
-        since = max(self._heard_at, self._pauses.resumed_at)
+        if is_paused:
+            # What arrived then is unread. Only this time does not count: a busy machine
+            # pauses again and again.
+            self._heard_at += self._pauses.late_s
+            for wait in self._waits.values():
+                wait.since += self._pauses.late_s
+            return
+        since = self._heard_at
         stopped_s = self._engine.stopped_s()
         if stopped_s > SILENT_S:
             text = f"the engine's processes are stopped for {stopped_s:.1f} s"
@@ -153,7 +162,7 @@ class EngineWorker:
             text = f"the engine sent no token for {now - since:.0f} s: it hangs"
             self._give_up(text, EXIT_HUNG)
         for number, wait in list(self._waits.items()):
-            silent_s = now - max(wait.since, self._pauses.resumed_at)
+            silent_s = now - wait.since
             if silent_s <= 2 * self._hung_s + prompts_s:
                 continue
             text = f"a sequence had no token for {silent_s:.0f} s"
@@ -287,7 +296,9 @@ class EngineWorker:
             error = failed
         if isinstance(error, whole_engine.BusyError):
             now = self._clock()
-            self._busy_since = self._busy_since or now
+            if self._busy_since is None or now - self._busy_at > BUSY_S:
+                self._busy_since = now
+            self._busy_at = now
             if now - self._busy_since > BUSY_S:  # it counts as a failure from now on
                 error = whole_engine.RunFailedError(str(error))
         self._handle(engine_sequences.RunEnded(number, error))

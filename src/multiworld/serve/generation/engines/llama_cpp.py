@@ -57,7 +57,7 @@ class LlamaCppEngine(TokenServerEngine):
 
     async def start(self) -> None:
         settings = self._settings
-        self._server = EngineServer("llama.cpp", silence_s=2 * settings.hung_s)
+        self._server = EngineServer("llama.cpp")
         self.phase = "loading"
         await self._server.start(self._command(self._server.port), settings)
         await self.warm_up()

@@ -96,10 +96,13 @@ class TokenServerEngine:
     async def warm_up(self) -> None:
         self.phase = "warming up"
         try:
-            async with aclosing(self.generate(Run((0,), 1, WARM_UP))) as found:
+            async with (
+                asyncio.timeout(2 * self._settings.hung_s),
+                aclosing(self.generate(Run((0,), 1, WARM_UP))) as found,
+            ):
                 async for _ in found:
                     pass
-        except ServeError as error:
+        except (ServeError, TimeoutError) as error:
             await self.close()
             raise EngineLostError(f"{self.title} cannot generate: {error}") from error
         self.phase = ""

@@ -283,7 +283,9 @@ class Completions(Dialect):
         found: list[EngineToken] = []
         for choice in answer_of(CHUNK, data).choices[:1]:
             scores = choice.logprobs or _Scores()
-            for place, token in enumerate(choice.token_ids or ()):
+            # Those of a piece that are known come again.
+            ids = (choice.token_ids or [])[: len(run.tokens) + run.remaining]
+            for place, token in enumerate(ids):
                 found.append(_scored(token, place, scores, run.sampling.logprobs))
         return found
 

@@ -44,6 +44,7 @@ from multiworld.serve.generation.engines.engine_server import (
     answer_of,
 )
 from multiworld.serve.generation.engines.whole_engine import (
+    BusyError,
     EngineLostError,
     EngineSettings,
     EngineToken,
@@ -159,7 +160,7 @@ class VllmEngine:
     # Its life.
 
     async def start(self) -> None:
-        self._server = EngineServer("vLLM", silence_s=2 * self._settings.hung_s)
+        self._server = EngineServer("vLLM")
         self._folder = EngineFolder()
         write_modules(self._folder.path, self._settings)
         self.phase = "loading"
@@ -173,12 +174,13 @@ class VllmEngine:
                 temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=scores
             )
             warm_up = Run((0,), 1, asked)
-            async for _ in self.generate(warm_up):
-                pass
+            async with asyncio.timeout(4 * self._settings.hung_s):
+                async for _ in self.generate(warm_up):
+                    pass
         except EngineLostError:
             self._remove_files()
             raise
-        except ServeError as error:
+        except (ServeError, TimeoutError) as error:
             await self.close()
             raise EngineLostError(f"vLLM cannot generate: {error}") from error
         self.phase = ""
@@ -314,6 +316,10 @@ def failure_of(report: Path) -> ServeError:
     text = report.read_text(errors="replace")
     if text.startswith(STRUCTURE):
         return InvalidRequestError(text)
+    if text.startswith(vllm_sampling.LATER):
+        return BusyError(text)
+    if text.startswith(vllm_sampling.ERROR):  # another replica may have no such error
+        return RunFailedError(text)
     return ModelFailedError(text or "sampling failed")
 
 
@@ -418,7 +424,7 @@ def tokens_of(data: bytes, run: Run) -> list[EngineToken]:
     found: list[EngineToken] = []
     for choice in answer_of(_CHUNK, data).choices[:1]:
         scores = (choice.logprobs and choice.logprobs.content) or []
-        for place, token in enumerate(choice.token_ids or ()):
+        for place, token in enumerate((choice.token_ids or [])[: run.remaining]):
             if run.sampling.logprobs is None or place >= len(scores):
                 found.append(EngineToken(token))
                 continue

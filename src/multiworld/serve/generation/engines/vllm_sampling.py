@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import OrderedDict
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,8 +39,10 @@ else:
 
 HERE = Path(__file__).parent
 
-KEPT_GRAMMARS = 32  # compiled
-COMPILE_S = 30.0  # for a grammar to compile, while all sequences wait
+KEPT_GRAMMARS = 64  # compiled, or to be compiled
+# Seconds for which a step waits for grammars to compile: one with other sequences, and
+# one without. Sequences whose grammars take longer come again.
+SHARED_S, ALONE_S = 0.05, 2.0
 SWAP = "SWAP"  # vLLM's direction in which two sequences change places
 
 # Limits of llguidance's parser, as in the engine of this project.
@@ -54,16 +58,32 @@ class Failure(Exception):
     """A sequence cannot continue; the text is for its client."""
 
 
+class Later(Exception):
+    """A sequence can continue once its grammar is compiled."""
+
+
+# How reports of what is no ``Failure`` begin.
+LATER, ERROR = "later: ", "error: "
+
+
 class Structure:
     """The matcher of one sequence."""
 
     def __init__(self, made: Future[Any]) -> None:
         self._made, self._matcher, self._consumed = made, None, 0
 
-    def allowed(self, tokens: list[int], prompt: int) -> torch.Tensor:
+    @property
+    def is_ready(self) -> bool:
+        return self._matcher is not None or self._made.done()
+
+    def allowed(self, tokens: list[int], prompt: int, until: float) -> torch.Tensor:
         """Return which tokens may be next: one bit each, [vocabulary / 8], uint8."""
         if self._matcher is None:
-            self._matcher = self._made.result(COMPILE_S).deep_copy()
+            try:
+                made = self._made.result(max(0.0, until - time.monotonic()))
+            except (futures.TimeoutError, futures.CancelledError):
+                raise Later("its grammar is not compiled yet") from None
+            self._matcher = made.deep_copy()
         matcher: Any = self._matcher
         for token in tokens[prompt + self._consumed :]:
             if not matcher.consume_token(token):
@@ -93,7 +113,7 @@ class Structures:
         )
         self._kept[grammar] = made
         while len(self._kept) > KEPT_GRAMMARS:
-            self._kept.popitem(last=False)
+            self._kept.popitem(last=False)[1].cancel()  # unless it has begun
         return Structure(made)
 
     def _compile(self, grammar: str) -> Any:
@@ -150,10 +170,15 @@ class Sequence:
         known = range(vocabulary)
         return next((t for t in self.ends if isinstance(t, int) and t in known), 0)
 
-    def mask(self) -> torch.Tensor | None:
+    @property
+    def is_ready(self) -> bool:
+        return self.structure is None or self.structure.is_ready
+
+    def mask(self, until: float) -> torch.Tensor | None:
         if self.structure is None:
             return None
-        return self.structure.allowed(self.history.tokens, self.history.prompt)
+        history = self.history
+        return self.structure.allowed(history.tokens, history.prompt, until)
 
 
 class MultiworldSampling(LogitsProcessor):
@@ -209,12 +234,14 @@ class MultiworldSampling(LogitsProcessor):
 
     def _sample(self, logits: torch.Tensor) -> None:
         rows, masks = [], []
+        is_shared = any(sequence.is_ready for sequence in self._sequences.values())
+        until = time.monotonic() + (SHARED_S if is_shared else ALONE_S)
         for row, sequence in sorted(self._sequences.items()):
             if row >= len(logits):
                 continue
             try:
                 sequence.catch_up()
-                masks.append(sequence.mask())
+                masks.append(sequence.mask(until))
                 rows.append(row)
             except Exception as error:
                 self._fail(sequence, error, logits)
@@ -260,7 +287,11 @@ class MultiworldSampling(LogitsProcessor):
 
     def _report(self, name: str, error: Exception) -> None:
         """Write a file named as the sequence; that it is there says that it failed."""
-        text = str(error) if isinstance(error, Failure) else repr(error)
+        if isinstance(error, Failure):
+            text = str(error)
+        else:
+            is_later = isinstance(error, Later)
+            text = f"{LATER}{error}" if is_later else f"{ERROR}{error!r}"
         try:
             with open(HERE / "failures" / (Path(name).name or "unnamed"), "x") as file:
                 file.write(text[:1000])

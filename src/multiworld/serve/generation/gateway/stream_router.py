@@ -386,6 +386,7 @@ class StreamRouter:
             and self._now - stream.failing_since < KEPT_S
             and not stream.via
             and not is_elsewhere
+            and len(stream.chain) > 1  # the only replica keeps nothing for others
         )
         self._leave_chain(stream, is_kept=is_kept)
         self._retried.append(stream)
@@ -444,7 +445,11 @@ class StreamRouter:
     def _place(self, stream: Stream) -> bool:
         """Begin an attempt at a chain; return False if a stage has no replica."""
         avoided = self._suspected() if stream.losses.is_suspect else set()
-        chain = self._chains.choose(stream, avoided)
+        # The only replica of a chain gave it back: another one may compute it.
+        is_back = len(stream.left) == 1 and not stream.via
+        chain = self._chains.choose(
+            stream, avoided.union(stream.left if is_back else ())
+        )
         if chain is None:
             route = self.view.table.routes.get(stream.model)
             if route is None and not stream.via:

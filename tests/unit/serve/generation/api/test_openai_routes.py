@@ -903,6 +903,38 @@ async def test_call_that_a_stop_string_cuts_says_so(
     assert last["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "f"}}]
+)
+async def test_forced_call_has_its_own_structure(
+    tokenizer: Tokenizer, choice: Any
+) -> None:
+    """Agents send the format of their last answer along; other structures clash."""
+    played = Played(tokenizer)
+    played.streams.text = [5]
+    asked = {"messages": PROMPT, "tools": TOOLS, "tool_choice": choice}
+    assert (await played.post(CHAT, asked))[0] == 200
+    form = {"response_format": {"type": "json_object"}}
+    assert (await played.post(CHAT, {**asked, **form}))[0] == 200
+    alone, both = (sampling.grammar for sampling in played.streams.samplings)
+    assert alone == both
+    for more in ({"structured_outputs": {"regex": "a"}}, {"ignore_eos": True}):
+        status, answer = await played.post(CHAT, {**asked, **more})
+        assert (status, answer["error"]["param"]) == (400, "tool_choice")
+
+
+async def test_arguments_of_a_call_are_shown_as_the_model_wrote_them(
+    tokenizer: Tokenizer,
+) -> None:
+    """Not as escapes."""
+    played = Played(tokenizer)
+    call = '<tool_call>{"name": "f", "arguments": {"city": "Köln 한"}}</tool_call>'
+    played.streams.text = list(tokenizer.encode(call, has_special=False))
+    _, answer = await played.post(CHAT, {"messages": PROMPT, "tools": TOOLS})
+    (found,) = answer["choices"][0]["message"]["tool_calls"]
+    assert found["function"]["arguments"] == '{"city": "Köln 한"}'
+
+
 async def test_places_of_text_count_what_a_stop_string_holds_back(
     tokenizer: Tokenizer,
 ) -> None:
@@ -1095,6 +1127,13 @@ async def test_variables_of_the_template_can_be_set(tmp_path: Path) -> None:
             status, answer = await played.post(path, asked)
             assert (status, answer["error"]["param"]) == (400, "chat_template_kwargs")
     assert played.streams.prompts == []
+
+
+async def test_search_of_the_web_is_refused(tokenizer: Tokenizer) -> None:
+    """Also one without options."""
+    asked: dict[str, Any] = {"messages": PROMPT, "web_search_options": {}}
+    status, answer = await Played(tokenizer).post(CHAT, asked)
+    assert (status, answer["error"]["param"]) == (400, "web_search_options")
 
 
 async def test_tools_that_cannot_fit_are_refused_before_they_are_read(

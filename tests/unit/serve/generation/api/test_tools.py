@@ -183,7 +183,7 @@ def test_call_so_far_is_not_copied_for_each_token(
         assert not list(parser.feed(Appended("Köln </tool")))
     assert Appended.longest < 100
     found = [*parser.feed('"}}' + end[:5]), *parser.feed(end[5:]), *parser.end()]
-    arguments = json.dumps({"place": 100 * "Köln </tool"})
+    arguments = json.dumps({"place": 100 * "Köln </tool"}, ensure_ascii=False)
     assert found == [Call(0, "weather", arguments)]
 
 

@@ -203,6 +203,8 @@ def test_each_row_gets_the_embedding_of_its_text(stage: StageFunction) -> None:
         (fake_vllm.BROKEN, ModelFailedError),
         (fake_vllm.GARBAGE, ModelFailedError),
         (fake_vllm.EARLY, ModelFailedError),
+        (fake_vllm.SHORT, ModelFailedError),
+        (fake_vllm.TWICE, ModelFailedError),
     ],
 )
 def test_engine_that_misbehaves_costs_one_request(
@@ -210,7 +212,7 @@ def test_engine_that_misbehaves_costs_one_request(
 ) -> None:
     """The next one is answered."""
     with pytest.raises(error):
-        stage(asked([token, 1]))
+        stage(asked([token, 1], [2]))
     assert len(stage(asked([1, 2]))["embedding"]) == 1
 
 

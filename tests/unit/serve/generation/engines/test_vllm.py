@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from multiworld.errors import InvalidRequestError
-from multiworld.serve.generation.engines.vllm import VllmEngine, tokens_of
+from multiworld.errors import InvalidRequestError, ModelFailedError
+from multiworld.serve.generation.engines.vllm import (
+    VllmEngine,
+    failure_of,
+    tokens_of,
+)
 from multiworld.serve.generation.engines.whole_engine import (
+    BusyError,
     EngineSettings,
     EngineToken,
     Run,
@@ -38,6 +44,32 @@ def test_scores_are_read_with_and_without_ids(*, is_old: bool) -> None:
     run = Run((1,), 1, Sampling(logprobs=2))
     (token,) = tokens_of(event(is_old=is_old), run)
     assert token == EngineToken(7, -3.0, ((5, -0.5), (6, -1.0)))
+
+
+def test_more_tokens_than_asked_for_are_not_read() -> None:
+    """A line may have millions."""
+    choice = {"token_ids": [7] * 100}
+    data = json.dumps({"choices": [choice]}).encode()
+    run = Run((1, 2), 1, Sampling(max_tokens=4))
+    assert tokens_of(data, run) == [EngineToken(7)] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("structured output failed: x", InvalidRequestError),
+        ("later: its grammar is not compiled yet", BusyError),
+        ("error: OutOfMemoryError()", RunFailedError),
+        ("token 9 is outside the vocabulary", ModelFailedError),
+        ("", ModelFailedError),
+    ],
+)
+def test_reports_say_whether_another_replica_may_try(
+    tmp_path: Path, text: str, kind: type[Exception]
+) -> None:
+    """Out of memory, one is lost; with a structure that nothing fits, all are."""
+    (tmp_path / "x").write_text(text)
+    assert type(failure_of(tmp_path / "x")) is kind
 
 
 def test_limit_of_scores_is_said_before_a_run() -> None:

@@ -10,6 +10,7 @@ import json
 import math
 import random
 import shutil
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import llguidance
 import msgspec
 import pytest
 import torch
@@ -464,6 +466,40 @@ def test_logits_that_are_no_numbers_fail_their_sequence_alone(
     ((found, error),) = beside.failures
     assert found == "bad"
     assert "not finite" in error
+
+
+def test_step_does_not_wait_for_grammars(
+    beside: Beside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others get their tokens; those whose grammar is not compiled come again."""
+    free, matcher = threading.Event(), llguidance.LLMatcher
+
+    def slow(*given: Any, **named: Any) -> Any:
+        free.wait(60.0)
+        return matcher(*given, **named)
+
+    good = Asked("good", Sampling(seed=3))
+    slow_ones = [structured(str(n), f"x{n}") for n in range(100)]
+    monkeypatch.setattr(llguidance, "LLMatcher", slow)
+    monkeypatch.setattr(beside.module, "ALONE_S", 0.1)
+    processor = beside.processor(*slow_ones, good)
+    assert apply(processor, [*slow_ones, good]) == [
+        *[END] * 100,
+        expected(good, torch.float32),
+    ]
+    failures = beside.failures
+    assert len(failures) == 100
+    assert {text for _, text in failures} == {"later: its grammar is not compiled yet"}
+    for one in slow_ones[0], slow_ones[-1]:  # without others, too
+        processor.update_state(BatchUpdate([*range(101)], [one.at(0)]))
+        assert apply(processor, [one]) == [END]
+    assert len(beside.failures) == 2
+    free.set()
+    monkeypatch.setattr(beside.module, "ALONE_S", 60.0)
+    for one in slow_ones[1], slow_ones[-1]:  # the first has given way to others
+        processor.update_state(BatchUpdate([0], [one.at(0)]))
+        assert letters(apply(processor, [one]), beside.reports.parent) == "x"
+    assert beside.failures == []
 
 
 def test_every_sequence_that_fails_is_reported(beside: Beside) -> None:

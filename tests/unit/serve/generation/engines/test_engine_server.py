@@ -1,0 +1,63 @@
+"""The client of an engine's server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from multiworld.serve.generation.engines.engine_server import EngineServer
+from multiworld.serve.generation.engines.whole_engine import RunFailedError
+
+
+class Elsewhere:
+    """A server that sends its clients to another place.
+
+    Attributes:
+        stolen: Bodies that came there.
+    """
+
+    def __init__(self) -> None:
+        self.stolen = list[bytes]()
+
+    async def moved(self, request: web.Request) -> web.Response:
+        """Redirect."""
+        raise web.HTTPTemporaryRedirect("/stolen")
+
+    async def steal(self, request: web.Request) -> web.Response:
+        """Take what comes."""
+        self.stolen.append(await request.read())
+        return web.json_response({})
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[tuple[EngineServer, Elsewhere]]:
+    """Return a client and its server."""
+    elsewhere, app = Elsewhere(), web.Application()
+    app.router.add_route("*", "/stolen", elsewhere.steal)
+    app.router.add_route("*", "/{path}", elsewhere.moved)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0]
+    client = EngineServer("it", f"http://{host}:{port}")
+    yield client, elsewhere
+    await client.close()
+    await runner.cleanup()
+
+
+async def test_redirects_are_not_followed(
+    server: tuple[EngineServer, Elsewhere],
+) -> None:
+    """Prompts would go to whoever is named, and a page to log in would be health."""
+    client, elsewhere = server
+    assert not await client.answers()
+    with pytest.raises(RunFailedError, match="307"):
+        await client.post("/x", {"prompt": "secret"})
+    with pytest.raises(RunFailedError, match="307"):
+        async for _ in client.events("/x", {"prompt": "secret"}):
+            pass
+    assert elsewhere.stolen == []

@@ -1,0 +1,127 @@
+"""A replica with a whole engine that is silent or busy, with time that a test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+import pytest
+
+from multiworld.serve.generation.engines.engine_worker import (
+    BUSY_S,
+    LOOK_S,
+    EngineWorker,
+)
+from multiworld.serve.generation.engines.whole_engine import (
+    BusyError,
+    EngineSettings,
+    EngineToken,
+    Run,
+)
+from multiworld.serve.replica.hang_guard import EXIT_HUNG
+from multiworld.serve.transport.generation_messages import Sampling
+from tests.contract.engines import NAME, Bench
+
+HUNG_S = 3.0
+
+
+class Played:
+    """An engine that never has a token, or says that it is busy."""
+
+    has_adapters = False
+    usage, phase = 0.0, ""
+
+    def __init__(self, *, is_busy: bool) -> None:
+        self._is_busy = is_busy
+
+    async def start(self) -> None:
+        """Start."""
+
+    async def wait_lost(self) -> str:
+        """Never be lost."""
+        await asyncio.Event().wait()
+        return ""
+
+    def stopped_s(self) -> float:
+        """Have no process that is stopped."""
+        return 0.0
+
+    async def close(self) -> None:
+        """Close."""
+
+    def kill(self) -> None:
+        """End."""
+
+    def check(self, sampling: Sampling) -> None:
+        """Take anything."""
+
+    async def generate(self, run: Run) -> AsyncGenerator[Sequence[EngineToken]]:
+        """Wait for ever, or be busy."""
+        if self._is_busy:
+            raise BusyError("no room")
+        await asyncio.Event().wait()
+        yield ()
+
+
+class Timed:
+    """A worker, and its time.
+
+    Attributes:
+        now: What its clock says, in seconds.
+        exits: Codes with which it would have exited.
+    """
+
+    def __init__(self, *, is_busy: bool = False) -> None:
+        self.now, self.exits = 100.0, list[int]()
+        settings = EngineSettings(
+            replica=NAME, path="", vocabulary=300, max_num_seqs=4, hung_s=HUNG_S
+        )
+        self.worker = EngineWorker(
+            lambda _: Played(is_busy=is_busy),
+            settings,
+            clock=lambda: self.now,
+            exit_process=self.exits.append,
+        )
+
+    def look(self, late_s: float = 0.0) -> None:
+        self.now += LOOK_S + late_s
+        self.worker.tick()
+
+
+async def begun(worker: EngineWorker) -> Bench:
+    """Begin a sequence; return its gateway."""
+    bench = Bench(worker)
+    bench.begin(Sampling(max_tokens=9))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return bench
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.4, 2.0])
+async def test_hang_is_found_on_a_machine_that_pauses_again_and_again(
+    late_s: float,
+) -> None:
+    """Only the pauses themselves do not count."""
+    timed = Timed()
+    await begun(timed.worker)
+    looks = 0
+    while not timed.exits and looks < 100:
+        looks += 1
+        timed.look(late_s if looks % 10 == 0 else 0.0)
+    assert timed.exits[:1] == [EXIT_HUNG]
+    assert HUNG_S <= looks * LOOK_S <= HUNG_S + 1.0
+    timed.worker.close()
+
+
+async def test_engine_that_is_busy_now_and_then_has_not_failed() -> None:
+    """Only one that says so for long, without any token."""
+    timed = Timed(is_busy=True)
+    for _ in range(3):
+        await begun(timed.worker)
+        timed.now += 3600.0
+    assert not timed.worker.counts["failed_runs"]
+    for _ in range(8):
+        await begun(timed.worker)
+        timed.now += BUSY_S / 4
+    assert timed.worker.counts["failed_runs"] > 0
+    timed.worker.close()
