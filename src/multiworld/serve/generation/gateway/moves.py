@@ -105,7 +105,7 @@ class Moves:
             there = [
                 s
                 for s in self._index.at(uneven.busiest)
-                if s.first_at is None and is_free(s, now)
+                if s.first_at is None and is_free(s, now) and uneven.new not in s.left
             ]
             # The latest without a token: hardly anything was computed for them.
             there.sort(key=lambda s: (-s.began_at, s.number))

@@ -22,6 +22,7 @@ from multiworld.serve.transport.generation_messages import (
     BeginSequences,
     PrepareSequence,
     Sampling,
+    SequenceFailed,
     TokenItem,
     Tokens,
 )
@@ -95,6 +96,17 @@ def test_stream_without_a_token_starts_over_at_the_new_replica_or_stays() -> Non
     at = sorted(stream.chain for stream in bench.router.streams.values())
     assert at == [("new",)] * 2 + [("old",)] * 2
     assert Bench("b", has_tokens=False).sent(BeginSequences, 20) == []
+
+
+def test_stream_that_the_new_replica_gave_back_does_not_go_there_again() -> None:
+    """It may be the only one that cannot compute it."""
+    bench = Bench("a", has_tokens=False)
+    assert bench.sent(BeginSequences, 20) == ["new", "new"]
+    for stream in list(bench.router.streams.values()):
+        if stream.chain == ("new",):
+            failed = SequenceFailed(("g", stream.number, stream.attempt))
+            bench.handle(Received("new", [failed]))
+    assert bench.sent(BeginSequences, 20) == ["old", "old"]
 
 
 def test_stream_with_a_replica_that_is_gone_is_not_moved() -> None:
