@@ -102,11 +102,12 @@ def test_stream_that_the_new_replica_gave_back_does_not_go_there_again() -> None
     """It may be the only one that cannot compute it."""
     bench = Bench("a", has_tokens=False)
     assert bench.sent(BeginSequences, 20) == ["new", "new"]
-    for stream in list(bench.router.streams.values()):
-        if stream.chain == ("new",):
-            failed = SequenceFailed(("g", stream.number, stream.attempt))
-            bench.handle(Received("new", [failed]))
-    assert bench.sent(BeginSequences, 20) == ["old", "old"]
+    there = [s for s in bench.router.streams.values() if s.chain == ("new",)]
+    for stream in there:
+        failed = SequenceFailed(("g", stream.number, stream.attempt))
+        bench.handle(Received("new", [failed]))
+    assert bench.sent(BeginSequences, 20) == ["new", "new"], "the two others"
+    assert [stream.chain for stream in there] == [("old",)] * 2
 
 
 def test_stream_with_a_replica_that_is_gone_is_not_moved() -> None:
