@@ -66,6 +66,14 @@ class _Parts(NamedTuple):
     loaded: Callable[[str], messages.StageLoaded]
 
 
+def compute_s_of(spec: ModelSpec, stage: int) -> float | None:
+    """Return the most seconds of a batch; None: it follows from the deadlines.
+
+    An engine that embeds may hang, and answer its health route all the same.
+    """
+    return spec.stages[stage].compute_s or (2 * HUNG_S if spec.engine else None)
+
+
 def _parts_of(args: ProcessArgs, clock: Callable[[], float]) -> _Parts:
     assert args.spec is not None
     model = build_model(args.spec)
@@ -92,8 +100,7 @@ def _parts_of(args: ProcessArgs, clock: Callable[[], float]) -> _Parts:
             max_batch_size=limits.max_batch_size,
             max_wait_s=limits.max_wait_ms / 1000,
             max_ongoing_requests=following.max_ongoing_requests,
-            # An engine that embeds may hang, and answer its health route all the same.
-            compute_s=limits.compute_s or (HUNG_S if args.spec.engine else None),
+            compute_s=compute_s_of(args.spec, args.stage),
         ),
     )
     return _Parts(runner, worker, lambda _: messages.StageLoaded())

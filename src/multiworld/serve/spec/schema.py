@@ -408,7 +408,8 @@ class ModelSpec(_Strict):
     no more. By default a replica has its GPUs to itself."""
     compute_s: Seconds | None = None
     """With an `engine`: seconds without any token, while sequences run, after which the
-    engine counts as hung and the replica is replaced; 30 by default."""
+    engine counts as hung and the replica is replaced; 30 by default. With `embeddings`:
+    seconds for one batch; 60 by default."""
     nodes: list[Annotated[str, Field(min_length=1, max_length=253)]] | None = None
     """With an `engine`: names of the machines that it may run on."""
     start_s: Seconds | None = None
