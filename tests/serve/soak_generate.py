@@ -401,7 +401,13 @@ def soak(
     with served(folder / "service", spec) as service:
         try:
             asyncio.run(Soak(service, model, outcome, engine).run())
-        except (ServeError, AssertionError, OSError, aiohttp.ClientError) as error:
+        except (
+            ServeError,
+            AssertionError,
+            OSError,
+            aiohttp.ClientError,
+            KeyboardInterrupt,
+        ) as error:
             outcome.ended_early = f"{type(error).__name__}: {error}"
     return outcome
 
