@@ -14,6 +14,7 @@ import json
 import math
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -76,11 +77,11 @@ class Structure:
     def is_ready(self) -> bool:
         return self._matcher is not None or self._made.done()
 
-    def allowed(self, tokens: list[int], prompt: int, until: float) -> torch.Tensor:
+    def allowed(self, tokens: list[int], prompt: int, wait_s: float) -> torch.Tensor:
         """Return which tokens may be next: one bit each, [vocabulary / 8], uint8."""
         if self._matcher is None:
             try:
-                made = self._made.result(max(0.0, until - time.monotonic()))
+                made = self._made.result(wait_s)
             except (futures.TimeoutError, futures.CancelledError):
                 raise Later("its grammar is not compiled yet") from None
             self._matcher = made.deep_copy()
@@ -174,18 +175,25 @@ class Sequence:
     def is_ready(self) -> bool:
         return self.structure is None or self.structure.is_ready
 
-    def mask(self, until: float) -> torch.Tensor | None:
+    def mask(self, wait_s: float) -> torch.Tensor | None:
         if self.structure is None:
             return None
         history = self.history
-        return self.structure.allowed(history.tokens, history.prompt, until)
+        return self.structure.allowed(history.tokens, history.prompt, wait_s)
 
 
 class MultiworldSampling(LogitsProcessor):
     """Makes each sequence's sampled token the only possible one."""
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
+    def __init__(
+        self,
+        vllm_config: Any,
+        device: torch.device,
+        is_pin_memory: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._sequences: dict[int, Sequence] = {}
+        self._clock = clock
         self._structures = Structures()
 
     def is_argmax_invariant(self) -> bool:
@@ -235,13 +243,13 @@ class MultiworldSampling(LogitsProcessor):
     def _sample(self, logits: torch.Tensor) -> None:
         rows, masks = [], []
         is_shared = any(sequence.is_ready for sequence in self._sequences.values())
-        until = time.monotonic() + (SHARED_S if is_shared else ALONE_S)
+        until = self._clock() + (SHARED_S if is_shared else ALONE_S)
         for row, sequence in sorted(self._sequences.items()):
             if row >= len(logits):
                 continue
             try:
                 sequence.catch_up()
-                masks.append(sequence.mask(until))
+                masks.append(sequence.mask(max(0.0, until - self._clock())))
                 rows.append(row)
             except Exception as error:
                 self._fail(sequence, error, logits)
