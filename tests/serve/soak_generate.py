@@ -46,7 +46,7 @@ from multiworld.serve.resources.usage import family_of
 from tests import fake_vllm
 from tests.serve.harness import Served, served
 from tests.serve.sizes import Size, grown, sizes_of
-from tests.tiny_decoder import VOCABULARY, greedy, save_decoder
+from tests.tiny_decoder import greedy, save_decoder
 
 STREAMS = 8
 """Streams at once."""
@@ -191,9 +191,9 @@ class Soak:
         self._kinds = sorted(KINDS.keys() - lacks)
         self._random = random.Random(outcome.seed)
         self._ends_at = 0.0
-        whole = [self._random.randrange(1, VOCABULARY) for _ in range(9 * PROMPTS)]
+        whole = [self._random.randrange(1, fake_vllm.HANG) for _ in range(9 * PROMPTS)]
         self._prompts = [
-            [*whole[: length - 1], self._random.randrange(1, VOCABULARY)]
+            [*whole[: length - 1], self._random.randrange(1, fake_vllm.HANG)]
             for length in range(1, 1 + 9 * PROMPTS, 9)
         ]
         self._folder = folder
