@@ -239,9 +239,7 @@ def grammar_of_answer_or_calls(
     """
     schema = _checked_schema(schema, "response_format")
     _check_multiples([schema, *(each for _, each in tools)], "tools")
-    begin, end = (
-        json.dumps(mark) if isinstance(mark, str) else f"<[{mark}]>" for mark in marks
-    )
+    begin, end = map(_mark, marks)
     more = "" if is_single else ' ("\\n" call)*'
     text = (
         f"start: answer | call{more}\n"
@@ -261,12 +259,10 @@ def after_reasoning(
 ) -> str:
     """Return a grammar of free text between two marks, then of what a grammar allows.
 
-    ``marks``: tokens, or texts. ``ends``: tokens that end the output. ``is_begun``: the
+    ``marks``: tokens, or text. ``ends``: tokens that end the output. ``is_begun``: the
     prompt has the first mark; else the output may leave the reasoning out.
     """
-    begin, end = (
-        json.dumps(mark) if isinstance(mark, str) else f"<[{mark}]>" for mark in marks
-    )
+    begin, end = map(_mark, marks)
     if isinstance(marks[1], str):
         free = f"thought[stop={end}]: /(?s:.*)/"
     else:
@@ -303,6 +299,11 @@ def _forms_of(tools: Sequence[tuple[str, Any]], key: str) -> str:
         '"}"'
         for name, parameters in enforced
     )
+
+
+def _mark(mark: int | str) -> str:
+    """Return a token, or text, as a grammar has it."""
+    return json.dumps(mark) if isinstance(mark, str) else f"<[{mark}]>"
 
 
 def _quoted(name: str) -> str:

@@ -135,9 +135,11 @@ async def prepare_chat(
         has_controls=served.has_controls,
     )
     tokens = await _encoded(gateway, admitted, size, encode)
-    reasoning = _reasoning_after(tokens, served)
-    is_chat = "chatcmpl-"
-    return await _ready(gateway, admitted, wanted, served, [tokens], is_chat, reasoning)
+    return await _ready(
+        *(gateway, admitted, wanted, served, [tokens]),
+        "chatcmpl-",
+        _reasoning_after(tokens, served),
+    )
 
 
 def _reasoning_after(prompt: Sequence[int], served: ServedModel) -> Reasoning | None:

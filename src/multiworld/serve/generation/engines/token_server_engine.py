@@ -104,7 +104,8 @@ class TokenServerEngine:
                     pass
         except (ServeError, TimeoutError) as error:
             await self.close()
-            raise EngineLostError(f"{self.title} cannot generate: {error}") from error
+            why = str(error) or "no token came in time"
+            raise EngineLostError(f"{self.title} cannot generate: {why}") from error
         self.phase = ""
 
     @property

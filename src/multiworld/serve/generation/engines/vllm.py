@@ -182,7 +182,8 @@ class VllmEngine:
             raise
         except (ServeError, TimeoutError) as error:
             await self.close()
-            raise EngineLostError(f"vLLM cannot generate: {error}") from error
+            why = str(error) or "no token came in time"
+            raise EngineLostError(f"vLLM cannot generate: {why}") from error
         self.phase = ""
 
     def _command(self, port: int) -> list[str]:
