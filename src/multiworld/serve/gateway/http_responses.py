@@ -17,7 +17,11 @@ from fastapi import Response
 from fastapi.responses import StreamingResponse
 
 from multiworld.errors import (
+    DeadlineExceededError,
     InvalidRequestError,
+    ModelFailedError,
+    NoReplicaError,
+    RequestPoisonedError,
     ServeError,
     UnauthorizedError,
     UnknownModelError,
@@ -49,6 +53,15 @@ REFUSALS = {
     "tpm_limit": ("tokens", "rate_limit_exceeded"),
     "tokens_per_day": ("insufficient_quota", "insufficient_quota"),
     "tokens_per_month": ("insufficient_quota", "insufficient_quota"),
+}
+
+# Codes of errors that are no fault of the client. A stream that has begun has no
+# status left that tells them apart.
+FAILURES = {
+    NoReplicaError: "no_replica",
+    DeadlineExceededError: "deadline_exceeded",
+    ModelFailedError: "model_failed",
+    RequestPoisonedError: "poison_request",
 }
 
 MAX_TEXT = 1000  # characters of an error text
@@ -93,6 +106,8 @@ def openai_error(error: ServeError) -> dict[str, Any]:
         kind, code = REFUSALS.get(limit, ("requests", "rate_limit_exceeded"))
     if isinstance(error, UnauthorizedError):
         code = "invalid_api_key"
+    if error.status == 500 or type(error) in FAILURES:
+        code = FAILURES.get(type(error), "internal_error")
     return {
         "message": text_of(error),
         "type": kind,

@@ -405,7 +405,8 @@ class ModelSpec(_Strict):
     together, in MiB. A replica that uses more is killed."""
     gpu_memory_mb: Annotated[float, Field(gt=0, le=1e8, strict=True)] | None = None
     """With an `engine`: GPU memory to book on each GPU of a replica, in MiB; vLLM uses
-    no more. By default a replica has its GPUs to itself."""
+    no more, but CUDA's context comes on top. By default a replica has its GPUs to
+    itself."""
     compute_s: Seconds | None = None
     """With an `engine`: seconds without any token, while sequences run, after which the
     engine counts as hung and the replica is replaced; 30 by default. With `embeddings`:

@@ -11,9 +11,12 @@ import pytest
 from fastapi import Request, Response
 
 from multiworld.errors import (
+    DeadlineExceededError,
     InvalidRequestError,
     ModelFailedError,
+    NoReplicaError,
     OverloadedError,
+    RequestPoisonedError,
     ServeError,
     UnauthorizedError,
     UnknownModelError,
@@ -54,8 +57,11 @@ def request(**headers: str) -> Request:
             OverloadedError("t", limit="tokens_per_day"),
             *(429, "insufficient_quota", "insufficient_quota"),
         ),
-        (ModelFailedError("t"), 500, "server_error", None),
-        (ServeError("t"), 500, "server_error", None),
+        (ModelFailedError("t"), 500, "server_error", "model_failed"),
+        (RequestPoisonedError("t"), 500, "server_error", "poison_request"),
+        (NoReplicaError("t"), 503, "server_error", "no_replica"),
+        (DeadlineExceededError("t"), 504, "server_error", "deadline_exceeded"),
+        (ServeError("t"), 500, "server_error", "internal_error"),
     ],
 )
 def test_errors_in_both_forms(

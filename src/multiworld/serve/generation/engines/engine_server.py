@@ -13,6 +13,7 @@ import msgspec
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.generation.engines.engine_args import gpu_environment
 from multiworld.serve.generation.engines.engine_process import EngineProcess, HeldPort
+from multiworld.serve.generation.engines.host_locks import all_locked
 from multiworld.serve.generation.engines.whole_engine import (
     BusyError,
     EngineLostError,
@@ -74,9 +75,22 @@ class EngineServer:
         env: Mapping[str, str] | None = None,
     ) -> None:
         """Start the server as a child, and wait until it answers."""
-        logger.info("starting %s", " ".join(command))
         env = {**(env or {}), **gpu_environment(settings, visible_gpus())}
-        self._process = EngineProcess(command, env, int(settings.cpus or 0))
+        # vLLM takes the memory that another engine allocates meanwhile for its own.
+        is_shared = settings.gpu_memory_share is not None
+        gpus = env["CUDA_VISIBLE_DEVICES"].split(",") if is_shared else ()
+        try:
+            async with all_locked("gpus", gpus):
+                await self._start(command, env, int(settings.cpus or 0))
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start(
+        self, command: Sequence[str], env: Mapping[str, str], cores: int
+    ) -> None:
+        logger.info("starting %s", " ".join(command))
+        self._process = EngineProcess(command, env, cores)
         exited = asyncio.ensure_future(self._process.wait())
         try:
             while not exited.done() and not await self.answers():
@@ -89,9 +103,6 @@ class EngineServer:
                     f"{self.title} exited with code {exited.result()} before it "
                     "served; its output is in the log of this replica"
                 )
-        except BaseException:
-            await self.close()
-            raise
         finally:
             exited.cancel()
 

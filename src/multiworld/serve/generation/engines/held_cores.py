@@ -7,12 +7,11 @@ its threads to the first cores, which are the same for all replicas.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
+
+from multiworld.serve.generation.engines.host_locks import host_lock
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -28,7 +27,7 @@ class HeldCores:
         self._locks: list[int] = []
         try:
             for number in sorted(os.sched_getaffinity(0)) if count else ():
-                lock = _lock(number)
+                lock = host_lock("cores", str(number))
                 if lock is not None:
                     self._locks.append(lock)
                     self.numbers.append(number)
@@ -57,17 +56,3 @@ class HeldCores:
         for lock in self._locks:
             os.close(lock)
         self._locks, self.numbers = [], []
-
-
-def _lock(number: int) -> int | None:
-    """Return a descriptor that holds a core, or None if another process holds it."""
-    folder = Path(tempfile.gettempdir()) / f"multiworld-cores-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    lock = os.open(folder / str(number), flags, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        return None
-    return lock

@@ -56,6 +56,8 @@ from multiworld.serve.transport.generation_messages import Sampling
 
 # Logits processors are of runner V1; with Triton on GPUs, V2 is the default.
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+THREADS = "OMP_NUM_THREADS"
+MAX_THREADS = 8  # the other cores are for other replicas
 OFFLINE = {"HF_HUB_OFFLINE": "1"}  # the model's folder is here already
 
 # Names of the modules that vLLM imports; see ``write_modules``.
@@ -81,8 +83,22 @@ RESERVED = {
     "max_num_seqs": "generation: max_num_seqs",
     "dtype": "generation: dtype",
     "speculative_config": "",
+    "spec_method": "",
+    "spec_model": "",
+    "spec_tokens": "",
     "tokens_only": "",
     "data_parallel_size": "replicas",
+    "data_parallel_size_local": "replicas",
+    "data_parallel_rank": "replicas",
+    "data_parallel_start_rank": "replicas",
+    "data_parallel_hybrid_lb": "replicas",
+    "data_parallel_external_lb": "replicas",
+    # The processes of a replica are of one machine, and one group.
+    "distributed_executor_backend": "",
+    "nnodes": "",
+    "node_rank": "",
+    # A GPU more for each, which is not booked.
+    "prefill_context_parallel_size": "",
     "enable_lora": "adapters",
     "lora_modules": "adapters",
 }
@@ -188,7 +204,6 @@ class VllmEngine:
 
     def _command(self, port: int) -> list[str]:
         settings = self._settings
-        stages = settings.args.get("pipeline_parallel_size", 1)
         own: dict[str, Any] = {
             "enable_scale_out": has_argument(settings.python, SCALE_OUT) or None,
             "logits_processors": f"{MODULE}:MultiworldSampling",
@@ -196,8 +211,8 @@ class VllmEngine:
             "max_model_len": settings.max_model_len,
             "dtype": settings.dtype,
             "block_size": CPU_BLOCK if settings.device == "cpu" else None,
-            # Runner V1 has it with one stage only.
-            "async_scheduling": False if stages > 1 else None,
+            # A step waits for its tokens: with it, each would come a step later.
+            "async_scheduling": False,
             **self._lora,
         }
         if self._max_logprobs >= 0:  # one more, for the sampled token
@@ -211,6 +226,8 @@ class VllmEngine:
         folder = str(self._folder.path)
         runner = os.environ.get(RUNNER, "0")
         found = {"PYTHONPATH": folder, RUNNER: runner, **OFFLINE}
+        if self._settings.device != "cpu" and THREADS not in os.environ:
+            found[THREADS] = str(sampling_threads(self._settings.cpus))
         if len(os.fsencode(folder)) <= MAX_SOCKETS:
             found["VLLM_RPC_BASE_PATH"] = folder  # it leaves them if it is killed
         return found
@@ -348,10 +365,12 @@ def max_logprobs_of(args: Mapping[str, Any]) -> int:
 def memory_arguments(settings: EngineSettings) -> dict[str, Any]:
     """Return vLLM's arguments for the memory that a replica may take."""
     given = {name.replace("-", "_") for name in settings.args}
-    if given & {"gpu_memory_utilization", "kv_cache_memory_bytes"}:
+    if "gpu_memory_utilization" in given:
         return {}
-    if settings.device != "cpu":
+    if settings.device != "cpu":  # which must be free, whatever keys and values take
         return {"gpu_memory_utilization": settings.gpu_memory_share}
+    if "kv_cache_memory_bytes" in given:
+        return {}
     if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         return {}
     # By default vLLM takes nearly all memory of a machine, whose replicas are several.
@@ -359,6 +378,11 @@ def memory_arguments(settings: EngineSettings) -> dict[str, Any]:
         return {"kv_cache_memory_bytes": CPU_KV_BYTES}
     share = CPU_SHARE * settings.memory_mb * MIB / psutil.virtual_memory().total
     return {"gpu_memory_utilization": round(min(0.95, share), 4)}
+
+
+def sampling_threads(cpus: float | None) -> int:
+    """Return how many threads of a server on GPUs sample, which vLLM lets one do."""
+    return max(1, min(MAX_THREADS, int(cpus or len(os.sched_getaffinity(0)))))
 
 
 def has_argument(python: str, name: str) -> bool:

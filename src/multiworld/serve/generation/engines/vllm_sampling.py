@@ -5,7 +5,10 @@ torch, and llguidance for structured output; nothing else of this package.
 
 Each sequence carries its parameters in ``extra_args``. The processor samples its next
 token, and leaves vLLM no other. It must never raise, because that would end the engine:
-a failure of a sequence is reported on a socket, and the sequence gets an end token.
+a failure of a sequence is reported in a file, and the sequence gets an end token.
+
+Of several ranks with the same logits (tensor parallelism), the first samples, and the
+others get its tokens: how long a grammar compiles may differ between ranks.
 """
 
 from __future__ import annotations
@@ -24,15 +27,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from multiworld.serve.generation.compute.sampler import Choice, TokenHistory, sample
+    from multiworld.serve.generation.compute.sampler import (
+        GREEDY_BELOW,
+        TokenHistory,
+        sample,
+    )
 
     class LogitsProcessor:
         """vLLM's class."""
 else:
     try:  # in vLLM's processes; the service copies this file, and tests import it
-        from multiworld_sampler import TokenHistory, sample
+        from multiworld_sampler import GREEDY_BELOW, TokenHistory, sample
     except ImportError:
-        from multiworld.serve.generation.compute.sampler import TokenHistory, sample
+        from multiworld.serve.generation.compute.sampler import (
+            GREEDY_BELOW,
+            TokenHistory,
+            sample,
+        )
     try:
         from vllm.v1.sample.logits_processor import LogitsProcessor
     except ImportError:
@@ -45,6 +56,13 @@ KEPT_GRAMMARS = 64  # compiled, or to be compiled
 # one without. Sequences whose grammars take longer come again.
 SHARED_S, ALONE_S = 0.05, 2.0
 SWAP = "SWAP"  # vLLM's direction in which two sequences change places
+VLLMS = -1  # in place of a token: vLLM takes the likeliest itself
+CHANGING = (  # parameters that can make another token the likeliest
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+)
 
 # Limits of llguidance's parser, as in the engine of this project.
 LIMITS: dict[str, Any] = {
@@ -131,6 +149,37 @@ class Structures:
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
 
 
+class Ranks:
+    """The ranks of vLLM that have the same logits.
+
+    Attributes:
+        is_first: Whether this rank samples for them.
+    """
+
+    def __init__(self) -> None:
+        self._group: Any = None
+        self.is_first = True
+        try:
+            from vllm.distributed import get_pp_group, get_tp_group
+
+            tensor, stages = get_tp_group(), get_pp_group()
+        except (ImportError, AssertionError):  # not in vLLM, or not in a worker
+            return
+        if tensor.world_size > 1:
+            self._group = tensor
+        # Earlier stages have no logits.
+        self.is_first = tensor.rank_in_group == 0 and stages.is_last_rank
+
+    def share(self, tokens: list[int], device: torch.device) -> list[int]:
+        """Return the tokens of the first rank."""
+        if self._group is None:
+            return tokens
+        shared = torch.tensor(tokens, dtype=torch.int64, device=device)
+        self._group.broadcast(shared, src=0)
+        found: list[int] = shared.tolist()
+        return found
+
+
 class Sequence:
     """One sequence in vLLM's batch; ``output`` is vLLM's live list."""
 
@@ -156,14 +205,23 @@ class Sequence:
         # vLLM itself reports log-probabilities, before it calls this.
         parameters: Any = SimpleNamespace(**given, logit_bias=bias, logprobs=None)
         self.history = TokenHistory(parameters, tokens, options["prompt"], self.ends)
-        self._before, self._output = len(tokens), output
+        self._before, self.output = len(tokens), output
+        self.grammar = options.get("grammar")
         self.structure: Structure | None = None
         self.has_failed = False
+        # Whether each token is the likeliest one, whatever was before.
+        temperature = given["temperature"]
+        self.is_plain = (
+            isinstance(temperature, (int, float))
+            and temperature < GREEDY_BELOW
+            and all(given[name] == defaults[name] for name in CHANGING)
+            and not (bias or self.grammar)
+        )
 
     def catch_up(self) -> None:
         """Take up the tokens that vLLM has added."""
         known = len(self.history.tokens) - self._before
-        for token in self._output[known:]:
+        for token in self.output[known:]:
             self.history.append(token)
 
     def end_of(self, vocabulary: int) -> int:
@@ -182,6 +240,13 @@ class Sequence:
         return self.structure.allowed(history.tokens, history.prompt, wait_s)
 
 
+def kept_of(vllm_config: Any) -> int:
+    """Return how many removed sequences may come again as they were."""
+    if vllm_config is None or vllm_config.parallel_config.pipeline_parallel_size == 1:
+        return 0
+    return int(vllm_config.scheduler_config.max_num_seqs)
+
+
 class MultiworldSampling(LogitsProcessor):
     """Makes each sequence's sampled token the only possible one."""
 
@@ -195,6 +260,11 @@ class MultiworldSampling(LogitsProcessor):
         self._sequences: dict[int, Sequence] = {}
         self._clock = clock
         self._structures = Structures()
+        self._ranks = Ranks()
+        self._pins, self._pinned = is_pin_memory, torch.empty(0, 0)
+        # With several stages vLLM removes sequences that it adds again a step later.
+        self._removed: OrderedDict[str, Sequence] = OrderedDict()
+        self._kept = kept_of(vllm_config)
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -204,9 +274,9 @@ class MultiworldSampling(LogitsProcessor):
             return
         sequences = self._sequences
         for index in batch_update.removed:
-            sequences.pop(index, None)
+            self._remove(index)
         for index, params, prompt, output in batch_update.added:
-            sequences.pop(index, None)
+            self._remove(index)
             options = (params.extra_args or {}).get("multiworld")
             if options is not None and (begun := self._begin(options, prompt, output)):
                 sequences[index] = begun
@@ -217,6 +287,13 @@ class MultiworldSampling(LogitsProcessor):
             if replaced is not None and direction.name == SWAP:
                 sequences[one] = replaced
 
+    def _remove(self, row: int) -> None:
+        sequence = self._sequences.pop(row, None)
+        if sequence is not None and self._kept:
+            self._removed[sequence.name] = sequence
+            while len(self._removed) > self._kept:
+                self._removed.popitem(last=False)
+
     def _begin(
         self, given: str, prompt: list[int] | None, output: list[int]
     ) -> Sequence | None:
@@ -224,74 +301,108 @@ class MultiworldSampling(LogitsProcessor):
         try:
             options = json.loads(given)
             name = options["name"]
+            known = self._removed.pop(name, None)
+            if known is not None and known.output is output:
+                return known
             sequence = Sequence(options, list(prompt or ()), output)
-            if options.get("grammar"):
-                sequence.structure = self._structures.begin(options["grammar"])
+            if sequence.grammar and self._ranks.is_first:
+                sequence.structure = self._structures.begin(sequence.grammar)
             return sequence
         except Exception as error:
             self._report(name, error)
             return None
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        try:
-            self._sample(logits)
-        except Exception as error:
-            for sequence in self._sequences.values():
-                self._fail(sequence, error, logits)
+        rows = [row for row in sorted(self._sequences) if row < len(logits)]
+        if not rows:
+            return logits
+        tokens = [VLLMS] * len(rows)
+        if self._ranks.is_first:
+            tokens = self._tokens(logits, rows)
+        tokens = self._ranks.share(tokens, logits.device)
+        pairs = zip(rows, tokens, strict=True)
+        left = [(row, token) for row, token in pairs if token != VLLMS]
+        if left:
+            at, token = torch.tensor(left, device=logits.device).unbind(1)
+            logits.index_fill_(0, at, -math.inf)
+            logits[at, token] = 0.0
         return logits
 
-    def _sample(self, logits: torch.Tensor) -> None:
-        rows, masks = [], []
-        is_shared = any(sequence.is_ready for sequence in self._sequences.values())
+    def _tokens(self, logits: torch.Tensor, rows: list[int]) -> list[int]:
+        """Return a token for each row; an end token if it fails, which is reported."""
+        found: dict[int, int | Exception]
+        try:
+            found = self._chosen(logits, rows)
+        except Exception as error:
+            found = {}
+            found.update(dict.fromkeys(rows, error))
+        width = logits.shape[-1]
+        return [self._token_of(row, found[row], width) for row in rows]
+
+    def _token_of(self, row: int, chosen: int | Exception, width: int) -> int:
+        sequence = self._sequences[row]
+        if isinstance(chosen, int) and chosen < width:
+            return chosen
+        if isinstance(chosen, int):
+            chosen = Failure(f"token {chosen} is outside the vocabulary")
+        if not sequence.has_failed:
+            sequence.has_failed = True
+            self._report(sequence.name, chosen)
+        return sequence.end_of(width)
+
+    def _chosen(
+        self, logits: torch.Tensor, rows: list[int]
+    ) -> dict[int, int | Exception]:
+        """Return a token, or an error, for each row."""
+        found: dict[int, int | Exception] = {}
+        sequences = {row: self._sequences[row] for row in rows}
+        if any(sequence.is_plain for sequence in sequences.values()):
+            # vLLM's own choice is the first of the likeliest, as our sampler's is.
+            largest = logits.amax(-1).tolist()  # NaN if any of them is
+            for row, sequence in sequences.items():
+                if sequence.is_plain and math.isfinite(largest[row]):
+                    found[row] = VLLMS
+        is_shared = any(sequence.is_ready for sequence in sequences.values())
         until = self._clock() + (SHARED_S if is_shared else ALONE_S)
-        for row, sequence in sorted(self._sequences.items()):
-            if row >= len(logits):
+        masks: dict[int, torch.Tensor | None] = {}
+        for row, sequence in sequences.items():
+            if row in found:
                 continue
             try:
                 sequence.catch_up()
-                masks.append(sequence.mask(max(0.0, until - self._clock())))
-                rows.append(row)
+                masks[row] = sequence.mask(max(0.0, until - self._clock()))
             except Exception as error:
-                self._fail(sequence, error, logits)
-        if not rows:
-            return
-        for row, choice in zip(rows, self._choices(logits, rows, masks), strict=True):
-            if isinstance(choice, Exception):
-                self._fail(self._sequences[row], choice, logits)
-            elif choice.token >= logits.shape[-1]:
-                why = f"token {choice.token} is outside the vocabulary"
-                self._fail(self._sequences[row], Failure(why), logits)
-            else:
-                self._leave(logits, row, choice.token)
-
-    def _choices(
-        self, logits: torch.Tensor, rows: list[int], masks: list[torch.Tensor | None]
-    ) -> list[Choice | ValueError] | list[Exception]:
-        """Return a token, or an error, for each row."""
-        histories = [self._sequences[row].history for row in rows]
-        copies = logits[rows].to("cpu", torch.float32).contiguous()
-        try:
-            return sample(copies, histories, masks)
-        except Exception as error:
-            if len(rows) == 1:
-                return [error]
-        # Each by itself, so that only those whose parameters are invalid fail.
-        pairs = zip(rows, masks, strict=True)
-        found: list[Any] = [self._choices(logits, [row], [m])[0] for row, m in pairs]
+                found[row] = error
+        if masks:
+            found.update(self._sampled(logits, masks))
         return found
 
-    def _leave(self, logits: torch.Tensor, row: int, token: int) -> None:
-        logits[row] = -math.inf
-        logits[row, token] = 0.0
+    def _sampled(
+        self, logits: torch.Tensor, masks: dict[int, torch.Tensor | None]
+    ) -> dict[int, int | Exception]:
+        histories = [self._sequences[row].history for row in masks]
+        try:
+            copies = self._on_host(logits[list(masks)])
+            found = sample(copies, histories, list(masks.values()))
+        except Exception as error:
+            if len(masks) == 1:
+                return dict.fromkeys(masks, error)
+            # Each by itself, so that only those whose parameters are invalid fail.
+            each = [self._sampled(logits, {row: m}) for row, m in masks.items()]
+            return {row: one for part in each for row, one in part.items()}
+        return {
+            row: one if isinstance(one, Exception) else one.token
+            for row, one in zip(masks, found, strict=True)
+        }
 
-    def _fail(self, sequence: Sequence, error: Exception, logits: torch.Tensor) -> None:
-        """Report a failure, and end the sequence as far as this can."""
-        if not sequence.has_failed:
-            sequence.has_failed = True
-            self._report(sequence.name, error)
-        for row, other in self._sequences.items():
-            if other is sequence and row < len(logits):
-                self._leave(logits, row, sequence.end_of(logits.shape[-1]))
+    def _on_host(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return a copy in float32, which may be overwritten by the next one."""
+        if not (self._pins and logits.is_cuda):
+            return logits.to("cpu", torch.float32).contiguous()
+        if logits.shape[1] != self._pinned.shape[1] or len(logits) > len(self._pinned):
+            size = 1 << (len(logits) - 1).bit_length(), logits.shape[1]
+            self._pinned = torch.empty(size, dtype=torch.float32, pin_memory=True)
+        return self._pinned[: len(logits)].copy_(logits)
 
     def _report(self, name: str, error: Exception) -> None:
         """Write a file named as the sequence; that it is there says that it failed."""

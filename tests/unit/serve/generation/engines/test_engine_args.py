@@ -165,8 +165,9 @@ async def test_vllm_gets_the_booked_gpus_and_their_memory(
     python = tmp_path / "python"
     python.write_text(
         f"#!{sys.executable}\nimport json, os, sys\n"
-        "variable = os.environ['CUDA_VISIBLE_DEVICES']\n"
-        f"open({str(seen)!r}, 'w').write(json.dumps([variable, *sys.argv]))\n"
+        "names = 'CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS'\n"
+        "variables = [os.environ[name] for name in names]\n"
+        f"open({str(seen)!r}, 'w').write(json.dumps([*variables, *sys.argv]))\n"
     )
     python.chmod(0o700)
     engine = VllmEngine(
@@ -179,12 +180,13 @@ async def test_vllm_gets_the_booked_gpus_and_their_memory(
             device="cuda:1",
             gpus=(1, 2),
             gpu_memory_share=0.25,
+            cpus=3.5,
         )
     )
     with pytest.raises(EngineLostError):
         await engine.start()
-    variable, *argv = json.loads(seen.read_text())
-    assert variable == "5,6"
+    gpus, threads, *argv = json.loads(seen.read_text())
+    assert (gpus, threads) == ("5,6", "3")
     flags = dict(itertools.pairwise(argv))
     assert flags["--gpu-memory-utilization"] == "0.25"
     assert flags["--tensor-parallel-size"] == "2"
@@ -199,6 +201,15 @@ async def test_vllm_gets_the_booked_gpus_and_their_memory(
         ({"args": {"gpu-memory-utilization": 0.5}}, "", {}),
         ({"args": {"kv_cache_memory_bytes": 5}, "memory_mb": 9.0}, "", {}),
         ({"device": "cuda:0"}, "", {"gpu_memory_utilization": None}),
+        (
+            {
+                "device": "cuda:0",
+                "gpu_memory_share": 0.5,
+                "args": {"kv_cache_memory_bytes": 5},
+            },
+            "",
+            {"gpu_memory_utilization": 0.5},  # vLLM wants so much free in any case
+        ),
     ],
 )
 def test_replicas_of_vllm_on_cpus_leave_memory_to_others(

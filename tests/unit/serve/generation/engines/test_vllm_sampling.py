@@ -10,10 +10,12 @@ import json
 import math
 import random
 import shutil
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -178,11 +180,18 @@ def expected(one: Asked, dtype: torch.dtype) -> int:
 def apply(
     processor: Any, rows: Sequence[Asked], dtype: torch.dtype = torch.float32
 ) -> list[int]:
-    """Let vLLM take a step; return the only token left in each row."""
+    """Let vLLM take a step; return the token that it takes from each row."""
     made = torch.stack([logits_after([*o.tokens, *o.output], dtype) for o in rows])
+    before = made.clone()
     found = processor.apply(made)
     assert found.dtype == dtype
-    return [only(row) for row in found]
+    likeliest: list[int] = found.argmax(-1).tolist()
+    for row, token in enumerate(likeliest):
+        if not torch.equal(found[row], before[row]):
+            assert only(found[row]) == token
+        else:
+            assert rows[row].sampling.temperature == 0.0
+    return likeliest
 
 
 def only(row: torch.Tensor) -> int:
@@ -250,6 +259,140 @@ def test_sequence_that_vllm_preempted_continues(beside: Beside) -> None:
     processor.update_state(BatchUpdate(removed=[0]))
     processor.update_state(BatchUpdate(added=[again.at(0)]))
     assert generated(processor, again, 8) == tokens
+
+
+def staged(beside: Beside, *asked: Asked) -> Any:
+    """Return a processor of a server with two stages, which removes and adds again."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(pipeline_parallel_size=2),
+        scheduler_config=SimpleNamespace(max_num_seqs=3),
+    )
+    made = beside.module.MultiworldSampling(config, torch.device("cpu"), False)
+    made.update_state(BatchUpdate(added=[one.at(n) for n, one in enumerate(asked)]))
+    return made
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_sequence_that_stages_add_again_is_not_read_again(
+    beside: Beside, monkeypatch: pytest.MonkeyPatch, *, is_kept: bool
+) -> None:
+    """Each second step removes it; at most ``max_num_seqs`` of those are kept."""
+    begun, sequence = [], beside.module.Sequence
+
+    def counted(*given: Any) -> Any:
+        begun.append(given)
+        return sequence(*given)
+
+    monkeypatch.setattr(beside.module, "Sequence", counted)
+    one = structured("one", "[a-z]{6}", seed=5, presence_penalty=0.5)
+    others = [Asked(str(n), Sampling()) for n in range(2 if is_kept else 3)]
+    processor = staged(beside, one, *others)
+    for _ in range(7):
+        processor.update_state(BatchUpdate(removed=range(4)))
+        processor.update_state(BatchUpdate(added=[one.at(0)]))
+        assert len(begun) == (3 if is_kept else 5)
+        if not is_kept:
+            return
+        one.output += apply(processor, [one])
+    again = structured("one", "[a-z]{6}", seed=5, presence_penalty=0.5)
+    assert one.output == generated(beside.processor(again), again, 7)
+
+
+def test_sequence_of_that_name_with_other_tokens_is_read_again(beside: Beside) -> None:
+    """Such as one that vLLM preempted."""
+    one = Asked("one", Sampling(seed=3))
+    processor = staged(beside, one)
+    processor.update_state(BatchUpdate(removed=[0]))
+    again = Asked("one", Sampling(seed=3), output=[8, 9])
+    processor.update_state(BatchUpdate(added=[again.at(0)]))
+    assert apply(processor, [again]) == [expected(again, torch.float32)]
+
+
+class Ranks:
+    """The ranks of a fake server, one of which samples first."""
+
+    def __init__(self, *, is_first: bool, shared: list[list[int]]) -> None:
+        self.is_first, self._shared = is_first, shared
+
+    def share(self, tokens: list[int], device: torch.device) -> list[int]:
+        """Keep the tokens of the first rank; return them at another."""
+        assert device.type == "cpu"
+        if self.is_first:
+            self._shared.append(tokens)
+        return self._shared[-1]
+
+
+def test_ranks_take_the_tokens_of_the_first(
+    beside: Beside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a grammar is not compiled in time at one of them, or one fails."""
+    shared: list[list[int]] = []
+    slow = structured("slow", "x{3}")
+    every = [
+        Asked("greedy", Sampling(temperature=0.0)),
+        Asked("drawn", Sampling(seed=5)),
+        Asked("bad", Sampling(), other={"seed": "x"}),
+        slow,
+    ]
+    left = []
+    for is_first in (True, False):
+        ranks = partial(Ranks, is_first=is_first, shared=shared)
+        monkeypatch.setattr(beside.module, "Ranks", ranks)
+        monkeypatch.setattr(beside.module, "SHARED_S", 0.0)
+        processor = beside.processor(*every)
+        made = torch.stack([logits_after(one.tokens, torch.float32) for one in every])
+        left.append(processor.apply(made))
+        assert len(beside.failures) == (2 if is_first else 0)
+    assert torch.equal(*left)
+    found = left[0].argmax(-1).tolist()
+    assert found[:2] == [expected(one, torch.float32) for one in every[:2]]
+    assert found[2:] == [END, END]
+
+
+def test_ranks_of_vllm_are_those_with_the_same_logits(
+    beside: Beside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tensor-parallel group in the last stage."""
+    sent: list[tuple[list[int], int]] = []
+
+    def broadcast(tokens: torch.Tensor, src: int) -> None:
+        sent.append((tokens.tolist(), src))
+        tokens.fill_(7)
+
+    def vllm(size: int, rank: int, *, is_last: bool) -> Any:
+        tensor = SimpleNamespace(
+            world_size=size, rank_in_group=rank, broadcast=broadcast
+        )
+        stages = SimpleNamespace(is_last_rank=is_last)
+        module = SimpleNamespace(
+            get_tp_group=lambda: tensor, get_pp_group=lambda: stages
+        )
+        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(distributed=module))
+        monkeypatch.setitem(sys.modules, "vllm.distributed", module)
+        return beside.module.Ranks()
+
+    device = torch.device("cpu")
+    assert beside.module.Ranks().is_first, "without vLLM"
+    assert vllm(1, 0, is_last=True).share([1, 2], device) == [1, 2]
+    assert sent == []
+    assert not vllm(2, 0, is_last=False).is_first
+    assert not vllm(2, 1, is_last=True).is_first
+    first = vllm(2, 0, is_last=True)
+    assert first.is_first
+    assert first.share([1, 2], device) == [7, 7]
+    assert sent == [([1, 2], 0)]
+
+
+def test_likeliest_of_equal_words_is_the_first(beside: Beside) -> None:
+    """A greedy sequence is left to vLLM, whose choice is that of our sampler."""
+    one = Asked("one", Sampling(temperature=0.0))
+    logits = torch.zeros(1, VOCABULARY)
+    logits[0, [40, 90, 91]] = 2.0
+    (choice,) = sample(logits.clone(), [TokenHistory(one.sampling, PROMPT, 4)])
+    found = beside.processor(one).apply(logits.clone())
+    assert torch.equal(found, logits), "left alone"
+    assert isinstance(choice, Choice)
+    assert choice.token == found.argmax(-1).item() == 40
 
 
 def test_argmax_depends_on_it(beside: Beside) -> None:

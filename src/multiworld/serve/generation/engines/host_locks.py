@@ -1,0 +1,42 @@
+"""Locks of one user on one host; the kernel releases those of a lost process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+
+POLL_S = 0.25  # between looks at a lock that another process holds
+
+
+def host_lock(kind: str, name: str) -> int | None:
+    """Return a descriptor that holds a lock, or None if another process holds it."""
+    folder = Path(tempfile.gettempdir()) / f"multiworld-{kind}-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    lock = os.open(folder / name.replace("/", "_"), flags, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock
+
+
+@contextlib.asynccontextmanager
+async def all_locked(kind: str, names: Iterable[str]) -> AsyncIterator[None]:
+    """Wait until nobody else holds any of these locks, and hold them."""
+    held: list[int] = []
+    try:
+        for name in sorted(set(names)):  # in one order, so that nobody waits for ever
+            while (lock := host_lock(kind, name)) is None:  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+            held.append(lock)
+        yield
+    finally:
+        for lock in held:
+            os.close(lock)
