@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable
 from functools import partial
 from typing import Any, Literal
@@ -134,6 +135,7 @@ async def _import_code(spec: AppSpec, known: Specs) -> None:
 
 def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) -> None:
     operations, updating = controller.operations, asyncio.Lock()
+    arrivals, updated = itertools.count(1), [0]  # numbers of updates; the last applied
 
     def check_running() -> None:
         if ended.is_set():
@@ -150,18 +152,27 @@ def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) 
 
     @app.post("/update")
     async def update(asked: Update) -> Response:
-        async with updating:  # in the order in which they were asked for
-            spec = await asyncio.to_thread(parse_spec, asked.text, asked.where)
-            await is_done_before(ended, in_thread(partial(fetch, spec)))
+        number = next(arrivals)
+        spec = await asyncio.to_thread(parse_spec, asked.text, asked.where)
+        await is_done_before(ended, in_thread(partial(fetch, spec)))
+        async with updating:
             check_running()
+            if number < updated[0]:
+                raise ServeError(
+                    "a later update was applied while this one fetched its models; "
+                    "look at `multiworld status`, and repeat it if it is still wanted"
+                )
             await _import_code(spec, controller.specs)
             check_running()
             since = operations.update(spec)
+            updated[0] = number
             desired = controller.fleet.desired.models
         await controller.confirmed()
-        versions = {name: model.version for name, model in desired.items()}
+        # Nothing is desired while the service waits for its machines.
+        models = desired or spec.models
+        versions = {name: model.version for name, model in models.items()}
         starts = [model.start_s or 0.0 for model in desired.values()]
-        return respond(answers.Updated(versions, since, max(spec.ready_s, *starts)))
+        return respond(answers.Updated(versions, since, max([spec.ready_s, *starts])))
 
     @app.post("/drain")
     async def drain(asked: Drain) -> Response:

@@ -139,7 +139,7 @@ def _add_audit(app: FastAPI, tenanting: TenantManager) -> None:
             return await call_next(request)
         what = _audited_body(await request.body())
         who = request.headers.get(WHO, "unknown")[:SHOWN]
-        act = f"{request.method} {request.url.path}"
+        act = str(_cut(f"{request.method} {request.url.path}"))
         registry = tenanting.registry
         try:
             number = await asyncio.to_thread(registry.audit, who, act, what)

@@ -89,7 +89,7 @@ class Operations:
                 f"an update of {model!r} is under way; scale to zero when it is over"
             )
         if replicas > before:
-            self._placement.admit(desired)
+            self._placement.admit(desired, model)
             if not is_confirmed:
                 self._check_sane(desired)
         text = f"{model}/{name}: from {before} to {replicas} replicas"
@@ -159,9 +159,10 @@ class Operations:
         self._versions.add(app)
         try:
             specs = self._versions.specs
-            asks = asks_of(changed, specs)
-            if self._placement.fits(self._fleet.desired):  # or the update may cure that
-                asks += asks_of(self._replaced(changed), specs)
+            if self._placement.fits(desired):
+                asks = asks_of(changed, specs) + asks_of(self._replaced(changed), specs)
+            else:  # the update may cure that, or concern another model
+                asks = asks_of(_growing(desired, changed), specs)
             self._placement.bookings.admit(asks)
         except Exception as error:  # also of a user's placement policy
             owner.app = old_app
@@ -191,9 +192,16 @@ class Operations:
         return replace(wanted, models=found)
 
     def _check_sources(self, app: AppSpec) -> None:
-        """Refuse new versions whose code was imported before it was changed."""
+        """Refuse new versions whose code was imported before it was changed.
+
+        A version that was rolled back is new if it is wanted again.
+        """
+        desired = self._fleet.desired.models
         for name, model in app.models.items():
-            if model.version not in self._versions.specs.get(name, {}):
+            known = {self._fleet.active.get(name)}
+            if name in desired:
+                known.add(desired[name].version)
+            if model.version not in known:
                 imported_sources.check(model.factory or model.engine or "")
 
     def drain(self, name: str) -> None:
@@ -224,3 +232,17 @@ class Operations:
             sent = signal.SIGKILL if action == "kill" else signal.SIGSTOP
             self._processes.signal(name, sent)
         return running
+
+
+def _growing(before: DesiredState, after: DesiredState) -> DesiredState:
+    """Return the models that need more room than before."""
+    found = {}
+    for name, model in after.models.items():
+        old = before.models.get(name)
+        is_same = old is not None and old.version == model.version
+        pairs = (
+            zip(model.replicas, old.replicas, strict=True) if old and is_same else ()
+        )
+        if not is_same or any(count > known for count, known in pairs):
+            found[name] = model
+    return replace(after, models=found)

@@ -29,8 +29,8 @@ from multiworld.serve.fleet.start_order import (
     SLOW_START_S,
     Shortage,
     StageKey,
-    lost_starts,
     next_starts,
+    urgent_starts,
 )
 from multiworld.serve.fleet.state import (
     DesiredModel,
@@ -95,6 +95,8 @@ class Reconciler:
             case events.DesiredStateChanged(desired):
                 yield from self._set_desired(desired, now)
             case events.Adopted(process):
+                # Who sends to it may not have heard that it drains.
+                process.drain_number = self.table.number + 1
                 self.processes[process.name] = process
             case events.Joined(name) if name in self.processes:
                 yield from self._joined(self.processes[name], now)
@@ -395,11 +397,11 @@ class Reconciler:
             and not p.is_gateway
         ]
         chosen = next_starts(shortages, self.starts_at_once - len(starting))
-        # A slow start may be a hung one: what was lost is not to wait for it.
+        # A slow start may be a hung one: what is urgent is not to wait for it.
         fast = sum(now - p.since <= SLOW_START_S for p in starting)
         fast += sum(bool(key[0]) for key in chosen)
         room = min(len(starting) - fast, self.starts_at_once - fast)
-        chosen += lost_starts(shortages, chosen, max(0, room))
+        chosen += urgent_starts(shortages, chosen, max(0, room))
         self._updates_wait({s.key for s in shortages} - set(chosen), now)
         for key in chosen:
             yield self._launch(key, now)

@@ -102,7 +102,7 @@ def state_root() -> Path:
     """Return the folder that holds the state of all services of this user."""
     given = os.environ.get("MULTIWORLD_STATE")
     if given:
-        return Path(given)
+        return Path(given).expanduser()
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(base).expanduser() / "multiworld"
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiworld.serve.resources.amounts import Node
 
 StageKey = tuple[str, str, int]  # model, version and stage; ("", "", …) for gateways
-# Seconds after which a start counts as slow: it takes the place of no lost replica.
+# Seconds after which a start counts as slow: no urgent start waits for it.
 SLOW_START_S = 10.0
 PER_CORE = 2  # starts per core; one spends half of its time waiting for others
 
@@ -27,6 +27,12 @@ class Shortage:
     count: int
     missing: int
     lost: int
+
+    @property
+    def urgent(self) -> int:
+        """The number of starts that are to wait for no slow one."""
+        first = int(self.missing == self.count > 0)
+        return min(self.missing, max(self.lost, first))
 
 
 def next_starts(shortages: Sequence[Shortage], free: int) -> list[StageKey]:
@@ -41,17 +47,17 @@ def next_starts(shortages: Sequence[Shortage], free: int) -> list[StageKey]:
     return gateways + workers[: max(0, free)]
 
 
-def lost_starts(
+def urgent_starts(
     shortages: Sequence[Shortage], chosen: Sequence[StageKey], limit: int
 ) -> list[StageKey]:
-    """Return starts in place of lost replicas that are not chosen, the most needed
-    first."""
+    """Return starts that are not chosen, the most needed first: in place of lost
+    replicas, and of the first one of a stage."""
     taken = Counter(chosen)
     found = sorted(
         (_urgency(shortage, nth), shortage.key)
         for shortage in shortages
         if shortage.key[0]
-        for nth in range(taken[shortage.key], min(shortage.missing, shortage.lost))
+        for nth in range(taken[shortage.key], shortage.urgent)
     )
     return [key for _, key in found[:limit]]
 

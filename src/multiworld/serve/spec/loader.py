@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,10 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
         errors: list[dict[str, Any]] = [
             {**e, "loc": _as_written(e["loc"], lines)} for e in error.errors()
         ]
-        found = [
-            (_line(lines, _without_forms(e["loc"])), _describe_validation_error(e))
-            for e in errors
-            if not _is_of_other_form(e)
-        ]
+        found = []
+        for e in [e for e in errors if not _is_of_other_form(e, lines)] or errors:
+            at = tuple(part for part, is_form in _parts(e["loc"], lines) if not is_form)
+            found.append((_line(lines, at), _describe_validation_error(e, at)))
         problems += [f"line {line}: {text}" for line, text in sorted(set(found))]
         raise _spec_error(where, problems) from error
     if problems:
@@ -193,28 +193,32 @@ def _as_written(loc: KeyPath, lines: dict[KeyPath, int]) -> KeyPath:
     return (*loc[:2], *loc[4:]) if is_added else loc
 
 
-def _without_forms(loc: KeyPath) -> KeyPath:
-    """Return a location without the union members that pydantic tried there."""
-    # The second part is a name that the user gave.
-    return (*loc[:2], *(part for part in loc[2:] if not _is_form(part)))
+def _parts(loc: KeyPath, lines: dict[KeyPath, int]) -> Iterator[tuple[str | int, bool]]:
+    """Yield the parts of a location; True: a union member that pydantic tried there."""
+    at: KeyPath = ()
+    for part in loc:
+        # Names in the text may be those of members.
+        is_form = _is_form(part) and (*at, part) not in lines
+        at = at if is_form else (*at, part)
+        yield part, is_form
 
 
 def _is_form(part: str | int) -> bool:
-    return part == "ReplicaRange" or str(part).startswith(("constrained", "function"))
+    known = part in ("ReplicaRange", "int")
+    return known or str(part).startswith(("constrained", "function"))
 
 
-def _is_of_other_form(error: Any) -> bool:
+def _is_of_other_form(error: Any, lines: dict[KeyPath, int]) -> bool:
     """Return whether an error is about the union member that was not meant."""
     # Pydantic reports one error for each member: the number and the mapping.
-    forms = [part for part in error["loc"][2:] if _is_form(part) or part == "int"]
+    forms = [part for part, is_form in _parts(error["loc"], lines) if is_form]
     if not forms:
         return False
     is_mapping = error["loc"][-1] not in forms or isinstance(error.get("input"), dict)
     return is_mapping == (str(forms[0]) in ("int", "constrained-int"))
 
 
-def _describe_validation_error(error: Any) -> str:
-    at = _without_forms(error["loc"])
+def _describe_validation_error(error: Any, at: KeyPath) -> str:
     name = _dotted(at) or "the spec"
     kind, given = error["type"], error.get("input")
     if kind == "extra_forbidden":
@@ -225,7 +229,7 @@ def _describe_validation_error(error: Any) -> str:
         return f"{name} is {given!r}; {PATTERNS[error['ctx']['pattern']]}"
     if kind in ("model_type", "dict_type", "list_type"):
         return f"{name} is {given!r}; {FORMS[kind]}"
-    if kind in ("int_type", "float_type") and at[-1] in NUMBERS:
+    if kind in ("int_type", "float_type") and at[-1] in NUMBERS and at[0] != "gateway":
         return f"{name} is {given!r}; {NUMBERS[at[-1]]}"
     what = error["msg"].removeprefix("Value error, ")
     what = what[:1].lower() + what[1:]

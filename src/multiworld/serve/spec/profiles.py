@@ -90,7 +90,7 @@ def with_profiles(app: AppSpec, folder: Path) -> AppSpec:
 def _with_profile(name: str, spec: ModelSpec, folder: Path) -> ModelSpec:
     if spec.profile is None:
         return spec
-    found = load_profile(folder / spec.profile)
+    found = load_profile(folder / Path(spec.profile).expanduser())
     if len(found.stages) != len(spec.stages):
         raise SpecError(
             f"models.{name}.profile: {spec.profile} has {len(found.stages)} stages, "

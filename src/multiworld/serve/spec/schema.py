@@ -31,6 +31,8 @@ PATTERNS = {
 """Remedies for a text that does not match a pattern."""
 
 Seconds = Annotated[float, Field(gt=0, le=86400, strict=True)]
+# Of what is too slow, and then ended: with less, nothing would ever be in time.
+Patience = Annotated[float, Field(ge=0.1, le=86400, strict=True)]
 Delay = Annotated[float, Field(ge=0, le=86400, strict=True)]
 Mark = Annotated[str, Field(min_length=1, max_length=64)]
 Count = Annotated[int, Field(ge=1, le=4096, strict=True)]
@@ -734,9 +736,9 @@ class AppSpec(_Strict):
     placement: str | None = Field(default=None, pattern=FACTORY)
     """`package.module:function` that chooses the machine for the next replica, in place
     of `multiworld.serve.resources.assignment:assign`."""
-    silence_s: Seconds = 2.0
+    silence_s: Patience = 2.0
     """Seconds of silence after which a process counts as lost and is replaced."""
-    ready_s: Seconds = 120.0
+    ready_s: Patience = 120.0
     """Maximum seconds for a process to become ready; after that it is replaced. A new
     version is rolled back if no replica of it becomes ready within this time."""
     drain_s: Seconds = 60.0

@@ -252,6 +252,49 @@ async def test_update_that_fetches_a_model_holds_up_nobody(
     goes_on.set()
 
 
+async def test_update_that_was_overtaken_is_refused(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later one does not wait for its download, and is not undone by it."""
+    goes_on, began = threading.Event(), threading.Event()
+
+    def fetch(app: Any) -> None:
+        if "slow" in app.models:
+            began.set()
+            goes_on.wait(30.0)
+
+    monkeypatch.setattr(admin, "fetch", fetch)
+    slow = {"text": SPEC.replace("{m:", "{slow:")}
+    first = asyncio.ensure_future(client.http.post("/update", json=slow))
+    assert await asyncio.to_thread(began.wait, 30.0)
+    updated = await client.ask("POST", "/update", answers.Updated, json={"text": SPEC})
+    assert updated.since == 7
+    goes_on.set()
+    overtaken = await first
+    assert overtaken.status_code >= 400
+    assert "a later update was applied" in overtaken.json()["error"]
+
+
+async def test_update_before_anything_is_desired_has_the_versions_of_its_spec(
+    client: Client,
+) -> None:
+    """While the service waits for machines."""
+    client.controller.fleet.desired.models.clear()
+    updated = await client.ask("POST", "/update", answers.Updated, json={"text": SPEC})
+    assert updated.versions == {"m": "1"}
+    assert updated.ready_s == 120.0
+
+
+async def test_keys_in_place_of_names_are_not_logged(client: Client) -> None:
+    """The secret of one that is valid is in no log."""
+    made = await client.ask(
+        "POST", "/tenants", answers.TenantWithKey, json={"name": "acme"}
+    )
+    refused = await client.http.post(f"/tenants/{made.key}/revoke", json={"key": None})
+    assert refused.status_code == 404
+    assert made.key not in (await client.http.get("/audit")).text
+
+
 async def test_operations_answer_with_their_outcome(client: Client) -> None:
     """And a shutdown sets the event that ends the service."""
     what: dict[str, Any] = {"model": "m", "stage": "0", "replicas": 2}

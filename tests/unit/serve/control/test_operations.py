@@ -7,13 +7,22 @@ from typing import Any, cast
 
 import pytest
 
+from multiworld.config import MIB
 from multiworld.errors import PlacementError, ServeError
+from multiworld.serve.control.dtypes import Resolved
 from multiworld.serve.control.operations import Operations
 from multiworld.serve.control.versions import Versions
+from multiworld.serve.fleet.decision_log import DecisionLog
 from multiworld.serve.fleet.desired_state import desired_state_of
 from multiworld.serve.fleet.events import DesiredStateChanged
+from multiworld.serve.fleet.history import History
 from multiworld.serve.fleet.reconciler import Reconciler
 from multiworld.serve.fleet.state import DesiredState
+from multiworld.serve.models import imported_sources
+from multiworld.serve.placement.manager import PlacementManager
+from multiworld.serve.resources.amounts import Location, Node, needs_of
+from multiworld.serve.resources.assignment import assign
+from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.spec.schema import AppSpec
 
 
@@ -41,7 +50,7 @@ class Service:
         owner = SimpleNamespace(want=self.want)
         self.room = 99
         placement = SimpleNamespace(
-            admit=lambda wanted: None,
+            admit=lambda wanted, model: None,
             nodes=[SimpleNamespace(cpus=9)],
             bookings=SimpleNamespace(admit=self.admit),
         )
@@ -96,3 +105,92 @@ def test_scale_to_zero_waits_for_the_end_of_an_update() -> None:
     service = Service()
     with pytest.raises(ServeError, match="an update of 'm' is under way"):
         service.operations.scale("m", "b", 0)
+
+
+SPECS = """models:
+  a: {factory: "os.path:join", stages: [{replicas: 2, memory_mb: 1000, nodes: [big]}]}
+  b: {factory: "os.path:join", version: VERSION, stages: [{memory_mb: 100}]}
+"""
+
+
+class Machines:
+    """A launcher with two machines, of which the large one is lost."""
+
+    def __init__(self) -> None:
+        self._nodes = [Node("small", 8, 1000 * MIB), Node("big", 8, 2100 * MIB)]
+
+    def nodes(self) -> list[Node]:
+        """Return the machines that are there."""
+        return self._nodes
+
+    def lose(self) -> None:
+        """Lose the large machine."""
+        self._nodes = self._nodes[:1]
+
+    def trouble(self) -> str:
+        """Return none."""
+        return ""
+
+
+def after_a_loss() -> tuple[Operations, list[DesiredState]]:
+    """Return operations of a service whose model `a` has lost its machine."""
+    app = parse_spec(SPECS.replace("VERSION", "1"))
+    versions, fleet, history, machines = Versions(), Reconciler(), History(), Machines()
+    versions.add(app)
+    placement = PlacementManager(
+        cast("Any", machines),
+        fleet,
+        history,
+        DecisionLog(),
+        assign,
+        versions.specs,
+        lambda event: None,
+    )
+    fleet.handle(DesiredStateChanged(desired_state_of(app)), 0.0)
+    need = needs_of(app.models["b"])[0]
+    placement.bookings.ledger.restore("b/0/3", ("b", "1", 0), Location("small"), need)
+    machines.lose()
+    placement.bookings.set_nodes(machines.nodes())
+    wanted: list[DesiredState] = []
+    owner = SimpleNamespace(
+        app=app,
+        want=wanted.append,
+        resolve=lambda new: Resolved(new, {}),
+        send_gateways=lambda order: None,
+        dtypes={},
+    )
+    fakes = cast("Any", (owner, None))
+    made = Operations(fakes[0], fleet, versions, placement, fakes[1], history)
+    return made, wanted
+
+
+def test_model_without_room_holds_up_no_other() -> None:
+    """Others are scaled and updated as far as there is room for them."""
+    operations, wanted = after_a_loss()
+    operations.scale("b", "0", 2)
+    assert wanted[-1].models["b"].replicas == (2,)
+    operations.update(parse_spec(SPECS.replace("VERSION", "2")))
+    assert wanted[-1].models["b"].version == "2"
+    for count in (11, 2):
+        model, replicas = ("b", count) if count > 2 else ("a", 3)
+        with pytest.raises(PlacementError, match=f"of {replicas} replicas"):
+            operations.scale(model, "0", replicas)
+    with pytest.raises(PlacementError, match="of 3 replicas"):
+        operations.update(
+            parse_spec(
+                SPECS.replace("VERSION", "1").replace("replicas: 2", "replicas: 3")
+            )
+        )
+
+
+def test_version_that_was_rolled_back_is_checked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its code may have been changed since; the version that serves is not checked."""
+    checked: list[str] = []
+    monkeypatch.setattr(imported_sources, "check", checked.append)
+    operations, _ = after_a_loss()
+    for version, count in (("2", 2), ("2", 2), ("1", 0)):  # 1 stays in effect
+        checked.clear()
+        operations.update(parse_spec(SPECS.replace("VERSION", version)))
+        assert len(checked) == count

@@ -457,6 +457,21 @@ def test_adopted_drain_goes_on() -> None:
     assert asked.is_going
 
 
+def test_adopted_drain_waits_for_who_has_not_heard_of_it() -> None:
+    """Its controller may have died before it said so to anybody."""
+    fleet = Reconciler(first=9, number=40, active={"m": "1"})
+    draining = Process("m/0/2", "m", "1", 0, ProcessPhase.DRAINING)
+    fresh = Process("m/0/3", "m", "1", 0, ProcessPhase.READY)
+    gateway = Process("gateway/1", phase=ProcessPhase.READY, is_joined=True)
+    for process in (draining, fresh, gateway):
+        fleet.handle(Adopted(process), 0.0)
+    actions = fleet.handle(DesiredStateChanged(desired(1)), 0.0)
+    actions += fleet.handle(Joined("gateway/1"), 0.0)
+    assert not any(isinstance(a, Finish) for a in actions)
+    actions = fleet.handle(Applied("gateway/1", fleet.table.number), 1.0)
+    assert Finish("m/0/2") in actions
+
+
 class Unfinished(Service):
     """A fleet whose replicas finish later."""
 

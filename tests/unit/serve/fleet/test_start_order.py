@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from multiworld.serve.fleet.start_order import (
     Shortage,
-    lost_starts,
     next_starts,
     starts_at_once,
+    urgent_starts,
 )
 from multiworld.serve.resources.amounts import Node
 
@@ -90,6 +90,13 @@ def test_lost_replicas_take_the_place_of_slow_starts() -> None:
         Shortage(stage(1), 2, 2, 2),
         Shortage(stage(2), 5, 3, 0),
     ]
-    assert lost_starts(short, [], 9) == [stage(1), stage(0), stage(1)]
-    assert lost_starts(short, [stage(1)], 9) == [stage(0), stage(1)]
-    assert lost_starts(short, [], 1) == [stage(1)]
+    assert urgent_starts(short, [], 9) == [stage(1), stage(0), stage(1)]
+    assert urgent_starts(short, [stage(1)], 9) == [stage(0), stage(1)]
+    assert urgent_starts(short, [], 1) == [stage(1)]
+
+
+def test_first_replica_of_a_stage_waits_for_no_slow_start() -> None:
+    """Such as that of a model that was scaled to zero; a second one does."""
+    short = [Shortage(stage(0), 2, 2, 0), Shortage(stage(1), 2, 1, 0)]
+    assert urgent_starts(short, [], 9) == [stage(0)]
+    assert urgent_starts(short, [stage(0)], 9) == []

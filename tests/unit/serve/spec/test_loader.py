@@ -89,7 +89,7 @@ def test_good_spec_is_read() -> None:
         ),
         (GOOD, "- a\n- b\n", 1, "a spec must be a mapping"),
         (GOOD, "", 1, "a spec must be a mapping"),
-        ("app: demo", "app: demo\nsilence_s: 0", 2, "greater than 0"),
+        ("app: demo", "app: demo\nsilence_s: 0.01", 2, "greater than or equal to 0.1"),
         ("app: demo", "app: demo\nlauncher: /x", 2, "local, ray, or package"),
         ("app: demo", "app: demo\nray: {}", 1, "add `launcher: ray`"),
         ("port: 0", "host: ''", 12, "host"),
@@ -246,3 +246,22 @@ def test_characters_in_two_surrogates_are_joined() -> None:
     assert model.options == {"a": "\N{GRINNING FACE}"}
     with pytest.raises(SpecError, match="surrogate"):
         parse_spec(factory.replace("\\ude00", ""))
+
+
+@pytest.mark.parametrize("name", ["function-calling", "constrained", "int"])
+def test_mistake_below_a_name_like_that_of_a_form_is_reported(name: str) -> None:
+    """Pydantic names the members of unions in the same place."""
+    text = f"models:\n  m: {{engine: vllm, path: /x, adapters:\n    {{{name}: [5]}}}}"
+    with pytest.raises(SpecError, match=rf"line 3: models.m.adapters.{name}: "):
+        parse_spec(text)
+
+
+def test_remedies_are_those_of_the_field() -> None:
+    """Replicas of the gateway are a number, not a range."""
+    with pytest.raises(SpecError) as caught:
+        parse_spec(
+            "models: {m: {factory: a:b, stages: [{}]}}\ngateway: {replicas: two}"
+        )
+    (problem,) = caught.value.problems
+    assert "gateway.replicas" in problem
+    assert "min_replicas" not in problem
