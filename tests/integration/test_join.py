@@ -19,6 +19,7 @@ from multiworld import (
     MultiWorldError,
     ProtocolVersionError,
     RankTakenError,
+    RendezvousError,
     StoreUnreachableError,
     UnknownWorldError,
     World,
@@ -533,3 +534,22 @@ async def test_leave_during_a_reform_is_told_to_who_waits_for_it() -> None:
         await managers[0].leave("w")
         with pytest.raises(WorldClosedError, match="left world 'w' during"):
             await reforming
+
+
+async def test_store_in_memory_is_of_one_event_loop() -> None:
+    """In another thread the other members would never meet it."""
+
+    async def ask() -> None:
+        async with WorldManager(config=SHORT) as manager:
+            await manager.join(
+                "w", rank=0, size=1, store="memory://here", backend="memory"
+            )
+
+    async with WorldManager(config=LONG) as one:
+        store = "memory://here"
+        world = await one.join("w", rank=0, size=1, store=store, backend="memory")
+        with pytest.raises(RendezvousError, match="another event loop"):
+            await asyncio.to_thread(asyncio.run, ask())
+        again = await one.join("x", rank=0, size=1, store=store, backend="memory")
+        await again.close()
+        await world.close()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +16,7 @@ from multiworld.backends.channel import Channel, Lane
 from multiworld.backends.direct import header as wire
 from multiworld.backends.lane_collectives import LaneCollectives
 from multiworld.backends.offload import offload, size_of
+from multiworld.backends.turns import Turns
 from multiworld.errors import TensorMismatchError, UnsupportedOperationError
 from multiworld.incarnation.lifecycle import Failed, Finished
 from multiworld.liveness.manager_messages import (
@@ -42,8 +42,7 @@ class MessageBackend:
             view, self._collective, self._collective_lane
         )
         self._opening: dict[int, asyncio.Task[Lane]] = {}
-        self._turns: dict[int, asyncio.Lock] = {}
-        self._in_turn: dict[int, int] = {}
+        self._turns = Turns()  # of sends to a rank, while one is being prepared
         self._is_over = False
 
     async def _open_lane(self, rank: int, name: str, channel: Channel) -> Lane:
@@ -70,11 +69,10 @@ class MessageBackend:
     async def send(self, tensor: Tensor, dst: int, tag: int) -> None:
         tensor = dtypes.require_host(tensor, "the tensor to send")
         code = dtypes.code_of(tensor)
-        turn = self._turns.get(dst)
-        if turn is None and dtypes.is_plain(tensor):
+        if dst not in self._turns and dtypes.is_plain(tensor):
             await self._send_plain(tensor, code, dst, tag)
             return
-        async with self._turn(dst):
+        async with self._turns.of(dst):
             tensor = await offload(size_of(tensor), dtypes.plain, tensor)
             await self._send_plain(tensor, code, dst, tag)
 
@@ -83,19 +81,6 @@ class MessageBackend:
         shape = tuple(tensor.shape)
         description = Description(wire.TENSOR, code, shape, len(memory), tag, 0)
         await self._p2p.lanes[dst].send(description, memory, tensor)
-
-    @contextlib.asynccontextmanager
-    async def _turn(self, dst: int) -> AsyncIterator[None]:
-        """Keep sends to ``dst`` in call order while one of them is being prepared."""
-        turn = self._turns.setdefault(dst, asyncio.Lock())
-        self._in_turn[dst] = self._in_turn.get(dst, 0) + 1
-        try:
-            async with turn:
-                yield
-        finally:
-            self._in_turn[dst] -= 1
-            if not self._in_turn[dst]:
-                del self._turns[dst]
 
     async def recv(self, out: Tensor | None, src: int | None, tag: int) -> Received:
         if src is not None:
@@ -127,7 +112,7 @@ class MessageBackend:
         self, tensors: Mapping[str, Tensor], meta: Meta, dst: int, tag: int
     ) -> None:
         layout = bundles.lay_out(tensors, meta)
-        async with self._turn(dst):
+        async with self._turns.of(dst):
             packed = await offload(layout.size, layout.pack)
             size, label = packed.numel(), len(layout.manifest)
             description = Description(wire.BUNDLE, dtypes.UINT8, (), size, tag, label)
@@ -148,7 +133,7 @@ class MessageBackend:
         if dst not in self._turns:
             await self._p2p.lanes[dst].send(description, memory, body)
             return
-        async with self._turn(dst):
+        async with self._turns.of(dst):
             await self._p2p.lanes[dst].send(description, memory, body)
 
     async def recv_object(self, src: int | None, tag: int) -> Any:

@@ -4,6 +4,7 @@ oldest events, and never slows a world down."""
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator
 
@@ -52,7 +53,8 @@ class Subscription:
 
 class EventHub:
     def __init__(self) -> None:
-        self._subscriptions: set[Subscription] = set()
+        # One whose iterator nobody has read from, and nobody keeps, ends by itself.
+        self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
         self.is_closed = False
 
     def subscribe(self) -> Subscription:

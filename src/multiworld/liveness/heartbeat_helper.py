@@ -16,6 +16,7 @@ import hashlib
 import hmac
 import mmap
 import os
+import resource
 import selectors
 import socket
 import struct
@@ -220,7 +221,8 @@ class HeartbeatHelper:
         control.setblocking(False)
         self._control, self._owner, self._thread = control, owner, thread
         self._targets: dict[int, HeartbeatTarget] = {}
-        self._unreported: dict[int, HeartbeatTarget] = {}
+        # None: one that could not be added.
+        self._unreported: dict[int, HeartbeatTarget | None] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ, None)
         self._is_over = False
@@ -291,7 +293,8 @@ class HeartbeatHelper:
                 return
             for number in numbers:
                 target = self._unreported.pop(number)
-                target.is_reported = target.is_ended
+                if target is not None:
+                    target.is_reported = target.is_ended
 
     def _handle_order(self) -> None:
         try:
@@ -304,7 +307,9 @@ class HeartbeatHelper:
             self._is_over = True
             return
         kind, number, out_key, in_key = _ORDER.unpack(order)
-        if kind == ADD and fds:
+        if kind == ADD and not fds:  # it has no descriptor left for it
+            self._unreported[number] = None
+        elif kind == ADD:
             target = HeartbeatTarget(socket.socket(fileno=fds[0]), out_key, in_key)
             self._targets[number] = target
         elif kind == ADD_DATAGRAMS and fds and number in self._targets:
@@ -320,7 +325,9 @@ class HeartbeatHelper:
                 sock.close()
 
 
-def _report_of(number: int, target: HeartbeatTarget) -> bytes:
+def _report_of(number: int, target: HeartbeatTarget | None) -> bytes:
+    if target is None:
+        return REPORT.pack(number, ENDED, 0, 0, 0, 0.0)
     heartbeat, at = target.latest, target.heard_at
     if heartbeat is None or at is None or (target.is_ended and not target.is_reported):
         return REPORT.pack(number, ENDED, 0, 0, 0, 0.0)
@@ -335,6 +342,9 @@ def _report_of(number: int, target: HeartbeatTarget) -> bytes:
 
 
 def main() -> None:
+    # Its owner may raise its own limit of descriptors later.
+    highest = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest, highest))
     control, memory, owner, thread = map(int, sys.argv[1:5])
     sock, heartbeat_s = socket.socket(fileno=control), float(sys.argv[5])
     sign = mmap.mmap(memory, SIGN.size)

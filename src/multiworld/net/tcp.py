@@ -19,35 +19,35 @@ TCP_RTO_MAX_MS = 44  # Python 3.11 has no names for these two
 # shorter ones would lose it if the receiver is busy for a few seconds.
 RETRANSMIT_MS = 30_000
 
-# About the kernel's default. It counts retries and, with short pauses, would give up
-# much earlier. But the failure detector decides which peers are lost, not TCP.
-UNACKNOWLEDGED_MS = 15 * 60 * 1000
-
 # An address in another network that no host has (RFC 5737: for documentation).
 ELSEWHERE = ("198.51.100.1", 9)
 
 
 def persist(sock: socket.socket) -> None:
-    """Let a TCP connection survive a network outage and resume soon after it."""
-    options = (
-        (TCP_THIN_LINEAR_TIMEOUTS, 1),
-        (TCP_RTO_MAX_MS, RETRANSMIT_MS),
-        (socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS),
-    )
+    """Let a TCP connection survive a network outage and resume soon after it.
+
+    It ends after about four minutes without an answer (an older kernel: 15). There is
+    no ``TCP_USER_TIMEOUT``, which would also end one whose receiver answers, but has no
+    room for so long.
+    """
+    options = ((TCP_THIN_LINEAR_TIMEOUTS, 1), (TCP_RTO_MAX_MS, RETRANSMIT_MS))
     for option, value in options:
         with contextlib.suppress(OSError):  # an older kernel
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-KEEP_ALIVE_S = 5  # seconds without traffic, and between probes
+# Seconds without traffic, and between probes, of a store's connection, whose end is to
+# be noticed, and of one between members, which routers are not to forget: the usual
+# limits are from 350 seconds on.
+KEEP_ALIVE_S, IDLE_S = 5, 60
 
 
-def keep_alive(sock: Stream) -> None:
-    """Notice the end of a TCP connection that is hardly used, such as a store's."""
+def keep_alive(sock: Stream, probe_s: int = KEEP_ALIVE_S) -> None:
+    """Send probes on a TCP connection that is hardly used, such as a store's."""
     # The system of a machine that was restarted refuses the first probe.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEP_ALIVE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEP_ALIVE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
 
 
 # Linux's default of 208 KiB is so small that a stream keeps stopping.
@@ -63,6 +63,7 @@ def tune(sock: socket.socket) -> None:
     else:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         persist(sock)
+        keep_alive(sock, IDLE_S)
 
 
 # Pauses between attempts to connect to a Unix listener whose queue is full, seconds.

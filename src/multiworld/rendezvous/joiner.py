@@ -266,6 +266,12 @@ class Joiner:
             )
         (address,) = addresses.stores
         service = _local_services.get(address.host)
+        if service is not None and service.is_elsewhere:
+            raise errors.RendezvousError(
+                f"memory://{address.host} is in use in another event loop of this "
+                "process; use one loop (or one blocking manager), or a store at an "
+                "address"
+            )
         if service is None or not service.is_on_this_loop():
             service = _local_services[address.host] = StoreService()
         session = StoreSession(address, self._owner)
@@ -299,7 +305,8 @@ class _LocalConnection:
         self._service.close_session(self._key)
         if self._service.session_count == 0:
             self._service.close()
-            _local_services.pop(self._name, None)
+            if _local_services.get(self._name) is self._service:
+                del _local_services[self._name]
 
 
 async def meet(

@@ -48,7 +48,10 @@ class StoreServer:
     ) -> StoreServer:
         """Return a store that listens on ``host``:``port``; port 0: any free one."""
         family, where = await resolve(host, port)
-        sock = socket.create_server(where[:2], family=family, backlog=BACKLOG)
+        both = host == "::" and socket.has_dualstack_ipv6()  # every address
+        sock = socket.create_server(
+            where[:2], family=family, backlog=BACKLOG, dualstack_ipv6=both
+        )
         sock.setblocking(False)
         return cls(sock, service, security)
 

@@ -67,6 +67,11 @@ class StoreService:
         """Return False for a store that was left over from an earlier event loop."""
         return self._loop is asyncio.get_running_loop()
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it serves another event loop, in another thread."""
+        return not self.is_on_this_loop() and self._loop.is_running()
+
     def open_session(self, deliver: Deliver) -> int:
         """Open a session whose messages go to ``deliver``; return its number."""
         self._opened += 1

@@ -453,6 +453,10 @@ def _noted(local: LocalMember, notice: Notice) -> None:
             local.report(WasLost(rank, why, "the store reports it"))
         case messages.NewcomerWaits(rank=rank, size=size, is_gone=is_gone):
             local.member_waits(rank, size, is_gone=is_gone)
+            is_joining = local.phase is Phase.JOINING and not is_gone
+            if is_joining and rank in local.missing:
+                why = "it asks again: it has not heard that it was admitted"
+                local.report(WasLost(rank, why, "the store reports it"))
 
 
 def _not_connected(local: LocalMember) -> errors.JoinTimeoutError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
@@ -37,6 +39,19 @@ def test_every_subscriber_gets_every_event_from_now_on() -> None:
     late = hub.subscribe()
     hub.publish(event(2))
     assert (epochs(early), epochs(late)) == ([1, 2], [2])
+
+
+async def test_iterator_that_nobody_reads_keeps_no_events() -> None:
+    """It subscribes before its first step, and may be dropped before that, too."""
+    hub = EventHub()
+    unread = hub.subscribe()
+    kept, dropped = hub.subscribe().events(), weakref.ref(unread)
+    del unread
+    hub.publish(event(1))
+    gc.collect()
+    assert dropped() is None
+    hub.close()
+    assert [taken.epoch async for taken in kept] == [1]
 
 
 @pytest.mark.parametrize("extra", [0, 1, 5])

@@ -336,6 +336,24 @@ def frame_from(sock: socket.socket) -> heartbeat_helper.HeartbeatFrame:
     return heartbeat_helper.decode_heartbeat(frame, ONE)
 
 
+def test_connection_that_the_helper_did_not_get_is_reported_as_ended() -> None:
+    """It had no descriptor left; the owner opens another one."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sign = bytearray(heartbeat_helper.SIGN.size)
+    helper = heartbeat_helper.HeartbeatHelper(theirs, sign, None, 0.01)
+    ours.send(heartbeat_helper.encode_order(heartbeat_helper.ADD, 7, ONE, TWO))
+    thread = threading.Thread(target=helper.run)
+    thread.start()
+    with ours:
+        ours.settimeout(HANG_S)
+        message = ours.recv(heartbeat_helper.READ_BYTES)
+        entries = heartbeat_helper.REPORT.iter_unpack(message)
+        assert next(entries)[:2] == (7, heartbeat_helper.ENDED)
+        ours.send(heartbeat_helper.encode_order(heartbeat_helper.REMOVE, 7, ONE, TWO))
+    thread.join(HANG_S)
+    assert not thread.is_alive()
+
+
 def test_end_that_could_not_be_reported_is_reported_later() -> None:
     """The owner was stuck, and its socket full."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

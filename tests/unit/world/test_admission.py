@@ -329,6 +329,32 @@ async def test_notice_that_comes_with_the_admission_is_kept(
     assert found[0].rank == 1
 
 
+async def test_join_does_not_wait_for_a_member_that_asks_again(
+    arena: Arena, admissions: list[Admission]
+) -> None:
+    """It lost its session as it was admitted, so it will never connect."""
+    joining = asyncio.create_task(arena.join("w", 0, 2))
+    await until(lambda: bool(admissions))
+    await turns(5)
+    for rank in (5, 1):  # the first one is no member
+        admissions[0].noticed(NewcomerWaits("w", 1, rank, 6, is_gone=False))
+        admissions[0].noticed(NewcomerWaits("w", 1, rank, 6, is_gone=True))
+    found = await asyncio.gather(joining, arena.join("w", 1, 2), return_exceptions=True)
+    assert isinstance(found[0], MemberLostError), found
+    assert found[0].rank == 1
+    assert "asks again" in str(found[0])
+
+
+async def test_newcomer_in_place_of_a_member_that_is_there_breaks_nothing(
+    arena: Arena, admissions: list[Admission]
+) -> None:
+    """It waits until that is lost."""
+    (first, _) = await arena.world(2, "w")
+    admissions[0].noticed(NewcomerWaits("w", 1, 1, 2, is_gone=False))
+    assert first.is_ready
+    assert first.waiting == {1: 2}
+
+
 async def test_newcomer_that_waits_is_announced_to_survivors_that_reform(
     arena: Arena,
 ) -> None:

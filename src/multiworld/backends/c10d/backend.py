@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from multiworld.backends.c10d.store import C10dStore
 from multiworld.backends.c10d.work_runner import WorkRunner
 from multiworld.backends.direct.backend import DirectBackend
 from multiworld.backends.dtypes import CODES, DTYPES, is_plain, overwrite
+from multiworld.backends.turns import Turns
 from multiworld.errors import TensorMismatchError, UnsupportedOperationError
 from multiworld.incarnation.lifecycle import Failed
 from multiworld.liveness.manager_messages import BackendMessage, EndCollectives
@@ -47,9 +47,9 @@ class C10dBackend:
         self._runner = WorkRunner(view, name)
         self.collectives = GroupCollectives(view, self._direct, self._runner)
         self._public: ProcessGroup | None = None
-        self._sending: dict[tuple[int, int], asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._receiving: dict[tuple[int, int], asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._headers: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
+        # By rank and tag; programs may use each tag once.
+        self._sending, self._receiving = Turns(), Turns()
+        self._headers: dict[tuple[int, int], Any] = {}  # of receives that were refused
 
     async def open(self) -> None:
         await self._direct.open()
@@ -106,7 +106,7 @@ class C10dBackend:
         tensor = on_device(tensor, self._view.device, "the tensor to send")
         data = as_bytes(flat_of(tensor))
         header = [CODES[tensor.dtype], list(tensor.shape)]
-        async with self._sending[dst, tag]:
+        async with self._sending.of((dst, tag)):
             try:
                 await self._direct.send_object(header, dst, HEADER_TAG_BASE + tag)
             except asyncio.CancelledError:
@@ -128,11 +128,11 @@ class C10dBackend:
                 f"{self._name} cannot receive from any rank: its own call never "
                 "notices a lost member; pass src, or use host_p2p='direct'"
             )
-        async with self._receiving[src, tag]:
+        async with self._receiving.of((src, tag)):
             code, shape = await self._next_header(src, tag)
             target = self._target(out, src, code, shape)
             data = as_bytes(target)
-            self._headers[src, tag].popleft()
+            del self._headers[src, tag]
             await self._runner.wait_in_thread(
                 lambda native: native.recv([data], src, tag)
             )
@@ -141,10 +141,10 @@ class C10dBackend:
         return Received(target if out is None else out, src)
 
     async def _next_header(self, src: int, tag: int) -> Any:
-        headers = self._headers[src, tag]
-        if not headers:
-            headers.append(await self._direct.recv_object(src, HEADER_TAG_BASE + tag))
-        return headers[0]
+        if (src, tag) not in self._headers:
+            header = await self._direct.recv_object(src, HEADER_TAG_BASE + tag)
+            self._headers[src, tag] = header
+        return self._headers[src, tag]
 
     def _target(
         self, out: Tensor | None, src: int, code: int, shape: list[int]
