@@ -37,6 +37,7 @@ class Subscription:
 
     async def events(self) -> AsyncIterator[Event]:
         """Yield events until the hub closes; cancelling ends the subscription."""
+        self._hub.keep(self)
         try:
             while True:
                 event = self.get_nowait()
@@ -55,6 +56,8 @@ class EventHub:
     def __init__(self) -> None:
         # One whose iterator nobody has read from, and nobody keeps, ends by itself.
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
+        # A task that waits for events, and that nobody keeps, must not end.
+        self._read: set[Subscription] = set()
         self.is_closed = False
 
     def subscribe(self) -> Subscription:
@@ -63,8 +66,13 @@ class EventHub:
         self._subscriptions.add(subscription)
         return subscription
 
+    def keep(self, subscription: Subscription) -> None:
+        """Keep a subscription until ``unsubscribe``: somebody reads it."""
+        self._read.add(subscription)
+
     def unsubscribe(self, subscription: Subscription) -> None:
         self._subscriptions.discard(subscription)
+        self._read.discard(subscription)
 
     def publish(self, event: Event) -> None:
         for subscription in self._subscriptions:

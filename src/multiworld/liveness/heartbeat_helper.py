@@ -316,6 +316,9 @@ class HeartbeatHelper:
             self._targets[number].datagrams = socket.socket(fileno=fds[0])
         elif kind == REMOVE and number in self._targets:
             self._drop(number)
+        else:
+            for fd in fds:  # of a peer that could not be added
+                os.close(fd)
 
     def _drop(self, number: int) -> None:
         target = self._targets.pop(number)

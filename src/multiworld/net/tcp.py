@@ -26,8 +26,9 @@ ELSEWHERE = ("198.51.100.1", 9)
 def persist(sock: socket.socket) -> None:
     """Let a TCP connection survive a network outage and resume soon after it.
 
-    It ends after about four minutes without an answer (an older kernel: 15). There is
-    no ``TCP_USER_TIMEOUT``, which would also end one whose receiver answers, but has no
+    It ends after about five minutes without an answer (before Linux 6.15: 15), or when
+    the failure detector says so, if ``silence_s`` is less. There is no
+    ``TCP_USER_TIMEOUT``, which would also end one whose receiver answers, but has no
     room for so long.
     """
     options = ((TCP_THIN_LINEAR_TIMEOUTS, 1), (TCP_RTO_MAX_MS, RETRANSMIT_MS))

@@ -454,7 +454,9 @@ def _noted(local: LocalMember, notice: Notice) -> None:
         case messages.NewcomerWaits(rank=rank, size=size, is_gone=is_gone):
             local.member_waits(rank, size, is_gone=is_gone)
             is_joining = local.phase is Phase.JOINING and not is_gone
-            if is_joining and rank in local.missing:
+            # One of another size waits for the next incarnation, after a reform.
+            asks_again = size == local.incarnation.size and rank in local.missing
+            if is_joining and asks_again:
                 why = "it asks again: it has not heard that it was admitted"
                 local.report(WasLost(rank, why, "the store reports it"))
 

@@ -54,6 +54,25 @@ async def test_iterator_that_nobody_reads_keeps_no_events() -> None:
     assert [taken.epoch async for taken in kept] == [1]
 
 
+async def test_task_that_waits_for_events_and_that_nobody_keeps_gets_them() -> None:
+    """Only the hub refers to what it waits for."""
+    hub, found = EventHub(), list[int]()
+
+    async def watch() -> None:
+        async for taken in hub.subscribe().events():
+            found.append(taken.epoch)
+
+    asyncio.get_running_loop().create_task(watch())
+    for number in (1, 2):
+        await turns(3)
+        gc.collect()
+        hub.publish(event(number))
+    await turns(3)
+    assert found == [1, 2]
+    hub.close()
+    await turns(3)
+
+
 @pytest.mark.parametrize("extra", [0, 1, 5])
 def test_slow_reader_loses_the_oldest_and_learns_how_many(extra: int) -> None:
     """The report comes first, and only once."""

@@ -336,13 +336,33 @@ async def test_join_does_not_wait_for_a_member_that_asks_again(
     joining = asyncio.create_task(arena.join("w", 0, 2))
     await until(lambda: bool(admissions))
     await turns(5)
-    for rank in (5, 1):  # the first one is no member
-        admissions[0].noticed(NewcomerWaits("w", 1, rank, 6, is_gone=False))
-        admissions[0].noticed(NewcomerWaits("w", 1, rank, 6, is_gone=True))
+    # Others wait for the next incarnation.
+    admissions[0].noticed(NewcomerWaits("w", 1, 1, 3, is_gone=False))
+    admissions[0].noticed(NewcomerWaits("w", 1, 1, 2, is_gone=True))
+    admissions[0].noticed(NewcomerWaits("w", 1, 1, 2, is_gone=False))
     found = await asyncio.gather(joining, arena.join("w", 1, 2), return_exceptions=True)
     assert isinstance(found[0], MemberLostError), found
     assert found[0].rank == 1
     assert "asks again" in str(found[0])
+
+
+async def test_reform_does_not_expel_who_has_the_rank_that_a_newcomer_wants(
+    arena: Arena,
+) -> None:
+    """Ranks have moved up, and the newcomer's size is that of before."""
+    worlds = await arena.world(3, "w")
+    await lose(arena, 1, worlds)
+    store, backend = arena.store, arena.backend
+    joining = asyncio.create_task(
+        arena.manager(3).join("w", rank=1, size=3, store=store, backend=backend)
+    )
+    await turns(20)
+    survivors = [world for world in worlds if world.rank != 1]
+    reformed = await asyncio.gather(*(world.reform() for world in survivors))
+    assert [(world.rank, world.size) for world in reformed] == [(0, 2), (1, 2)]
+    await until(lambda: all(world.waiting == {1: 3} for world in reformed))
+    joining.cancel()
+    await asyncio.gather(joining, return_exceptions=True)
 
 
 async def test_newcomer_in_place_of_a_member_that_is_there_breaks_nothing(

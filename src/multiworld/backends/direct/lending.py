@@ -20,6 +20,12 @@ from torch import Tensor
 
 from multiworld.backends.arrivals import Description, form_of
 from multiworld.backends.direct.header import HeaderError
+from multiworld.backends.direct.memory_maps import (
+    map_private,
+    map_shared,
+    unmap,
+    view_at,
+)
 from multiworld.backends.direct.shared_memory import check_sealed, make_sealed
 
 # A larger message does not stay in the cache as a whole, as it does piece by piece in
@@ -34,24 +40,9 @@ PROCESS_BYTES = 256 * 1024 * 1024  # maximum in the blocks of all lanes
 # The first bytes of the mark: the receiver's, and those of its forks.
 MARKS = 64
 NO_MARKS = bytes(MARKS)
-MAP_FIXED = 0x10  # of Linux; Python's mmap has no name for it
 
 _lent_bytes = 0
 _lock = threading.Lock()
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_mmap, _munmap = _libc.mmap, _libc.munmap
-_mmap.restype = ctypes.c_void_p
-_mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
-_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_FAILED = ctypes.c_void_p(-1).value
 
 
 def lent_bytes() -> int:
@@ -65,26 +56,16 @@ class Mapping:
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
         # Populated at once: a fault for each page would cost more than the copy.
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        # Python's ``mmap`` would keep a descriptor for each.
-        self.address = _mmap(None, size, access, flags, fd, 0)
-        if self.address in (None, _FAILED):
-            self.address = None
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
+        self.address = map_shared(fd, size, is_populated=True)
         # Not ``__del__``: in the midst of it a fork would still find the mapping.
-        weakref.finalize(self, _munmap, self.address, size).atexit = False
-        array = (ctypes.c_ubyte * size).from_address(self.address)
-        self.memory = memoryview(array).cast("B")  # valid as long as this object
+        weakref.finalize(self, unmap, self.address, size).atexit = False
+        self.memory = view_at(self.address, size)  # valid as long as this object
 
     def keep_copy(self, mark: int) -> None:
         """Put a private copy in the place of the shared memory, and clear a mark."""
         content = bytes(self.memory)
         self.memory[mark] = 0
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        if _mmap(self.address, self.size, access, flags, -1, 0) == self.address:
+        if map_private(self.address, self.size):
             self.memory[:] = content
 
 

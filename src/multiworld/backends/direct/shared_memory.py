@@ -8,7 +8,6 @@ and clears the mark. The kernel frees the memory with the last process.
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import platform
 import socket
@@ -16,6 +15,7 @@ import sys
 from typing import Any
 
 from multiworld.backends.direct.header import HeaderError
+from multiworld.backends.direct.memory_maps import shared_view
 
 # Twice a frame on the socket: copies are as fast and need half as many frames. A
 # multiple of every dtype's size, so that a slot holds whole elements.
@@ -67,8 +67,7 @@ def check_sealed(fd: int, size: int, what: str) -> None:
 class _Mapped:
     def __init__(self, fd: int, slots: int) -> None:
         self.slots = slots
-        self._map = mmap.mmap(fd, CONTROL_BYTES + slots * SLOT_BYTES)
-        self._memory = memoryview(self._map)
+        self._memory = shared_view(fd, CONTROL_BYTES + slots * SLOT_BYTES)
 
     def _slot(self, slot: int, size: int) -> memoryview:
         begin = CONTROL_BYTES + slot * SLOT_BYTES
@@ -76,7 +75,6 @@ class _Mapped:
 
     def close(self) -> None:
         self._memory.release()
-        self._map.close()
 
 
 class Ring(_Mapped):

@@ -400,7 +400,10 @@ class Reconciler:
         # A slow start may be a hung one: what is urgent is not to wait for it.
         fast = sum(now - p.since <= SLOW_START_S for p in starting)
         fast += sum(bool(key[0]) for key in chosen)
-        room = min(len(starting) - fast, self.starts_at_once - fast)
+        every = len(starting) + sum(bool(key[0]) for key in chosen)
+        # They may be slow because there are many: at most twice as many start then.
+        limit = self.starts_at_once
+        room = min(every - fast, limit - fast, 2 * limit - every)
         chosen += urgent_starts(shortages, chosen, max(0, room))
         self._updates_wait({s.key for s in shortages} - set(chosen), now)
         for key in chosen:

@@ -678,6 +678,18 @@ def test_stage_that_was_lost_does_not_wait_for_starts_that_hang() -> None:
     assert slow.stages() == []
 
 
+def test_stages_without_a_replica_pass_slow_starts_but_not_all_at_once() -> None:
+    """Many starts are slow because they are many."""
+    slow = Slow(*[1] * 9, starts_at_once=2)
+    assert slow.stages() == ["gateway", "m/0", "m/1"]
+    for passing in (["m/2", "m/3"], [], []):
+        slow.now += SLOW_START_S
+        slow.handle(Ticked())
+        assert slow.stages() == passing
+    slow.finish("m/0/2")
+    assert slow.stages() == ["m/4"]
+
+
 def test_replacement_is_started_before_what_grows() -> None:
     """And the stage that nothing serves any more before all others."""
     slow = Slow(2, 1, 1, starts_at_once=8)

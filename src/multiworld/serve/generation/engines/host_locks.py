@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import tempfile
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+
+logger = logging.getLogger("multiworld.serve")
 
 POLL_S = 0.25  # between looks at a lock that another process holds
 
@@ -32,10 +35,13 @@ async def all_locked(kind: str, names: Iterable[str]) -> AsyncIterator[None]:
     """Wait until nobody else holds any of these locks, and hold them."""
     held: list[int] = []
     try:
-        for name in sorted(set(names)):  # in one order, so that nobody waits for ever
-            while (lock := host_lock(kind, name)) is None:  # noqa: ASYNC110
-                await asyncio.sleep(POLL_S)
-            held.append(lock)
+        try:
+            for name in sorted(set(names)):  # one order, so that nobody waits for ever
+                while (lock := host_lock(kind, name)) is None:  # noqa: ASYNC110
+                    await asyncio.sleep(POLL_S)
+                held.append(lock)
+        except OSError as error:
+            logger.warning("%s are not locked: %s", kind, error)
         yield
     finally:
         for lock in held:

@@ -83,6 +83,7 @@ RESERVED = {
     "max_num_seqs": "generation: max_num_seqs",
     "dtype": "generation: dtype",
     "speculative_config": "",
+    "async_scheduling": "",
     "spec_method": "",
     "spec_model": "",
     "spec_tokens": "",

@@ -49,6 +49,15 @@ async def test_one_at_a_time_has_a_lock() -> None:
     assert set(most.values()) == {1}
 
 
+async def test_folder_of_somebody_else_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is locked then."""
+    (tmp_path / f"multiworld-test-{os.getuid()}").write_text("no folder")
+    async with all_locked("test", ["a"]):
+        assert "test are not locked" in caplog.text
+
+
 async def test_who_gives_up_holds_nothing() -> None:
     """Cancelled while it waits for the second of two."""
     async with asyncio.timeout(60):
