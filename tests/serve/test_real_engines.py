@@ -45,19 +45,23 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Return a service with two replicas of vLLM."""
+def model_of_vllm(**more: Any) -> dict[str, Any]:
+    """Return a model whose replicas are vLLM; make its environment if need be."""
     folder = default_folder()
     install(VLLM, folder, print)
-    model = {
+    return {
         "path": str(smollm2.fetch(print)),
         "engine": "vllm",
         "engine_python": str(python_of(VLLM, folder)),
         "generation": {"max_model_len": 1024, "max_num_seqs": 8, "dtype": "float32"},
-        "replicas": 2,
-        "deadline_s": 300.0,
+        **more,
     }
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Return a service with two replicas of vLLM."""
+    model = model_of_vllm(replicas=2, deadline_s=300.0)
     spec = {"app": "vllm", "models": {"m": model}, "gateway": {"port": 0}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")

@@ -10,13 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rivals.environment import default_folder, install, python_of
-from benchmarks.serving.others import VLLM
-from multiworld.serve.models import smollm2
 from multiworld.serve.resources.usage import family_of
 from tests.serve.harness import Served, served
 from tests.serve.test_engines import Text
-from tests.serve.test_real_engines import COUNT, KINDS, all_kinds
+from tests.serve.test_real_engines import COUNT, KINDS, all_kinds, model_of_vllm
 from tests.serve.texts import client
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(1800)]
@@ -27,17 +24,8 @@ RANKS = 3  # SmolLM2 has nine heads
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Return a service with one replica of three ranks."""
-    folder = default_folder()
-    install(VLLM, folder, print)
-    model = {
-        "path": str(smollm2.fetch(print)),
-        "engine": "vllm",
-        "engine_python": str(python_of(VLLM, folder)),
-        "engine_args": {"tensor_parallel_size": RANKS, "enforce_eager": True},
-        "generation": {"max_model_len": 1024, "max_num_seqs": 8, "dtype": "float32"},
-        "replicas": 1,
-        "deadline_s": 600.0,
-    }
+    args = {"tensor_parallel_size": RANKS, "enforce_eager": True}
+    model = model_of_vllm(engine_args=args, replicas=1, deadline_s=600.0)
     spec = {"app": "ranks", "models": {"m": model}, "gateway": {"port": 0}}
     cores = sorted(os.sched_getaffinity(0))
     bound = "|".join(str(cores[rank % len(cores)]) for rank in range(RANKS))
