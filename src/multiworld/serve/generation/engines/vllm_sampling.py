@@ -127,20 +127,19 @@ class Structures:
         self._tokenizer: Any = None
 
     def begin(self, grammar: str) -> Structure:
-        made = self._kept.pop(grammar, None) or self._begun(grammar)
-        self._kept[grammar] = made
-        while len(self._kept) > KEPT_GRAMMARS:
-            self._kept.popitem(last=False)[1].cancel()  # unless it has begun
-        return Structure(made)
-
-    def _begun(self, grammar: str) -> Future[Any]:
         try:
-            return self._pool.submit(self._compile, grammar)
+            made = self._kept.pop(grammar, None) or self._pool.submit(
+                self._compile, grammar
+            )
         except RuntimeError as error:  # the system has no thread left
             # The sequence stays until it is sampled, so that all ranks have the same.
             failed: Future[Any] = Future()
             failed.set_exception(error)
-            return failed
+            return Structure(failed)
+        self._kept[grammar] = made
+        while len(self._kept) > KEPT_GRAMMARS:
+            self._kept.popitem(last=False)[1].cancel()  # unless it has begun
+        return Structure(made)
 
     def _compile(self, grammar: str) -> Any:
         from llguidance import LLMatcher, LLParserLimits, LLTokenizer

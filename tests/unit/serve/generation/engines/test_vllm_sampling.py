@@ -645,6 +645,26 @@ def test_step_does_not_wait_for_grammars(
     assert beside.failures == []
 
 
+def test_grammar_without_a_thread_fails_its_sequence_this_time_only(
+    beside: Beside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system may have one again later."""
+
+    def none_left(*given: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    one, good = structured("one", "thread"), Asked("good", Sampling(seed=3))
+    with monkeypatch.context() as patch:
+        patch.setattr(beside.module.ThreadPoolExecutor, "submit", none_left)
+        processor = beside.processor(one, good)
+    assert apply(processor, [one, good]) == [END, expected(good, torch.float32)]
+    ((name, error),) = beside.failures
+    assert name == "one"
+    assert error.startswith("error: ")
+    processor.update_state(BatchUpdate([0], [one.at(0)]))
+    assert letters(apply(processor, [one, good])[:1], beside.reports.parent) == "t"
+
+
 def test_every_sequence_that_fails_is_reported(beside: Beside) -> None:
     """However many fail in one step: an end token alone would seem an answer."""
     bad = [Asked(str(n), Sampling(), other={"seed": "x"}) for n in range(600)]
