@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# Losses in isolation, without progress in between, that make work poison; one that
-# other work may have caused as well counts half. Losing a host never does: a loss while
-# it ran beside other work only makes it a suspect.
-POISON_LOSSES = 2
+# Losses in isolation, without progress in between, that make work poison, and how many
+# if other work may have caused some of them. Losing a host never does: a loss while it
+# ran beside other work only makes it a suspect.
+POISON_LOSSES, SHARED_LOSSES = 2, 3
 
 # Tokens of a stream since its last loss with which it is no suspect any more. One or
 # two do not show that: after a KV rebuild the next token is part of a prefill, and an
@@ -66,27 +66,34 @@ class LossLedger:
 
     def add(
         self, now: float, *, is_alone: bool, is_shared: bool = False, together: int = 1
-    ) -> None:
-        """Record the loss of a replica; ``is_alone``: it computed nothing else."""
+    ) -> bool:
+        """Record the loss of a replica; return whether it counts."""
+        # ``is_alone``: the replica computed nothing else.
         # ``is_shared``: it ran in isolation, but not everywhere. ``together``: number
         # of pieces of work that it computed.
         has_begun, self.has_begun = self.has_begun, False
         self.progress = 0
         if not has_begun and self.unbegun < self.rule.unbegun:
             self.unbegun += 1
-            return
+            return False
         if together >= self.rule.crowd and not self.was_crowded:
             self.was_crowded = True
-            return
+            return False
         if now - self.last_at < self.rule.apart_s:
             self.not_before = self.last_at + self.rule.apart_s
-            return
+            return False
         self.counted += 1
         self.isolated += is_alone
         self.shared += is_shared
         self.last_at = now
         if self.is_suspect:
             self.not_before = now + self.rule.apart_s
+        return True
+
+    def was_alone(self, *, is_shared: bool) -> None:
+        """Record, after the last loss, that it was one in isolation."""
+        self.isolated += not is_shared
+        self.shared += is_shared
 
     def advance(self) -> None:
         """Record progress; with enough of it, forget all losses."""
@@ -102,4 +109,5 @@ class LossLedger:
 
     @property
     def is_poison(self) -> bool:
-        return self.isolated + self.shared // 2 >= POISON_LOSSES
+        is_certain = self.isolated >= POISON_LOSSES
+        return is_certain or self.isolated + self.shared >= SHARED_LOSSES

@@ -49,11 +49,13 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     share: Share = DEFAULT_SHARE
     previous: int = -1  # attempt that it continues, whose KV blocks are kept; -1: none
     is_probe: bool = False  # skips the queue
-    # After repeated losses: computed alone until it has a token.
+    # After repeated losses: computed alone until it has a few tokens.
     is_suspect: bool = False
     prepared: int = -1  # attempt that was prepared, whose KV blocks are kept; -1: none
     is_watched: bool = False  # send ``ComputeBegun`` to the gateway
     adapter: str = ""  # the engine's LoRA adapter to compute with; empty: none
+    # Number at its gateway of the suspects that may be computed with it; 0: none.
+    group: Count = 0
 
 
 class BeginSequences(Message, frozen=True, tag="begin_sequences"):

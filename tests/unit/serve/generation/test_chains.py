@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from multiworld.errors import RequestPoisonedError
 from multiworld.serve.generation.engine_limits import EngineLimits
 from multiworld.serve.generation.gateway.chain_selection import HOME
+from multiworld.serve.generation.gateway.stream import SuspectGroup
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport.generation_messages import (
     ActivationRows,
@@ -461,6 +462,129 @@ async def test_stream_that_kills_in_decoding_is_poison(seed: int) -> None:
     await whole(net, *others)
 
 
+class Killer:
+    """Loses each replica that computes a step with one of some streams."""
+
+    def __init__(self, net: Net, *numbers: int) -> None:
+        self._net, self._numbers = net, {*numbers}
+        self._killed: list[str] = []
+        self.kills = 0
+        net.lie = self._lie
+
+    def _lie(self, pair: tuple[str, str], entry: Any) -> Any:
+        parts = entry[0].parts if isinstance(entry[0], Step) else ()
+        if not any(part.key[1] in self._numbers and part.count == 1 for part in parts):
+            return entry
+        self._killed.append(pair[1])
+        return None
+
+    async def whole(self, clients: list[Client]) -> None:
+        """Replace what is lost until all streams have ended."""
+        while not all(client.task.done() for client in clients):
+            await self._net.turn()
+            await asyncio.sleep(0)
+            for name in {*self._killed} & {*self._net.alive()}:
+                self._net.replace(name)
+                self.kills += 1
+            self._killed.clear()
+
+
+CROWD = replace(LIMITS, max_num_seqs=64, max_num_batched_tokens=128, blocks=2000)
+
+
+@pytest.mark.parametrize("seed", some(range(12), 3))
+@pytest.mark.parametrize(
+    ("replicas", "losses"),
+    [([1, 1], 8), ([1, 1, 1], 8), ([1, 3], 8), ([2, 2], 10), ([2, 3, 2], 10)],
+)
+async def test_poison_of_a_crowd_is_found_within_some_losses(
+    seed: int, replicas: list[int], losses: int
+) -> None:
+    """Only that stream ends; the others have all their tokens.
+
+    Where several replicas of stage 0 send to the lost one, a loss says less.
+    """
+    net = Net(random.Random(seed), replicas, CROWD)
+    await net.connected()
+    clients = [Client(net, [1, 2, 3 + n], 60) for n in range(64)]
+    await asyncio.sleep(0)
+    number = net.chance.randint(1, 64)
+    poison = clients.pop(number - 1)
+    killer = Killer(net, number)
+    await killer.whole([poison, *clients])
+    with pytest.raises(RequestPoisonedError, match="replicas died"):
+        await poison.task
+    assert killer.kills <= losses
+    await whole(net, *clients)
+    await freed(net)
+
+
+@pytest.mark.parametrize("seed", some(range(6), 2))
+async def test_two_poison_streams_of_a_crowd_are_found(seed: int) -> None:
+    """Wherever they are; no other stream ends."""
+    net = Net(random.Random(seed), [1, 1], CROWD)
+    await net.connected()
+    clients = [Client(net, [1, 2, 3 + n], 60) for n in range(32)]
+    await asyncio.sleep(0)
+    numbers = net.chance.sample(range(1, 33), 2)
+    poison = [clients[number - 1] for number in numbers]
+    others = [client for client in clients if client not in poison]
+    killer = Killer(net, *numbers)
+    await killer.whole(clients)
+    for client in poison:
+        with pytest.raises(RequestPoisonedError, match="replicas died"):
+            await client.task
+    assert killer.kills <= 16
+    await whole(net, *others)
+    await freed(net)
+
+
+async def work_of(losses: int, streams: int, seed: int) -> tuple[list[int], list[int]]:
+    """Return the rows and the steps that each stage computed through some losses."""
+    net = Net(random.Random(seed), [1, 1, 1], CROWD)
+    await net.connected()
+    clients = [Client(net, [5, 6, n] * 8, 60) for n in range(streams)]
+    await net.settle(lambda: all(len(client.items) > 4 for client in clients))
+    engines = {name: net.engine(name) for name in net.alive()}
+    for loss in range(losses):
+        lost = next(name for name in net.alive() if name[1] == str((loss + 1) % 3))
+        known = {*net.alive()}
+        net.replace(lost)
+        (fresh,) = {*net.alive()} - known
+        engines[fresh] = net.engine(fresh)
+        until = net.now + 2.5  # the next loss counts
+        before = [len(client.items) for client in clients]
+        while net.now < until:
+            await net.turn()
+            await asyncio.sleep(0)
+            made = [len(client.items) for client in clients]
+            if all(now > old for now, old in zip(made, before, strict=True)):
+                net.now = max(net.now, until)
+    await whole(net, *clients)
+    await freed(net)
+    stages = [[e for n, e in engines.items() if n[1] == str(s)] for s in range(3)]
+    return (
+        [sum(engine.rows for engine in those) for those in stages],
+        [sum(engine.steps for engine in those) for those in stages],
+    )
+
+
+@pytest.mark.parametrize("seed", some(range(4), 2))
+@pytest.mark.parametrize("losses", [1, 2, 3, 4])
+async def test_crowd_that_loses_replicas_by_chance_computes_little_again(
+    seed: int, losses: int
+) -> None:
+    """At most what the lost stages held, and some steps for each split."""
+    streams = 32
+    rows, steps = await work_of(0, streams, seed)
+    more_rows, more_steps = await work_of(losses, streams, seed)
+    held = streams * (24 + 60)  # of one stage, at most
+    assert sum(more_rows) - sum(rows) <= losses * held + 3 * streams * losses
+    splits = max(0, losses - 2)
+    extra = [b - a for a, b in zip(steps, more_steps, strict=True)]
+    assert max(extra) <= 50 * losses + 40 * splits, extra
+
+
 @pytest.mark.parametrize("seed", some(range(10), 4))
 async def test_host_with_two_replicas_of_a_chain_makes_no_suspects(seed: int) -> None:
     """They die at once, or one after the other; nothing is computed alone."""
@@ -501,6 +625,7 @@ async def test_loss_that_is_noticed_late_ends_the_next_attempt() -> None:
     await net.settle(lambda: bool(stream.chain))
     (other,) = {n for n in net.alive() if n.startswith("r0")} - {*stream.chain}
     stream.losses.counted, stream.losses.isolated = 3, 1
+    stream.group = SuspectGroup(1, {stream.number: stream}, is_isolated=True)
     stream.losses.has_begun = True
     stream.left, stream.was_alone = (other,), True
     net.kill(other)
@@ -523,6 +648,7 @@ async def test_suspect_and_the_others_take_turns() -> None:
         stream.losses.add(net.now - 4.0, is_alone=False)
         stream.losses.last_at = -9.0
     assert stream.losses.is_suspect
+    stream.losses.has_begun = True
     net.replace(stream.chain[1])
     await net.settle(lambda: bool(stream.is_alone))
     made = [len(client.items) for client in others]
@@ -873,12 +999,16 @@ def update(net: Net) -> None:
 
 
 async def moved_on(net: Net, clients: list[Client]) -> None:
-    """Let every stream get a token: those that kill one lone replica after another
-    are poison."""
+    """Let every stream get a token, and those that run alone enough to be cleared:
+    those that kill one lone replica after another are poison."""
     made = [len(client.items) for client in clients]
-    await net.settle(
-        lambda: all(
-            client.task.done() or len(client.items) > before
-            for client, before in zip(clients, made, strict=True)
+
+    def has_moved() -> bool:
+        counts = zip(clients, made, strict=True)
+        all_moved = all(c.task.done() or len(c.items) > before for c, before in counts)
+        routers = [streams.router for streams in net.gateways.values()]
+        return all_moved and not any(
+            stream.is_single for router in routers for stream in router.streams.values()
         )
-    )
+
+    await net.settle(has_moved)

@@ -3,8 +3,8 @@
 Waiting sequences are admitted by fair queueing, at most ``max_num_seqs`` at once, so
 that the engine's own queue stays empty. The tokens so far are kept here: a sequence can
 be taken from the engine at any time, and continues later from there. A *suspect* runs
-alone until it has a few tokens, and then lets the others run. What the engine does not
-run any more, but has not ended yet, keeps its place until then.
+alone, or with its group, until it has a few tokens, and then lets the others run. What
+the engine does not run any more, but has not ended yet, keeps its place until then.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class GiveUp:
 Action = Send | Begin | Abort | GiveUp
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class EngineSequence:
     """One attempt of a sequence."""
 
@@ -114,6 +114,11 @@ class EngineSequence:
     @property
     def key(self) -> Key:
         return self.start.key
+
+    @property
+    def group(self) -> tuple[str, int] | None:
+        """The suspects that it may run with, by gateway and number; None: with none."""
+        return (self.key[0], self.start.group) if self.start.group else None
 
     @property
     def made(self) -> int:
@@ -159,8 +164,9 @@ class EngineSequences:
         self._held: dict[StreamId, EngineSequence] = {}
         self._continuing: dict[StreamId, EngineSequence] = {}
         self._suspects: dict[StreamId, EngineSequence] = {}
-        self._alone: EngineSequence | None = None
-        self._after: EngineSequence | None = None
+        # The suspects that run alone, together, and the last that did.
+        self._alone: list[EngineSequence] = []
+        self._after: list[EngineSequence] = []
         self._failures = 0
         self._failures_of: Counter[StreamId] = Counter()
         self._doubted: dict[StreamId, tuple[EngineSequence, str]] = {}
@@ -299,14 +305,14 @@ class EngineSequences:
 
     def _admit(self) -> None:
         """Let the engine continue what may run now."""
-        if self._alone is not None or self._trial:
+        if self._alone or self._trial:
             return
         if self._suspects and not self._owes_turn():
             for other in list(self._runs.values()):
                 self._take_back(other)
                 self._wait(other)
             if not self._leaving:
-                self._run_alone(self._suspects.pop(next(iter(self._suspects))))
+                self._run_alone(self._next_group())
             return
         while self._probes:
             self._run(self._probes.pop(next(iter(self._probes))))
@@ -333,13 +339,25 @@ class EngineSequences:
 
     def _owes_turn(self) -> bool:
         """Return whether others still wait for a token after the last suspect."""
-        if self._after is None:
+        if not self._after:
             return False
-        stream, after = self._after.key[:2], self._after
-        is_known = self._known.get(stream) is after
-        gave_way = is_known and not (after.run or after.has_ended)
         running = len(self._runs) + len(self._queue) + len(self._continuing)
-        return running > bool(after.run) + gave_way
+        return running > sum(map(self._takes_place, self._after))
+
+    def _takes_place(self, after: EngineSequence) -> bool:
+        """Return whether a suspect that was alone runs, or waits like the others."""
+        gave_way = self._known.get(after.key[:2]) is after and not after.has_ended
+        return bool(after.run) or gave_way
+
+    def _next_group(self) -> list[EngineSequence]:
+        """Remove and return the suspects that run next, together."""
+        first = next(iter(self._suspects.values()))
+        group = [first]
+        if first.group is not None:
+            group = [s for s in self._suspects.values() if s.group == first.group]
+        for each in group[: self.settings.max_num_seqs]:
+            del self._suspects[each.key[:2]]
+        return group[: self.settings.max_num_seqs]
 
     def _run(self, sequence: EngineSequence) -> None:
         self._numbers += 1
@@ -350,12 +368,14 @@ class EngineSequences:
             self._send(begun, sequence.key, is_urgent=True)
         self._actions.append(Begin(sequence.run, sequence.next_run()))
 
-    def _run_alone(self, sequence: EngineSequence) -> None:
-        """Run a suspect; nothing else is in the engine."""
-        self._alone = self._after = sequence
-        alone = generation_messages.RunsAlone(sequence.key)
-        self._send(alone, sequence.key, is_urgent=True)
-        self._run(sequence)
+    def _run_alone(self, group: list[EngineSequence]) -> None:
+        """Run suspects; nothing else is in the engine."""
+        self._alone, self._after = list(group), list(group)
+        for sequence in group:
+            alone = generation_messages.RunsAlone(sequence.key)
+            self._send(alone, sequence.key, is_urgent=True)
+        for sequence in group:
+            self._run(sequence)
 
     def _take_back(self, sequence: EngineSequence) -> None:
         """Take a sequence from the engine, if it runs there."""
@@ -369,15 +389,15 @@ class EngineSequences:
         del self._runs[sequence.run]
         self._leaving.add(sequence.run)
         sequence.run = 0
-        if has_failed and self._alone is sequence:
+        if has_failed and sequence in self._alone:
             # Not told to its gateway: the engine may have died of it, and this process
             # ends next.
-            self._alone = None
+            self._alone.remove(sequence)
         self._no_longer_alone(sequence)
 
     def _no_longer_alone(self, sequence: EngineSequence) -> None:
-        if self._alone is sequence:
-            self._alone = None
+        if sequence in self._alone:
+            self._alone.remove(sequence)
             over = generation_messages.RunsAlone(sequence.key, is_over=True)
             self._send(over, sequence.key, is_urgent=True)
 
@@ -400,12 +420,12 @@ class EngineSequences:
             items.append(self._append(sequence, each))
             if sequence.has_ended:
                 break
-        was_alone = self._alone is sequence
+        was_alone = sequence in self._alone
         if items:
             self._failures = 0
             self._failures_of.pop(sequence.key[:2], None)
-            if sequence is not self._after:
-                self._after = None
+            if sequence not in self._after:
+                self._after = []
             self.counts["tokens"] += len(items)
             self._send(generation_messages.Tokens(tuple(items)), sequence.key)
             if sequence.made >= PROOF_TOKENS:
@@ -416,7 +436,7 @@ class EngineSequences:
             self._no_token(sequence, f"the engine returned token {foreign}")
         elif (
             was_alone
-            and self._alone is None
+            and sequence not in self._alone
             and self._places() > self.settings.max_num_seqs
         ):
             # A suspect runs even where all places are held. The others come first.

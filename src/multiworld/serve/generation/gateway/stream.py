@@ -74,6 +74,17 @@ class Move:
 
 
 @dataclass(slots=True, eq=False)
+class SuspectGroup:
+    """Streams that are suspected together of the loss of replicas."""
+
+    number: int  # at this gateway, from 1
+    members: dict[int, Stream]
+    is_isolated: bool  # no step of other streams is in flight beside one of theirs
+    # The groups that a crowd was split into, this one included.
+    split: list[SuspectGroup] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
 class Stream:
     """A stream whose client waits for tokens."""
 
@@ -109,9 +120,13 @@ class Stream:
     attempt_at: float = 0.0  # monotonic time at which the current attempt began
     left_at: float = 0.0  # monotonic time at which a replica returned it
     failing_since: float = 0.0  # monotonic time at which the first of them ended
-    is_alone: bool = False  # as a suspect, now
+    group: SuspectGroup | None = None  # None: it is no suspect
+    is_alone: bool = False  # its group is computed, and nothing else
     left: tuple[str, ...] = ()  # previous chain, if a replica of it returned the stream
     was_alone: bool = False  # there
+    # Attempt of a single suspect that ended by a loss, before it was known whether the
+    # suspect ran alone, and whether others may have been the cause; -1: none.
+    unclear: tuple[int, bool] = (-1, False)
     not_before: float = 0.0  # monotonic time of the next attempt, at the earliest
     first_at: float | None = None
     last_at: float = 0.0
@@ -135,6 +150,17 @@ class Stream:
         """Return the replica of stage 0 that sends its steps through another."""
         chain = self.chain if replica in self.chain else self.left
         return chain[0] if chain else ""
+
+    @property
+    def is_isolated(self) -> bool:
+        """True for a suspect whose steps run alone, or with those of its group."""
+        return self.group is not None and self.group.is_isolated
+
+    @property
+    def is_single(self) -> bool:
+        """True for a suspect that is isolated from all other streams."""
+        group = self.group
+        return group is not None and group.is_isolated and len(group.members) == 1
 
     @property
     def name(self) -> str:

@@ -35,6 +35,7 @@ from multiworld.serve.generation.gateway.stream import (
     WaitingStreams,
 )
 from multiworld.serve.generation.gateway.stream_counts import StreamCounts
+from multiworld.serve.generation.gateway.suspects import Suspects
 from multiworld.serve.tenants.fair_queue import Share
 from multiworld.serve.transport import generation_messages, protocol
 from multiworld.serve.transport.edge_messages import EdgeMessage
@@ -66,7 +67,7 @@ class StreamRouter:
         # Streams without a token, by model.
         self.without_token: defaultdict[str, WaitingTenants]
         self.without_token = defaultdict(WaitingTenants)
-        self._suspects: set[int] = set()  # that are computed, and perhaps others
+        self._suspects = Suspects()
         self._has_room_for_suspects = False  # one of them has ended, or is none now
         self._chains = ChainSelection(self.view, chance)
         self._moves = Moves(
@@ -163,12 +164,18 @@ class StreamRouter:
             return
         self._leave_chain(stream)
         self._waiting.remove(stream)
-        self._has_room_for_suspects |= stream.losses.is_suspect
+        self._clear(stream)
         if stream.first_at is None:
             self.without_token[stream.model].remove(stream.share.tenant)
         stream.become(Phase.ENDED)
         if error is not None:
             self._actions.append(act.Deliver(stream.number, error))
+
+    def _clear(self, stream: Stream) -> None:
+        """Suspect a stream no more; others may be computed now."""
+        self._has_room_for_suspects |= stream.group is not None
+        self._suspects.leave(stream)
+        stream.is_alone = False
 
     def _is_late(self, stream: Stream) -> bool:
         route = self.view.table.routes.get(stream.model)
@@ -230,16 +237,26 @@ class StreamRouter:
         others = [
             s for s in had if s.losses.has_begun and s.source_at(replica) not in sources
         ]
-        is_shared = len(sources) > 1 or bool(others)
-        for stream in alone:
-            stream.losses.add(self._now, is_alone=not is_shared, is_shared=is_shared)
+        is_shared = len({id(s.group) for s in alone}) > 1 or bool(others)
         counted = [*alone, *others] if alone else had
-        for stream in counted[len(alone) :]:
-            stream.losses.add(self._now, is_alone=False)
+        accused: list[Stream] = []
         for stream in counted:
+            is_single = stream.is_single and (stream.is_alone or stream.was_alone)
+            counts = stream.losses.add(
+                self._now,
+                is_alone=is_single and not is_shared,
+                is_shared=is_single and is_shared,
+            )
+            if counts and stream.losses.is_suspect:
+                accused.append(stream)
+            if counts and stream.is_single and not is_single:
+                source = stream.source_at(replica)
+                has_others = any(s.source_at(replica) != source for s in had)
+                stream.unclear = stream.attempt, has_others
             stream.left, stream.was_alone = (), False
+        self._suspects.accuse(accused)
         moved = [s for s in counted if replica not in s.chain]
-        return [s for s in moved if s.losses.is_suspect and not s.has_ended]
+        return [s for s in moved if s.is_isolated and not s.has_ended]
 
     # Messages.
 
@@ -261,10 +278,7 @@ class StreamRouter:
                 for item in items:
                     self._token(replica, item)
             case generation_messages.RunsAlone(key, is_over):
-                stream = self._current(key)
-                if stream is not None:
-                    _require(replica in stream.chain[:1], key, replica)
-                    stream.is_alone, stream.losses.has_begun = not is_over, True
+                self._runs_alone(replica, key, is_over=is_over)
             case generation_messages.ComputeBegun(keys):
                 for key in keys:
                     stream = self._current(key)
@@ -275,6 +289,25 @@ class StreamRouter:
                 self._failed(replica, key, error, lacks)
             case generation_messages.SequencePrepared(key):
                 self._prepared(replica, key)
+
+    def _runs_alone(self, replica: str, key: Key, *, is_over: bool) -> None:
+        stream, current = self._known(key), self._current(key)
+        if current is not None:
+            _require(replica in current.chain[:1], key, replica)
+            current.is_alone, current.losses.has_begun = not is_over, True
+        elif stream is not None and stream.unclear[0] == key[2] and not is_over:
+            # It was sent before the step with which a replica was lost.
+            _, is_shared = stream.unclear
+            stream.unclear = -1, False
+            if stream.is_single:
+                stream.losses.was_alone(is_shared=is_shared)
+                self._end_poison(stream)
+
+    def _end_poison(self, stream: Stream) -> None:
+        if stream.losses.is_poison:
+            losses = stream.losses.isolated + stream.losses.shared
+            poisoned = refusals.poisoned(stream.number, stream.model, losses)
+            self._end(stream, poisoned)
 
     def _known(self, key: Key) -> Stream | None:
         """Return a stream of this gateway, whichever attempt the key names."""
@@ -296,10 +329,9 @@ class StreamRouter:
             self._retry(stream, f"token {item.index} came in place of {stream.made}")
             return
         stream.tokens.append(item.token)
-        was_suspect = stream.losses.is_suspect
         stream.losses.advance()
-        if was_suspect and not stream.losses.is_suspect:
-            self._has_room_for_suspects, stream.is_alone = True, False
+        if stream.group is not None and not stream.losses.is_suspect:
+            self._clear(stream)
         stream.left, stream.was_alone = (), False
         stream.returns = 0
         stream.last_at = self._now
@@ -374,15 +406,13 @@ class StreamRouter:
             return
         self.counts["replayed"] += not stream.via
         self._log(f"{stream.name} is placed again: {why}")
-        if stream.losses.is_poison:
-            losses = stream.losses.isolated + stream.losses.shared
-            poisoned = refusals.poisoned(stream.number, stream.model, losses)
-            self._end(stream, poisoned)
+        self._end_poison(stream)
+        if stream.has_ended:
             return
         if not stream.returns:
             stream.failing_since = self._now
         is_kept = (
-            not stream.losses.is_suspect
+            not stream.is_single  # its KV may be the cause
             and self._now - stream.failing_since < KEPT_S
             and not stream.via
             and not is_elsewhere
@@ -444,7 +474,7 @@ class StreamRouter:
 
     def _place(self, stream: Stream) -> bool:
         """Begin an attempt at a chain; return False if a stage has no replica."""
-        avoided = self._suspected() if stream.losses.is_suspect else set()
+        avoided = self._suspects.kept_from(stream)
         # The only replica of a chain gave it back: another one may compute it.
         is_back = len(stream.left) == 1 and not stream.via
         chain = self._chains.choose(
@@ -469,13 +499,6 @@ class StreamRouter:
         self._begin(stream, chain, stream.kept_attempt if is_kept else -1)
         return True
 
-    def _suspected(self) -> set[str]:
-        """Return the replicas that compute a suspect."""
-        known = filter(None, map(self.streams.get, self._suspects))
-        placed = [stream for stream in known if stream.losses.is_suspect]
-        self._suspects = {stream.number for stream in placed}
-        return {name for stream in placed for name in stream.chain}
-
     def _begin(
         self, stream: Stream, chain: Chain, previous: int, prepared: int = -1
     ) -> None:
@@ -498,15 +521,14 @@ class StreamRouter:
             stream.share,
             previous,
             bool(stream.via),
-            stream.losses.is_suspect,
+            stream.is_isolated,
             prepared,
             # A loss may be noticed only after a neighbour returned the stream.
             is_watched=stream.losses.counted > 0 or stream.returns > 0,
             adapter=stream.adapter,
+            group=stream.group.number if stream.group and stream.is_isolated else 0,
         )
         self._note_fingerprints(stream)
-        if stream.losses.is_suspect:
-            self._suspects.add(stream.number)
         self._chains.enter(stream)
         self._index.enter(stream)
         for replica in stream.chain:

@@ -79,7 +79,7 @@ class Recovery:
         )
         self._connected: set[str] = set()
         self._watched: set[Key] = set()
-        self._alone: Key | None = None
+        self._alone: frozenset[Key] = frozenset()
         self._evicted: list[generation_messages.KvEvicted] = []
         self._actions: list[act.Action] = []
         self._now = 0.0
@@ -392,17 +392,18 @@ class Recovery:
         self.return_to_gateway(filter(self._scheduler.pool.is_paused, preempted))
         if planned is None:
             return None
-        self._note_alone(planned.parts[0].key if planned.is_alone else None)
+        keys = (part.key for part in planned.parts)
+        self._note_alone(frozenset(keys if planned.is_alone else ()))
         return planned
 
-    def _note_alone(self, key: Key | None) -> None:
-        """Report the suspect that runs alone now, and the one that no longer does."""
+    def _note_alone(self, keys: frozenset[Key]) -> None:
+        """Report the suspects that run alone now, and those that no longer do."""
         # Both are sent before the step is computed, because it may crash this process.
-        before, self._alone = self._alone, key
-        if before is not None and before != key:
-            over = generation_messages.RunsAlone(before, is_over=True)
-            self._send(before[0], over, is_urgent=True)
-        if key is not None:
+        before, self._alone = self._alone, keys
+        for key in sorted(before - keys):
+            over = generation_messages.RunsAlone(key, is_over=True)
+            self._send(key[0], over, is_urgent=True)
+        for key in sorted(keys - before):
             alone = generation_messages.RunsAlone(key)
             self._send(key[0], alone, is_urgent=True)
 
@@ -484,6 +485,7 @@ def _scheduled(state: SequenceState) -> ScheduledSequence:
         state.held,
         is_probe=start.is_probe,
         is_suspect=start.is_suspect,
+        group=(start.key[0], start.group) if start.group else None,
         route=start.chain,
         costs=costs_of(start.sampling, start.prompt),
     )

@@ -25,7 +25,9 @@ class ScheduledSequence:
     blocks: int = 0
     number: int = 0  # order of arrival
     is_probe: bool = False  # it skips the queue
-    is_suspect: bool = False  # it runs alone until it has produced some tokens
+    # It runs alone, or with its group, until it has produced some tokens.
+    is_suspect: bool = False
+    group: tuple[str, int] | None = None  # gateway and number; None: it runs alone
     proof: int = 0  # tokens that it has produced as a suspect
     is_paused: bool = False  # a stage of its chain is being replaced
     route: tuple[str, ...] = ()  # replicas by stage that compute it

@@ -81,7 +81,7 @@ class StepPlanner:
         if suspects and not (self._was_alone and self._plan(parts, now)):
             if len(self._steps):
                 return None  # a suspect must run alone
-            is_alone = any(self._plan_chunk(parts, one) for one in suspects)
+            is_alone = self._plan_suspects(parts, suspects)
         if not parts and not self._plan(parts, now):
             return None
         self._was_alone = is_alone
@@ -163,6 +163,18 @@ class StepPlanner:
             if not s.is_paused and self._pool.may_run(s)
         ]
         return sorted(found, key=lambda s: (s.last_step, s.number))
+
+    def _plan_suspects(
+        self, parts: list[StepPart], suspects: Iterable[ScheduledSequence]
+    ) -> bool:
+        """Plan the first suspect that has room, and its group."""
+        group: tuple[str, int] | None = None
+        for one in suspects:
+            if parts and (group is None or one.group != group):
+                continue
+            if self._plan_chunk(parts, one):
+                group = one.group
+        return bool(parts)
 
     def _admit_higher_priorities(self) -> None:
         lowest = min((s.share.priority for s in self._pool.running.values()), default=0)
