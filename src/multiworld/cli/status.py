@@ -39,6 +39,8 @@ def _watch(service: Service, found: StatusAnswer) -> StatusAnswer:
 # Colours of phases; red for the others.
 UNFOLDED = 10_000  # columns: more than a line has
 
+IDENTITY = 12  # digits of the hash of a version's files that are shown
+
 PHASES = {"ready": "green", "draining": "yellow", "finishing": "yellow"}
 
 
@@ -58,6 +60,11 @@ def _shown(found: StatusAnswer) -> Group:
         f"{escape(name)} is computed in {escape(why)}"
         for name, why in found.dtypes.items()
         if "(" in why
+    ]
+    parts += [
+        f"{escape(name)}, version {escape(version)}: {identity[:IDENTITY]}"
+        for name, versions in found.identities.items()
+        for version, identity in versions.items()
     ]
     if found.trouble:
         parts.append(f"[red]{escape(found.trouble)}[/]")

@@ -18,6 +18,7 @@ from multiworld.serve.control.admin_tenants import AdminRequest, add_tenants, re
 from multiworld.serve.control.controller import Controller
 from multiworld.serve.control.status import decisions_of, nodes_of, with_reports
 from multiworld.serve.models.factory import fetch, import_new
+from multiworld.serve.models.identity import refusal
 from multiworld.serve.placement.replica_bookings import Specs
 from multiworld.serve.spec.loader import parse_spec
 from multiworld.serve.spec.schema import AppSpec
@@ -163,6 +164,9 @@ def _add_operations(app: FastAPI, controller: Controller, ended: asyncio.Event) 
                     "look at `multiworld status`, and repeat it if it is still wanted"
                 )
             await _import_code(spec, controller.specs)
+            spec = await controller.identify(spec)
+            for name, path in (await controller.find_changes(spec)).items():
+                raise ServeError(f"model {name!r}: {refusal(path)}")
             check_running()
             since = operations.update(spec)
             updated[0] = number

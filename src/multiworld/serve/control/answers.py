@@ -155,6 +155,8 @@ class StatusAnswer(msgspec.Struct, frozen=True):
     failing: tuple[FailingStage, ...]
     processes: tuple[ProcessShown, ...]
     dtypes: dict[str, str] = {}
+    # What each version consists of, as a hash, by model and version.
+    identities: dict[str, dict[str, str]] = {}
     # Two untagged types: the kind of process decides which one a report has.
     # Reports by process that answered; omitted unless requested.
     reports: dict[str, Raw] | UnsetType = UNSET

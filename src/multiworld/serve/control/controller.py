@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import signal
@@ -16,9 +17,11 @@ from multiworld.errors import (
     MemberLostError,
     PlacementError,
     ServeError,
+    SpecError,
 )
 from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.net.rare_log import RareLog
+from multiworld.net.threads import in_thread
 from multiworld.serve.control import status
 from multiworld.serve.control.answers import StatusAnswer
 from multiworld.serve.control.dtypes import Resolved, resolve
@@ -48,7 +51,8 @@ from multiworld.serve.fleet.record import (
 from multiworld.serve.fleet.start_order import starts_at_once
 from multiworld.serve.fleet.state import DesiredState, Process, ProcessPhase
 from multiworld.serve.launchers.base import Launcher, RunningProcess
-from multiworld.serve.models.factory import import_factory
+from multiworld.serve.models.factory import changed_since, identified, import_factory
+from multiworld.serve.models.identity import forget_copies, refusal
 from multiworld.serve.placement.manager import PlacementManager
 from multiworld.serve.placement.replica_bookings import Specs, asks_of
 from multiworld.serve.resources.amounts import Location, Need, needs_of
@@ -273,6 +277,68 @@ class Controller:
     def resolve(self, app: AppSpec) -> Resolved:
         return resolve(app, self._launcher.nodes(), self._versions.specs)
 
+    async def identify(self, app: AppSpec) -> AppSpec:
+        """Return a spec whose models have the identity of their version.
+
+        One that a process uses, or is to use, keeps its identity. Raises SpecError for
+        files that cannot be read.
+        """
+        return await self._identify(app, self._used_versions())
+
+    async def _identify(self, app: AppSpec, used: set[tuple[str, str]]) -> AppSpec:
+        known = {
+            name: spec
+            for name, version in used
+            if (spec := self._versions.specs.get(name, {}).get(version)) is not None
+            and spec.identity is not None
+            and name in app.models
+            and app.models[name].version == version
+        }
+        kept = [
+            spec.identity.kept
+            for versions in (*self._versions.specs.values(), known)
+            for spec in versions.values()
+            if spec.identity is not None
+        ]
+
+        def identify() -> AppSpec:
+            forget_copies(self._folder.versions, kept)
+            models = {}
+            for name, spec in app.models.items():
+                if name in known:
+                    update = {"identity": known[name].identity}
+                    models[name] = spec.model_copy(update=update)
+                else:
+                    models[name] = identified(spec, self._folder.versions)
+            return app.model_copy(update={"models": models})
+
+        found: AppSpec = await in_thread(identify)
+        return found
+
+    async def find_changes(self, app: AppSpec) -> dict[str, str]:
+        """Return what has changed of models whose version has not, by model."""
+        models = app.models.items()
+        specs = {name: spec for name, spec in models if spec.identity is not None}
+
+        def find() -> dict[str, str]:
+            found = {}
+            for name, spec in specs.items():
+                with contextlib.suppress(SpecError):
+                    found[name] = changed_since(spec)
+            return {name: path for name, path in found.items() if path}
+
+        found: dict[str, str] = await in_thread(find)
+        return found
+
+    async def identify_first(self, old: Record | None) -> None:
+        """Make the identities of the spec's versions; warn of those that changed."""
+        specs = self._versions.specs
+        used = {(name, version) for name in specs for version in specs[name]}
+        self.app = await self._identify(self.app, used)
+        if old is not None:
+            for name, path in (await self.find_changes(self.app)).items():
+                self.history.say("changed", f"{name}: {refusal(path)}")
+
     async def plan_first(self) -> None:
         self._versions.add(self.app)
         await self.placement.plan_first(desired_state_of(self.app))
@@ -373,6 +439,7 @@ class Controller:
             trouble="; ".join(filter(None, troubles)),
             operations=self.history.operations(OPERATIONS_SHOWN),
             dtypes=self.dtypes,
+            identities=self._versions.identities(),
             is_ready=self.is_ready,
             fleet=self.fleet,
             running=self.processes.running,
@@ -573,8 +640,8 @@ class Controller:
 
     def news(self, name: str, news: messages.News) -> None:
         match news:
-            case messages.StageLoaded(fingerprint, weights):
-                self.happened(events.Loaded(name, fingerprint, weights))
+            case messages.StageLoaded(fingerprint, weights, identity):
+                self._loaded(name, fingerprint, weights, identity)
             case messages.TableApplied(number):
                 self.happened(events.Applied(name, number))
             case messages.UsageReport():
@@ -592,6 +659,17 @@ class Controller:
                 self._spawn(self._report_fleet(name, number))
             case messages.Report():
                 self._metrics.heard(name, news)
+
+    def _loaded(self, name: str, fingerprint: str, weights: str, identity: str) -> None:
+        process = self.fleet.processes.get(name)
+        if process is not None and process.model:
+            spec = self._versions.specs.get(process.model, {}).get(process.version)
+            wanted = "" if spec is None or spec.identity is None else spec.identity.name
+            if identity and wanted and identity != wanted:
+                why = f"it computes {identity[:12]}, but its version is {wanted[:12]}"
+                self.happened(events.ProcessGone(name, why))
+                return
+        self.happened(events.Loaded(name, fingerprint, weights))
 
     # The record.
 

@@ -322,6 +322,7 @@ async def _is_prepared(
         if old is None:
             await controller.await_machines()
         await controller.decide_dtypes()
+        await controller.identify_first(old)
         if old is None:
             await controller.await_machines()  # a wider dtype takes more memory
             await controller.plan_first()

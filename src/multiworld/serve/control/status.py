@@ -57,6 +57,7 @@ class StatusSources:
     running: Mapping[str, RunningProcess]
     bookings: ReplicaBookings
     log_of: Callable[[str], Path]
+    identities: Mapping[str, Mapping[str, str]]
     stage_name: Callable[[Process], str]
     now: float
 
@@ -72,6 +73,7 @@ def status_of(sources: StatusSources) -> answers.StatusAnswer:
         trouble=sources.trouble,
         operations=tuple(sources.operations),
         dtypes=dict(sources.dtypes),
+        identities={name: dict(found) for name, found in sources.identities.items()},
         is_ready=sources.is_ready,
         controller=os.getpid(),
         wanted=fleet.desired,

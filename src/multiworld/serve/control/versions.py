@@ -30,6 +30,13 @@ class Versions:
     def get(self, model: str, version: str) -> ModelSpec:
         return self.specs[model][version]
 
+    def identities(self) -> dict[str, dict[str, str]]:
+        """Return the names of the versions' identities, by model and version."""
+        return {
+            name: {v: s.identity.name for v, s in versions.items() if s.identity}
+            for name, versions in self.specs.items()
+        }
+
     def stage_name(self, model: str, version: str, stage: int) -> str:
         """Return a stage as commands take it: by its name, or else its number."""
         spec = self.specs.get(model, {}).get(version)

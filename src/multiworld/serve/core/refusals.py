@@ -45,10 +45,19 @@ def poisoned(number: int, model: str, losses: int) -> errors.RequestPoisonedErro
     )
 
 
-def without_replica(model: str, stage: int) -> errors.NoReplicaError:
+def without_replica(
+    model: str, stage: int, *, is_refused: bool = False
+) -> errors.NoReplicaError:
+    """Refuse a request; ``is_refused``: files of the version have changed."""
+    why = "retry later, a replacement is starting"
+    if is_refused:
+        why = (
+            "files of this version have changed, so no replica of it can start until "
+            "the operator updates the model"
+        )
     return errors.NoReplicaError(
         f"model {model!r} had no replica of stage {stage} before the deadline of "
-        "this request; retry later, a replacement is starting",
+        f"this request; {why}",
         retry_after_s=RETRY_AFTER_S,
     )
 

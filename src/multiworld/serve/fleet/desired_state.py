@@ -178,6 +178,7 @@ def version_fields(spec: ModelSpec) -> Any:
 
 # Fields of a model that affect scaling and placement, but no result.
 SCALING_FIELDS = {
+    "identity",
     "profile",
     "demand",
     "weight",

@@ -38,6 +38,7 @@ from multiworld.serve.fleet.state import (
     Process,
     ProcessPhase,
 )
+from multiworld.serve.spec.identity import CHANGED
 from multiworld.serve.transport.routing_table import RoutingTable
 
 
@@ -238,7 +239,8 @@ class Reconciler:
         text = f"{event.name}: {event.why}"
         if pause_s:
             text += f"; its replacement starts in {pause_s:.1f} s"
-        yield LogEvent("lost", text, event.name)
+        is_refused = CHANGED in cause
+        yield LogEvent("refused" if is_refused else "lost", text, event.name)
         failures = self.backoff.of(key).same
         is_first = ready_s is None and key not in self.start_s
         is_first = is_first and not process.is_gateway and key[0] not in self._updates
@@ -497,10 +499,26 @@ class Reconciler:
             self.desired,
             self.active,
             self._versions,
+            self._refused(),
         )
         if table != self.table:
             self.table = replace(table, number=self.table.number + 1)
             yield Announce(self.table)
+
+    def _refused(self) -> set[tuple[str, str]]:
+        """Return the active versions that lack a replica since their files changed."""
+        ready = {_key_of(p) for p in self.processes.values() if not p.is_starting}
+        keys = (
+            (name, version, stage)
+            for name, version in self.active.items()
+            if (name, version) in self._versions
+            for stage in range(len(self._versions[name, version].replicas))
+        )
+        return {
+            key[:2]
+            for key in keys
+            if key not in ready and CHANGED in self.backoff.of(key).cause
+        }
 
     def _gateways(self) -> list[Process]:
         return [p for p in self.processes.values() if p.is_gateway]

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -142,6 +143,7 @@ class StateFolder:
         self.socket = path / "admin.sock"
         self.alive = path / "alive"
         self._record = path / "record.json"
+        self.versions = path / "versions"  # copies of the files of each version
 
     def make(self) -> None:
         """Create the folder, readable by this user only."""
@@ -260,6 +262,7 @@ class StateFolder:
         """Remove record and socket once no process of the service is left."""
         self._record.unlink(missing_ok=True)
         self.socket.unlink(missing_ok=True)
+        shutil.rmtree(self.versions, ignore_errors=True)
 
 
 class RecordKeeper:

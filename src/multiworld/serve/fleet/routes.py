@@ -17,13 +17,14 @@ def routing_table_of(
     desired: DesiredState,
     active: Mapping[str, str],
     versions: Versions,
+    refused: Collection[tuple[str, str]] = (),  # versions whose files have changed
 ) -> RoutingTable:
     gateways = (p.name for p in processes if p.is_gateway and p.is_there)
     return RoutingTable(
         number=number,
         gateways=tuple(sorted(gateways)),
         routes={
-            name: _route(name, active[name], model, versions)
+            name: _route(name, active[name], model, versions, refused)
             for name, model in desired.models.items()
         },
         replicas={
@@ -47,7 +48,13 @@ def _stages(known: DesiredModel | None) -> int:
     return len(known.replicas) if known is not None and known.generates else 0
 
 
-def _route(name: str, active: str, desired: DesiredModel, versions: Versions) -> Route:
+def _route(
+    name: str,
+    active: str,
+    desired: DesiredModel,
+    versions: Versions,
+    refused: Collection[tuple[str, str]],
+) -> Route:
     model = versions.get((name, active), desired)
     return Route(
         version=active,
@@ -64,4 +71,5 @@ def _route(name: str, active: str, desired: DesiredModel, versions: Versions) ->
         generates=model.generates,
         ttft_s=model.ttft_s,
         tpot_s=model.tpot_s,
+        is_refused=(name, active) in refused,
     )

@@ -44,6 +44,10 @@ class ControlTokens:
         )
         return Marks(self._finder, self._inside, begin, end)
 
+    def marks_like(self, other: Marks) -> Marks:
+        """Return marks for another part of the same chat."""
+        return Marks(self._finder, self._inside, other.begin, other.end)
+
 
 def _either(strings: Collection[str]) -> str:
     """Return an expression of any of some strings, of the longest that fits."""
@@ -103,7 +107,7 @@ class Marks:
 
     def __init__(self, finder: _Finder, inside: str, begin: str, end: str) -> None:
         # ``inside``: an expression of what stands between marks.
-        self._finder, self._begin, self._end = finder, begin, end
+        self._finder, self.begin, self.end = finder, begin, end
         self._split = re.compile(f"{begin}({inside}){end}|{begin}|{end}", re.IGNORECASE)
         self.is_used = False
 
@@ -125,9 +129,9 @@ class Marks:
         self.is_used = True
         text, inner = found[0], found[0].strip()
         if not inner:  # a control token of spaces
-            return self._begin + text + self._end
+            return self.begin + text + self.end
         lead, _, trail = text.partition(inner)
-        return f"{lead}{self._begin}{inner}{self._end}{trail}"
+        return f"{lead}{self.begin}{inner}{self.end}{trail}"
 
     def encoded(
         self,

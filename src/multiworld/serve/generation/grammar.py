@@ -105,7 +105,19 @@ def import_grammars() -> None:
 
 def arguments_of(tokenizer: Any, model: Generation) -> MadeOf:
     """Return what llguidance makes its form of a tokenizer of."""
-    return MadeOf(tokenizer.to_str(), model.vocabulary, list(model.end_tokens))
+    text = text_of_tokenizer(tokenizer, model.vocabulary)
+    return MadeOf(text, model.vocabulary, list(model.end_tokens))
+
+
+def text_of_tokenizer(tokenizer: Any, vocabulary: int) -> str:
+    """Return a tokenizer as JSON, without added tokens that the model does not have."""
+    text: str = tokenizer.to_str()
+    if tokenizer.get_vocab_size() <= vocabulary:
+        return text
+    found = json.loads(text)
+    added = found.get("added_tokens", [])
+    found["added_tokens"] = [each for each in added if each["id"] < vocabulary]
+    return json.dumps(found)
 
 
 # ``trial`` of the following ones: clients' grammars need one in another process.

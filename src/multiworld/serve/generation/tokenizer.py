@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
-
-from tokenizers import Tokenizer as FastTokenizer
+from typing import Any, NamedTuple
 
 from multiworld.errors import InvalidRequestError
 from multiworld.serve.generation.control_tokens import ControlTokens
 from multiworld.serve.generation.grammar import import_grammars
+from multiworld.serve.generation.template_tokens import tokens_of
+from multiworld.serve.generation.tokenizer_files import ends_of, loaded
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -52,27 +52,52 @@ def bytes_of(value: Any) -> int:
     return size
 
 
+class Controls(NamedTuple):
+    """The control tokens of a chat."""
+
+    tokens: ControlTokens
+    # Without those that the chat template looks for in an assistant's message.
+    in_answers: ControlTokens
+    ids: frozenset[int]
+
+
 class Tokenizer:
-    """The tokenizer (``tokenizer.json``) and chat template in a Hugging Face folder."""
+    """The tokenizer and the chat template in a Hugging Face folder.
+
+    One object renders, encodes and decodes: transformers', which merges the files of
+    the folder. Its ``__call__`` is not used, as that sets truncation and padding.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.fast = FastTokenizer.from_file(str(folder / "tokenizer.json"))
+        self._folder, self._theirs = folder, loaded(folder)
+        self.fast: Any = self._theirs.backend_tokenizer
         self.fast.no_padding()
         self.fast.no_truncation()
 
     @functools.cached_property
-    def _slow(self) -> Any:
-        from transformers import AutoTokenizer
+    def _controls(self) -> Controls:
+        """Return what a template can write, and what ends a completion.
 
-        return AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
-
-    @functools.cached_property
-    def _controls(self) -> tuple[ControlTokens, frozenset[int]]:
-        # The control tokens, and their ids.
-        added = self.fast.get_added_tokens_decoder()
-        found = {number: t.content for number, t in added.items() if t.special}
-        return ControlTokens({*found.values()}), frozenset(found)
+        Whether the folder calls a token special says only whether it is shown: the
+        marks of turns are not special in some folders.
+        """
+        theirs = self._theirs
+        written = inspected = frozenset[str]()
+        if theirs.chat_template is not None:
+            render = functools.partial(theirs.apply_chat_template, tokenize=False)
+            tokens = tokens_of(self.templates, self.added, render)
+            written, inspected = tokens.written, tokens.inspected
+        decoder = self.fast.get_added_tokens_decoder()
+        special = {token.content for token in decoder.values() if token.special}
+        known = (v for v in theirs.special_tokens_map.values() if isinstance(v, str))
+        ends = (decoder[end].content for end in ends_of(self._folder) if end in decoder)
+        special |= {*known, *ends} & self.added.keys()
+        found = written | special
+        return Controls(
+            ControlTokens(found),
+            ControlTokens(found - (inspected - special)),
+            frozenset(self.added[token] for token in found),
+        )
 
     @functools.cached_property
     def added(self) -> dict[str, int]:
@@ -80,15 +105,16 @@ class Tokenizer:
         found = self.fast.get_added_tokens_decoder()
         return {token.content: number for number, token in found.items()}
 
-    @property
+    @functools.cached_property
     def special(self) -> frozenset[int]:
-        """The control tokens."""
-        return self._controls[1]
+        """Tokens that are not shown, unless a request asks for them."""
+        found = self.fast.get_added_tokens_decoder()
+        return frozenset(number for number, t in found.items() if t.special)
 
     @functools.cached_property
     def templates(self) -> list[str]:
         """The chat templates."""
-        given = self._slow.chat_template
+        given = self._theirs.chat_template
         return [*given.values()] if isinstance(given, dict) else [given or ""]
 
     @functools.cached_property
@@ -105,7 +131,7 @@ class Tokenizer:
 
     def prepare(self) -> None:
         """Load everything that chats need, so that the first one does not wait."""
-        if self.longest and self._slow.chat_template is not None:
+        if self.longest and self._theirs.chat_template is not None:
             try:
                 self.chat([{"role": "user", "content": "."}], 2**31)
                 assert self.variables is not None
@@ -201,7 +227,7 @@ class Tokenizer:
         has_controls: bool = False,  # those in messages remain control tokens
     ) -> list[int]:
         """Return the tokens of a chat."""
-        if self._slow.chat_template is None:
+        if self._theirs.chat_template is None:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
@@ -215,13 +241,19 @@ class Tokenizer:
             )
         if effort is not None and "reasoning_effort" in self.variables:
             options = {"reasoning_effort": effort, **options}
-        controls, ids = self._controls
+        controls, in_answers, ids = self._controls
         marks = controls.marks()
+        answers = in_answers.marks_like(marks)
         try:
-            given = self._known_roles(messages), list(tools), dict(options)
-            given = given if has_controls else tuple(map(marks.put, given))
-            shown, shown_tools, shown_options = given
-            text = self._slow.apply_chat_template(
+            shown, shown_tools = self._known_roles(messages), list(tools)
+            shown_options = dict(options)
+            if not has_controls:
+                shown = [
+                    (answers if m.get("role") == "assistant" else marks).put(m)
+                    for m in shown
+                ]
+                shown_tools, shown_options = marks.put(shown_tools), marks.put(options)
+            text = self._theirs.apply_chat_template(
                 shown,
                 tools=shown_tools or None,
                 tokenize=False,
@@ -235,7 +267,7 @@ class Tokenizer:
         self.check_length(bytes_of(str(text)), longest, "messages")  # including tools
         # A normalizer may make a control token of what is not like one.
         is_checked = self.fast.normalizer is not None and not has_controls
-        if marks.is_used:
+        if marks.is_used or answers.is_used:
             check = controls.check if is_checked else None
             return marks.encoded(str(text), self._encode_all, ids, check)
         found = self.encode(str(text), has_special=False)
@@ -268,7 +300,7 @@ class Tokenizer:
         return "" if is_same else "\n"
 
     def _known_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        if "developer" in str(self._slow.chat_template):
+        if "developer" in str(self._theirs.chat_template):
             return messages
         # Older templates know no ``developer``.
         return [
@@ -276,8 +308,8 @@ class Tokenizer:
         ]
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
-        taken = {"messages", *signature(self._slow.apply_chat_template).parameters}
-        words = set(re.findall(r"\w+", str(self._slow.chat_template)))
+        taken = {"messages", *signature(self._theirs.apply_chat_template).parameters}
+        words = set(re.findall(r"\w+", str(self._theirs.chat_template)))
         for name in options:
             if name in taken or name not in words:
                 raise InvalidRequestError(

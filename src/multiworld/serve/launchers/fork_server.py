@@ -27,6 +27,7 @@ from typing import NamedTuple
 from setproctitle import setproctitle
 
 from multiworld.serve.launchers import protocol
+from multiworld.serve.models.imported_sources import note_preloaded
 from multiworld.serve.replica.leash import open_leash, wear_leash
 from multiworld.serve.resources.open_files import raise_limit
 
@@ -248,7 +249,7 @@ def _serve(control: socket.socket, modules: Sequence[str]) -> None:
     threads = count_threads()
     for module in modules:
         try:
-            importlib.import_module(module)
+            note_preloaded(importlib.import_module(module))
         except Exception:
             traceback.print_exc()  # only processes that need the module will fail
         if has_more_threads(threads):

@@ -7,10 +7,11 @@ import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from multiworld.errors import MultiWorldError, SpecError
-from multiworld.serve.models import hub, imported_sources
+from multiworld.serve.models import hub, identity, imported_sources
 from multiworld.serve.models.modules import Module, cut_module
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 from multiworld.serve.spec.stage import Model, Stage
@@ -21,11 +22,25 @@ DECODER = "multiworld.serve.generation.models.decoder:model"  # if they generate
 # Factory of models that a whole engine computes.
 ENGINE = "multiworld.serve.generation.engines.whole_model:model"
 
+# Fields of a spec that an identity contains, besides files and code.
+SETTINGS = {
+    "factory",
+    "options",
+    "generation",
+    "engine",
+    "engine_args",
+    "adapters",
+    "embeddings",
+    "exact",
+    "cut",
+}
+
 
 def build_model(spec: ModelSpec) -> Model:
     count = len(spec.stages)
     factory = _factory_of(spec)
     function = import_factory(factory)
+    _check_version(spec)
     if spec.engine is not None:
         model: Model = function(folder_of(spec), spec)
         _check_limits(model, spec)
@@ -73,6 +88,16 @@ def build_model(spec: ModelSpec) -> Model:
     return _with_attention(model, spec)
 
 
+def _check_version(spec: ModelSpec) -> None:
+    """Raise SpecError unless code and files are those of the spec's version."""
+    if spec.identity is None:
+        return
+    path = imported_sources.changed(spec.identity.code)
+    path = path or identity.changed_beside(spec.identity)
+    if path:
+        raise SpecError(identity.refusal(path))
+
+
 def _check_limits(model: Model, spec: ModelSpec) -> None:
     """Raise SpecError if sequences may be longer than the model supports."""
     if model.generation is None or spec.generation is None:
@@ -101,8 +126,66 @@ def fetch(app: AppSpec) -> None:
 
 
 def folder_of(spec: ModelSpec) -> str | None:
-    """Return the folder of a model given by ``path``; fetch it if needed."""
-    return None if spec.path is None else hub.folder_of(spec.path, spec.revision)
+    """Return the folder of a model given by ``path``; fetch it if needed.
+
+    Raises:
+        SpecError: The files are not those of this version, and there are no copies.
+    """
+    if spec.path is None:
+        return None
+    folder = hub.folder_of(spec.path, spec.revision)
+    if spec.identity is None:
+        return folder
+    return identity.usable_folder(spec.identity, str(Path(folder).expanduser()))
+
+
+def identified(spec: ModelSpec, copies: Path | None) -> ModelSpec:
+    """Return the spec of a version with its identity, made from what is there now."""
+    bare = spec.model_copy(update={"identity": None})
+    folder = folder_of(bare)
+    own = [spec.factory, spec.engine]
+    own += [spec.generation.attention] if spec.generation is not None else []
+    settings = bare.model_dump(mode="json", include=SETTINGS)
+    made = identity.identity_of(
+        None if folder is None else str(Path(folder).expanduser()),
+        _files_beside(bare),
+        imported_sources.digests(filter(None, own)),
+        [settings, len(spec.stages)],
+        copies,
+    )
+    return spec.model_copy(update={"identity": made})
+
+
+def changed_since(spec: ModelSpec) -> str:
+    """Return a file that differs from those of a version; empty: none does."""
+    assert spec.identity is not None
+    if path := imported_sources.changed(spec.identity.code):
+        return path
+    bare = spec.model_copy(update={"identity": None})
+    folder = folder_of(bare)
+    found = (
+        ""
+        if folder is None
+        else identity.difference(spec.identity, Path(folder).expanduser())
+    )
+    return found or identity.changed_beside(spec.identity)
+
+
+def _files_beside(spec: ModelSpec) -> dict[str, Path]:
+    """Return the files of a version outside its folder: adapters, and files that
+    arguments of its engine, or its factory, name."""
+    given = [*spec.adapters.values(), *spec.engine_args.values()]
+    if spec.path is None:
+        given += build_model(spec).files
+    places = [Path(text).expanduser() for text in given if isinstance(text, str)]
+    found: dict[str, Path] = {}
+    for place in places:
+        with contextlib.suppress(OSError, ValueError):
+            files = [place]
+            if place.is_dir():
+                files = [*place.glob("adapter_*"), *place.glob("*.safetensors*")]
+            found.update((str(f.resolve()), f) for f in files if f.is_file())
+    return found
 
 
 def modules_of(spec: ModelSpec, model: Model) -> list[str]:

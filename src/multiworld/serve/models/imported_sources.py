@@ -4,22 +4,67 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import hashlib
 import os
 import sys
+import sysconfig
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 
 from multiworld.errors import SpecError
 
-# Size and time of modification of source files when they were imported, by path.
-_sources: dict[str, tuple[int, int]] = {}
+# Hashes of source files when they were imported, by path.
+_sources: dict[str, str] = {}
+
+# Modules of these places are not noted: they are installed, not written for a model.
+INSTALLED = tuple(
+    os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib")
+)
+OWN = "multiworld."
 
 
 def note(module: ModuleType) -> None:
     """Note the files of a factory's code."""
     for path in _files_of(module):
         with contextlib.suppress(OSError):
-            _sources.setdefault(path, _stat_of(path))
+            if path not in _sources:
+                _sources[path] = _digest_of(path)
+
+
+def note_preloaded(module: ModuleType) -> None:
+    """Note the files of a module that may be a factory, in a fork server."""
+    path = str(getattr(module, "__file__", None))
+    if not (module.__name__.startswith(OWN) or path.startswith(INSTALLED)):
+        note(module)
+
+
+def digests(factories: Iterable[str]) -> dict[str, str]:
+    """Return the hashes of the code of factories as it was imported, by module."""
+    names = [factory.partition(":")[0] for factory in factories]
+    found: dict[str, str] = {}
+    for name in names:
+        module = sys.modules.get(name)
+        if module is None or name.startswith(OWN):
+            continue
+        note(module)
+        paths = {path: _sources[path] for path in _files_of(module) if path in _sources}
+        for other, known in list(sys.modules.items()):
+            path = getattr(known, "__file__", None)
+            if path in paths:
+                found[other] = paths[path]
+    return found
+
+
+def changed(code: Mapping[str, str]) -> str:
+    """Return a source file that was imported with other content; empty: none."""
+    for name, digest in code.items():
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if isinstance(path, str):
+            with contextlib.suppress(OSError):
+                if (_sources.get(path) or _digest_of(path)) != digest:
+                    return path
+    return ""
 
 
 def check(factory: str) -> None:
@@ -27,7 +72,7 @@ def check(factory: str) -> None:
     module = sys.modules.get(factory.partition(":")[0])
     for path in () if module is None else _files_of(module):
         with contextlib.suppress(OSError):
-            if path in _sources and _stat_of(path) != _sources[path]:
+            if path in _sources and _digest_of(path) != _sources[path]:
                 raise SpecError(
                     f"{path} has changed, but new replicas would run the code that was "
                     "imported when the service started; give the new code another "
@@ -72,6 +117,5 @@ def _imports_of(module: ModuleType) -> set[str]:
     return found
 
 
-def _stat_of(path: str) -> tuple[int, int]:
-    found = os.stat(path)
-    return found.st_size, found.st_mtime_ns
+def _digest_of(path: str) -> str:
+    return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()

@@ -56,6 +56,7 @@ def cut_module(module: Module, stages: int, cut: Sequence[int] | None = None) ->
         check=module.check,
         preload=["multiworld.serve.models.tracing", *module.preload],
         parts=functools.partial(_in_parts, module, stages),
+        files=() if module.weights is None else [str(module.weights)],
     )
 
 

@@ -72,6 +72,16 @@ def pack_linears(module: nn.Module) -> None:
             each.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
 
 
+def unmap(module: nn.Module) -> None:
+    """Copy the tensors that are left into this process's own memory.
+
+    transformers maps the weights' file, which may be overwritten while it is served.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.device.type == "cpu" and tensor.numel():
+            tensor.data = tensor.data.clone()
+
+
 def _check(packed: PackedLinear, matrix: Tensor, module: Any) -> None:
     """Raise RuntimeError unless one row of the packed matmul agrees."""
     given = torch.linspace(-1.0, 1.0, matrix.shape[1]).to(matrix)[None]

@@ -22,6 +22,7 @@ from multiworld.serve.models import cut_check
 from multiworld.serve.models.anatomy import COMPARED, anatomy_of, strip
 from multiworld.serve.models.experts import split_experts
 from multiworld.serve.models.integer_linear import is_linear, quantize_linears
+from multiworld.serve.models.packed_linear import unmap
 from multiworld.serve.models.partition import Span
 from multiworld.serve.models.pooling import Pooling
 from multiworld.serve.models.stored_integers import Stored, read_stored
@@ -57,6 +58,7 @@ def load(
     if hasattr(config, "use_cache"):
         config.use_cache = False
     whole = load_owned(folder, kind, config, span, dtype, quantization)
+    unmap(whole)
     return LayerPart(whole, span, pooling).to(device).eval()
 
 

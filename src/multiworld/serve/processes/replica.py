@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from multiworld.config import MIB
-from multiworld.errors import MultiWorldError
+from multiworld.errors import MultiWorldError, SpecError
 from multiworld.serve.generation.compute.hardware_fingerprint import fingerprint
 from multiworld.serve.generation.compute.layer_code import DIGEST, can_run
 from multiworld.serve.generation.engines.engine_worker import EngineWorker
@@ -34,7 +34,8 @@ from multiworld.serve.inference.replica.rank_group import (
     join_group,
 )
 from multiworld.serve.inference.replica.worker import Worker, WorkerLimits
-from multiworld.serve.models.factory import build_model, stage_name
+from multiworld.serve.models.factory import build_model, folder_of, stage_name
+from multiworld.serve.models.identity import refusal
 from multiworld.serve.resources.amounts import Need, mib, needs_of
 from multiworld.serve.resources.usage import family_of, outgrows, usage_of
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec
@@ -226,11 +227,17 @@ class WorkerProcess:
             self._guard = asyncio.get_running_loop().create_task(_exit_with(world))
         if self._args.spec.engine is None:  # an engine's memory is not torch's here
             limit_gpu(device, needs_of(self._args.spec)[self._args.stage])
+        spec = self._args.spec
+        folder = await asyncio.to_thread(folder_of, spec)
         await self._runner.load(
             StageContext(device=device, group=group, gpus=self._args.gpus)
         )
         logger.info("loaded in %.3f s", self._clock() - began)
-        self._agent.fact(await asyncio.to_thread(self._loaded, device))
+        if await asyncio.to_thread(folder_of, spec) != folder:
+            raise SpecError(refusal(f"{folder}, while it was read,"))
+        loaded = await asyncio.to_thread(self._loaded, device)
+        identity = "" if spec.identity is None else spec.identity.name
+        self._agent.fact(msgspec.structs.replace(loaded, identity=identity))
         await self._worker.run()
 
     async def _obey(self, order: messages.Order) -> None:

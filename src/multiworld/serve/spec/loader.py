@@ -92,6 +92,10 @@ def parse_spec(text: str, where: str = "spec") -> AppSpec:
             found.append((_line(lines, at), _describe_validation_error(e, at)))
         problems += [f"line {line}: {text}" for line, text in sorted(set(found))]
         raise _spec_error(where, problems) from error
+    for name, model in spec.models.items():
+        if model.identity is not None:
+            line = _line(lines, ("models", name, "identity"))
+            problems.append(f"line {line}: identity is made by the service; remove it")
     if problems:
         raise _spec_error(where, problems)
     spec = with_profiles(spec, Path(where).parent)

@@ -11,6 +11,9 @@ import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic.json_schema import SkipJsonSchema
+
+from multiworld.serve.spec.identity import Identity
 
 NAME = r"^[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?$"
 VERSION = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
@@ -430,6 +433,8 @@ class ModelSpec(_Strict):
     max_queued_requests: Annotated[int, Field(ge=0, le=1_000_000, strict=True)] = 512
     """Maximum number of requests waiting at a gateway (streams without a first token);
     others are answered with 429."""
+    identity: SkipJsonSchema[Identity | None] = None
+    """What the version consists of; made by the service, and no field of a spec."""
     profile: str | None = None
     """File written by `multiworld profile`, relative to the spec. It supplies
     `memory_mb`, `item_ms` and `out_kb` where a stage does not declare them."""

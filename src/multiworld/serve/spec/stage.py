@@ -209,6 +209,8 @@ class Model:
             partition``; None if the model is cut by hand.
         generation: Set if the model generates text; its stages then have another
             signature.
+        files: Files that the stages read. A replica refuses to start if one of them has
+            changed since its version was made.
     """
 
     stages: Sequence[Stage]
@@ -222,3 +224,4 @@ class Model:
     preload: Sequence[str] = ()
     parts: Callable[[], Model] | None = None
     generation: Generation | None = None
+    files: Sequence[str] = ()

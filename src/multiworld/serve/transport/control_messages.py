@@ -196,6 +196,7 @@ class StageLoaded(Message, frozen=True, tag="stage_loaded"):
 
     fingerprint: str = ""
     weights: str = ""
+    identity: str = ""  # name of the version's identity; empty: not known
 
 
 class TableApplied(Message, frozen=True, tag="table_applied"):

@@ -45,6 +45,7 @@ class Route:
     generates: bool = False  # text
     ttft_s: float | None = None
     tpot_s: float | None = None
+    is_refused: bool = False  # replicas do not start: files of the version have changed
 
 
 @dataclass(frozen=True)  # no slots: cached_property needs __dict__

@@ -135,6 +135,7 @@ STATUS: dict[str, Any] = {
         ),
     ],
     "dtypes": {"m": "float32 (dtype)"},
+    "identities": {"m": {"1": "c0ffee"}},
 }
 
 WITH_REPORTS: dict[str, Any] = {

@@ -35,7 +35,7 @@ from multiworld.serve.launchers.base import RunningProcess
 from multiworld.serve.placement.replica_bookings import ReplicaBookings
 from multiworld.serve.resources.amounts import Gpu, Location, Need, Node
 from multiworld.serve.spec.loader import parse_spec
-from multiworld.serve.spec.schema import ModelSpec
+from multiworld.serve.spec.schema import AppSpec, ModelSpec
 from multiworld.serve.tenants.database import TenantDatabase
 from multiworld.serve.tenants.records import AuditEntry, UsageSum
 from multiworld.serve.tenants.usage_meter import UsageRow
@@ -106,6 +106,14 @@ class FakeController:
             lambda name, order: None,
         )
 
+    async def identify(self, app: AppSpec) -> AppSpec:
+        """Return the spec: it names no files."""
+        return app
+
+    async def find_changes(self, app: AppSpec) -> dict[str, str]:
+        """Return that nothing has changed."""
+        return {}
+
     async def confirmed(self) -> None:
         """Return at once: nothing is written."""
 
@@ -119,6 +127,7 @@ class FakeController:
                 trouble="",
                 operations=self.history.operations(10),
                 dtypes={"m": "float32 (dtype)"},
+                identities={"m": {"1": "c0ffee"}},
                 is_ready=True,
                 fleet=self.fleet,
                 running={"m/0/1": RunningProcess("m/0/1", 123, 0)},

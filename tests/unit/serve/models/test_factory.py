@@ -31,6 +31,9 @@ def test_code_that_has_changed_since_is_refused(
         (tmp_path / "unrelated.txt").write_text("new")
         imported_sources.check(factory)
         os.utime(tmp_path / changed, (1, 1))
+        imported_sources.check(factory)
+        with (tmp_path / changed).open("a") as file:
+            file.write("# more\n")
         with pytest.raises(SpecError, match=f"{changed} has changed"):
             imported_sources.check(factory)
     finally:

@@ -44,7 +44,7 @@ from multiworld.serve.generation.compute.step_graphs import StepGraphs, recorder
 from multiworld.serve.generation.compute.transfers import HOST, Transfers
 from multiworld.serve.generation.grammar import Matcher
 from multiworld.serve.models.experts import split_experts
-from multiworld.serve.models.packed_linear import pack_linears
+from multiworld.serve.models.packed_linear import pack_linears, unmap
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.transport.generation_messages import (
     SequenceStart,
@@ -155,6 +155,7 @@ def engine_of(
         if isinstance(function, nn.Module):
             split_experts(function)
             pack_linears(function)
+            unmap(function)
             if is_deterministic:
                 make_linears_invariant(function)
                 make_routers_invariant(function)

@@ -88,6 +88,9 @@ def server_command(
         "threads": int(settings.cpus or 0) or None,
         "n_gpu_layers": ALL_LAYERS if settings.device != "cpu" else 0,
     }
+    if not {"mmap", "no_mmap", "load_mode"} & settings.args.keys():
+        # A mapped file may be overwritten while it is served.
+        every["no_mmap"] = True
     flags = flags_of({**every, **own, **settings.args, "model": weights_of(settings)})
     if not settings.python:
         return ["llama-server", *flags]

@@ -51,6 +51,7 @@ from multiworld.serve.generation.engines.whole_engine import (
     Run,
     RunFailedError,
 )
+from multiworld.serve.generation.grammar import text_of_tokenizer
 from multiworld.serve.models.huggingface import read_json
 from multiworld.serve.transport.generation_messages import Sampling
 
@@ -440,7 +441,9 @@ def write_modules(folder: Path, settings: EngineSettings) -> None:
     for name, module in ((MODULE, vllm_sampling), (SAMPLER, sampler)):
         assert module.__file__ is not None
         shutil.copyfile(module.__file__, folder / f"{name}.py")
-    (folder / "tokenizer.json").write_text(Tokenizer(Path(settings.path)).fast.to_str())
+    tokenizer = Tokenizer(Path(settings.path)).fast
+    text = text_of_tokenizer(tokenizer, settings.vocabulary)
+    (folder / "tokenizer.json").write_text(text)
     facts = {"vocabulary": settings.vocabulary, "end_tokens": settings.end_tokens}
     (folder / "model.json").write_text(json.dumps(facts))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from multiworld.config import MIB
 from multiworld.errors import MultiWorldError, SpecError
+from multiworld.serve.generation import tokenizer_files
 from multiworld.serve.generation.engines import engine_encoder
 from multiworld.serve.generation.engines.engine_encoder import EngineEncoder
 from multiworld.serve.generation.engines.llama_cpp import weights_of
@@ -56,7 +57,7 @@ def model(path: str, spec: ModelSpec) -> Model:
     what = json.dumps([*parts, _identity_of(spec.adapters)], sort_keys=True)
     facts = Generation(
         tokenizer=functools.partial(folder_facts.tokenizer, folder),
-        end_tokens=folder_facts.end_tokens(config, folder),
+        end_tokens=tokenizer_files.end_tokens(config, folder),
         vocabulary=huggingface.number_of(config, ("vocab_size",), folder),
         max_tokens=huggingface.configured_length(config, folder_facts.MAX_TOKENS),
         kv_bytes=[0],

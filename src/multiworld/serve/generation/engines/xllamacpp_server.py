@@ -20,6 +20,7 @@ NAMES = {
     "ubatch_size": "n_ubatch",
     "embeddings": "embedding",
     "jinja": "use_jinja",
+    "mmap": "use_mmap",
 }
 
 
@@ -42,6 +43,8 @@ def parameters_of(made: Any, flags: list[str], adapter: Callable[[str], Any]) ->
             made.cpuparams.n_threads = made.cpuparams_batch.n_threads = int(text)
         elif name == "threads_batch":
             made.cpuparams_batch.n_threads = int(text)
+        elif name == "no_mmap" and hasattr(made, "load_mode"):
+            made.load_mode = type(made.load_mode).LLAMA_LOAD_MODE_NONE
         elif name.startswith("no_") and hasattr(made, off := _named(name[3:])):
             setattr(made, off, False)
         elif not hasattr(made, name):

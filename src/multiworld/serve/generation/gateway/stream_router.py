@@ -580,7 +580,11 @@ class StreamRouter:
     def _too_late(self, stream: Stream, late: str) -> errors.ServeError:
         missing = self.view.missing(stream.model, stream.version)
         if missing and not (stream.chain or stream.via):
-            return refusals.without_replica(stream.model, missing[0])
+            route = self.view.table.routes.get(stream.model)
+            is_refused = route is not None and route.is_refused
+            return refusals.without_replica(
+                stream.model, missing[0], is_refused=is_refused
+            )
         return errors.DeadlineExceededError(late)
 
     def _log(self, text: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from multiworld.errors import SpecError
+from multiworld.serve.generation import tokenizer_files
 from multiworld.serve.generation.models import folder_facts
 from multiworld.serve.models import huggingface, stored_integers, weights
 from multiworld.serve.models.partition import Span
@@ -75,7 +76,7 @@ def model(
         ),
         generation=Generation(
             tokenizer=functools.partial(folder_facts.tokenizer, folder),
-            end_tokens=folder_facts.end_tokens(config, folder),
+            end_tokens=tokenizer_files.end_tokens(config, folder),
             vocabulary=huggingface.number_of(config, ("vocab_size",), folder),
             max_tokens=huggingface.longest_of(config, folder_facts.MAX_TOKENS),
             kv_bytes=[numbers * SIZES[dtype] for numbers in kv_numbers],

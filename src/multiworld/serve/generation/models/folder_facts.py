@@ -72,17 +72,6 @@ def defaults(folder: Path, source: str) -> dict[str, float]:
     return found
 
 
-def end_tokens(config: dict[str, Any], folder: Path) -> tuple[int, ...]:
-    path = folder / "generation_config.json"
-    found = huggingface.read_json(path) if path.exists() else {}
-    ends = found.get("eos_token_id", config.get("eos_token_id"))
-    if ends is None:
-        return ()
-    # A negative one, which some folders have, is of no token.
-    ends = ends if isinstance(ends, list) else [ends]
-    return tuple(int(end) for end in ends if int(end) >= 0)
-
-
 # Tokenizers in use, by folder and its files: versions of a model may share one.
 _tokenizers: WeakValueDictionary[Any, Any] = WeakValueDictionary()
 

@@ -240,7 +240,11 @@ class Router:
         job = request.job
         missing = self.missing(job.model)
         if missing and not request.attempts:
-            return refusals.without_replica(job.model, missing[0])
+            route = self._view.table.routes.get(job.model)
+            is_refused = route is not None and route.is_refused
+            return refusals.without_replica(
+                job.model, missing[0], is_refused=is_refused
+            )
         at = ", ".join(self.locations(job.number)).replace("waiting", "the gateway")
         return refusals.too_late(job.model, at)
 

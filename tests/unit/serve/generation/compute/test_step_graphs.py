@@ -99,7 +99,7 @@ def test_results_are_those_of_steps_without_graphs(
         at = torch.tensor([each.begin for each in sequences])
         wanted = torch.arange(len(rows))
         expected = stage(rows, at, plain.step(sequences), wanted)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
         for each in chosen:
             lengths[each] += 1
             if draw.random() < 0.1:

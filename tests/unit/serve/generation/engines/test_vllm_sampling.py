@@ -13,6 +13,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -327,7 +328,16 @@ def test_ranks_take_the_tokens_of_the_first(
 ) -> None:
     """Also where a grammar is not compiled in time at one of them, or one fails."""
     shared: list[list[int]] = []
-    slow = structured("slow", "x{3}")
+    slow, is_asked = structured("slow", "x{3}"), threading.Event()
+
+    class LateExecutor(ThreadPoolExecutor):
+        """One whose tasks wait until the step has been computed."""
+
+        def submit(self, task: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            """Compile a grammar later."""
+            return super().submit(lambda: is_asked.wait(10.0) and task(*args, **kwargs))
+
+    monkeypatch.setattr(beside.module, "ThreadPoolExecutor", LateExecutor)
     every = [
         Asked("greedy", Sampling(temperature=0.0)),
         Asked("drawn", Sampling(seed=5)),
@@ -342,6 +352,7 @@ def test_ranks_take_the_tokens_of_the_first(
         processor = beside.processor(*every)
         made = torch.stack([logits_after(one.tokens, torch.float32) for one in every])
         left.append(processor.apply(made))
+        is_asked.set()
         assert len(beside.failures) == (2 if is_first else 0)
     assert torch.equal(*left)
     found = left[0].argmax(-1).tolist()

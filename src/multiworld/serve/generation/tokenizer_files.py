@@ -1,0 +1,141 @@
+"""The files of a tokenizer: as transformers loads them, and the tokens that end a text.
+
+Every process of the service reads the end tokens, so nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from multiworld.errors import SpecError
+from multiworld.serve.models import huggingface
+
+
+def loaded(folder: Path) -> Any:
+    """Return transformers' tokenizer of a folder; raise SpecError if it has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        found = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # of several libraries
+        raise SpecError(
+            f"{folder}: its tokenizer cannot be loaded: {type(error).__name__}: "
+            f"{error}; save it with transformers"
+        ) from error
+    if not getattr(found, "is_fast", False):
+        raise SpecError(
+            f"{folder}: {type(found).__name__} is not a tokenizer of the library "
+            "tokenizers; save a tokenizer.json"
+        )
+    if getattr(found, "split_special_tokens", False):
+        raise SpecError(
+            f"{folder}: split_special_tokens has no meaning here, because chats need "
+            "control tokens; remove it from tokenizer_config.json"
+        )
+    return found
+
+
+def ends_of(folder: Path) -> tuple[int, ...]:
+    """Return the tokens that end a completion; none if there is no config.json."""
+    path = folder / "config.json"
+    return end_tokens(huggingface.read_json(path), folder) if path.exists() else ()
+
+
+def end_tokens(config: dict[str, Any], folder: Path) -> tuple[int, ...]:
+    """Return the tokens that end a completion, by any of the folder's files.
+
+    vLLM, too, takes those of the generation config (or else the model's) and the
+    tokenizer's together; a file that says null adds none.
+    """
+    path = folder / "generation_config.json"
+    text_config = config.get("text_config")
+    files = {
+        path: huggingface.read_json(path) if path.exists() else {},
+        folder / "config.json": config,
+        folder / "config.json (text_config)": text_config or {},
+    }
+    found: dict[int, None] = {}  # in order
+    for place, content in files.items():
+        ends = content.get("eos_token_id")
+        for end in ends if isinstance(ends, list) else [ends]:
+            if end is None:
+                continue
+            if isinstance(end, bool) or not isinstance(end, int | float):
+                raise SpecError(
+                    f"{place}: eos_token_id is {ends!r}; give a number, or a list of "
+                    "numbers"
+                )
+            found[int(end)] = None
+    own = _end_of_tokenizer(folder)
+    if own is not None:
+        found[own] = None
+    # A negative one, which some folders have, is of no token.
+    size = config.get("vocab_size") or (text_config or {}).get("vocab_size")
+    size = size if isinstance(size, int) else 2**31
+    return tuple(end for end in found if 0 <= end < size)
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Vocabulary(msgspec.Struct, frozen=True):
+    vocab: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The part of ``tokenizer.json`` that tells a token's number."""
+
+    added_tokens: list[_AddedToken] = []
+    model: _Vocabulary = _Vocabulary()
+
+
+def _end_of_tokenizer(folder: Path) -> int | None:
+    """Return the token that the tokenizer's files name as the end of a text."""
+    config = _read_if_there(folder / "tokenizer_config.json")
+    name = config.get("eos_token")
+    decoder = config.get("added_tokens_decoder")
+    if not name or not decoder:
+        name = _read_if_there(folder / "special_tokens_map.json").get("eos_token", name)
+    name = name.get("content") if isinstance(name, dict) else name
+    if not isinstance(name, str) or not name:
+        return None
+    for number, token in (decoder or {}).items() if isinstance(decoder, dict) else ():
+        if isinstance(token, dict) and token.get("content") == name:
+            return int(number)
+    added = _read_if_there(folder / "added_tokens.json").get(name)
+    number = added if isinstance(added, int) else _number_of(name, folder)
+    if number is None:  # transformers adds it, behind the others
+        found = loaded(folder).eos_token_id
+        return None if found is None else int(found)
+    return number
+
+
+def _number_of(token: str, folder: Path) -> int | None:
+    """Return the number of a token in ``tokenizer.json``."""
+    try:
+        content = (folder / "tokenizer.json").read_bytes()
+        found = msgspec.json.decode(content, type=_TokenizerFile)
+        for each in found.added_tokens:
+            if each.content == token:
+                return each.id
+        vocabulary = msgspec.json.decode(found.model.vocab)
+        if isinstance(vocabulary, dict):
+            number = vocabulary.get(token)
+            return number if isinstance(number, int) else None
+        for place, entry in enumerate(vocabulary):
+            if isinstance(entry, list) and entry[:1] == [token]:
+                return place
+    except (OSError, ValueError, TypeError):
+        pass  # loading the tokenizer reports the error
+    return None
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return huggingface.read_json(path) if path.exists() else {}
