@@ -136,6 +136,54 @@ def _gptj() -> Any:
     return GPTJForCausalLM(GPTJConfig(vocab_size=VOCABULARY, rotary_dim=8, **sizes))
 
 
+def _opt_350m() -> Any:
+    """OPT whose words have fewer numbers than its layers, between two projections."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {k: v for k, v in SIZES.items() if k != "intermediate_size"}
+    narrow: dict[str, Any] = {"word_embed_proj_dim": 32, "ffn_dim": 128}
+    return OPTForCausalLM(OPTConfig(**sizes, **narrow, do_layer_norm_before=False))
+
+
+def _modernbert_decoder() -> Any:
+    from transformers import ModernBertDecoderConfig, ModernBertDecoderForCausalLM
+
+    window: dict[str, Any] = {"local_attention": 8, "global_attn_every_n_layers": 2}
+    window |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    window |= {"cls_token_id": 1, "sep_token_id": 2}
+    return ModernBertDecoderForCausalLM(ModernBertDecoderConfig(**SIZES, **window))
+
+
+def _gemma3n() -> Any:
+    """A model whose layers get an input of their own for each token."""
+    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = Gemma3nTextConfig(
+        **SIZES,
+        **WINDOWED,
+        layer_types=kinds,
+        num_kv_shared_layers=0,
+        activation_sparsity_pattern=[0.0] * 4,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=16,
+    )
+    return Gemma3nForCausalLM(config)
+
+
+def _roberta() -> Any:
+    from transformers import RobertaConfig, RobertaForCausalLM
+
+    return RobertaForCausalLM(RobertaConfig(**SIZES, is_decoder=True))
+
+
+def _bert_both_ways() -> Any:
+    """BERT, which attends to later tokens as well."""
+    from transformers import BertConfig, BertLMHeadModel
+
+    return BertLMHeadModel(BertConfig(**SIZES, is_decoder=False))
+
+
 KINDS: dict[str, Callable[..., Any]] = {
     "llama": _llama,
     "qwen3": _qwen3,
@@ -146,6 +194,8 @@ KINDS: dict[str, Callable[..., Any]] = {
     "qwen3_moe": _qwen3_moe,
     "gpt_neox": _gpt_neox,
     "gpt2": _gpt2,
+    "opt_350m": _opt_350m,
+    "modernbert_decoder": _modernbert_decoder,
 }
 """Makers of the architectures, by name."""
 
@@ -155,6 +205,9 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "qwen2_moe": _qwen2_moe,
     "doge": _doge,
     "gptj": _gptj,
+    "gemma3n": _gemma3n,
+    "roberta": _roberta,
+    "bert_both_ways": _bert_both_ways,
 }
 """Makers of those that are not served."""
 

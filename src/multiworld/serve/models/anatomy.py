@@ -101,7 +101,12 @@ class Identity(nn.Module):
 
 def anatomy_of(whole: nn.Module, folder: Path) -> Anatomy:
     plan = getattr(whole.config, "base_model_pp_plan", None)
-    return anatomy_from_plan(plan) if plan else _anatomy_from_tables(whole, folder)
+    if not plan:
+        return _anatomy_from_tables(whole, folder)
+    found = anatomy_from_plan(plan)
+    if found.chain not in dict(whole.named_modules()):
+        raise _without_chain(whole, folder)
+    return found
 
 
 def anatomy_from_plan(plan: dict[str, Any]) -> Anatomy:
@@ -127,7 +132,11 @@ def _anatomy_from_tables(whole: nn.Module, folder: Path) -> Anatomy:
                     for names in (EMBEDDINGS, POSITIONS, TOKENS, AFTER)
                 ),
             )
-    raise SpecError(
+    raise _without_chain(whole, folder)
+
+
+def _without_chain(whole: nn.Module, folder: Path) -> SpecError:
+    return SpecError(
         f"{folder}: {type(whole).__name__} has no chain of layers that is known "
         f"({', '.join(CHAINS)}; tested are {TESTED}); write a factory that returns its "
         "stages"
@@ -137,7 +146,11 @@ def _anatomy_from_tables(whole: nn.Module, folder: Path) -> Anatomy:
 def strip(
     whole: nn.Module, span: Span, anatomy: Anatomy, *, keeps_tokens: bool = False
 ) -> None:
-    """Replace the modules of other stages with some without weights, in place."""
+    """Replace the modules of other stages with some without weights, in place.
+
+    With ``keeps_tokens``, the table of the token embeddings stays: the head shares it.
+    """
+    table = _table_of(whole) if keeps_tokens and not span.is_first else None
     chain = whole.get_submodule(anatomy.chain)
     assert isinstance(chain, nn.ModuleList)
     # The other layers keep their numbers, which are in the names of weights.
@@ -147,13 +160,25 @@ def strip(
     if not span.is_first:
         _replace(whole, anatomy.embeddings, PassEmbeddings)
         _replace(whole, anatomy.positions, NoPositions)
-        if not keeps_tokens:  # they are used if ``input_ids`` are given
-            _replace(whole, anatomy.tokens, Identity)
+        _replace(whole, anatomy.tokens, Identity)
         for name in FACTORS:
             if hasattr(whole, name):
                 setattr(whole, name, 1.0)
     if not span.is_last:
         _replace(whole, anatomy.after, Identity)
+    if table is not None:
+        name, module = table
+        holder, _, last = name.rpartition(".")
+        setattr(whole.get_submodule(holder), last, module)
+
+
+def _table_of(whole: Any) -> tuple[str, nn.Module] | None:
+    """Return the token embeddings of a transformers model, and their name."""
+    table = whole.get_input_embeddings()
+    pairs = (
+        (name, module) for name, module in whole.named_modules() if module is table
+    )
+    return next(pairs, None)
 
 
 def _replace(whole: nn.Module, names: Sequence[str], kind: type[nn.Module]) -> None:

@@ -209,7 +209,11 @@ def number_of(config: dict[str, Any], names: Sequence[str], folder: Path) -> int
     for name in names:
         if name in config:
             return int(config[name])
-    raise SpecError(f"{folder}/config.json has none of {', '.join(names)}; add one")
+    raise SpecError(
+        f"{folder}/config.json has none of {', '.join(names)}, so the model is of a "
+        "kind that cannot be cut here; use an engine, or write a factory that returns "
+        "its stages"
+    )
 
 
 # Architectures whose positions begin after the number of the padding token.

@@ -167,7 +167,8 @@ def _drop_other_layers(whole: nn.Module, span: Span, name: str) -> None:
         if not span.begin <= number < span.end:
             del chain[number]
     config: Any = whole.config
-    config.num_hidden_layers = span.end - span.begin
+    if span.end - span.begin < span.count:  # some models count in another way
+        config.num_hidden_layers = span.end - span.begin
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         config.layer_types = kinds[span.begin : span.end]

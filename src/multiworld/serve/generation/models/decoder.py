@@ -41,6 +41,12 @@ def model(
             f"{folder}: the model caps the scores of its attention, which cannot be "
             "deterministic here; remove `deterministic: true`"
         )
+    if config.get("model_type") in huggingface.COUNTED_FROM_PADDING:
+        raise SpecError(
+            f"{folder}: {config['model_type']} counts positions from its padding "
+            "token, so it cannot generate in steps here; use an engine, or another "
+            "model"
+        )
     folder_facts.check_kinds(config.get("layer_types") or (), folder)
     folder_facts.check_tokenizer(folder)
     kv_numbers = [

@@ -22,6 +22,7 @@ from multiworld.errors import SpecError
 from multiworld.serve.generation.compute.kv_cache import Attention
 from multiworld.serve.generation.models import folder_facts
 from multiworld.serve.models import transformer_stage
+from multiworld.serve.models.anatomy import anatomy_of
 from multiworld.serve.models.partition import Span
 
 ATTENTION = "multiworld"  # its name in transformers
@@ -94,8 +95,32 @@ def _check_attention(
     device = stage.device
     rows, positions = stage.example(2, 0).to(device), torch.arange(2, device=device)
     _step.window = None
-    with torch.inference_mode():
-        stage(rows, positions, seen, positions)
+    chain: Any = stage.whole.base_model
+    chain = chain.get_submodule(anatomy_of(chain, folder).chain)
+    calls: list[nn.Module] = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda one, _: calls.append(one))
+        for layer in chain
+    ]
+    try:
+        with torch.inference_mode():
+            stage(rows, positions, seen, positions)
+    except SpecError:
+        raise
+    except Exception as error:  # of an architecture that nobody has tried
+        kind = getattr(stage.whole.config, "model_type", "the model")
+        raise SpecError(
+            f"{folder}: {kind} cannot be computed in stages ({type(error).__name__}: "
+            f"{error}); {REMEDY}"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if calls != [*chain]:
+        raise SpecError(
+            f"{folder}: its {len(chain)} layers ran {len(calls)} times, so they are "
+            f"not one chain; {REMEDY}"
+        )
     if len(seen.layers) != span.end - span.begin:
         raise _without_interface(folder, len({*seen.layers}), span)
     if kv_numbers is not None and seen.kv_numbers > kv_numbers:
@@ -177,6 +202,10 @@ def _attention(
     for name, what in OTHER_ATTENTION.items():
         if kwargs.get(name) is not None:
             raise SpecError(f"attention with {what} is not supported; {REMEDY}")
+    if getattr(module, "is_causal", True) is False:
+        raise SpecError(
+            f"attention to later tokens cannot be computed in steps; {REMEDY}"
+        )
     if attention_mask is not None:
         raise SpecError(
             f"attention with a mask of the layer's own is not supported; {REMEDY}"

@@ -189,9 +189,9 @@ def test_layers_with_an_attention_of_their_own_are_refused(tmp_path: Path) -> No
     """When a stage is loaded: it would see no token of an earlier step."""
     folder = save_decoder(tmp_path, "codegen")
     with pytest.raises(
-        SpecError, match="0 of 2 layers use transformers' attention interface"
+        SpecError, match="0 of 4 layers use transformers' attention interface"
     ):
-        decoder_stage.load(folder, Span(0, 2, 4), "float32", "cpu")
+        decoder_stage.load(folder, Span(0, 4, 4), "float32", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -210,8 +210,31 @@ def test_attention_that_ours_leaves_a_part_of_out_is_refused(
     with pytest.raises(SpecError, match=why):
         decoder_stage.load(folder, Span(0, 4, 4), "float32", "cpu")
     if kind == "gptj":  # also in stages, which cannot be tried
-        with pytest.raises(SpecError, match="0 of 2 layers use transformers'"):
+        with pytest.raises(SpecError, match="a trial could not show that gptj"):
             decoder_stage.load(folder, Span(0, 2, 4), "float32", "cpu")
+
+
+def test_cut_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    """In one stage the model is right; in two, later layers lack an input."""
+    folder = save_decoder(tmp_path, "gemma3n")
+    decoder_stage.load(folder, Span(0, 4, 4), "float32", "cpu")
+    for span in (Span(0, 2, 4), Span(2, 4, 4)):
+        with pytest.raises(SpecError, match="a trial could not show that gemma3n"):
+            decoder_stage.load(folder, span, "float32", "cpu")
+
+
+def test_attention_to_later_tokens_is_refused(tmp_path: Path) -> None:
+    """A step has only the tokens so far."""
+    folder = save_decoder(tmp_path, "bert_both_ways")
+    with pytest.raises(SpecError, match="attention to later tokens"):
+        decoder_stage.load(folder, Span(0, 4, 4), "float32", "cpu")
+
+
+def test_positions_that_begin_elsewhere_are_refused(tmp_path: Path) -> None:
+    """Before a stage is loaded."""
+    folder = save_decoder(tmp_path, "roberta")
+    with pytest.raises(SpecError, match="counts positions from its padding token"):
+        decoder.model(str(folder), stages=1)
 
 
 def test_memory_of_latent_attention_is_that_of_its_expanded_keys(
