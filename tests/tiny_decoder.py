@@ -224,7 +224,7 @@ def save_decoder(
     for weight in model.parameters():
         if weight.dim() > 1:  # larger than by default, so that tokens differ
             weight.data = torch.randn_like(weight) * 0.2
-    model.generation_config.eos_token_id = None
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
     model.to(dtype).save_pretrained(folder)
     save_tokenizer(folder)
     return folder

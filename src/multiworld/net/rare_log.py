@@ -21,8 +21,10 @@ class RareLog:
         # When each cause was logged last, and how often it was suppressed since.
         self._causes: dict[str, tuple[float, int]] = {}
 
-    def error(self, what: str, error: Exception) -> None:
-        cause = f"{what}: {error}"
+    def error(self, what: str, error: Exception | str, cause: str = "") -> None:
+        """Log an error; those with the same ``cause`` (by default the text) are one."""
+        text = f"{what}: {error}"
+        cause = cause or text
         now = self._clock()
         logged_at, hidden = self._causes.get(cause, (-math.inf, 0))
         if now - logged_at < AGAIN_S:
@@ -33,4 +35,4 @@ class RareLog:
         if len(self._causes) > MAX_CAUSES:
             del self._causes[next(iter(self._causes))]
         more = f" ({hidden} more times since)" if hidden else ""
-        self._logger.error("%s%s", cause, more)
+        self._logger.error("%s%s", text, more)

@@ -45,7 +45,7 @@ def desired_state_of(
             tuple(replicas),
             model.max_queued_requests,
             model.stages[0].max_ongoing_requests,
-            model.deadline_s,
+            30.0 if model.deadline_s is None else model.deadline_s,
             model.objective_ms / 1000 if model.objective_ms else None,
             tuple(
                 number
@@ -55,6 +55,7 @@ def desired_state_of(
             model.generation is not None,
             *_text_objectives(model),
             start_s=model.start_s,
+            has_deadline=model.generation is None or model.deadline_s is not None,
         )
     return DesiredState(models, app.gateway.replicas)
 
@@ -179,6 +180,7 @@ def version_fields(spec: ModelSpec) -> Any:
 # Fields of a model that affect scaling and placement, but no result.
 SCALING_FIELDS = {
     "identity",
+    "deadline_s",
     "profile",
     "demand",
     "weight",

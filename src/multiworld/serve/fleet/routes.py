@@ -72,4 +72,5 @@ def _route(
         ttft_s=model.ttft_s,
         tpot_s=model.tpot_s,
         is_refused=(name, active) in refused,
+        has_deadline=model.has_deadline,
     )

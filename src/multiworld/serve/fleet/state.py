@@ -21,6 +21,7 @@ class DesiredModel:
     ttft_s: float | None = None  # objective for the first token
     tpot_s: float | None = None  # objective for each further token
     start_s: float | None = None  # for a replica to become ready; None: the service's
+    has_deadline: bool = True  # by default; text has none
 
 
 @dataclass(frozen=True, slots=True)

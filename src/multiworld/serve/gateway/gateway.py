@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -79,7 +80,7 @@ class Gateway:
         self.counts = RequestCounts()
         self.fleet = FleetReport()
         self.ask_fleet: Callable[[], Awaitable[None]] = _nothing
-        self.is_ending = self.logs_access = False
+        self.is_ending = self.logs_access = self.is_strict = False
 
     async def read_body(
         self,
@@ -326,8 +327,12 @@ class Gateway:
             self.streams.quarantine(tenant, self.base(model_version[0]))
 
     def deadline_s(self, name: str, tenant: Tenant) -> float:
-        """Return how long a request to a model may take, if it does not say."""
-        return self.dispatcher.table.routes[self.route(name, tenant)].deadline_s
+        """Return how long a request to a model may take, if it does not say.
+
+        Infinite for text by default.
+        """
+        route = self.dispatcher.table.routes[self.route(name, tenant)]
+        return route.deadline_s if route.has_deadline else math.inf
 
     async def text(self, name: str, version: str, model: Model) -> Any:
         """Return the text frontend of a model; load it once, in a thread."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import httptools
@@ -47,6 +49,22 @@ ANSWER = (
     "HTTP/1.1 {0}\r\ncontent-type: application/json\r\ncontent-length: {1}\r\n"
     "connection: close\r\n\r\n{2}"
 )
+
+
+async def without_chunks(
+    cycle: RequestResponseCycle, send: Callable[[Any], Awaitable[None]], message: Any
+) -> None:
+    """Send a part of an answer to an HTTP/1.0 client, which knows no chunks.
+
+    Without a length, the answer ends with the connection (RFC 9112, 6.3).
+    """
+    if message["type"] == "http.response.start":
+        names = {name.lower() for name, _ in message.get("headers", ())}
+        if b"content-length" not in names:
+            cycle.chunked_encoding = False
+    elif cycle.chunked_encoding is False and not cycle.expected_content_length:
+        cycle.expected_content_length = len(message.get("body", b""))
+    await send(message)
 
 
 class HeadKeeper:
@@ -188,11 +206,28 @@ def bounded(head_s: float, max_connections: int) -> type[asyncio.Protocol]:
             if len(self._cycles) >= PIPELINED:
                 self.transport.close()
             if not self._refusal and not self.transport.is_closing():
+                if wrong := self._wrong_head():
+                    self._refuse("400 Bad Request", wrong)
+                    return
                 super().on_headers_complete()
                 if self.cycle is not None:
+                    if self.parser.get_http_version() == "1.0":
+                        self.cycle.send = partial(  # type: ignore[method-assign]
+                            without_chunks, self.cycle, self.cycle.send
+                        )
                     self._cycles.append(self.cycle)
                     self.cycle.transport = self._heads  # type: ignore[assignment]
                     self._read_on()
+
+        def _wrong_head(self) -> str:
+            """Return what is wrong with a request's version or Host; empty: nothing."""
+            version = self.parser.get_http_version()
+            if version not in ("1.0", "1.1"):  # a line without a version is HTTP/0.9
+                return f"HTTP/{version} is not served; use HTTP/1.1"
+            hosts = sum(name == b"host" for name, _ in self.headers)
+            if version == "1.1" and hosts != 1:  # RFC 9112, 3.2
+                return f"the request has {hosts} Host headers; send one"
+            return ""
 
         def on_response_complete(self) -> None:
             self._heads.flush()  # a HEAD request has no body

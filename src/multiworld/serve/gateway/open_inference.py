@@ -176,6 +176,10 @@ def _input(item: _Input, rest: memoryview) -> tuple[Tensor, int]:
         found = small(item.parameters, f'{name}: "parameters"', _input_parameters)
         parameters = found or parameters
     binary = parameters.binary_data_size
+    if binary is not None and bytes(item.data) not in (b"", b"null"):
+        raise InvalidRequestError(
+            f"{name}: it has both data and binary_data_size; give one of them"
+        )
     if binary is not None:
         tensor = _from_bytes(name, dtype, count, binary, rest)
         return tensor.reshape(shape), binary

@@ -21,6 +21,7 @@ import uvicorn
 from multiworld.errors import MultiWorldError, ServeError, UnknownModelError
 from multiworld.serve.gateway.app import make_app
 from multiworld.serve.gateway.body_budget import BodyBudget, BodyLimits
+from multiworld.serve.gateway.cross_origin import with_origins
 from multiworld.serve.gateway.embedded_server import EmbeddedServer
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.http_protocol import bounded
@@ -38,6 +39,7 @@ from multiworld.serve.tenants.authenticator import Authenticator, ModelVersion
 from multiworld.serve.tenants.database import REGISTRY
 from multiworld.serve.tenants.directory import Tenant
 from multiworld.serve.tenants.last_usage import store_rest
+from multiworld.serve.tenants.shared_limits import shared_limits
 from multiworld.serve.transport import control_messages as messages
 from multiworld.serve.transport.control_agent import ControlAgent
 from multiworld.serve.transport.edges import EdgeKeeper, Outbox
@@ -157,11 +159,15 @@ class GatewayProcess:
         self._authenticator = Authenticator(
             needs_key=args.gateway.authentication == "keys"
         )
+        if args.alive:
+            path = Path(args.alive).with_name("limits")
+            self._authenticator.limiter.shared = shared_limits(path)
         self._gateway = Gateway(
             self._dispatcher, limits, bodies, self._authenticator, self._streams
         )
         self._gateway.on_poison = self._report_poison
         self._gateway.logs_access = spec.access_log
+        self._gateway.is_strict = spec.strict
         self._gateway.ask_fleet = self._ask_fleet
         self._fleet: asyncio.Future[None] | None = None
         self._numbers = itertools.count(1)
@@ -185,7 +191,7 @@ class GatewayProcess:
         self._is_routed = asyncio.Event()
         self._server = EmbeddedServer(
             uvicorn.Config(
-                make_app(self._gateway, ROUTES),
+                with_origins(make_app(self._gateway, ROUTES), spec.cors_origins),
                 http=_protocol_of(self._spec, connections),
                 ws="none",
                 log_config=None,

@@ -93,11 +93,21 @@ def pipeline_of(
         max_model_len=spec.generation.max_model_len if spec.generation else None,
         objective_s=objective_ms / 1000 if objective_ms else None,
         objective_share=spec.objective_share,
-        deadline_s=spec.deadline_s,
+        deadline_s=_deadline_s(spec),
         max_queued_requests=spec.max_queued_requests,
         start_s=start_s,
         interval_s=interval_s(spec),
     )
+
+
+# For text without a deadline: longer than any stream.
+NO_DEADLINE_S = 3600.0
+
+
+def _deadline_s(spec: ModelSpec) -> float:
+    if spec.deadline_s is not None:
+        return spec.deadline_s
+    return NO_DEADLINE_S if spec.generation is not None else 30.0
 
 
 def _steps(row_s: float) -> Curve:

@@ -1,10 +1,17 @@
-"""Rate limits of tenants: requests, tokens and bytes over time. Pure."""
+"""Rate limits of tenants: requests, tokens and bytes over time. Pure.
+
+Requests are counted for all gateways of a host together, where these share a file;
+tokens and bytes, which are averages with debt, are divided between the gateways.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from multiworld.serve.tenants.directory import Tenant
 
@@ -34,8 +41,31 @@ class RecentUse:
     tokens_at: float = 0.0  # of the last update of ``tokens_left``
 
 
+class SharedUse(Protocol):
+    """The recent use of one tenant by all gateways; see ``shared_limits``."""
+
+    def seconds(self, now: float) -> Sequence[Sequence[int]]: ...
+
+    def count(self, now: float) -> None: ...
+
+    def in_flight(self, limit: float) -> int: ...
+
+    def set_in_flight(self, count: int) -> None: ...
+
+
+class SharedLimits(Protocol):
+    """What all gateways of a host count together; see ``shared_limits``."""
+
+    def use(
+        self, tenant: str, now: float
+    ) -> AbstractContextManager[SharedUse | None]: ...
+
+    def set_in_flight(self, tenant: str, count: int) -> None: ...
+
+
 class RateLimiter:
-    def __init__(self) -> None:
+    def __init__(self, shared: SharedLimits | None = None) -> None:
+        self.shared = shared
         self._used: dict[str, RecentUse] = {}
 
     def in_flight(self, tenant: str) -> int:
@@ -44,16 +74,33 @@ class RateLimiter:
 
     def admit(self, tenant: Tenant, gateways: int, now: float) -> RateLimited | None:
         """Admit a request, or return why not; ``release`` must follow an admission."""
-        # Each of the gateways has an equal part of the limits, rounded up.
         used = self._used.setdefault(tenant.name, RecentUse(at=now))
+        has_limit = (tenant.rpm_limit, tenant.max_parallel_requests) != (None, None)
+        if self.shared is None or not has_limit:
+            return self._admit(tenant, used, gateways, now)
+        with self.shared.use(tenant.name, now) as shared:
+            return self._admit(tenant, used, gateways, now, shared)
+
+    def _admit(
+        self,
+        tenant: Tenant,
+        used: RecentUse,
+        gateways: int,
+        now: float,
+        shared: SharedUse | None = None,
+    ) -> RateLimited | None:
+        # What is not shared: each of the gateways has an equal part, rounded up.
         refusal = (
-            _parallel(tenant, used, gateways)
-            or _per_minute(tenant, used, gateways, now)
+            _parallel(tenant, used, gateways, shared)
+            or _per_minute(tenant, used, gateways, now, shared)
             or _bytes(tenant, used, gateways, now)
             or _tokens(tenant, used, gateways, now)
         )
         if refusal is None:
             used.in_flight += 1
+            if shared is not None:
+                shared.count(now)
+                shared.set_in_flight(used.in_flight)
             second = math.floor(now)
             if tenant.rpm_limit is not None:
                 if not used.minute or used.minute[-1][0] != second:
@@ -77,6 +124,8 @@ class RateLimiter:
         """End an admitted request, whatever its outcome."""
         used = self._used[tenant.name]
         used.in_flight -= 1
+        if self.shared is not None:
+            self.shared.set_in_flight(tenant.name, used.in_flight)
         # Limits may have been set since the request was admitted.
         is_unlimited = not used.minute and (used.bytes_left, used.tokens_left) == (
             None,
@@ -99,20 +148,30 @@ def _gateway_part(limit: float, gateways: int) -> float:
     return max(1, math.ceil(limit / max(1, gateways)))
 
 
-def _parallel(tenant: Tenant, used: RecentUse, gateways: int) -> RateLimited | None:
+def _parallel(
+    tenant: Tenant, used: RecentUse, gateways: int, shared: SharedUse | None
+) -> RateLimited | None:
     limit = tenant.max_parallel_requests
-    if limit is None or used.in_flight < _gateway_part(limit, gateways):
+    if limit is None:
+        return None
+    in_flight = used.in_flight if shared is None else shared.in_flight(limit)
+    part = _gateway_part(limit, gateways) if shared is None else limit
+    if in_flight < part:
         return None
     return RateLimited(
         "max_parallel_requests",
-        f"{used.in_flight} of your requests are in flight and your "
+        f"{in_flight} of your requests are in flight and your "
         f"max_parallel_requests is {limit}; wait until one is answered",
         1.0,
     )
 
 
 def _per_minute(
-    tenant: Tenant, used: RecentUse, gateways: int, now: float
+    tenant: Tenant,
+    used: RecentUse,
+    gateways: int,
+    now: float,
+    shared: SharedUse | None,
 ) -> RateLimited | None:
     """Refuse above ``rpm_limit``, in a window of 60 to 61 whole seconds."""
     limit = tenant.rpm_limit
@@ -120,9 +179,13 @@ def _per_minute(
         return None
     while used.minute and used.minute[0][0] + 1 + MINUTE_S <= now:
         used.minute.popleft()
-    if sum(count for _, count in used.minute) < _gateway_part(limit, gateways):
+    minute: Sequence[Sequence[int]] = used.minute
+    part = _gateway_part(limit, gateways)
+    if shared is not None:
+        minute, part = shared.seconds(now), limit
+    if not minute or sum(count for _, count in minute) < part:
         return None
-    retry_after_s = used.minute[0][0] + 1 + MINUTE_S - now
+    retry_after_s = minute[0][0] + 1 + MINUTE_S - now
     return RateLimited(
         "rpm_limit",
         f"your rpm_limit of {limit} requests a minute is used up; retry in "

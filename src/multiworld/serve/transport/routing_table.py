@@ -45,6 +45,9 @@ class Route:
     generates: bool = False  # text
     ttft_s: float | None = None
     tpot_s: float | None = None
+    has_deadline: bool = (
+        True  # ``deadline_s`` applies; otherwise only waits have limits
+    )
     is_refused: bool = False  # replicas do not start: files of the version have changed
 
 

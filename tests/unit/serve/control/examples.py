@@ -111,6 +111,7 @@ STATUS: dict[str, Any] = {
                 "ttft_s": None,
                 "tpot_s": None,
                 "start_s": None,
+                "has_deadline": True,
             }
         },
         "gateways": 1,

@@ -53,6 +53,12 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
         await lost.wait()
         WAITING.discard(id(scope))
         return
+    if scope["path"] == "/parts":  # of a length that is not known
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for part in (b"01234", b"", b"56789"):
+            more = part != b"56789"
+            await send({"type": "http.response.body", "body": part, "more_body": more})
+        return
     if scope["path"] == "/slow":
         head = {"status": 200, "headers": [(b"content-length", b"10")]}
         await send({"type": "http.response.start", **head})
@@ -209,6 +215,45 @@ async def serving(
             await client.close()
         server.end()
         await asyncio.wait_for(running, HANG_S)
+
+
+async def test_http_1_0_client_gets_no_chunks() -> None:
+    """An answer whose length is not known ends with the connection (RFC 9112, 6.3)."""
+    async with serving() as server:
+        client = await server.connect()
+        client.send(b"GET /parts HTTP/1.0\r\n\r\n")
+        head = (await client.head()).lower()
+        assert b"transfer-encoding" not in head
+        assert b"connection: close" in head
+        assert await client.read(10) == b"0123456789"
+        with pytest.raises(asyncio.IncompleteReadError):
+            await client.read(1)
+        client = await server.connect()
+        assert await client.ask(b"GET / HTTP/1.0\r\n\r\n") == (200, b"0")
+        client = await server.connect()
+        client.send(GET.replace(b"/", b"/parts", 1))
+        assert b"transfer-encoding: chunked" in (await client.head()).lower()
+
+
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        (b"GET /\r\n\r\n", b"HTTP/0.9 is not served"),
+        (b"GET / HTTP/0.9\r\nHost: x\r\n\r\n", b"HTTP/0.9 is not served"),
+        (b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", b"HTTP/2.0 is not served"),
+        (b"GET / HTTP/1.1\r\n\r\n", b"0 Host headers"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", b"2 Host headers"),
+    ],
+)
+async def test_request_without_a_version_or_host_is_refused(
+    head: bytes, words: bytes
+) -> None:
+    """With 400, and the connection is closed."""
+    async with serving() as server:
+        client = await server.connect()
+        status, body = await client.ask(head)
+        assert status == 400
+        assert words in body
 
 
 async def test_connection_serves_request_after_request() -> None:

@@ -107,15 +107,19 @@ def test_requested_outputs_are_rendered_each_in_its_form() -> None:
         ({"name": 3}, "got `int` - at `$.inputs[0].name`"),
         ({"name": "n"}, "occurs twice"),
         ({"parameters": [1]}, '"parameters" is not valid'),
-        ({"parameters": {"binary_data_size": 16.0}}, "its shape needs 16"),
+        (
+            {"parameters": {"binary_data_size": 16.0}, "data": None},
+            "its shape needs 16",
+        ),
+        ({"parameters": {"binary_data_size": 16}}, "both data and binary_data_size"),
         ({"shape": [0, 2**64], "data": []}, "list of sizes"),
         ({"shape": [2**30, 2**30], "data": []}, "too large"),
         ({"shape": [1, 0, 2**39, 2**39], "data": []}, "too large"),
         ({"datatype": "UINT8", "data": [1, 2, 3, -1]}, "-1 is not a valid UINT8"),
         ({"datatype": "UINT16", "data": [1, -2, 3, 4]}, "-2 is not a valid UINT16"),
         ({"datatype": "UINT32", "data": [-3, 2, 3, 4]}, "-3 is not a valid UINT32"),
-        ({"parameters": {"binary_data_size": 16}}, "body ends before"),
-        ({"parameters": {"binary_data_size": 5}}, "its shape needs 16"),
+        ({"parameters": {"binary_data_size": 16}, "data": None}, "body ends before"),
+        ({"parameters": {"binary_data_size": 5}, "data": None}, "its shape needs 16"),
     ],
 )
 def test_bad_input_is_reported(changes: dict[str, Any], words: str) -> None:

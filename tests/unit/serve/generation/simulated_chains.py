@@ -21,6 +21,7 @@ import torch
 from multiworld.errors import ServeError
 from multiworld.serve.generation.compute.stage_engine import StageEngine
 from multiworld.serve.generation.engine_limits import EngineLimits
+from multiworld.serve.generation.gateway.actions import Cut
 from multiworld.serve.generation.gateway.streams import Streams
 from multiworld.serve.generation.replica.engine import Engine
 from multiworld.serve.generation.replica.generation_worker import GenerationWorker
@@ -565,6 +566,8 @@ class Client:
         )
         async with stream as tokens:
             async for item in tokens:
+                if isinstance(item, Cut):
+                    raise item.error
                 self.items.append(item)
                 self.times.append(self._net.now)
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from multiworld.errors import ServeError
+from multiworld.serve.generation.gateway.actions import Cut
 from multiworld.serve.generation.gateway.streams import Places
 from multiworld.serve.generation.growing_text import GrowingText
 from multiworld.serve.generation.tokenizer import Tokenizer
@@ -20,7 +21,8 @@ from multiworld.serve.transport.generation_messages import Sampling, TokenItem
 
 # ``Streams.stream`` with all but the prompt and the sampling.
 Open = Callable[
-    [Sequence[int], Sampling], AbstractAsyncContextManager[AsyncIterator[TokenItem]]
+    [Sequence[int], Sampling],
+    AbstractAsyncContextManager[AsyncIterator[TokenItem | Cut]],
 ]
 
 MAX_UNREAD = 400_000  # of a request's pieces that wait for its client; see ``_cost``
@@ -56,7 +58,7 @@ class Piece:
 
     choice: Choice
     text: str
-    item: TokenItem
+    item: TokenItem | None  # None: the deadline has passed
     finish: str  # empty except for the last piece
     offset: int  # in characters of the text
 
@@ -95,6 +97,11 @@ async def generate(
             async with stream(choice.prompt, sampling) as tokens:
                 async for item in tokens:
                     await asyncio.sleep(0)  # let others run
+                    if isinstance(item, Cut):
+                        if not any(each.made for each in choices):
+                            raise item.error
+                        arrived.put_nowait(_cut(choice))
+                        return
                     if not choice.is_prompt_only:
                         on_token()  # even if the client does not read it
                     piece = _piece(choice, item)
@@ -133,7 +140,14 @@ async def generate(
 
 def _cost(piece: Piece) -> int:
     """Return the memory of a piece, in numbers of about 100 bytes."""
-    return 4 + len(piece.item.top)
+    return 4 + (0 if piece.item is None else len(piece.item.top))
+
+
+def _cut(choice: Choice) -> Piece:
+    """Return the last piece of a choice whose deadline has passed."""
+    offset, text = choice.text.offset, choice.text.end()
+    choice.finish = "length"
+    return Piece(choice, text, None, choice.finish, offset)
 
 
 def _piece(choice: Choice, item: TokenItem) -> Piece:

@@ -70,7 +70,8 @@ class Said:
 
 
 def _parts(parser: AnswerParser, piece: Piece) -> Iterator[str | Call | Thought]:
-    yield from parser.feed(piece.text, piece.item.token)
+    if piece.item is not None:
+        yield from parser.feed(piece.text, piece.item.token)
     if piece.finish:
         yield from parser.end()
 
@@ -294,7 +295,8 @@ def _event(
     finish: str = "",
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> bytes:
-    items = [piece.item for piece in pieces]
+    pieces = [piece for piece in pieces if piece.item is not None]
+    items = [piece.item for piece in pieces if piece.item is not None]
     found: dict[str, Any] = {"index": choice.index}
     found["delta" if ready.is_chat else "text"] = delta
     logprobs = None

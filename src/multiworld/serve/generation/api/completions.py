@@ -22,7 +22,7 @@ from multiworld.serve.generation.api.request_fields import (
     ResponseFormat,
     StructuredOutputs,
     check_supported,
-    decoded,
+    decoded_with_ignored,
 )
 from multiworld.serve.generation.api.tools import Calling, calling_of
 from multiworld.serve.transport.generation_messages import Sampling
@@ -77,12 +77,15 @@ class Wanted:
     calling: Calling | None = None
     has_reasoning: bool = True  # in the answer
     session: str = ""  # a tenant's requests of one prefer the same replicas
+    ignored: tuple[str, ...] = ()  # unknown fields of the request
     given: frozenset[str] = frozenset()  # of ``DEFAULTED``, by the request
 
 
-def chat_of(body: bytes | bytearray) -> tuple[ChatBody, Wanted]:
+def chat_of(
+    body: bytes | bytearray, *, is_strict: bool = True
+) -> tuple[ChatBody, Wanted]:
     """Parse a request for a chat completion; convert its messages for templates."""
-    asked = decoded(body, CHAT)
+    asked, ignored = decoded_with_ignored(body, CHAT, is_strict=is_strict)
     if not asked.messages:
         raise wrong_field("messages", "must hold a message")
     messages = for_template(asked.messages)
@@ -98,7 +101,8 @@ def chat_of(body: bytes | bytearray) -> tuple[ChatBody, Wanted]:
     elif asked.top_logprobs:
         raise wrong_field("top_logprobs", "needs logprobs: true")
     wanted = _with_tools(asked, _wanted(asked, tokens, logprobs))
-    return asked, replace(wanted, has_reasoning=asked.include_reasoning is not False)
+    has_reasoning = asked.include_reasoning is not False
+    return asked, replace(wanted, has_reasoning=has_reasoning, ignored=ignored)
 
 
 def _with_tools(asked: ChatBody, wanted: Wanted) -> Wanted:
@@ -121,9 +125,11 @@ def _with_tools(asked: ChatBody, wanted: Wanted) -> Wanted:
     return replace(wanted, calling=calling, structure=structure)
 
 
-def completion_of(body: bytes | bytearray) -> tuple[CompletionBody, Wanted]:
-    asked = decoded(body, COMPLETION)
-    return asked, wanted_of(asked)
+def completion_of(
+    body: bytes | bytearray, *, is_strict: bool = True
+) -> tuple[CompletionBody, Wanted]:
+    asked, ignored = decoded_with_ignored(body, COMPLETION, is_strict=is_strict)
+    return asked, replace(wanted_of(asked), ignored=ignored)
 
 
 def wanted_of(asked: CompletionBody) -> Wanted:

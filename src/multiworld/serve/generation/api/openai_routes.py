@@ -67,14 +67,16 @@ def add_generation(app: FastAPI, gateway: Gateway) -> None:
 async def _read_chat(
     gateway: Gateway, admitted: AdmittedRequest, request: Request, body: Body
 ) -> Ready:
-    asked, wanted = await off_loop(len(body), partial(chat_of, body))
+    parse = partial(chat_of, body, is_strict=gateway.is_strict)
+    asked, wanted = await off_loop(len(body), parse)
     return await prepare_chat(gateway, admitted, asked, timed(wanted, request))
 
 
 async def _read_completion(
     gateway: Gateway, admitted: AdmittedRequest, request: Request, body: Body
 ) -> Ready:
-    asked, wanted = await off_loop(len(body), partial(completion_of, body))
+    parse = partial(completion_of, body, is_strict=gateway.is_strict)
+    asked, wanted = await off_loop(len(body), parse)
     return await prepare_completion(gateway, admitted, asked, timed(wanted, request))
 
 

@@ -34,7 +34,7 @@ from multiworld.serve.generation.api.reasoning import (
 )
 from multiworld.serve.generation.api.request_fields import ChatBody, CompletionBody
 from multiworld.serve.generation.api.tools import BEGIN, END, CallParser, Family
-from multiworld.serve.generation.gateway.stream import TimeLimits
+from multiworld.serve.generation.gateway.stream import ENGINE_S, WAIT_S, TimeLimits
 from multiworld.serve.generation.grammar import (
     after_reasoning,
     arguments_of,
@@ -62,6 +62,7 @@ class ServedModel:
     family: Family | None
     has_controls: bool
     reasoning_marks: Sequence[str] | None  # of its spec
+    wait_s: float = WAIT_S  # for a token, if a request has no deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +102,10 @@ async def served_model(
         )
     name = gateway.route(name, admitted.tenant)
     # Before the wait: the version may be gone after it.
-    spec = gateway.specs[name, version].generation
+    whole = gateway.specs[name, version]
+    spec = whole.generation
     assert spec is not None
+    start_s = whole.start_s or (ENGINE_S if whole.engine else 0.0)
     tokenizer: Tokenizer = await gateway.text(name, version, model)
     return ServedModel(
         name,
@@ -114,6 +117,7 @@ async def served_model(
         spec.tool_call_parser,
         spec.control_tokens_in_messages,
         spec.reasoning_marks,
+        max(WAIT_S, start_s),
     )
 
 
@@ -286,7 +290,7 @@ async def _compiled(
     """Return a structure's grammar; compiling takes seconds, so tenants take turns."""
     limit_s = wanted.timeout_s
     if limit_s is None:
-        limit_s = gateway.deadline_s(wanted.model, admitted.tenant)
+        limit_s = min(WAIT_S, gateway.deadline_s(wanted.model, admitted.tenant))
     call = partial(_tried, structure, served, reasoning)
     work = gateway.compiling.submit(admitted.tenant.share, 1.0, call)
     try:

@@ -1,8 +1,10 @@
 """Fields of requests for chat and text completions, as in OpenAI's API and vLLM.
-Unknown or unsupported ones are refused by name."""
+Unsupported ones are refused by name; unknown ones are ignored, and named."""
 
 from __future__ import annotations
 
+import difflib
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -154,6 +156,81 @@ NOTHING: dict[str, Any] = {
 
 # Values of unsupported fields that request nothing.
 DEFAULTS: tuple[Any, ...] = (*(None, False, [], {}, ""),)
+
+
+# Unknown fields that would change the answer, by the names of other servers.
+MEANINGFUL = frozenset(
+    (
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        *("guided_decoding_backend", "grammar", "json_schema", "logits_processors"),
+        *("typical_p", "top_a", "tfs_z", "mirostat", "mirostat_tau", "mirostat_eta"),
+        *("mirostat_mode", "dry_multiplier", "dry_base", "dry_allowed_length"),
+        *("dry_sequence_breakers", "xtc_probability", "xtc_threshold", "num_beams"),
+        *("do_sample", "max_new_tokens", "max_output_tokens", "n_predict"),
+        *("num_predict", "thinking", "enable_thinking", "stop_sequences", "system"),
+        *("repeat_penalty", "return_tokens_as_token_ids", "mm_processor_kwargs"),
+        *("prompt_logprobs", "input", "instructions", "lora", "adapter"),
+    )
+)
+# Unknown fields that are close to a known one, but are known elsewhere.
+OTHERS = frozenset({"models"})
+
+# In these, an unknown field may change the answer.
+NEVER_IGNORED = ("response_format", "structured_outputs", "tool_choice")
+
+MAX_IGNORED = 16  # unknown fields of a request
+
+_FIELD = re.compile(r"unknown field `([\w.-]{1,64})`(?: - at `\$\.?(.*)`)?")
+_STEP = re.compile(r"([\w-]+)|\[(\d+)\]")
+
+
+def decoded_with_ignored(
+    body: bytes | bytearray,
+    decoder: msgspec.json.Decoder[Any],
+    *,
+    is_strict: bool,
+) -> tuple[Any, tuple[str, ...]]:
+    """Return a request, and its unknown fields, which are left out.
+
+    Raises:
+        InvalidRequestError: A field would change the answer, or is a known one
+            misspelt; or ``is_strict``.
+    """
+    check_values(body)
+    ignored: list[str] = []
+    data: Any = None
+    while True:
+        try:
+            return decoder.decode(body), tuple(ignored)
+        except msgspec.ValidationError as error:
+            found = _FIELD.search(str(error))
+            if is_strict or found is None or len(ignored) >= MAX_IGNORED:
+                raise invalid(error) from error
+            name, at = found[1], found[2] or ""
+            _check_ignorable(name, at, error)
+            data = msgspec.json.decode(body) if data is None else data
+            place = data
+            for step in _STEP.finditer(at):
+                place = place[int(step[2]) if step[2] else step[1]]
+            del place[name]
+            ignored.append(f"{at}.{name}" if at else name)
+            body = msgspec.json.encode(data)
+        except NOT_JSON as error:
+            raise InvalidRequestError(f"body is not valid JSON: {error}") from error
+
+
+def _check_ignorable(name: str, at: str, error: msgspec.ValidationError) -> None:
+    if at.startswith(NEVER_IGNORED):
+        raise invalid(error) from error
+    if at:
+        return
+    if name in MEANINGFUL:
+        rule = "is not supported by this server, and would change the answer"
+        raise wrong_field(name, rule, "unsupported_value")
+    known = ChatBody.__struct_fields__ + CompletionBody.__struct_fields__
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+    if close and name not in OTHERS:
+        raise wrong_field(name, f"is not known; did you mean {close[0]!r}?")
 
 
 def decoded(body: bytes | bytearray, decoder: msgspec.json.Decoder[Any]) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -12,12 +14,14 @@ from fastapi import Request, Response
 from msgspec.structs import replace
 
 from multiworld.errors import RequestPoisonedError, ServeError
+from multiworld.net.rare_log import RareLog
 from multiworld.serve.gateway.body_budget import Reservation
 from multiworld.serve.gateway.gateway import Gateway
 from multiworld.serve.gateway.http_responses import EventStream, respond
 from multiworld.serve.gateway.request_body import Body, model_named_in, while_connected
 from multiworld.serve.generation.api.choices import Piece, digest_of, generate
 from multiworld.serve.generation.api.preparation import Ready
+from multiworld.serve.generation.gateway.stream import for_no_deadline
 from multiworld.serve.tenants.authenticator import AdmittedRequest
 
 # Reads a body, and prepares the request in it.
@@ -25,6 +29,11 @@ Reader = Callable[[Gateway, AdmittedRequest, Request, Body], Awaitable[Ready]]
 
 
 LEAST_S = 0.001  # of a deadline, which then is over at once
+
+
+IGNORED = "x-ignored-fields"  # header of a response: unknown fields of the request
+
+rare_log = RareLog(logging.getLogger("multiworld.serve"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +61,12 @@ async def answered(
         del body
         admitted.model = ready.wanted.model
         reservation.release()  # a stream may take long
-        timeout_s = ready.wanted.timeout_s
+        timeout_s, limits = ready.wanted.timeout_s, ready.served.limits
+        default_s = gateway.deadline_s(ready.wanted.model, admitted.tenant)
+        if timeout_s is None and math.isinf(default_s):
+            limits = for_no_deadline(limits, ready.served.wait_s)
         if ready.wanted.structure is not None:  # to compile it may have taken seconds
-            if timeout_s is None:
-                timeout_s = gateway.deadline_s(ready.wanted.model, admitted.tenant)
+            timeout_s = default_s if timeout_s is None else timeout_s
             spent_s = gateway.authenticator.clock() - began
             timeout_s = max(LEAST_S, timeout_s - spent_s)
         # A refused request is not charged, and its status can still say so.
@@ -70,7 +81,7 @@ async def answered(
             gateway.streams.stream,
             ready.served.name,
             deadline_s=timeout_s,
-            limits=ready.served.limits,
+            limits=limits,
             share=share,
             adapter=gateway.adapter(ready.wanted.model),
             session=ready.wanted.session,
@@ -83,8 +94,14 @@ async def answered(
         generated = generate(stream, ready.choices, samplings, places, count_generated)
         pieces = _watched(gateway, admitted, ready, generated)
         if ready.wanted.is_streamed:
-            return form.event_stream(form.events(ready, pieces))
-        return await while_connected(request, form.whole(ready, pieces))
+            response: Response = form.event_stream(form.events(ready, pieces))
+        else:
+            response = await while_connected(request, form.whole(ready, pieces))
+        if ignored := ", ".join(ready.wanted.ignored):
+            response.headers[IGNORED] = ignored
+            what = f"requests to model {ready.wanted.model} have unknown fields"
+            rare_log.error(what, ignored, cause=what)
+        return response
 
     return await respond(gateway, request, "", answer, form.error)
 

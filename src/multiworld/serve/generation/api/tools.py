@@ -8,6 +8,7 @@ model.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,9 @@ from typing import Any, Literal
 import msgspec
 
 from multiworld.errors import InvalidRequestError
+
+# Models write line breaks into strings as they are.
+DECODER = json.JSONDecoder(strict=False)
 
 MAX_TOOLS = 128  # of a request, as in OpenAI's API
 BEGIN, END = "<tool_call>", "</tool_call>"  # around a call, for Hermes and Qwen
@@ -261,7 +265,7 @@ class CallParser:
         calls, at = list[tuple[str, str]](), 0
         while begun := NEXT_CALL.match(text, at):
             try:
-                found, end = json.JSONDecoder().raw_decode(text, begun.end())
+                found, end = DECODER.raw_decode(text, begun.end())
                 listed = found if isinstance(found, list) else [found]
                 calls += [self._call(call) for call in listed]
             except (ValueError, RecursionError):
@@ -271,7 +275,7 @@ class CallParser:
 
     def _parsed(self, text: str) -> list[tuple[str, str]] | None:
         try:
-            found = json.loads(text)
+            found = json.loads(text, strict=False)
             calls = found if isinstance(found, list) else [found]
             return [self._call(call) for call in calls] or None
         except (ValueError, RecursionError):
@@ -282,7 +286,11 @@ class CallParser:
         names = [tool.function.name for tool in self.calling.tools]
         if not isinstance(call, dict) or call.get("name") not in names:
             raise ValueError("no call of a known tool")
-        given = call.get("arguments", call.get("parameters", {}))
+        given = call.get("arguments", call.get("parameters"))
+        if isinstance(given, str):  # JSON in a string, or text that is none
+            with contextlib.suppress(ValueError, RecursionError):
+                given = json.loads(given or "null", strict=False)
+        given = {} if given is None else given
         text = (
             given
             if isinstance(given, str)
@@ -324,7 +332,7 @@ class ListedCalls:
 def _ends_in_string(text: str) -> bool:
     """Return whether JSON is cut within a string."""
     try:
-        json.loads(text)
+        json.loads(text, strict=False)
     except json.JSONDecodeError as error:
         return error.msg.startswith("Unterminated string")
     except RecursionError:

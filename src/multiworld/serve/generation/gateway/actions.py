@@ -23,9 +23,19 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """The deadline of a stream has passed; it ends with the tokens that it has."""
+
+    error: ServeError  # for a request that has no token at all
+
+
+Item = TokenItem | Cut | ServeError
+
+
+@dataclass(frozen=True, slots=True)
 class Deliver:
     number: int  # of the stream
-    item: TokenItem | ServeError  # an error ends the stream
+    item: Item  # an error or a cut ends the stream
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,19 @@ class TimeLimits:
 
 NO_LIMITS = TimeLimits()
 
+# Time limits of streams without a deadline, where the spec names none: for a queue and
+# a stall, not for a long completion. A replica that starts may take longer.
+WAIT_S, ENGINE_S = 60.0, 600.0
+
+
+def for_no_deadline(limits: TimeLimits, wait_s: float) -> TimeLimits:
+    """Return the time limits of a stream that has no deadline."""
+    first_s, between_s = limits.first_token_s, limits.between_tokens_s
+    return TimeLimits(
+        wait_s if first_s is None else first_s,
+        wait_s if between_s is None else between_s,
+    )
+
 
 class Phase(StrEnum):
     WAITING = "waiting"  # no chain, and no replica has its KV

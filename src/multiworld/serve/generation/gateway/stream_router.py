@@ -159,7 +159,9 @@ class StreamRouter:
         is_late = self._is_late(stream)
         self.attainment.count(stream.model, error, is_late=is_late)
 
-    def _end(self, stream: Stream, error: errors.ServeError | None = None) -> None:
+    def _end(
+        self, stream: Stream, error: errors.ServeError | act.Cut | None = None
+    ) -> None:
         if stream.has_ended:
             return
         self._leave_chain(stream)
@@ -559,7 +561,9 @@ class StreamRouter:
                 continue
             late = stream.late(self._now, resumed_at)
             if late:
-                self._end(stream, self._too_late(stream, late))
+                error = self._too_late(stream, late)
+                is_cut = self._now > stream.deadline_at and not stream.via
+                self._end(stream, act.Cut(error) if is_cut else error)
             else:
                 self._timers.watch(stream, resumed_at)
         self.view.set_silent(silent)  # all, before any stream is placed again

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -25,7 +26,7 @@ from multiworld.serve.transport.edges import SILENT_S, Outbox
 from multiworld.serve.transport.frames import Entry
 from multiworld.serve.transport.generation_messages import Sampling, TokenItem
 from multiworld.serve.transport.protocol import MessageError
-from multiworld.serve.transport.routing_table import RoutingTable
+from multiworld.serve.transport.routing_table import Route, RoutingTable
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -68,7 +69,7 @@ class Streams:
         self.asked_at = self._clock()  # monotonic time of the latest stream
         # Called repeatedly with a model that may scale to zero, while a stream waits.
         self.on_missing: Callable[[str], None] = lambda model: None
-        self._clients: dict[int, asyncio.Queue[TokenItem | ServeError]] = {}
+        self._clients: dict[int, asyncio.Queue[actions.Item]] = {}
         self._number = 0
         self._edges: dict[str, Outbox] = {}
         self._has_streams = asyncio.Event()
@@ -92,8 +93,11 @@ class Streams:
         via: dict[int, str] | None = None,  # of a probe: replicas by stage
         version: str | None = None,  # None: the active one
         has_place: bool = False,  # it was reserved
-    ) -> AsyncIterator[AsyncIterator[TokenItem]]:
-        """Generate tokens; the stream ends with the block; replicas are notified."""
+    ) -> AsyncIterator[AsyncIterator[TokenItem | actions.Cut]]:
+        """Generate tokens; the stream ends with the block; replicas are notified.
+
+        At its deadline the stream ends with a ``Cut``.
+        """
         if via is None:
             if not has_place:
                 self.check_room(model, share)
@@ -109,7 +113,7 @@ class Streams:
             list(tokens),
             len(tokens),
             sampling,
-            now + (route.deadline_s if deadline_s is None else deadline_s),
+            now + (_deadline_of(route) if deadline_s is None else deadline_s),
             via or {},
             limits,
             now,
@@ -232,13 +236,17 @@ class Streams:
             raise refused  # closes the edge of its sender
 
 
+def _deadline_of(route: Route) -> float:
+    return route.deadline_s if route.has_deadline else math.inf
+
+
 async def _items(
-    arrived: asyncio.Queue[TokenItem | ServeError],
-) -> AsyncGenerator[TokenItem]:
+    arrived: asyncio.Queue[actions.Item],
+) -> AsyncGenerator[TokenItem | actions.Cut]:
     while True:
         item = await arrived.get()
         if isinstance(item, ServeError):
             raise item
         yield item
-        if item.finish:
+        if isinstance(item, actions.Cut) or item.finish:
             return

@@ -16,7 +16,12 @@ from typing import Any
 
 import pytest
 
-from multiworld.errors import OverloadedError, RequestPoisonedError, ServeError
+from multiworld.errors import (
+    DeadlineExceededError,
+    OverloadedError,
+    RequestPoisonedError,
+    ServeError,
+)
 from multiworld.serve.gateway import request_body
 from multiworld.serve.gateway.http_responses import event_of
 from multiworld.serve.generation.api import (
@@ -25,6 +30,7 @@ from multiworld.serve.generation.api import (
     openai_routes,
 )
 from multiworld.serve.generation.api.choices import Choice, generate
+from multiworld.serve.generation.gateway.actions import Cut
 from multiworld.serve.generation.gateway.streams import Places, Streams
 from multiworld.serve.generation.grammar import after_reasoning, grammar_of_schema
 from multiworld.serve.generation.growing_text import GrowingText
@@ -68,6 +74,7 @@ class PlayedStreams(Streams):
         super().__init__("gateway/1")
         self.text: list[int] = []
         self.error: ServeError | None = None
+        self.late: ServeError | None = None  # the deadline passes after the text
         self.finish: Any = "length"
         self.wait_s = self.first_s = 0.0
         self.has_room = True
@@ -103,7 +110,8 @@ class PlayedStreams(Streams):
         await asyncio.sleep(0.0 if sampling.choice else self.first_s)
         for index, token in enumerate(self.text):
             await asyncio.sleep(self.wait_s)
-            is_last = index + 1 == len(self.text) and self.error is None
+            is_open = self.error is not None or self.late is not None
+            is_last = index + 1 == len(self.text) and not is_open
             logprob = None if sampling.logprobs is None else -0.5 * index
             top = ((token, -0.5 * index), (5, float("-inf")))[: sampling.logprobs or 0]
             finish: Any = self.finish if is_last else ""
@@ -114,6 +122,8 @@ class PlayedStreams(Streams):
             yield TokenItem(key, index, token, finish, logprob, top, scores)
         if self.error is not None:
             raise self.error
+        if self.late is not None:
+            yield Cut(self.late)  # type: ignore[misc]  # as the real one does
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +190,82 @@ class Played:
         return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+async def test_answer_whose_deadline_passes_has_what_was_generated(
+    tokenizer: Tokenizer, path: str
+) -> None:
+    """Whole and streamed, with its usage; nothing is thrown away."""
+    played = Played(tokenizer)
+    played.streams.text = tokenizer.encode("so far", has_special=False)
+    played.streams.late = DeadlineExceededError("deadline passed after 6 tokens")
+    prompt = {"messages": PROMPT} if path == CHAT else {"prompt": "hi"}
+    status, answer = await played.post(path, {**prompt, "n": 2})
+    assert status == 200
+    for choice in answer["choices"]:
+        text = choice["message"]["content"] if path == CHAT else choice["text"]
+        assert (text, choice["finish_reason"]) == ("so far", "length")
+    assert answer["usage"]["completion_tokens"] == 12
+    options = {"stream_options": {"include_usage": True}}
+    *chunks, last = await played.chunks(path, {**prompt, **options})
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
+    texts = [c["delta"].get("content") if path == CHAT else c["text"] for c in choices]
+    assert "".join(filter(None, texts)) == "so far"
+    assert last["usage"]["completion_tokens"] == 6
+
+
+async def test_answer_without_a_token_at_its_deadline_is_an_error(
+    tokenizer: Tokenizer,
+) -> None:
+    """There is nothing to return."""
+    played = Played(tokenizer)
+    played.streams.late = DeadlineExceededError("deadline passed after 0 tokens")
+    status, answer = await played.post(CHAT, {"messages": PROMPT})
+    assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_unknown_fields_are_ignored_and_named(
+    tokenizer: Tokenizer, is_streamed: bool
+) -> None:
+    """In the log, and in a header; ``strict`` refuses them."""
+    played = Played(tokenizer)
+    played.streams.text = [7]
+    tool = {"type": "function", "function": {"name": "f"}, "cache_control": {"a": 1}}
+    body = {"messages": PROMPT, "trace": {"id": 5}, "tools": [tool], "model": "g"}
+    async with played.fake.client("") as client:
+        sent = {**body, "stream": is_streamed}
+        answer = await client.post(CHAT, json=sent)
+        assert answer.status_code == 200, answer.text
+        ignored = answer.headers["x-ignored-fields"].split(", ")
+        assert sorted(ignored) == ["tools[0].cache_control", "trace"]
+        played.fake.gateway.is_strict = True
+        assert (await client.post(CHAT, json=sent)).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"max_token": 5}, "did you mean 'max_tokens'"),
+        ({"temprature": 0}, "did you mean 'temperature'"),
+        ({"guided_json": {}}, "would change the answer"),
+        ({"num_predict": 5}, "would change the answer"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "schema"),
+        ({"x\r\ny": 1}, "unknown field"),
+        ({f"field{n}": n for n in range(20)}, "unknown field"),
+    ],
+)
+async def test_fields_that_would_change_the_answer_are_refused(
+    tokenizer: Tokenizer, more: dict[str, Any], words: str
+) -> None:
+    """By name, and known ones that are misspelt."""
+    played = Played(tokenizer)
+    played.streams.text = [7]
+    status, answer = await played.post(CHAT, {"messages": PROMPT, **more})
+    assert status == 400
+    assert words in answer["error"]["message"]
+
+
 async def test_tenant_with_replicas_of_its_own_has_their_tokenizer_and_limits(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -239,9 +325,9 @@ async def test_large_body_is_parsed_in_a_thread(
     threads: list[int] = []
     parse = getattr(openai_routes, parses)
 
-    def watched(*given: Any) -> Any:
+    def watched(*given: Any, **options: Any) -> Any:
         threads.append(threading.get_ident())
-        return parse(*given)
+        return parse(*given, **options)
 
     monkeypatch.setattr(openai_routes, parses, watched)
     played = Played(tokenizer)

@@ -245,3 +245,19 @@ def test_tools_that_do_not_fit_are_refused(
     """By name."""
     with pytest.raises(InvalidRequestError, match=text):
         calling_of(tools, choice)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ("null", {}),
+        ('""', {}),
+        ('{"a": "line\nline"}', {"a": "line\nline"}),
+        ('"{\\"a\\": 1}"', {"a": 1}),
+        ('"null"', {}),
+    ],
+)
+def test_arguments_are_read_as_models_write_them(arguments: str, wanted: Any) -> None:
+    """Null is no arguments; line breaks in strings need no escape."""
+    text = f'<tool_call>{{"name": "now", "arguments": {arguments}}}</tool_call>'
+    assert parsed(FREE, "hermes", [text]) == ("", [("now", wanted)])
