@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import ssl
 import sys
 from dataclasses import asdict, replace
@@ -45,7 +46,7 @@ def target_of(
     lines = [text]
     if texts is not None:
         try:
-            text = texts.read_text()
+            text = texts.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise click.ClickException(f"cannot read {texts}: {error}") from error
         lines = [line for line in text.splitlines() if line.strip()]
@@ -292,6 +293,9 @@ def load(
     latency counts from then. Ctrl-C ends the run and prints a summary of the answers so
     far. The exit status is 1 if a request failed.
     """
+    url = re.sub(r"/v[12]/?$", "", url)  # as clients of these APIs have it
+    if not url.startswith(("http://", "https://")):
+        raise click.UsageError(f"{url} is no address; give http://HOST:PORT")
     target = target_of(url, model, texts, body, "The quick brown fox.")
     target = _secured(target, ca, key)
     if body is None and asyncio.run(_generates(target, url, model)):

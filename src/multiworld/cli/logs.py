@@ -24,6 +24,17 @@ def _end_of(path: Path, lines: int) -> list[str]:
         return []
 
 
+def _numbered(service: Service, name: str) -> str:
+    """Return the name of a stage with its number, which the names of logs have."""
+    model, slash, stage = name.partition("/")
+    record = service.folder.load() if slash else None
+    for spec in (record.specs if record else {}).get(model, {}).values():
+        names = [one.name for one in spec.stages]
+        if stage in names:
+            return f"{model}/{names.index(stage)}"
+    return name
+
+
 @click.command()
 @click.argument("name", required=False)
 @click.option(
@@ -38,17 +49,24 @@ def logs(service: Service, name: str | None, lines: int, as_json: bool) -> None:
     """Print the end of the logs of NAME, or of all processes.
 
     NAME is a process, as status shows it, or the part of that name before a slash: a
-    model (shop) or a stage (shop/1).
+    model (shop) or a stage (shop/1, or by its name, shop/middle).
     """
     paths = sorted(service.folder.logs.glob("*.log"))
     if name is not None:
+        name = _numbered(service, name)
         # MODEL-STAGE-NUMBER, gateway-NUMBER or launcher-ID; another model may be named
         # like this one and a number.
         count = 1 if name in ("gateway", "launcher") else 2 - name.count("/")
         stem = re.escape(name.replace("/", "-")) + f"((-[0-9a-f]+){{{count}}})?"
+        every = paths
         paths = [path for path in paths if re.fullmatch(stem, path.stem)]
         if not paths:
-            raise click.ClickException(f"no log of {name!r} in {service.folder.logs}")
+            stems = sorted(re.sub(r"-(\d+)$", "", log.stem) for log in every)
+            known = ", ".join(dict.fromkeys(stems)) or "none"
+            raise click.ClickException(
+                f"no log of {name!r} in {service.folder.logs}; there are those of "
+                f"{known} (MODEL-STAGE)"
+            )
     ends = {path: _end_of(path, lines) for path in paths}
     if as_json:
         found = [{"path": str(path), "lines": end} for path, end in ends.items()]

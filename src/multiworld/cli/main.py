@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import errno
 import importlib
+import io
 import logging
 import os
 import sys
@@ -83,6 +84,12 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except MultiWorldError as error:
             raise click.ClickException(str(error)) from error
+        except RuntimeError as error:
+            if "home directory" not in str(error):  # of ``Path.expanduser``
+                raise
+            raise click.ClickException(
+                f"{error} of this user, for a path with ~; give whole paths"
+            ) from error
         except OSError as error:
             if error.errno not in FULL or _can_print():
                 raise
@@ -153,6 +160,9 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line; entry point of the console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # of what its encoding lacks
+            stream.reconfigure(errors="backslashreplace")
     cli()
 
 

@@ -23,7 +23,7 @@ from multiworld.serve.control.client import Service
 PICTURES = ".png", ".svg", ".pdf"  # files that can be drawn
 WORD_WIDTH = 14  # of the longest word that is not folded, except in columns of names
 
-SPEC = click.argument("spec", type=click.Path(dir_okay=False, path_type=Path))
+SPEC = click.argument("spec", type=click.Path(path_type=Path))
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 CONTEXT = click.option(
     "--context",

@@ -106,7 +106,7 @@ def read_nodes(path: Path) -> list[Node]:
     """Return the machines in a file that ``multiworld nodes --json`` has printed."""
     # Free resources are ignored, because a plan is for empty machines.
     try:
-        given = json.loads(path.read_text())
+        given = json.loads(path.read_text(encoding="utf-8"))
         found = TypeAdapter(list[Node]).validate_python(given)
         for node, entries in zip(found, given, strict=True):
             _check_node(node, entries)

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from multiworld.cli.options import JSON, SPEC, STATE
+from multiworld.cli.process_one import leave_process_one
 from multiworld.serve.fleet.record import StateFolder, state_root
 from multiworld.serve.spec.loader import load_spec
 
@@ -39,6 +40,7 @@ def serve(spec: Path, state: Path | None, verbose: bool, as_json: bool) -> None:
     If the controller of a running service was lost, this adopts its processes, which
     have kept answering requests.
     """
+    leave_process_one()
     console = Console(stderr=as_json)
     if verbose:
         logging.getLogger("multiworld.serve").setLevel(logging.INFO)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -46,7 +47,7 @@ from multiworld.serve.simulation.replay import simulate as replay
 from multiworld.serve.simulation.score import Score, judge
 from multiworld.serve.spec.loader import load_spec
 from multiworld.serve.spec.profiles import ModelProfile, load_profile
-from multiworld.serve.spec.schema import AppSpec, ModelSpec
+from multiworld.serve.spec.schema import NAME, AppSpec, ModelSpec
 
 MAX_REPLICAS = 4096  # per stage; the limit that a spec has, too
 
@@ -160,6 +161,9 @@ def _assigned(text: str, app: AppSpec) -> tuple[str, str]:
     name, equals, rest = text.partition("=")
     if equals and name in app.models:
         return name, rest
+    if equals and re.fullmatch(NAME, name) and not Path(text).exists():
+        known = ", ".join(app.models)
+        raise click.UsageError(f"no model {name!r} in {text!r}; there are: {known}")
     return _first(app), text
 
 
@@ -384,7 +388,13 @@ def simulate(**given: Any) -> None:
             _model(options, app, model, name, arrivals[model]) for model in app.models
         ]
         outcomes[name] = _simulated(options, app, name, models, arrivals)
-    scores = [judge(n, o) for n, found in outcomes.items() for o in found]
+    # A model without requests takes room, but has no score.
+    scores = [
+        judge(policy, one)
+        for policy, found in outcomes.items()
+        for one in found
+        if arrivals[one.model]
+    ]
     if options.as_json:
         whole = finite(_whole(scores, outcomes))
         click.echo(json.dumps(whole, indent=2, default=str))

@@ -108,10 +108,21 @@ def process_state(pid: int) -> int:
     except OSError:
         return RUNNING
     if fields is None:
-        return GONE if os.path.isdir("/proc/self") else RUNNING
+        return RUNNING if _exists(pid) else GONE
     if fields[0] in (b"T", b"t"):
         return STOPPED
     return GONE if fields[0] in (b"X", b"x") else RUNNING
+
+
+def _exists(pid: int) -> bool:
+    """Return whether a process exists, though ``/proc`` may hide it."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is another user's
+        pass
+    return True
 
 
 def thread_doing(pid: int, tid: int) -> int:

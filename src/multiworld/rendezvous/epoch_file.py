@@ -33,15 +33,25 @@ class EpochFile:
         except BaseException:
             self._lock.close()
             raise
+        try:
+            self._rewrite(path)
+        except OSError:
+            if not path.exists():
+                self._lock.close()
+                raise
+            # Of a full disk: what is there is longer than it need be.
+        self._file = path.open("a", encoding="utf-8")
+
+    def _rewrite(self, path: Path) -> None:
+        """Replace the file by one with a line for each name."""
         fresh = path.with_name(path.name + ".new")
-        with fresh.open("w") as file:
+        with fresh.open("w", encoding="utf-8") as file:
             file.write(json.dumps({"format": FORMAT}) + "\n")
             for world, epoch in self._epochs.items():
                 _write(file, world, epoch)
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(path)
-        self._file = path.open("a")
 
     def epochs(self) -> dict[str, int]:
         return dict(self._epochs)
@@ -64,7 +74,7 @@ def _write(file: IO[str], world: str, epoch: int) -> None:
 
 def _read(path: Path) -> dict[str, int]:
     epochs: dict[str, int] = {}
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
     for number, line in enumerate(lines, start=1):
         try:

@@ -107,7 +107,7 @@ class Controller:
         self.fleet = Reconciler(
             ready_s=app.ready_s,
             drain_s=app.drain_s,
-            first=1 if last is None else last.next_number,
+            first=max(folder.next_number(), 1 if last is None else last.next_number),
             number=0 if last is None else last.number,
             active=None if old is None else old.active,
             starts_at_once=starts_at_once(launcher.nodes()),
@@ -139,7 +139,10 @@ class Controller:
         self.scaler = Autoscaler(self.fleet, self.history, self.journal, self)
         registry = TenantDatabase(folder.path / REGISTRY)
         if old is None:
-            registry.forget_meters()
+            try:
+                registry.forget_meters()
+            except ServeError as error:  # of a full disk; numbers of meters are random
+                logger.warning("%s", error)
         self.tenanting = TenantManager(
             registry, self.history, self._joined_gateways, self._links.send
         )

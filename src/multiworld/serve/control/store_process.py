@@ -63,7 +63,8 @@ async def start_store(
     began = began_at(process.pid) or 0
     try:
         # Until it is recorded: it would keep the port and the state from its successor.
-        started.write_text(json.dumps([process.pid, began]))
+        with contextlib.suppress(OSError):  # of a full disk: it runs all the same
+            started.write_text(json.dumps([process.pid, began]))
         async with asyncio.timeout(START_S):
             line = await process.stdout.readline()
     except TimeoutError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -21,6 +22,7 @@ from multiworld.errors import ConfigError, ServeError
 from multiworld.net.rare_log import RareLog
 from multiworld.net.security import Security
 from multiworld.serve.fleet.desired_state import Sizes
+from multiworld.serve.models.caches import home_folder
 from multiworld.serve.spec.schema import AppSpec, ModelSpec
 
 FORMAT = 1  # of ``record.json``; releases before formats wrote none, and count as 1
@@ -95,6 +97,9 @@ def sizes_before(old: Record, app: AppSpec) -> dict[str, Sizes]:
 _WHOLE_FILE = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
+NUMBERED = re.compile(r"(\d+)$")  # the number at the end of a process's name
+
+
 class AlreadyServedError(ServeError):
     """The service already has a controller."""
 
@@ -104,14 +109,16 @@ def state_root() -> Path:
     given = os.environ.get("MULTIWORLD_STATE")
     if given:
         return Path(given).expanduser()
-    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(base).expanduser() / "multiworld"
+    base = os.environ.get("XDG_STATE_HOME")
+    folder = Path(base).expanduser() if base else home_folder(".local/state")
+    return folder / "multiworld"
 
 
 def _unusable(path: Path, error: OSError) -> ServeError:
-    return ServeError(
-        f"cannot use {path}: {error.strerror}; move it away, or give another --state"
-    )
+    what = "move it away, or give another --state"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
+        what = "see to its disk, and start again; keep what is there"
+    return ServeError(f"cannot use {path}: {error.strerror}; {what}")
 
 
 def _flush(file: IO[str]) -> None:
@@ -233,7 +240,7 @@ class StateFolder:
 
     def load(self) -> Record | None:
         try:
-            data: Any = json.loads(self._record.read_text())
+            data: Any = json.loads(self._record.read_text(encoding="utf-8"))
             found = data.get("format", FORMAT) if isinstance(data, dict) else FORMAT
             if found != FORMAT:
                 raise ServeError(
@@ -253,10 +260,18 @@ class StateFolder:
 
     def save(self, record: Record) -> None:
         fresh = self._record.with_suffix(".new")
-        with fresh.open("w") as file:
+        with fresh.open("w", encoding="utf-8") as file:
             file.write(record.model_dump_json(indent=1))
             _flush(file)
         fresh.replace(self._record)
+
+    def next_number(self) -> int:
+        """Return a number above those of all processes that have a log here.
+
+        The record may lack the latest ones, if the disk was full.
+        """
+        numbers = (NUMBERED.search(log.stem) for log in self.logs.glob("*.log"))
+        return 1 + max((int(found[1]) for found in numbers if found), default=0)
 
     def forget(self) -> None:
         """Remove record and socket once no process of the service is left."""

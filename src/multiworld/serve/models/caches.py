@@ -1,12 +1,48 @@
-"""Cache of artifacts that are made once per machine."""
+"""Folders of this user: the cache of artifacts that are made once per machine."""
 
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
 from pathlib import Path
+
+from multiworld.errors import ServeError
 
 
 def cache_folder() -> Path:
     """Return ``MULTIWORLD_CACHE``, or a folder in the home directory."""
     given = os.environ.get("MULTIWORLD_CACHE")
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "multiworld"
+    if given:
+        return Path(given).expanduser()
+    return home_folder(".cache") / "multiworld"
+
+
+def home_folder(name: str) -> Path:
+    """Return a folder in the home directory, or else in the temporary directory.
+
+    A container may run as a user without an entry in the password database, or with a
+    home directory that cannot be written to.
+
+    Raises:
+        ServeError: The folder in the temporary directory belongs to someone else.
+    """
+    try:
+        found = Path.home() / name
+    except RuntimeError:
+        return _in_temporary_folder(name)
+    is_usable = found.exists() or os.access(Path.home(), os.W_OK | os.X_OK)
+    return found if is_usable else _in_temporary_folder(name)
+
+
+def _in_temporary_folder(name: str) -> Path:
+    folder = Path(tempfile.gettempdir()) / f"multiworld-home-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    is_own = found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode)
+    if not is_own or found.st_mode & 0o077:
+        raise ServeError(
+            f"{folder} is not a private folder of this user, who has no home "
+            "directory; set MULTIWORLD_STATE and MULTIWORLD_CACHE"
+        )
+    return folder / name

@@ -190,7 +190,7 @@ def example(vocabulary: int, longest: int) -> Tensors:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SpecError(
             f"cannot read {path}: {error}; give the folder of a Hugging Face model"

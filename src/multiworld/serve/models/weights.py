@@ -57,7 +57,8 @@ def files_of(path: Path) -> list[Path]:
     index = path / INDEX
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            content = json.loads(index.read_text(encoding="utf-8"))
+            names = sorted(set(content["weight_map"].values()))
             beside = [name for name in names if Path(name).name == name]
         except (OSError, *DAMAGED) as error:
             raise SpecError(

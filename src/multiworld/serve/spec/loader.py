@@ -38,11 +38,27 @@ def load_spec(path: Path) -> AppSpec:
     return parse_spec(read_text(path), str(path))
 
 
+def _of_folder(path: Path) -> SpecError:
+    """Return the error for a folder in place of a spec: what to give instead."""
+    specs = sorted([*path.glob("*.yaml"), *path.glob("*.yml")])
+    if len(specs) == 1:
+        return SpecError(f"{path} is a folder; give its spec, {specs[0]}")
+    if (path / "config.json").exists():
+        return SpecError(
+            f"{path} is the folder of a model, and a spec is needed. Save this as "
+            f"app.yaml, and give that:\n\nmodels:\n  {path.resolve().name}:\n"
+            f"    path: {path.resolve()}\n    generation: {{}}\n    stages: [{{}}]"
+        )
+    return SpecError(f"{path} is a folder; give a spec, which is a YAML file")
+
+
 def read_text(path: Path) -> str:
+    if path.is_dir():
+        raise _of_folder(path)
     try:
         if path.stat().st_size > MAX_BYTES:
             raise SpecError(f"{path} is longer than {MAX_BYTES} bytes; split the spec")
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SpecError(f"cannot read {path}: {reason}") from error

@@ -67,7 +67,9 @@ class ModelProfile(BaseModel):
 def load_profile(path: Path) -> ModelProfile:
     """Read a file that ``multiworld profile`` wrote."""
     try:
-        found = ModelProfile.model_validate(json.loads(path.read_text()))
+        found = ModelProfile.model_validate(
+            json.loads(path.read_text(encoding="utf-8"))
+        )
         if not all(stage.seconds for stage in found.stages):
             raise ValueError("a stage was not measured")
         return found

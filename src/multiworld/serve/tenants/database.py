@@ -64,14 +64,16 @@ class TenantDatabase:
             path.chmod(0o600)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA busy_timeout = 5000")
-            self._check_format()
-            self._db.executescript(SCHEMA)
-            self._add_totals()
-            self._db.execute(f"PRAGMA user_version = {FORMAT}")
+            if self._check_format() < FORMAT:  # a full disk must not stop a start
+                self._db.executescript(SCHEMA)
+                self._add_totals()
+                self._db.execute(f"PRAGMA user_version = {FORMAT}")
         except sqlite3.Error as error:
             raise _unusable(path, error) from error
 
-    def _check_format(self) -> None:
+    def _check_format(self) -> int:
+        """Return the format of the file; raise ServeError if it is not known."""
+        found: int
         (found,) = self._db.execute("PRAGMA user_version").fetchone()
         if found > FORMAT:
             self._db.close()
@@ -79,6 +81,7 @@ class TenantDatabase:
                 f"{self._path} has format {found}, and this release reads up to "
                 f"{FORMAT}; use the release that wrote it"
             )
+        return found
 
     def _add_totals(self) -> None:
         """Add the totals that an earlier format lacks."""
@@ -225,10 +228,22 @@ class TenantDatabase:
         ]
 
 
+# Errors of the disk, not of the file.
+OF_DISK = {
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_CANTOPEN,
+}
+
+
 def _unusable(path: Path, error: sqlite3.Error) -> ServeError:
+    what = "repair it, or move it away to start with an empty one"
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF in OF_DISK:
+        what = "see to its disk (is there room?), and start again; keep this file"
     return ServeError(
         f"{path} cannot be used ({error}); it holds tenants, usage and the audit log: "
-        "repair it, or move it away to start with an empty one"
+        f"{what}"
     )
 
 

@@ -1,0 +1,42 @@
+"""``multiworld`` as the first process of a container: reaping what others leave."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from types import FrameType
+
+FORWARDED = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+
+
+def leave_process_one() -> None:
+    """Continue in a child if this is process 1, which then only reaps and forwards.
+
+    Whatever loses its parent becomes a child of process 1, which must wait for it, or
+    it remains as a zombie. Call it before there are threads.
+    """
+    if os.getpid() != 1:
+        return
+    child = os.fork()
+    if child == 0:
+        return
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    for number in FORWARDED:
+        signal.signal(number, forward)
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
