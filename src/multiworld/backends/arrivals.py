@@ -15,7 +15,9 @@ from multiworld.backends.base import Handler
 from multiworld.backends.dtypes import DTYPES, memory_of
 from multiworld.backends.tensor_pool import RECYCLED_BYTES, recycler
 
-MESSAGE_BYTES = 512  # approximate bytes that a message costs beside its payload
+# Approximate bytes that a message costs beside its payload, with a tag of its own; and
+# each dimension of its shape.
+MESSAGE_BYTES, DIMENSION_BYTES = 1664, 28
 
 
 class Description(NamedTuple):

@@ -25,7 +25,12 @@ from multiworld.backends.lane_collectives import (
     flat_copy,
 )
 from multiworld.backends.offload import offload, size_of
-from multiworld.backends.reduction import combiner, finish_average
+from multiworld.backends.reduction import (
+    begin_average,
+    combiner,
+    finish_average,
+    op_name,
+)
 
 LONG_BYTES = 128 * 1024  # from this size on, bandwidth bounds an all-reduce
 
@@ -254,6 +259,7 @@ def ALL_REDUCE(lanes: LaneCollectives, call: Call) -> Steps:
     async def steps(operation: Operation) -> None:
         buffer = await Buffer.of(tensor)
         flat = buffer.flat
+        await offload(size_of(flat), begin_average, op, flat, lanes.size)
         if size_of(flat) >= LONG_BYTES and flat.numel() >= lanes.size:
             await lanes.long_all_reduce(operation, flat, combine, op)
         else:
@@ -275,6 +281,7 @@ def REDUCE(lanes: LaneCollectives, call: Call) -> Steps:
         total = buffer.flat
         if not is_root:
             total = await offload(size_of(total), total.clone)
+        await offload(size_of(total), begin_average, op, total, lanes.size)
         await lanes.binomial_up(operation, total, call.root, combine)
         if is_root:
             await offload(size_of(total), finish_average, op, total, lanes.size)
@@ -352,6 +359,11 @@ def REDUCE_SCATTER(lanes: LaneCollectives, call: Call) -> Steps:
         # ``out`` may be one of them: it is written when all have been sent.
         mine = await offload(size_of(out), flat_copy, given[lanes.rank])
         parts[lanes.rank] = mine
+        if op_name(op) == "AVG":  # the others' parts are the caller's
+            for rank in lanes.others():
+                parts[rank] = await offload(size_of(out), torch.clone, parts[rank])
+            for part in parts:
+                await offload(size_of(part), begin_average, op, part, lanes.size)
         await lanes.reduce_mine(operation, parts, combine)
         await offload(size_of(mine), finish_average, op, mine, lanes.size)
         await copy_into(out, mine)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Container
 from torch import Tensor
 
 from multiworld.backends.arrivals import (
+    DIMENSION_BYTES,
     MESSAGE_BYTES,
     Arrival,
     Description,
@@ -449,4 +450,5 @@ def _pass(tensor: Tensor, handler: Handler) -> None:
 
 
 def _weight(description: Description) -> int:
-    return description.size + MESSAGE_BYTES
+    shape_bytes = DIMENSION_BYTES * len(description.shape)
+    return description.size + MESSAGE_BYTES + shape_bytes

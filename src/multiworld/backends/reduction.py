@@ -65,8 +65,29 @@ def _checked(name: str, dtype: torch.dtype) -> Combine:
     return reduced
 
 
+def begin_average(op: ReduceOp, own: Tensor, size: int) -> None:
+    """Scale a member's part of an average in place, so that the sum cannot overflow.
+
+    By a power of two, which is exact: ``finish_average`` divides by the rest.
+    """
+    if op_name(op) == "AVG" and is_scaled(own.dtype):
+        with dtypes.written(own):
+            own.div_(_power_above(size))
+
+
 def finish_average(op: ReduceOp, total: Tensor, size: int) -> None:
     """Divide a sum over all members in place by the world size if ``op`` is AVG."""
     if op_name(op) == "AVG":
+        power = _power_above(size) if is_scaled(total.dtype) else 1
         with dtypes.written(total):
-            total.div_(size)
+            total.div_(size / power if power > 1 else size)
+
+
+def is_scaled(dtype: torch.dtype) -> bool:
+    """Return whether averages of a dtype are scaled before they are summed."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _power_above(size: int) -> int:
+    """Return the smallest power of two that is not below ``size``."""
+    return 1 << (size - 1).bit_length()

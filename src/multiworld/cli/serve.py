@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from multiworld.cli.options import JSON, SPEC, STATE
-from multiworld.cli.process_one import leave_process_one
+from multiworld.serve.control.process_one import leave_process_one
 from multiworld.serve.fleet.record import StateFolder, state_root
 from multiworld.serve.spec.loader import load_spec
 

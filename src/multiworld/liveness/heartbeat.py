@@ -28,6 +28,8 @@ logger = logging.getLogger("multiworld.watchdog")
 MISSED_S = 0.8
 START_S = 5.0  # the same for one that has not reported yet: it may be slow to start
 
+REAP_S = 0.1  # for a killed helper to end
+
 Mode = Literal["process", "thread"]
 
 OnReport = Callable[[int, "HeartbeatReport"], None]
@@ -42,6 +44,15 @@ class HeartbeatReport:
     lag_s: float
     heard_us_s: float | None  # None: never
     at: float
+
+
+@dataclass(slots=True)
+class _Helper:
+    """A helper process that takes over once it has reported."""
+
+    control: socket.socket
+    sign: mmap.mmap
+    process: subprocess.Popen[bytes]
 
 
 class Heartbeat:
@@ -64,6 +75,8 @@ class Heartbeat:
         self._added: set[int] = set()
         self._numbers = itertools.count(1)
         self._unsent: set[int] = set()
+        self._standby: _Helper | None = None
+        self._ending: list[subprocess.Popen[bytes]] = []  # killed, and not reaped yet
 
     @property
     def helper_pid(self) -> int | None:
@@ -148,15 +161,19 @@ class Heartbeat:
             self._send_sockets(number)
         self._reported.clear()
         give_sign(self._sign)
+        began = time.monotonic()
         try:
             async with asyncio.timeout(2 * self._heartbeat_s):
                 await self._reported.wait()
         except TimeoutError:
             # A late loop may have read the report in the iteration of the timeout.
             if not self._reported.is_set():
-                self._missed += 1
+                # A loop that was late itself may have starved with its helper.
+                took_s = time.monotonic() - began
+                self._missed += took_s <= 3 * self._heartbeat_s
                 return False
         self._missed = 0
+        self._drop_standby()
         return True
 
     def _forget_sign(self) -> None:
@@ -169,12 +186,72 @@ class Heartbeat:
         limit_s = MISSED_S if self._has_reported else START_S
         # Each miss is a wait of two intervals.
         is_stuck = self._missed >= max(2, round(limit_s / (2 * self._heartbeat_s)))
+        self._ending = [each for each in self._ending if each.poll() is None]
         if self._control is not None and code is None and not is_stuck:
+            return
+        if is_stuck and code is None and self._process is not None:
+            self._prepare_standby()
             return
         why = "is stuck" if is_stuck else f"exited with {code}"
         logger.warning("the heartbeat helper %s; starting another", why)
         self._missed = 0
         self._restart()
+
+    def _prepare_standby(self) -> None:
+        """Start a process beside a helper that does not report.
+
+        Whatever starved the helper may starve this start, too. So the helper goes on,
+        if it can, until the other has reported.
+        """
+        if self._standby is not None and self._standby.process.poll() is None:
+            return
+        self._drop_standby()
+        logger.warning("the heartbeat helper is stuck; starting another")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        try:
+            sign, process = self._spawn(theirs)
+        except BaseException:
+            ours.close()
+            theirs.close()
+            raise
+        self._standby = _Helper(ours, sign, process)
+        asyncio.get_running_loop().add_reader(ours.fileno(), self._take_over)
+
+    def _take_over(self) -> None:
+        """Let the other helper take the place of the one that does not report."""
+        assert self._standby is not None
+        standby = self._standby
+        try:
+            is_there = bool(standby.control.recv(heartbeat_helper.READ_BYTES))
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            is_there = False
+        if not is_there:
+            self._drop_standby()
+            return
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(standby.control.fileno())
+        self._standby = None
+        self._stop()
+        self._control, self._sign = standby.control, standby.sign
+        self._process, self._missed, self._has_reported = standby.process, 0, True
+        give_sign(self._sign)
+        loop.add_reader(self._control.fileno(), self._listen)
+        self._send_all()
+
+    def _drop_standby(self) -> None:
+        """End the other helper: it is not needed, or it has ended."""
+        standby, self._standby = self._standby, None
+        if standby is None:
+            return
+        with contextlib.suppress(RuntimeError):  # the loop no longer runs
+            asyncio.get_running_loop().remove_reader(standby.control.fileno())
+        standby.control.close()
+        standby.sign.close()
+        standby.process.kill()
+        self._ending.append(standby.process)
 
     def filenos(self) -> list[int]:
         found = [sock.fileno() for sock in self._datagrams.values()]
@@ -185,13 +262,20 @@ class Heartbeat:
         for sock in self._datagrams.values():
             sock.close()
         self._datagrams.clear()
+        self._drop_standby()
         self._stop()
+        for process in self._ending:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(REAP_S)
 
     def _restart(self) -> None:
+        self._drop_standby()
         self._stop()
-        self._added.clear()
-        self._unremoved.clear()
         self._start(self._mode)
+        self._send_all()
+
+    def _send_all(self) -> None:
+        """Send all sockets to a helper that has none yet."""
         for number in self._sockets:
             self._send_sockets(number)
 
@@ -220,27 +304,36 @@ class Heartbeat:
             )
             self._thread.start()
             return
+        self._sign, self._process = self._spawn(theirs)
+
+    def _spawn(
+        self, theirs: socket.socket
+    ) -> tuple[mmap.mmap, subprocess.Popen[bytes]]:
+        """Start a helper process at the other end of a socket, which it closes here."""
         # Its own session: Ctrl-C at the terminal must reach the program, not the
         # helper, which exits with the program anyway.
         command = [sys.executable, "-I", "-S", "-E", heartbeat_helper.__file__]
         thread = threading.get_native_id()
         memory = _shared_memory(heartbeat_helper.SIGN.size)
         try:
-            self._sign = mmap.mmap(memory, heartbeat_helper.SIGN.size)
-            give_sign(self._sign)
+            sign = mmap.mmap(memory, heartbeat_helper.SIGN.size)
+            give_sign(sign)
             with theirs:
                 numbers = theirs.fileno(), memory, os.getpid(), thread
-                self._process = subprocess.Popen(
+                process = subprocess.Popen(
                     [*command, *map(str, (*numbers, self._heartbeat_s))],
                     pass_fds=[theirs.fileno(), memory],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     start_new_session=True,
                 )
+            return sign, process
         finally:
             os.close(memory)
 
     def _stop(self) -> None:
+        self._added.clear()  # the next helper has none
+        self._unremoved.clear()
         if self._control is not None:
             with contextlib.suppress(RuntimeError):  # the loop no longer runs
                 asyncio.get_running_loop().remove_reader(self._control.fileno())
@@ -248,7 +341,10 @@ class Heartbeat:
             self._control = None
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            try:  # it cannot end at once if the machine is short of memory or disk
+                self._process.wait(REAP_S)
+            except subprocess.TimeoutExpired:
+                self._ending.append(self._process)
             self._process = None
         self._forget_sign()
         if self._thread is not None:

@@ -12,6 +12,7 @@ changes (a forked child of the owner may hold the control socket open).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import mmap
@@ -99,6 +100,35 @@ def _stat_of(path: str) -> list[bytes] | None:
             return stat.read().rpartition(b")")[2].split()
     except FileNotFoundError:
         return None
+
+
+class StopLook:
+    """Looks whether a process is stopped: at two looks in a row, with nothing done.
+
+    One that is stopped and continued in pulses, as by ``cpulimit``, may be met stopped
+    at every look, and works in between.
+    """
+
+    def __init__(self) -> None:
+        self._did: object = None  # until the last look, if the process was stopped then
+
+    def state(self, state: int, did: object) -> int:
+        """Return a state that was looked at; ``did`` grows when the process runs."""
+        before, self._did = self._did, did if state == STOPPED else None
+        return RUNNING if state == STOPPED and before != did else state
+
+
+def work_of(pid: int, tid: int) -> object:
+    """Return what changes whenever a thread runs, from ``/proc``."""
+    try:
+        # Nanoseconds on a processor, nanoseconds waiting for one, and turns.
+        with open(f"/proc/{pid}/task/{tid}/schedstat", "rb") as file:
+            return file.read()
+    except OSError:
+        fields = None
+        with contextlib.suppress(OSError):
+            fields = _stat_of(f"/proc/{pid}/stat")
+        return None if fields is None else fields[11:13]  # user and system time
 
 
 def process_state(pid: int) -> int:
@@ -237,6 +267,7 @@ class HeartbeatHelper:
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ, None)
         self._is_over = False
+        self._stops = StopLook()
 
     def run(self) -> None:
         """Send and read heartbeats, in one turn per interval, until the owner exits."""
@@ -264,6 +295,11 @@ class HeartbeatHelper:
             if state == GONE or os.getppid() != self._owner:
                 self._is_over = True
                 return
+            if state == STOPPED:
+                did = work_of(self._owner, self._thread), bytes(self._sign)
+                state = self._stops.state(state, did)
+            else:
+                self._stops.state(state, None)
             if lag_ms > 2 * self._heartbeat_s * 1000:
                 doing = thread_doing(self._owner, self._thread)
         sequence = int(now * 1000)

@@ -105,7 +105,10 @@ async def resolve_all(host: str, port: int) -> list[tuple[int, Any]]:
         version = ipaddress.ip_address(host).version
     except ValueError:
         loop = asyncio.get_running_loop()
-        info = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        try:
+            info = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except UnicodeError as error:  # of a name that cannot be one
+            raise OSError(f"{host[:80]!r} is no name of a host: {error}") from error
         return [(family, where) for family, _, _, _, where in info]
     return [((socket.AF_INET6 if version == 6 else socket.AF_INET), (host, port))]
 

@@ -48,6 +48,7 @@ from multiworld.rendezvous.store_messages import (
 )
 from multiworld.rendezvous.world_claims import (
     Current,
+    Forming,
     Holder,
     Question,
     WaitKey,
@@ -278,7 +279,7 @@ class Registry:
         claims = [world.forming[rank] for rank in sorted(world.forming)]
         for each in claims:
             self._deadlines.drop(wait_key(each))
-        world.forming = {}
+        world.forming = Forming()
         seen = max(claim.seen for claim in claims)
         return self._complete(world, claims, claim.fresh_nonce, seen)
 
@@ -322,7 +323,6 @@ class Registry:
         current = None if world is None else world.current
         if current is None or world is None:
             return []
-        waiting = {waiting.uid for waiting in world.forming.values()}
         if any(holder.uid == claim.uid for holder in current.holders.values()):
             return []  # not a newcomer, but a member in a ``grow``
         note = NewcomerWaits(
@@ -331,7 +331,7 @@ class Registry:
         return [
             Send(holder.session, note)
             for holder in current.holders.values()
-            if holder.uid not in waiting
+            if not world.forming.has(holder.uid)
         ]
 
     # Reforming, and recovery after a restart of the store.
@@ -410,7 +410,7 @@ class Registry:
         world = self._worlds.get(name)
         if world is None:
             return []
-        claims, world.forming = list(world.forming.values()), {}
+        claims, world.forming = list(world.forming.values()), Forming()
         actions: list[Action] = []
         for claim in claims:
             self._deadlines.drop(wait_key(claim))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from multiworld.rendezvous import store_messages as messages
@@ -30,10 +32,35 @@ class Current:
     members: int = 0  # those that have not withdrawn their claims
 
 
+class Forming(dict[int, Claimed]):
+    """Claims that wait for the others, by rank, and who waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._uids: Counter[str] = Counter()
+
+    def __setitem__(self, rank: int, claim: Claimed) -> None:
+        if rank in self:
+            del self[rank]
+        super().__setitem__(rank, claim)
+        self._uids[claim.uid] += 1
+
+    def __delitem__(self, rank: int) -> None:
+        uid = self[rank].uid
+        super().__delitem__(rank)
+        self._uids[uid] -= 1
+        if not self._uids[uid]:
+            del self._uids[uid]
+
+    def has(self, uid: str) -> bool:
+        """Return whether a member waits."""
+        return uid in self._uids
+
+
 @dataclass(slots=True)
 class WorldClaims:
     current: Current | None = None
-    forming: dict[int, Claimed] = field(default_factory=dict)
+    forming: Forming = field(default_factory=lambda: Forming())
     reforming: Reform | None = None
     asking: dict[int, int] = field(default_factory=dict)  # question by rank
     sessions: set[SessionKey] = field(default_factory=set)  # those with a rank here
@@ -92,10 +119,15 @@ def taken(claim: Claimed) -> Send:
     return reply(claim, messages.RankTaken())
 
 
-def mismatch(forming: dict[int, Claimed]) -> messages.TermsDiffer:
+NAMED = 8  # ranks in the text of a mismatch: each of them gets it
+
+
+def mismatch(forming: Mapping[int, Claimed]) -> messages.TermsDiffer:
     """Return the outcome of claims that do not agree."""
-    asked = "; ".join(
+    first = sorted(forming.items())[:NAMED]
+    asked = [
         f"rank {rank} asked for size {claim.size}, {claim.terms}"
-        for rank, claim in sorted(forming.items())
-    )
-    return messages.TermsDiffer(asked)
+        for rank, claim in first
+    ]
+    more = len(forming) - len(first)
+    return messages.TermsDiffer("; ".join([*asked, *[f"and {more} more"] * bool(more)]))

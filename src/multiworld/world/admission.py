@@ -151,7 +151,14 @@ class Admission:
         """Create this member's side of an incarnation that the store has admitted."""
         name = incarnation.world
         self._seen[name] = incarnation.epoch
-        (rank,) = (m.rank for m in incarnation.members if m.uid == self._uid)
+        own = [m.rank for m in incarnation.members if m.uid == self._uid]
+        if len(own) != 1:
+            raise errors.WorldBrokenError(
+                name,
+                "its members do not have distinct identities",
+                evidence=f"ranks {own} have that of this process",
+            )
+        (rank,) = own
         request = replace(request, rank=rank, size=incarnation.size)
         local = LocalMember(incarnation, request, session.address, self._services)
         self._local_members[name] = local

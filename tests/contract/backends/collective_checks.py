@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from tests.contract.backends.harness import (
 )
 
 SIZES = (1, 2, 3, 5)
+AVG = ReduceOp.AVG
 
 
 @check
@@ -117,6 +120,54 @@ async def all_reduces_other_dtypes(arena: Arena) -> None:
     assert total.tolist() == [True, True, False]
     strided = [torch.ones(4, 6).t() for _ in range(3)]
     assert torch.equal(await reduced(strided, ReduceOp.SUM), torch.full((6, 4), 3.0))
+
+
+@check
+async def averages_what_no_sum_can_hold(arena: Arena) -> None:
+    """Check that an average of large numbers is finite, by every collective."""
+    for size in (2, 3):
+        worlds = await arena.world(size)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            large = torch.tensor([torch.finfo(dtype).max * 0.6, 3.0]).to(dtype)
+            average = partial(torch.equal, large)
+            totals = [large.clone() for _ in worlds]
+            await every(worlds, lambda w, t=totals: w.all_reduce(t[w.rank], AVG))
+            assert all(total.isfinite().all() for total in totals), (dtype, totals)
+            assert size == 3 or all(map(average, totals)), (dtype, totals)
+            totals = [large.clone() for _ in worlds]
+            await every(worlds, lambda w, t=totals: w.reduce(t[w.rank], dst=0, op=AVG))
+            assert totals[0].isfinite().all(), dtype
+            outs = [torch.empty_like(large) for _ in worlds]
+            given = [[large.clone() for _ in worlds] for _ in worlds]
+            await every(
+                worlds,
+                lambda w, o=outs, g=given: w.reduce_scatter(o[w.rank], g[w.rank], AVG),
+            )
+            assert all(out.isfinite().all() for out in outs), dtype
+            assert all(map(average, given[0])), "the inputs are the caller's"
+
+
+@check
+async def lets_nan_win(arena: Arena) -> None:
+    """Check minima and maxima with NaN, infinities and zeros, as torch has them."""
+    worlds = await arena.world(2)
+    inf, nan = math.inf, math.nan
+    inputs = [
+        torch.tensor([nan, 1.0, -inf, -2.5, 0.0, inf, nan]),
+        torch.tensor([5.0, nan, 3.0, -1.5, -1.0, nan, nan]),
+    ]
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        typed = [one.to(dtype) for one in inputs]
+        for op, wanted in (
+            (ReduceOp.MAX, torch.maximum(*typed)),
+            (ReduceOp.MIN, torch.minimum(*typed)),
+        ):
+            totals = [one.clone() for one in typed]
+            await every(worlds, lambda w, t=totals, o=op: w.all_reduce(t[w.rank], o))
+            for total in totals:
+                assert torch.equal(total.isnan(), wanted.isnan()), (op, dtype, total)
+                both = total.nan_to_num(9.0), wanted.nan_to_num(9.0)
+                assert torch.equal(*both), (op, dtype, total)
 
 
 @check

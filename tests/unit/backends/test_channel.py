@@ -91,7 +91,7 @@ class Bench:
     """A channel with lanes to ranks 1 and 2."""
 
     def __init__(self) -> None:
-        self.channel = Channel([1, 2], 1000)
+        self.channel = Channel([1, 2], 10_000)
         self.lanes = {rank: Lane(rank, self.channel) for rank in (1, 2)}
         self.channel.lanes.update(self.lanes)
 

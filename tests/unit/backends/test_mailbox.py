@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld import MemberLeftError, TensorMismatchError
-from multiworld.backends.arrivals import MESSAGE_BYTES, Arrival, Description, Receive
+from multiworld.backends.arrivals import (
+    DIMENSION_BYTES,
+    MESSAGE_BYTES,
+    Arrival,
+    Description,
+    Receive,
+)
 from multiworld.backends.dtypes import UINT8
 from multiworld.backends.mailbox import Mailbox
 
@@ -175,7 +181,7 @@ async def test_message_that_does_not_fit_in_memory_leaves_its_receive_posted() -
 
 async def test_budget_stalls_until_a_receive_makes_room() -> None:
     """``begin`` returns None beyond the budget."""
-    bench = Bench(budget=2 * (4 + MESSAGE_BYTES))
+    bench = Bench(budget=2 * (4 + MESSAGE_BYTES + DIMENSION_BYTES))
     bench.send(1, 1)
     bench.send(1, 2)
     assert bench.mailbox.begin(1, describe()) is None
@@ -213,7 +219,7 @@ async def test_abort_fails_everything_now_and_later() -> None:
 
 async def test_handler_gets_held_tensors_and_then_those_that_arrive() -> None:
     """Those of its source and tag, in order; the budget counts none of them."""
-    bench = Bench(budget=2 * (4 + MESSAGE_BYTES))
+    bench = Bench(budget=2 * (4 + MESSAGE_BYTES + DIMENSION_BYTES))
     got: list[int] = []
     room: list[bool] = []
     bench.send(1, 1)

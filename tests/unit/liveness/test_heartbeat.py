@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -392,3 +393,31 @@ def test_end_that_could_not_be_reported_is_reported_later() -> None:
         assert next(entries)[:2] == (1, heartbeat_helper.ENDED)
     thread.join(HANG_S)
     assert not thread.is_alive()
+
+
+async def test_helper_that_starved_goes_on_while_another_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What starves it may starve the start of another, too."""
+    monkeypatch.setattr(heartbeat_module, "MISSED_S", 0.6)
+    slow = tmp_path / "python"
+    slow.write_text(f'#!/bin/sh\nsleep 600\nexec {sys.executable} "$@"\n')
+    slow.chmod(0o755)
+    async with no_leaks():
+        both = Both("process")
+        one, other = both.sides
+        await one.until_heard()
+        pid = one.beat.helper_pid
+        assert pid is not None
+        monkeypatch.setattr(sys, "executable", str(slow))
+        stop(pid)
+        while await one.beat.tick():
+            pass  # it may have reported right before
+        for _ in range(6):
+            await one.beat.tick()
+        assert one.beat.helper_pid == pid
+        os.kill(pid, signal.SIGCONT)
+        await one.until_heard()
+        await other.until_heard(3)
+        assert one.beat.helper_pid == pid
+        both.free()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
+import time
 
 import pytest
 from hypothesis import given
@@ -81,3 +84,25 @@ def test_replayed_heartbeat_does_not_count_again() -> None:
         theirs.sendall(recorded)
         target.read(9.0)
         assert target.heard_at == 1.0
+
+
+def test_process_is_stopped_if_it_did_nothing_between_two_looks() -> None:
+    """One that is continued in pulses may be met stopped at every look."""
+    looks = heartbeat_helper.StopLook()
+    stopped, running = heartbeat_helper.STOPPED, heartbeat_helper.RUNNING
+    assert looks.state(stopped, 1) == running  # it may just have been stopped
+    assert looks.state(stopped, 1) == stopped
+    assert looks.state(stopped, 1) == stopped
+    assert looks.state(stopped, 2) == running
+    assert looks.state(running, 2) == running
+    assert looks.state(stopped, 2) == running
+    assert looks.state(stopped, 2) == stopped
+
+
+def test_work_of_a_thread_is_seen() -> None:
+    """Also of one that only waits, as that takes turns."""
+    pid, tid = os.getpid(), threading.get_native_id()
+    before = heartbeat_helper.work_of(pid, tid)
+    time.sleep(0.001)  # one turn
+    assert heartbeat_helper.work_of(pid, tid) != before
+    assert heartbeat_helper.work_of(2**30, 1) is None

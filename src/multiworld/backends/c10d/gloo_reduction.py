@@ -33,6 +33,8 @@ _ON_BOOL = {
 _BITWISE = ("BAND", "BOR", "BXOR")
 _COMPLEX = (torch.complex64, torch.complex128)
 
+_HALF = (torch.float16, torch.bfloat16)
+
 # Dtypes that Gloo reduces itself.
 _NATIVE = (
     torch.float16,
@@ -44,6 +46,25 @@ _NATIVE = (
     torch.int32,
     torch.int64,
 )
+
+
+def _ordered(flat: Tensor, *, is_max: bool) -> Tensor:
+    """Return integers in the order of floats; NaN wins, which Gloo does not let it."""
+    wide = flat if flat.dtype is torch.float64 else flat.float()
+    integer = torch.int64 if wide.dtype is torch.float64 else torch.int32
+    limits = torch.iinfo(integer)
+    bits = wide.view(integer)
+    # The bits of negative floats grow with their size.
+    order = bits ^ ((bits >> (limits.bits - 1)) & limits.max)
+    order[wide.isnan()] = limits.max if is_max else limits.min
+    return order
+
+
+def _unordered(order: Tensor) -> Tensor:
+    """Return the floats of ``_ordered``; its limits become NaN."""
+    limits = torch.iinfo(order.dtype)
+    bits = order ^ ((order >> (limits.bits - 1)) & limits.max)
+    return bits.view(torch.float64 if order.dtype is torch.int64 else torch.float32)
 
 
 class Reduction:
@@ -63,6 +84,16 @@ class Reduction:
                 f"NCCL cannot reduce {like.dtype} by {self._name}; use "
                 "backend='direct', or convert the tensor"
             )
+        self._is_ordered = (
+            library == "gloo"
+            and self._name in ("MIN", "MAX")
+            and like.dtype.is_floating_point
+        )
+        if self._is_ordered:
+            return
+        if self._name == "AVG" and like.dtype in _HALF and library == "gloo":
+            self._wider = torch.float32  # the sum may be out of range
+            return
         if like.dtype in _NATIVE:
             return
         if like.dtype is torch.bool:
@@ -77,6 +108,8 @@ class Reduction:
 
     def prepare(self, flat: Tensor) -> list[Tensor]:
         """Return ``flat`` and the tensor that Gloo reduces in its place."""
+        if self._is_ordered:
+            return [flat, _ordered(flat, is_max=self._name == "MAX")]
         if self._wider is not None:
             return [flat, flat.to(self._wider)]
         return [flat, torch.view_as_real(flat) if self._is_complex else flat]
@@ -86,5 +119,7 @@ class Reduction:
         if self._name == "AVG":
             with written(work):
                 work.div_(self._size)
+        if self._is_ordered:
+            overwrite(flat, _unordered(work).to(flat.dtype))
         if self._wider is not None:
             overwrite(flat, work)

@@ -18,6 +18,7 @@ from multiworld.errors import (
     PlacementError,
     ServeError,
     SpecError,
+    StaleEpochError,
 )
 from multiworld.liveness.pause_detector import PauseDetector
 from multiworld.net.rare_log import RareLog
@@ -55,8 +56,10 @@ from multiworld.serve.models.factory import changed_since, identified, import_fa
 from multiworld.serve.models.identity import forget_copies, refusal
 from multiworld.serve.placement.manager import PlacementManager
 from multiworld.serve.placement.replica_bookings import Specs, asks_of
+from multiworld.serve.replica.hang_guard import HUNG_S
 from multiworld.serve.resources.amounts import Location, Need, needs_of
 from multiworld.serve.resources.assignment import assign
+from multiworld.serve.resources.usage import MemoryKills
 from multiworld.serve.scaling.autoscaler import Autoscaler
 from multiworld.serve.spec.schema import AppSpec
 from multiworld.serve.tenants.database import REGISTRY, TenantDatabase
@@ -74,6 +77,8 @@ RECORDED_S = 5.0  # for the disk, before an operation is confirmed
 LAST_USAGE_S = 3.0  # for a gateway to report its usage, after its last answer
 END_S = 10.0  # for workers to exit on shutdown
 OPERATIONS_SHOWN = 10  # by ``status``
+EXIT_S = 0.25  # for the launcher to tell how a process ended whose connection did
+ENDED = "its process ended"  # begin of the reason of such a loss
 
 # Phases before a replica has loaded its stage.
 STARTING = (ProcessPhase.LAUNCHING, ProcessPhase.JOINED)
@@ -113,7 +118,9 @@ class Controller:
             starts_at_once=starts_at_once(launcher.nodes()),
         )
         self._versions = Versions(None if old is None else old.specs)
-        self._links = ProcessLinks(manager, app.app, store.address, app.silence_s, self)
+        self._links = ProcessLinks(
+            manager, app.app, store.address, app.silence_s, self, self._stalled_s
+        )
         self.history = History()
         self.journal = DecisionLog(folder.path / "decisions.jsonl")
         policy = import_factory(app.placement) if app.placement else assign
@@ -152,6 +159,8 @@ class Controller:
             self.history,
         )
         self._launching: set[asyncio.Task[None]] = set()
+        self._killed: set[str] = set()  # by this controller; their exits are not known
+        self._memory_kills = MemoryKills()
         self._changed = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
         self._pauses = PauseDetector(TICK_S)
@@ -488,6 +497,7 @@ class Controller:
             case actions.Launch(name, model, version, stage):
                 self._spawn(self._launch(name, model, version, stage))
             case actions.Kill(name):
+                self._killed.add(name)
                 self.processes.forget(name)
                 self._links.close(name)
             case actions.Probe(name, gateway, limit_s):
@@ -565,8 +575,19 @@ class Controller:
             why = f"it could not be started: {error}"
             self.happened(events.ProcessGone(name, why))
 
+    def _stalled_s(self) -> float:
+        """Return the seconds for which a process may hold the GIL: twice a batch."""
+        stages = (s for model in self.app.models.values() for s in model.stages)
+        longest_s = max((stage.compute_s or 0.0 for stage in stages), default=0.0)
+        return 2 * max(HUNG_S, longest_s)
+
     def exited(self, name: str, code: int | None) -> None:
         why = self.processes.exited(name, code)
+        if code == -signal.SIGKILL and name in self._killed:
+            why = "the controller killed it"
+        elif code == -signal.SIGKILL and self._memory_kills.grew():
+            why += ", and the kernel killed a process for lack of memory meanwhile"
+        self._killed.discard(name)
         self._changed.set()
         process, cause = self.fleet.processes.get(name), why
         if code and code > 0 and (process is None or not self._is_new(process)):
@@ -583,7 +604,19 @@ class Controller:
     def lost(self, name: str, error: MemberLostError) -> None:
         # In a world of the controller and one process, every one is rank 1.
         reason = error.reason.removeprefix("rank 1 was lost: ")
-        self._gone(name, f"{reason}; {error.evidence}")
+        why = f"{reason}; {error.evidence}"
+        if reason.startswith(ENDED):
+            # How it ended is known in a moment, and says more; see ``exited``.
+            self._loop.call_later(EXIT_S, self._gone_unless_told, name, why)
+        else:
+            self._gone(name, why)
+
+    def _gone_unless_told(self, name: str, why: str) -> None:
+        if name in self.fleet.processes and not self._is_ending:
+            self._gone(name, why)
+
+    def unheard(self, name: str, error: StaleEpochError) -> None:
+        self._gone(name, f"it does not hear the controller: {error}")
 
     def _gone(self, name: str, why: str, cause: str = "") -> None:
         process = self.fleet.processes.get(name)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Protocol
 
 from multiworld.errors import (
     MemberLostError,
     MultiWorldError,
+    StaleEpochError,
     WorldBrokenError,
     WorldClosedError,
 )
@@ -42,6 +45,9 @@ class ProcessLinkOwner(Protocol):
     def lost(self, name: str, error: MemberLostError) -> None:
         """Handle the loss of a process."""
 
+    def unheard(self, name: str, error: StaleEpochError) -> None:
+        """Handle a process that lives, but does not hear this one."""
+
 
 class ProcessLinks:
     """The control worlds of a service; `silence_s` without a heartbeat means lost."""
@@ -53,12 +59,17 @@ class ProcessLinks:
         store: str,
         silence_s: float,
         owner: ProcessLinkOwner,
+        # Seconds without a sign from a process's event loop until it counts as lost:
+        # code that holds the GIL may hang, and then no thread of the process looks.
+        stalled_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self._manager, self._app, self._store = manager, app, store
-        self._owner = owner
+        self._owner, self._stalled_s = owner, stalled_s
         self._config = world_config(silence_s, JOIN_S)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._worlds: dict[str, World] = {}
+        # Of processes that do not hear this one, by name: until they are given up.
+        self._unheard: dict[str, asyncio.TimerHandle] = {}
         self._sending: set[asyncio.Task[None]] = set()
         self._asked: dict[int, asyncio.Future[messages.Report]] = {}
         self._numbers = itertools.count(1)
@@ -134,11 +145,14 @@ class ProcessLinks:
 
     async def _stay(self, name: str) -> None:
         world_name = control_world(self._app, name)
+        config = replace(self._config, stalled_limit_s=self._stalled_s())
         try:
             async for world in self._manager.keep(
-                world_name, rank=0, size=2, store=self._store, config=self._config
+                world_name, rank=0, size=2, store=self._store, config=config
             ):
                 self._worlds[name] = world
+                if (timer := self._unheard.pop(name, None)) is not None:
+                    timer.cancel()
                 for order in self._owner.greeting(name):
                     self.send(name, order)
                 self._owner.joined(name)
@@ -149,11 +163,20 @@ class ProcessLinks:
                     return
                 except (WorldBrokenError, WorldClosedError) as error:
                     logger.debug("%s: %s", name, error)
+                    if isinstance(error, StaleEpochError):
+                        # It has declared this process lost, and may never be back.
+                        self._unheard[name] = asyncio.get_running_loop().call_later(
+                            2 * self._config.silence_s, self._give_up, name, error
+                        )
                 finally:
                     self._worlds.pop(name, None)
         finally:
             if world_name in self._manager.worlds:
                 await asyncio.shield(self._manager.leave(world_name))
+
+    def _give_up(self, name: str, error: StaleEpochError) -> None:
+        if name in self._tasks:
+            self._owner.unheard(name, error)
 
     async def _read(self, name: str, world: World) -> None:
         while True:

@@ -22,7 +22,7 @@ from multiworld.serve.generation.compute.layer_code import DIGEST, can_run
 from multiworld.serve.generation.engines.engine_worker import EngineWorker
 from multiworld.serve.generation.engines.whole_model import maker_of, settings_of
 from multiworld.serve.generation.limits import limits_of, prefix_bytes_of
-from multiworld.serve.generation.replica.engine import HUNG_S, Engine
+from multiworld.serve.generation.replica.engine import Engine
 from multiworld.serve.generation.replica.generation_worker import GenerationWorker
 from multiworld.serve.generation.replica.recovery import ReplicaSettings
 from multiworld.serve.generation.scheduling.scheduler import Scheduler
@@ -36,6 +36,7 @@ from multiworld.serve.inference.replica.rank_group import (
 from multiworld.serve.inference.replica.worker import Worker, WorkerLimits
 from multiworld.serve.models.factory import build_model, folder_of, stage_name
 from multiworld.serve.models.identity import refusal
+from multiworld.serve.replica.hang_guard import HUNG_S
 from multiworld.serve.resources.amounts import Need, mib, needs_of
 from multiworld.serve.resources.usage import family_of, outgrows, usage_of
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec

@@ -82,3 +82,25 @@ def _cpu_s(pid: int) -> float:
         return 0.0
     fields = text.rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+class MemoryKills:
+    """Counts the processes that the kernel has killed for lack of memory, anywhere on
+    this host: a limit may be that of a container."""
+
+    def __init__(self) -> None:
+        self._known = _memory_kills()
+
+    def grew(self) -> bool:
+        """Return whether there are more than at the last call."""
+        before, self._known = self._known, _memory_kills()
+        return self._known > before
+
+
+def _memory_kills() -> int:
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    found = (line.partition(" ") for line in lines)
+    return next((int(count) for name, _, count in found if name == "oom_kill"), 0)

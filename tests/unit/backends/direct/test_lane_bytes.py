@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from multiworld.backends.arrivals import MESSAGE_BYTES, Arrival, Description, Receive
+from multiworld.backends.arrivals import (
+    DIMENSION_BYTES,
+    MESSAGE_BYTES,
+    Arrival,
+    Description,
+    Receive,
+)
 from multiworld.backends.direct import header as wire
 from multiworld.backends.direct.header import FRAGMENT_BYTES, HeaderError
 from multiworld.backends.direct.inbound import Inbound
@@ -320,13 +326,16 @@ async def test_fin_in_the_middle_of_a_message_is_refused() -> None:
 
 async def test_budget_when_spent_then_reading_stops_and_resumes() -> None:
     """A message without room stops the lane after its header."""
-    sender, receiver = Sender(), Receiver(budget=2 * (100 + MESSAGE_BYTES) + 9)
+    sender, receiver = (
+        Sender(),
+        Receiver(budget=2 * (100 + MESSAGE_BYTES + DIMENSION_BYTES) + 9),
+    )
     for _ in range(3):
         sender.put(content(100))
     data = sender.write()
     receiver.read(data)
     assert receiver.inbound.is_stalled
-    assert receiver.mailbox.held_bytes == 2 * (100 + MESSAGE_BYTES)
+    assert receiver.mailbox.held_bytes == 2 * (100 + MESSAGE_BYTES + DIMENSION_BYTES)
     assert torch.equal(got(receiver.post()), content(100))
     assert receiver.inbound.retry()
     for _ in range(2):

@@ -20,6 +20,7 @@ from multiworld.serve.generation.engines.whole_engine import EngineSettings, Who
 from multiworld.serve.generation.models import folder_facts
 from multiworld.serve.models import huggingface, weights
 from multiworld.serve.models.factory import folder_of, import_factory
+from multiworld.serve.replica.hang_guard import HUNG_S
 from multiworld.serve.resources import inventory
 from multiworld.serve.spec.schema import LLAMA_CPP, OPENAI, GenerationSpec, ModelSpec
 from multiworld.serve.spec.stage import (
@@ -30,7 +31,6 @@ from multiworld.serve.spec.stage import (
     StageFunction,
 )
 
-HUNG_S = 30.0  # without any token: then an engine counts as hung, by default
 PART = re.compile(r"-\d+-of-\d+$")  # end of the name of a GGUF file in parts
 HERE = "multiworld.serve.generation.engines"
 

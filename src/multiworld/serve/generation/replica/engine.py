@@ -26,14 +26,12 @@ from multiworld.serve.generation.compute.transfers import Transfers
 from multiworld.serve.generation.grammar import Matcher, Matchers
 from multiworld.serve.models import compiled_code, integer_products
 from multiworld.serve.replica.compute_thread import ComputeThread
-from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
+from multiworld.serve.replica.hang_guard import EXIT_HUNG, HUNG_S, HangGuard
 from multiworld.serve.spec.stage import Generation, Stage, StageContext
 from multiworld.serve.transport.generation_messages import SequenceStart, StepPart
 from multiworld.serve.transport.protocol import StreamId
 
 logger = logging.getLogger("multiworld.serve")
-
-HUNG_S = 30.0  # after which a step counts as hung; longer ones need ``compute_s``
 
 
 class Engine:

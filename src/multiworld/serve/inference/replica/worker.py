@@ -24,7 +24,7 @@ from multiworld.serve.inference.replica.batch_queue import BatchQueue, Work
 from multiworld.serve.inference.replica.credit_returns import CreditReturns
 from multiworld.serve.inference.replica.executor import Executor, Outcome
 from multiworld.serve.inference.replica.forwarder import Forwarder
-from multiworld.serve.replica.hang_guard import EXIT_HUNG, HangGuard
+from multiworld.serve.replica.hang_guard import EXIT_HUNG, HUNG_S, HangGuard
 from multiworld.serve.spec.stage import Stage, Tensors
 from multiworld.serve.transport import control_messages as messages
 from multiworld.serve.transport import inference_messages
@@ -51,7 +51,7 @@ MAX_CANCELLED = 4096  # remembered cancelled requests whose work may still arriv
 TELL_S = 0.1  # for a batch's announcement to be sent; a stopped gateway does not read
 
 # A batch counts as hung after this long, and this long after its last deadline.
-HUNG_S, OVERDUE_S = 30.0, 10.0
+OVERDUE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
