@@ -23,7 +23,7 @@ from torch import Tensor
 
 from multiworld.errors import InvalidRequestError, ModelFailedError, ServeError
 from multiworld.serve.core.refusals import wrong_field
-from multiworld.serve.generation import grammar_trial_process
+from multiworld.serve.generation import grammar_trial_process, schema_drafts
 from multiworld.serve.generation.grammar_trial_process import MadeOf
 from multiworld.serve.spec.stage import Generation
 from multiworld.serve.tenants.fair_pool import FairPool
@@ -55,21 +55,29 @@ NO_RULES: list[tuple[str, Any]] = [
     ("uniqueItems", False),
     ("propertyNames", {"type": "string"}),
 ]
-# Keywords whose values have schemas by name, and those whose values are data.
-MAPS = {
-    *("properties", "patternProperties", "$defs", "definitions"),
-    *("dependentSchemas", "dependencies"),
-}
-DATA = {
-    *("enum", "const", "default", "example", "examples", "required"),
-    "dependentRequired",
-}
-
 # Whitespace in JSON, as Python writes it: small models fill any free space forever.
 SPACES: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
+    # Not ``\\u``: a key could be written in a way that its schema does not see.
+    "json_allowed_escapes": 'nrbtf\\"',
+}
+
+# Of any JSON object; numbers have bounds, at any depth.
+ANY_OBJECT: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": {"$ref": "#/$defs/any"},
+    "$defs": {
+        "any": {
+            "anyOf": [
+                {"type": ["null", "boolean", "string"]},
+                {"type": "number"},
+                {"type": "array", "items": {"$ref": "#/$defs/any"}},
+                {"type": "object", "additionalProperties": {"$ref": "#/$defs/any"}},
+            ]
+        }
+    },
 }
 
 NO_TEXT = "NoExtensionBias"  # llguidance's error if no text completes a grammar
@@ -150,8 +158,11 @@ def _checked_schema(schema: Any, param: str) -> Any:
     except ImportError as error:
         raise NoStructureError(MISSING) from error
     try:
-        _schemas().validate(schema)
-        return _enforced(schema)
+        draft = schema_drafts.draft_of(schema)
+        _schemas(draft).validate(schema)
+        return _enforced(schema_drafts.enforceable(schema, draft))
+    except schema_drafts.SchemaError as error:
+        raise wrong_field(param, str(error)) from None
     except ValidationError as error:
         names = ("[%d]" if type(n) is int else ".%s" for n in error.instance_path)
         place = "".join(names) % tuple(error.instance_path) or "it"
@@ -176,10 +187,10 @@ def _enforced(schema: Any) -> Any:
             continue
         if (name, value) in NO_RULES:
             continue
-        if name in MAPS and isinstance(value, dict):
+        if name in schema_drafts.MAPS and isinstance(value, dict):
             found[name] = {key: _enforced(each) for key, each in value.items()}
         else:
-            found[name] = value if name in DATA else _enforced(value)
+            found[name] = value if name in schema_drafts.DATA else _enforced(value)
     return found
 
 
@@ -347,13 +358,21 @@ def _are_few_multiples(schema: Any) -> bool:
 
 
 @functools.cache
-def _schemas() -> Any:
-    from jsonschema_rs import Draft202012Validator
+def _schemas(draft: str) -> Any:
+    import jsonschema_rs
 
-    # Pinned to one metaschema, so that none is fetched.
-    return Draft202012Validator(
-        {"$ref": "https://json-schema.org/draft/2020-12/schema"}
-    )
+    kinds = {
+        "4": jsonschema_rs.Draft4Validator,
+        "6": jsonschema_rs.Draft6Validator,
+        "7": jsonschema_rs.Draft7Validator,
+        "2019-09": jsonschema_rs.Draft201909Validator,
+        schema_drafts.LATEST: jsonschema_rs.Draft202012Validator,
+    }
+    place = next(n for n, known in schema_drafts.DRAFTS.items() if known == draft)
+    is_old = draft in schema_drafts.BEFORE_2019
+    # Pinned to one metaschema, which the library has, so that none is fetched.
+    uri = f"http://{place}#" if is_old else f"https://{place}"
+    return kinds[draft]({"$ref": uri})
 
 
 def _matcher() -> Any:

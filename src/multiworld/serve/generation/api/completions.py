@@ -235,7 +235,7 @@ def structure_of(
     found: list[Structure] = []
     of_schema = grammars.grammar_of_schema
     if form is not None and form.type == "json_object":
-        found.append(partial(of_schema, {"type": "object"}, "response_format"))
+        found.append(partial(of_schema, grammars.ANY_OBJECT, "response_format"))
     elif form is not None and form.type == "json_schema":
         schema = None if form.json_schema is None else form.json_schema.schema
         if schema is None:
@@ -244,7 +244,7 @@ def structure_of(
     if outputs is not None:
         fields = msgspec.structs.asdict(outputs)
         if fields.pop("json_object"):
-            fields["json"] = {"type": "object"}
+            fields["json"] = grammars.ANY_OBJECT
         given = {kind: value for kind, value in fields.items() if value is not None}
         if len(given) != 1:
             rule = "must have exactly one of json, regex, choice, grammar, json_object"
@@ -262,7 +262,7 @@ def schema_of(form: ResponseFormat | None, outputs: StructuredOutputs | None) ->
         outputs is not None and bool(outputs.json_object)
     )
     if is_object:
-        return {"type": "object"}
+        return grammars.ANY_OBJECT
     if form is not None and form.type == "json_schema" and form.json_schema is not None:
         return form.json_schema.schema
     return None if outputs is None else outputs.json

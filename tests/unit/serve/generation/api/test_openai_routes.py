@@ -32,7 +32,11 @@ from multiworld.serve.generation.api import (
 from multiworld.serve.generation.api.choices import Choice, generate
 from multiworld.serve.generation.gateway.actions import Cut
 from multiworld.serve.generation.gateway.streams import Places, Streams
-from multiworld.serve.generation.grammar import after_reasoning, grammar_of_schema
+from multiworld.serve.generation.grammar import (
+    ANY_OBJECT,
+    after_reasoning,
+    grammar_of_schema,
+)
 from multiworld.serve.generation.growing_text import GrowingText
 from multiworld.serve.generation.tokenizer import Tokenizer
 from multiworld.serve.spec.schema import GenerationSpec, ModelSpec, StageSpec
@@ -516,7 +520,7 @@ async def test_structure_of_an_answer_begins_after_its_reasoning(
     played = Played(tokenizer)
     played.streams.text = [5]
     begin, end = (tokenizer.added.get(m, m) for m in ("<think>", "</think>"))
-    inner = grammar_of_schema({"type": "object"}, "response_format")
+    inner = grammar_of_schema(ANY_OBJECT, "response_format")
     begun, open_ = (
         after_reasoning(inner, (begin, end), [0], is_begun=is_begun)
         for is_begun in (True, False)

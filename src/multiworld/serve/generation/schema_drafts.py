@@ -1,0 +1,247 @@
+"""JSON schemas of all drafts, as what llguidance enforces exactly. Pure.
+
+A schema is judged by the draft that it declares, and rewritten to 2020-12, which is the
+default. What could not be enforced is refused, and numbers without bounds get some: a
+model that may write digits forever does so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# Keywords whose values have schemas by name, and those whose values are data.
+MAPS = {
+    *("properties", "patternProperties", "$defs", "definitions"),
+    *("dependentSchemas", "dependencies"),
+}
+DATA = {
+    *("enum", "const", "default", "example", "examples", "required"),
+    "dependentRequired",
+}
+
+LATEST = "2020-12"
+DRAFTS = {
+    "json-schema.org/draft-04/schema": "4",
+    "json-schema.org/draft-06/schema": "6",
+    "json-schema.org/draft-07/schema": "7",
+    "json-schema.org/draft/2019-09/schema": "2019-09",
+    "json-schema.org/draft/2020-12/schema": LATEST,
+}
+BEFORE_2019 = ("4", "6", "7")
+
+# Keywords that a draft does not know, and so ignores.
+UNKNOWN_TO: dict[str, set[str]] = {
+    "4": {"const", "contains", "propertyNames", "$id", "if", "then", "else"},
+    "6": {"if", "then", "else"},
+    "7": set(),
+    "2019-09": {"prefixItems", "$dynamicRef", "$dynamicAnchor"},
+    LATEST: set(),
+}
+SINCE_2019 = {
+    *("unevaluatedProperties", "unevaluatedItems", "dependentRequired"),
+    *("dependentSchemas", "minContains", "maxContains", "prefixItems", "$anchor"),
+    *("$recursiveRef", "$recursiveAnchor", "$dynamicRef", "$dynamicAnchor"),
+}
+BESIDE_REF = ("$ref", "definitions", "$defs")  # all else is ignored before 2019-09
+
+COUNTS = {
+    *("minLength", "maxLength", "minItems", "maxItems", "minProperties"),
+    *("maxProperties", "minContains", "maxContains"),
+}
+BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+
+EXACT = 2**53  # largest integer that llguidance does not round
+DIGITS = 15  # of a number without bounds, before and after the point together
+LARGEST = 10**DIGITS - 1
+# The smallest step of a number without ``multipleOf``: six digits after the point.
+STEP = 1e-6
+
+
+class SchemaError(ValueError):
+    """A schema cannot be enforced; its text says why."""
+
+
+def draft_of(schema: dict[str, Any]) -> str:
+    """Return the draft that a schema declares."""
+    declared = schema.get("$schema", "https://json-schema.org/draft/2020-12/schema")
+    name = str(declared).removesuffix("#").partition("://")[2]
+    if name not in DRAFTS:
+        raise SchemaError(f"declares {str(declared)[:80]!r}, which is no known draft")
+    return DRAFTS[name]
+
+
+def enforceable(schema: dict[str, Any], draft: str) -> dict[str, Any]:
+    """Return a schema of a draft as one of 2020-12 that can be enforced.
+
+    Raises:
+        SchemaError: It has something that would be enforced wrongly.
+    """
+    found: dict[str, Any] = _mapped(schema, lambda node: _as_latest(node, draft))
+    for node in nodes(found):
+        _check_data(node)
+        _check_pattern(node)
+        if node.get("minProperties", 0) > 1:
+            raise SchemaError("has minProperties above 1, which duplicates could meet")
+    _check_bounds(found)
+    has_steps = any("multipleOf" in node for node in nodes(found))
+    bounded: dict[str, Any] = _mapped(
+        found, lambda node: _bounded(node, has_steps=has_steps)
+    )
+    return bounded
+
+
+def nodes(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield all schemas within a schema, itself included."""
+    left = [schema]
+    while left:
+        part = left.pop()
+        if isinstance(part, list):
+            left += part
+        elif isinstance(part, dict):
+            yield part
+            for name, value in part.items():
+                if name in MAPS and isinstance(value, dict):
+                    left += value.values()
+                elif name not in DATA:
+                    left.append(value)
+
+
+def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Return a schema with each schema within it changed, outermost first."""
+    if isinstance(schema, list):
+        return [_mapped(each, change) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for name, value in change(schema).items():
+        if name in MAPS and isinstance(value, dict):
+            found[name] = {key: _mapped(each, change) for key, each in value.items()}
+        else:
+            found[name] = value if name in DATA else _mapped(value, change)
+    return found
+
+
+def _as_latest(node: dict[str, Any], draft: str) -> dict[str, Any]:
+    is_old = draft in BEFORE_2019
+    unknown = UNKNOWN_TO[draft] | (SINCE_2019 if is_old else set()) | {"$schema"}
+    found = {name: value for name, value in node.items() if name not in unknown}
+    if is_old and "$ref" in found:
+        return {name: found[name] for name in BESIDE_REF if name in found}
+    for name in COUNTS & found.keys():
+        if isinstance(found[name], float) and found[name].is_integer():
+            found[name] = int(found[name])
+    if draft == LATEST:
+        return found
+    rest = found.pop("additionalItems", None)
+    if isinstance(found.get("items"), list):
+        found["prefixItems"] = found.pop("items")
+        if rest is not None:
+            found["items"] = rest
+        if not found["prefixItems"]:
+            del found["prefixItems"]
+    if draft == "4":
+        for bound in ("minimum", "maximum"):
+            name = f"exclusive{bound.title()}"
+            is_exclusive = found.pop(name, False)
+            if is_exclusive and bound in found:
+                found[name] = found.pop(bound)
+    return found
+
+
+def _check_data(node: dict[str, Any]) -> None:
+    """Refuse numbers that llguidance would round, and texts that it cannot write."""
+    given = [node[name] for name in (*BOUNDS, "multipleOf") if name in node]
+    left = [*given, node.get("const"), node.get("enum")]
+    left += [[*names] for name in MAPS if isinstance(names := node.get(name), dict)]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            left += [*part, *part.values()]
+        elif isinstance(part, list):
+            left += part
+        elif isinstance(part, str):
+            if any(c < " " and c not in "\n\r\t\b\f" for c in part):
+                raise SchemaError("has a control character in a text, which JSON lacks")
+        elif isinstance(part, int | float) and not abs(part) <= EXACT:  # or NaN
+            raise SchemaError(
+                f"has the number {part}, which cannot be enforced: numbers beyond 2^53 "
+                "are rounded; use a string"
+            )
+
+
+def _check_bounds(schema: Any) -> None:
+    """Refuse an exclusive bound whose integer part another bound shares.
+
+    llguidance lets such a bound in: ``exclusiveMinimum: 0`` beside ``maximum: 0.5``.
+    """
+    # In the whole schema: ``allOf`` and ``$ref`` combine bounds.
+    every = [
+        (name, float(node[name]), node.get("type") == "integer")
+        for node in nodes(schema)
+        for name in BOUNDS
+        if name in node
+    ]
+    for name, bound, is_integer in every:
+        if not name.startswith("exclusive") or is_integer:
+            continue
+        for other_name, other, _ in every:
+            is_pair = ("Min" in name or name == "minimum") != (
+                "Min" in other_name or other_name == "minimum"
+            )
+            same = math.floor(bound) == math.floor(other) or int(bound) == int(other)
+            if is_pair and same:
+                raise SchemaError(
+                    f"has {name} {bound:g} beside {other_name} {other:g}, which cannot "
+                    "be enforced exactly; give inclusive bounds"
+                )
+
+
+RUST_ONLY = ("&&", "--", "~~", "[")  # within a class of characters
+RUST_ESCAPES = ("\\A", "\\z", "\\Z")
+
+
+def _check_pattern(node: dict[str, Any]) -> None:
+    """Refuse patterns that mean something else to Rust than in JSON Schema."""
+    patterns = [node["pattern"]] if isinstance(node.get("pattern"), str) else []
+    named = node.get("patternProperties")
+    patterns += [*named] if isinstance(named, dict) else []
+    for pattern in patterns:
+        is_inside, at = False, 0
+        while at < len(pattern):
+            rest = pattern[at:]
+            is_foreign = (is_inside and rest.startswith(RUST_ONLY)) or (
+                rest.startswith(RUST_ESCAPES)
+                or (rest.startswith("(?") and rest[2:3] not in (":", "=", "!", "<"))
+            )
+            if is_foreign:
+                raise SchemaError(
+                    f"has the pattern {pattern[:80]!r}, which ECMA 262 reads otherwise"
+                )
+            if rest[0] == "\\":
+                at += 2
+                continue
+            is_inside = (is_inside or rest[0] == "[") and rest[0] != "]"
+            at += 1
+
+
+def _bounded(node: dict[str, Any], *, has_steps: bool) -> dict[str, Any]:
+    """Return a schema of a number with bounds and a step, if it has none."""
+    kinds = node.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    is_number = "number" in kinds
+    if not is_number and "integer" not in kinds:
+        return node
+    if {"enum", "const", "$ref"} & node.keys():
+        return node
+    found = dict(node)
+    least = max((node[n] for n in BOUNDS[:2] if n in node), default=-LARGEST)
+    most = min((node[n] for n in BOUNDS[2:] if n in node), default=LARGEST)
+    if least == -LARGEST and not {*BOUNDS[:2]} & node.keys() and most > -LARGEST:
+        found["minimum"] = -LARGEST
+    if most == LARGEST and not {*BOUNDS[2:]} & node.keys() and least < LARGEST:
+        found["maximum"] = LARGEST
+    if is_number and not has_steps:
+        found["multipleOf"] = STEP
+    return found

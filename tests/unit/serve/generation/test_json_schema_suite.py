@@ -1,0 +1,265 @@
+"""Structures of JSON schemas, judged by the JSON Schema Test Suite."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import lzma
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema_rs import validator_for
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from multiworld.errors import InvalidRequestError
+from multiworld.serve.generation import schema_drafts
+from multiworld.serve.generation.grammar import grammar_of_schema
+from tests.tiers import some
+
+SUITE = Path(__file__).parents[3] / "data" / "json_schema" / "suite.json.xz"
+DRAFTS = {
+    "draft4": "http://json-schema.org/draft-04/schema#",
+    "draft6": "http://json-schema.org/draft-06/schema#",
+    "draft7": "http://json-schema.org/draft-07/schema#",
+    "draft2019-09": "https://json-schema.org/draft/2019-09/schema",
+    "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
+}
+
+# By kind, how many valid instances are rejected, and how many schemas are refused: of
+# what the documentation lists. Fewer is better; more is a regression.
+MOST = {"rejected": 12, "refused": 210}
+
+
+@functools.cache
+def tokenizer() -> Any:
+    return LLTokenizer("byte")
+
+
+@functools.cache
+def suite() -> dict[str, dict[str, list[Any]]]:
+    found: dict[str, dict[str, list[Any]]] = json.loads(
+        lzma.decompress(SUITE.read_bytes())
+    )
+    return found
+
+
+def matcher_of(schema: Any) -> Any:
+    """Return a matcher of a schema's texts; InvalidRequestError if it is refused."""
+    limits = LLParserLimits(
+        step_max_items=3000, max_items_in_row=10_000, max_lexer_states=30_000
+    )
+    grammar = grammar_of_schema(schema, "schema")
+    made = LLMatcher(tokenizer(), grammar, log_level=0, limits=limits)
+    made.compute_bitmask()
+    if made.is_error():
+        raise InvalidRequestError(made.get_error())
+    return made
+
+
+def accepts(matcher: Any, text: str) -> bool:
+    matcher = matcher.deep_copy()
+    data = list(text.encode("utf-8", "surrogatepass"))
+    return bool(
+        matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+    )
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """Yield JSON texts of a value: in other orders, numbers spelt otherwise."""
+    if isinstance(value, dict):
+        orders: Any = [list(value.items())]
+        if len(value) <= 4:
+            orders = itertools.permutations(value.items())
+        for order in itertools.islice(orders, 24):
+            parts = [list(itertools.islice(texts_of(v), 4)) for _, v in order]
+            for each in itertools.islice(itertools.product(*parts), 8):
+                pairs = list(zip(order, each, strict=True))
+                names = [
+                    f"{json.dumps(n, ensure_ascii=False)}: {t}" for (n, _), t in pairs
+                ]
+                yield "{" + ", ".join(names) + "}"
+    elif isinstance(value, list):
+        parts = [list(itertools.islice(texts_of(v), 4)) for v in value]
+        for each in itertools.islice(itertools.product(*parts), 12):
+            yield "[" + ", ".join(each) + "]"
+    elif isinstance(value, bool) or not isinstance(value, int | float):
+        yield json.dumps(value, ensure_ascii=False)
+        yield json.dumps(value)
+    else:
+        yield json.dumps(value)
+        if isinstance(value, float) and value.is_integer() and abs(value) < 1e300:
+            yield str(int(value))
+        elif isinstance(value, int):
+            yield f"{value}.0"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("draft", some([*DRAFTS], 2))
+def test_no_invalid_instance_is_accepted(draft: str) -> None:
+    """In any spelling, of any schema that is not refused."""
+    counts: Counter[str] = Counter()
+    for file, groups in suite()[draft].items():
+        for group in groups:
+            schema = group["schema"]
+            if isinstance(schema, dict):
+                schema = {"$schema": DRAFTS[draft], **schema}
+            try:
+                matcher = matcher_of(schema)
+            except InvalidRequestError:
+                counts["refused"] += 1
+                continue
+            for test in group["tests"]:
+                found = next(
+                    (t for t in texts_of(test["data"]) if accepts(matcher, t)), None
+                )
+                what = f"{file}: {group['description']}: {test['description']}: {found}"
+                assert found is None or test["valid"], what
+                counts["rejected"] += found is None and test["valid"]
+                counts["right"] += (found is not None) == test["valid"]
+    assert counts["right"] > 300, counts
+    assert all(counts[kind] <= most for kind, most in MOST.items()), counts
+
+
+numbers = st.one_of(
+    st.integers(-20, 20),
+    st.floats(-20, 20, allow_nan=False).map(lambda x: round(x, 2)),
+    st.sampled_from([2**53, 2**53 + 1, -(2**63), 1234567890123456789, 1e15, 0.1]),
+)
+leaves = st.one_of(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["number", "integer"])},
+        optional={
+            "minimum": numbers,
+            "maximum": numbers,
+            "exclusiveMinimum": numbers,
+            "exclusiveMaximum": numbers,
+        },
+    ),
+    st.fixed_dictionaries({"enum": st.lists(numbers, min_size=1, max_size=3)}),
+    st.fixed_dictionaries({"const": numbers}),
+    st.fixed_dictionaries(
+        {"type": st.just("string")},
+        optional={"minLength": st.integers(0, 3), "maxLength": st.integers(0, 5)},
+    ),
+)
+schemas = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.fixed_dictionaries({"type": st.just("array"), "items": inner}),
+        st.fixed_dictionaries({"anyOf": st.lists(inner, min_size=1, max_size=3)}),
+        st.fixed_dictionaries({"allOf": st.lists(inner, min_size=1, max_size=2)}),
+        st.builds(
+            lambda a, b: {
+                "type": "object",
+                "properties": {"a": a, "b": b},
+                "required": ["a"],
+            },
+            inner,
+            inner,
+        ),
+    ),
+    max_leaves=4,
+)
+values = st.recursive(
+    st.one_of(numbers, st.text(max_size=5), st.booleans(), st.none()),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(schemas, st.lists(values, min_size=1, max_size=8))
+def test_what_is_accepted_is_valid(schema: Any, instances: list[Any]) -> None:
+    """An independent validator judges it, with exact integers."""
+    try:
+        matcher = matcher_of(schema)
+    except InvalidRequestError:
+        return
+    validator = validator_for(schema)
+    for instance in instances:
+        for text in itertools.islice(texts_of(instance), 12):
+            if accepts(matcher, text):
+                assert validator.is_valid(json.loads(text)), (schema, text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"enum": [1234567890123456789]}, r"beyond 2\^53"),
+        ({"const": 2**53 + 1}, r"beyond 2\^53"),
+        ({"type": "integer", "minimum": 2**60}, r"beyond 2\^53"),
+        ({"type": "integer", "exclusiveMaximum": -(2**63)}, r"beyond 2\^53"),
+        ({"properties": {"a": {"items": {"const": [2**70]}}}}, r"beyond 2\^53"),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "inclusive bounds"),
+        ({"type": "string", "pattern": "^[a&&b]$"}, "ECMA 262"),
+        ({"type": "string", "pattern": "(?i)a"}, "ECMA 262"),
+        ({"type": "object", "minProperties": 2}, "duplicates"),
+        ({"const": "\u0001"}, "control character"),
+        ({"$schema": "http://example.com/mine"}, "no known draft"),
+    ],
+)
+def test_what_would_be_enforced_wrongly_is_refused(schema: Any, words: str) -> None:
+    """By name."""
+    with pytest.raises(InvalidRequestError, match=words):
+        grammar_of_schema(schema, "schema")
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "number"}, ["0.25", "-3", "12.5"], ["1" * 16, "0.1234567"]),
+        ({"type": "integer"}, ["999999999999999"], ["1" * 16, "1.5"]),
+        ({"type": "number", "minimum": 0}, ["5"], ["-1", "9" * 16]),
+        (
+            {"type": "object", "properties": {"ab": {"type": "integer"}}},
+            ['{"ab": 1}'],
+            ['{"\\u0061b": "x"}'],
+        ),
+        (
+            {
+                "$schema": "http://json-schema.org/draft-04/schema#",
+                "type": "integer",
+                "minimum": 3,
+                "exclusiveMinimum": True,
+            },
+            ["4"],
+            ["3"],
+        ),
+        (
+            {
+                "$schema": "http://json-schema.org/draft-07/schema#",
+                "items": [{"type": "integer"}, {"type": "string"}],
+                "additionalItems": False,
+                "type": "array",
+            },
+            ['[1, "a"]'],
+            ['["a", 1]', '[1, "a", 2]'],
+        ),
+    ],
+)
+def test_numbers_end_and_drafts_are_heeded(
+    schema: Any, good: list[str], bad: list[str]
+) -> None:
+    """A number without bounds has fifteen digits at most."""
+    matcher = matcher_of(schema)
+    assert [text for text in good if not accepts(matcher, text)] == []
+    assert [text for text in bad if accepts(matcher, text)] == []
+
+
+def test_data_is_not_taken_for_schemas() -> None:
+    """A constant may look like a schema, and a property like a keyword."""
+    schema = {
+        "type": "object",
+        "properties": {"$ref": {"const": {"minimum": 3}}, "type": {"type": "integer"}},
+    }
+    found = schema_drafts.enforceable(schema, schema_drafts.LATEST)
+    assert found["properties"]["$ref"] == {"const": {"minimum": 3}}
