@@ -387,7 +387,6 @@ def test_time_limits_and_full_queues_are_reported_by_status(
         ({"n": 65}, "n"),
         ({"stop": [""]}, "stop"),
         ({"suffix": "x"}, "suffix"),
-        ({"unknown": 1}, "unknown"),
         ({"stop": ["x" * 257]}, "stop"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"logit_bias": {"1_0": 1}}, "logit_bias"),

@@ -200,7 +200,7 @@ class Heartbeat:
     def _prepare_standby(self) -> None:
         """Start a process beside a helper that does not report.
 
-        Whatever starved the helper may starve this start, too. So the helper goes on,
+        Whatever starved the helper may starve this start, too. So the helper continues,
         if it can, until the other has reported.
         """
         if self._standby is not None and self._standby.process.poll() is None:

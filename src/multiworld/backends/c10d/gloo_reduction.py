@@ -8,8 +8,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from multiworld.backends.dtypes import overwrite, written
-from multiworld.backends.reduction import combiner, op_name
+from multiworld.backends.dtypes import overwrite
+from multiworld.backends.reduction import (
+    begin_average,
+    combiner,
+    finish_average,
+    op_name,
+)
 from multiworld.errors import UnsupportedOperationError
 
 # For dtypes that Gloo cannot reduce; the results are equal modulo 2^bits.
@@ -72,7 +77,7 @@ class Reduction:
 
     def __init__(self, like: Tensor, op: ReduceOp, size: int, library: str) -> None:
         combiner(op, like)
-        self._name, self._size = op_name(op), size
+        self._op, self._name, self._size = op, op_name(op), size
         name = "SUM" if self._name == "AVG" else self._name
         self.native_op: Any = getattr(ReduceOp, name)
         self._wider: torch.dtype | None = None
@@ -92,7 +97,7 @@ class Reduction:
         if self._is_ordered:
             return
         if self._name == "AVG" and like.dtype in _HALF and library == "gloo":
-            self._wider = torch.float32  # the sum may be out of range
+            self._wider = torch.float32  # rounded once, at the end
             return
         if like.dtype in _NATIVE:
             return
@@ -107,18 +112,22 @@ class Reduction:
             )
 
     def prepare(self, flat: Tensor) -> list[Tensor]:
-        """Return ``flat`` and the tensor that Gloo reduces in its place."""
+        """Return ``flat`` and the tensor that Gloo reduces in its place.
+
+        They may share memory: ``flat`` is what the result is written to.
+        """
         if self._is_ordered:
             return [flat, _ordered(flat, is_max=self._name == "MAX")]
         if self._wider is not None:
-            return [flat, flat.to(self._wider)]
-        return [flat, torch.view_as_real(flat) if self._is_complex else flat]
+            work = flat.to(self._wider)
+        else:
+            work = torch.view_as_real(flat) if self._is_complex else flat
+        begin_average(self._op, work, self._size)
+        return [flat, work]
 
     def finish(self, work: Tensor, flat: Tensor) -> None:
         """Write the result from ``work``, which Gloo reduced, into ``flat``."""
-        if self._name == "AVG":
-            with written(work):
-                work.div_(self._size)
+        finish_average(self._op, work, self._size)
         if self._is_ordered:
             overwrite(flat, _unordered(work).to(flat.dtype))
         if self._wider is not None:

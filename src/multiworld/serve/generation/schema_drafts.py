@@ -151,7 +151,7 @@ def _as_latest(node: dict[str, Any], draft: str) -> dict[str, Any]:
 
 
 def _check_data(node: dict[str, Any]) -> None:
-    """Refuse numbers that llguidance would round, and texts that it cannot write."""
+    """Refuse numbers that llguidance would round, and strings that it cannot write."""
     given = [node[name] for name in (*BOUNDS, "multipleOf") if name in node]
     left = [*given, node.get("const"), node.get("enum")]
     left += [[*names] for name in MAPS if isinstance(names := node.get(name), dict)]
@@ -163,7 +163,9 @@ def _check_data(node: dict[str, Any]) -> None:
             left += part
         elif isinstance(part, str):
             if any(c < " " and c not in "\n\r\t\b\f" for c in part):
-                raise SchemaError("has a control character in a text, which JSON lacks")
+                raise SchemaError(
+                    "has a string with a control character, which JSON lacks"
+                )
         elif isinstance(part, int | float) and not abs(part) <= EXACT:  # or NaN
             raise SchemaError(
                 f"has the number {part}, which cannot be enforced: numbers beyond 2^53 "
