@@ -85,12 +85,15 @@ class ProcessLinks:
 
     def close(self, name: str) -> None:
         task = self._tasks.pop(name, None)
+        if (timer := self._unheard.pop(name, None)) is not None:
+            timer.cancel()
         if task is not None and task is not asyncio.current_task():
             task.cancel()
 
     async def close_all(self) -> None:
         tasks = [*self._tasks.values(), *self._sending]
-        self._tasks.clear()
+        for name in [*self._tasks]:
+            self.close(name)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -175,8 +178,8 @@ class ProcessLinks:
                 await asyncio.shield(self._manager.leave(world_name))
 
     def _give_up(self, name: str, error: StaleEpochError) -> None:
-        if name in self._tasks:
-            self._owner.unheard(name, error)
+        self._unheard.pop(name, None)
+        self._owner.unheard(name, error)
 
     async def _read(self, name: str, world: World) -> None:
         while True:
