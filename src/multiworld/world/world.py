@@ -482,6 +482,7 @@ class World(CollectiveMethods):
                 next incarnation, that incarnation is broken on every member:
                 ``manager.world(name).reform()`` recovers it.
             ConfigError: ``to`` is not greater than the present size.
+            JoinMismatchError: Members or newcomers give other sizes or settings.
             StoreUnreachableError: No store answered; this world stays usable.
 
         Cancellation: As for ``reform``.
