@@ -85,8 +85,7 @@ class ProcessLinks:
 
     def close(self, name: str) -> None:
         task = self._tasks.pop(name, None)
-        if (timer := self._unheard.pop(name, None)) is not None:
-            timer.cancel()
+        self._keep(name)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
 
@@ -154,8 +153,7 @@ class ProcessLinks:
                 world_name, rank=0, size=2, store=self._store, config=config
             ):
                 self._worlds[name] = world
-                if (timer := self._unheard.pop(name, None)) is not None:
-                    timer.cancel()
+                self._keep(name)
                 for order in self._owner.greeting(name):
                     self.send(name, order)
                 self._owner.joined(name)
@@ -168,7 +166,7 @@ class ProcessLinks:
                     logger.debug("%s: %s", name, error)
                     if isinstance(error, StaleEpochError):
                         # It has declared this process lost, and may never be back.
-                        self._unheard[name] = asyncio.get_running_loop().call_later(
+                        self._unheard[name] = self._loop.call_later(
                             2 * self._config.silence_s, self._give_up, name, error
                         )
                 finally:
@@ -176,6 +174,11 @@ class ProcessLinks:
         finally:
             if world_name in self._manager.worlds:
                 await asyncio.shield(self._manager.leave(world_name))
+
+    def _keep(self, name: str) -> None:
+        """Give a process up no more: it hears this one again, or was closed."""
+        if (timer := self._unheard.pop(name, None)) is not None:
+            timer.cancel()
 
     def _give_up(self, name: str, error: StaleEpochError) -> None:
         self._unheard.pop(name, None)

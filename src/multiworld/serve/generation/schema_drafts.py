@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import unquote
 
 # Keywords whose values have schemas by name, and those whose values are data.
 MAPS = {
@@ -80,6 +81,7 @@ def enforceable(schema: dict[str, Any], draft: str) -> dict[str, Any]:
     """
     found: dict[str, Any] = _mapped(schema, lambda node: _as_latest(node, draft))
     for node in nodes(found):
+        _check_reference(node)
         _check_data(node)
         _check_pattern(node)
         if node.get("minProperties", 0) > 1:
@@ -148,6 +150,16 @@ def _as_latest(node: dict[str, Any], draft: str) -> dict[str, Any]:
             if is_exclusive and bound in found:
                 found[name] = found.pop(bound)
     return found
+
+
+def _check_reference(node: dict[str, Any]) -> None:
+    """Refuse a reference to data as a schema, which was not looked at as one."""
+    pointer = str(node.get("$ref", "")).partition("#")[2]
+    is_name = False
+    for part in unquote(pointer).split("/"):
+        if part in DATA and not is_name:
+            raise SchemaError(f"has a $ref into {part!r}, which is no schema")
+        is_name = part in MAPS and not is_name
 
 
 def _check_data(node: dict[str, Any]) -> None:

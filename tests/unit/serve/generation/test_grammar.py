@@ -165,6 +165,7 @@ def test_matcher_that_begins_elsewhere_allows_the_same(matchers: Matchers) -> No
         ({"multipleOf": 0.01, "allOf": [{"multipleOf": 701}]}, "multipleOf"),
         ({"$schema": "http://127.0.0.1:9/x", "type": 5}, "no known draft"),
         ({"type": "number", "multipleOf": True}, ".multipleOf"),
+        ({"$ref": "#/%64efault", "default": {"minimum": 2**60}}, "$ref into 'default'"),
     ],
 )
 def test_schema_that_is_not_valid_is_refused_with_the_place(
