@@ -36,7 +36,7 @@ settings.load_profile("same")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-torch.set_num_threads(1)  # a thread pool that starts during a test looks like a leak
+torch.set_num_threads(1)  # the tests of several workers share the processors
 
 
 @pytest.fixture(scope="session")

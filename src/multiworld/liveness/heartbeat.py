@@ -264,9 +264,11 @@ class Heartbeat:
         self._datagrams.clear()
         self._drop_standby()
         self._stop()
-        for process in self._ending:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(REAP_S)
+        for process in self._ending:  # a busy machine takes its time to end them
+            threading.Thread(
+                target=process.wait, name="multiworld-reap", daemon=True
+            ).start()
+        self._ending.clear()
 
     def _restart(self) -> None:
         self._drop_standby()

@@ -20,13 +20,15 @@ class Leak:
     """Snapshot of the resources that a process has open.
 
     Attributes:
-        threads: Operating system threads: thread ID and name.
+        threads: Names of threads, by ID and start (jiffies since boot): Python's, and
+            native ones that have a name of their own. The rest are OpenMP's, which last
+            as long as the thread that computed.
         descriptors: Targets of open descriptors, by number.
         tasks: Names of the running loop's tasks.
         children: Process IDs of child processes.
     """
 
-    threads: frozenset[str]
+    threads: dict[tuple[int, int], str]
     descriptors: dict[int, str]
     tasks: frozenset[str]
     children: frozenset[int]
@@ -42,7 +44,11 @@ class Leak:
         Args:
             before: The earlier snapshot of the same process.
         """
-        new = [f"thread {name}" for name in self.threads - before.threads]
+        new = [
+            f"thread {key[0]} ({name})"
+            for key, name in self.threads.items()
+            if key not in before.threads
+        ]
         new += [
             f"descriptor {fd}: {what}"
             for fd, what in self.descriptors.items()
@@ -57,12 +63,20 @@ class LeakError(AssertionError):
     """Resources are still open after a block that should have closed them."""
 
 
-def _threads() -> frozenset[str]:
+def _threads() -> dict[tuple[int, int], str]:
     names = {t.native_id: t.name for t in threading.enumerate()}
-    found = set()
+    process = Path("/proc/self/comm").read_text().strip()
+    found = {}
     for tid in map(int, os.listdir("/proc/self/task")):
-        found.add(f"{tid} ({names.get(tid, 'native')})")
-    return frozenset(found)
+        with contextlib.suppress(OSError):  # the thread has ended
+            stat = Path(f"/proc/self/task/{tid}/stat").read_text()
+            name, _, rest = stat.partition("(")[2].rpartition(")")
+            started = int(rest.split()[19])  # field 22 of proc_pid_stat(5)
+            if tid in names:
+                found[tid, started] = names[tid]
+            elif name != process:  # threads inherit it
+                found[tid, started] = f"native {name}"
+    return found
 
 
 def _descriptors() -> dict[int, str]:

@@ -165,6 +165,16 @@ async def test_helper_that_hangs_is_replaced(
     assert "is stuck" in caplog.text
 
 
+async def test_helper_that_takes_long_to_end_is_reaped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(heartbeat_module, "REAP_S", 0.0)
+    async with no_leaks():
+        both = Both("process")
+        await both.sides[0].until_heard()
+        both.free()
+
+
 async def test_stopped_owner_is_reported_by_its_helper(both: Both) -> None:
     """A helper in a process sees /proc; one in a thread stops with its owner."""
     report = await both.sides[0].until_heard()
