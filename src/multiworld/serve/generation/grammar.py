@@ -64,21 +64,7 @@ SPACES: Any = {
     "json_allowed_escapes": 'nrbtf\\"',
 }
 
-# Of any JSON object; numbers have bounds, at any depth.
-ANY_OBJECT: dict[str, Any] = {
-    "type": "object",
-    "additionalProperties": {"$ref": "#/$defs/any"},
-    "$defs": {
-        "any": {
-            "anyOf": [
-                {"type": ["null", "boolean", "string"]},
-                {"type": "number"},
-                {"type": "array", "items": {"$ref": "#/$defs/any"}},
-                {"type": "object", "additionalProperties": {"$ref": "#/$defs/any"}},
-            ]
-        }
-    },
-}
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 NO_TEXT = "NoExtensionBias"  # llguidance's error if no text completes a grammar
 

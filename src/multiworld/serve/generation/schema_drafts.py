@@ -7,10 +7,13 @@ model that may write digits forever does so.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
+
+from multiworld.serve.generation.schema_rewrites import NOTES, rewritten
 
 # Keywords whose values have schemas by name, and those whose values are data.
 MAPS = {
@@ -60,6 +63,20 @@ LARGEST = 10**DIGITS - 1
 STEP = 1e-6
 
 
+# Any JSON whose numbers have bounds, at any depth.
+ANY_NAME = "multiworld-any"
+ANY = {"$ref": f"#/$defs/{ANY_NAME}"}
+ANY_JSON: dict[str, Any] = {
+    "anyOf": [
+        {"type": ["null", "boolean", "string"]},
+        {"type": "number", "minimum": -LARGEST, "maximum": LARGEST},
+        {"type": "array", "items": ANY},
+        {"type": "object", "additionalProperties": ANY},
+    ]
+}
+ALTERNATIVES = {"$ref", "anyOf", "oneOf"}
+
+
 class SchemaError(ValueError):
     """A schema cannot be enforced; its text says why."""
 
@@ -79,7 +96,8 @@ def enforceable(schema: dict[str, Any], draft: str) -> dict[str, Any]:
     Raises:
         SchemaError: It has something that would be enforced wrongly.
     """
-    found: dict[str, Any] = _mapped(schema, lambda node: _as_latest(node, draft))
+    latest: dict[str, Any] = _mapped(schema, lambda node: _as_latest(node, draft))
+    found: dict[str, Any] = _mapped(latest, lambda node: rewritten(node, latest))
     for node in nodes(found):
         _check_reference(node)
         _check_data(node)
@@ -91,7 +109,7 @@ def enforceable(schema: dict[str, Any], draft: str) -> dict[str, Any]:
     bounded: dict[str, Any] = _mapped(
         found, lambda node: _bounded(node, has_steps=has_steps)
     )
-    return bounded
+    return _with_bounded_rest(bounded, has_steps=has_steps)
 
 
 def nodes(schema: Any) -> Iterator[dict[str, Any]]:
@@ -238,6 +256,54 @@ def _check_pattern(node: dict[str, Any]) -> None:
                 continue
             is_inside = (is_inside or rest[0] == "[") and rest[0] != "]"
             at += 1
+
+
+def _with_bounded_rest(schema: dict[str, Any], *, has_steps: bool) -> dict[str, Any]:
+    """Return a schema in which numbers have bounds where it names no type, too.
+
+    Not where schemas are combined: each would then be combined with any JSON.
+    """
+    every = [*nodes(schema)]
+    for node in every:
+        rules = node.keys() - NOTES - {"$defs", "definitions", "$schema"}
+        if {"allOf", "$id", "patternProperties"} & rules:
+            return schema
+        if len(rules) > 1 and ALTERNATIVES & rules:
+            return schema
+    if any(ANY_NAME in node.get("$defs", {}) for node in every):
+        return schema
+    found: dict[str, Any] = _filled(schema, has_steps=has_steps)
+    if found == schema:
+        return schema
+    return {**found, "$defs": {**found.get("$defs", {}), ANY_NAME: ANY_JSON}}
+
+
+def _filled(schema: Any, *, has_steps: bool) -> Any:
+    """Return a schema with bounded values wherever it allows any."""
+    fill = functools.partial(_filled, has_steps=has_steps)
+    if schema is True or (isinstance(schema, dict) and not schema.keys() - NOTES):
+        return dict(ANY)
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    for name, value in schema.items():
+        if name in MAPS and isinstance(value, dict):
+            found[name] = {key: fill(each) for key, each in value.items()}
+        elif name in ("anyOf", "oneOf", "prefixItems"):
+            found[name] = [fill(each) for each in value]
+        elif name in ("items", "additionalProperties"):
+            found[name] = fill(value)
+    if {"enum", "const", *ALTERNATIVES} & found.keys():
+        return found
+    if "type" not in found:
+        found = _bounded({**found, "type": "number"}, has_steps=has_steps)
+        del found["type"]
+    kinds = found.get("type", ("object", "array"))
+    if "object" in kinds:
+        found.setdefault("additionalProperties", dict(ANY))
+    if "array" in kinds:
+        found.setdefault("items", dict(ANY))
+    return found
 
 
 def _bounded(node: dict[str, Any], *, has_steps: bool) -> dict[str, Any]:

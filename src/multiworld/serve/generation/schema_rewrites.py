@@ -1,0 +1,294 @@
+"""Keywords that llguidance does not know, written by those that it knows. Pure.
+
+``if``, ``not`` and ``oneOf`` over what has a negation, ``uniqueItems`` over an enum,
+and rules of names. All else stays as it is, and is refused later.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+from typing import Any
+
+TYPES = ("null", "boolean", "object", "array", "number", "string")
+NOTES = {"title", "description", "default", "examples", "$comment", "deprecated"}
+
+# How to negate a keyword: the type that it applies to, its opposite, the difference.
+LIMITS = {
+    "minimum": ("number", "exclusiveMaximum", 0),
+    "maximum": ("number", "exclusiveMinimum", 0),
+    "exclusiveMinimum": ("number", "maximum", 0),
+    "exclusiveMaximum": ("number", "minimum", 0),
+    "minLength": ("string", "maxLength", -1),
+    "maxLength": ("string", "minLength", 1),
+    "minItems": ("array", "maxItems", -1),
+    "maxItems": ("array", "minItems", 1),
+}
+NEGATED = {
+    *("type", "enum", "const", "required", "properties"),
+    *("anyOf", "allOf", "not", *LIMITS, *NOTES),
+}
+
+MOST_EXCLUSIVE = 8  # alternatives of a ``oneOf``: each is combined with all others
+MOST_ARRANGEMENTS = 512  # of the values of an enum in an array without duplicates
+MOST_CHARACTERS = 1024  # of all strings that a text must differ from
+
+Schema = dict[str, Any]
+
+
+def rewritten(node: Schema, root: Schema) -> Schema:
+    """Return a schema of 2020-12 without the keywords that this module can write."""
+    found = dict(node)
+    every: list[Any] = []
+    _drop_conditions(found, every)
+    _drop_negation(found, every)
+    _drop_exclusion(found, every)
+    _drop_dependencies(found, every)
+    _drop_names(found, every, root)
+    _drop_uniqueness(found, root)
+    if every:
+        found["allOf"] = [*node.get("allOf", []), *every]
+    return found
+
+
+def _drop_conditions(node: Schema, every: list[Any]) -> None:
+    """Replace ``if``, ``then`` and ``else`` by the two cases that they stand for."""
+    if "if" not in node or not {"then", "else"} & node.keys():
+        for name in ("if", "then", "else"):
+            node.pop(name, None)
+        return
+    condition, otherwise = node["if"], node.get("else", True)
+    cases = negations(condition, node)
+    if cases is None:
+        return
+    found = [{"allOf": [condition, node.get("then", True)]}]
+    if cases:
+        found.append({"allOf": [{"anyOf": cases}, otherwise]})
+    every.append({"anyOf": found})
+    for name in ("if", "then", "else"):
+        node.pop(name, None)
+
+
+def _drop_negation(node: Schema, every: list[Any]) -> None:
+    if "not" not in node:
+        return
+    cases = negations(node["not"], node)
+    if cases:
+        every.append({"anyOf": cases})
+        del node["not"]
+
+
+def _drop_exclusion(node: Schema, every: list[Any]) -> None:
+    """Replace ``oneOf`` by each alternative with the negations of the others."""
+    choices = node.get("oneOf", [])
+    if not 2 <= len(choices) <= MOST_EXCLUSIVE:
+        return
+    others = [negations(each, node) for each in choices]
+    found = []
+    for place, choice in enumerate(choices):
+        parts = [choice]
+        for negation in others[:place] + others[place + 1 :]:
+            if negation is None:
+                return
+            parts.append({"anyOf": negation} if negation else False)
+        if False not in parts:
+            found.append({"allOf": parts})
+    if found:
+        every.append({"anyOf": found})
+        del node["oneOf"]
+
+
+def _drop_names(node: Schema, every: list[Any], root: Schema) -> None:
+    """Replace a rule of the names of properties by rules of each of them."""
+    rule = node.get("propertyNames")
+    if not isinstance(rule, dict):
+        return
+    names, pattern = _values(rule, root), rule.get("pattern")
+    if names is not None:
+        allowed = {"properties": {name: True for name in names if type(name) is str}}
+    elif pattern and not rule.keys() - {"type", "pattern"} - NOTES:
+        if rule.get("type", "string") != "string":
+            return
+        allowed = {"patternProperties": {pattern: True}}
+    else:
+        return
+    del node["propertyNames"]
+    every.append({**allowed, "additionalProperties": False})
+
+
+def _drop_dependencies(node: Schema, every: list[Any]) -> None:
+    for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
+        for name, needed in node.pop(keyword, {}).items():
+            needs = {"required": needed} if isinstance(needed, list) else needed
+            present = {"allOf": [{"required": [name]}, needs]}
+            every.append({"anyOf": [{"properties": {name: False}}, present]})
+
+
+def _drop_uniqueness(node: Schema, root: Schema) -> None:
+    """Replace arrays without duplicates by all arrangements, if they are few."""
+    if not node.get("uniqueItems") or node.get("type") != "array":
+        return
+    if node.get("maxItems", 2) <= 1:
+        del node["uniqueItems"]
+        return
+    known = {"type", "items", "uniqueItems", "minItems", "maxItems"} | NOTES
+    values = _values(node.get("items"), root)
+    if values is None or node.keys() - known - {"$defs", "definitions"}:
+        return
+    most = min(node.get("maxItems", len(values)), len(values))
+    found: list[Any] = []
+    for length in range(node.get("minItems", 0), most + 1):
+        some = itertools.permutations(values, length)
+        found += map(list, itertools.islice(some, MOST_ARRANGEMENTS + 1))
+        if len(found) > MOST_ARRANGEMENTS:
+            return
+    if found:
+        for name in known - NOTES:
+            node.pop(name, None)
+        node["enum"] = found
+
+
+def _values(schema: Any, root: Schema) -> list[Any] | None:
+    """Return the values of an enum, or of a reference to one in ``$defs``."""
+    if not isinstance(schema, dict):
+        return None
+    path = str(schema.get("$ref", "")).split("/")
+    if path[:2] == ["#", "$defs"] and len(path) == 3 and "$id" not in root:
+        schema = root.get("$defs", {}).get(path[2])
+        if not isinstance(schema, dict):
+            return None
+    if schema.get("type") == "boolean" and not schema.keys() - {"type"} - NOTES:
+        return [False, True]
+    if schema.keys() - {"enum", "const", "type"} - NOTES:
+        return None
+    if not isinstance(schema.get("type", ""), str) or schema.get("type") == "integer":
+        return None
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if values is None:
+        return None
+    kind = schema.get("type")
+    return [each for each in _distinct(values) if kind in (None, _type_of(each))]
+
+
+def negations(schema: Any, beside: Any) -> list[Any] | None:
+    """Return schemas of which one holds if ``schema`` does not.
+
+    Args:
+        schema: The schema to negate.
+        beside: A schema that holds in any case; its enums make other values few.
+
+    Returns:
+        None if it cannot be said without ``not``; empty if ``schema`` always holds.
+    """
+    if isinstance(schema, bool):
+        return [] if schema else [{}]
+    if schema.keys() - NEGATED:
+        return None
+    found: list[Any] = [schema["not"]] if "not" in schema else []
+    for name, (kind, opposite, more) in LIMITS.items():
+        if name in schema and (bound := schema[name] + more) != -1:
+            found.append({"type": kind, opposite: bound})
+    groups = [[each] for each in schema.get("allOf", [])]
+    for group in [*groups, *([schema["anyOf"]] if "anyOf" in schema else [])]:
+        parts = [negations(each, beside) for each in group]
+        if any(part is None for part in parts):
+            return None
+        if all(parts):
+            found.append({"allOf": [{"anyOf": part} for part in parts]})
+    if "type" in schema:
+        kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        if "integer" in kinds and "number" not in kinds:
+            return None
+        found.append({"type": [kind for kind in TYPES if kind not in kinds]})
+    for name in ("enum", "const"):
+        if name in schema:
+            values = schema[name] if name == "enum" else [schema[name]]
+            cases = _other_values(values, beside)
+            if cases is None:
+                return None
+            found += cases
+    found += [
+        {"type": "object", "properties": {name: False}}
+        for name in schema.get("required", [])
+    ]
+    properties = beside.get("properties", {}) if isinstance(beside, dict) else {}
+    for name, each in schema.get("properties", {}).items():
+        cases = negations(each, properties.get(name))
+        if cases is None:
+            return None
+        found += [
+            {"type": "object", "required": [name], "properties": {name: case}}
+            for case in cases
+        ]
+    return [e for e in found if e is not False and (e is True or e.get("type") != [])]
+
+
+def _other_values(values: list[Any], beside: Any) -> list[Schema] | None:
+    """Return schemas of all values but some; None if they cannot be given."""
+    excluded = {_text(each) for each in values}
+    if isinstance(beside, dict) and {"enum", "const"} & beside.keys():
+        left = beside.get("enum", [beside.get("const")])
+        left = [each for each in left if _text(each) not in excluded]
+        return [{"enum": left}] if left else []
+    possible = beside.get("type", TYPES) if isinstance(beside, dict) else TYPES
+    possible = [possible] if isinstance(possible, str) else possible
+    possible = {"number" if kind == "integer" else kind for kind in possible}
+    values = [each for each in values if _type_of(each) in possible]
+    kinds = {_type_of(each) for each in values}
+    if kinds & {"number", "object", "array"}:
+        return None
+    strings = [each for each in values if isinstance(each, str)]
+    if sum(map(len, strings)) > MOST_CHARACTERS:
+        return None
+    found: list[Schema] = [{"type": [k for k in TYPES if k not in kinds]}]
+    if strings:
+        found.append({"type": "string", "pattern": pattern_of_others(strings)})
+    if "boolean" in kinds and (left := [b for b in (False, True) if b not in values]):
+        found.append({"enum": left})
+    return found
+
+
+def pattern_of_others(words: Iterable[str]) -> str:
+    """Return a regular expression, without look-around, of all texts but ``words``."""
+    return f"^(?:{_others({*words})})$"
+
+
+def _others(words: set[str]) -> str:
+    heads = sorted({word[0] for word in words if word})
+    parts = [] if "" in words else [""]
+    parts.append(
+        f"[^{''.join(map(_escaped, heads))}][\\s\\S]*" if heads else "[\\s\\S]+"
+    )
+    for head in heads:
+        rest = {word[1:] for word in words if word.startswith(head)}
+        parts.append(f"{_escaped(head)}(?:{_others(rest)})")
+    return "|".join(parts)
+
+
+def _escaped(character: str) -> str:
+    is_plain = character.isalnum() or character in "<>" or character > "~"
+    return character if is_plain or character < " " else f"\\{character}"
+
+
+def _type_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    names = {bool: "boolean", str: "string", dict: "object", list: "array"}
+    return names.get(type(value), "number")
+
+
+def _text(value: Any) -> str:
+    """Return a text that equal values share, by JSON Schema's equality."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
+    if isinstance(value, dict):
+        pairs = (f"{json.dumps(key)}:{_text(value[key])}" for key in sorted(value))
+        return f"{{{','.join(pairs)}}}"
+    return json.dumps(value)
+
+
+def _distinct(values: list[Any]) -> list[Any]:
+    return list({_text(each): each for each in values}.values())
