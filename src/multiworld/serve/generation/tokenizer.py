@@ -17,7 +17,7 @@ from multiworld.errors import InvalidRequestError
 from multiworld.serve.generation.control_tokens import ControlTokens
 from multiworld.serve.generation.grammar import import_grammars
 from multiworld.serve.generation.template_tokens import tokens_of
-from multiworld.serve.generation.tokenizer_files import ends_of, loaded
+from multiworld.serve.generation.tokenizer_files import chat_tokenizer, ends_of
 
 logger = logging.getLogger("multiworld.serve")
 
@@ -69,7 +69,7 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._theirs = folder, loaded(folder)
+        self._folder, self._theirs = folder, chat_tokenizer(folder)
         self.fast: Any = self._theirs.backend_tokenizer
         self.fast.no_padding()
         self.fast.no_truncation()

@@ -1,4 +1,4 @@
-"""The files of a tokenizer: as transformers loads them, and the tokens that end a text.
+"""The files of a tokenizer of chats, and the tokens that end a text.
 
 Every process of the service reads the end tokens, so nothing heavy is imported here.
 """
@@ -11,27 +11,13 @@ from typing import Any
 import msgspec
 
 from multiworld.errors import SpecError
-from multiworld.serve.models import huggingface
+from multiworld.serve.models.folder_json import read_if_there, read_json
+from multiworld.serve.models.text_inputs import loaded
 
 
-def loaded(folder: Path) -> Any:
-    """Return transformers' tokenizer of a folder; raise SpecError if it has none."""
-    from transformers import AutoTokenizer
-
-    try:
-        found = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # of several libraries
-        raise SpecError(
-            f"{folder}: its tokenizer cannot be loaded: {type(error).__name__}: "
-            f"{error}; save it with transformers"
-        ) from error
-    if not getattr(found, "is_fast", False):
-        raise SpecError(
-            f"{folder}: {type(found).__name__} is not a tokenizer of the library "
-            "tokenizers; save a tokenizer.json"
-        )
+def chat_tokenizer(folder: Path) -> Any:
+    """Return transformers' tokenizer of a folder, if it can be used for chats."""
+    found = loaded(folder)
     if getattr(found, "split_special_tokens", False):
         raise SpecError(
             f"{folder}: split_special_tokens has no meaning here, because chats need "
@@ -43,7 +29,7 @@ def loaded(folder: Path) -> Any:
 def ends_of(folder: Path) -> tuple[int, ...]:
     """Return the tokens that end a completion; none if there is no config.json."""
     path = folder / "config.json"
-    return end_tokens(huggingface.read_json(path), folder) if path.exists() else ()
+    return end_tokens(read_json(path), folder) if path.exists() else ()
 
 
 def end_tokens(config: dict[str, Any], folder: Path) -> tuple[int, ...]:
@@ -55,7 +41,7 @@ def end_tokens(config: dict[str, Any], folder: Path) -> tuple[int, ...]:
     path = folder / "generation_config.json"
     text_config = config.get("text_config")
     files = {
-        path: huggingface.read_json(path) if path.exists() else {},
+        path: read_if_there(path),
         folder / "config.json": config,
         folder / "config.json (text_config)": text_config or {},
     }
@@ -98,18 +84,18 @@ class _TokenizerFile(msgspec.Struct):
 
 def _end_of_tokenizer(folder: Path) -> int | None:
     """Return the token that the tokenizer's files name as the end of a text."""
-    config = _read_if_there(folder / "tokenizer_config.json")
+    config = read_if_there(folder / "tokenizer_config.json")
     name = config.get("eos_token")
     decoder = config.get("added_tokens_decoder")
     if not name or not decoder:
-        name = _read_if_there(folder / "special_tokens_map.json").get("eos_token", name)
+        name = read_if_there(folder / "special_tokens_map.json").get("eos_token", name)
     name = name.get("content") if isinstance(name, dict) else name
     if not isinstance(name, str) or not name:
         return None
     for number, token in (decoder or {}).items() if isinstance(decoder, dict) else ():
         if isinstance(token, dict) and token.get("content") == name:
             return int(number)
-    added = _read_if_there(folder / "added_tokens.json").get(name)
+    added = read_if_there(folder / "added_tokens.json").get(name)
     number = added if isinstance(added, int) else _number_of(name, folder)
     if number is None:  # transformers adds it, behind the others
         found = loaded(folder).eos_token_id
@@ -135,7 +121,3 @@ def _number_of(token: str, folder: Path) -> int | None:
     except (OSError, ValueError, TypeError):
         pass  # loading the tokenizer reports the error
     return None
-
-
-def _read_if_there(path: Path) -> dict[str, Any]:
-    return huggingface.read_json(path) if path.exists() else {}

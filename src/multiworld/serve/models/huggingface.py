@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,11 @@ from typing import Any
 import torch
 
 from multiworld.errors import InvalidRequestError, SpecError
+from multiworld.serve.models.folder_json import read_if_there, read_json
 from multiworld.serve.models.partition import Span, chain_partition
 from multiworld.serve.models.pooling import Pooling
 from multiworld.serve.models.stored_integers import check_config
+from multiworld.serve.models.text_inputs import Tokenizer
 from multiworld.serve.spec.stage import Model, Stage, StageContext, Tensors, TensorSpec
 
 EXAMPLE_TOKENS = 24  # about one sentence, so that measurements are typical
@@ -140,7 +141,7 @@ def _notes(config: dict[str, Any], folder: Path) -> list[str]:
         for name in found
     ]
     path = folder / "config_sentence_transformers.json"
-    if path.exists() and (name := read_json(path).get("default_prompt_name")):
+    if name := read_if_there(path).get("default_prompt_name"):
         notes.append(
             f"its default prompt ({name}) is not put before a text; let clients send it"
         )
@@ -186,16 +187,6 @@ def example(vocabulary: int, longest: int) -> Tensors:
         "input_ids": torch.full(size, min(100, vocabulary - 1), dtype=torch.int64),
         "attention_mask": torch.ones(size, dtype=torch.int64),
     }
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SpecError(
-            f"cannot read {path}: {error}; give the folder of a Hugging Face model"
-        ) from error
-    return found
 
 
 # Names of the number of layers in ``config.json``, by architecture.
@@ -295,42 +286,9 @@ def _pooling(folder: Path) -> Pooling | None:
 
 def max_length_of(folder: Path, config: dict[str, Any]) -> int:
     path = folder / "sentence_bert_config.json"
-    length = read_json(path).get("max_seq_length") if path.exists() else None
+    length = read_if_there(path).get("max_seq_length")
     longest = configured_length(config, int(length or 512))
     return min(int(length or longest), longest)
-
-
-# Characters passed to the tokenizer per token of the maximum length. It would otherwise
-# read a longer text whole before truncating it. The longest English words have 45.
-MAX_CHARACTERS_PER_TOKEN = 64
-
-
-class Tokenizer:
-    """Turns text into ``input_ids`` and ``attention_mask``, [1, length], int64."""
-
-    def __init__(self, folder: Path, max_length: int) -> None:
-        from tokenizers import Tokenizer as Fast
-
-        self._fast = Fast.from_file(str(folder / "tokenizer.json"))
-        path = folder / "sentence_bert_config.json"
-        settings = read_json(path) if path.exists() else {}
-        self._is_lowered = bool(settings.get("do_lower_case"))
-        self._fast.no_padding()
-        # Texts; token ids never are (see ``check_ids``).
-        self._fast.enable_truncation(max_length)
-        self._max_characters = max_length * MAX_CHARACTERS_PER_TOKEN
-
-    def encode(self, text: str) -> Tensors:
-        text = text[: self._max_characters]
-        text = text.lower() if self._is_lowered else text
-        return self.encode_tokens(self._fast.encode(text).ids)
-
-    def encode_tokens(self, ids: Sequence[int]) -> Tensors:
-        """Return the same for token ids, including those that start and end a text."""
-        return {
-            "input_ids": torch.tensor([list(ids)], dtype=torch.int64),
-            "attention_mask": torch.ones((1, len(ids)), dtype=torch.int64),
-        }
 
 
 def _load_stage(

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from multiworld.errors import SpecError
 from multiworld.serve.generation import tokenizer
 from multiworld.serve.generation.tokenizer_files import ends_of
+from multiworld.serve.models import text_inputs
 
 TEXTS = ["Hello, world", "a<|im_end|>b", " <tool> x", "<|im_start|>user\nhi", "</s>"]
 TEMPLATE = (
@@ -167,6 +168,18 @@ def test_ids_and_ends_are_those_of_transformers(name: str, tmp_path: Path) -> No
     assert ours.chat(chat, 2**31) == list(rendered["input_ids"])
     ends = {theirs.eos_token_id} - {None}
     assert {*ends_of(folder)} == ends
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_texts_to_embed_have_the_ids_of_transformers(name: str, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "model", *SHAPES[name])
+    ours, theirs = (
+        text_inputs.Tokenizer(folder, 12),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    for text in TEXTS:
+        wanted = theirs(text, truncation=True, max_length=12)["input_ids"]
+        assert ours.encode(text)["input_ids"].tolist() == [wanted]
 
 
 @pytest.mark.parametrize("name", [n for n in SHAPES if "class" not in n])

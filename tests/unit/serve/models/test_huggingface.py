@@ -11,6 +11,7 @@ import transformers
 
 from multiworld.errors import SpecError
 from multiworld.serve.models import huggingface
+from multiworld.serve.models.text_inputs import Tokenizer
 from multiworld.serve.spec.stage import StageContext
 from tests.tiny_decoder import save_tokenizer
 
@@ -97,7 +98,7 @@ def test_text_is_lowered_if_the_folder_says_so(tmp_path: Path) -> None:
     for lowered in (False, True):
         settings = json.dumps({"do_lower_case": lowered})
         (tmp_path / "sentence_bert_config.json").write_text(settings)
-        tokenizer = huggingface.Tokenizer(tmp_path, 100)
+        tokenizer = Tokenizer(tmp_path, 100)
         found.append(tokenizer.encode("Ab")["input_ids"].tolist())
         plain = tokenizer.encode("ab")["input_ids"].tolist()
     assert found[0] != plain

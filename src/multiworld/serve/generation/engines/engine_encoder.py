@@ -33,15 +33,15 @@ from multiworld.serve.generation.engines.whole_engine import (
     EngineSettings,
     RunFailedError,
 )
+from multiworld.serve.models.folder_json import read_json
 from multiworld.serve.models.huggingface import (
     HIDDEN,
-    Tokenizer,
     check_ids,
     example,
     max_length_of,
     number_of,
-    read_json,
 )
+from multiworld.serve.models.text_inputs import Tokenizer
 from multiworld.serve.spec.schema import LLAMA_CPP, OPENAI, VLLM
 from multiworld.serve.spec.stage import Model, Stage, StageContext, Tensors, TensorSpec
 from multiworld.serve.transport.edges import SILENT_S

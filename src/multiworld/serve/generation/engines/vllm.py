@@ -52,7 +52,7 @@ from multiworld.serve.generation.engines.whole_engine import (
     RunFailedError,
 )
 from multiworld.serve.generation.grammar import text_of_tokenizer
-from multiworld.serve.models.huggingface import read_json
+from multiworld.serve.models.folder_json import read_json
 from multiworld.serve.transport.generation_messages import Sampling
 
 # Logits processors are of runner V1; with Triton on GPUs, V2 is the default.

@@ -20,6 +20,7 @@ from multiworld.serve.generation.engines.whole_engine import EngineSettings, Who
 from multiworld.serve.generation.models import folder_facts
 from multiworld.serve.models import huggingface, weights
 from multiworld.serve.models.factory import folder_of, import_factory
+from multiworld.serve.models.folder_json import read_json
 from multiworld.serve.replica.hang_guard import HUNG_S
 from multiworld.serve.resources import inventory
 from multiworld.serve.spec.schema import LLAMA_CPP, OPENAI, GenerationSpec, ModelSpec
@@ -50,7 +51,7 @@ def model(path: str, spec: ModelSpec) -> Model:
         load = functools.partial(_load_encoder, spec)
         load(StageContext())  # checks the arguments
         return engine_encoder.model(folder, spec.engine, spec.engine_args, load)
-    config = huggingface.read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     folder_facts.check_tokenizer(folder)
     generation = spec.generation or GenerationSpec()
     parts = [spec.engine, spec.engine_args, generation.dtype]

@@ -12,6 +12,7 @@ from multiworld.errors import SpecError
 from multiworld.serve.generation import tokenizer_files
 from multiworld.serve.generation.models import folder_facts
 from multiworld.serve.models import huggingface, stored_integers, weights
+from multiworld.serve.models.folder_json import read_json
 from multiworld.serve.models.partition import Span
 from multiworld.serve.spec.stage import Generation, Model, Stage, StageContext
 
@@ -30,7 +31,7 @@ def model(
 ) -> Model:
     """Return the decoder in a folder, cut into stages between layers."""
     folder = Path(path).expanduser()
-    config = huggingface.read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     stored_integers.check_config(folder, config, quantization)
     layers = huggingface.number_of(config, huggingface.LAYERS, folder)
     # By default the numbers of layers are as equal as possible.

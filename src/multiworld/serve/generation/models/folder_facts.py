@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from multiworld.errors import SpecError
-from multiworld.serve.models import huggingface
+from multiworld.serve.models.folder_json import read_if_there
 
 # Fields of ``generation_config.json`` that are defaults of requests, as in vLLM, with
 # their minimum and maximum values.
@@ -53,7 +53,7 @@ def defaults(folder: Path, source: str) -> dict[str, float]:
     if source == "none":
         return {}
     path = folder / "generation_config.json"
-    given = huggingface.read_json(path) if path.exists() else {}
+    given = read_if_there(path)
     found: dict[str, float] = {}
     for name, (low, high) in DEFAULTS.items():
         value = given.get(name)
