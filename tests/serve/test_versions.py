@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from multiworld.errors import ServeError
-from tests.serve.harness import Served, served, spec_with
+from tests.serve.harness import WAIT_S, Served, served, spec_with
+from tests.tiny_decoder import save_decoder
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -86,3 +87,35 @@ async def test_replica_does_not_load_what_is_not_its_version(
                 lambda: set(service.status().identities["m"]) == {"2"},
                 "the old version is gone",
             )
+
+
+async def test_replica_loads_the_kept_copy_of_replaced_weights(tmp_path: Path) -> None:
+    """The tokens stay the same, and an event names the file."""
+    import httpx
+
+    folder = save_decoder(tmp_path / "decoder")
+    model = {
+        "path": str(folder),
+        "generation": {"kv_cache_memory_mb": 1},
+        "stages": [{"name": "only"}],
+    }
+    spec = {"app": "kept", "models": {"m": model}, "gateway": {"port": 0}}
+    asked = {"model": "m", "prompt": [5, 6], "max_tokens": 8, "temperature": 0}
+
+    def tokens(service: Served) -> str:
+        url = f"{service.url}/v1/completions"
+        found = httpx.post(url, json=asked, timeout=WAIT_S)
+        assert found.status_code == 200, found.text
+        text: str = found.json()["choices"][0]["text"]
+        return text
+
+    with served(tmp_path, spec) as service:
+        before = tokens(service)
+        weights = folder / "model.safetensors"
+        content = bytearray(weights.read_bytes())
+        content[-4096:] = bytes(4096)
+        weights.write_bytes(content)
+        service.break_replica("kill", "only")
+        service.until(lambda: bool(service.events("changed")), "the copy is loaded")
+        assert f"copy of the old files: {weights}" in service.events("changed")[0].text
+        assert tokens(service) == before

@@ -676,8 +676,8 @@ class Controller:
 
     def news(self, name: str, news: messages.News) -> None:
         match news:
-            case messages.StageLoaded(fingerprint, weights, identity):
-                self._loaded(name, fingerprint, weights, identity)
+            case messages.StageLoaded():
+                self._loaded(name, news)
             case messages.TableApplied(number):
                 self.happened(events.Applied(name, number))
             case messages.UsageReport():
@@ -696,16 +696,20 @@ class Controller:
             case messages.Report():
                 self._metrics.heard(name, news)
 
-    def _loaded(self, name: str, fingerprint: str, weights: str, identity: str) -> None:
+    def _loaded(self, name: str, news: messages.StageLoaded) -> None:
         process = self.fleet.processes.get(name)
         if process is not None and process.model:
             spec = self._versions.specs.get(process.model, {}).get(process.version)
             wanted = "" if spec is None or spec.identity is None else spec.identity.name
-            if identity and wanted and identity != wanted:
-                why = f"it computes {identity[:12]}, but its version is {wanted[:12]}"
+            found = news.identity
+            if found and wanted and found != wanted:
+                why = f"it computes {found[:12]}, but its version is {wanted[:12]}"
                 self.happened(events.ProcessGone(name, why))
                 return
-        self.happened(events.Loaded(name, fingerprint, weights))
+            if news.changed:
+                text = f"{name} loaded a copy of the old files: {refusal(news.changed)}"
+                self.history.say("changed", text, name)
+        self.happened(events.Loaded(name, news.fingerprint, news.weights))
 
     # The record.
 

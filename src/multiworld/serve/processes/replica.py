@@ -34,7 +34,12 @@ from multiworld.serve.inference.replica.rank_group import (
     join_group,
 )
 from multiworld.serve.inference.replica.worker import Worker, WorkerLimits
-from multiworld.serve.models.factory import build_model, folder_of, stage_name
+from multiworld.serve.models.factory import (
+    build_model,
+    changed_since,
+    folder_of,
+    stage_name,
+)
 from multiworld.serve.models.identity import refusal
 from multiworld.serve.replica.hang_guard import HUNG_S
 from multiworld.serve.resources.amounts import Need, mib, needs_of
@@ -237,8 +242,13 @@ class WorkerProcess:
         if await asyncio.to_thread(folder_of, spec) != folder:
             raise SpecError(refusal(f"{folder}, while it was read,"))
         loaded = await asyncio.to_thread(self._loaded, device)
-        identity = "" if spec.identity is None else spec.identity.name
-        self._agent.fact(msgspec.structs.replace(loaded, identity=identity))
+        if spec.identity is not None:
+            is_copy = folder is not None and folder == spec.identity.kept
+            changed = await asyncio.to_thread(changed_since, spec) if is_copy else ""
+            loaded = msgspec.structs.replace(
+                loaded, identity=spec.identity.name, changed=changed
+            )
+        self._agent.fact(loaded)
         await self._worker.run()
 
     async def _obey(self, order: messages.Order) -> None:

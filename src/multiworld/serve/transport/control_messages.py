@@ -197,6 +197,7 @@ class StageLoaded(Message, frozen=True, tag="stage_loaded"):
     fingerprint: str = ""
     weights: str = ""
     identity: str = ""  # name of the version's identity; empty: not known
+    changed: str = ""  # file of the version that has changed; the kept copy was loaded
 
 
 class TableApplied(Message, frozen=True, tag="table_applied"):
