@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -101,6 +103,51 @@ async def test_call_that_holds_the_gil_is_no_loss(town: Town, kind: str) -> None
     assert stalls
     assert {(stall.world, stall.rank) for stall in stalls} == {("w", 1)}
     assert all("computes" in stall.evidence for stall in stalls)
+
+
+async def test_process_that_is_stopped_in_pulses_is_no_loss(town: Town) -> None:
+    """As `cpulimit` does: most looks at it find it stopped, but it goes on."""
+    await town.settle()
+    pid = town.citizens[1].pid
+
+    def pulse() -> None:
+        end = time.monotonic() + 3 * SILENCE_S
+        while time.monotonic() < end:
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.09)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.015)
+
+    pulses = asyncio.create_task(asyncio.to_thread(pulse))
+    while not pulses.done():
+        await town.advances("w", 0, 1)
+    await pulses
+    account = await town.account(0)
+    assert (account.error, account.epoch) == (None, 1)
+
+
+def helpers(pid: int) -> list[int]:
+    """Return the children of a process."""
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for file in files for child in file.read_text().split()]
+
+
+async def test_processes_that_starve_together_are_no_loss(town: Town) -> None:
+    """With their helpers, for longer than one alone may: the host lacks something."""
+    await town.settle()
+    starved = [
+        pid for child in town.citizens[1:] for pid in (child.pid, *helpers(child.pid))
+    ]
+    for pid in starved:
+        os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(1.5 * SILENCE_S)
+    for pid in starved:
+        os.kill(pid, signal.SIGCONT)
+    await town.advances("w", 0, 1)
+    await town.advances("other", 0, 2)
+    for number, world in ((0, "w"), (0, "other"), (1, "w"), (2, "other")):
+        account = await town.account(number, world)
+        assert (account.error, account.epoch) == (None, 1)
 
 
 async def test_blocked_loop_is_reported_as_waiting(town: Town) -> None:

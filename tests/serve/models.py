@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 
 import torch
 
 from multiworld.serve import Model, Stage, StageContext, Tensors, TensorSpec
 
-FINE, RAISE, DIE, SLEEP, REFUSE, SLOW, HANG, GROW = range(8)
+FINE, RAISE, DIE, SLEEP, REFUSE, SLOW, HANG, GROW, HOLD = range(9)
 """Behaviours of the second stage, which each row's ``code`` selects."""
 
 SLEEP_S = 1.0
@@ -45,6 +46,8 @@ def add(tensors: Tensors) -> Tensors:
         time.sleep(SLEEP_S)
     while HANG in codes:
         time.sleep(SLOW_S)
+    if HOLD in codes:  # the GIL, for ever
+        re.match("(a+)+$", "a" * 64 + "b")
     if SLOW in codes:
         time.sleep(SLOW_S)
     return {"x": tensors["x"] + 1}

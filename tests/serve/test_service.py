@@ -32,7 +32,7 @@ from tests.serve.harness import (
     traffic,
     wait_for_exit,
 )
-from tests.serve.models import DIE, HANG, RAISE, SLEEP, SLOW, expected
+from tests.serve.models import DIE, HANG, HOLD, RAISE, SLEEP, SLOW, expected
 from tests.tiers import some
 
 pytestmark = pytest.mark.timeout(240)
@@ -200,6 +200,27 @@ async def test_poisoned_request_takes_no_innocent_with_it(
     # unannounced attempts are hedged, perhaps more than once.
     assert 2 <= len(died()) - before <= 8, died()[before:]
     assert all("; last line of its log: " in event.text for event in died()[before:])
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(400)
+async def test_replica_that_holds_the_gil_for_twice_a_batch_is_replaced(
+    tmp_path: Path,
+) -> None:
+    """Nothing in its process runs any more, not even the guard."""
+    with served(tmp_path, spec_with()) as service:
+        asked = asyncio.create_task(asyncio.to_thread(service.infer, 1.0, HOLD))
+        await asyncio.to_thread(
+            service.until, lambda: bool(service.events("lost")), "it is lost", 200.0
+        )
+        (found, *_) = service.events("lost")
+        assert "its event loop has not run for" in found.text
+        await asyncio.to_thread(
+            service.until, lambda: bool(service.events("exited")), "it is killed"
+        )
+        assert "the controller killed it" in service.events("exited")[0].text
+        assert (await asked).status_code in (500, 504)
+        assert service.infer(1.0).status_code == 200
 
 
 def test_logs_are_found_by_name(service: Served) -> None:

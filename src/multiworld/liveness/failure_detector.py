@@ -9,6 +9,9 @@ Two intervals are added to every limit: the last heartbeat before an outage may 
 interval old, and the first after it may take another interval. A heartbeat says how
 long ago its sender heard this process, so both sides detect a one-way network
 partition.
+
+If not even the helpers of all other processes of this host are heard, while this one
+runs, the host is short of something (memory, processors): they get twice the time.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class PeerJoined:
 
     peer: PeerKey
     has_heartbeats: bool = True  # otherwise it need not have sent any
+    is_near: bool = False  # it runs on this host
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +159,7 @@ class _Peer:
     heard_at: float
     beat_at: float
     has_heartbeats: bool = True
+    is_near: bool = False
     state: ProcessState = ProcessState.RUNNING
     turned_at: float = math.inf  # time of its loop's last sign; inf if not late
     is_computing: bool = False
@@ -186,8 +191,8 @@ class FailureDetector:
             case Blinded():
                 last_at, self._ticked_at = self._ticked_at, now
                 self._excuse(now - last_at, now)
-            case PeerJoined(key, has_heartbeats):
-                self._peers.setdefault(key, _Peer(now, now, has_heartbeats))
+            case PeerJoined(key, has_heartbeats, is_near):
+                self._peers.setdefault(key, _Peer(now, now, has_heartbeats, is_near))
             case HeartbeatsBegan(key):
                 self._heartbeats_began(key, now)
             case PeerClosed():
@@ -280,14 +285,24 @@ class FailureDetector:
         # An observer that is always late must still judge. It has read everything that
         # arrived before its last tick, but perhaps not what arrived since.
         findings: list[Finding] = []
+        is_host_late = self._is_host_late(now - late_s)
         for key, peer in self._peers.items():
             if not peer.has_heartbeats:  # the peer is still dialing: ``join_s`` ends it
                 peer.heard_at = peer.beat_at = now
                 continue
             quiet_s = now - late_s - self._margin_s - min(peer.heard_at, peer.turned_at)
             if max(quiet_s, peer.unheard_s) > peer.shortest_s:
-                findings += self._judge(key, peer, now - late_s)
+                patience = 2 if peer.is_near and is_host_late else 1
+                findings += self._judge(key, peer, now - late_s, patience)
         return findings
+
+    def _is_host_late(self, now: float) -> bool:
+        """Return whether all processes of this host are silent, if they are several."""
+        peers = self._peers.values()
+        near = [p for p in peers if p.is_near and p.worlds and p.has_heartbeats]
+        return len(near) > 1 and all(
+            now - each.beat_at > 2 * self._margin_s for each in near
+        )
 
     def _excuse(self, seconds: float, now: float) -> None:
         # Peers may have missed this process meanwhile, and report so for a while.
@@ -298,10 +313,12 @@ class FailureDetector:
             peer.turned_at += seconds
             peer.unheard_s = 0.0
 
-    def _judge(self, key: PeerKey, peer: _Peer, now: float) -> list[Finding]:
+    def _judge(
+        self, key: PeerKey, peer: _Peer, now: float, patience: int
+    ) -> list[Finding]:
         findings: list[Finding] = []
         for world, watch in list(peer.worlds.items()):
-            verdict = _verdict(key, peer, world, watch, now, self._margin_s)
+            verdict = _verdict(key, peer, world, watch, now, self._margin_s, patience)
             if verdict is not None:
                 findings.append(verdict)
                 self._unwatch(key, world)
@@ -332,12 +349,14 @@ def _verdict(
     watch: _Watch,
     now: float,
     margin_s: float,
+    patience: int,
 ) -> Verdict | None:
     limits = watch.limits
+    silence_s = limits.silence_s * patience
     silent_s, stalled_s = now - peer.heard_at, now - peer.turned_at
     known_s = now - watch.since - margin_s
-    if min(silent_s - margin_s, known_s) > limits.silence_s:
-        limit_s = limits.silence_s
+    if min(silent_s - margin_s, known_s) > silence_s:
+        limit_s = silence_s
         reason, evidence = _silence(peer, silent_s, now)
     elif min(peer.unheard_s - margin_s, known_s) > limits.silence_s:
         # Wait longer than for silence: the side that hears nothing must judge first.

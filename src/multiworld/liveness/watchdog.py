@@ -313,7 +313,8 @@ class WatchDog:
             key, has_heartbeats: The link, and whether it has a heartbeat connection.
         """
         self._keys[_name(key)] = key
-        self._observe(detector.PeerJoined(_name(key), has_heartbeats))
+        is_near = key.local_host == key.remote_host
+        self._observe(detector.PeerJoined(_name(key), has_heartbeats, is_near))
         self._start_ticking()
 
     def heartbeats_began(self, key: LinkKey) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,6 +76,42 @@ def test_silent_peer_is_lost_after_the_limit_and_once() -> None:
     assert len(verdicts) == 1
     assert 2.0 + 2 * TICK_S < verdicts[0].silent_s <= 2.0 + 3 * TICK_S
     assert "silent" in verdicts[0].reason
+
+
+def silences(*, near: Sequence[bool], beating: Collection[int] = ()) -> list[float]:
+    """Return how long peers were silent when they were lost, in order."""
+    clock, live = FakeClock(), FailureDetector(TICK_S)
+    names = [f"p{number}" for number in range(len(near))]
+    for name, is_near in zip(names, near, strict=True):
+        live.handle(PeerJoined(name, is_near=is_near), clock.now)
+        live.handle(Watched(name, 0, DetectionLimits(2.0)), clock.now)
+    found: list[Finding] = []
+    for _ in range(round(10 / TICK_S)):
+        clock.advance(TICK_S)
+        for number in beating:
+            live.handle(PeerHeard(peer=names[number]), clock.now)
+        found += live.handle(Ticked(), clock.now)
+    return [each.silent_s for each in found if isinstance(each, Verdict)]
+
+
+def test_processes_of_this_host_that_fall_silent_together_get_twice_the_time() -> None:
+    """The host is short of something, as this process still runs."""
+    assert all(4.0 < seconds < 5.2 for seconds in silences(near=[True, True, True]))
+    assert len(silences(near=[True, True, True])) == 3
+
+
+@pytest.mark.parametrize(
+    ("near", "beating"),
+    [
+        ([True], ()),  # alone
+        ([True, True, True], (2,)),  # one is heard
+        ([False, False, False], ()),  # on another host
+    ],
+)
+def test_others_get_no_more_time(near: list[bool], beating: tuple[int, ...]) -> None:
+    found = silences(near=near, beating=beating)
+    assert len(found) == len(near) - len(beating)
+    assert all(seconds < 3.2 for seconds in found)
 
 
 def test_peer_that_is_still_dialing_is_not_judged() -> None:

@@ -29,7 +29,7 @@ from multiworld.serve.control.dtypes import Resolved, resolve
 from multiworld.serve.control.fleet_metrics import FleetMetrics
 from multiworld.serve.control.operations import Operations
 from multiworld.serve.control.process_links import REPORT_S, ProcessLinks
-from multiworld.serve.control.processes import Processes
+from multiworld.serve.control.processes import Processes, end_words
 from multiworld.serve.control.tenant_manager import TenantManager
 from multiworld.serve.control.versions import Versions
 from multiworld.serve.fleet import actions, events
@@ -582,11 +582,9 @@ class Controller:
         return 2 * max(HUNG_S, longest_s)
 
     def exited(self, name: str, code: int | None) -> None:
-        why = self.processes.exited(name, code)
-        if code == -signal.SIGKILL and name in self._killed:
-            why = "the controller killed it"
-        elif code == -signal.SIGKILL and self._memory_kills.grew():
-            why += ", and the kernel killed a process for lack of memory meanwhile"
+        self.processes.exited(name)
+        is_ours, grew = name in self._killed, self._memory_kills.grew
+        why = end_words(code, is_ours=is_ours, ran_out_of_memory=grew)
         self._killed.discard(name)
         self._changed.set()
         process, cause = self.fleet.processes.get(name), why

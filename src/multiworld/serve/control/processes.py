@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from multiworld.serve.control.status import exit_words, last_words
@@ -119,12 +119,11 @@ class Processes:
         elif name not in self._starting:
             self._bookings.release(name)
 
-    def exited(self, name: str, code: int | None) -> str:
-        """Remove a process that has exited; describe its exit."""
+    def exited(self, name: str) -> None:
+        """Remove a process that has exited."""
         self.running.pop(name, None)
         self._bookings.release(name)
         self._changed.set()
-        return "it ended" if code is None else f"it ended with {exit_words(code)}"
 
     async def end_all(self, names: Iterable[str], limit_s: float) -> None:
         """Send SIGTERM, and SIGKILL to those left after ``limit_s``."""
@@ -141,6 +140,28 @@ class Processes:
             for name in names:
                 if name in self.running:
                     self._launcher.kill(self.running.pop(name))
+
+
+def end_words(
+    code: int | None, *, is_ours: bool, ran_out_of_memory: Callable[[], bool]
+) -> str:
+    """Return how a process ended, for people.
+
+    Args:
+        code: Its exit code, negative for a signal; None if it is not known.
+        is_ours: Whether the controller has killed it.
+        ran_out_of_memory: Whether the kernel has killed a process for lack of memory
+            since it was last asked.
+    """
+    if code is None:
+        return "it ended"
+    words = f"it ended with {exit_words(code)}"
+    if code != -signal.SIGKILL:
+        return words
+    if is_ours:
+        return "the controller killed it"
+    lack = ", and the kernel killed a process for lack of memory meanwhile"
+    return words + lack * ran_out_of_memory()
 
 
 def _changed_at(path: Path) -> float:

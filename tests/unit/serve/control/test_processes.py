@@ -9,7 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from multiworld.serve.control.processes import KEPT_LOGS, Processes
+import pytest
+
+from multiworld.serve.control.processes import KEPT_LOGS, Processes, end_words
 from multiworld.serve.launchers.base import Launcher, RunningProcess
 from multiworld.serve.resources.amounts import Need
 from multiworld.serve.resources.bookings import Bookings
@@ -23,6 +25,30 @@ class StandIn:
         self, name: str, args: Any, log: Path, spot: Any, need: Need
     ) -> RunningProcess:
         return RunningProcess(name, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "is_ours", "ran_out", "words"),
+    [
+        (None, False, False, "it ended"),
+        (3, False, True, "it ended with exit code 3"),
+        (-15, False, True, "it ended with SIGTERM"),
+        (-9, False, False, "it ended with SIGKILL"),
+        (-9, True, True, "the controller killed it"),
+        (
+            -9,
+            False,
+            True,
+            "it ended with SIGKILL, and the kernel killed a process for lack of memory "
+            "meanwhile",
+        ),
+    ],
+)
+def test_end_is_told_in_words(
+    code: int | None, is_ours: bool, ran_out: bool, words: str
+) -> None:
+    found = end_words(code, is_ours=is_ours, ran_out_of_memory=lambda: ran_out)
+    assert found == words
 
 
 def test_logs_of_running_and_of_recent_processes_are_kept(tmp_path: Path) -> None:
@@ -47,7 +73,7 @@ def test_logs_of_running_and_of_recent_processes_are_kept(tmp_path: Path) -> Non
         name = f"llama-3/{number % 2}/{10 * number}"  # refused placements take numbers
         start(name)
         if number > 2:
-            processes.exited(name, 1)
+            processes.exited(name)
     kept = {path.name for path in tmp_path.iterdir()}
     numbers = range(count - KEPT_LOGS, count + 1)  # and the one that ended just now
     recent = {f"llama-3-{number % 2}-{10 * number}.log" for number in numbers}

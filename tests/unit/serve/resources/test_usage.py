@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from multiworld.serve.resources import usage
 from multiworld.serve.resources.usage import (
     Usage,
     memory_of,
@@ -83,6 +84,15 @@ def test_memory_shared_after_a_fork_is_counted_once() -> None:
         assert 64 * MIB <= memory_of(pid) < 120 * MIB
         # The cheap bound counts it twice; the exact count decides.
         assert outgrows(pid, 120 * MIB) is None
+
+
+def test_kills_for_lack_of_memory_are_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts = iter([4, 4, 5, 5])
+    monkeypatch.setattr(usage, "_memory_kills", lambda: next(counts))
+    kills = usage.MemoryKills()
+    assert [kills.grew() for _ in range(3)] == [False, True, False]
 
 
 def test_limit_is_reported_with_what_is_used() -> None:
