@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,12 +89,13 @@ class MemoryKills:
     """Counts the processes that the kernel has killed for lack of memory, anywhere on
     this host: a limit may be that of a container."""
 
-    def __init__(self) -> None:
-        self._known = _memory_kills()
+    def __init__(self, count: Callable[[], int] | None = None) -> None:
+        self._count = count or _memory_kills
+        self._known = self._count()
 
     def grew(self) -> bool:
         """Return whether there are more than at the last call."""
-        before, self._known = self._known, _memory_kills()
+        before, self._known = self._known, self._count()
         return self._known > before
 
 

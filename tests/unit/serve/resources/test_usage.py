@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from multiworld.serve.resources import usage
 from multiworld.serve.resources.usage import (
+    MemoryKills,
     Usage,
     memory_of,
     outgrows,
@@ -86,12 +86,9 @@ def test_memory_shared_after_a_fork_is_counted_once() -> None:
         assert outgrows(pid, 120 * MIB) is None
 
 
-def test_kills_for_lack_of_memory_are_told_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kills_for_lack_of_memory_are_told_once() -> None:
     counts = iter([4, 4, 5, 5])
-    monkeypatch.setattr(usage, "_memory_kills", lambda: next(counts))
-    kills = usage.MemoryKills()
+    kills = MemoryKills(lambda: next(counts))
     assert [kills.grew() for _ in range(3)] == [False, True, False]
 
 
