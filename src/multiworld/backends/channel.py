@@ -4,6 +4,8 @@ have a channel each, so a message that nobody receives cannot block a collective
 from __future__ import annotations
 
 import asyncio
+import functools
+import os
 import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -94,6 +96,16 @@ class Lane(Protocol):
         """Return the descriptor; -1 if there is none or it is closed."""
 
 
+@functools.cache
+def _watch_forks() -> None:
+    """In a fork, no receive is parked: the event loop of its parent does not run."""
+
+    def forget() -> None:
+        Channel.parked = 0
+
+    os.register_at_fork(after_in_child=forget)
+
+
 class Channel:
     """Mailbox and lanes for one purpose: messages or collectives of one world."""
 
@@ -103,6 +115,7 @@ class Channel:
         # ``budget_bytes``: maximum of unexpected messages to hold for each source.
         self.mailbox = Mailbox(frozenset(sources), budget_bytes)
         self.lanes: dict[int, Lane] = {}
+        _watch_forks()
         self._spin = Spin()
         self._received = 0
         self._has_spun = False  # next_from has spun for the current receive already
@@ -229,7 +242,7 @@ class Channel:
         try:
             await future
         finally:
-            Channel.parked -= 1
+            Channel.parked = max(0, Channel.parked - 1)  # less in a fork
             self._spin.parked(time.perf_counter() - began)
             self._received = 0
 

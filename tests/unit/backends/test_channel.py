@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -130,11 +131,19 @@ async def test_receive_polls_only_the_lanes_that_could_bring_its_message() -> No
     assert await bench.recv(None) == 8
 
 
+def parked_in_a_fork() -> int:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(channel_module.Channel.parked)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 async def test_receive_parks_until_the_message_comes() -> None:
     """While one is parked, no other one spins."""
     bench = Bench()
     waiting = asyncio.create_task(bench.recv())
     await turns(3)
+    assert parked_in_a_fork() == 0  # nothing ends its wait there
     assert channel_module.Channel.parked == 1
     bench.lanes[1].arrive(9)
     assert await waiting == 9

@@ -41,13 +41,27 @@ PROCESS_BYTES = 256 * 1024 * 1024  # maximum in the blocks of all lanes
 MARKS = 64
 NO_MARKS = bytes(MARKS)
 
-_lent_bytes = 0
-_lock = threading.Lock()
+
+class _Total:
+    """The bytes in the blocks of all lanes of this process. A fork begins with another
+    one, so that its copies of the lanes do not count."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        # For lanes of several event loops, each in its thread.
+        self._lock = threading.Lock()
+
+    def add(self, size: int) -> None:
+        with self._lock:
+            self.bytes += size
+
+
+_total = _Total()
 
 
 def lent_bytes() -> int:
     """Return the number of bytes in the blocks of all lanes of this process."""
-    return _lent_bytes
+    return _total.bytes
 
 
 class Mapping:
@@ -104,6 +118,8 @@ class _Forks:
             mapping.memory[mapping.size - MARK_BYTES + self._slot] = 1
 
     def _copy(self) -> None:
+        global _total
+        _total = _Total()
         for mapping in _live():
             mapping.keep_copy(mapping.size - MARK_BYTES + self._slot)
 
@@ -186,6 +202,8 @@ class Lender:
     def __init__(self, announce: Callable[[Block], bool]) -> None:
         # Passes a new block to the receiver; False if it cannot.
         self._announce = announce
+        _watch_forks()
+        self._total = _total
         self._blocks: dict[int, Block] = {}
 
     @property
@@ -204,7 +222,7 @@ class Lender:
             is_known = self._announce(block)
             block.close_fd()
             if is_known:
-                _account(block.size)
+                self._total.add(block.size)
                 self._blocks[number] = block
 
     def take(self, size: int) -> Block | None:
@@ -226,7 +244,7 @@ class Lender:
         """Return the number for a new block, or None; free blocks make room for it."""
         wanted = _rounded(size)
         while True:
-            room = min(LANE_BYTES - self._bytes, PROCESS_BYTES - _lent_bytes)
+            room = min(LANE_BYTES - self._bytes, PROCESS_BYTES - lent_bytes())
             if wanted <= room and len(self._blocks) < MAX_BLOCKS:
                 return next(n for n in range(MAX_BLOCKS) if n not in self._blocks)
             unused = next((b for b in self._blocks.values() if b.is_free), None)
@@ -240,7 +258,7 @@ class Lender:
 
     def _drop(self, block: Block) -> None:
         del self._blocks[block.number]
-        _account(-block.size)
+        self._total.add(-block.size)
 
     def close(self) -> None:
         """Unmap all blocks; safe to repeat. The receiver's tensors stay."""
@@ -250,9 +268,3 @@ class Lender:
 
 def _rounded(size: int) -> int:
     return -(-size // STEP_BYTES) * STEP_BYTES
-
-
-def _account(size: int) -> None:
-    global _lent_bytes
-    with _lock:  # lanes of several event loops, each in its thread
-        _lent_bytes += size

@@ -229,6 +229,25 @@ def test_block_that_could_not_be_announced_is_not_used(
     assert lending.lent_bytes() == 0
 
 
+def test_what_the_parent_lends_does_not_count_in_a_fork() -> None:
+    one = Announced()
+    kept = one.send(LARGE)
+    pid = os.fork()
+    if pid == 0:
+        found = [lending.lent_bytes()]
+        one.lender.close()
+        found.append(lending.lent_bytes())
+        two = Announced()
+        more = two.send(LARGE)
+        found.append(lending.lent_bytes() - LARGE * (more is None))
+        os._exit(0 if found[:2] == [0, 0] and found[2] > 0 else 1)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert lending.lent_bytes() > 0
+    del kept
+    one.lender.close()
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 11)), max_size=60))
 def test_no_two_living_tensors_share_memory(steps: list[tuple[int, int]]) -> None:
