@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -24,10 +25,15 @@ class _Slot:
 class PendingLanes:
     def __init__(self) -> None:
         self._slots: dict[LaneKey, _Slot] = {}
+        self._counts: Counter[int] = Counter()  # by incarnation
 
     @property
     def is_full(self) -> bool:
         return len(self._slots) >= LIMIT
+
+    def count(self, nonce: int) -> int:
+        """Return the number of lanes that an incarnation waits for, or has to take."""
+        return self._counts[nonce]
 
     def put(self, key: LaneKey, stream: Stream) -> None:
         """Keep a connection until a world takes it; ``ValueError`` for a second one."""
@@ -49,34 +55,46 @@ class PendingLanes:
             _discard(future)
             raise
         finally:
-            self._slots.pop(key, None)
+            self._remove(key)
+
+    def _remove(self, key: LaneKey) -> _Slot | None:
+        slot = self._slots.pop(key, None)
+        if slot is not None:
+            self._counts[key[0]] -= 1
+            if not self._counts[key[0]]:
+                del self._counts[key[0]]
+        return slot
 
     def _slot(self, key: LaneKey) -> _Slot:
         if key not in self._slots:
             future = asyncio.get_running_loop().create_future()
             self._slots[key] = _Slot(future)
+            self._counts[key[0]] += 1
         return self._slots[key]
 
     def drop(self, nonce: int) -> None:
         """Close connections and cancel waits for an incarnation that has ended."""
         for key in [key for key in self._slots if key[0] == nonce]:
-            _discard(self._slots.pop(key).future)
+            self._discard(key)
 
     def purge(self, known: Collection[int], now: float) -> None:
         """Close connections that the other side gave up, or that waited ``KEPT_S``."""
         for key, slot in list(self._slots.items()):
             is_late = key[0] not in known and now - slot.since > KEPT_S
             if is_late or (_is_there(slot.future) and _is_given_up(slot.future)):
-                _discard(self._slots.pop(key).future)
+                self._discard(key)
+
+    def _discard(self, key: LaneKey) -> None:
+        if (slot := self._remove(key)) is not None:
+            _discard(slot.future)
 
     def filenos(self) -> list[int]:
         futures = [slot.future for slot in self._slots.values()]
         return [f.result().fileno() for f in futures if _is_there(f)]
 
     def close(self) -> None:
-        for slot in self._slots.values():
-            _discard(slot.future)
-        self._slots.clear()
+        for key in list(self._slots):
+            self._discard(key)
 
 
 def _is_there(future: asyncio.Future[Stream]) -> bool:

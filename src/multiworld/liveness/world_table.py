@@ -16,6 +16,10 @@ from multiworld.liveness.pending_lanes import PendingLanes
 
 RETIRED_LIMIT = 4096  # ended incarnations that are remembered, to refuse their data
 
+# Maximum of an incarnation's pending lanes: for each linked member, and for those whose
+# links are not known yet. A member opens two or three.
+MEMBER_LANES, SPARE_LANES = 8, 1024
+
 # Maximum of early messages per link, approximately: a misbehaving peer takes no space
 # from the others.
 LIMIT_BYTES = 1024 * 1024
@@ -168,6 +172,10 @@ class WorldTable:
             return "too many pending connections for unknown epochs"
         if nonce in self._retired:
             return "that epoch of the world is over"
+        if (attached := self._attached.get(nonce)) is not None:
+            most = SPARE_LANES + MEMBER_LANES * len(attached.links)
+            if self.lanes.count(nonce) >= most:
+                return "too many pending connections for that epoch"
         return None
 
     def purge(self, now: float) -> None:

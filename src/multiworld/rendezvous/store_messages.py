@@ -12,9 +12,11 @@ from multiworld.config import MAX_WAIT_S
 from multiworld.net.handshake_messages import Hello, Message
 from multiworld.rendezvous.membership import Member
 
+MAX_NAME = 1024  # maximum number of characters in a world's name
 MAX_SIZE = 65_536  # maximum world size of a claim
 MAX_EPOCH = 1 << 53  # integers below it survive any JSON reader
 
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SIZE)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_SIZE)]
 Epoch = Annotated[int, msgspec.Meta(ge=0, lt=MAX_EPOCH)]
@@ -25,7 +27,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)]
 class StoreHello(Hello, frozen=True):
     """Opens a session with a store; ``world`` is for the store's log."""
 
-    world: str = ""
+    world: Name = ""
 
 
 class SealedMember(msgspec.Struct, frozen=True):
@@ -44,7 +46,7 @@ class SealedMember(msgspec.Struct, frozen=True):
 class Newcomer(Message, frozen=True, kw_only=True):
     """The rank that a member wants."""
 
-    world: str
+    world: Name
     rank: Rank
     size: Size
     terms: str  # options that all members must agree on, in words
@@ -64,7 +66,7 @@ class Claim(Newcomer, frozen=True, kw_only=True, tag="Claim"):
 class Survivor(Message, frozen=True, kw_only=True):
     """The rank that a survivor had in the incarnation that broke."""
 
-    world: str
+    world: Name
     epoch: Epoch  # of that incarnation, as rank and size
     rank: Rank
     size: Size
@@ -89,7 +91,7 @@ class Withdraw(Message, frozen=True, tag="Withdraw"):
 class Announce(Message, frozen=True, tag="Announce"):
     """Reports a rank that the session held before the store started."""
 
-    world: str
+    world: Name
     epoch: Epoch
     rank: Rank
     uid: str
@@ -98,7 +100,7 @@ class Announce(Message, frozen=True, tag="Announce"):
 class Leave(Message, frozen=True, tag="Leave"):
     """Gives up a rank, and reports other ranks that are known to be lost."""
 
-    world: str
+    world: Name
     epoch: Epoch
     rank: Rank
     lost: tuple[Rank, ...] = ()
@@ -214,9 +216,16 @@ class NoValue(Message, frozen=True, tag="NoValue"):
     """The deadline of a ``GetValues`` passed."""
 
 
+class Full(Message, frozen=True, tag="Full"):
+    """The store holds as many keys and values as it may."""
+
+    limit: int  # characters
+
+
 ClaimOutcome = (
     Admitted | JoinTimedOut | Stale | RankTaken | TermsDiffer | VersionDiffers | Crowded
 )
+Outcome = ClaimOutcome | Result | NoValue | Full
 
 
 # Replies and notices of the store.
@@ -230,7 +239,7 @@ class ClaimReceived(Message, frozen=True, tag="ClaimReceived"):
 
 class Reply(Message, frozen=True, tag="Reply"):
     request: int
-    outcome: ClaimOutcome | Result | NoValue
+    outcome: Outcome
 
 
 class AskHolds(Message, frozen=True, tag="AskHolds"):

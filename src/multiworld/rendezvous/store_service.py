@@ -20,7 +20,7 @@ from multiworld.rendezvous.store_messages import (
     StoreMessage,
     StoreRequest,
 )
-from multiworld.rendezvous.values import Answer, Values
+from multiworld.rendezvous.values import MAX_HELD, Answer, FullError, Values
 
 logger = logging.getLogger("multiworld.store")
 rare_log = RareLog(logger)
@@ -180,6 +180,13 @@ class StoreService:
     # Values.
 
     def _value(self, session: int, message: store_messages.ValueRequest) -> None:
+        try:
+            self._carry_out(session, message)
+        except FullError:
+            full = store_messages.Full(MAX_HELD)
+            self._send(session, store_messages.Reply(message.request, full))
+
+    def _carry_out(self, session: int, message: store_messages.ValueRequest) -> None:
         request = message.request
         values, answers = self._values, list[Answer]()
         result: bool | int | str | None = None

@@ -3,7 +3,13 @@ Latin-1, and a counter is its decimal text. A ``get`` of a missing key waits."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+# Maximum of all keys and values, and of the keys that are waited for, in characters. A
+# member of a c10d group stores some hundred.
+MAX_HELD = 64 * 1024 * 1024
+COST = 128  # of an entry without its texts, approximately
 
 Waiter = tuple[int, int]  # session number and request number
 
@@ -22,13 +28,30 @@ class _Waiting:
     deadline: float
 
 
+class FullError(Exception):
+    """The store holds as much as it may."""
+
+
 class Values:
-    def __init__(self) -> None:
+    def __init__(self, max_held: int = MAX_HELD) -> None:
         self._values: dict[str, str] = {}
         self._waiting: dict[Waiter, _Waiting] = {}
+        self._held, self._max_held = 0, max_held
+
+    def _hold(self, cost: int) -> None:
+        if cost > 0 and self._held + cost > self._max_held:
+            raise FullError
+        self._held += cost
 
     def set(self, key: str, value: str) -> list[Answer]:
-        """Set ``key``; return the answers that this completes."""
+        """Set ``key``; return the answers that this completes.
+
+        Raises:
+            FullError: There is no room; nothing was set. As of all other methods.
+        """
+        before = self._values.get(key)
+        freed = 0 if before is None else _cost((key, before))
+        self._hold(_cost((key, value)) - freed)
         self._values[key] = value
         done = [
             waiter
@@ -38,11 +61,17 @@ class Values:
         return [self._finish(waiter) for waiter in done]
 
     def _finish(self, waiter: Waiter) -> Answer:
-        waiting = self._waiting.pop(waiter)
+        waiting = self._forget(waiter)
         return Answer(waiter, [self._values[key] for key in waiting.keys])
+
+    def _forget(self, waiter: Waiter) -> _Waiting:
+        waiting = self._waiting.pop(waiter)
+        self._hold(-_cost(waiting.keys))
+        return waiting
 
     def get(self, waiter: Waiter, keys: list[str], deadline: float) -> list[Answer]:
         """Return the answer if every key has a value; otherwise register the waiter."""
+        self._hold(_cost(keys))
         self._waiting[waiter] = _Waiting(keys, deadline)
         return [self._finish(waiter)] if self.check(keys) else []
 
@@ -64,25 +93,32 @@ class Values:
         return held if held is not None else expected, []
 
     def delete(self, key: str) -> bool:
-        return self._values.pop(key, None) is not None
+        value = self._values.pop(key, None)
+        if value is not None:
+            self._hold(-_cost((key, value)))
+        return value is not None
 
     def delete_prefix(self, prefix: str) -> None:
         for key in [key for key in self._values if key.startswith(prefix)]:
-            del self._values[key]
+            self.delete(key)
 
     def count(self) -> int:
         return len(self._values)
 
     def drop_session(self, session: int) -> None:
         for waiter in [waiter for waiter in self._waiting if waiter[0] == session]:
-            del self._waiting[waiter]
+            self._forget(waiter)
 
     def expire(self, now: float) -> list[Answer]:
         """Drop the requests whose deadline has passed; return their answers."""
         late = [w for w, waiting in self._waiting.items() if waiting.deadline <= now]
         for waiter in late:
-            del self._waiting[waiter]
+            self._forget(waiter)
         return [Answer(waiter, None) for waiter in late]
 
     def next_deadline(self) -> float | None:
         return min((w.deadline for w in self._waiting.values()), default=None)
+
+
+def _cost(texts: Iterable[str]) -> int:
+    return COST + sum(map(len, texts))

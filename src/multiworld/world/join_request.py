@@ -11,9 +11,7 @@ import torch
 from multiworld.config import WorldConfig, is_int, is_unicode
 from multiworld.errors import ConfigError
 from multiworld.rendezvous.store_address import StoreAddresses, parse_store
-from multiworld.rendezvous.store_messages import MAX_SIZE
-
-MAX_NAME = 1024  # maximum number of characters in a world's name
+from multiworld.rendezvous.store_messages import MAX_NAME, MAX_SIZE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

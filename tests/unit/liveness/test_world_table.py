@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from multiworld.liveness.control_link import LinkKey
 from multiworld.liveness.manager_messages import Broken, EndCollectives
 from multiworld.liveness.world_table import (
     KEPT_S,
     LIMIT_BYTES,
+    MEMBER_LANES,
     MESSAGE_BYTES,
+    SPARE_LANES,
     EarlyMessages,
+    WorldTable,
 )
 
 A, B = LinkKey("a", "127.0.0.1", "127.0.0.1"), LinkKey("b", "127.0.0.1", "127.0.0.1")
@@ -52,3 +57,32 @@ def test_link_that_sends_too_many_takes_nothing_from_others() -> None:
     assert len(early.take(0, A)) + len(early.take(1, A)) == most
     early.keep(A, message(4), 0.0)
     assert early.take(4, A) == [message(4)], "what was taken makes room"
+
+
+class OpenLane:
+    """Stands in for a connection."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+async def test_member_cannot_open_lanes_without_limit() -> None:
+    """Each is a descriptor of this process; those of other worlds are not refused."""
+    table, port = WorldTable(), cast("Any", None)
+    for nonce in (1, 2):
+        table.open(nonce, port)
+    table.add(1, 1, A)
+    lanes: list[Any] = [OpenLane() for _ in range(SPARE_LANES + MEMBER_LANES)]
+    for number, lane in enumerate(lanes):
+        assert table.lane_refusal(1) is None
+        table.lanes.put((1, 1, f"channel {number}"), lane)
+    assert "too many" in str(table.lane_refusal(1))
+    assert table.lane_refusal(2) is None
+    assert await table.lanes.get((1, 1, "channel 0")) is lanes[0]
+    assert table.lane_refusal(1) is None
+    table.remove(1)
+    assert all(lane.is_closed for lane in lanes[1:])
+    assert table.lanes.count(1) == 0

@@ -15,11 +15,11 @@ from multiworld.rendezvous.store_messages import (
     Announce,
     AskHolds,
     CheckKeys,
-    ClaimOutcome,
     ClaimReceived,
     CompareSet,
     CountKeys,
     DeleteKey,
+    Full,
     GetValues,
     HoldsAnswer,
     JoinTimedOut,
@@ -27,6 +27,7 @@ from multiworld.rendezvous.store_messages import (
     MemberGaveUp,
     NewcomerWaits,
     NoValue,
+    Outcome,
     RankTaken,
     Reply,
     Result,
@@ -39,6 +40,7 @@ from multiworld.rendezvous.store_messages import (
     Withdraw,
 )
 from multiworld.rendezvous.store_service import StoreService
+from multiworld.rendezvous.values import MAX_HELD
 from tests.unit.rendezvous.sessions import claim_of, sealed_of, survivor_of
 from tests.unit.waiting import turns, until
 
@@ -62,7 +64,7 @@ class Client:
         self.say(claim_of(self._requests, rank, size, self.uid, **fields))
         return self._requests
 
-    def ask(self, message: ValueRequest) -> ClaimOutcome | Result | NoValue | None:
+    def ask(self, message: ValueRequest) -> Outcome | None:
         """Ask for a value; return the outcome, or None if the store lets it wait."""
         self._requests += 1
         self.say(msgspec.structs.replace(message, request=self._requests))
@@ -74,7 +76,7 @@ class Client:
         assert isinstance(outcome, Result)
         return outcome.value
 
-    def outcome(self, request: int) -> ClaimOutcome | Result | NoValue | None:
+    def outcome(self, request: int) -> Outcome | None:
         """Return the outcome of a request, or None if there is none yet."""
         found = [
             message.outcome
@@ -322,6 +324,16 @@ async def test_values_are_set_counted_compared_and_deleted() -> None:
     assert one.value(CountKeys(0)) == 2
     assert one.value(DeleteKey(0, "k")) is True
     assert one.value(DeleteKey(0, "k")) is False
+    service.close()
+
+
+async def test_store_that_is_full_says_so() -> None:
+    service = StoreService()
+    one = Client(service)
+    for number in range(63):
+        one.value(SetValue(0, f"k{number}", "v" * 2**20))
+    assert one.ask(SetValue(0, "more", "v" * 2**20)) == Full(MAX_HELD)
+    assert one.value(CountKeys(0)) == 63
     service.close()
 
 

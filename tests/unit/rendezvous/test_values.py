@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from multiworld.rendezvous.values import Answer, Values
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multiworld.rendezvous.values import COST, Answer, FullError, Values
 
 
 def test_get_waits_until_every_key_is_there() -> None:
@@ -50,3 +56,49 @@ def test_delete_prefix_drops_one_incarnation() -> None:
     assert values.count() == 1
     assert values.delete("w/2/a")
     assert not values.delete("w/2/a")
+
+
+keys = st.sampled_from(["a", "ab", "b"])
+texts = st.text("xy", max_size=9)
+operations = st.one_of(
+    st.tuples(st.just("set"), keys, texts),
+    st.tuples(st.just("compare_set"), keys, texts, texts),
+    st.tuples(st.just("delete"), keys),
+    st.tuples(st.just("delete_prefix"), keys),
+    st.tuples(st.just("get"), st.tuples(st.integers(1, 3), st.integers(1, 3)), keys),
+    st.tuples(st.just("drop_session"), st.integers(1, 3)),
+    st.tuples(st.just("expire"), st.integers(0, 9)),
+)
+
+
+@given(st.lists(operations, max_size=30))
+def test_what_is_held_is_bounded_and_freed(steps: list[tuple[str, object]]) -> None:
+    """Whatever comes: a store that was emptied takes as much as a new one."""
+    room = 4 * COST
+    values, taken = Values(room), set[object]()
+    for step in steps:
+        name, *given = step
+        if name == "get":
+            if given[0] in taken:
+                continue
+            taken.add(given[0])
+            given = [given[0], [given[1]], 5]
+        with contextlib.suppress(FullError):
+            getattr(values, name)(*given)
+    for session in (1, 2, 3):
+        values.drop_session(session)
+    values.delete_prefix("")
+    values.set("k", "v" * (room - COST - 1))
+    with pytest.raises(FullError):
+        values.set("l", "")
+    values.set("k", "w")  # a shorter one in its place
+
+
+def test_store_that_is_full_sets_nothing() -> None:
+    values = Values(COST + 4)
+    values.set("k", "abc")
+    with pytest.raises(FullError):
+        values.set("k", "abcd")
+    with pytest.raises(FullError):
+        values.get((1, 1), ["l"], 10)
+    assert values.compare_set("k", "abc", "ab")[0] == "ab"

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multiworld import ConfigError, WorldConfig
+from multiworld.rendezvous.store_messages import MAX_NAME
 from multiworld.world.join_request import (
-    MAX_NAME,
     JoinRequest,
     default_store,
     request_of,
