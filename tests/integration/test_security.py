@@ -374,6 +374,31 @@ async def test_certificate_of_another_authority_is_refused(
         assert sum(here.server.refused.values()) > 0
 
 
+@pytest.mark.parametrize(
+    ("has_client", "words"),
+    [(True, "the other side may not use TLS"), (False, "it may require TLS")],
+)
+async def test_tls_on_one_side_only_is_named(
+    tls: Tls, has_client: bool, words: str
+) -> None:
+    ours, theirs = (Security(tls=tls), None)
+    if not has_client:
+        ours, theirs = None, Security(tls=tls)
+    store = await StoreServer.listen("127.0.0.1", 0, security=theirs)
+    try:
+        async with WorldManager(security=ours) as manager:
+            with pytest.raises(StoreUnreachableError, match=words):
+                await manager.join(
+                    "w",
+                    rank=0,
+                    size=2,
+                    store=f"tcp://127.0.0.1:{store.port}",
+                    config=WorldConfig(join_s=1),
+                )
+    finally:
+        await store.close()
+
+
 async def test_backends_that_would_go_around_it_are_refused(tls: Tls) -> None:
     """Gloo is refused with TLS, and with a secret unless it is allowed."""
     async with WorldManager(security=Security(tls=tls)) as manager:
