@@ -495,15 +495,12 @@ CROWD = replace(LIMITS, max_num_seqs=64, max_num_batched_tokens=128, blocks=2000
 @pytest.mark.parametrize("seed", some(range(12), 3))
 @pytest.mark.parametrize(
     ("replicas", "losses"),
-    [([1, 1], 8), ([1, 1, 1], 8), ([1, 3], 8), ([2, 2], 10), ([2, 3, 2], 10)],
+    [([1, 1], 8), ([1, 1, 1], 8), ([1, 3], 8), ([2, 2], 8), ([2, 3, 2], 8)],
 )
 async def test_poison_of_a_crowd_is_found_within_some_losses(
     seed: int, replicas: list[int], losses: int
 ) -> None:
-    """Only that stream ends; the others have all their tokens.
-
-    Where several replicas of stage 0 send to the lost one, a loss says less.
-    """
+    """Only that stream ends; the others have all their tokens."""
     net = Net(random.Random(seed), replicas, CROWD)
     await net.connected()
     clients = [Client(net, [1, 2, 3 + n], 60) for n in range(64)]
@@ -582,7 +579,7 @@ async def test_crowd_that_loses_replicas_by_chance_computes_little_again(
     assert sum(more_rows) - sum(rows) <= losses * held + 3 * streams * losses
     splits = max(0, losses - 2)
     extra = [b - a for a, b in zip(steps, more_steps, strict=True)]
-    assert max(extra) <= 50 * losses + 40 * splits, extra
+    assert max(extra) <= 50 * losses + 80 * splits, extra
 
 
 @pytest.mark.parametrize("seed", some(range(10), 4))

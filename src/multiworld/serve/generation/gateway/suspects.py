@@ -8,7 +8,7 @@ loses a replica once more, it is split into ``FAN`` groups. One group at a time 
 computed, with no other step in flight. What survives is cleared; a group that loses
 another replica is split again, and the other groups are released.
 
-``n`` streams need about log4(n) losses more than one stream, and ``FAN`` steps for a
+``n`` streams need about log8(n) losses more than one stream, and ``FAN`` steps for a
 token meanwhile, instead of ``n``.
 """
 
@@ -18,9 +18,10 @@ from collections.abc import Sequence
 
 from multiworld.serve.generation.gateway.stream import Stream, SuspectGroup
 
-# Groups into which a crowd is split. With four, one poison stream of 64 is found with
-# seven losses that count: 64, 64, 64, 16, 4, 1, 1. With two it would take ten.
-FAN = 4
+# Groups into which a crowd is split. With eight, one poison stream of 64 is found with
+# six losses that count: 64, 64, 64, 8, 1, 1. With four it takes seven, with two ten.
+FAN = 8
+ALONE = 4  # streams of a small crowd, at most
 
 
 class Suspects:
@@ -33,7 +34,7 @@ class Suspects:
     def accuse(self, streams: Sequence[Stream]) -> None:
         """Group the suspects that a replica may have died of."""
         streams = [stream for stream in streams if not stream.is_single]
-        if len(streams) <= FAN:
+        if len(streams) <= ALONE:
             self._regroup([[stream] for stream in streams], is_isolated=True)
             return
         accused: dict[SuspectGroup | None, list[Stream]] = {}
