@@ -381,9 +381,8 @@ async def test_certificate_of_another_authority_is_refused(
 async def test_tls_on_one_side_only_is_named(
     tls: Tls, has_client: bool, words: str
 ) -> None:
-    ours, theirs = (Security(tls=tls), None)
-    if not has_client:
-        ours, theirs = None, Security(tls=tls)
+    with_tls = Security(tls=tls)
+    ours, theirs = (with_tls, None) if has_client else (None, with_tls)
     store = await StoreServer.listen("127.0.0.1", 0, security=theirs)
     try:
         async with WorldManager(security=ours) as manager:
